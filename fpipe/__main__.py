@@ -2,6 +2,8 @@
 """Plan a pipeline from a shell: `python -m fpipe plan train.py:task --ranks 4 --memory 80GB`.
 
 Exit codes: 0, success; 2, the command made no sense, and standard error says why.
+
+Runs on request.
 """
 
 from __future__ import annotations

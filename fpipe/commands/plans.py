@@ -18,7 +18,7 @@ from typing import Any
 from fpipe.errors import InputError
 from fpipe.planning.amounts import parse_caps
 from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory, find_starts
-from fpipe.planning.choosing import Progress, choose
+from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.make import plan
 from fpipe.planning.plan import Plan, format_seconds
 from fpipe.planning.profile import Profile
@@ -118,7 +118,7 @@ class ProgressLine:
     def __init__(self) -> None:
         self.shown = sys.stderr.isatty()
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: PlanProgress) -> None:
         """Rewrite the line."""
         if self.shown:
             best = "nothing fits yet" if progress.best is None else f"best {format_seconds(progress.best)}"

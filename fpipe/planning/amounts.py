@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amounts of memory as users write them: a number of bytes, or a text such as "80GB"."""
+"""Amounts of memory as users write them: a number of bytes, or a text such as "80GB".
+
+Runs when a plan is made.
+"""
 
 from __future__ import annotations
 

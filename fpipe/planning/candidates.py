@@ -49,7 +49,7 @@ FACTORIES: Final[tuple[ScheduleFactory, ...]] = (
     *(one_f_one_b, eager_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, gpipe),
     *(interleaved_1f1b, four_chunks, interleaved_zero_bubble),
 )
-"""What is tried unless the user names schedules."""
+"""Tried unless the user names schedules."""
 TRIED_AT_START: Final = 40
 TRIED_LATER: Final = 2000
 """Of long lists of cuts, so many are looked at."""
@@ -82,7 +82,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Room:
-    """What candidates must fit into.
+    """The limits that candidates must fit into.
 
     - `caps`: the bytes of each rank.
     - `places`: the blocks at which a stage may begin; `pinned`: those at which one must.

@@ -7,6 +7,8 @@ stages, and the cost of the stage of blocks `i` to `j`. Of the partitions that a
 
 A table of costs is a matrix, as in `fpipe.planning.ranges`: entry `[a, b]` is that of the stage of blocks `a` to
 `b - 1`.
+
+Runs when a plan is made.
 """
 
 from __future__ import annotations

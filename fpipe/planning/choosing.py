@@ -34,20 +34,20 @@ IMPROVED: Final = 6
 SHOWN: Final = 3
 
 
-class Progress(NamedTuple):
-    """How far a search is: candidates tried so far, what it does, and the seconds of the best step found."""
+class PlanProgress(NamedTuple):
+    """The state of a search: candidates tried so far, what it does, and the seconds of the best step found."""
 
     tried: int
     doing: str
     best: float | None
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[PlanProgress], None]
 
 
 @dataclass
 class Search:
-    """What has been found so far, best first, and why other schedules were left out."""
+    """A search: the candidates found so far, best first, and why other schedules were left out."""
 
     room: Room
     report: Report
@@ -62,7 +62,7 @@ class Search:
         self.found = keep_best([*self.found, candidate], self.room, 1000)
         best = self.found[0]
         fits = best.predicted.fits(self.room.caps)
-        self.report(Progress(self.tried, doing, best.predicted.seconds if fits else None))
+        self.report(PlanProgress(self.tried, doing, best.predicted.seconds if fits else None))
 
 
 def choose(

@@ -6,6 +6,8 @@ block runs for every microbatch on some rank, and blocks run one after the other
 
 Each bound is proved in its function's docstring. Recomputation only adds work. Costs are those of the profile: an
 action takes a fixed time, and the sum over its blocks.
+
+Runs when a plan is made.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class _Times:
 
     @property
     def fixed(self) -> float:
-        """What is fixed of all passes of a stage."""
+        """The fixed time of all passes of a stage."""
         return self.fixed_forward + self.fixed_backward
 
 

@@ -18,7 +18,7 @@ from fpipe.pipelines.argument_checks import require_count
 from fpipe.pipelines.builder import Model
 from fpipe.planning.amounts import Amount, parse_caps
 from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory, find_starts
-from fpipe.planning.choosing import Progress, choose
+from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.planning.profiler import profile as measure
@@ -42,7 +42,7 @@ def plan(
     weights: float = 4.0,
     profile: Profile | None = None,
     seconds: float = 60.0,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[PlanProgress], None] | None = None,
     **options: Any,
 ) -> Plan:
     """Choose cuts, schedule, recomputation and number of microbatches for a model; return the `Plan`.
@@ -58,7 +58,7 @@ def plan(
     - `schedules`: what to choose from: factories `(ranks, microbatches) -> Schedule`, and schedules as they are.
     - `cuts`: names of modules at which a stage must begin.
     - `profile`: measured before, for one number of microbatches.
-    - `seconds`: about how long to search at most; `progress` is called with a `Progress` after every candidate. A
+    - `seconds`: about how long to search at most; `progress` is called with a `PlanProgress` after every candidate. A
       KeyboardInterrupt ends the search, and the best plan by then is returned.
     - `options`: more arguments of `fpipe.profile`, such as `backward`, `device`, `link`, `unsplittable` and `group`.
 
@@ -98,7 +98,7 @@ def plan(
     return choose(profiles, factories, count, room, weights=weights, seconds=seconds, report=report)
 
 
-def _ignore(progress: Progress) -> None:
+def _ignore(progress: PlanProgress) -> None:
     """Report nothing."""
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict a step: what `schedules.simulate` says of a schedule, for the costs of the stages that cuts make."""
+"""Predict a step: what `schedules.simulate` says of a schedule, for the costs of the stages that cuts make.
+
+Runs when a plan is made.
+"""
 
 from __future__ import annotations
 

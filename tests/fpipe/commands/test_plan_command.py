@@ -5,7 +5,7 @@ import pytest
 
 from fpipe import Plan
 from fpipe.__main__ import main
-from tests.common.profiles import chain_profile
+from tests.common.chain_profiles import chain_profile
 
 TASK = """
 import torch

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.planning.candidates import FACTORIES, Candidate, Room
-from fpipe.planning.choosing import Progress, choose
+from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.floor import bound_plans
 from fpipe.planning.plan import Plan
 from fpipe.planning.prediction import Predictor
 from schedules import Link, SizeError, check, interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb_v
-from tests.common.profiles import chain_profile
+from tests.common.chain_profiles import chain_profile
 
 FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
 
@@ -120,7 +120,7 @@ def test_the_same_profile_gives_the_same_plan():
 
 
 def test_progress_is_reported_and_an_interrupt_returns_the_best_so_far():
-    seen: list[Progress] = []
+    seen: list[PlanProgress] = []
 
     def report(progress):
         seen.append(progress)

@@ -18,7 +18,7 @@ from fpipe.planning.candidates import Room
 from fpipe.planning.choosing import choose
 from fpipe.planning.ranges import Times
 from schedules import Costs, one_f_one_b, simulate
-from tests.common.profiles import chain_profile
+from tests.common.chain_profiles import chain_profile
 from tests.common.sizes import by_night
 
 RANKS, MICROBATCHES, LAYERS = 8, 128, 4  # of a rank, in the runs "base"
