@@ -31,10 +31,9 @@ class Started:
         self.takes = sum(hold.amount for hold in network.holds if hold.taker == c)
         self.gives = sum(hold.amount for hold in network.holds if hold.giver == c)
 
-    def find_work(self, number: float, until: float) -> float:
-        """Return the most that the first `number` of them, in whole or in part, can have done by a time."""
-        unfinished = max(0.0, self.last + self.time - until)
-        return min(number * self.time, self.number * self.time - unfinished) if self.number else 0.0
+    def find_last_work(self, until: float) -> float:
+        """Return the most that the last of them can have done by a time."""
+        return min(self.time, until - self.last) if self.number else 0.0
 
 
 def find_idle(network: Network, rank: int, heads: Heads) -> list[tuple[float, float]]:
@@ -46,11 +45,10 @@ def find_idle(network: Network, rank: int, heads: Heads) -> list[tuple[float, fl
     [(3.0, 3.0), (6.0, 5.0)]
     """
     rows = {c: Started(network, c) for c in network.on(rank)}
-    by_price = sorted(rows.values(), key=lambda row: -row.time / row.takes if row.takes else -inf)
     found = list[tuple[float, float]]()
     for time, c in sorted((head, queue) for queue in rows for head in heads[queue]):
         if not found or time > found[-1][0]:
-            idle = time - _find_most_work(by_price, network.memory[rank], time)
+            idle = time - _find_most_work([*rows.values()], network.memory[rank], time)
             found.append((time, max(idle, found[-1][1] if found else 0.0)))
         rows[c].number, rows[c].last = rows[c].number + 1, time
     return found
@@ -59,19 +57,24 @@ def find_idle(network: Network, rank: int, heads: Heads) -> list[tuple[float, fl
 def _find_most_work(rows: list[Started], memory: float, until: float) -> float:
     """Return the most work that can have been done, by passes that take no memory or fit into it.
 
-    All that could be given back was. The rows with the most work per memory come first. If all take the same, only
-    whole passes fit.
+    All that could be given back was. Of what takes memory, the passes with the most work for it come first; a queue's
+    last may be unfinished. If all take the same, only whole passes fit.
     """
     room = memory + sum(row.gives * row.number for row in rows)
     amounts = {row.takes for row in rows if row.takes}
     if len(amounts) == 1 and room < inf:
         amount = amounts.pop()
         room = amount * floor(room / amount + ROUNDING)
-    work = 0.0
+    work, priced = 0.0, list[tuple[float, float]]()
     for row in rows:
-        number = min(row.number, room / row.takes) if row.takes else row.number
-        room -= number * row.takes
-        work += row.find_work(number, until)
+        last = row.find_last_work(until)
+        if not row.takes:
+            work += max(0, row.number - 1) * row.time + last
+        elif row.number:
+            priced += [(-row.time / row.takes, (row.number - 1) * row.takes), (-last / row.takes, row.takes)]
+    for price, amount in sorted(priced):
+        work -= price * min(amount, room)
+        room -= min(amount, room)
     return work
 
 
