@@ -15,7 +15,8 @@ from itertools import count
 from math import inf
 from typing import NamedTuple
 
-from schedules import Costs, Graph, Placement, Sizes, chain
+from schedules import Costs, Graph, Placement, Schedule, Sizes, chain
+from schedules.files.csv import table
 from schedules.language.costs import ROUNDING, of_stage
 
 ANY_SIZES = Sizes()
@@ -32,13 +33,13 @@ class Task(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """A partial schedule: what is done and when it ended, each rank's clock and memory, the last start."""
+    """What is done and when it ended, the clock and memory of each rank, the last start, and the actions by rank."""
 
     ends: dict[Task, float]
     clocks: tuple[float, ...]
     held: tuple[float, ...]
     start: float
-    actions: tuple[tuple[float, str], ...]
+    actions: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Case:
             held = tuple(size + growth if r == rank else size for r, size in enumerate(partial.held))
             name = f"{task.stage}{kind}{task.microbatch}"
             ends = {**partial.ends, **dict.fromkeys(done, end)}
-            yield Partial(ends, clocks, held, start, (*partial.actions, (start, name)))
+            yield Partial(ends, clocks, held, start, (*partial.actions, (rank, name)))
 
     def is_free(self, kind: str, task: Task) -> bool:
         """Return whether the action may as well run while its rank waits: it takes no memory, nor any choice."""
@@ -176,22 +177,36 @@ class Case:
         return frozenset(partial.ends), tuple(times)
 
 
-def find_optimum(case: Case, most: int = 20_000) -> tuple[float, list[str]] | None:
-    """Return the least makespan and the actions of a schedule that has it, or `None` after `most` partial schedules."""
+@dataclass(frozen=True)
+class Optimum:
+    """The least makespan, infinity if nothing fits, and the actions of a schedule that has it, each with its rank."""
+
+    makespan: float
+    actions: tuple[tuple[int, str], ...]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule, if every rank has something to do."""
+        ranks = 1 + max(rank for rank, _ in self.actions)
+        return table(rows=tuple(",".join(name for r, name in self.actions if r == rank) for rank in range(ranks)))
+
+
+def find_optimum(case: Case, most: int = 20_000) -> Optimum | None:
+    """Return the optimum, or `None` if it is not found after `most` partial schedules."""
     empty = (0.0,) * case.placement.ranks
     order, seen = count(), dict[frozenset[Task], list[tuple[float, ...]]]()
     heap = [(0.0, 0, 0, Partial({}, empty, empty, 0.0, ()))]
     for _ in range(most):
         if not heap:
-            return inf, []
-        bound, _, _, partial = heappop(heap)
+            return Optimum(inf, ())
+        least, _, _, partial = heappop(heap)
         if len(partial.ends) == len(case.tasks):
-            return bound, [name for _, name in partial.actions]
+            return Optimum(least, partial.actions)
         for longer in case.extend(partial):
             done, times = case.key(longer)
             others = seen.setdefault(done, [])
             if any(all(a <= b for a, b in zip(other, times, strict=True)) for other in others):
                 continue
             others[:] = [o for o in others if not all(b <= a for a, b in zip(o, times, strict=True))] + [times]
-            heappush(heap, (max(bound, case.remaining(longer)), -len(longer.ends), next(order), longer))
+            heappush(heap, (max(least, case.remaining(longer)), -len(longer.ends), next(order), longer))
     return None

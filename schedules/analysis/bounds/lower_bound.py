@@ -11,7 +11,7 @@ others. The largest wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
@@ -104,38 +104,43 @@ def rough_bound(
 
 
 def _sort(reasons: Iterable[Reason]) -> Bound:
-    return Bound(tuple(sorted(reasons, key=lambda reason: -reason.makespan)))
+    """Return the bound of these reasons. Of those that differ by rounding only, the first comes first."""
+    return Bound(tuple(sorted(reasons, key=lambda reason: -float(f"{reason.makespan:.9g}"))))
 
 
-def _find_fine_bounds(problem: Problem, network: Network) -> Iterator[Reason]:
-    """Yield the bounds by heads and tails: of the longest path, and of each rank's passes and idle times."""
+def _find_fine_bounds(problem: Problem, network: Network) -> list[Reason]:
+    """Return the bounds by heads and tails: of each rank's idle times and passes, and of the longest path."""
     mirrored = reverse(network)
     heads, tails = find_heads(network), find_heads(mirrored)
-    reasons = [_bound_path(problem, network, heads, tails)]
     ranks = [rank for rank in range(problem.ranks) if network.on(rank)]
-    reasons += [_bound_passes(network, rank, heads, tails) for rank in ranks]
-    yield from reasons
+    reasons = [_bound_passes(network, rank, heads, tails) for rank in ranks]
+    reasons.append(_bound_path(problem, network, heads, tails))
     known = max(reason.makespan for reason in reasons)
-    for rank in ranks:
-        before, after = add_idle(find_idle(network, rank, heads), find_idle(mirrored, rank, tails), known)
-        work = sum(network.queues[c].time * network.queues[c].passes for c in network.on(rank))
-        text = f"rank {rank} works for {work:g}, is idle for {before:g} at first"
-        yield Reason(before + work + after, f"{text} and for {after:g} at the end")
+    windows = (add_idle(find_idle(network, rank, heads), find_idle(mirrored, rank, tails), known) for rank in ranks)
+    return [*(_bound_idle(network, rank, *idle) for rank, idle in zip(ranks, windows, strict=True)), *reasons]
+
+
+def _bound_idle(network: Network, rank: int, before: float, after: float) -> Reason:
+    """Return the work of one rank and its idle times at both ends."""
+    work = network.find_work(rank)
+    text = f"rank {rank} works for {work:g}, is idle for {before:g} at first and for {after:g} at the end"
+    return Reason(before + work + after, text)
 
 
 def _bound_path(problem: Problem, network: Network, heads: Heads, tails: Heads) -> Reason:
     """Return the longest of all paths through one pass: what must come before it, itself, and what must follow."""
     ends = (
-        (heads[c][k] + one.time + tails[c][one.passes - 1 - k], c, k)
+        (head + one.time + tail, c, k)
         for c, one in enumerate(network.queues)
-        for k in range(one.passes)
+        for k, (head, tail) in enumerate(zip(heads[c], reversed(tails[c]), strict=True))
     )
     makespan, c, k = max(ends)
     one, stage = network.queues[c], problem.stages[network.queues[c].stage]
-    before, after = heads[c][k], tails[c][one.passes - 1 - k]
     kind = "B" if one.kind == "I" and not problem.split else one.kind
     name = Action(kind, stage.stage, stage.microbatches[k])
-    return Reason(makespan, f"{name} starts at {before:g} at the earliest, takes {one.time:g}, and {after:g} follows")
+    idle = makespan - network.find_work(one.rank)
+    text = f"rank {one.rank} is idle for {idle:g}: {name} starts at {heads[c][k]:g} at the earliest"
+    return Reason(makespan, f"{text}, takes {one.time:g}, and {tails[c][one.passes - 1 - k]:g} follows")
 
 
 def _bound_passes(network: Network, rank: int, heads: Heads, tails: Heads) -> Reason:

@@ -67,6 +67,10 @@ class Network:
         """Return the queues of one rank."""
         return [c for c, one in enumerate(self.queues) if one.rank == rank]
 
+    def find_work(self, rank: int) -> float:
+        """Return the time that all passes of a rank take."""
+        return sum(self.queues[c].time * self.queues[c].passes for c in self.on(rank))
+
     def find_least_room(self, rank: int) -> float:
         """Return the most memory that one microbatch alone holds on a rank, in whatever order.
 
