@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bound the makespan from below: no schedule with these costs, on this placement, in this memory, is faster.
+"""Bound the makespan from below: no schedule with these costs, on this placement, in this memory, takes less time.
 
 Problem. A search can say how good its best schedule is, but not how good one could be.
 
-Idea. Every schedule obeys the same few facts: passes take time, depend on each other, and share ranks and memory. Each
-part of a bound uses some of these facts and ignores the others; the largest part wins.
+Idea. Every schedule obeys the same few facts: passes take time and depend on each other, ranks do one thing at a time,
+and their memory is limited. From these follow, for every pass, how early it can start and how long the schedule lasts
+after it (`heads`), and for every rank, how long it must be idle. Each bound uses some of the facts and ignores the
+others. The largest wins.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
 
-from schedules.analysis.bounds.chains import ChainTimes, time_chain
-from schedules.analysis.bounds.problem import Problem, pose, read_memory
-from schedules.errors import GraphError, SizeError
+from schedules.analysis.bounds.heads import find_heads
+from schedules.analysis.bounds.machine import Passes, find_tightest
+from schedules.analysis.bounds.network import Network, connect_queues, reverse
+from schedules.analysis.bounds.problem import Problem, pose, require_room
+from schedules.analysis.bounds.release import Heads
+from schedules.analysis.bounds.rough import Reason, find_rough_bounds
+from schedules.analysis.bounds.windows import add_idle, find_idle
+from schedules.language.actions import Action
 from schedules.language.costs import Costs, Sizes
-from schedules.language.graph import Graph, chain
+from schedules.language.graph import Graph
 from schedules.language.placement import Placement
-
-
-class Reason(NamedTuple):
-    """One lower bound on the makespan, and the reason for it."""
-
-    because: str
-    makespan: float
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound on the makespan: `parts` are the arguments that were tried, largest first.
+    """A lower bound on the makespan. `parts` are all bounds that were tried, with their reasons, largest first.
 
     >>> from schedules import linear
     >>> least = bound(Costs(F=1, B=2), linear(ranks=2), microbatches=3, split=False)
@@ -47,7 +47,7 @@ class Bound:
 
     @property
     def because(self) -> str:
-        """The argument that gives it, in words."""
+        """The reason for the largest bound."""
         return self.parts[0].because
 
 
@@ -62,43 +62,94 @@ def bound(
     backward: bool = True,
     graph: Graph | None = None,
 ) -> Bound:
-    """Return a lower bound on `simulate(...).makespan` of every schedule that obeys the rules of `check`.
+    """Return a lower bound on the makespan of every schedule with these costs on this placement.
 
     - `memory`: the most that a rank may hold, one number or one per rank, in the units of `Timeline.peak_memory`.
-    - `split`: true if backwards may be split. Then a bound also holds for those that are not.
+    - `split`: true if backwards may be split. The bound then holds for schedules with whole backwards, too.
     - `backward`: false for schedules without backwards, which save nothing.
     - `graph`: the stage graph, by default the chain.
 
-    It holds for schedules of forwards and backwards, fused or not. Recomputation, slices of a sequence, sums over
-    stages, updates and collectives are not covered.
+    It covers schedules of forwards and backwards, fused or not, of whole microbatches. Whatever else they do takes time
+    and memory on top. Recomputation trades memory for time, and slices start earlier, so those are not covered.
 
-    Raise `SizeError` for costs or sizes of another number of stages, and if nothing fits into the memory: the message
-    says the least that would.
+    The bound is proved, up to rounding: of equal arguments it may exceed a makespan by the last digits of a float.
+
+    Raise `SizeError` for costs or sizes of another number of stages, and if one microbatch alone does not fit into the
+    memory of a rank: the message says the least that could. Raise `GraphError` for a graph of another size.
     """
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise SizeError.of(
-            "bound", "microbatches", microbatches, "an integer of at least 1", "Choose microbatches >= 1."
-        )
-    if graph is not None and graph.stages != placement.stages:
-        raise GraphError(f"got a graph of {graph.stages} stages, expected {placement.stages}, as many as are placed.")
-    caps = read_memory(memory, placement.ranks)
-    links = chain(placement.stages) if graph is None else graph
-    problem = pose(costs, placement, microbatches, links, sizes, caps, split, backward)
-    times = time_chain(problem)
-    parts = [Reason("one microbatch alone takes that long", times.longest)]
-    parts += [_bound_rank(problem, times, rank) for rank in range(problem.ranks) if problem.on(rank)]
-    return Bound(tuple(sorted(parts, key=lambda part: -part.makespan)))
+    problem = pose(costs, placement, microbatches, memory, sizes, split, backward, graph)
+    network = connect_queues(problem)
+    require_room(problem, tuple(map(network.find_least_room, range(problem.ranks))), placement, sizes)
+    return _sort([*find_rough_bounds(problem), *_find_fine_bounds(problem, network)])
 
 
-def _bound_rank(problem: Problem, times: ChainTimes, rank: int) -> Reason:
-    """Return the time that one rank waits for its first input, plus that of its work."""
-    numbers = problem.on(rank)
-    work = sum(problem.stages[n].work for n in numbers)
-    head = min(times.forward[n] for n in numbers)
-    if not problem.backward:
-        tail = min(times.after_forward[n] - problem.stages[n].forward for n in numbers)
-    else:
-        ends = [(times.after_input_half[n], problem.stages[n]) for n in numbers]
-        tail = min(0.0 if one.weight_half else after - one.input_half for after, one in ends)
-    text = f"rank {rank} works {work:g}, after {head:g} until its first input and {tail:g} before the end"
-    return Reason(text, head + work + tail)
+def rough_bound(
+    costs: Costs,
+    placement: Placement,
+    microbatches: int,
+    *,
+    memory: float | tuple[float, ...] = inf,
+    sizes: Sizes | None = None,
+    split: bool = True,
+    backward: bool = True,
+    graph: Graph | None = None,
+) -> Bound:
+    """Return the bound that `bound` finds without looking at single microbatches: often less, but at once.
+
+    >>> from schedules import looped
+    >>> rough_bound(Costs(F=1, B=2), looped(ranks=2, chunks=2), microbatches=4, split=False).because
+    'rank 1 works for 24, is idle for 1 before its first input half and for 2 after its last'
+    """
+    return _sort(find_rough_bounds(pose(costs, placement, microbatches, memory, sizes, split, backward, graph)))
+
+
+def _sort(reasons: Iterable[Reason]) -> Bound:
+    """Return the bound of these reasons. Of those that differ by rounding only, the first comes first."""
+    return Bound(tuple(sorted(reasons, key=lambda reason: -float(f"{reason.makespan:.9g}"))))
+
+
+def _find_fine_bounds(problem: Problem, network: Network) -> list[Reason]:
+    """Return the bounds by heads and tails: of each rank's idle times and passes, and of the longest path."""
+    mirrored = reverse(network)
+    heads, tails = find_heads(network), find_heads(mirrored)
+    ranks = [rank for rank in range(problem.ranks) if network.on(rank)]
+    reasons = [_bound_passes(network, rank, heads, tails) for rank in ranks]
+    reasons.append(_bound_path(problem, network, heads, tails))
+    known = max(reason.makespan for reason in reasons)
+    windows = (add_idle(find_idle(network, rank, heads), find_idle(mirrored, rank, tails), known) for rank in ranks)
+    return [*(_bound_idle(network, rank, *idle) for rank, idle in zip(ranks, windows, strict=True)), *reasons]
+
+
+def _bound_idle(network: Network, rank: int, before: float, after: float) -> Reason:
+    """Return the work of one rank and its idle times at both ends."""
+    work = network.find_work(rank)
+    text = f"rank {rank} works for {work:g}, is idle for {before:g} at first and for {after:g} at the end"
+    return Reason(before + work + after, text)
+
+
+def _bound_path(problem: Problem, network: Network, heads: Heads, tails: Heads) -> Reason:
+    """Return the longest of all paths through one pass: what must come before it, itself, and what must follow."""
+    ends = (
+        (head + one.time + tail, c, k)
+        for c, one in enumerate(network.queues)
+        for k, (head, tail) in enumerate(zip(heads[c], reversed(tails[c]), strict=True))
+    )
+    makespan, c, k = max(ends)
+    one, stage = network.queues[c], problem.stages[network.queues[c].stage]
+    kind = "B" if one.kind == "I" and not problem.split else one.kind
+    name = Action(kind, stage.stage, stage.microbatches[k])
+    idle = makespan - network.find_work(one.rank)
+    text = f"rank {one.rank} is idle for {idle:g}: {name} starts at {heads[c][k]:g} at the earliest"
+    return Reason(makespan, f"{text}, takes {one.time:g}, and {tails[c][one.passes - 1 - k]:g} follows")
+
+
+def _bound_passes(network: Network, rank: int, heads: Heads, tails: Heads) -> Reason:
+    """Return the bound by the passes of one rank that together end the schedule latest."""
+    passes = (
+        Passes(head, network.queues[c].time, tail)
+        for c in network.on(rank)
+        for head, tail in zip(heads[c], reversed(tails[c]), strict=True)
+    )
+    head, work, tail = find_tightest(passes)
+    text = f"passes of rank {rank} that take {work:g} start at {head:g} at the earliest, and {tail:g} follows the last"
+    return Reason(head + work + tail, text)
