@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fpipe.planning.chain import bottleneck
 from fpipe.planning.profile import Profile
-from schedules.analysis.bounds.lower_bound import Bound, Reason
+from schedules import Bound
+from schedules.analysis.bounds.rough import Reason
 
 
 def bound_plans(profile: Profile, ranks: int, microbatches: int, *, split: bool, single: bool) -> Bound:
@@ -79,7 +80,7 @@ def _bound_work(times: _Times, ranks: int, microbatches: int) -> Reason:
     work = microbatches * (float(times.work[-1]) + ranks * times.fixed)
     wait = sum(float(times.forward[min(k, len(times.forward) - 1)]) for k in range(ranks))
     text = f"{ranks} ranks share {work:.6g} s of work, and wait {wait:.6g} s for their first inputs"
-    return Reason(text, (work + wait) / ranks + times.outside)
+    return Reason((work + wait) / ranks + times.outside, text)
 
 
 def _bound_chain(times: _Times, ranks: int) -> Reason:
@@ -91,7 +92,7 @@ def _bound_chain(times: _Times, ranks: int) -> Reason:
     blocks = float(times.forward[-1] + times.input_half[-1])
     fixed = ranks * (times.fixed_forward + times.fixed_input)
     text = f"one microbatch takes {blocks + fixed:.6g} s from end to end"
-    return Reason(text, blocks + fixed + 2 * (ranks - 1) * times.latency + times.outside)
+    return Reason(blocks + fixed + 2 * (ranks - 1) * times.latency + times.outside, text)
 
 
 def _bound_block(times: _Times, microbatches: int, split: bool) -> Reason:
@@ -106,7 +107,7 @@ def _bound_block(times: _Times, microbatches: int, split: bool) -> Reason:
     total = times.forward[:-1] + passes + (tail if split else tail[:-1])
     k = int(total.argmax())
     text = f"block {k} takes {float(passes[k]):.6g} s, after {float(times.forward[k]):.6g} s until its first input"
-    return Reason(text, float(total[k]) + times.outside)
+    return Reason(float(total[k]) + times.outside, text)
 
 
 def _bound_stages(times: _Times, ranks: int, microbatches: int, split: bool) -> Reason:
@@ -120,4 +121,4 @@ def _bound_stages(times: _Times, ranks: int, microbatches: int, split: bool) -> 
     cost = times.forward[:, None] + microbatches * (work + times.fixed)
     cost = cost if split else cost + times.backward[:, None]
     text = "for any cuts, a rank's wait for its first input and its work take that long"
-    return Reason(text, bottleneck(cost, ranks) + times.outside)
+    return Reason(bottleneck(cost, ranks) + times.outside, text)
