@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from fpipe.errors import InputError
-from fpipe.planning.ranges import Times
+from fpipe.planning.ranges import ActionTimes
 from schedules import Link
 
 SHARED: Final = (
@@ -47,13 +47,13 @@ def _first_difference(got: Sequence[Any], expected: Sequence[Any]) -> tuple[Any,
     return next(pairs, (f"{len(got)} entries", f"{len(expected)} entries"))
 
 
-def slowest(rows: Iterable[Times]) -> Times:
+def slowest(rows: Iterable[ActionTimes]) -> ActionTimes:
     """Return the largest of each time.
 
-    >>> slowest([Times(1, 2, 1, 1, 1), Times(2, 1, 1, 1, 1)])
-    Times(F=2, B=2, I=1, W=1, C=1)
+    >>> slowest([ActionTimes(1, 2, 1, 1, 1), ActionTimes(2, 1, 1, 1, 1)])
+    ActionTimes(F=2, B=2, I=1, W=1, C=1)
     """
-    return Times(*map(max, zip(*rows, strict=True)))
+    return ActionTimes(*map(max, zip(*rows, strict=True)))
 
 
 def slowest_link(links: Sequence[Link]) -> Link:

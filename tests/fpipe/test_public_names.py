@@ -16,10 +16,10 @@ import fpipe
 PLACES = {
     "fpipe": """
 CaptureError Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph Optimizer Part
-Pipeline PipelineError Pipelined ScheduleError Sharded SizeError StaticDecoder Step TransportError Verification
-VocabularyError
+Pipeline PipelineError Pipelined Profile Roofline ScheduleError Sharded SizeError StaticDecoder Step TransportError
+Verification VocabularyError
 __version__ all_finite begin_save choose_likeliest clip clip_value costs evaluate export generate is_checkpoint load
-masters norm optimizer pipeline predict reference safetensors sample save stream timeline train_step value_and_grad
+masters norm optimizer pipeline predict profile reference safetensors sample save stream timeline train_step value_and_grad
 verify
 """,
     "fpipe.errors": """
@@ -77,6 +77,11 @@ SIGNATURES = {
     "safetensors": "paths",
     "timeline": "pipe spans",
     "costs": "pipe timelines",
+    "profile": (
+        "model example targets=None *loss=None *microbatches=1 *cuts=None *unsplittable=() *capture='trace' "
+        "*backward='autograd' *tied='exact' *batch_dims=0 *weight=None *source=None *device=None *link=None "
+        "*group=None *seconds=3.0"
+    ),
     "optimizer": "cls *groups=None *names=None *donate=False options",
     "masters": "optimizer dtype=torch.float32",
     "norm": "pipe grads order=2.0 names='*'",
