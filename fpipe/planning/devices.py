@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from fpipe.errors import InputError
-from fpipe.planning.blocks import require_same_blocks
 from fpipe.planning.merging import require_same_fields
 from fpipe.planning.profile import CutPlaces, Profile, require_placement
 from fpipe.planning.ranges import TIMED
@@ -31,7 +30,6 @@ def costs_by_rank(profiles: Sequence[Profile], cuts: CutPlaces, placement: Place
             "those of several processes of a rank."
         )
     for rank, other in enumerate(profiles):
-        require_same_blocks(other.blocks, profiles[0].blocks, f"profiles[{rank}]")
         require_same_fields(other, profiles[0], f"profiles[{rank}]")
     require_placement(placement, len(profiles[0].stages(places)))
     every = [one.costs(places) for one in profiles]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from fpipe.errors import InputError
+from fpipe.planning.blocks import require_same_blocks
 from fpipe.planning.ranges import ActionTimes
 from schedules import Link
 
@@ -19,6 +20,7 @@ SHARED: Final = (
     "model",
     "microbatch",
     "backward",
+    "blocks",
     "hops",
     "activation",
     "residual",
@@ -34,7 +36,9 @@ def require_same_fields(got: Any, expected: Any, what: str) -> None:
     """Raise `InputError` unless two profiles are equal in what does not depend on devices."""
     for field in SHARED:
         mine, other = getattr(expected, field), getattr(got, field)
-        if mine != other:
+        if field == "blocks":
+            require_same_blocks(other, mine, what)
+        elif mine != other:
             pair = (other, mine) if isinstance(mine, str) else _first_difference(other, mine)
             raise InputError(
                 f"{what}.{field}: got {pair[0]}, expected {pair[1]}, as in the profile that it is merged with. Profile "

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fpipe.errors import InputError
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.planning.blocks import ModelBlock, require_blocks_of, require_same_blocks
+from fpipe.planning.blocks import ModelBlock, require_blocks_of
 from fpipe.planning.documents import read_document, read_fields, write_fields
 from fpipe.planning.merging import join_texts, require_same_fields, slowest, slowest_link
 from fpipe.planning.ranges import (
@@ -253,7 +253,6 @@ class Profile:
         They must be of the same model, cut at the same places. Raise `InputError`, naming what differs first.
         """
         for k, other in enumerate(others):
-            require_same_blocks(other.blocks, self.blocks, f"others[{k}]")
             require_same_fields(other, self, f"others[{k}]")
         every = (self, *others)
         return replace(
@@ -295,6 +294,6 @@ def require_placement(placement: Placement, stages: int) -> None:
     """Raise `InputError` unless a placement is one of so many stages."""
     if placement.stages != stages:
         raise InputError(
-            f"placement: got one of {placement.stages} stages, expected {stages}, as the cuts make. Change the cuts, or "
-            "the schedule."
+            f"placement: got one of {placement.stages} stages, expected {stages}, as the cuts make. Change the cuts, "
+            "or the schedule."
         )

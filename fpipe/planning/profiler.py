@@ -84,7 +84,7 @@ def profile(
     - `seconds`: about how long actions are timed. Each runs a few times in any case.
     - Other arguments are those of `fpipe.pipeline`, for a model; a pipeline has its own.
 
-    The batch is cut into microbatches, and the first one is measured. ActionTimes are those of one process that runs alone on
+    The batch is cut into microbatches, and the first one is measured. Times are those of one process that runs alone on
     its device. They include what the executor adds to each action, and adding gradients to earlier ones; not the
     update, nor collectives of a mesh. The whole model must fit on the device, with the activations of a microbatch;
     otherwise estimate.

@@ -19,8 +19,8 @@ CaptureError Checkpoint CutError DeadlockError GraphError InputError LossScale M
 Pipeline PipelineError Pipelined Profile Roofline ScheduleError Sharded SizeError StaticDecoder Step TransportError
 Verification VocabularyError
 __version__ all_finite begin_save choose_likeliest clip clip_value costs evaluate export generate is_checkpoint load
-masters norm optimizer pipeline predict profile reference safetensors sample save stream timeline train_step value_and_grad
-verify
+masters norm optimizer pipeline predict profile reference safetensors sample save stream timeline train_step
+value_and_grad verify
 """,
     "fpipe.errors": """
 CaptureError CutError DeadlockError GraphError InputError MismatchError PipelineError ScheduleError SizeError

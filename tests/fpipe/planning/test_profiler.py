@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fpipe.profile` finds the blocks of a model and leaves everything as it was. No test looks at how long anything took."""
+"""`fpipe.profile` finds the blocks of a model and leaves everything as it was. No test looks at measured times."""
 
 from __future__ import annotations
 

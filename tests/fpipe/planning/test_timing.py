@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ActionTimes of blocks from samples of stages. Nothing here looks at a clock."""
+"""Times of blocks from samples of stages. Nothing here looks at a clock."""
 
 from __future__ import annotations
 
