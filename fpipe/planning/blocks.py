@@ -10,7 +10,7 @@ Runs when a model is profiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from typing import NamedTuple
@@ -19,7 +19,8 @@ from torch import nn
 
 from fpipe.cutting.calls import Calls, Mark
 from fpipe.errors import InputError
-from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Parameter, Unit, Value
+from fpipe.ir.captured import Captured, Parameter, Unit, Value
+from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.spec import Spec
 
 
@@ -39,21 +40,17 @@ class ModelBlock(NamedTuple):
         return f"{self.name!r} of {self.units} operations ({self.digest})"
 
 
-def find_blocks(
-    captured: Captured, model: nn.Module, places: Sequence[int], specs: Mapping[Value, Spec]
-) -> tuple[ModelBlock, ...]:
-    """Return the blocks of a model cut before the units at `places`; `specs` has sources, and what crosses."""
+def find_blocks(captured: Captured, model: nn.Module, places: Sequence[int]) -> tuple[ModelBlock, ...]:
+    """Return the blocks of a model that may be cut before the units at `places`."""
     calls, bounds = Calls.of(captured, model), list(pairwise([0, *places, len(captured.units)]))
-    marks = {start: calls.marks(start) for start, _ in bounds}
-    leaving = _leaving(captured, bounds)
     return tuple(
         ModelBlock(
-            name_place(marks[start]),
-            marks[start],
+            name_place(calls.marks(start)),
+            calls.marks(start),
             stop - start,
-            _digest(captured, captured.units[start:stop], leaving[k], specs),
+            _digest(captured, captured.units[start:stop]),
         )
-        for k, (start, stop) in enumerate(bounds)
+        for start, stop in bounds
     )
 
 
@@ -70,51 +67,48 @@ def name_place(marks: Sequence[Mark]) -> str:
     return begins[0] if begins else f"after {ends[0]}" if ends else "the beginning"
 
 
-def _leaving(captured: Captured, bounds: Sequence[tuple[int, int]]) -> list[frozenset[Value]]:
-    """Return, per block, the values that it makes and later blocks read."""
-    last = {value: k for k, unit in enumerate(captured.units) for value in unit.reads}
-    return [
-        frozenset(v for unit in captured.units[start:stop] for v in unit.makes if last.get(v, 0) >= stop)
-        for start, stop in bounds
-    ]
-
-
-def _digest(captured: Captured, units: Sequence[Unit], leaving: frozenset[Value], specs: Mapping[Value, Spec]) -> str:
-    """Return a digest of a block's computation, with values numbered in the order in which it uses them."""
+def _digest(captured: Captured, units: Sequence[Unit]) -> str:
+    """Return a digest of operations, with values numbered in the order in which they are used."""
     found = blake2b(digest_size=8)
-    for line in _lines(captured, units, leaving, specs):
+    for line in _lines(captured, units):
         found.update(f"{line}\n".encode())
     return found.hexdigest()
 
 
-def _lines(
-    captured: Captured, units: Sequence[Unit], leaving: frozenset[Value], specs: Mapping[Value, Spec]
-) -> Iterator[str]:
+def _lines(captured: Captured, units: Sequence[Unit]) -> Iterator[str]:
     number: dict[Value, int] = {}
-    made = {value for unit in units for value in unit.makes}
     for unit in units:
         for value in (*unit.reads, *unit.makes):
             if value not in number:
                 number[value] = len(number)
-                spec = specs.get(value) if value not in made or value in leaving else None
-                known = "" if spec is None else f" {spec} {spec.stride} {spec.device}"
-                yield f"{number[value]}: {_role(captured, value, made, leaving)}{known}"
+                if value in captured.sources:
+                    spec = Spec.of(captured.fakes[value])
+                    yield f"{number[value]}: {_role(captured, value)} {spec} {spec.stride} {spec.device}"
         reads, makes = ([number[value] for value in values] for values in (unit.reads, unit.makes))
         yield f"{unit.does} of {reads} makes {makes}"
 
 
-def _role(captured: Captured, value: Value, made: set[Value], leaving: frozenset[Value]) -> str:
-    """Return what a value is to a block."""
-    match captured.sources.get(value):
-        case Parameter(name):
-            return "trained" if name in captured.trainable else "frozen"
-        case Buffer():
-            return "buffer"
-        case BatchLeaf():
-            return "batch"
-        case None:
-            return "leaves" if value in leaving else "inner" if value in made else "arrives"
-    return "constant"
+def _role(captured: Captured, value: Value) -> str:
+    """Return what a source is to a block."""
+    source = captured.sources[value]
+    if isinstance(source, Parameter):
+        return "trained" if source.name in captured.trainable else "frozen"
+    return type(source).__name__
+
+
+def require_blocks_of(pipe: Pipeline, blocks: Sequence[ModelBlock]) -> None:
+    """Raise `InputError`, naming the first difference, unless a pipeline's model consists of these blocks."""
+    captured, model = pipe.training.assembly.captured, pipe.model
+    calls, places = Calls.of(captured, model), list[int]()
+    for k, block in enumerate(blocks[1:], 1):
+        place = calls.position_of(block.marks)
+        if place is None or place <= (places or [0])[-1]:
+            raise InputError(
+                f"pipe: got a model that has no block {k} named {block} after {blocks[k - 1]}, expected the model of "
+                "the profile. Profile this model, for this batch."
+            )
+        places.append(place)
+    require_same_blocks(find_blocks(captured, model, places), blocks, "pipe")
 
 
 def require_same_blocks(got: Sequence[ModelBlock], expected: Sequence[ModelBlock], what: str) -> None:

@@ -19,12 +19,12 @@ from typing import Any, Final, NoReturn
 from fpipe.cutting.calls import Mark
 from fpipe.errors import InputError
 from fpipe.planning.blocks import ModelBlock
-from fpipe.planning.ranges import Arrival, Hop, Spread, Times
+from fpipe.planning.ranges import ActionTimes, Arrival, Hop, Spread
 from schedules import Link, SizeError
 
-KIND: Final = "fpipe profile"
+DOCUMENT_KIND: Final = "fpipe profile"
 EDITION: Final = 1
-MOST_BYTES: Final = 2**28
+MOST_READ: Final = 2**28
 
 Decoder = Callable[[str, Any], Any]
 
@@ -39,7 +39,7 @@ def write_fields(profile: Any) -> str:
             "slow": link.slow,
         }
     }
-    return json.dumps({"kind": KIND, "version": EDITION, **fields}, allow_nan=False)
+    return json.dumps({"kind": DOCUMENT_KIND, "version": EDITION, **fields}, allow_nan=False)
 
 
 def read_fields(text: str) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def read_fields(text: str) -> dict[str, Any]:
         raise InputError(
             f"got {error}, expected a profile that fpipe saved, as JSON. Profile the model again."
         ) from error
-    if not isinstance(document, dict) or document.get("kind") != KIND:
+    if not isinstance(document, dict) or document.get("kind") != DOCUMENT_KIND:
         raise InputError(f"got {str(document)[:80]}, expected a profile that fpipe saved. Check the path.")
     if document.get("version") != EDITION:
         raise InputError(
@@ -67,9 +67,9 @@ def read_document(path: Path) -> str:
     """Return the text of a file; raise `InputError` if there is none, or if it is larger than any profile."""
     try:
         with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise InputError(f"{path}: got more than {MOST_BYTES} bytes, expected a profile. Check the path.")
+            data = file.read(MOST_READ + 1)
+        if len(data) > MOST_READ:
+            raise InputError(f"{path}: got more than {MOST_READ} bytes, expected a profile. Check the path.")
         return data.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
@@ -128,7 +128,7 @@ def _link(where: str, got: Any) -> Link:
 
 
 _SPREADS: Final = _rows(_row(Spread, _whole, _rows(_whole)))
-_TIMES: Final = _row(Times, *[_whole] * len(Times._fields))
+_TIMES: Final = _row(ActionTimes, *[_whole] * len(ActionTimes._fields))
 _MARKS: Final = _rows(_row(Mark, _whole, _whole, _whole))
 DECODERS: Final[dict[str, Decoder]] = {
     "model": _whole,

@@ -44,7 +44,7 @@ from fpipe.tensors.spec import Spec
 
 
 @dataclass
-class Memory:
+class MemoryPieces:
     """Pieces of memory, and the blocks that hold them; pieces that share a tensor are joined.
 
     - `parent`: links that lead from a name to the name of its piece. `held`: per block and name, the bytes.
@@ -92,7 +92,7 @@ class BlockMemory:
     def of(cls, assembly: Assembly, holdings: Sequence[Sequence[StageHolding]]) -> BlockMemory:
         """Return the memory of an assembly whose stages are single blocks, given what each of them holds."""
         storage = observe(assembly.captured).storage
-        activation, residual, versions = Memory(), Memory(), [0] * len(assembly.stages)
+        activation, residual, versions = MemoryPieces(), MemoryPieces(), [0] * len(assembly.stages)
         entering = list[tuple[int, int, int, Hashable, bool]]()
         for stage, found in zip(assembly.stages, holdings, strict=True):
             s, names = stage.index, _crossing_names(assembly, stage, storage)

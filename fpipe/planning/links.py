@@ -19,10 +19,10 @@ from torch import Tensor
 
 from schedules import Link
 
-SIZES: Final = (2**10, 2**14, 2**18, 2**22)
+MESSAGE_SIZES: Final = (2**10, 2**14, 2**18, 2**22)
 UNLIKE: Final = 1.1
 """Two ranks whose transfers take this factor longer, or shorter, than those of the median pair are noted."""
-Transfers: TypeAlias = Sequence[tuple[float, float]]
+Measurements: TypeAlias = Sequence[tuple[float, float]]
 """Bytes and seconds."""
 
 
@@ -48,7 +48,7 @@ def fit_link(rows: Tensor) -> Link:
     return Link(usual.latency, usual.bandwidth, slow=slow)
 
 
-def fit_line(transfers: Transfers) -> tuple[float, float]:
+def fit_line(transfers: Measurements) -> tuple[float, float]:
     """Return the latency and the seconds per byte with the least relative error; neither is negative.
 
     >>> [round(number, 6) for number in fit_line([(0, 3.0), (10, 8.0)])]
@@ -67,6 +67,6 @@ def fit_line(transfers: Transfers) -> tuple[float, float]:
     return time - per_byte * size, per_byte
 
 
-def _factor(transfers: Transfers, latency: float, per_byte: float) -> float:
+def _factor(transfers: Measurements, latency: float, per_byte: float) -> float:
     """Return by which factor transfers take longer than usual, in the geometric mean over sizes."""
     return exp(fmean(log(max(seconds, 1e-12) / max(latency + size * per_byte, 1e-12)) for size, seconds in transfers))

@@ -12,13 +12,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from fpipe.errors import InputError
-from fpipe.planning.ranges import Times
+from fpipe.planning.blocks import require_same_blocks
+from fpipe.planning.ranges import ActionTimes
 from schedules import Link
 
 SHARED: Final = (
     "model",
     "microbatch",
     "backward",
+    "blocks",
     "hops",
     "activation",
     "residual",
@@ -34,7 +36,9 @@ def require_same_fields(got: Any, expected: Any, what: str) -> None:
     """Raise `InputError` unless two profiles are equal in what does not depend on devices."""
     for field in SHARED:
         mine, other = getattr(expected, field), getattr(got, field)
-        if mine != other:
+        if field == "blocks":
+            require_same_blocks(other, mine, what)
+        elif mine != other:
             pair = (other, mine) if isinstance(mine, str) else _first_difference(other, mine)
             raise InputError(
                 f"{what}.{field}: got {pair[0]}, expected {pair[1]}, as in the profile that it is merged with. Profile "
@@ -47,13 +51,13 @@ def _first_difference(got: Sequence[Any], expected: Sequence[Any]) -> tuple[Any,
     return next(pairs, (f"{len(got)} entries", f"{len(expected)} entries"))
 
 
-def slowest(rows: Iterable[Times]) -> Times:
+def slowest(rows: Iterable[ActionTimes]) -> ActionTimes:
     """Return the largest of each time.
 
-    >>> slowest([Times(1, 2, 1, 1, 1), Times(2, 1, 1, 1, 1)])
-    Times(F=2, B=2, I=1, W=1, C=1)
+    >>> slowest([ActionTimes(1, 2, 1, 1, 1), ActionTimes(2, 1, 1, 1, 1)])
+    ActionTimes(F=2, B=2, I=1, W=1, C=1)
     """
-    return Times(*map(max, zip(*rows, strict=True)))
+    return ActionTimes(*map(max, zip(*rows, strict=True)))
 
 
 def slowest_link(links: Sequence[Link]) -> Link:

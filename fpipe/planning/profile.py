@@ -29,10 +29,21 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.planning.blocks import ModelBlock, require_same_blocks
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.planning.blocks import ModelBlock, require_blocks_of
 from fpipe.planning.documents import read_document, read_fields, write_fields
 from fpipe.planning.merging import join_texts, require_same_fields, slowest, slowest_link
-from fpipe.planning.ranges import TIMED, Arrival, Hop, Spread, Times, count_once, sum_blocks, sum_crossing, sum_entering
+from fpipe.planning.ranges import (
+    TIMED,
+    ActionTimes,
+    Arrival,
+    Hop,
+    Spread,
+    count_once,
+    sum_blocks,
+    sum_crossing,
+    sum_entering,
+)
 from fpipe.planning.table import describe_profile
 from fpipe.planning.validity import require_valid_profile
 from schedules import Costs, Link, Placement, Sizes, linear
@@ -92,7 +103,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Profile:
-    """What every block of a model costs; times in seconds, sizes in bytes, for one microbatch. Made by `fpipe.profile`.
+    """The costs of every block of a model, for one microbatch, in seconds and bytes. Made by `fpipe.profile`.
 
     - `model`, `microbatch`: what was measured, as text; `backward`: how stages are differentiated.
     - `device`: where it was measured, or how it was estimated.
@@ -110,8 +121,8 @@ class Profile:
     backward: str
     device: str
     blocks: tuple[ModelBlock, ...]
-    times: tuple[Times, ...]
-    fixed: Times
+    times: tuple[ActionTimes, ...]
+    fixed: ActionTimes
     step: float
     hops: tuple[Hop, ...]
     activation: tuple[Spread, ...]
@@ -157,7 +168,7 @@ class Profile:
         if cut not in known:
             raise InputError(
                 f"cuts[{k}]: got {cut!r}, expected the number of a block, or the name of a module at which one begins, "
-                f"like {list(known)[:8]}. Profile the model again, with places for cuts there."
+                f"like {list(known)[:8]}. print(profile) lists them."
             )
         return known[cut]
 
@@ -212,11 +223,7 @@ class Profile:
 
     def _weights(self, stages: Sequence[tuple[int, int]], placement: Placement) -> tuple[int, ...]:
         """Return the bytes of each stage's parameters that no earlier stage places on all of its ranks."""
-        if placement.stages != len(stages):
-            raise InputError(
-                f"placement: got one of {placement.stages} stages, expected {len(stages)}, as the cuts make. Change "
-                "the cuts, or the schedule."
-            )
+        require_placement(placement, len(stages))
         weights = [int(self.ranges.parameters[stage]) for stage in stages]
         ranks = [set(placement.replicas(s)) for s in range(len(stages))]
         for size, blocks in self.parameters:
@@ -226,13 +233,26 @@ class Profile:
                     weights[s] -= size
         return tuple(weights)
 
+    def require(self, pipe: Pipeline) -> None:
+        """Raise `InputError`, naming what differs first, unless this is a profile of the model of `pipe`.
+
+        The example's first microbatch must be like the one that was profiled, too.
+        """
+        batching = pipe.captures.batchings[True]
+        expected = str(batching.split(batching.example)[0])
+        if self.microbatch != expected:
+            raise InputError(
+                f"microbatch: got a profile for {self.microbatch}, expected one for {expected}, as the pipeline cuts "
+                "its example. Profile the model for this batch and number of microbatches."
+            )
+        require_blocks_of(pipe, self.blocks)
+
     def merge(self, *others: Profile) -> Profile:
         """Return the profile in which each time is the largest of these profiles, and so that of the slowest device.
 
         They must be of the same model, cut at the same places. Raise `InputError`, naming what differs first.
         """
         for k, other in enumerate(others):
-            require_same_blocks(other.blocks, self.blocks, f"others[{k}]")
             require_same_fields(other, self, f"others[{k}]")
         every = (self, *others)
         return replace(
@@ -268,3 +288,12 @@ class Profile:
 
     def __str__(self) -> str:
         return describe_profile(self)
+
+
+def require_placement(placement: Placement, stages: int) -> None:
+    """Raise `InputError` unless a placement is one of so many stages."""
+    if placement.stages != stages:
+        raise InputError(
+            f"placement: got one of {placement.stages} stages, expected {stages}, as the cuts make. Change the cuts, "
+            "or the schedule."
+        )

@@ -36,7 +36,7 @@ from fpipe.pipelines.step import make_training_step
 from fpipe.planning.cut_model import NO_TIMES, CutModel, measure_blocks, time_blocks
 from fpipe.planning.documents import write_fields
 from fpipe.planning.holdings import BlockMemory, find_hops, find_parameters
-from fpipe.planning.links import SIZES, fit_link
+from fpipe.planning.links import MESSAGE_SIZES, fit_link
 from fpipe.planning.profile import Profile
 from fpipe.planning.roofline import Roofline, calibrate
 from fpipe.planning.standalone import ModelArguments, take_alone, training_variant_here
@@ -157,7 +157,7 @@ def _profile_together(
     if len(ranks.processes) > 1:
         every = [Profile.parse(text) for text in ranks.exchange_text(write_fields(found), "profiles")]
         found = every[0].merge(*every[1:])
-    measured = fit_link(ranks.measure_transfers(SIZES)) if link is None else link
+    measured = fit_link(ranks.measure_transfers(MESSAGE_SIZES)) if link is None else link
     return replace(found, link=replace(measured, bytes=0, back=None))
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 
-class Times(NamedTuple):
+class ActionTimes(NamedTuple):
     """Seconds by kind of action: forward, whole backward, its input and weight halves, checkpointed forward."""
 
     F: float
@@ -32,7 +32,7 @@ class Times(NamedTuple):
     C: float
 
 
-TIMED: Final = Times._fields
+TIMED: Final = ActionTimes._fields
 """The kinds of actions that are timed; a recomputation takes as long as a forward."""
 
 
@@ -44,9 +44,9 @@ class Spread(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """What passes from block `source` to block `target`, its next user, in every microbatch.
+    """Tensors that pass from block `source` to block `target`, their next user, in every microbatch.
 
-    It is sent if the two are on different stages: `forward` bytes of values, and `back` bytes of cotangents.
+    They are sent if the two are on different stages: `forward` bytes of values, and `back` bytes of cotangents.
     """
 
     source: int

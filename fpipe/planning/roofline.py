@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fpipe.errors import InputError
-from fpipe.planning.ranges import Times
+from fpipe.planning.ranges import ActionTimes
 from fpipe.report.footprint import FakeArguments, make_arrivals
 from fpipe.tensors.spec import OptionalSpec
 from fpipe.torch_private import TorchDispatchMode
@@ -36,7 +36,7 @@ from fpipe.torch_private import TorchDispatchMode
 LONG_ENOUGH: Final = 5e-3
 LARGEST: Final = 8192
 VECTOR_BYTES: Final = 2**26
-FREE: Final = ("aten::empty", "aten::new_empty", "prim::")
+COSTLESS: Final = ("aten::empty", "aten::new_empty", "prim::")
 """Operators that neither compute nor move anything."""
 ALIASES: Final = {
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
@@ -108,7 +108,7 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def estimate_times(given: FakeArguments, roofline: Roofline) -> Times:
+def estimate_times(given: FakeArguments, roofline: Roofline) -> ActionTimes:
     """Return the estimated times of the actions of a stage, whose arguments are fake tensors."""
     stage, params, buffers, batch = given
     count = _Count(roofline)
@@ -125,7 +125,7 @@ def estimate_times(given: FakeArguments, roofline: Roofline) -> Times:
     I, (_, deferred) = count(lambda: stage.backward_input(residuals, arriving))  # noqa: E741 - the action's name
     W, _ = count(lambda: stage.backward_weight(deferred, sums))
     C, _ = count(lambda: stage.evaluate(params, buffers, inputs, 0))
-    return Times(F, B, I, W, C)
+    return ActionTimes(F, B, I, W, C)
 
 
 class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        if not (func.is_view or func.name().startswith(FREE)):
+        if not (func.is_view or func.name().startswith(COSTLESS)):
             values: Any = (args, kwargs, found)
             leaves: Iterable[Any] = optree.tree_leaves(values)
             traffic = sum(min(one.untyped_storage().nbytes(), one.nbytes) for one in leaves if isinstance(one, Tensor))

@@ -34,7 +34,7 @@ from fpipe.ir.captured import Tensors
 from fpipe.pipelines.garbage import postpone_collection
 from fpipe.pipelines.inputs import State, make_keys
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.planning.ranges import TIMED, Times
+from fpipe.planning.ranges import TIMED, ActionTimes
 from fpipe.runtime.executor import Inputs
 from fpipe.runtime.recording import run_recorded
 from fpipe.runtime.transport.local import LocalRanks
@@ -46,16 +46,16 @@ Samples: TypeAlias = dict[tuple[str, int], list[float]]
 """Seconds that actions took, by kind and stage."""
 
 
-def alternate(ranks: int, stages: int = 2) -> Placement:
+def alternating(ranks: int, stages: int = 2) -> Placement:
     """Return the placement of any number of stages on ranks in turn.
 
-    >>> alternate(ranks=2, stages=3).homes
+    >>> alternating(ranks=2, stages=3).homes
     (0, 1, 0)
     """
     return Placement(ranks, tuple(s % ranks for s in range(stages)))
 
 
-@schedule(placement=alternate)
+@schedule(placement=alternating)
 def one_by_one(rank: int, ranks: int, microbatches: int, stages: int) -> Iterator[Action]:
     """Run one microbatch after another; after the first, they take turns in every kind of action.
 
@@ -78,14 +78,14 @@ def one_by_one(rank: int, ranks: int, microbatches: int, stages: int) -> Iterato
 MICROBATCHES: Final = 4
 
 
-class Subject(NamedTuple):
-    """What is timed: a plan of `one_by_one` in one process, and the arguments of its stages."""
+class TimedPlan(NamedTuple):
+    """A plan of `one_by_one` in one process, and the arguments of its stages."""
 
     plan: StepPlan
     inputs: Inputs
 
     @classmethod
-    def of(cls, plan: StepPlan, params: State, buffers: State, leaves: Mapping[int, Tensor]) -> Subject:
+    def of(cls, plan: StepPlan, params: State, buffers: State, leaves: Mapping[int, Tensor]) -> TimedPlan:
         """Return the subject for these values; `leaves` are those of the batch's first microbatch, by number."""
         stages = plan.assembly.stages
         weights = {stage.index: stage.leaves(params) for stage in stages}
@@ -109,7 +109,7 @@ class Subject(NamedTuple):
                 yield span.action, span.end - before.end
 
 
-def time_actions(subjects: Sequence[Subject], device: torch.device, seconds: float) -> list[Samples]:
+def time_actions(subjects: Sequence[TimedPlan], device: torch.device, seconds: float) -> list[Samples]:
     """Return how long the actions of each subject took, in turns that last about so many `seconds` in all."""
     found: list[Samples] = [defaultdict(list) for _ in subjects]
     begin = perf_counter()
@@ -126,7 +126,7 @@ def time_actions(subjects: Sequence[Subject], device: torch.device, seconds: flo
 
 def fit_times(
     whole: Samples, few: Samples, blocks: Samples, alike: Sequence[Hashable]
-) -> tuple[tuple[Times, ...], Times]:
+) -> tuple[tuple[ActionTimes, ...], ActionTimes]:
     """Return the times of each block, and the fixed time of an action in any stage.
 
     The samples are those of the uncut model, of a few stages, and of the blocks as stages. Blocks with equal entries in
@@ -148,7 +148,7 @@ def fit_times(
         scale = (total - extra) / sum(beyond) if sum(beyond) else 0.0
         fixed.append(extra)
         columns.append([one * scale for one in beyond])
-    return tuple(Times(*row) for row in zip(*columns, strict=True)), Times(*fixed)
+    return tuple(ActionTimes(*row) for row in zip(*columns, strict=True)), ActionTimes(*fixed)
 
 
 def _pool(samples: Mapping[int, Sequence[float]], alike: Sequence[Hashable]) -> list[float]:

@@ -10,7 +10,7 @@ from typing import Any
 from fpipe.cutting.calls import Mark
 from fpipe.planning.blocks import ModelBlock
 from fpipe.planning.profile import Profile
-from fpipe.planning.ranges import Hop, Spread, Times
+from fpipe.planning.ranges import Hop, Spread, ActionTimes
 from schedules import Link
 
 
@@ -27,8 +27,8 @@ def chain_profile(
         "backward": "by autograd",
         "device": "imagined",
         "blocks": tuple(ModelBlock(str(k), (Mark(str(k), 0, False),), 1, f"digest {k}") for k in numbers),
-        "times": tuple(Times(f, 2 * f, f, f, f) for f in forward),
-        "fixed": Times(*[fixed] * 5),
+        "times": tuple(ActionTimes(f, 2 * f, f, f, f) for f in forward),
+        "fixed": ActionTimes(*[fixed] * 5),
         "step": 0.0,
         "hops": tuple(Hop(k, k + 1, 4, 4) for k in range(count - 1)),
         "activation": tuple(Spread(10, (k,)) for k in numbers),

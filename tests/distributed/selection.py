@@ -13,6 +13,8 @@ NEEDS_TWO = {
     "fused_pairs_in_a_vee",
     "two_stages_on_each_rank",
     "wrapped_models",
+    "profiles_of_all_ranks",
+    "profiles_of_different_models_are_refused",
     "batches_of_other_shapes",
     "state_of_another_rank",
     *(name for name in CASES if name.startswith(("gpt_dropout", "all_frozen", "constants", "own_loss", "recurrent"))),

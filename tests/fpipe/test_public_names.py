@@ -77,6 +77,11 @@ SIGNATURES = {
     "safetensors": "paths",
     "timeline": "pipe spans",
     "costs": "pipe timelines",
+    "profile": (
+        "model example targets=None *loss=None *microbatches=1 *cuts=None *unsplittable=() *capture='trace' "
+        "*backward='autograd' *tied='exact' *batch_dims=0 *weight=None *source=None *device=None *link=None "
+        "*group=None *seconds=3.0"
+    ),
     "optimizer": "cls *groups=None *names=None *donate=False options",
     "masters": "optimizer dtype=torch.float32",
     "norm": "pipe grads order=2.0 names='*'",

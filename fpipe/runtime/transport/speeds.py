@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 WARM_UP, ROUND_TRIPS = 2, 11
-MOST_BYTES: Final = 2**26
+MOST_SENT: Final = 2**26
 """The bytes that the round trips of one size move at most, once they are more than a few."""
 
 
@@ -58,7 +58,7 @@ def _measure_transfer(group: dist.ProcessGroup, other: int, device: torch.device
     """Return the median seconds that a message of `size` bytes takes; the process that `begins` sends first."""
     message = torch.zeros(size, dtype=torch.uint8, device=device)
     times = []
-    for _ in range(WARM_UP + max(3, min(ROUND_TRIPS, MOST_BYTES // max(1, size)))):
+    for _ in range(WARM_UP + max(3, min(ROUND_TRIPS, MOST_SENT // max(1, size)))):
         start = perf_counter()
         for sends in (begins, not begins):
             if sends:

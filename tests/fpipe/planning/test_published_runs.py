@@ -16,7 +16,7 @@ import pytest
 
 from fpipe.planning.candidates import Room
 from fpipe.planning.choosing import choose
-from fpipe.planning.ranges import Times
+from fpipe.planning.ranges import ActionTimes
 from schedules import Costs, one_f_one_b, simulate
 from tests.common.chain_profiles import chain_profile
 from tests.common.sizes import by_night
@@ -93,7 +93,7 @@ def test_a_plan_of_an_uneven_run_is_faster_and_nearly_the_best(name):
     (f, last_f), (b, last_b) = passes
     forward = [f] * LAYERS * RANKS + [last_f - LAYERS * f]
     backward = [b] * LAYERS * RANKS + [last_b - LAYERS * b]
-    times = tuple(Times(x, y, y / 2, y / 2, x) for x, y in zip(forward, backward, strict=True))
+    times = tuple(ActionTimes(x, y, y / 2, y / 2, x) for x, y in zip(forward, backward, strict=True))
     profile = replace(chain_profile(forward), times=times)
     room = Room((inf,) * RANKS, frozenset(range(1, len(forward))))
     plan = choose(
