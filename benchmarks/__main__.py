@@ -32,6 +32,7 @@ NAMES: Final = (
     "prediction",
     "startup",
     "memory",
+    "crossings",
     "planning",
     "profiling",
     "agreement",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import RLock, get_ident
 from types import FrameType, ModuleType
 from typing import Any, Final
@@ -110,7 +110,7 @@ class _ValueSwitch(_Switch):
 
 # The only mutable state in fpipe's modules: the current replacements, which belong to the process.
 _SWITCHES: dict[tuple[int, str], _Switch] = {}
-_SHARED: dict[tuple[int, str], _Shared] = {}
+_SHARED: dict[str, _Shared] = {}
 _LOCK = RLock()
 
 
@@ -152,10 +152,9 @@ def _replace(kind: type[_Switch], owner: Any, name: str, value: Any) -> Iterator
 
 @dataclass
 class _Shared:
-    """A name in a namespace that some threads share: what it was, and how many contexts need it."""
+    """A name that `count` contexts set: by id, each namespace in which they do, and what was there before."""
 
-    space: dict[str, Any]
-    before: Any
+    before: dict[int, tuple[dict[str, Any], Any]] = field(default_factory=dict)
     count: int = 0
 
 
@@ -164,29 +163,30 @@ def share(spaces: Iterable[dict[str, Any]], name: str, value: Any) -> Iterator[N
     """Inside, set the global `name` of modules to `value`, given their namespaces.
 
     No hook sees how functions look up their globals, so every thread finds the value, which must itself check which
-    thread uses it (see `ByThread`).
+    thread uses it (see `ByThread`). All namespaces keep it until the last context for `name` ends.
     """
     with _LOCK:
-        shared = [_SHARED.setdefault((id(space), name), _Shared(space, space.get(name, MISSING))) for space in spaces]
-        for one in shared:
-            one.count += 1
-            one.space[name] = value
+        shared = _SHARED.setdefault(name, _Shared())
+        shared.count += 1
+        for space in spaces:  # thousands, several times per pipeline
+            shared.before.setdefault(id(space), (space, space.get(name, MISSING)))
+            space[name] = value
     try:
         yield
     finally:
         with _LOCK:
-            for one in shared:
-                one.count -= 1
-                if not one.count:
-                    _unshare(one, name)
+            shared.count -= 1
+            if not shared.count:
+                del _SHARED[name]
+                _unshare(shared, name)
 
 
-def _unshare(one: _Shared, name: str) -> None:
-    del _SHARED[id(one.space), name]
-    if one.before is MISSING:
-        one.space.pop(name, None)
-    else:
-        one.space[name] = one.before
+def _unshare(shared: _Shared, name: str) -> None:
+    for space, before in shared.before.values():
+        if before is MISSING:
+            space.pop(name, None)
+        else:
+            space[name] = before
 
 
 def current(owner: Any, name: str) -> Any:
@@ -207,7 +207,7 @@ def original(owner: Any, name: str) -> Any:
 def replaced_places() -> list[tuple[Any, str]]:
     """Return the places that are replaced now, in any thread: the owner or namespace, and the name there."""
     with _LOCK:
-        shared = [(one.space, name) for (_, name), one in _SHARED.items()]
+        shared = [(space, name) for name, one in _SHARED.items() for space, _ in one.before.values()]
         return [*((switch.owner, switch.name) for switch in _SWITCHES.values()), *shared]
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One thread, so that sums are made in one order; and how long Hypothesis looks."""
 
+import gc
 import os
 
 import torch
@@ -11,6 +12,12 @@ torch.set_num_threads(1)
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 PHASES = [phase for phase in Phase if phase is not Phase.explain]  # which traces every line, and explains little
 EVERYWHERE = settings(deadline=None, suppress_health_check=SLOW, phases=PHASES)
-settings.register_profile("quick", EVERYWHERE, max_examples=30)
+settings.register_profile("quick", EVERYWHERE, max_examples=20)
 settings.register_profile("nightly", EVERYWHERE, max_examples=1500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that has been imported out of garbage collections, each of which would walk it again."""
+    gc.collect()
+    gc.freeze()

@@ -80,6 +80,7 @@ def read_program(
         trainable=frozenset(name for name, p in model.named_parameters() if p.requires_grad),
         calls=graph.calls(dict(model.named_modules(remove_duplicate=False))),
         fuse=graph.fuse,
+        replay=graph.fuse,
     )
 
 
@@ -192,7 +193,7 @@ class _Graph:
         inputs: tuple[Value, ...],
         outputs: tuple[Value, ...],
     ) -> Function:
-        """Return consecutive units as a function that fx generates; it frees each value after its last use."""
+        """Return units, in order, as a function that fx generates; it frees each value after its last use."""
         graph = fx.Graph()
         key = graph.placeholder("key")
         new = {value: graph.placeholder(f"v{value}") for value in inputs}

@@ -4,6 +4,7 @@
 The routes preserve what one device computes:
 
 - A stage reads its part of the batch directly. A buffer lives on the stage that uses it.
+- What a stage repeats (`fpipe.cutting.repetition`) enters its function like a leaf of the batch, and is not sent.
 - A value is passed from user to user in stage order, and its cotangent back along the same chain. Each user adds its
   own contribution to the cotangent, in the order in which one device adds them.
 - A parameter is owned by its first user. Later users hold copies, so nothing is sent forward; its cotangent goes back
@@ -22,6 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
+from torch import Tensor
+
+from fpipe.cutting.repetition import Repetition
 from fpipe.errors import CutError
 from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Constant, Observed, Parameter, Unit, Value
 
@@ -40,7 +44,9 @@ class ClashError(CutError):
 class Section:
     """The units of one stage, and its values. Routes are keyed by the stage at the other end, in stage order.
 
-    - `parameters`, `buffers`, `constants`, `batch`: the sources that it reads.
+    - `parameters`, `buffers`, `constants`, `batch`: the sources that it reads; buffers also where it repeats units.
+    - `repeats`: the values that it computes before its units run, in place of other stages' units or its own, with a
+      fake tensor for each.
     - `gets`, `gives`: the values received from earlier stages and sent to later ones.
     - `results`: the values that leave the pipeline here (the loss, outputs).
     - `earlier`, `later`: the parameters whose cotangents it sends to their previous user, or receives from their next.
@@ -54,6 +60,7 @@ class Section:
     buffers: tuple[Value, ...]
     constants: tuple[Value, ...]
     batch: tuple[Value, ...]
+    repeats: Mapping[Value, Tensor]
     gets: Routes
     gives: Routes
     results: tuple[Value, ...]
@@ -67,7 +74,7 @@ class Section:
     def inputs(self) -> tuple[Value, ...]:
         """All values that the stage's function takes, in order."""
         received = tuple(value for values in self.gets.values() for value in values)
-        return (*self.parameters, *self.buffers, *self.constants, *self.batch, *received)
+        return (*self.parameters, *self.buffers, *self.constants, *self.batch, *self.repeats, *received)
 
     @property
     def leaving(self) -> tuple[Value, ...]:
@@ -87,16 +94,21 @@ def route(
     partition: Sequence[int],
     results: tuple[Value, ...],
     summed: frozenset[str] = frozenset(),
+    repetitions: Sequence[Repetition] = (),
 ) -> tuple[Section, ...]:
     """Cut the units at `partition`, and route every value; `results` leave from the last stage.
 
-    `summed` are the parameters whose gradients are summed over stages. Raise `ClashError` if an in-place write would
-    change what another stage sees.
+    `summed` are the parameters whose gradients are summed over stages. `repetitions` are what each stage repeats; by
+    default, nothing. Raise `ClashError` if an in-place write would change what another stage sees.
     """
     bounds = list(pairwise([0, *partition, len(captured.units)]))
-    stages = [captured.units[start:end] for start, end in bounds]
+    repetitions = repetitions or [Repetition() for _ in bounds]
+    stages = [
+        tuple(unit for unit in captured.units[start:end] if unit not in repetition.absent)
+        for (start, end), repetition in zip(bounds, repetitions, strict=True)
+    ]
     homes = {value: s for s, units in enumerate(stages) for unit in units for value in unit.makes}
-    users = _users(stages, results)
+    users = _users(stages, results, repetitions)
     reassigned = _reassignments(captured, observed, stages, homes, users)
     written = [frozenset().union(*(observed.written[unit] for unit in units)) for units in stages]
     for s, memory in enumerate(written):
@@ -111,6 +123,7 @@ def route(
             buffers=_sources_read(captured, users, s, Buffer),
             constants=_sources_read(captured, users, s, Constant),
             batch=_sources_read(captured, users, s, BatchLeaf),
+            repeats=repetitions[s].values,
             gets=_reverse(gives, s),
             gives=_freeze(gives[s]),
             results=results if s == len(stages) - 1 else (),
@@ -126,15 +139,18 @@ def route(
     )
 
 
-def _users(stages: Sequence[Sequence[Unit]], results: tuple[Value, ...]) -> dict[Value, list[int]]:
-    """Return, per value, the stages that read it, ascending; the last stage reads the results."""
+def _users(
+    stages: Sequence[Sequence[Unit]], results: tuple[Value, ...], repetitions: Sequence[Repetition]
+) -> dict[Value, list[int]]:
+    """Return, per value, the stages that need it, ascending, except those that repeat it.
+
+    The last stage needs the results. A stage needs the buffers that it repeats units with.
+    """
     users: dict[Value, set[int]] = defaultdict(set)
-    for s, units in enumerate(stages):
-        for unit in units:
-            for value in unit.reads:
-                users[value].add(s)
-    for value in results:
-        users[value].add(len(stages) - 1)
+    for s, (units, repetition) in enumerate(zip(stages, repetitions, strict=True)):
+        needed = [*[value for unit in units for value in unit.reads], *(results if s == len(stages) - 1 else ())]
+        for value in (*[value for value in needed if value not in repetition.values], *repetition.buffers):
+            users[value].add(s)
     return {value: sorted(found) for value, found in users.items()}
 
 

@@ -61,7 +61,8 @@ def build_decoding(pipe: Pipeline, make: MakeDecoder, how: Schedule, inputs: Seq
         hooks={},
         watching=known.watching,
     )
-    planner = Planner(how, captures, 0, pipe.ranks.ranks, frozenset(), pipe.planner.backend)
+    held = tuple(frozenset(map(_prefixed, stage.buffers)) for stage in pipe.stages)
+    planner = Planner(how, captures, 0, pipe.ranks.ranks, frozenset(), pipe.planner.backend, extra=held)
     return Pipeline(planner, pipe.ranks, pipe.rebuild, pipe.plan_ahead, Caches(max(2, pipe.caches.most)))
 
 

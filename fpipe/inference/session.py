@@ -24,7 +24,7 @@ from fpipe.inference.sampling import Choose
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_plan
-from fpipe.pipelines.inputs import State, make_keys
+from fpipe.pipelines.inputs import State, feed, make_keys
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import merge_results
 from fpipe.pipelines.running import run_plan
@@ -65,16 +65,21 @@ class Session:
         return plan, merge_results(plan, results)[1] if results else None
 
     def _inputs(self, plan: StepPlan, batch: SplitBatch) -> Inputs:
-        stages, parts = [cut.stages for cut in plan.assemblies], batch.take()
+        leaves, here = batch.take(), plan.local_stages
         if not self.caches:
-            self.caches = [_make_caches(plan) for _ in stages]
+            self.caches = [_make_caches(plan) for _ in plan.assemblies]
         if plan not in self.leaves:
             plan.watch.require_unchanged()
             self.leaves[plan] = self._leaves(plan)
+        held = [{**self.held, **cache} for cache in self.caches]
+        feeds = [
+            {s.index: feed(cut.stages[s.index], leaves, known) for s in here}
+            for cut, known in zip(plan.assemblies, held, strict=True)
+        ]
         return Inputs(
             params=self.leaves[plan],
             buffers=[self._buffers(plan, cache) for cache in self.caches],
-            batch=lambda s, i: tuple([parts[leaf][i] for leaf in stages[i][s].batch]),
+            batch=lambda s, i: feeds[i][s](i),
             keys=make_keys(plan, self.seed),
         )
 

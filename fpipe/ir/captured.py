@@ -183,6 +183,7 @@ class Call(NamedTuple):
     - `sealed`: the reason why no stage may begin inside the call; empty if one may.
     - `apart`: True if the units always run in place of the module, because the call reads or makes values other than
       its arguments, its state, and what it returns.
+    - `has_hooks`: True if a module in it has hooks, which run in every call.
     """
 
     path: str
@@ -191,6 +192,7 @@ class Call(NamedTuple):
     stop: int
     sealed: str = ""
     apart: bool = False
+    has_hooks: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,8 @@ class Observed:
     - `views`: the values that are views of others.
     - `asking`: True if the model checks a tensor's autograd node, or whether it is a leaf.
     - `undecided`: the devices on which random numbers may be drawn, depending on data.
+    - `collective`: the units that communicate with other processes.
+    - `attached`: the values whose place in autograd the model changes, by `requires_grad_` or a hook.
     """
 
     storage: Mapping[Value, int]
@@ -211,6 +215,8 @@ class Observed:
     views: frozenset[Value]
     asking: bool = False
     undecided: tuple[torch.device, ...] = ()
+    collective: frozenset[Unit] = frozenset()
+    attached: frozenset[Value] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -221,6 +227,7 @@ class Captured:
     - `loss`: the microbatch's share of the step's loss (see `Objective`); `None` if none was requested.
     - `outputs`, `structure`: the tensors that the model returns, and the tree that they are leaves of.
     - `calls`: the module calls, each before those inside it.
+    - `fuse`: fuses the units of a stage. `replay`: fuses units that need not follow each other, and runs each of them.
     - `observed`: aliases and side effects, if the front end knows them.
     - `dynamic`: names of the parameters that may be used or not, depending on data; empty if nothing branches on data.
     - `fakes`: a fake tensor for every source; `mode`: the fake mode that they belong to.
@@ -248,6 +255,7 @@ class Captured:
     observed: Observed | None = None
     dynamic: frozenset[str] = frozenset()
     fuse: Fuse = field(default=chain_units)
+    replay: Fuse = field(default=chain_units)
     differing: Callable[[Sequence[int]], Collection[int]] = field(default=no_calls)
     backward: bool = True
     hooks: Hooks = field(default_factory=dict)

@@ -30,6 +30,7 @@ def observe(captured: Captured) -> Observed:
     values = dict(captured.fakes)
     written: dict[Unit, frozenset[int]] = {}
     random: dict[Unit, Labels] = {}
+    collective: set[Unit] = set()
     ordinals: dict[str, int] = {}
     with captured.mode, torch.no_grad():
         for unit in captured.units:
@@ -46,9 +47,10 @@ def observe(captured: Captured) -> Observed:
                 raise own_generator_error(where)
             values.update(zip(unit.makes, made, strict=True))
             written[unit] = frozenset(watch.effects.written)
+            collective.update({unit} if watch.effects.communicates else ())
             if watch.effects.drawn:
                 ordinal = ordinals[unit.path] = ordinals.get(unit.path, -1) + 1
                 random[unit] = Labels(label(unit.path, ordinal), tuple(watch.effects.drawn))
     storage = {value: memory(tensor) for value, tensor in values.items()}
     views = frozenset(value for value, tensor in values.items() if tensor._is_view())
-    return Observed(storage, written, random, views)
+    return Observed(storage, written, random, views, collective=frozenset(collective))

@@ -26,6 +26,7 @@ from fpipe.capture.originals import require_own_state
 from fpipe.capture.registry import is_eager
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls, Mark
+from fpipe.cutting.purity import find_repeatable
 from fpipe.ir.captured import Captured, FrontEnd, Hooks
 from fpipe.ir.objective import Loss, Objective
 from fpipe.ir.questions import Answer, Ask, Question, refuse_questions
@@ -142,8 +143,14 @@ class CaptureCache:
 
     def _watch(self, variant: Variant, microbatch: Microbatch) -> Watch:
         what = variant, microbatch
-        calls = self.captured[what].calls_at(self.positions[what]) if self.runs_python else None
-        recorded = None if calls is None else find_replayed_calls(calls, self.positions[what])
+        captured, positions, recorded = self.captured[what], self.positions[what], None
+        if self.runs_python:
+            units = find_repeatable(captured, positions)
+            calls = [
+                call._replace(apart=call.apart or not units.isdisjoint(range(call.start, call.stop)))
+                for call in captured.calls_at(positions)
+            ]
+            recorded = find_replayed_calls(calls, positions)
         return self.watching.watch(self.reads[what], variant.training, recorded)
 
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:

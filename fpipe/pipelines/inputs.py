@@ -23,6 +23,7 @@ from fpipe.meshes.exchange import Exchange
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Inputs
 from fpipe.stages.assembly import Assembly
+from fpipe.stages.prologue import Feed
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
 from fpipe.tensors.placed import complete_part
@@ -45,13 +46,13 @@ def scatter(
     require_state_names([name for stage in local for name in (*stage.parameters, *stage.buffers)], params, buffers)
     here = {cut: [cut.stages[stage.index] for stage in local] for cut in plan.cuts}
     leaves = _take_share(plan, batch, {leaf for stages in here.values() for stage in stages for leaf in stage.batch})
-    parts = {cut: {s.index: _split_rows(s.batch, leaves, count) for s in stages} for cut, stages in here.items()}
-    rows = [parts[cut] for cut in plan.assemblies]
+    feeds = {cut: {stage.index: feed(stage, leaves, buffers) for stage in stages} for cut, stages in here.items()}
+    rows = [feeds[cut] for cut in plan.assemblies]
     weights = Weights(plan, params)
     return Inputs(
         params=[weights.by_cut[cut] for cut in plan.assemblies],
         buffers=[{stage.index: tuple([buffers[name] for name in stage.buffers]) for stage in local}] * count,
-        batch=lambda stage, i: rows[i][stage][i],
+        batch=lambda stage, i: rows[i][stage](i),
         keys=make_keys(plan, seed),
         group=None if links is None else weights.exchange(links),
     )
@@ -117,9 +118,10 @@ def start_backward(stages: Iterable[Stage], scale: float | None) -> dict[int, Te
     }
 
 
-def _split_rows(numbers: Sequence[int], leaves: Mapping[int, Sequence[Tensor]], microbatches: int) -> Sequence[Tensors]:
-    """Return each microbatch's part of the leaves with these numbers."""
-    return list(zip(*[leaves[leaf] for leaf in numbers], strict=True)) if numbers else [()] * microbatches
+def feed(stage: Stage, leaves: Mapping[int, Sequence[Tensor]], buffers: State) -> Feed:
+    """Return what enters a stage from outside of the pipeline in one step, given the leaves and buffers it needs."""
+    rows = list(zip(*[leaves[leaf] for leaf in stage.batch], strict=True))
+    return Feed(stage.prologue, rows, tuple([buffers[name] for name in stage.buffers]))
 
 
 def make_keys(plan: StepPlan, seed: int | None) -> list[int]:

@@ -294,7 +294,7 @@ class Pipeline:
         return self.captures.batchings[True].home
 
     def __str__(self) -> str:
-        how = self.schedule
+        how, name = self.schedule, self.captures.batchings[True].leaf_name
         split = any(action.kind == "W" for rank in range(how.ranks) for action in how.actions(rank))
-        text = describe(self.training.assembly, self.model, how.placement, self.sizes, split)
+        text = describe(self.training.assembly, self.model, how.placement, self.sizes, split, name)
         return f"Pipeline of {type(self.model).__name__} under {how!r}\n{text}"

@@ -21,8 +21,9 @@ from fpipe.batching.batch import SplitBatch
 from fpipe.batching.merge import Merge
 from fpipe.batching.signature import Microbatch, Signature
 from fpipe.capture.eager_types import hide_fakes
+from fpipe.cutting.repetition import ExtraBuffers
 from fpipe.errors import CaptureError, CutError, InputError, PipelineError
-from fpipe.ir.variant import Variant
+from fpipe.ir.variant import TRAINING, Variant
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.caches import BatchKind
@@ -31,7 +32,8 @@ from fpipe.pipelines.garbage import postpone_collection
 from fpipe.pipelines.resolver import ExchangeText, Resolver
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.turns import wait_for_turn
-from fpipe.stages.assembly import Assembly, assemble, differentiate, take_scale, widen_sums
+from fpipe.stages.assembly import Assembly, assemble
+from fpipe.stages.conversion import differentiate, take_scale, widen_sums
 from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
@@ -48,6 +50,7 @@ class Planner:
     - `summed`: the parameters whose gradients are summed over stages.
     - `backend`: differentiates the stages; `None` for autograd.
     - `copies`: the copies of the pipeline, this process's among them.
+    - `extra`: the buffers that stages may hold for what they repeat, if those of another pipeline do; else `None`.
     """
 
     schedule: Schedule
@@ -57,6 +60,7 @@ class Planner:
     summed: frozenset[str] = frozenset()
     backend: Backend | None = None
     copies: PipelineCopies = ALONE
+    extra: ExtraBuffers | None = None
     plans: dict[BatchKind, StepPlan] = field(default_factory=dict)
     assemblies: dict[tuple[Variant, Microbatch], Assembly] = field(default_factory=dict)
 
@@ -140,9 +144,23 @@ class Planner:
             self.assemblies[variant, microbatch] = self._assemble(variant, microbatch)
         return self.assemblies[variant, microbatch]
 
+    def _extra_buffers(self, variant: Variant, microbatch: Microbatch) -> ExtraBuffers | None:
+        """Return the buffers that stages may hold for what they repeat: those of the example's first microbatch.
+
+        For this one, return `None`: whatever it needs. So each rank holds the same buffers for every kind of batch.
+        """
+        if self.extra is not None:
+            return self.extra
+        first = self._microbatches(TRAINING, self.captures.batchings[True].example)[0]
+        if (variant, microbatch) == (TRAINING, first):
+            return None
+        return self._cached_assembly(TRAINING, first).extra_buffers
+
     def _assemble(self, variant: Variant, microbatch: Microbatch) -> Assembly:
         placement = self.schedule.placement
-        assembly = assemble(*self.captures.of(variant, microbatch), variant.outputs, placement, self.summed)
+        captured, positions = self.captures.of(variant, microbatch)
+        extra = self._extra_buffers(variant, microbatch)
+        assembly = assemble(captured, positions, variant.outputs, placement, self.summed, extra)
         if variant.scaled:
             assembly = take_scale(assembly)
         if variant.sums is not None:

@@ -154,18 +154,19 @@ def _find_saved(given: FakeArguments) -> frozenset[int] | None:
     Autograd holds all those whose cotangents are wanted, because they are leaves of its graph. So give it values that
     are not leaves, and look which of them stay alive.
     """
-    stage, params, buffers, batch = given
+    stage, params, buffers, feed = given
     functions = stage.functions
     if not isinstance(functions, Autograd):
         return None
-    first = len(params) + len(buffers) + len(functions.constants) + len(batch)
+    entering = stage.prologue.pass_on(feed(0), len(stage.batch))
+    first = len(params) + len(buffers) + len(functions.constants) + len(entering)
     wanted = {k - first for k in functions.wiring.differentiated}
     inner = replace(functions, wiring=replace(functions.wiring, differentiated=()))
     with MemoryWatch() as made:
         leaves = make_arrivals(stage.gets)
         moved = tuple([one.requires_grad_().clone() if k in wanted else one for k, one in enumerate(leaves)])
         numbers = made.find(moved)
-        *_, residuals = inner.forward(params, copy_changed(stage, buffers), (*batch, *moved), 0)
+        *_, residuals = inner.forward(params, copy_changed(stage, buffers), (*entering, *moved), 0)
         kept = None if residuals is None else residuals._replace(leaves=(), arguments=())
         del leaves, moved, residuals, _
         alive = made.alive()

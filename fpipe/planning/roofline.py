@@ -110,13 +110,13 @@ def _synchronize(device: torch.device) -> None:
 
 def estimate_times(given: FakeArguments, roofline: Roofline) -> ActionTimes:
     """Return the estimated times of the actions of a stage, whose arguments are fake tensors."""
-    stage, params, buffers, batch = given
+    stage, params, buffers, feed = given
     count = _Count(roofline)
 
     def cotangents() -> tuple[Tensor, ...]:
         return make_arrivals(stage.pulled_by)
 
-    inputs = (*batch, *make_arrivals(stage.gets))
+    inputs = feed(0) + make_arrivals(stage.gets)
     sums = tuple([(spec.whole if isinstance(spec, OptionalSpec) else spec).allocate() for spec in stage.totals])
     F, (_, _, residuals) = count(lambda: stage.forward(params, buffers, inputs, 0))
     arriving = cotangents()

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fpipe.ir.captured import Tensors
 from fpipe.pipelines.garbage import postpone_collection
-from fpipe.pipelines.inputs import State, make_keys
+from fpipe.pipelines.inputs import State, feed, make_keys
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.planning.ranges import TIMED, ActionTimes
 from fpipe.runtime.executor import Inputs
@@ -90,10 +90,10 @@ class TimedPlan(NamedTuple):
         stages = plan.assembly.stages
         weights = {stage.index: stage.leaves(params) for stage in stages}
         held = {stage.index: tuple([buffers[name] for name in stage.buffers]) for stage in stages}
-        parts = [tuple([leaves[leaf] for leaf in stage.batch]) for stage in stages]
+        feeds = [feed(stage, {leaf: [leaves[leaf]] for leaf in stage.batch}, buffers) for stage in stages]
 
         def batch(stage: int, microbatch: int) -> Tensors:
-            return parts[stage]
+            return feeds[stage](0)
 
         return cls(plan, Inputs([weights] * MICROBATCHES, [held] * MICROBATCHES, batch, make_keys(plan, seed=0)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline as text: stages, their modules and parameters, what crosses each cut, and which parameters are tied.
+"""A pipeline as text: stages, their modules and parameters, what crosses each cut or is computed instead, and ties.
 
 The text stays readable for big models: consecutive numbered modules are one entry (`blocks.0-11`), and long lists are
 truncated with a count.
@@ -9,14 +9,15 @@ Runs when a pipeline is printed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from textwrap import wrap
 
 from torch import nn
 
 from fpipe.cutting.calls import Calls, call_name, outermost
+from fpipe.ir.captured import Call
 from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
@@ -30,13 +31,20 @@ MOST_LINES = 12
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def describe(assembly: Assembly, model: nn.Module, placement: Placement, sizes: Sizes, split: bool) -> str:
+def describe(
+    assembly: Assembly,
+    model: nn.Module,
+    placement: Placement,
+    sizes: Sizes,
+    split: bool,
+    leaf_name: Callable[[int], str],
+) -> str:
     """Return a description of the stages of `model` and their ranks and, with `split`, of how backwards are split.
 
-    `sizes` has the bytes that a microbatch holds on each stage.
+    `sizes` has the bytes that a microbatch holds on each stage; `leaf_name` returns the name of a leaf of the batch.
     """
     held = _describe_leaves(assembly.parameters, assembly.parameters, assembly.captured.trainable, "parameter")
-    shown = _StageText(assembly, Calls.of(assembly.captured, model))
+    shown = _StageText(assembly, Calls.of(assembly.captured, model), leaf_name)
     lines = [f"{_count(len(assembly.stages), 'stage')}, {held}"]
     for stage in assembly.stages:
         ranks = placement.replicas(stage.index)
@@ -53,11 +61,11 @@ def describe(assembly: Assembly, model: nn.Module, placement: Placement, sizes: 
 class _StageText:
     """The text about each stage of an assembly, with the module calls that are entirely within it."""
 
-    def __init__(self, assembly: Assembly, calls: Calls) -> None:
-        self.assembly = assembly
-        stops = list(accumulate(len(section.units) for section in assembly.sections))
-        self.bounds = list(zip([0, *stops], stops, strict=False))
-        self.whole = [outermost(c for c in calls.listed if a <= c.start and c.stop <= b) for a, b in self.bounds]
+    def __init__(self, assembly: Assembly, calls: Calls, leaf_name: Callable[[int], str]) -> None:
+        self.assembly, self.leaf_name = assembly, leaf_name
+        bounds = pairwise([0, *assembly.partition, len(assembly.captured.units)])
+        self.whole = [outermost(c for c in calls.listed if a <= c.start and c.stop <= b) for a, b in bounds]
+        self.present = [frozenset(section.units) for section in assembly.sections]
         self.label = {call: call_name(call.path, ordinal) for call, ordinal in calls.ordinals()}
         self.makers = {value: k for k, unit in enumerate(assembly.captured.units) for value in unit.makes}
 
@@ -69,6 +77,7 @@ class _StageText:
         buffers = [name for name in (*stage.buffers, *stage.unused) if name in assembly.buffers]
         if buffers:
             yield f"buffers     {len(buffers)} ({_size(assembly.buffers[name] for name in buffers)})"
+        yield from _computed_lines(stage, self.leaf_name)
         for given in stage.gives:
             back = [spec for other in stage.pulled_by if other.source == given.target for spec in other.specs]
             cotangents = f"{_size(back)} of cotangents back" if back else "no cotangents back"
@@ -82,7 +91,7 @@ class _StageText:
     def _modules(self, s: int) -> list[str]:
         """Return the names of a stage's modules, with consecutive numbers merged."""
         runs: list[tuple[str, str, str]] = []
-        for call in self.whole[s]:
+        for call in self._calls(s):
             path, _, last = self.label[call].rpartition(".")
             if runs and runs[-1][0] == path and last.isdecimal() and runs[-1][2] == str(int(last) - 1):
                 runs[-1] = (path, runs[-1][1], last)
@@ -94,9 +103,13 @@ class _StageText:
 
     def _others(self, s: int) -> list[str]:
         """Return the number of operations that a stage runs outside these modules, as text."""
-        start, stop = self.bounds[s]
-        others = stop - start - sum(call.stop - call.start for call in self.whole[s])
+        others = len(self.present[s]) - sum(call.stop - call.start for call in self._calls(s))
         return [_count(others, "other operation")] if others else []
+
+    def _calls(self, s: int) -> list[Call]:
+        """Return the calls within a stage that run for each microbatch."""
+        units = self.assembly.captured.units
+        return [call for call in self.whole[s] if self.present[s].issuperset(units[call.start : call.stop])]
 
     def _values(self, given: StageCrossing) -> Iterator[str]:
         wide = max(len(str(spec)) for spec in given.specs)
@@ -108,6 +121,25 @@ class _StageText:
         inside = [call for calls in self.whole for call in calls if call.start <= k < call.stop]
         path = self.label[inside[0]] if inside else self.assembly.captured.units[k].path
         return path or "the model itself"
+
+
+def _computed_lines(stage: Stage, leaf_name: Callable[[int], str]) -> Iterator[str]:
+    """Yield lines about what a stage computes before its forwards, where from, and how often."""
+    prologue = stage.prologue
+    often = ["once a step" if k in prologue.kept else "per microbatch" for k in range(len(prologue.specs))]
+    sizes = [
+        f"{_size(spec for spec, one in zip(prologue.specs, often, strict=True) if one == how)} {how}"
+        for how in dict.fromkeys(sorted(often))
+    ]
+    read = [leaf_name(stage.batch[k]) for k in prologue.reads]
+    source = f", from {', '.join(read)}" if read else ""
+    yield from [f"computes    {', '.join(sizes)}{source}"] if sizes else []
+    wide = max((len(str(spec)) for spec in prologue.specs), default=0)
+    found = [
+        f"              {spec!s:{wide}}  as in {place}, {how}"
+        for spec, place, how in zip(prologue.specs, prologue.places, often, strict=True)
+    ]
+    yield from _shorten(found, "              ... {} more")
 
 
 def _describe_memory(stage: Stage, sizes: Sizes, split: bool) -> str:

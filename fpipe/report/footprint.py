@@ -8,10 +8,10 @@ Idea. A stage's own functions are run once on fake tensors. All memory that they
 The stage keeps whatever is still alive once everything but the result is dropped: saved by autograd, in a closure, or
 on a custom function's context. So every kind of stage is measured in the same way.
 
-Only memory that comes and goes with a microbatch counts, once per stage. Parameters, buffers, constants and the leaves
-of the batch stay for the whole step under any schedule, so they don't count; a microbatch is mostly a view of its
-batch. Values from other stages count, as if they came from another rank. Gradients, results and messages in transit
-don't: no stage keeps them.
+Only memory that comes and goes with a microbatch counts, once per stage. Parameters, buffers, constants, the leaves of
+the batch, and what a stage computes once for all microbatches stay for the whole step under any schedule, so they don't
+count; a microbatch is mostly a view of its batch. Values from other stages count, as if they came from another rank.
+Gradients, results and messages in transit don't: no stage keeps them.
 
 Limits. Fake tensors miss workspaces whose size only the kernel knows, such as that of oneDNN's LSTM. Compiled functions
 are measured as the graphs that they were compiled from.
@@ -37,6 +37,7 @@ from fpipe.capture.assumed_values import assume_values
 from fpipe.ir.captured import BatchLeaf, Buffer, Parameter, Tensors
 from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.assembly import Assembly
+from fpipe.stages.prologue import Feed
 from fpipe.stages.stage import Stage
 from fpipe.tensors.random import preserve_generators
 from fpipe.tensors.spec import OptionalSpec
@@ -113,12 +114,12 @@ def sum_holdings(holdings: Iterable[Holding]) -> Footprint:
 
 
 class FakeArguments(NamedTuple):
-    """A stage and its arguments on fake tensors: parameters as leaves, buffers, and leaves of the batch."""
+    """A stage and its arguments on fake tensors: parameters as leaves, buffers, and what enters it from the batch."""
 
     stage: Stage
     params: Tensors
     buffers: Tensors
-    batch: Tensors
+    feed: Feed
 
 
 @contextmanager
@@ -129,12 +130,10 @@ def run_on_fakes(assembly: Assembly) -> Iterator[Callable[[Stage], FakeArguments
     devices = {tensor.device for tensor in fakes.values()} | {torch.device("cpu")}
 
     def arguments(stage: Stage) -> FakeArguments:
-        return FakeArguments(
-            stage,
-            stage.leaves({name: fakes[Parameter(name)] for name in stage.parameters}),
-            tuple([fakes[Buffer(name)] for name in stage.buffers]),
-            tuple([fakes[BatchLeaf(leaf)] for leaf in stage.batch]),
-        )
+        params = stage.leaves({name: fakes[Parameter(name)] for name in stage.parameters})
+        buffers = tuple([fakes[Buffer(name)] for name in stage.buffers])
+        leaves = tuple([fakes[BatchLeaf(leaf)] for leaf in stage.batch])
+        return FakeArguments(stage, params, buffers, Feed(stage.prologue, [leaves], buffers))
 
     with (
         preserve_generators(device for device in devices if device.type in ("cpu", "cuda")),
@@ -145,7 +144,7 @@ def run_on_fakes(assembly: Assembly) -> Iterator[Callable[[Stage], FakeArguments
         yield arguments
 
 
-def measure_holdings(stage: Stage, params: Tensors, buffers: Tensors, batch: Tensors) -> list[Holding]:
+def measure_holdings(stage: Stage, params: Tensors, buffers: Tensors, feed: Feed) -> list[Holding]:
     """Return the memory of a microbatch on one stage, whose arguments are fake tensors.
 
     Memory that is alive after everything is dropped is not the microbatch's.
@@ -154,7 +153,7 @@ def measure_holdings(stage: Stage, params: Tensors, buffers: Tensors, batch: Ten
         given = copy_changed(stage, buffers), make_arrivals(stage.gets)
         crossing = {"gets": made.find(given[1])}
         inputs = made.alive()
-        outputs, _, residuals = stage.forward(params, given[0], (*batch, *given[1]), 0)
+        outputs, _, residuals = stage.forward(params, given[0], feed(0) + given[1], 0)
         crossing["leaves"] = made.find(outputs)
         del given, outputs, _
         activation = made.alive()

@@ -1,38 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the stages, and the stage graph that schedules see, from a captured model and a partition.
 
-The steps: route values between the stages (`cutting.routing`), fuse each stage's units into a function, run all of them
-once on fake tensors (`metadata`), determine what crosses (`crossings`), and turn values into positions (`wiring`).
+The steps: choose what stages compute themselves (`cutting.repetition`, `prologue`), route other values between them
+(`cutting.routing`), fuse each stage's units into a function, run all of them once on fake tensors (`metadata`),
+determine what crosses (`crossings`), and turn values into positions (`wiring`).
 
 Runs when a plan is made: once per kind of microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
 
 import torch
 
 from fpipe.autodiff.autograd import Autograd
-from fpipe.autodiff.backends import Backend
-from fpipe.autodiff.graph.joint_graph import Examples
 from fpipe.autodiff.interface import ArgumentIndex, StageFunctions, WeightIndex, Wiring
-from fpipe.autodiff.recorded import Recorded
-from fpipe.autodiff.skipping import skip_absent
+from fpipe.cutting.repetition import ExtraBuffers, Repetition, choose_repetitions
 from fpipe.cutting.routing import Section, route
 from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Parameter, Value
 from fpipe.ir.observation import observe
 from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.crossings import Crossings, cross, names_of
 from fpipe.stages.metadata import Metadata, infer, is_asking
+from fpipe.stages.prologue import build_prologue
 from fpipe.stages.stage import Stage
 from fpipe.stages.uncut import build_whole
 from fpipe.stages.wiring import wire
 from fpipe.tensors.placed import Placed, require_whole_result
-from fpipe.tensors.spec import OptionalSpec, Spec
+from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import require_transparent
 from schedules import Graph, Placement, linear
 
@@ -42,7 +40,8 @@ class Assembly:
     """A model cut into stages.
 
     `build_whole()` makes `whole`. `graph` is what schedules see. `devices` are those on which random numbers are drawn,
-    `undecided` those on which they may be drawn, depending on data. `sections` are the stages' units and values.
+    `undecided` those on which they may be drawn, depending on data. `sections` are the stages' units and values,
+    `repetitions` what each stage repeats. `partition` are the positions of the units at which later stages begin.
     """
 
     captured: Captured
@@ -52,6 +51,8 @@ class Assembly:
     devices: tuple[torch.device, ...]
     undecided: tuple[torch.device, ...]
     sections: tuple[Section, ...]
+    repetitions: tuple[Repetition, ...]
+    partition: tuple[int, ...]
 
     @cached_property
     def whole(self) -> Stage:
@@ -87,84 +88,32 @@ class Assembly:
         named = [(v, one) for v, one in self.captured.sources.items() if isinstance(one, Parameter | Buffer)]
         return {one.name: value for value, one in named if value in self.captured.placed}
 
+    @cached_property
+    def extra_buffers(self) -> ExtraBuffers:
+        """The names of the buffers that each stage holds for the units that it repeats."""
+        sources = self.captured.sources
+        return tuple(
+            frozenset(one.name for v in repetition.buffers if isinstance(one := sources[v], Buffer))
+            for repetition in self.repetitions
+        )
+
     def _specs(self, kind: type[Parameter | Buffer]) -> Mapping[str, Spec]:
         fakes = self.captured.fakes
         return {s.name: Spec.of(fakes[v]) for v, s in self.captured.sources.items() if isinstance(s, kind)}
 
 
-def take_scale(assembly: Assembly) -> Assembly:
-    """Return the assembly with backwards that start from a given cotangent of the loss; they started from 1."""
-    return replace(
-        assembly,
-        stages=tuple(map(_take_scale, assembly.stages)),
-        build_whole=lambda: _take_scale(assembly.build_whole()),
-    )
-
-
-def _take_scale(stage: Stage) -> Stage:
-    """Return the stage; where the loss is, its cotangent is one that enters, before those from later stages."""
-    wiring, functions = stage.wiring, cast("Autograd", stage.functions)
-    if wiring.loss is None:
-        return stage
-    scaled = replace(wiring, loss=None, roots=(wiring.loss, *wiring.roots))
-    return replace(stage, wiring=scaled, functions=replace(functions, wiring=scaled), start=stage.results[:1])
-
-
-def widen_sums(assembly: Assembly, dtype: Callable[[torch.dtype], torch.dtype]) -> Assembly:
-    """Return the assembly with sums of gradients in `dtype(parameter's dtype)`."""
-
-    def widen(spec: Spec) -> Spec:
-        return replace(spec, dtype=dtype(spec.dtype))
-
-    def widen_crossings(crossings: tuple[StageCrossing, ...]) -> tuple[StageCrossing, ...]:
-        return tuple(one._replace(specs=tuple(map(widen, one.specs))) for one in crossings)
-
-    def widen_stage(stage: Stage) -> Stage:
-        return replace(
-            stage,
-            totals=tuple(map(widen, stage.totals)),
-            shares=widen_crossings(stage.shares),
-            shared_by=widen_crossings(stage.shared_by),
-            functions=replace(cast("Autograd", stage.functions), in_place=False),
-        )
-
-    stages = tuple(map(widen_stage, assembly.stages))
-    return replace(assembly, stages=stages, build_whole=lambda: widen_stage(assembly.build_whole()))
-
-
-def differentiate(assembly: Assembly, backend: Backend, held: Collection[int]) -> Assembly:
-    """Return the assembly with the functions of this process's stages, `held`, converted by `backend`."""
-    stages = [
-        replace(stage, functions=_convert(backend, assembly.captured, section, stage)) if stage.index in held else stage
-        for stage, section in zip(assembly.stages, assembly.sections, strict=True)
-    ]
-    return replace(assembly, stages=tuple(stages))
-
-
-def _convert(backend: Backend, captured: Captured, section: Section, stage: Stage) -> StageFunctions:
-    eager, fakes = cast("Autograd", stage.functions), captured.fakes
-    pulled = [*stage.start, *[spec for crossing in stage.pulled_by for spec in crossing.specs]]
-    optional = any(isinstance(spec, OptionalSpec) for spec in pulled)
-    if optional and len(pulled) + (stage.wiring.loss is not None) > 1:
-        return replace(eager, remark="by autograd: data decide which cotangents it receives")
-    with captured.mode:
-        arriving = tuple([spec.allocate() for crossing in stage.gets for spec in crossing.specs])
-        cotangents = tuple([spec.allocate() for spec in pulled])
-    params, buffers, constants, batch = (
-        tuple([fakes[value] for value in values])
-        for values in (section.parameters, section.buffers, section.constants, section.batch)
-    )
-    examples = Examples(params, buffers, constants, (*batch, *arriving), cotangents, captured.mode)
-    found = backend(eager, examples)
-    return skip_absent(found, stage.wiring) if optional and isinstance(found, Recorded) else found
-
-
 def assemble(
-    captured: Captured, partition: Sequence[int], outputs: bool, placement: Placement, summed: frozenset[str]
+    captured: Captured,
+    partition: Sequence[int],
+    outputs: bool,
+    placement: Placement,
+    summed: frozenset[str],
+    extra: ExtraBuffers | None = None,
 ) -> Assembly:
     """Return the assembly; with `outputs`, the model's outputs leave the pipeline as the loss does.
 
-    `summed` are the parameters whose gradients are summed over stages.
+    `summed` are the parameters whose gradients are summed over stages. `extra` are the buffers that stages may hold for
+    the units that they repeat; `None` to let them hold any.
     """
     if outputs:
         require_transparent("outputs", captured.structure)
@@ -173,17 +122,37 @@ def assemble(
     loss = () if captured.loss is None else (captured.loss,)
     results = (*loss, *captured.outputs) if outputs else loss
     observed = observe(captured)
-    sections = route(captured, observed, partition, results, summed)
+    repetitions = choose_repetitions(captured, observed, partition, results, extra)
+    sections = route(captured, observed, partition, results, summed, repetitions)
     functions = [captured.fuse(section.units, observed.random, section.inputs, section.outputs) for section in sections]
     stages, graph = _stages(captured, sections, functions, placement)
+    stages = tuple(
+        _add_prologue(captured, *one) if one[-1].values else one[0]
+        for one in zip(stages, sections, repetitions, strict=True)
+    )
     devices = dict.fromkeys(device for keyed in observed.random.values() for device in keyed.devices)
 
     def whole() -> Stage:
-        again, section, function = build_whole(captured, observed, results, sections, functions, summed)
+        again, section, function = build_whole(captured, observed, results, sections, functions, summed, repetitions)
         (stage,), _ = _stages(again, [section], [function], linear(ranks=1))
         return stage
 
-    return Assembly(captured, stages, whole, graph, tuple(devices), observed.undecided, sections)
+    return Assembly(
+        captured,
+        stages,
+        whole,
+        graph,
+        tuple(devices),
+        observed.undecided,
+        sections,
+        repetitions,
+        tuple(partition),
+    )
+
+
+def _add_prologue(captured: Captured, stage: Stage, section: Section, repetition: Repetition) -> Stage:
+    prologue, leaves = build_prologue(captured, section, repetition)
+    return replace(stage, prologue=prologue, batch=(*stage.batch, *leaves))
 
 
 def _stages(

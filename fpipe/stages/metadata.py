@@ -43,7 +43,7 @@ from fpipe.torch_private import (
 class Metadata:
     """The metadata of all that flows between stages.
 
-    - `specs`: of every source and of every value that a stage makes for another.
+    - `specs`: of every source, and of every value that a stage makes for another, or repeats.
     - `differentiable`: the values that require a gradient.
     - `cotangents`: per (stage, value), the cotangent that the stage computes for the value's previous user.
     - `grads`: per stage, the parameters that it owns and that may get a gradient; `totals`: their specs, per (stage,
@@ -116,7 +116,9 @@ def is_asking(captured: Captured) -> bool:
 def _infer_forward(
     captured: Captured, section: Section, function: Function, values: dict[Value, Tensor], metadata: Metadata
 ) -> _FakeForward:
-    leaves = {v: values[v].detach().requires_grad_(v in metadata.differentiable) for v in section.inputs}
+    metadata.specs.update({value: Spec.of(tensor) for value, tensor in section.repeats.items()})
+    known = {**values, **section.repeats}
+    leaves = {v: known[v].detach().requires_grad_(v in metadata.differentiable) for v in section.inputs}
     leaves |= {v: nn.Parameter(leaves[v], leaves[v].requires_grad) for v in section.parameters}
     received = {v for values in section.gets.values() for v in values} & metadata.differentiable
     inner = received if is_asking(captured) else set[Value]()

@@ -10,10 +10,12 @@ On tuples of tensors:
     backward_weight(deferred, onto)        -> grads
 
 `params` is what `Stage.leaves` returns for the parameters, once per step. `inputs` are the stage's leaves of the batch,
-then what it gets from earlier stages. `outputs` are its results, then what it gives to later stages, including values
-that it only passes on. No argument is modified except `onto`; residuals and deferred state are consumed by their single
-use. `onto` is the sum of the gradients so far, in memory that the stage owns, or `()`. The microbatch's gradients are
-added to it, and the sum is returned. A stage in which nothing needs a gradient keeps nothing: its residuals are `None`.
+then what it gets from earlier stages. What its prologue computes from these leaves may stand between the two (see
+`Entering`); otherwise, it is computed first. `outputs` are its results, then what it gives to later stages, including
+values that it only passes on. No argument is modified except `onto`; residuals and deferred state are consumed by their
+single use. `onto` is the sum of the gradients so far, in memory that the stage owns, or `()`. The microbatch's
+gradients are added to it, and the sum is returned. A stage in which nothing needs a gradient keeps nothing: its
+residuals are `None`.
 
 `fpipe.autodiff` implements the functions.
 
@@ -23,7 +25,7 @@ Runs in every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +35,7 @@ from fpipe.autodiff.accumulation import Gradients, sum_of
 from fpipe.autodiff.interface import StageFunctions, Wiring
 from fpipe.ir.captured import Tensors
 from fpipe.runtime.executor import StageCrossing
+from fpipe.stages.prologue import Prologue
 from fpipe.tensors.spec import Spec
 
 
@@ -41,7 +44,8 @@ class Stage:
     """A piece of the model, and what it exchanges with other stages.
 
     - `parameters`, `buffers`: names, in argument order; `unused`: held here, but read by no operation.
-    - `batch`: the tensor leaves of (inputs, targets) that it reads.
+    - `batch`: the tensor leaves of (inputs, targets) that it reads. `prologue`: what it computes from these and its
+      buffers instead of getting it.
     - `results`: specs of the values that leave the pipeline here.
     - `gets`, `gives`: the values that travel forward; `pulls`, `pulled_by`: cotangents, to earlier and from later
       stages.
@@ -69,6 +73,7 @@ class Stage:
     wiring: Wiring
     functions: StageFunctions
     start: tuple[Spec, ...] = ()
+    prologue: Prologue = field(default_factory=Prologue)
 
     @property
     def undeferred(self) -> Mapping[str, str]:
@@ -79,6 +84,7 @@ class Stage:
         given = [f"{' '.join(map(str, one.specs))} to stage {one.target}" for one in self.gives]
         shared = [f"{' '.join(one.values)} with stage {one.target}" for one in self.shares]
         parts = [f"parameters {' '.join(self.parameters) or 'none'}"]
+        parts += [f"repeats {self.prologue}"] * bool(self.prologue.specs)
         parts += [f"gives {', '.join(given)}"] * bool(given) + [f"shares {', '.join(shared)}"] * bool(shared)
         return f"stage {self.index}: {'; '.join(parts)}"
 
@@ -89,12 +95,12 @@ class Stage:
     @cached_property
     def forward(self) -> Callable[[Tensors, Tensors, Tensors, int], tuple[Tensors, Tensors, Any | None]]:
         """The forward of one microbatch."""
-        return self.functions.forward
+        return self.prologue.before(self.functions.forward, len(self.batch))
 
     @cached_property
     def evaluate(self) -> Callable[[Tensors, Tensors, Tensors, int], tuple[Tensors, Tensors]]:
         """The forward without residuals; its outputs and buffers are the same, bit for bit."""
-        return self.functions.evaluate
+        return self.prologue.before(self.functions.evaluate, len(self.batch))
 
     @cached_property
     def backward(self) -> Callable[..., tuple[Gradients, Gradients]]:

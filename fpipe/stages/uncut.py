@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TypeAlias, cast
 
+from fpipe.cutting.repetition import Repetition
 from fpipe.cutting.routing import Section, route
 from fpipe.ir.captured import Captured, Function, Observed, Operation, Parameter, Tensors, Value, compose
 
@@ -30,6 +31,7 @@ def build_whole(
     stages: Sequence[Section],
     functions: Sequence[Function],
     summed: frozenset[str],
+    repetitions: Sequence[Repetition],
 ) -> tuple[Captured, Section, Function]:
     """Return the captured model with the copies among its sources, the whole model's section, and its function."""
     (section,) = route(captured, observed, (), results)
@@ -40,7 +42,8 @@ def build_whole(
     fakes = {copy: captured.fakes[value] for (_, value), copy in copies.items()}
     captured = replace(captured, sources={**captured.sources, **sources}, fakes={**captured.fakes, **fakes})
     section = replace(section, parameters=(*section.parameters, *sources))
-    return captured, section, _compose(section, stages, functions, copies)
+    repeats = [_repeat(captured, repetition) for repetition in repetitions]
+    return captured, section, _compose(section, stages, functions, copies, repeats)
 
 
 def _copies(captured: Captured, stages: Sequence[Section], summed: frozenset[str]) -> Copies:
@@ -51,12 +54,28 @@ def _copies(captured: Captured, stages: Sequence[Section], summed: frozenset[str
     return {(s, value): Value(next(fresh)) for value in shared for s in readers[value][1:]}
 
 
-def _compose(whole: Section, stages: Sequence[Section], functions: Sequence[Function], copies: Copies) -> Function:
-    """Return a function that calls the stages' functions in sequence, each with its own copies."""
+def _repeat(captured: Captured, repetition: Repetition) -> Operation:
+    """Return the operation that makes what a stage repeats."""
+    again = {*repetition.once, *repetition.each}
+    units = [unit for unit in captured.units if unit in again]
+    reads = dict.fromkeys(value for unit in units for value in unit.reads if value in captured.sources)
+    values = tuple(repetition.values)
+    return Operation(tuple(reads), values, captured.replay(units, {}, tuple(reads), values))
+
+
+def _compose(
+    whole: Section,
+    stages: Sequence[Section],
+    functions: Sequence[Function],
+    copies: Copies,
+    repeats: Sequence[Operation],
+) -> Function:
+    """Return a function that calls the stages' functions in sequence, each with its own copies, after its repeats."""
     reads = [tuple(copies.get((s, value), value) for value in section.inputs) for s, section in enumerate(stages)]
     operations = [
-        Operation(read, section.outputs, function)
-        for read, section, function in zip(reads, stages, functions, strict=True)
+        operation
+        for read, section, function, repeat in zip(reads, stages, functions, repeats, strict=True)
+        for operation in (repeat, Operation(read, section.outputs, function))
     ]
 
     @contextmanager

@@ -49,6 +49,7 @@ class Effects:
     - `written`, `cast`: the memory that they wrote, and that of the tensors that they cast.
     - `drawn`: the devices whose generators they drew from, in order.
     - `foreign`: whether one took a `torch.Generator`. `unregistered`: whether one wrote to a tensor that is not fake.
+    - `communicates`: whether one communicated with other processes.
     - `observer`: called with each operator and its arguments.
     """
 
@@ -57,7 +58,7 @@ class Effects:
         self.cast: set[int] = set()
         self.drawn: dict[torch.device, None] = {}
         self.foreign = False
-        self.unregistered = False
+        self.unregistered = self.communicates = False
         self.observer: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = lambda func, args, kwargs: None
 
     def note_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -68,6 +69,7 @@ class Effects:
         if func is torch.ops.aten._to_copy.default:
             self.cast.add(memory(args[0]))
         self.foreign |= torch.Generator in map(type, (*args, *kwargs.values()))
+        self.communicates |= isinstance(func, OpOverload) and "c10d" in func.namespace
 
     def note_return(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Record the random draws of an operator call that returned `out`."""

@@ -10,7 +10,7 @@ from typing import Any
 from fpipe.cutting.calls import Mark
 from fpipe.planning.blocks import ModelBlock
 from fpipe.planning.profile import Profile
-from fpipe.planning.ranges import Hop, Spread, ActionTimes
+from fpipe.planning.ranges import ActionTimes, Hop, Spread
 from schedules import Link
 
 

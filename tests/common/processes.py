@@ -3,56 +3,73 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TypeVar
 
+import pytest
+
+from tests.common import ranks
+
+T = TypeVar("T")
+FORKS = ranks.__file__
 LIMIT = 1800  # seconds; a job that hangs is ended long before by the timeout of its group
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node {} --max-restarts {}"
 
 
-def finish(commands: Sequence[Sequence[object]], folder: Path, limit: float = LIMIT) -> tuple[list[int], list[str]]:
-    """Run these commands at the same time; return their exit codes and outputs.
+def finish(command: Sequence[object], log: Path, limit: float = LIMIT) -> int:
+    """Run a command, whose output goes to `log`, and return its exit code.
 
-    A process that runs longer than `limit` seconds, or 600 seconds after another failed, is killed with its children.
+    After `limit` seconds, it is killed with its children.
     """
-    logs = [folder / f"log-{k}" for k in range(len(commands))]
-    processes = [begin(command, log) for command, log in zip(commands, logs, strict=True)]
-    deadline = time.monotonic() + limit
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        if any(process.poll() for process in processes):
-            deadline = min(deadline, time.monotonic() + 600)
-        time.sleep(0.05)
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    return [process.wait() for process in processes], [log.read_text() for log in logs]
-
-
-def begin(command: Sequence[object], log: Path) -> subprocess.Popen[Any]:
-    """Start a command; its output goes to `log`."""
     with log.open("w") as out:
-        return subprocess.Popen(
-            [sys.executable, "-W", "error", *map(str, command)],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=ENVIRONMENT,
-            start_new_session=True,
+        command = [sys.executable, "-W", "error", *map(str, command)]
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=ENVIRONMENT, start_new_session=True
         )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
 
 
-def finish_workers(worker: Path, count: int, folder: Path) -> None:
-    """Run `worker RANK STORE FOLDER` as so many ranks; raise unless each ends with `passed`."""
-    codes, printed = finish([(worker, rank, folder / "store", folder) for rank in range(count)], folder)
+def finish_ranks(worker: ModuleType, count: int, folder: Path, *arguments: object) -> tuple[list[int], list[str]]:
+    """Run `worker.main(rank, *arguments)` in `count` processes; return their exit codes and outputs."""
+    code = finish((FORKS, worker.__name__, count, folder, *arguments), folder / "log")
+    ends, logs = folder / "codes.json", sorted(folder.glob("log-*"))
+    codes = json.loads(ends.read_text()) if ends.exists() else [code] * count
+    return codes, [log.read_text() for log in logs or [folder / "log"]]
+
+
+def finish_workers(worker: ModuleType, count: int, folder: Path) -> None:
+    """Run `worker.main(rank, store, folder)` as so many ranks; raise unless each ends with `passed`."""
+    codes, printed = finish_ranks(worker, count, folder, folder / "store", folder)
     assert not any(codes), "\n".join(printed)
     assert all(text.endswith("passed\n") for text in printed), "\n".join(printed)
+
+
+def once(factory: pytest.TempPathFactory, name: str, start: Callable[[Path], T]) -> T:
+    """Return what `start(folder)` returns, a value of JSON; only the first process of this session to ask runs it."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = folder / "returned.json"
+        if not found.exists():
+            found.write_text(json.dumps(start(folder)))
+        value: T = json.loads(found.read_text())
+        return value
 
 
 def run_under_torchrun(script: Path, *options: object, ranks: int = 2, restarts: int = 0) -> tuple[int, str, str]:

@@ -32,7 +32,7 @@ REFUSALS = {  # what the message says, and of which models it may say so
     "draws random numbers in a checkpointed function": lambda model: model.random and model.sequence,
     "changes a buffer in a checkpointed function": lambda model: model.has("checkpoint") and model.has("norm"),
     "without a gradient for any parameter": lambda model: model.has("no_grad"),
-    "reads a buffer which one changes": lambda model: model.has("checkpoint") and model.has("average"),
+    "a checkpointed function that reads a buffer": lambda model: model.has("checkpoint") and model.has("average"),
     "gets an object in which tensors may hide": lambda model: model.has("checkpoint") and model.has("object"),
 }
 
@@ -49,12 +49,12 @@ def schedules_of(draw, stages, microbatches):
         assume(False)
 
 
-def build_unless_refused(description, case, how, rows, cuts, capture):
+def build_unless_refused(description, case, how, rows, cuts, **options):
     """A pipeline, cut evenly if `cuts` are none; `None` if it was refused for a reason that the model gives."""
     model, inputs, targets = case.make(rows)
     try:
         pipe = fpipe.pipeline(
-            model, example=inputs, targets=targets, loss=case.loss, schedule=how, cuts=cuts, capture=capture
+            model, example=inputs, targets=targets, loss=case.loss, schedule=how, cuts=cuts, **options
         )
     except (fpipe.CutError, fpipe.CaptureError) as error:
         reasons = [words for words, may in REFUSALS.items() if words in str(error) and may(description)]

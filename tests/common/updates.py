@@ -13,8 +13,9 @@ import fpipe
 from fpipe.tensors.tree import same_bits
 from tests.common.loops import loop
 from tests.common.running import SEED, build
+from tests.common.sizes import NIGHTLY
 
-STEPS = 20
+STEPS = 20 if NIGHTLY else 8
 ADAM = {"lr": 0.05, "weight_decay": 0.01}
 
 

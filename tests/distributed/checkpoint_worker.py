@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of four processes that save under 1F1B, resume in pairs under ZB-V and alone, and refuse together.
 
-    python checkpoint_worker.py RANK STORE FOLDER
-
 One job does all of it: the four form one pipeline, then two, then four. It prints `passed` at the end.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -145,9 +140,10 @@ def refuse_what_does_not_fit(path: Path, pair: Any) -> None:
     raises(fpipe.InputError, f"{shard.name}: got", lambda: four.resume(path))
 
 
-def main(rank: int, store: str, folder: Path) -> None:
+def main(rank: int, store: str, where: str) -> None:
     """Run all of it."""
     torch.set_num_threads(1)
+    folder = Path(where)
     method = f"file://{store}"
     dist.init_process_group("gloo", timeout=timedelta(minutes=10), init_method=method, rank=rank, world_size=RANKS)
     pair, alone = split(2), split(1)
@@ -162,7 +158,3 @@ def main(rank: int, store: str, folder: Path) -> None:
         interrupted_loops_equal_plain_ones(folder, pair)
     dist.destroy_process_group()
     print("passed")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -52,6 +52,7 @@ NEEDS_NIGHT |= {"a_split_llama", "split_blocks_that_run_again", "split_models_ar
 NEEDS_NIGHT |= {
     name for name, (model, front) in ZOO_CASES.items() if model not in BY_DAY and front not in ("trace", "modules")
 }
+NEEDS_NIGHT |= {name for name, (_, front) in ZOO_CASES.items() if front in ("fx", "dynamo")}
 
 # What ranks tell each other before they compute, and refuse, does not depend on how many there are.
 REFUSED = {name for name in CASES if name.endswith("_on_one_rank") and name != "refused_on_one_rank"}

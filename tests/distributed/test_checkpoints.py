@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import fpipe
-from tests.common.processes import finish_workers
+from tests.common.processes import finish_workers, once
 from tests.common.resuming import Trainer, require_same_run, undisturbed
 from tests.distributed import checkpoint_worker
 
@@ -14,9 +14,12 @@ from tests.distributed import checkpoint_worker
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where four processes have saved what the worker says."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    finish_workers(Path(checkpoint_worker.__file__), 4, folder)
-    return folder
+
+    def start(folder):
+        finish_workers(checkpoint_worker, 4, folder)
+        return str(folder)
+
+    return Path(once(tmp_path_factory, "checkpoints", start))
 
 
 def test_four_processes_save_resume_and_refuse_together(folder):

@@ -5,32 +5,27 @@ One job per number of ranks runs all cases of `tests/distributed/cases`; here ev
 """
 
 import json
+import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from fpipe.tensors.tree import same_bits
-from tests.common.processes import finish
+from tests.common.processes import TORCHRUN, finish, finish_ranks, once
 from tests.common.running import build, run
 from tests.common.schedules import SCHEDULES
 from tests.common.zoo import ZOO
 from tests.distributed import worker
-
-WORKER = Path(worker.__file__)
-
-
-def ranks(size, folder, *names):
-    """Return the commands that start `size` ranks by hand."""
-    return [(WORKER, rank, size, folder / "store", folder, *names) for rank in range(size)]
 
 
 class Job:
     """The reports of all ranks."""
 
     def __init__(self, size, folder, codes, printed):
-        self.folder, self.codes, self.printed = folder, codes, printed
-        paths = [folder / f"{rank}.json" for rank in range(size)]
+        self.folder, self.codes, self.printed = Path(folder), codes, printed
+        paths = [self.folder / f"{rank}.json" for rank in range(size)]
         self.reports = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
 
     def require(self, name):
@@ -46,26 +41,32 @@ class Job:
         return "\n".join([*failed, *(text[-3000:] for text in self.printed)])
 
 
+def start_by_torchrun(size, folder):
+    """Start the ranks as users do."""
+    code = finish((*shlex.split(TORCHRUN.format(size, 0)), worker.__file__, folder), folder / "log")
+    return size, str(folder), [code], [(folder / "log").read_text()]
+
+
+def start_by_hand(size, folder):
+    return size, str(folder), *finish_ranks(worker, size, folder, size, folder)
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """All cases on two ranks, started as users start them."""
-    folder = tmp_path_factory.mktemp("two")
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, WORKER, folder)
-    return Job(2, folder, *finish([command], folder))
+    """All cases on two ranks."""
+    return Job(*once(tmp_path_factory, "two", partial(start_by_torchrun, 2)))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     """All cases on four ranks."""
-    folder = tmp_path_factory.mktemp("four")
-    return Job(4, folder, *finish(ranks(4, folder), folder))
+    return Job(*once(tmp_path_factory, "four", partial(start_by_hand, 4)))
 
 
 @pytest.fixture(scope="module")
 def eight(tmp_path_factory):
     """The cases that need eight ranks."""
-    folder = tmp_path_factory.mktemp("eight")
-    return Job(8, folder, *finish(ranks(8, folder), folder))
+    return Job(*once(tmp_path_factory, "eight", partial(start_by_hand, 8)))
 
 
 @pytest.mark.parametrize("name", worker.names(2))
@@ -102,7 +103,7 @@ def test_dropout_is_the_same_on_one_process_two_and_four(two, four):
 
 def test_a_killed_peer_makes_the_others_fail(tmp_path):
     """One rank ends in the middle of a step: none of the others hangs, all fail."""
-    codes, printed = finish(ranks(4, tmp_path, "dies_in_the_middle"), tmp_path)
+    codes, printed = finish_ranks(worker, 4, tmp_path, 4, tmp_path, "dies_in_the_middle")
     assert codes[2] == 7
     assert [codes[rank] for rank in (0, 1, 3)] == [1, 1, 1], "\n".join(printed)
     assert all("failed at once" in printed[rank] for rank in (0, 1, 3)), "\n".join(printed)

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of four processes that train in two pipelines of two and in one of four, and refuse together.
 
-    python training_worker.py RANK STORE FOLDER
-
 What a plain loop computes is computed once, by one process per model. It prints `passed` at the end.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -129,8 +124,9 @@ def requires(call: Callable[[], object], *words: str) -> None:
     assert any(all(word in text for word in words) for text in texts), texts
 
 
-def main(rank: int, store: str, folder: Path) -> None:
+def main(rank: int, store: str, where: str) -> None:
     torch.set_num_threads(1)
+    folder = Path(where)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(minutes=10)
     )
@@ -142,7 +138,3 @@ def main(rank: int, store: str, folder: Path) -> None:
     dist.barrier()
     dist.destroy_process_group()
     print("passed")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

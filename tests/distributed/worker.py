@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a job that runs named cases, one after the other, and records how each went.
 
-    python worker.py RANK SIZE STORE REPORT NAME...
+    python worker.py REPORT
+
+This is what torchrun starts; ranks that are started by hand call `main`.
 
 Starting a process costs seconds and a case costs a fraction of one, so a job runs many. The cases are in
 `tests/distributed/cases`. A case that raises is reported with its traceback, and ends the job, since the other ranks
@@ -16,6 +18,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -45,21 +48,27 @@ def end(made: set[dist.ProcessGroup]) -> None:
                 dist.destroy_process_group(group)
 
 
-def main(rank: int, size: int, store: str, report: str, chosen: list[str]) -> None:
+def main(rank: int, count: str, report: str, *chosen: str) -> None:
+    """Be one of `count` ranks that were started by hand; see `run`."""
+    size = int(count)
+    dist.init_process_group("gloo", timeout=PATIENCE, init_method=f"file://{report}/store", rank=rank, world_size=size)
+    run(rank, size, report, chosen)
+
+
+def run(rank: int, size: int, report: str, chosen: Sequence[str] = ()) -> None:
     """Run the chosen cases, or all of a job of this size, and write the results to `report`/`rank`.json."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "The tensor attributes self.model.*_flat_weights")  # torch's own, of nn.GRU
     os.environ["REPORT"] = report
-    method = {} if store == "env" else {"init_method": f"file://{store}", "rank": rank, "world_size": size}
-    dist.init_process_group("gloo", timeout=PATIENCE, **method)
     results: dict[str, str] = {}
     path = Path(report) / f"{rank}.json"
     try:
         for name in chosen or names(size):
-            start, before = time.perf_counter(), groups()
+            start, busy, before = time.perf_counter(), time.process_time(), groups()
             CASES[name](rank, size)
             end(groups() - before)
-            results[name] = f"passed in {time.perf_counter() - start:.2f} s"
+            took, busy = time.perf_counter() - start, time.process_time() - busy
+            results[name] = f"passed in {took:.2f} s, of which it computed {busy:.2f} s"
             path.write_text(json.dumps(results))
     except BaseException:
         results[name] = traceback.format_exc()
@@ -70,7 +79,5 @@ def main(rank: int, size: int, store: str, report: str, chosen: list[str]) -> No
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env", sys.argv[1], [])
-    else:
-        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    run(dist.get_rank(), dist.get_world_size(), sys.argv[1])

@@ -13,6 +13,7 @@ import torch
 import fpipe
 from tests.common.examples import FOLDER, load_example
 from tests.common.processes import run_under_torchrun
+from tests.common.sizes import by_night
 
 EXAMPLE = FOLDER / "train_gpt.py"
 TINY = shlex.split(
@@ -92,6 +93,7 @@ def test_one_process_and_two_print_the_same_losses(tmp_path):
         assert drawn.count(f"<title>{action}") == 2
 
 
+@by_night
 def test_a_difference_on_one_rank_fails_the_job(tmp_path):
     script = tmp_path / "broken.py"
     script.write_text(BROKEN.format(folder=str(EXAMPLE.parent), options=TINY))

@@ -302,9 +302,10 @@ def test_nothing_stays_patched(make, capture, monkeypatch):
             noted.append((vars(switch.owner), switch.name, switch.before))
             super().__setitem__(key, switch)
 
-        def setdefault(self, key, one):
-            noted.append((one.space, key[1], one.before))
-            return super().setdefault(key, one)
+        def __delitem__(self, key):
+            if isinstance(key, str):
+                noted.extend((space, key, before) for space, before in self[key].before.values())
+            super().__delitem__(key)
 
     noted = []
     monkeypatch.setattr(patching, "_SWITCHES", Noting())

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from fpipe.errors import CaptureError
 from fpipe.ir.refusals import own_generator_error, unregistered_write_error
 from fpipe.tensors.effects import Effects
+
+ATTACHING = (
+    *(Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_),
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+)
+"""Torch functions that change a tensor's place in autograd, and return no new tensor."""
 
 
 def require_allowed(effects: Effects, here: Callable[[], str]) -> None:

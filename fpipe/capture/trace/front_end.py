@@ -83,6 +83,7 @@ def _assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured
         observed=build_observed(recorder),
         dynamic=model.trainable if any(frame.branching for frame in tape.frames) else frozenset(),
         fuse=fuse_placed(builder.fuse, placed, arrivals) if has_holders(values.tensors.values()) else builder.fuse,
+        replay=builder.replay,
         placed=placed,
         arrivals=arrivals,
         reassigned=recorder.reassignments.next_values,
@@ -114,7 +115,14 @@ def _all_frames(frames: Sequence[Frame]) -> Iterator[Frame]:
 
 def _summarize(frame: Frame, builder: SegmentBuilder) -> Call:
     never_whole = builder.obstacles.find(frame) is not None
-    return Call(frame.path, frame.kind, frame.start, frame.stop, frame.sealed, never_whole)
+    return Call(frame.path, frame.kind, frame.start, frame.stop, frame.sealed, never_whole, _has_hooks(frame))
+
+
+def _has_hooks(frame: Frame) -> bool:
+    """Return whether a module that is called in a frame has hooks."""
+    called = [one.invocation.function for one in (frame, *_all_frames(frame.inner))]
+    modules = [one for one in called if isinstance(one, nn.Module)]
+    return any(one._forward_pre_hooks or one._forward_hooks for one in modules)
 
 
 def _numbers(frames: Sequence[Frame], wanted: Collection[Frame]) -> frozenset[int]:

@@ -39,6 +39,7 @@ class Facts(NamedTuple):
     - `ticks`: the range of torch calls that it consists of.
     - `written`: the memory that it modifies in place. `casts`: the values read that it casts to another dtype.
     - `draw`: the tick at which it last draws random numbers; `None` if it does not.
+    - `communicates`: whether it exchanges something with other processes.
     """
 
     invocation: Invocation
@@ -47,6 +48,7 @@ class Facts(NamedTuple):
     written: frozenset[int]
     casts: frozenset[Value]
     draw: int | None
+    communicates: bool
 
 
 class Constants(NamedTuple):

@@ -28,7 +28,7 @@ from fpipe.capture.group_names import hide_group_names
 from fpipe.capture.places import current_line
 from fpipe.capture.trace.call_stack import CallStack
 from fpipe.capture.trace.draws import Draws
-from fpipe.capture.trace.effect_checks import require_allowed, require_kept, require_no_barrier
+from fpipe.capture.trace.effect_checks import ATTACHING, require_allowed, require_kept, require_no_barrier
 from fpipe.capture.trace.history import Facts, History, for_real
 from fpipe.capture.trace.reassignment import Reassignments
 from fpipe.capture.trace.replaced import find_fake_error, require_answerable
@@ -44,10 +44,7 @@ from fpipe.tensors.collectives import has_handle, written_memory
 from fpipe.tensors.effects import Effects, is_collective
 from fpipe.tensors.tree import flatten
 
-EFFECTS = (
-    *(check_all, check_valid, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_),
-    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-)
+EFFECTS = (check_all, check_valid, *ATTACHING)
 """Torch functions that are recorded even if they return no new tensor."""
 SEALING: Mapping[Any, str] = MappingProxyType(
     dict.fromkeys((torch.autograd.grad, torch.autograd.backward, Tensor.backward), "a backward inside its forward")
@@ -124,6 +121,7 @@ class Recorder(TorchFunctionMode):
         invocation = Invocation(function, args, kwargs, self.values.read)
         self.effects.written.clear()
         self.effects.cast.clear()
+        self.effects.communicates = False
         modes, running = current_modes(), RunningCall()
         self.torch_calls.running = running
         try:
@@ -223,6 +221,7 @@ class Recorder(TorchFunctionMode):
             written=frozenset(self.effects.written & self.values.memories),
             casts=frozenset(value for value in (*invocation.reads, *used) if storage[value] in cast),
             draw=self.draws.found[-1].tick if self.draws.has_from(tick) else None,
+            communicates=self.effects.communicates,
         )
 
     def _unit(

@@ -7,6 +7,7 @@ Runs when a plan is made: once per kind of batch.
 from __future__ import annotations
 
 from fpipe.capture.fast_paths import FUSED
+from fpipe.capture.trace.effect_checks import ATTACHING
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.replaced import ASKING
 from fpipe.ir.captured import Buffer, Observed
@@ -49,4 +50,8 @@ def build_observed(recorder: Recorder) -> Observed:
         views=values.views(),
         asking=any(recorder.torch_calls.by_function[function] for function in ASKING),
         undecided=recorder.draws.stream_devices,
+        collective=frozenset(unit for unit, known in facts.items() if known.communicates),
+        attached=frozenset(
+            v for known in facts.values() if known.invocation.function in ATTACHING for v in known.invocation.reads
+        ),
     )

@@ -29,14 +29,15 @@ from fpipe.runtime.segments.seats import Seats, seat_inputs
 
 SegmentItem: TypeAlias = Frame | Unit | tuple[Modes, Operation]
 """One item of a segment: a whole call, a torch call, or an operation that begins or ends a stream."""
+Segment: TypeAlias = tuple[int, int, frozenset[int]]
+"""The positions of a segment's first unit and of the one after its last, and of those between that are left out."""
 
 
 class SegmentBuilder:
     """Builds the functions of segments.
 
     - `results`: the values that leave the model. `written`: the containers that a run of the model changes.
-    - `rehearsal`: makes calls again without those of other segments. `rehearsals`: the outcomes, by the start and stop
-      of a segment.
+    - `rehearsal`: makes calls again without those of other segments. `rehearsals`: the outcomes, by segment.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class SegmentBuilder:
         rehearsal: Callable[[], AbstractContextManager[Rehearse]],
     ) -> None:
         self.tape, self.seats, self.written = tape, seats, written
-        self.rehearsal, self.rehearsals = rehearsal, dict[tuple[int, int], Rehearsed]()
+        self.rehearsal, self.rehearsals = rehearsal, dict[Segment, Rehearsed]()
         self.checkpoints, usage = BufferCheckpoints(tape), Usage(tape, results)
         self.obstacles = Obstacles(tape, usage, sources, self.checkpoints)
         self.operations = Operations(tape, usage, seats, self.checkpoints)
@@ -62,26 +63,39 @@ class SegmentBuilder:
         inputs: tuple[Value, ...],
         outputs: tuple[Value, ...],
     ) -> Function:
-        """Return the function of a segment of the tape; see `fpipe.ir.captured.Fuse`."""
+        """Return the function of a segment of the tape, in order; see `fpipe.ir.captured.Fuse`."""
         if not units:
             return Function(compose([], inputs, outputs))
-        start, stop = self.position[units[0]], self.position[units[-1]] + 1
-        rehearsed = self.rehearse([(start, stop)])[0]
-        items = [*self._items(start, stop, rehearsed.differing), *self._reruns(start, stop)]
+        present = [self.position[unit] for unit in units]
+        start, stop = present[0], present[-1] + 1
+        segment = start, stop, frozenset(range(start, stop)).difference(present)
+        rehearsed = self.rehearse([segment])[0]
+        items = [*self._items(segment, rehearsed.differing), *self._reruns(start, stop)]
         run = compose(apply_modes(items, outputs), inputs, outputs)
         written = [*{id(one.container): one for one in (*rehearsed.changed, *self.written)}.values()]
         seats = [(*seat, k) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
         require_own_casts(self.tape, self.seats, start, stop)
         return seat_inputs(run, seats, written, self._may_rerun(start, stop))
 
+    def replay(
+        self,
+        units: Sequence[Unit],
+        random_units: Mapping[Unit, Labels],
+        inputs: tuple[Value, ...],
+        outputs: tuple[Value, ...],
+    ) -> Function:
+        """Return a function that runs these units one by one, and no module; see `fpipe.ir.captured.Captured`."""
+        items = [(self.tape.modes[unit], self.operations.of_unit(unit)) for unit in units]
+        return Function(compose(apply_modes(items, outputs), inputs, outputs))
+
     def _may_rerun(self, start: int, stop: int) -> bool:
         """Return whether a backward may rerun something between units `start` and `stop`, in any branch."""
         branching = any(frame.start < stop and start < frame.stop for frame in self.tape.streams)
         return branching or any(start <= position < stop for position in self.tape.hooked)
 
-    def _items(self, start: int, stop: int, differing: Mapping[Frame, str]) -> Iterator[tuple[Modes, Operation]]:
-        """Yield the operations from unit `start` to `stop`, each with the modes it runs under."""
-        for piece in self._pieces(self.tape.frames, start, stop, differing):
+    def _items(self, segment: Segment, differing: Mapping[Frame, str]) -> Iterator[tuple[Modes, Operation]]:
+        """Yield the operations of a segment, each with the modes it runs under."""
+        for piece in self._pieces(self.tape.frames, segment, differing):
             if isinstance(piece, Frame):
                 yield piece.modes, self.operations.of_frame(piece)
             elif isinstance(piece, Unit):
@@ -97,31 +111,39 @@ class SegmentBuilder:
     # ---------------------------------------------------------------------------------------------------------- pieces
 
     def _pieces(
-        self, frames: Sequence[Frame], start: int, stop: int, differing: Mapping[Frame, str]
+        self, frames: Sequence[Frame], segment: Segment, differing: Mapping[Frame, str]
     ) -> Iterator[SegmentItem]:
         """Yield the frames to call as a whole, the contents of the others, and the units between them, in order."""
+        start, stop, absent = segment
         at = start
         for frame in frames:
             first, last = max(frame.start, start), min(frame.stop, stop)
             if first >= last:
                 continue
-            yield from self.tape.units[at:first]
-            obstacle = self.obstacles.find(frame) or differing.get(frame)
-            if (first, last) == (frame.start, frame.stop) and obstacle is None:
-                yield frame
-            else:
-                require_open(frame, obstacle)
-                yield from self._contents(frame, first, last, differing)
+            yield from self._units(at, first, absent)
             at = last
-        yield from self.tape.units[at:stop]
+            obstacle = self.obstacles.find(frame) or differing.get(frame)
+            if (
+                (first, last) == (frame.start, frame.stop)
+                and obstacle is None
+                and absent.isdisjoint(range(first, last))
+            ):
+                yield frame
+            elif not absent.issuperset(range(first, last)):
+                require_open(frame, obstacle)
+                yield from self._contents(frame, (first, last, absent), differing)
+        yield from self._units(at, stop, absent)
 
-    def _contents(self, frame: Frame, start: int, stop: int, differing: Mapping[Frame, str]) -> Iterator[SegmentItem]:
-        """Yield a frame's contents from unit `start` to `stop`, between the ends of its stream if it draws from one."""
-        inside = self._pieces(frame.inner, start, stop, differing)
+    def _units(self, start: int, stop: int, absent: frozenset[int]) -> Iterator[Unit]:
+        return (self.tape.units[k] for k in range(start, stop) if k not in absent)
+
+    def _contents(self, frame: Frame, segment: Segment, differing: Mapping[Frame, str]) -> Iterator[SegmentItem]:
+        """Yield the part of a frame that is in a segment, between the ends of its stream if it draws from one."""
+        inside = self._pieces(frame.inner, segment, differing)
         if frame.stream is None:
             yield from inside
             return
-        if (start, stop) != (frame.start, frame.stop):
+        if segment[:2] != (frame.start, frame.stop):
             raise cut_error(frame, "control flow on data", "crosses a cut")
         first, last = stream_ends(frame)
         yield frame.modes, first
@@ -130,25 +152,26 @@ class SegmentBuilder:
 
     # ------------------------------------------------------------------------------------------------------- rehearsals
 
-    def rehearse(self, segments: Sequence[tuple[int, int]]) -> list[Rehearsed]:
+    def rehearse(self, segments: Sequence[Segment]) -> list[Rehearsed]:
         """Return, for each segment, which calls must not run as a whole, and what state the others change; cached."""
         new = [segment for segment in segments if segment not in self.rehearsals]
         if new:
             with self.rehearsal() as rehearse:
-                self.rehearsals.update({segment: self._open_differing(*segment, rehearse) for segment in new})
+                self.rehearsals.update({segment: self._open_differing(segment, rehearse) for segment in new})
         return [self.rehearsals[segment] for segment in segments]
 
     def differing_frames(self, positions: Sequence[int]) -> frozenset[Frame]:
         """Return the calls that could run as a whole, but differ if the tape is cut before these units."""
-        segments = [*pairwise((0, *positions, len(self.tape.units)))]
+        ends = pairwise((0, *positions, len(self.tape.units)))
+        segments = [(start, stop, frozenset[int]()) for start, stop in ends]
         return frozenset(frame for rehearsed in self.rehearse(segments) for frame in rehearsed.differing)
 
-    def _open_differing(self, start: int, stop: int, rehearse: Rehearse) -> Rehearsed:
+    def _open_differing(self, segment: Segment, rehearse: Rehearse) -> Rehearsed:
         """Open calls that differ until none does: an opened call no longer changes state that others use."""
         differing: dict[Frame, str] = {}
         while True:
-            pieces = [*self._pieces(self.tape.frames, start, stop, differing)]
-            as_recorded = len(pieces) == 1 and stop - start == len(self.tape.units)
+            pieces = [*self._pieces(self.tape.frames, segment, differing)]
+            as_recorded = len(pieces) == 1 and segment == (0, len(self.tape.units), frozenset())
             rehearsed = rehearse([one for one in pieces if isinstance(one, Frame) and not as_recorded])
             if not rehearsed.differing:
                 return rehearsed._replace(differing=differing)

@@ -13,6 +13,7 @@ from tests.common.cases import WORDS
 from tests.common.comparison import Result
 from tests.common.loops import eval_loop, loop
 from tests.common.running import build, run, run_reference
+from tests.common.sizes import NIGHTLY
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import raises, require_whole
 from tests.distributed.cases.registry import case
@@ -32,7 +33,7 @@ def as_needed(inputs, targets, rank: int, size: int):
 @case
 def batches_of_other_shapes(rank, size):
     """Rows and lengths change from step to step, and microbatches differ in size."""
-    one = ZOO["gpt"]
+    one = ZOO["gpt" if NIGHTLY else "tied_sequence"]
     pipe, model, *_ = build(one, one_f_one_b(ranks=size, microbatches=4), 8)
     state, step = pipe.init(model), fpipe.value_and_grad(pipe, outputs=True)
     for rows, length in ((7, 3), (11, 2), (7, 3)):
@@ -58,7 +59,7 @@ def uneven_microbatches_on_two_ranks_each(rank, size):
 @case
 def weights_where_the_loss_is(rank, size):
     """Only the last rank computes weights, and it needs only the tensors that they depend on."""
-    model, *_ = ZOO["gpt"].make(8)
+    model, *_ = ZOO["tied_sequence"].make(8)
     inputs, targets = words_like(7, 3)
     targets[:, 1:] = -100
     targets[0] = inputs[0][0]
@@ -70,33 +71,33 @@ def weights_where_the_loss_is(rank, size):
         model,
         example=inputs,
         targets=targets,
-        loss=ZOO["gpt"].loss,
+        loss=ZOO["tied_sequence"].loss,
         schedule=one_f_one_b(ranks=size, microbatches=4),
-        cuts=ZOO["gpt"].at(size),
+        cuts=ZOO["tied_sequence"].at(size),
         weight=count,
     )
     mine = (inputs if rank == 0 else None), (targets if rank == size - 1 else None)
     out, grads = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), *mine)
-    want = loop(model, ZOO["gpt"].loss, inputs, targets, 4, weight=count)
+    want = loop(model, ZOO["tied_sequence"].loss, inputs, targets, 4, weight=count)
     require_whole(Result(out.loss, out.outputs, grads, out.buffers), want, rank, size)
 
 
 @case
 def a_batch_that_the_model_cannot_take(rank, size):
     """Every rank raises before anything is sent; a valid step works afterwards."""
-    pipe, model, inputs, targets = build(ZOO["gpt"], one_f_one_b(ranks=size, microbatches=4), 8)
+    pipe, model, inputs, targets = build(ZOO["tied_sequence"], one_f_one_b(ranks=size, microbatches=4), 8)
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
     with raises(fpipe.InputError, "targets: got 7 in dimension 0", "8 in dimension 0 of inputs[0]"):
         step(*state, *as_needed(inputs, targets[:7], rank, size))
     with raises(fpipe.InputError, "inputs[0]: got int64[4, 3], where the example has int64[8, 3]"):
         step(*state, *as_needed((inputs[0][:4],), targets, rank, size))
     out, _ = step(*state, inputs, targets)
-    assert same_bits(out.loss, loop(model, ZOO["gpt"].loss, inputs, targets, 4).loss)
+    assert same_bits(out.loss, loop(model, ZOO["tied_sequence"].loss, inputs, targets, 4).loss)
 
 
 @case
 def other_shapes_on_one_rank(rank, size):
-    pipe, model, *_ = build(ZOO["gpt"], one_f_one_b(ranks=size, microbatches=4), 8)
+    pipe, model, *_ = build(ZOO["tied_sequence"], one_f_one_b(ranks=size, microbatches=4), 8)
     inputs, targets = words_like(7 if rank else 11, 3)
     with raises(fpipe.TransportError, "- batch: got on rank 0: inputs[0]: int64[11, 3]", "on rank", "int64[7, 3]"):
         fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
@@ -105,7 +106,7 @@ def other_shapes_on_one_rank(rank, size):
 @case
 def told_no_shapes(rank, size):
     """The ranks in the middle do not know the batch's new shapes: all ranks raise before anything is captured."""
-    pipe, model, *_ = build(ZOO["gpt"], one_f_one_b(ranks=size, microbatches=4), 8)
+    pipe, model, *_ = build(ZOO["tied_sequence"], one_f_one_b(ranks=size, microbatches=4), 8)
     inputs, targets = words_like(7, 3)
     mine = as_needed(inputs, targets, rank, size) if rank in (0, size - 1) else (None, None)
     with raises(fpipe.TransportError, "- batch: got on ranks 0, 3: inputs[0]: int64[7, 3]", "on ranks 1-2: inputs[0]"):

@@ -49,7 +49,7 @@ def other_cuts_on_one_rank(rank, size):
 @case
 def another_tie_on_one_rank(rank, size):
     with raises(fpipe.TransportError, "- tied: got on rank 0: summed: ", "; on rank", ": nothing"):
-        build(ZOO["gpt"], one_f_one_b(ranks=size, microbatches=4), 8, tied="exact" if rank else "sum")
+        build(ZOO["tied_sequence"], one_f_one_b(ranks=size, microbatches=4), 8, tied="exact" if rank else "sum")
 
 
 @case

@@ -13,6 +13,7 @@ from schedules import chimera, dualpipe, dualpipe_v, mirror, one_f_one_b, recomp
 from tests.common.comparison import Result, assert_same
 from tests.common.running import build, run
 from tests.common.schedules import SCHEDULES, descending, looped_fill_drain, vee_fill_drain
+from tests.common.sizes import NIGHTLY, by_day, in_turn
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import gather, require_exact_across_ranks
 from tests.distributed.cases.registry import case
@@ -20,7 +21,7 @@ from tests.distributed.cases.registry import case
 
 @case
 def other_numbers_of_microbatches(rank, size):
-    for microbatches in range(1, 10, size // 2):
+    for microbatches in range(1, 10, size // 2) if NIGHTLY else (1, 2, 5):
         require_exact_across_ranks(
             "tied_sequence", one_f_one_b(ranks=size, microbatches=microbatches), rank, size, "modules"
         )
@@ -28,9 +29,8 @@ def other_numbers_of_microbatches(rank, size):
 
 @case
 def two_stages_on_each_rank(rank, size):
-    for factory in (looped_fill_drain, vee_fill_drain):
-        for name in ("skips", "normalised", "chained"):
-            require_exact_across_ranks(name, factory(ranks=2, microbatches=3, chunks=2), rank, size)
+    for factory, name in in_turn((looped_fill_drain, vee_fill_drain), ("skips", "normalised", "chained")):
+        require_exact_across_ranks(name, factory(ranks=2, microbatches=3, chunks=2), rank, size)
 
 
 @case
@@ -51,19 +51,20 @@ def stages_on_two_ranks(rank, size):
 
 @case
 def recomputation(rank, size):
-    for name in ("normalised", "dropping", "tied_sequence"):
+    for name in by_day(("normalised", "dropping", "tied_sequence"), 2):
         require_exact_across_ranks(name, recompute(one_f_one_b(ranks=size, microbatches=4)), rank, size)
 
 
 @case
 def graph_stages(rank, size):
     """Each process records its own stages only."""
-    for name, how in (
+    cases = (
+        ("dropping", (zb_v if size == 2 else zb_h1)(ranks=size, microbatches=4)),
         ("gpt", (zb_v if size == 2 else zb_h1)(ranks=size, microbatches=4)),
-        ("dropping", zb_h1(ranks=size, microbatches=4)),
-        ("normalised", recompute(zb_h1(ranks=size, microbatches=4))),
         ("tied_sequence", dualpipe(ranks=size, microbatches=4)),
-    ):
+        ("normalised", recompute(zb_h1(ranks=size, microbatches=4))),
+    )
+    for name, how in by_day(cases, 2):
         require_exact_across_ranks(name, how, rank, size, "trace", backward="graph")
 
 

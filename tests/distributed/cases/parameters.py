@@ -20,6 +20,7 @@ from tests.common.cases import mse
 from tests.common.loops import loop, loop_as_stated
 from tests.common.running import build, run, run_reference
 from tests.common.schedules import looped_fill_drain, vee_fill_drain
+from tests.common.sizes import NIGHTLY
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import gather, require_exact_across_ranks
 from tests.distributed.cases.registry import case
@@ -80,8 +81,9 @@ def gradients_summed_over_stages(rank, size):
         dualpipe(ranks=size, microbatches=5),
     ):
         if how.ranks == size:
-            require_exact_across_ranks("chained", how, rank, size, tied="sum")
             require_exact_across_ranks("one_weight", how, rank, size, capture="modules", tied="sum")
+            if NIGHTLY:
+                require_exact_across_ranks("chained", how, rank, size, tied="sum")
 
 
 @case

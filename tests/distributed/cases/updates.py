@@ -19,7 +19,7 @@ from tests.distributed.cases.registry import case
 def updates_within_the_step(rank, size):
     """Training with updates in the drain is training on one device; of replicas, a step, a clip and an update."""
     require_training_of_a_plain_loop(ZOO["gpt"], (zb_v if size == 2 else zb_h1)(ranks=size, microbatches=4))
-    require_same_updates(ZOO["gpt"], dualpipe(ranks=size, microbatches=4), None)
+    require_same_updates(ZOO["tied_sequence"], dualpipe(ranks=size, microbatches=4), None)
 
 
 @case

@@ -17,6 +17,7 @@ from tests.common.comparison import assert_same
 from tests.common.loops import eval_loop, loop
 from tests.common.models import GPT
 from tests.common.running import run, run_evaluation, run_reference
+from tests.common.sizes import by_day
 from tests.common.zoo import ZOO
 
 
@@ -30,7 +31,7 @@ def count(inputs, targets):
     return (targets != -100).sum()
 
 
-@pytest.mark.parametrize(("kind", "capture"), [("1f1b", "export"), *((kind, "trace") for kind in FOUR)])
+@pytest.mark.parametrize(("kind", "capture"), by_day([("1f1b", "export"), *((kind, "trace") for kind in FOUR)], 3))
 def test_a_mean_over_tokens_is_exact(kind, capture):
     """The weighted sum over uneven microbatches equals a loop bit for bit, and is the mean over the whole batch."""
     case, how = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts), FOUR[kind]
@@ -131,7 +132,7 @@ OWN = Case(
 )
 
 
-@pytest.mark.parametrize(("kind", "weighted"), [(kind, k % 2) for k, kind in enumerate(FOUR)])
+@pytest.mark.parametrize(("kind", "weighted"), by_day([(kind, k % 2) for k, kind in enumerate(FOUR)], 3))
 def test_losses_in_earlier_stages_have_the_same_weights(kind, weighted):
     how, weight = FOUR[kind], (lambda inputs, targets: 1 + len(inputs[0])) if weighted else None
     parts = build(MIXTURE, how, 4 * how.microbatches - 2, weight=weight)
@@ -142,7 +143,7 @@ def test_losses_in_earlier_stages_have_the_same_weights(kind, weighted):
     assert not same_bits(alone.grads["layers.0.router.weight"], got.grads["layers.0.router.weight"])
 
 
-@pytest.mark.parametrize(("kind", "weighted"), [(kind, 1 - k % 2) for k, kind in enumerate(FOUR)])
+@pytest.mark.parametrize(("kind", "weighted"), by_day([(kind, 1 - k % 2) for k, kind in enumerate(FOUR)][::-1], 3))
 def test_a_model_may_compute_its_own_loss(kind, weighted):
     how, weight = FOUR[kind], (lambda inputs, targets: len(inputs["labels"])) if weighted else None
     pipe, model, inputs, _ = build(OWN, how, 4 * how.microbatches - 2, weight=weight)

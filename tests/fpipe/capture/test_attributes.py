@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fpipe
 from schedules import one_f_one_b
 from tests.common.cases import WIDTH, mse
+from tests.common.sizes import covering
 
 
 class Model(nn.Module):
@@ -83,9 +84,11 @@ class Reading(nn.Module):
         return made
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("cuts", [["1"], ["2"], ["1", "2"], ["2", "3"]])
-@pytest.mark.parametrize("mark", [lambda made: 2.0, lambda made: made.mean()])
+@covering(
+    mark=[lambda made: 2.0, lambda made: made.mean()],
+    cuts=[["1"], ["2"], ["1", "2"], ["2", "3"]],
+    backward=["autograd", "graph"],
+)
 def test_attributes_that_a_forward_sets_are_found_across_cuts(mark: Any, cuts: list[str], backward: Any) -> None:
     model = nn.Sequential(Marking(mark), Reading(), Marking(mark), Reading())
     x, y = torch.randn(2, 8, WIDTH)

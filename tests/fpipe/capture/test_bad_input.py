@@ -17,6 +17,7 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
+from tests.common.sizes import covering
 
 FRONTS = ["trace", "modules", "export", "fx", "dynamo"]
 
@@ -187,8 +188,7 @@ THINGS = {"lock": threading.Lock, "generator": lambda: (k for k in range(2)), "o
 
 
 @pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace")
-@pytest.mark.parametrize("thing", THINGS)
-@pytest.mark.parametrize("front", FRONTS)
+@covering(front=FRONTS, thing=[*THINGS])
 def test_outputs_that_cannot_be_returned_are_refused_when_requested(front, thing):
     """It may be there as long as nobody asks for outputs; graphs ask when they are made."""
     make, cuts = parts(lambda m, x: m(x), returning(THINGS[thing]))

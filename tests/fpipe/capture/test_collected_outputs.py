@@ -213,8 +213,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
     "SegFormer": (segformer, scenes(32)),
 }  # fmt: skip
 DAILY = {
-    *((name, "autograd") for name in ("Mixtral", "GPT-OSS", "DeepSeek-V3", "Jamba", "NLLB-MoE", "LLaVA", "wav2vec2")),
-    *((name, "autograd") for name in ("BERT, attentions", "ViT, hidden states", "SegFormer")),
+    *((name, "autograd") for name in ("GPT-OSS", "Jamba", "NLLB-MoE", "LLaVA", "BERT, attentions", "SegFormer")),
     *((name, "graph") for name in ("Mixtral", "wav2vec2")),
 }
 UNSPLITTABLE = {"NLLB-MoE": ["NllbMoeExperts"]}

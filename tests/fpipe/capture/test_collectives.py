@@ -2,10 +2,14 @@
 """Collectives in a model's forward: what one of several processes computes; tests/distributed runs several."""
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
+from torch import nn
 
 import fpipe
-from tests.common.collectives import CUTS, LAYERS, Later, Layer, Reduced, build, require_same
+from tests.common.collectives import CUTS, HOW, LAYERS, Later, Layer, Reduced, build, require_same
+from tests.common.sizes import covering
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -16,9 +20,7 @@ def alone(tmp_path_factory):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("layer", LAYERS)
+@covering(layer=LAYERS, cut=[*CUTS], backward=["autograd", "graph"])
 def test_a_step_with_collectives_is_exact(layer, cut, backward):
     if (layer, cut) == (Later, "cut inside"):
         pytest.skip("refused, see below")
@@ -45,6 +47,38 @@ def test_a_stage_with_collectives_is_not_recorded(layer):
     pipe, _ = build(layer, "whole", "graph")
     assert "whose handle no graph waits for" in pipe.stages[0].functions.remark
     assert pipe.stages[1].functions.remark == "as a graph"
+
+
+class Counted(nn.Module):
+    """Divides by a sum over all processes of what they mask."""
+
+    def __init__(self, reduce):
+        super().__init__()
+        self.a, self.b, self.reduce = nn.Linear(4, 4), nn.Linear(4, 4), reduce
+
+    def forward(self, x, mask):
+        total = self.reduce(mask.sum()) * 1
+        return self.b(self.a(x) / total) / total
+
+
+def reduce_in_place(total):
+    dist.all_reduce(total)
+    return total
+
+
+def reduce_functionally(total):
+    return functional_collectives.all_reduce(total, "sum", dist.group.WORLD)
+
+
+@pytest.mark.parametrize("reduce", [reduce_in_place, reduce_functionally, torch.clone])
+def test_what_processes_have_exchanged_is_sent(reduce):
+    """No stage repeats a collective: other processes would have to, too."""
+    model, x, mask = Counted(reduce), torch.randn(4, 4), torch.rand(4, 4)
+    pipe = fpipe.pipeline(model, example=(x, mask), loss=torch.mean, schedule=HOW, cuts=["b"])
+    exchanged = reduce is not torch.clone
+    assert len(pipe.stages[0].gives[0].specs) == 1 + exchanged
+    assert bool(pipe.stages[1].prologue.specs) is not exchanged
+    assert fpipe.verify(pipe, model, (x, mask)).eager
 
 
 class Waiting(Layer):

@@ -10,6 +10,7 @@ from torch.nn.utils import prune, weight_norm
 import fpipe
 from schedules import one_f_one_b, zb_v
 from tests.common.cases import WIDTH, mse
+from tests.common.sizes import covering
 
 
 def normed():
@@ -29,10 +30,12 @@ def pruned():
     return model
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("how", [one_f_one_b(ranks=2, microbatches=2), zb_v(ranks=2, microbatches=2)], ids=str)
-@pytest.mark.parametrize("make", [normed, pruned])
-@pytest.mark.parametrize("called", [False, True], ids=["new", "called before"])
+@covering(
+    called={"new": False, "called before": True},
+    make=[normed, pruned],
+    how=[one_f_one_b(ranks=2, microbatches=2), zb_v(ranks=2, microbatches=2)],
+    backward=["autograd", "graph"],
+)
 def test_weights_computed_before_each_forward_are_exact(make, called, how, backward):
     torch.manual_seed(0)
     model, x, y = make(), torch.rand(4, WIDTH), torch.rand(4, WIDTH)

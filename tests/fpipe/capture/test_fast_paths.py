@@ -13,6 +13,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
 from tests.common.cases import mse
 from tests.common.loops import loop
+from tests.common.sizes import covering
 
 D, ROWS = 32, 6
 HOW = one_f_one_b(ranks=2, microbatches=2)
@@ -98,8 +99,7 @@ def build(make, cuts, backward):
     return pipe, model, (x,), y
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("name", MODELS)
+@covering(name=[*MODELS], backward=["autograd", "graph"])
 def test_the_fast_path_is_taken_where_one_device_takes_it(name, backward):
     pipe, model, inputs, targets = build(*MODELS[name], backward)
     got, grads = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), inputs, targets)

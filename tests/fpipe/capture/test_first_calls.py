@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from tests.common.comparison import assert_same
 from tests.common.gathering import AT, INSIDE, Block, Gathering, Stack, collector
 from tests.common.loops import loop
 from tests.common.running import run, run_reference
-from tests.common.sizes import in_turn
+from tests.common.sizes import covering
 
 seen: list[Tensor] = []
 
@@ -158,9 +156,8 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
     return [one for one in (*held, *seen, *table.values(), *getattr(module, "features", ())) if isinstance(one, Tensor)]
 
 
-@pytest.mark.parametrize(("case", "cuts"), in_turn(product(FIRST, BACKWARDS), [(), AT, INSIDE]), ids=str)
-def test_objects_that_the_first_call_leaves_exist_in_every_later_call(case, cuts):
-    kind, backward = case
+@covering(kind=FIRST, cuts=[(), AT, INSIDE], backward=BACKWARDS)
+def test_objects_that_the_first_call_leaves_exist_in_every_later_call(kind, cuts, backward):
     if kind is Checkpointing and cuts == INSIDE:
         pytest.skip("no cut may be in a checkpoint")
     seen.clear()

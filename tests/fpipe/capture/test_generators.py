@@ -13,6 +13,7 @@ from torch import nn
 
 import fpipe
 from schedules import gpipe
+from tests.common.sizes import covering
 
 OWN, PYTHONS = np.random.default_rng(0), random.Random(0)
 FORWARDS = {
@@ -40,8 +41,7 @@ def pipeline(model, **more):
     return fpipe.pipeline(model, example=(torch.ones(2, 4),), loss=torch.mean, schedule=gpipe(2, 2), **more)
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("name", FORWARDS)
+@covering(name=[*FORWARDS], backward=["autograd", "graph"])
 def test_drawing_from_other_generators_is_refused(name, backward):
     what, forward = FORWARDS[name]
     model = nn.Sequential(nn.Linear(4, 4), Drawing(forward), nn.Linear(4, 4))

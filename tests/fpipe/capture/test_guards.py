@@ -15,6 +15,7 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
+from tests.common.sizes import covering
 from tests.common.unusual_layers import Negated
 from tests.common.zoo import EXPORTS_LESS
 
@@ -176,8 +177,7 @@ def test_graphs_of_operators_refuse_what_they_would_lose(what, capture):
     assert 'capture="trace"' in message or what in NOWHERE
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("what", KEPT)
+@covering(what=[*KEPT], split=[False, True])
 def test_modules_keep_what_graphs_of_operators_would_lose(what, split):
     """Exactly: equal to a plain loop over the same modules, and different from a model without the thing."""
     one, how = case(KEPT[what][0]), one_f_one_b(ranks=4, microbatches=3)

@@ -19,7 +19,7 @@ from tests.common.cases import BACKWARDS, WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.gathering import AT, INSIDE, Block, Gathering, Stack
 from tests.common.running import run
-from tests.common.sizes import NIGHTLY, few
+from tests.common.sizes import NIGHTLY, covering, few
 
 
 class Closing(Stack):
@@ -49,8 +49,7 @@ class Closing(Stack):
         return super().forward(x) + self.features[0] * self.pooled["mean"]
 
 
-@pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("cuts", [(), AT, INSIDE], ids=["uncut", "at blocks", "inside"])
+@covering(cuts={"uncut": (), "at blocks": AT, "inside": INSIDE}, backward=BACKWARDS)
 def test_hooks_that_hold_parts_of_the_model_hold_those_of_the_copy(cuts, backward):
     (inputs, targets), (model, another) = rows_of()(6), (Closing(), Closing())
     another.load_state_dict(model.state_dict())
@@ -251,7 +250,7 @@ KINDS = [collect, collect_first, scale, mix, shift]
 HOOK = st.tuples(st.sampled_from(PLACES), st.sampled_from(KINDS), st.sampled_from([0.5, 1, 1.5]))
 
 
-@settings(max_examples=few(12))
+@settings(max_examples=few(6))
 @given(
     st.lists(HOOK, max_size=6),
     st.sets(st.sampled_from(CUTS), max_size=3),

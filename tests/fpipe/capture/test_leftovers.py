@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import fpipe
 from schedules import one_f_one_b
 from tests.common.cases import WIDTH, mse
+from tests.common.sizes import covering
 
 
 class Masked(nn.Module):
@@ -109,8 +110,7 @@ PLACES: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("where", PLACES)
+@covering(where=[*PLACES], backward=["autograd", "graph"])
 def test_tensors_kept_outside_the_model_are_exact_and_never_fake(where: str, backward: Any) -> None:
     model = nn.Sequential(Keeping(where), nn.ReLU(), Keeping(where))
     x, y = batch(4)
@@ -143,8 +143,7 @@ def batch(length: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("maxsize", [None, 1, 4])
+@covering(maxsize=[None, 1, 4], backward=["autograd", "graph"])
 def test_cached_functions_are_exact_and_keep_nothing_of_a_capture(maxsize: int | None, backward: Any) -> None:
     causal = masks(maxsize)
     model = nn.Sequential(Masked(causal), nn.ReLU(), Masked(causal))

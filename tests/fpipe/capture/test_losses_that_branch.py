@@ -8,6 +8,7 @@ from torch.nn import functional
 import fpipe
 from schedules import one_f_one_b
 from tests.common.cases import WIDTH, mse
+from tests.common.sizes import covering
 
 BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
 HOW = one_f_one_b(ranks=2, microbatches=2)
@@ -105,8 +106,7 @@ PICKS = {
 }
 
 
-@BACKWARDS
-@pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
+@covering(pick=PICKS, backward=["autograd", "graph"])
 def test_an_unsplittable_module_may_index_by_a_mask_anywhere(pick, backward):
     pipe, inputs, targets = build(model := Two(Columns(pick)), backward=backward, unsplittable=["between"])
     assert fpipe.verify(pipe, model, inputs, targets).eager

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import fpipe
 from schedules import one_f_one_b
 from tests.common.cases import WIDTH, mse
+from tests.common.sizes import covering
 
 BACKWARDS = ["autograd", "graph"]
 LENGTH = 4
@@ -87,8 +88,7 @@ def pipeline(model: nn.Module, cut: str, **options: Any) -> tuple[fpipe.Pipeline
     return fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=[cut], **options), x, y
 
 
-@pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("name", CONTEXTS)
+@covering(name=[*CONTEXTS], backward=BACKWARDS)
 def test_modules_that_change_settings_are_exact_and_never_cut_inside(name: str, backward: Any) -> None:
     model = nn.Sequential(Around(CONTEXTS[name]), Around(CONTEXTS[name]))
     pipe, x, y = pipeline(model, "1", backward=backward)

@@ -10,6 +10,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, split_backward, zb_v
 from tests.common.cases import mse
 from tests.common.loops import loop
+from tests.common.sizes import covering
 
 HOWS = {"1F1B": one_f_one_b(ranks=2, microbatches=3), "ZB-V": zb_v(ranks=1, microbatches=3)}
 
@@ -73,9 +74,9 @@ def balanced(inner):
     return nn.Sequential(nn.Linear(4, 4), inner(), nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-@pytest.mark.parametrize("inner", [ByWhere, ByMask, ByNonzero, ByArgwhere, MaskedMean, SelectedMean])
+@covering(
+    inner=[ByWhere, ByMask, ByNonzero, ByArgwhere, MaskedMean, SelectedMean], how=HOWS, backward=["autograd", "graph"]
+)
 def test_elements_are_picked_by_value_as_on_one_device(inner, how, backward):
     model, example, targets = balanced(inner), torch.ones(12, 4), torch.zeros(12, 4)
     pipe = fpipe.pipeline(

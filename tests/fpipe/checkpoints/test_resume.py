@@ -28,7 +28,7 @@ trained = st.sampled_from([layout for layout in LAYOUTS if layout != MIRRORED])
     st.lists(st.tuples(trained, st.integers(0, STEPS)), min_size=1, max_size=3),
     trained,
 )
-@settings(max_examples=few(5))
+@settings(max_examples=few(3))
 def test_a_run_goes_on_exactly_after_any_saves_on_any_layouts(subject, optimizer, saves, last):
     """Train on one layout up to a step, save, resume on the next layout."""
     parts = sorted(saves, key=lambda one: one[1])

@@ -237,7 +237,7 @@ kinds = st.sampled_from(["view", "same", "in_place", "in_place", "add_in_place",
 steps = st.lists(st.tuples(kinds, st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6)
 
 
-@settings(max_examples=few(20))
+@settings(max_examples=few(12))
 @given(steps=steps, data=st.data())
 def test_shared_memory_is_exact_or_refused(steps, data):
     """Views, and changes in place through any of them, cut anywhere: never a wrong number."""

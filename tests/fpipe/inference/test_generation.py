@@ -15,6 +15,7 @@ from schedules import dualpipe, forward_only, gpipe, one_f_one_b, zb_v
 from tests.common.averages import VOCABULARY, Average, AverageDecoder, generate_from_scratch, texts, word_loss
 from tests.common.comparison import Result, assert_same
 from tests.common.generation import generate_plainly, gpt2, llama, next_word, padding
+from tests.common.sizes import covering
 
 LENGTH, WIDTH, COUNT = 12, 5, 8
 
@@ -51,8 +52,7 @@ class Recorder:
         return logits.argmax(-1)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("build", [llama, gpt2])
+@covering(build=[llama, gpt2], padded=[False, True])
 def test_tokens_and_logits_are_those_of_a_plain_loop(build, padded):
     model, seen = build(), Recorder()
     pipe, mask = pipeline(model), padding(4, WIDTH) if padded else None

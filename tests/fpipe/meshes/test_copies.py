@@ -26,7 +26,7 @@ from tests.common.cases import mse
 from tests.common.comparison import assert_same
 from tests.common.meshes import SHAPES, loop_over_copies, options
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import few, in_turn
+from tests.common.sizes import covering, few, in_turn
 from tests.common.zoo import ZOO
 
 FAMILIES = {"1f1b": one_f_one_b, "interleaved": interleaved_1f1b, "zb_h1": zb_h1, "zb_v": zb_v}
@@ -47,8 +47,7 @@ def test_copies_equal_a_plain_loop(shape, family):
     assert all(same_bits(grads[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize(("name", "shape"), in_turn(MODELS, SHAPES))
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@covering(name=[*MODELS], shape=[*SHAPES], backward=["autograd", "graph"])
 def test_any_model_equals_one_device(name, shape, backward):
     case, (replicas, shards) = ZOO[name], SHAPES[shape]
     how = zb_h1(ranks=2, microbatches=2)
@@ -58,8 +57,7 @@ def test_any_model_equals_one_device(name, shape, backward):
     fpipe.verify(pipe, model, inputs, targets, seed=5)
 
 
-@pytest.mark.parametrize("tied", ["exact", "sum"])
-@pytest.mark.parametrize("shape", ["both", "three shards"])
+@covering(shape=["both", "three shards"], tied=["exact", "sum"])
 def test_tied_gradients_are_reduced_before_they_are_shared(tied, shape):
     how = one_f_one_b(ranks=4, microbatches=2)
     pipe, model, inputs, targets = build(
@@ -84,7 +82,7 @@ def test_random_numbers_differ_between_copies_and_are_those_of_one_device():
     assert same_bits(outputs, run(pipe, model, inputs, targets, seed=7).outputs)
 
 
-@settings(max_examples=few(12), deadline=None)
+@settings(max_examples=few(8), deadline=None)
 @given(data=st.data())
 def test_any_mesh_schedule_model_and_options(data):
     replicas, shards, microbatches = (data.draw(st.integers(1, most)) for most in (3, 3, 3))

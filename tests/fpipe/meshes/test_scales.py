@@ -17,7 +17,7 @@ from tests.common import experts
 from tests.common.cases import mse
 from tests.common.meshes import SHAPES, loop_over_copies, options
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import by_day
+from tests.common.sizes import by_day, covering, in_turn
 from tests.common.zoo import ZOO
 
 NOTHING, WORDS = -100, 11
@@ -107,11 +107,11 @@ def test_two_losses_have_totals_of_their_own(shape):
 LAYOUTS = [(4, 1, 1), (2, 2, 1), (1, 3, 1), (2, 1, 2), (1, 2, 2), (2, 1, 3)]
 
 
-@pytest.mark.parametrize(("microbatches", "replicas", "shards"), LAYOUTS)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_auxiliary_losses_have_one_scale(microbatches, replicas, shards, weighted):
+@pytest.mark.parametrize(("layout", "weighted"), in_turn(LAYOUTS, [False, True]), ids=str)
+def test_auxiliary_losses_have_one_scale(layout, weighted):
     """Finding 10: microbatches are all alike, so the loss of any number of them is that of one."""
     model, (x, y) = experts.Mixture(2), experts.tokens(1)
+    microbatches, replicas, shards = layout
     count = microbatches * replicas * shards
     many = x.repeat(count, 1), y.repeat(count, 1)
     pipe = fpipe.pipeline(
@@ -129,8 +129,7 @@ def test_auxiliary_losses_have_one_scale(microbatches, replicas, shards, weighte
     close(grads, gradients(model, loss))
 
 
-@pytest.mark.parametrize("name", ["tied_sequence", "frozen_below", "unused"])
-@pytest.mark.parametrize("shape", by_day(SHAPES, 2))
+@covering(shape=by_day(SHAPES, 2), name=["tied_sequence", "frozen_below", "unused"])
 def test_norms_and_clips_count_every_parameter_once(name, shape):
     """Finding 8: parameters may be tied over stages, sharded, frozen, or unused."""
     pipe, model, inputs, targets = build(
@@ -265,8 +264,7 @@ def test_copies_take_the_same_branch_or_are_refused(shape):
         require_loop(pipe, shape, model, (x, marks, y))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("sums", [None, torch.float32])
+@covering(sums=[None, torch.float32], shape=[*SHAPES])
 def test_parameters_may_have_gradients_on_one_copy_only(shape, sums):
     """Values decide, in a module that runs as it is; without any, there are no gradients."""
     torch.manual_seed(0)

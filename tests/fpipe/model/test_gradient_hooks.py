@@ -7,6 +7,7 @@ from torch import nn
 import fpipe
 from schedules import one_f_one_b, zb_h1, zb_v
 from tests.common.cases import WIDTH, mse
+from tests.common.sizes import covering
 
 BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
 HOWS = {
@@ -37,9 +38,7 @@ def build(model, how, backward, **options):
     return pipe, (x,), y
 
 
-@BACKWARDS
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-@pytest.mark.parametrize("name", ["a.weight", "b.weight", "b.bias", "c.weight"])
+@covering(name=["a.weight", "b.weight", "b.bias", "c.weight"], how=HOWS, backward=["autograd", "graph"])
 def test_a_hook_gets_the_gradient_of_each_microbatch(name, how, backward):
     """Clamping is not linear, so the sum of clamped gradients is not the clamped sum."""
     torch.manual_seed(1)

@@ -257,7 +257,7 @@ class Mixed(nn.Module):
         return self.linear(sum(values) / len(values)).tanh(), len(values)
 
 
-@settings(max_examples=few(20))
+@settings(max_examples=few(12))
 @given(found=graphs(), microbatches=st.integers(1, 4), capture=st.sampled_from(["modules", "trace"]), data=st.data())
 def test_any_module_graph_is_exact(found, microbatches, capture, data):
     reads, ends = found

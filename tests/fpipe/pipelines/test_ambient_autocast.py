@@ -7,6 +7,7 @@ from torch.nn import functional
 
 import fpipe
 from schedules import one_f_one_b
+from tests.common.sizes import covering
 
 WIDTH, WORDS = 8, 16
 BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
@@ -41,8 +42,7 @@ def build(model, backward, cut):
     return pipe, ids, targets
 
 
-@BACKWARDS
-@CUTS
+@covering(cut=["a", "b", "head"], backward=["autograd", "graph"])
 def test_a_tied_embedding_may_be_cut_apart_under_one_autocast(cut, backward):
     pipe, ids, targets = build(model := Language(inside=True), backward, cut)
     assert fpipe.verify(pipe, model, (ids,), targets).eager
@@ -62,8 +62,7 @@ def test_a_weight_that_is_cast_on_both_sides_of_a_cut_is_refused():
         build(Twice(), "autograd", "head")
 
 
-@BACKWARDS
-@CUTS
+@covering(cut=["a", "b", "head"], backward=["autograd", "graph"])
 def test_autocast_around_a_step_is_autocast_around_the_forward(cut, backward):
     """One pipeline, in turns."""
     pipe, ids, targets = build(model := Language(), backward, cut)

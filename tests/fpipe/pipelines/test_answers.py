@@ -14,6 +14,7 @@ from fpipe.ir.questions import Answer
 from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.resolver import Resolver
 from schedules import gpipe, one_f_one_b
+from tests.common.sizes import covering
 
 BACKWARDS = ("autograd", "graph")
 FULL, PADDED = torch.ones(2, 3, dtype=torch.bool), torch.tensor([[True, True, False], [True, False, False]])
@@ -105,10 +106,8 @@ def test_operators_that_an_eager_run_skips_are_not_in_a_stage():
     assert not any("masked_fill" in unit.does for unit in pipe.training.assembly.captured.units)
 
 
-@pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize(
-    "ask",
-    [
+@covering(
+    ask=[
         lambda h, m: h * m.sum().item(),
         lambda h, m: h * float(m.float().mean()),
         lambda h, m: h * sum(map(sum, m.tolist())),
@@ -125,6 +124,7 @@ def test_operators_that_an_eager_run_skips_are_not_in_a_stage():
         lambda h, m: h + h[:, m[0], 1:].sum(),
         lambda h, m: h + h.masked_select(m[..., None]).sum(),
     ],
+    backward=BACKWARDS,
 )
 def test_every_question_about_the_batch_is_answered(ask, backward):
     model, pipe = build(ask, backward=backward)

@@ -39,7 +39,7 @@ from tests.common.memory import SEED, require_as_simulated
 from tests.common.random_models import case_of, descriptions, places
 from tests.common.random_pipelines import build_unless_refused, schedules_of
 from tests.common.running import build
-from tests.common.sizes import by_day, few
+from tests.common.sizes import by_day, covering, few
 from tests.common.zoo import ZOO
 
 
@@ -68,7 +68,7 @@ def without_onednn(off):
 HOWS = [*((how, "autograd") for how in SCHEDULES), ("ZB-V", "graph")]
 
 
-@pytest.mark.parametrize(("name", "way"), by_day(product(ZOO, HOWS), 5), ids=str)
+@pytest.mark.parametrize(("name", "way"), by_day(product(ZOO, HOWS), 7), ids=str)
 def test_memory_after_every_action_is_as_simulated(name, way):
     """The fake LSTM does not know of the workspace that oneDNN's real one keeps, so that is off."""
     how, backward = way
@@ -93,13 +93,13 @@ def test_memory_of_recomputed_stages_is_as_simulated(name, how):
         require_as_simulated(*build_case(name, recompute(how, tuple(stages))))
 
 
-@settings(max_examples=few(12))
+@settings(max_examples=few(8))
 @given(descriptions(), st.data())
 def test_memory_of_any_model_is_as_simulated_wherever_it_is_cut(description, data):
     names = places(description)
     cuts = tuple(name for name in names if name in data.draw(st.sets(st.sampled_from(names), max_size=3)))
     how = data.draw(schedules_of(len(cuts) + 1, 3))
-    built = build_unless_refused(description, case_of(description), how, 6, cuts, "trace")
+    built = build_unless_refused(description, case_of(description), how, 6, cuts, capture="trace")
     assume(built is not None)
     require_as_simulated(*built)
 
@@ -187,8 +187,7 @@ def test_the_number_of_receive_buffers_does_not_depend_on_microbatches(made, mos
     assert most == max(len(waiting) for rank in range(4) for _, waiting in receive_buffers(lower(how).actions(rank)))
 
 
-@pytest.mark.parametrize("how", SCHEDULES)
-@pytest.mark.parametrize("name", ["mlp", "gpt", "skips", "unet", "dicts", "later", "several"])
+@covering(name=["mlp", "gpt", "skips", "unet", "dicts", "later", "several"], how=[*SCHEDULES])
 def test_the_executor_posts_no_other_receives(name, how):
     """Handles of receives, whose buffers are made when they are posted, while each action runs."""
     pipe, model, inputs, targets = build_case(name, SCHEDULES[how])

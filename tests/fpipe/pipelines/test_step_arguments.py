@@ -4,6 +4,8 @@
 Held against a plain loop over all microbatches of all steps, which uses nothing of fpipe.
 """
 
+from itertools import product
+
 import optree
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tests.common.cases import BACKWARDS, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
 from tests.common.running import build
+from tests.common.sizes import covering, in_turn
 from tests.common.zoo import ZOO
 
 HOW = {"one_f_one_b": one_f_one_b(2, 4), "zb_h1": zb_h1(2, 4), "zb_v": zb_v(2, 4)}
@@ -37,10 +40,9 @@ def accumulate(pipe, model, inputs, targets, **options):
     return Result(None, None, grads, buffers)
 
 
-@pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", CASES)
-def test_steps_go_on_from_earlier_sums(name, how, backward):
+@pytest.mark.parametrize(("name", "way"), in_turn(CASES, product(HOW, BACKWARDS)), ids=str)
+def test_steps_go_on_from_earlier_sums(name, way):
+    how, backward = way
     case, microbatches = ZOO[name], HOW[how].microbatches
     model, inputs, targets = case.make(STEPS * ROWS)
     pipe = fpipe.pipeline(
@@ -118,11 +120,10 @@ def test_a_mean_over_tokens_is_exact_over_several_steps():
     assert_same(got, wanted._replace(loss=None, outputs=None))
 
 
-@pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("scale", [1024.0, 3.7])
-def test_the_backward_starts_from_the_scale(scale, how, backward):
-    case, how = ZOO["gpt"], HOW[how]
+@pytest.mark.parametrize(("way", "scale"), in_turn(product(HOW, BACKWARDS), [1024.0, 3.7, 0.3]), ids=str)
+def test_the_backward_starts_from_the_scale(way, scale):
+    how, backward = way
+    case, how = ZOO["tied_sequence"], HOW[how]
     pipe, model, inputs, targets = build(case, how, ROWS, capture="trace", backward=backward)
     out, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets, scale=scale)
     plain, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
@@ -192,8 +193,7 @@ def test_sums_in_the_memory_of_parameters_are_refused():
         fpipe.value_and_grad(pipe)(params, buffers, inputs, targets, onto={"0.weight": params["0.weight"].detach()})
 
 
-@pytest.mark.parametrize("what", NUMBERS)
-@pytest.mark.parametrize("use", [fpipe.value_and_grad, fpipe.reference])
+@covering(use=[fpipe.value_and_grad, fpipe.reference], what=[*NUMBERS])
 def test_numbers_that_a_step_cannot_use_are_refused(use, what):
     pipe, model, inputs, targets = build(ZOO["mlp"], HOW["zb_h1"], ROWS, capture="trace")
     given, message = NUMBERS[what]
@@ -230,10 +230,9 @@ def precise_loop(model, loss, inputs, targets, microbatches):
     return sums
 
 
-@pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("how", HOW)
+@covering(how=[*HOW], backward=BACKWARDS)
 def test_gradients_of_low_precision_are_added_in_float32(how, backward):
-    case, how = ZOO["gpt"], HOW[how]
+    case, how = ZOO["tied_sequence"], HOW[how]
     model, inputs, targets = case.make(ROWS)
     model = model.bfloat16()
     pipe = fpipe.pipeline(

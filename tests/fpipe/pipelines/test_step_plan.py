@@ -22,7 +22,7 @@ from schedules import forwards, gpipe, one_f_one_b
 from tests.common.cases import WORDS, cross_entropy
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
-from tests.common.sizes import by_night, few
+from tests.common.sizes import NIGHTLY, by_night, few
 
 LENGTHS = (3, 4, 5)
 PAGE = 2**12  # bytes
@@ -97,7 +97,7 @@ def test_nothing_is_left_of_plans_that_are_forgotten(backward):
     kinds = (StepPlan, Assembly, Captured, Stage, Watch, Recorded)
     model, pipe = build(3, backward=backward)
     step, state = fpipe.value_and_grad(pipe), pipe.init(model)
-    count, found = 20, []
+    count, found = 20 if NIGHTLY else 10, []
     for length in range(3, 3 + count):
         step(*state, *batch(length))
         if length in (7, 2 + count):

@@ -5,6 +5,8 @@ A replica adds the gradients of its microbatches in its own order; then the sums
 plain loop of `tests.common.loops` gives one microbatch's gradients at a time, and knows nothing of either.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ from tests.common.comparison import Result, assert_same
 from tests.common.layers import linears
 from tests.common.loops import eval_loop, loop_as_stated
 from tests.common.running import build, require_exact, run
-from tests.common.sizes import few
+from tests.common.sizes import by_day, covering, few
 from tests.common.zoo import ZOO, captured_by
 
 STATEFUL = {"unet", "normalised"}
@@ -28,7 +30,7 @@ SEED = 5
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
 
 
-@pytest.mark.parametrize("name", [name for name, _ in captured_by("export") if name not in STATEFUL])
+@pytest.mark.parametrize("name", by_day([name for name, _ in captured_by("export") if name not in STATEFUL], 2))
 def test_every_model_of_the_zoo_is_exact_on_replicas(name):
     require_exact(ZOO[name], dualpipe(ranks=4, microbatches=5))
 
@@ -36,12 +38,11 @@ def test_every_model_of_the_zoo_is_exact_on_replicas(name):
 @pytest.mark.parametrize("factory", [chimera, dualpipe])
 @pytest.mark.parametrize(("name", "capture"), [("chained", "export"), ("tied_sequence", "modules"), ("mlp", "modules")])
 def test_replicas_are_exact_at_all_sizes(name, capture, factory):
-    for ranks in (2, 4):
-        for microbatches in range(2, 7):
-            require_exact(ZOO[name], factory(ranks=ranks, microbatches=microbatches), capture=capture)
+    for ranks, microbatches in by_day(product((2, 4), range(2, 7)), 3):
+        require_exact(ZOO[name], factory(ranks=ranks, microbatches=microbatches), capture=capture)
 
 
-@settings(max_examples=few(15))
+@settings(max_examples=few(8))
 @given(
     name=st.sampled_from(["chained", "tied_sequence", "one_weight", "skips", "dropping", "frozen_below"]),
     ranks=st.sampled_from([1, 2, 4]),
@@ -76,8 +77,7 @@ def test_a_stage_that_keeps_state_has_no_replicas(name):
         build(ZOO[name], chimera(ranks=4, microbatches=4), 8)
 
 
-@pytest.mark.parametrize("targets_given", [True, False])
-@pytest.mark.parametrize("factory", [chimera, dualpipe])
+@covering(factory=[chimera, dualpipe], targets_given=[True, False])
 def test_an_evaluation_on_replicas_is_exact(factory, targets_given):
     case = ZOO["skips"]
     pipe, model, inputs, targets = build(case, factory(ranks=4, microbatches=4), 8)

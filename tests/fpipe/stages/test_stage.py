@@ -5,6 +5,7 @@ import copy
 import gc
 import operator
 import weakref
+from functools import cache
 
 import pytest
 import torch
@@ -29,9 +30,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model
 NAMES = [name for name in ZOO if name not in ("recurrent",)]
 
 
+@cache
+def built(name, capture="export"):
+    """A pipeline of a case, with its model and batch."""
+    return build(ZOO[name], one_f_one_b(ranks=4, microbatches=2), 4, capture=capture)
+
+
 def chain(name, capture="export"):
     """The stages of a case in order, each with what it is given for the first microbatch."""
-    pipe, model, inputs, targets = build(ZOO[name], one_f_one_b(ranks=4, microbatches=2), 4, capture=capture)
+    pipe, model, inputs, targets = built(name, capture)
     params, buffers = pipe.init(model)
     batch = pipe.batch(TRAINING, inputs, targets).take()
     crossing = {}
@@ -103,9 +110,9 @@ def test_values_and_cotangents_have_their_inferred_layouts(name, monkeypatch):
             different.append((Spec.of(tensor), tensor.stride(), self, self.stride))
         return like(self, tensor)
 
-    built = build(ZOO[name], one_f_one_b(ranks=4, microbatches=2), 4)
+    parts = built(name)
     monkeypatch.setattr(Spec, "like", watched)
-    run(*built, seed=1)
+    run(*parts, seed=1)
     assert not different
 
 

@@ -21,7 +21,7 @@ from tests.common.layers import linears
 from tests.common.loops import loop, loop_as_stated, loop_untied
 from tests.common.running import build, run, run_reference
 from tests.common.schedules import SCHEDULES, descending, linear_fill_drain, looped_fill_drain, vee_fill_drain
-from tests.common.sizes import few
+from tests.common.sizes import covering, few, in_turn
 from tests.common.zoo import ZOO
 
 USES = {
@@ -68,14 +68,13 @@ def require_sum(case, uses, how, **options):
 # ----------------------------------------------------------------------------------------------------- what is computed
 
 
-@pytest.mark.parametrize("name", USES)
-@pytest.mark.parametrize(("kind", "capture"), [("one_f_one_b", "trace"), ("split_backward", "export")])
-def test_by_sum_a_tied_parameter_is_a_copy_per_stage(name, kind, capture):
+@pytest.mark.parametrize(("name", "way"), in_turn(USES, [("one_f_one_b", "trace"), ("split_backward", "export")]))
+def test_by_sum_a_tied_parameter_is_a_copy_per_stage(name, way):
+    kind, capture = way
     require_sum(ZOO[name], USES[name], SCHEDULES[kind](4, 3), capture=capture)
 
 
-@pytest.mark.parametrize("factory", [gpipe, descending, linear_fill_drain, looped_fill_drain, vee_fill_drain])
-@pytest.mark.parametrize("microbatches", [1, 5])
+@covering(microbatches=[1, 5], factory=[gpipe, descending, linear_fill_drain, looped_fill_drain, vee_fill_drain])
 def test_sums_are_exact_under_schedules_and_placements(factory, microbatches):
     how = factory(2 if "fill" in factory.__name__ else 4, microbatches)
     require_sum(ZOO["one_weight"], USES["one_weight"], how)
@@ -87,8 +86,7 @@ def test_uses_within_one_stage_are_not_copied():
     assert_same(got, run(*build(ZOO["chained"], gpipe(1, 3), 6)))
 
 
-@pytest.mark.parametrize("how", [dualpipe(4, 5), chimera(4, 4), mirror(one_f_one_b(4, 3))], ids=repr)
-@pytest.mark.parametrize("name", ["chained", "one_weight"])
+@covering(name=["chained", "one_weight"], how=[dualpipe(4, 5), chimera(4, 4), mirror(one_f_one_b(4, 3))])
 def test_replicas_are_summed_first(name, how):
     require_sum(ZOO[name], USES[name], how)
 
@@ -122,8 +120,7 @@ def test_the_order_of_addition_matters():
     assert all(same_bits(exact.grads[name], added.grads[name]) for name in exact.grads if name != "0.weight")
 
 
-@pytest.mark.parametrize("capture", ["export", "trace"])
-@pytest.mark.parametrize("name", ["gpt_dropout", "normalised", "in_place", "twice", "several", "contexts"])
+@covering(name=["gpt_dropout", "normalised", "in_place", "twice", "several", "contexts"], capture=["export", "trace"])
 def test_sums_equal_the_reference_in_other_models(name, capture):
     case = ZOO[name]
     seed = 5 if case.random else None
@@ -170,7 +167,7 @@ def layers(groups):
     return model
 
 
-@settings(max_examples=few(12))
+@settings(max_examples=few(8))
 @given(data=st.data(), capture=st.sampled_from(["trace", "export", "modules"]), microbatches=st.integers(1, 4))
 def test_any_ties_are_exact_wherever_the_model_is_cut(data, capture, microbatches):
     """One group of layers is summed, the others are exact."""
@@ -207,7 +204,7 @@ def test_gradients_of_one_microbatch_are_new_memory():
 
 
 def test_by_sum_an_evaluation_is_the_same():
-    case = ZOO["gpt"]
+    case = ZOO["tied_sequence"]
     got, want = (
         fpipe.evaluate(pipe)(*pipe.init(model), inputs, targets)
         for pipe, model, inputs, targets in (build(case, HOW, 6, tied=tied) for tied in ("sum", "exact"))

@@ -13,6 +13,7 @@ import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import U, dualpipe, gpipe, interleaved_1f1b, one_f_one_b, pipedream, update_weights, zb_h1, zb_v
 from tests.common.running import build
+from tests.common.sizes import covering
 from tests.common.updates import (
     ADAM,
     STEPS,
@@ -47,8 +48,7 @@ def test_training_is_the_same_with_any_limit(limit):
     assert all((norm is None) == (limit is None) for norm in found.norms)
 
 
-@pytest.mark.parametrize("tied", ["exact", "sum"])
-@pytest.mark.parametrize("how", [one_f_one_b(4, 4), zb_v(2, 3), interleaved_1f1b(2, 4, chunks=2), dualpipe(4, 5)])
+@covering(how=[one_f_one_b(4, 4), zb_v(2, 3), interleaved_1f1b(2, 4, chunks=2), dualpipe(4, 5)], tied=["exact", "sum"])
 def test_tied_parameters_are_updated_with_their_whole_gradient(tied, how):
     require_same_updates(ZOO["gpt"], how, None, steps=3, tied=tied)
 

@@ -70,7 +70,7 @@ def build(how):
     return pipe, model, (x,), y
 
 
-@settings(max_examples=few(40))
+@settings(max_examples=few(25))
 @given(schedules())
 def test_every_synchronous_schedule_runs(how):
     pipe, model, inputs, targets = build(how)
@@ -81,7 +81,7 @@ def test_every_synchronous_schedule_runs(how):
     assert_same(got, Result(out.loss, out.outputs, grads, out.buffers))
 
 
-@settings(max_examples=few(15))
+@settings(max_examples=few(6))
 @given(schedules())
 def test_every_synchronous_schedule_goes_on_from_earlier_sums(how):
     pipe, model, inputs, targets = build(how)
@@ -97,7 +97,7 @@ def test_every_synchronous_schedule_goes_on_from_earlier_sums(how):
     assert_same(Result(None, None, other, {}), Result(None, None, wanted, {}))
 
 
-@settings(max_examples=few(10))
+@settings(max_examples=few(6))
 @given(schedules())
 def test_every_synchronous_schedule_evaluates(how):
     pipe, model, inputs, targets = build(how)

@@ -4,6 +4,8 @@
 Held against two things: `fpipe.reference`, and a plain PyTorch loop that knows nothing of fpipe (`tests.common.loops`).
 """
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -37,39 +39,37 @@ def test_every_model_of_the_zoo_is_exact(case, way):
     require_exact(ZOO[name], SCHEDULES[kind](ranks=ranks, microbatches=3), capture=capture)
 
 
-@pytest.mark.parametrize(("name", "capture"), by_day(captured_by("export", "fx", "dynamo"), 2))
+@pytest.mark.parametrize(("name", "capture"), by_day(captured_by("export", "fx", "dynamo"), 4))
 def test_every_model_of_the_zoo_is_exact_through_a_graph(name, capture):
     require_exact(ZOO[name], SCHEDULES["split_backward"](ranks=4, microbatches=3), capture=capture)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.parametrize(
-    ("name", "capture"),
-    [
-        ("skips", "export"),
-        ("chained", "export"),
-        ("mlp", "modules"),
-        ("tied_sequence", "modules"),
-        ("dicts", "modules"),
-    ],
-)
-def test_every_schedule_on_every_number_of_ranks(name, capture, kind, ranks):
+TRIED = [*product(["skips", "chained"], ["export"]), *product(["mlp", "tied_sequence", "dicts"], ["modules"])]
+
+
+@pytest.mark.parametrize(("way", "case"), in_turn(product(SCHEDULES, [1, 2, 4]), TRIED), ids=str)
+def test_every_schedule_on_every_number_of_ranks(way, case):
+    (kind, ranks), (name, capture) = way, case
     require_exact(ZOO[name], SCHEDULES[kind](ranks=ranks, microbatches=4), capture=capture)
 
 
-@pytest.mark.parametrize("microbatches", by_day(range(1, 10), 2))
-@pytest.mark.parametrize(
-    ("name", "capture"),
-    [("mlp", "export"), ("normalised", "modules"), ("tied_sequence", "modules"), ("dropping", "modules")],
-)
-def test_any_number_of_microbatches(name, capture, microbatches):
+MORE = [("mlp", "export"), ("normalised", "modules"), ("tied_sequence", "modules"), ("dropping", "modules")]
+
+
+@pytest.mark.parametrize(("microbatches", "case"), in_turn(range(1, 10), MORE), ids=str)
+def test_any_number_of_microbatches(microbatches, case):
+    name, capture = case
     for how in (SCHEDULES["one_f_one_b"](2, microbatches), SCHEDULES["split_backward"](4, microbatches)):
         require_exact(ZOO[name], how, capture=capture)
 
 
-@pytest.mark.parametrize("name", ["skips", "chained", "normalised", "in_place", "dropping"])
-@pytest.mark.parametrize("factory", [linear_fill_drain, looped_fill_drain, vee_fill_drain])
+@pytest.mark.parametrize(
+    ("name", "factory"),
+    in_turn(
+        ["skips", "chained", "normalised", "in_place", "dropping"],
+        [linear_fill_drain, looped_fill_drain, vee_fill_drain],
+    ),
+)
 def test_several_stages_on_a_rank(name, factory):
     require_exact(ZOO[name], factory(ranks=2, microbatches=3, chunks=2))
 
@@ -94,7 +94,7 @@ def test_gradients_are_added_in_the_order_of_the_schedule(name):
     assert any(not same_bits(got.grads[name], ascending.grads[name]) for name in got.grads), "the order must matter"
 
 
-@settings(max_examples=few(12))
+@settings(max_examples=few(8))
 @given(
     which=st.sampled_from(CASES),
     kind=st.sampled_from([*SCHEDULES.values(), descending, looped_fill_drain, vee_fill_drain, linear_fill_drain]),
@@ -113,9 +113,9 @@ def test_any_model_of_the_zoo_is_exact_under_any_schedule(which, kind, ranks, mi
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
-@pytest.mark.parametrize("targets_given", [True, False])
-@pytest.mark.parametrize(("name", "capture"), by_day(CASES, 5))
-def test_an_evaluation_is_exact(name, capture, targets_given):
+@pytest.mark.parametrize(("which", "targets_given"), in_turn(by_day(CASES, 5), [True, False]), ids=str)
+def test_an_evaluation_is_exact(which, targets_given):
+    name, capture = which
     case = ZOO[name]
     pipe, model, inputs, targets = build(case, one_f_one_b(ranks=2, microbatches=3), 6, capture=capture)
     wanted = targets if targets_given else None

@@ -34,7 +34,7 @@ def require_exact_at_random_cuts(description, data, capture, names):
     how = data.draw(schedules_of(len(cuts) + 1, microbatches))
     evenly = data.draw(st.sampled_from([False, False, False, True]))
     case, want = case_of(description), run_loop(description, rows, microbatches)
-    built = build_unless_refused(description, case, how, rows, None if evenly else cuts, capture)
+    built = build_unless_refused(description, case, how, rows, None if evenly else cuts, capture=capture)
     if built is None:
         return
     got = run(*built, seed=SEED if case.random else None)
@@ -43,7 +43,7 @@ def require_exact_at_random_cuts(description, data, capture, names):
         assert_same(got, want)
 
 
-@settings(max_examples=few(24))
+@settings(max_examples=few(16))
 @given(descriptions(), st.data())
 def test_any_model_is_exact_wherever_it_is_cut(description, data):
     require_exact_at_random_cuts(description, data, "trace", places(description))

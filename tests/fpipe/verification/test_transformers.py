@@ -20,7 +20,7 @@ from tests.common.cases import Case, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import by_day
+from tests.common.sizes import by_day, by_night
 
 ROWS, LENGTH, WORDS, WIDTH = 4, 6, 31, 16
 
@@ -150,7 +150,7 @@ def flat(result: Result) -> Result:
     return result._replace(outputs=dict(result.outputs)) if isinstance(result.outputs, dict) else result
 
 
-@pytest.mark.parametrize(("name", "kind"), by_day(product(CASES, SCHEDULES), 3))
+@pytest.mark.parametrize(("name", "kind"), by_day(product(CASES, SCHEDULES), 5))
 def test_transformers_equal_the_plain_loop_and_the_reference(name, kind):
     case, how = CASES[name], SCHEDULES[kind]()
     built = _, model, inputs, targets = build(case, how, ROWS, capture="trace")
@@ -160,7 +160,7 @@ def test_transformers_equal_the_plain_loop_and_the_reference(name, kind):
     assert_same(got, loop(model, case.loss, inputs, targets, how.microbatches))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=by_night), pytest.param("vit", marks=by_night)])
 def test_dropout_depends_neither_on_the_cuts_nor_on_the_schedule(name):
     make, case = {"gpt2": gpt2, "t5": t5, "vit": vit}[name], CASES[name]
     dropping = Case(lambda: make(0.2), case.batch, case.loss, case.cuts, random=True)

@@ -21,6 +21,7 @@ from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, require_exact, run, run_reference
 from tests.common.schedules import SCHEDULES
+from tests.common.sizes import covering
 from tests.common.zoo import ZOO
 
 HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=3), "split": split_backward(one_f_one_b(ranks=4, microbatches=3))}
@@ -263,11 +264,11 @@ class Around(nn.Module):
             return self.second(x + self.first(x))
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize(
-    "how", [one_f_one_b(ranks=2, microbatches=2), zb_h1(ranks=2, microbatches=2)], ids=["1F1B", "ZB-H1"]
+@covering(
+    cut=["1", "2.second"],
+    how={"1F1B": one_f_one_b(ranks=2, microbatches=2), "ZB-H1": zb_h1(ranks=2, microbatches=2)},
+    backward=["autograd", "graph"],
 )
-@pytest.mark.parametrize("cut", ["1", "2.second"])
 def test_autocast_casts_a_received_value_at_every_use(backward, how, cut):
     """Autocast caches casts of leaves, and what a stage received is a leaf of its backward."""
     case = Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Casting(), Around()), rows_of(), mse, ("", "", ""))

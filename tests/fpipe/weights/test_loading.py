@@ -18,6 +18,7 @@ from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import run
 from tests.common.shares import on_meta, ranks_of, union
+from tests.common.sizes import covering
 from tests.common.zoo import ZOO
 
 CASES = ["gpt", "unet", "normalised", "several", "mixed_precision", "fourier", "frozen_below", "one_weight"]
@@ -59,8 +60,7 @@ def everything(model):
     return {**dict(model.named_buffers()), **model.state_dict()}
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@covering(ranks=[1, 2, 4], name=CASES)
 def test_a_state_dict_gives_the_same_values_as_its_model(name, ranks):
     pipe, model = pipeline(name, ranks), ZOO[name].make(4)[0]
     wanted = list_leaves(model)

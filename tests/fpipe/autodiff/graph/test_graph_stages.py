@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from hypothesis import assume, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
@@ -18,9 +18,9 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.random_models import case_of, descriptions, places
-from tests.common.random_pipelines import schedules_of
+from tests.common.random_pipelines import build_unless_refused, schedules_of
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import by_night, few, in_turn
+from tests.common.sizes import by_day, by_night, few, in_turn
 from tests.common.unusual_models import MODELS
 from tests.common.written_layers import WRITTEN, Written, gelu
 from tests.common.zoo import ZOO
@@ -39,7 +39,7 @@ def is_recorded(pipe):
     return all(isinstance(stage.functions, Recorded) for stage in pipe.stages)
 
 
-@pytest.mark.parametrize(("name", "how"), in_turn(ZOO, HOWS))
+@pytest.mark.parametrize(("name", "how"), in_turn(by_day(ZOO, 2), HOWS))
 def test_every_model_of_the_zoo_is_exact_as_graphs(name, how):
     how = HOWS[how]
     built = build(ZOO[name], how, 4, capture="trace", backward="graph")
@@ -51,7 +51,7 @@ def test_every_model_of_the_zoo_is_exact_as_graphs(name, how):
         assert_same(got, loop(built[1], ZOO[name].loss, *built[2:], 2))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", by_day(MODELS, 2))
 def test_models_that_a_graph_could_change_are_exact(name):
     """The recorded backward has the effects of custom functions, checkpoints, hooks, autocast and vmap."""
     make, cuts, *_ = MODELS[name]
@@ -133,7 +133,7 @@ def test_evaluations_of_graphs_are_exact():
         assert same_bits(got.outputs, want.outputs)
 
 
-@pytest.mark.parametrize("name", ["gpt", "normalised", "dropping", "unet"])
+@pytest.mark.parametrize("name", by_day(["dropping", "gpt", "normalised", "unet"], 2))
 def test_a_compiler_that_changes_nothing_is_exact(name):
     """The compiler gets graphs without seeds, which take and return tensors."""
     taken = []
@@ -164,7 +164,7 @@ def test_stages_compiled_by_inductor_are_close():
         fpipe.verify(*built, tolerance=1e-30)
 
 
-@settings(max_examples=few(8))
+@settings(max_examples=few(6))
 @given(descriptions(), st.data())
 def test_any_model_is_exact_as_graphs(description, data):
     """The bits are those of autograd, wherever the model is cut."""
@@ -173,13 +173,9 @@ def test_any_model_is_exact_as_graphs(description, data):
     cuts = tuple(name for name in names if name in chosen)
     how = data.draw(schedules_of(len(cuts) + 1, microbatches))
     case = case_of(description)
-    try:
-        built = build(case, how, 3 * microbatches, cuts, "trace", backward="graph")
-    except fpipe.CutError:
+    built = build_unless_refused(description, case, how, 3 * microbatches, cuts, capture="trace", backward="graph")
+    if built is None:
         return
-    except fpipe.CaptureError as error:
-        assume(not (description.has("no_grad") and "without a gradient for any parameter" in str(error)))
-        raise
     event("recorded" if is_recorded(built[0]) else next(filter(None, (s.functions.remark for s in built[0].stages))))
     seed = 5 if case.random else None
     assert_same(run(*built, seed=seed), run_reference(*built, seed=seed))

@@ -7,7 +7,6 @@ from torch import nn
 import fpipe
 from fpipe.tensors.tree import same_bits
 from tests.common.reassigned_buffers import (
-    BACKWARDS,
     CACHES,
     HOWS,
     NAMES,
@@ -18,10 +17,10 @@ from tests.common.reassigned_buffers import (
     table,
 )
 from tests.common.running import run
+from tests.common.sizes import covering
 
 
-@BACKWARDS
-@pytest.mark.parametrize("cache", CACHES)
+@covering(cache=CACHES, backward=["autograd", "graph"])
 def test_a_cache_in_a_buffer_may_grow(cache, backward):
     """In a module that runs as a whole and in one that is cut, for every size; a step returns it as it was passed."""
     model = nn.Sequential(Block(before=cache), Block(before=cache))

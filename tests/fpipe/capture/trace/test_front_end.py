@@ -24,7 +24,7 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import by_day, few
+from tests.common.sizes import by_day, covering, few
 from tests.common.unusual_layers import Block, Stack, branching, checkpointed, differentiated, packed
 from tests.common.unusual_models import AT_BLOCKS, INSIDE, MODELS, Autocast, WithNotes, backward_hook
 
@@ -44,9 +44,9 @@ CUT = by_day(((name, cuts) for name, (_, *ways) in MODELS.items() for cuts in wa
 HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=3), "split": split_backward(gpipe(ranks=4, microbatches=3))}
 
 
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-@pytest.mark.parametrize(("name", "cuts"), CUT, ids=[f"{name}, {cuts[0]}" for name, cuts in CUT])
-def test_models_that_a_graph_would_change_are_exact(name, cuts, how):
+@covering(at={f"{name}, {cuts[0]}": (name, cuts) for name, cuts in CUT}, how=HOWS)
+def test_models_that_a_graph_would_change_are_exact(at, how):
+    name, cuts = at
     case = Case(MODELS[name][0], rows_of(), mse, cuts)
     built = build(case, how, 6, capture="trace")
     got = run(*built)
@@ -54,7 +54,7 @@ def test_models_that_a_graph_would_change_are_exact(name, cuts, how):
     assert_same(got, loop(built[1], mse, *built[2:], how.microbatches))
 
 
-@settings(max_examples=few(12))
+@settings(max_examples=few(5))
 @given(st.sets(st.sampled_from([*AT_BLOCKS, *INSIDE, "blocks.2.b.1", "blocks.3.b"]), max_size=4), st.booleans())
 def test_random_numbers_do_not_depend_on_cuts(cuts, checkpoints):
     def results(cuts):

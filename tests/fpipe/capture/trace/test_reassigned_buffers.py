@@ -30,19 +30,17 @@ from tests.common.reassigned_buffers import (
     state,
 )
 from tests.common.running import run
-from tests.common.sizes import few, in_turn
+from tests.common.sizes import covering, few
 
 
-@BACKWARDS
-@pytest.mark.parametrize(("change", "how"), in_turn(CHANGES, HOWS))
+@covering(change=CHANGES, how=[*HOWS], backward=["autograd", "graph"])
 def test_a_reassigned_buffer_has_the_values_of_one_device(change, how, backward):
     model = nn.Sequential(Block(after=change), nn.Linear(WIDTH, WIDTH), Block(before=change))
     pipe, x, y = build(model, HOWS[how], ["1"], backward)
     assert_as_one_device(pipe, model, x, y)
 
 
-@BACKWARDS
-@pytest.mark.parametrize("change", CHANGES)
+@covering(change=CHANGES, backward=["autograd", "graph"])
 def test_a_module_that_is_cut_inside_reassigns_its_buffers(change, backward):
     """The change in block 1 comes before the cut, so the first stage replays it call by call."""
     model = nn.Sequential(Block(before=change), Block(before=change))
@@ -200,7 +198,7 @@ def models(draw):
     st.booleans(),
     st.sampled_from(["autograd", "graph"]),
 )
-@settings(max_examples=few(12), deadline=None)
+@settings(max_examples=few(6), deadline=None)
 def test_buffers_reassigned_in_any_way_have_the_values_of_one_device(made, kind, again, backward):
     plans, calls, inside = made
     torch.manual_seed(1)

@@ -11,6 +11,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
 from tests.common.cases import mse
 from tests.common.loops import loop
+from tests.common.sizes import covering
 
 HOW = one_f_one_b(ranks=2, microbatches=3)
 
@@ -78,9 +79,7 @@ def build(question, cut, backward):
     return pipe, model, x, y
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("cut", ["1", "2"])
-@pytest.mark.parametrize("name", ANSWERED)
+@covering(name=[*ANSWERED], cut=["1", "2"], backward=["autograd", "graph"])
 def test_questions_about_tensors_are_answered_as_on_one_device(name, cut, backward):
     pipe, model, x, y = build(ANSWERED[name], cut, backward)
     got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)

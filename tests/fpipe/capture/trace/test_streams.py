@@ -23,7 +23,7 @@ from schedules import gpipe, interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb
 from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.running import run, run_reference
-from tests.common.sizes import few
+from tests.common.sizes import covering, few
 from tests.common.switches import Switch
 
 CPU, SEED = torch.device("cpu"), 3
@@ -153,8 +153,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@covering(case=CASES, backward=["autograd", "graph"])
 def test_branches_draw_what_one_device_draws(case, backward):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(*case), nn.Linear(WIDTH, WIDTH))
     x, y = torch.randn(12, WIDTH), torch.randn(12, WIDTH)
@@ -164,7 +163,7 @@ def test_branches_draw_what_one_device_draws(case, backward):
     assert_same(got, eagerly(model, x, y, 4))
 
 
-@settings(max_examples=few(6))
+@settings(max_examples=few(4))
 @given(layers, layers, st.lists(st.sampled_from(range(len(places))), max_size=2, unique=True).map(sorted), st.data())
 def test_every_schedule_draws_what_one_device_draws(first, second, chosen, data):
     """Pipeline, reference and eager run are equal, though microbatches take other branches than the capture."""

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fpipe
 from schedules import one_f_one_b, zb_v
 from tests.common.cases import WIDTH, mse
+from tests.common.sizes import covering
 
 BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
 HOWS = {"1F1B": one_f_one_b(ranks=2, microbatches=2), "ZB-V": zb_v(ranks=2, microbatches=4)}
@@ -54,8 +55,7 @@ def verify(model, how, backward, cuts=("blocks.1", "blocks.2", "blocks.3"), **op
     return fpipe.verify(pipe, model, (x,), y, seed=3)
 
 
-@BACKWARDS
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@covering(how=HOWS, backward=["autograd", "graph"])
 def test_a_stage_may_begin_with_a_checkpoint_whose_first_calls_compute_nothing(how, backward):
     def around(model, block, x):
         return checkpoint(block, x, use_reentrant=False)
@@ -71,8 +71,7 @@ def test_a_checkpointed_function_may_be_a_partial_without_tensors(backward):
     assert verify(Stack(around), HOWS["ZB-V"], backward).eager
 
 
-@BACKWARDS
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@covering(how=HOWS, backward=["autograd", "graph"])
 def test_a_reentrant_checkpoint_is_exact(how, backward):
     """The input of a block is used three times inside; the second argument is the same for all blocks."""
 

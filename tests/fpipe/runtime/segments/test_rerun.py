@@ -11,6 +11,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, recompute, zb_v
 from tests.common.cases import mse
 from tests.common.loops import loop
+from tests.common.sizes import covering
 
 HOWS = {
     "1F1B": one_f_one_b(ranks=2, microbatches=3),
@@ -56,10 +57,7 @@ def build(block, how, cut, backward):
     return pipe, model, x, y
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-@pytest.mark.parametrize("cut", ["1.layers.1", "2"])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@covering(reentrant={"": False, "reentrant": True}, cut=["1.layers.1", "2"], how=HOWS, backward=["autograd", "graph"])
 def test_running_statistics_in_a_checkpoint_are_those_of_one_device(reentrant, cut, how, backward):
     pipe, model, x, y = build(Block(reentrant), how, cut, backward)
     got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
@@ -149,9 +147,7 @@ class Averaging(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-@pytest.mark.parametrize("when", ["before", "after"])
+@covering(when=["before", "after"], how=HOWS, backward=["autograd", "graph"])
 def test_running_again_finds_buffers_as_the_forward_left_them(when, how, backward):
     pipe, model, x, y = build(Averaging(when), how, "2", backward)
     got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
