@@ -23,7 +23,8 @@ from fpipe.pipelines.garbage import postpone_collection
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.turns import wait_for_turn
-from fpipe.stages.assembly import assemble, differentiate
+from fpipe.stages.assembly import assemble
+from fpipe.stages.conversion import differentiate
 from fpipe.tensors.random import preserve_generators
 from schedules import Schedule, check, lower
 
