@@ -23,6 +23,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from importlib import import_module
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 from unittest.mock import patch
@@ -71,16 +73,18 @@ class Model(NamedTuple):
 
 def zoo() -> Iterator[tuple[str, Callable[[], Model]]]:
     """Yield the models by name."""
-    from tests.common.zoo import ZOO
-
-    for name, case in ZOO.items():
-        yield (
-            name,
-            lambda case=case: Model(*case.make(16), case.loss, {4: list(case.cuts), 2: list(case.cuts[1:2])}),  # type: ignore[misc]
-        )
+    cases: Any = import_module("tests.common.zoo")
+    for name, case in cases.ZOO.items():
+        yield name, partial(small, case)
     for blocks, width in ((4, 64), (4, 256), (12, 256)):
-        yield f"GPT of {blocks} blocks of width {width}", lambda blocks=blocks, width=width: words(blocks, width)  # type: ignore[misc]
+        yield f"GPT of {blocks} blocks of width {width}", partial(words, blocks, width)
     yield "Llama of 8 layers of width 256", hugging_face
+
+
+def small(case: Any) -> Model:
+    """Return a model of the tests' zoo."""
+    module, example, targets = case.make(4 * MICROBATCHES)
+    return Model(module, example, targets, case.loss, {4: list(case.cuts), 2: list(case.cuts[1:2])})
 
 
 def words(blocks: int, width: int) -> Model:
@@ -101,13 +105,17 @@ def hugging_face() -> Model:
 
 def schedules(ranks: Sequence[int]) -> list[Schedule]:
     """Return the schedules for so many ranks."""
-    made = [one_f_one_b, gpipe, zb_h1, lambda **sizes: recompute(one_f_one_b(**sizes))]
-    return [make(ranks=count, microbatches=MICROBATCHES) for count in ranks for make in made]
+    found = []
+    for count in ranks:
+        plain = one_f_one_b(ranks=count, microbatches=MICROBATCHES)
+        others = [make(ranks=count, microbatches=MICROBATCHES) for make in (gpipe, zb_h1)]
+        found += [plain, *others, recompute(plain)]
+    return found
 
 
 def processor_time(step: Callable[[], object]) -> float:
     """Return the median seconds of processor time that a step takes."""
-    times, begin = [], time.perf_counter()
+    times, begin = list[float](), time.perf_counter()
     while len(times) < ROUNDS or (time.perf_counter() - begin < LONG_ENOUGH and len(times) < 100):
         start = time.thread_time()
         step()
@@ -138,7 +146,7 @@ def model_in_one_process(name: str, model: Model) -> list[float]:
             where = cuts[how.stages]
             pipe = fpipe.pipeline(module, example=example, targets=targets, loss=loss, schedule=how, cuts=where)
             state, step = pipe.init(module), fpipe.value_and_grad(pipe)
-            seconds = processor_time(lambda step=step, state=state: step(*state, example, targets, seed=0))  # type: ignore[misc]
+            seconds = processor_time(partial(step, *state, example, targets, seed=0))
             simulated = simulate(how, profile.costs(where), pipe.program.graph)
             found[f"{how}"] = (sum(simulated.busy) + profile.step) / seconds
     ratios = " ".join(f"{ratio:.3f}" for ratio in found.values())
@@ -209,17 +217,18 @@ def sleeping_rank(path: str) -> None:
     for make in (one_f_one_b, gpipe, zb_h1, zb_v, interleaved_1f1b):
         how = make(ranks=count, microbatches=2 * count)
         cuts = [len(profile.blocks) * s // how.stages for s in range(1, how.stages)]
-        costs, size = profile.costs(cuts), max(profile.stage_link(cuts).bytes)  # type: ignore[arg-type]
-        factor = SLEEP / min(costs.F)  # type: ignore[type-var]
+        costs, sizes = profile.costs(cuts), profile.stage_link(cuts).bytes
+        assert isinstance(costs.F, tuple), "by stage"
+        assert isinstance(sizes, tuple), "by stage"
+        factor = SLEEP / min(costs.F)
         times = {kind: [cost * factor for cost in getattr(costs, kind)] for kind in "FBIW"}
-        x = torch.ones(how.microbatches, size // 4)
+        x = torch.ones(how.microbatches, int(max(sizes)) // 4)
         module = nn.Sequential(*[Passing() for _ in range(how.stages)])
         names = [str(stage) for stage in range(1, how.stages)]
         pipe = fpipe.pipeline(module, example=(x,), loss=torch.mean, schedule=how, cuts=names)
         own = fpipe.profile(pipe, (x,), device=fpipe.Roofline(1e12, 1e12))  # for the time of transfers
-        simulated = simulate(
-            how, Costs(**{kind: tuple(row) for kind, row in times.items()}, comm=own.stage_link(names))
-        )
+        F, B, I, W = (tuple(times[kind]) for kind in "FBIW")  # noqa: E741 - the action's name
+        simulated = simulate(how, Costs(F, B, I, W, comm=own.stage_link(names)))
         found[str(how)] = simulated.makespan, sleeping_step(pipe, x, times, late)
     ranks.report({"found": found})
     dist.destroy_process_group()
@@ -230,7 +239,8 @@ def sleeping_step(pipe: Any, x: torch.Tensor, times: Mapping[str, Sequence[float
     plan, (rank,) = pipe.training, pipe.ranks.ranks
     stages = {s: Sleeping(pipe.stages[s], times, late) for s in plan.placement.stages_on(rank)}
     linked = link(plan.program.actions(rank), stages, plan.placement)
-    inputs = scatter(plan, *pipe.init(pipe_values(pipe)), pipe.batch(TRAINING, (x,), None), None)
+    params, buffers = pipe.init({name: torch.ones(()) for name in pipe.names})
+    inputs = scatter(plan, params, buffers, pipe.batch(TRAINING, (x,), None), None)
 
     def execution(rank: int, transport: Transport) -> Execution:
         return Execution(rank, linked, transport, inputs)
@@ -242,11 +252,6 @@ def sleeping_step(pipe: Any, x: torch.Tensor, times: Mapping[str, Sequence[float
         pipe.ranks.run([execution])
         found += [ranks.makespan(start, time.perf_counter())] * bool(turn)
     return statistics.median(found)
-
-
-def pipe_values(pipe: Any) -> dict[str, torch.Tensor]:
-    """Return ones for all parameters."""
-    return {name: torch.ones(()) for name in pipe.names}
 
 
 class Sleeping:

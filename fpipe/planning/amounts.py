@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 from fpipe.errors import InputError
 
 Amount: TypeAlias = float | str
-UNITS: Final[dict[str, int]] = {
+BYTES_BY_UNIT: Final[dict[str, int]] = {
     **{"": 1, "b": 1},
     **{f"{letter}b": 1000**k for k, letter in enumerate("kmgt", 1)},
     **{f"{letter}ib": 1024**k for k, letter in enumerate("kmgt", 1)},
@@ -29,8 +29,8 @@ def parse_bytes(where: str, amount: Amount) -> float:
     """
     if isinstance(amount, str):
         match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", amount)
-        if match and match[2].lower() in UNITS:
-            return float(match[1]) * UNITS[match[2].lower()]
+        if match and match[2].lower() in BYTES_BY_UNIT:
+            return float(match[1]) * BYTES_BY_UNIT[match[2].lower()]
     elif isinstance(amount, int | float) and not isinstance(amount, bool) and 0 < amount <= inf:
         return float(amount)
     raise InputError(

@@ -109,7 +109,7 @@ def start(predictor: Predictor, schedule: Schedule, room: Room) -> Candidate | N
     balanced = partition_chain(loads.work, schedule.stages, room.places, room.pinned)
     if balanced is None:
         return None
-    best = fit(Candidate.of(predictor, schedule, balanced), room)
+    best = fit_memory(Candidate.of(predictor, schedule, balanced), room)
     listed = loads.list_cuts(room.places, room.pinned)[:TRIED_AT_START]
     return _best_of(best, _worth_trying(best, listed, loads, room), room)
 
@@ -127,11 +127,11 @@ def _worth_trying(
 def _best_of(best: Candidate, cuts: Iterable[tuple[int, ...]], room: Room) -> Candidate:
     """Return the best of a candidate and the same schedule with these cuts."""
     base = _without_recomputation(best.schedule)
-    others = (fit(Candidate.of(best.predictor, base, one), room) for one in cuts)
+    others = (fit_memory(Candidate.of(best.predictor, base, one), room) for one in cuts)
     return min((best, *others), key=lambda one: _rank(one, room))
 
 
-def fit(candidate: Candidate, room: Room) -> Candidate:
+def fit_memory(candidate: Candidate, room: Room) -> Candidate:
     """Return the candidate with as many stages recomputed as it takes to fit, or with all of them."""
     found, stages = candidate, set[int]()
     base = candidate.schedule

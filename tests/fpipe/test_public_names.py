@@ -59,8 +59,8 @@ PAGES = [*sorted(HOME.glob("*.md")), *sorted((HOME / "docs").rglob("*.md"))]
 SIGNATURES = {
     "pipeline": (
         "model *example *loss *schedule=None *plan=None *targets=None *cuts=None *stages=None *unsplittable=() "
-        "*capture='trace' *backward='autograd' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None *plans=32 *group=None "
-        "*mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean'"
+        "*capture='trace' *backward='autograd' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None *plans=32 "
+        "*group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean'"
     ),
     "value_and_grad": "pipe outputs=False record=None sums=None",
     "evaluate": "pipe record=None",

@@ -17,7 +17,7 @@ from math import inf
 
 from schedules.analysis.bounds.heads import find_heads
 from schedules.analysis.bounds.machine import Passes, find_tightest
-from schedules.analysis.bounds.network import Network, connect_queues, reverse
+from schedules.analysis.bounds.network import PassNetwork, connect_queues, reverse
 from schedules.analysis.bounds.problem import Problem, pose, require_room
 from schedules.analysis.bounds.release import Heads
 from schedules.analysis.bounds.rough import Reason, find_rough_bounds
@@ -108,7 +108,7 @@ def _sort(reasons: Iterable[Reason]) -> Bound:
     return Bound(tuple(sorted(reasons, key=lambda reason: -float(f"{reason.makespan:.9g}"))))
 
 
-def _find_fine_bounds(problem: Problem, network: Network) -> list[Reason]:
+def _find_fine_bounds(problem: Problem, network: PassNetwork) -> list[Reason]:
     """Return the bounds by heads and tails: of each rank's idle times and passes, and of the longest path."""
     mirrored = reverse(network)
     heads, tails = find_heads(network), find_heads(mirrored)
@@ -120,14 +120,14 @@ def _find_fine_bounds(problem: Problem, network: Network) -> list[Reason]:
     return [*(_bound_idle(network, rank, *idle) for rank, idle in zip(ranks, windows, strict=True)), *reasons]
 
 
-def _bound_idle(network: Network, rank: int, before: float, after: float) -> Reason:
+def _bound_idle(network: PassNetwork, rank: int, before: float, after: float) -> Reason:
     """Return the work of one rank and its idle times at both ends."""
     work = network.find_work(rank)
     text = f"rank {rank} works for {work:g}, is idle for {before:g} at first and for {after:g} at the end"
     return Reason(before + work + after, text)
 
 
-def _bound_path(problem: Problem, network: Network, heads: Heads, tails: Heads) -> Reason:
+def _bound_path(problem: Problem, network: PassNetwork, heads: Heads, tails: Heads) -> Reason:
     """Return the longest of all paths through one pass: what must come before it, itself, and what must follow."""
     ends = (
         (head + one.time + tail, c, k)
@@ -143,7 +143,7 @@ def _bound_path(problem: Problem, network: Network, heads: Heads, tails: Heads) 
     return Reason(makespan, f"{text}, takes {one.time:g}, and {tails[c][one.passes - 1 - k]:g} follows")
 
 
-def _bound_passes(network: Network, rank: int, heads: Heads, tails: Heads) -> Reason:
+def _bound_passes(network: PassNetwork, rank: int, heads: Heads, tails: Heads) -> Reason:
     """Return the bound by the passes of one rank that together end the schedule latest."""
     passes = (
         Passes(head, network.queues[c].time, tail)

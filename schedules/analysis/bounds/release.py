@@ -19,14 +19,14 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple, TypeAlias
 
-from schedules.analysis.bounds.network import Hold, Network
+from schedules.analysis.bounds.network import Hold, PassNetwork
 from schedules.language.costs import ROUNDING
 
 Heads: TypeAlias = list[list[float]]
 """Per queue, lower bounds on the starts of its passes, as far as they are known."""
 
 
-class Step(NamedTuple):
+class EndedPasses(NamedTuple):
     """Passes of a queue that give memory back: `done` of them have; `gives` of `(n, amount)`: each below `n` does."""
 
     queue: int
@@ -35,15 +35,15 @@ class Step(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What one stage can give back, in two steps or one."""
+    """The memory that one stage can give back, in two steps or one."""
 
-    low: Step | None
-    high: Step
+    low: EndedPasses | None
+    high: EndedPasses
 
 
 @dataclass(frozen=True)
 class StepLags:
-    """How many passes of a queue have ended, and how many microbatches gave it something, when a pass starts.
+    """The numbers of passes of a queue that have ended, and of microbatches that gave it something, when a pass starts.
 
     Both are lags behind that pass. `before` is true if the queue's pass of the same microbatch comes later.
     """
@@ -53,11 +53,11 @@ class StepLags:
     gives: tuple[tuple[float, float], ...]
     before: bool
 
-    def at(self, k: int) -> Step:
+    def at(self, k: int) -> EndedPasses:
         """Return the step when pass `k` starts."""
         most = k if self.before else k + 1
         gives = ((min(most, _count(k, lag)), amount) for lag, amount in self.gives)
-        return Step(self.queue, _count(k, self.lag), tuple(gives))
+        return EndedPasses(self.queue, _count(k, self.lag), tuple(gives))
 
 
 def _count(k: int, lag: float) -> int:
@@ -94,7 +94,7 @@ class Demand:
         return (need, offers) if need > self.room * ROUNDING else (0.0, [])
 
 
-def find_demand(network: Network, c: int, lags: dict[int, int]) -> Demand | None:
+def find_demand(network: PassNetwork, c: int, lags: dict[int, int]) -> Demand | None:
     """Return what the passes of `c` must wait for, or `None` if they take no memory, or their rank has no limit."""
     rank = network.queues[c].rank
     holds = [hold for hold in network.holds if network.queues[hold.taker].rank == rank]
@@ -107,7 +107,9 @@ def find_demand(network: Network, c: int, lags: dict[int, int]) -> Demand | None
     return Demand(network.memory[rank], takes, tuple(offers))
 
 
-def _find_offer(network: Network, c: int, lags: dict[int, int], holds: list[Hold]) -> tuple[StepLags | None, StepLags]:
+def _find_offer(
+    network: PassNetwork, c: int, lags: dict[int, int], holds: list[Hold]
+) -> tuple[StepLags | None, StepLags]:
     """Return the steps in which the holds of one stage end: the last giver, and an input half before it."""
     queues, givers = network.queues, {hold.giver for hold in holds}
     high = next(g for g in givers if not any(g in network.earlier[other] for other in givers))
@@ -165,7 +167,7 @@ def find_least_work(offers: list[Offer], need: float, heads: Heads, times: list[
     return cost
 
 
-def _count_free(step: Step, heads: Heads, start: float) -> float:
+def _count_free(step: EndedPasses, heads: Heads, start: float) -> float:
     """Return the number of passes that may have started before `start`; those not known yet may have, too."""
     starts = heads[step.queue]
     found = bisect_left(starts, start)
@@ -173,7 +175,7 @@ def _count_free(step: Step, heads: Heads, start: float) -> float:
 
 
 def _list_prices(
-    low: Step | None, high: Step, free: tuple[float, float], times: list[float]
+    low: EndedPasses | None, high: EndedPasses, free: tuple[float, float], times: list[float]
 ) -> Iterator[tuple[float, float]]:
     """Yield prices, times per amount, and the amounts that they are paid for, of microbatches that are not free.
 

