@@ -28,6 +28,11 @@ from fpipe.meshes.arguments import Sharded
 from fpipe.model.parts import ModuleGraph, Part
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
+from fpipe.planning.make import plan
+from fpipe.planning.plan import Plan
+from fpipe.planning.profile import Profile
+from fpipe.planning.profiler import profile
+from fpipe.planning.roofline import Roofline
 from fpipe.timelines import costs, timeline
 from fpipe.training.clipping import clip, clip_value
 from fpipe.training.loss_scale import LossScale
@@ -55,6 +60,9 @@ __all__ = [
     "Pipeline",
     "PipelineError",
     "Pipelined",
+    "Plan",
+    "Profile",
+    "Roofline",
     "ScheduleError",
     "SizeError",
     "Step",
@@ -76,7 +84,9 @@ __all__ = [
     "norm",
     "optimizer",
     "pipeline",
+    "plan",
     "predict",
+    "profile",
     "StaticDecoder",
     "choose_likeliest",
     "generate",

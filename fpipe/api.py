@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.autodiff.backends import Backward, backend_of
-from fpipe.batching.batch import Batching, find_home
+from fpipe.batching.batch import find_home
 from fpipe.batching.loss_weights import Weight
 from fpipe.capture.modules import as_module
 from fpipe.cutting.calls import Selector
@@ -29,12 +29,13 @@ from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded, find_place, require_collectives
 from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
-from fpipe.pipelines.builder import Builder
+from fpipe.pipelines.builder import Builder, make_batchings
 from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
 from fpipe.pipelines.step import ValueAndGrad, make_evaluation_step, make_training_step, training_variant
+from fpipe.planning.plan import Plan, take_plan
 from fpipe.runtime.launch import join_ranks
 from fpipe.runtime.recording import Record
 from fpipe.stages.ties import Tied
@@ -51,7 +52,8 @@ def pipeline(
     *,
     example: tuple[Any, ...] | dict[str, Any],
     loss: Loss,
-    schedule: Schedule,
+    schedule: Schedule | None = None,
+    plan: Plan | None = None,
     targets: Any = None,
     cuts: CutsArgument = None,
     stages: int | None = None,
@@ -94,6 +96,7 @@ def pipeline(
       then the sum of loss * (weight / total), so a mean per row or token is exact however the batch is split. Auxiliary
       losses that the model adds in its forward are scaled the same way.
     - `schedule`: an asynchronous or sliced schedule can be checked and simulated, but not run yet.
+    - `plan`: a plan that `fpipe.plan` has made for this model, in place of `schedule`, `cuts` and `stages`.
     - `cuts`: where new stages begin, in execution order: module names ("blocks.3.norm"; "norm@1" for the second call),
       or indices of the calls that the model itself makes (of the parts, if the model is a sequence). Given classes or
       patterns instead, the model is cut where calls of matching modules begin, balanced by parameter count; in
@@ -145,17 +148,15 @@ def pipeline(
     (True, ['0.weight', '0.bias', '2.weight', '2.bias'])
     """
     module = as_module(model)
-    require_buildable(module, example, loss, schedule)
+    schedule, cuts = take_plan(plan, schedule, cuts, stages)
+    schedule = require_buildable(module, example, loss, schedule)
     require_count("plans", plans)
     where = parse_cuts(cuts, stages, unsplittable, schedule)
     home = find_home(example, targets)
     place = find_place(MeshOptions(mesh, pp, dp, shard, rows, reduce), group, schedule.ranks, home)
     copies = place.copies
     count, over = schedule.microbatches * copies.pieces, schedule.microbatches * (copies.count if copies.mean else 1)
-    batchings = {
-        True: Batching.of(example, targets, batch_dims, count, weight, over),
-        False: Batching.of(example, None, _of_inputs(batch_dims), count),
-    }
+    batchings = make_batchings(example, targets, batch_dims, count, weight, over)
     batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
     ranks = join_ranks(schedule.ranks, place.group, home, place.members)
     require_collectives(schedule, copies)
@@ -293,8 +294,3 @@ def verify(
     require_backward(pipe.schedule)
     trial = Trial(pipe, as_module(model), (inputs, targets), tolerance)
     return verify_steps(trial, params, buffers, seed, steps)
-
-
-def _of_inputs(batch_dims: Any) -> Any:
-    """Return `batch_dims` without its part for the targets."""
-    return (batch_dims[0], None) if isinstance(batch_dims, tuple) else batch_dims

@@ -5,6 +5,7 @@ All of it runs when a pipeline is built, or on request; none of it runs in a tra
 """
 
 from schedules import drawing
+from schedules.analysis.bounds.lower_bound import Bound, bound
 from schedules.analysis.critical_path import CriticalPath, critical_path
 from schedules.analysis.estimation import estimate
 from schedules.analysis.simulation import Timeline, memory_over_time, simulate, spans, summarize
@@ -69,6 +70,7 @@ __all__ = [
     "KINDS",
     "Action",
     "B",
+    "Bound",
     "C",
     "Costs",
     "CriticalPath",
@@ -97,6 +99,7 @@ __all__ = [
     "VocabularyError",
     "W",
     "bidirectional",
+    "bound",
     "chain",
     "check",
     "connect",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 HOME = Path(__file__).parents[1]
 FILES = sorted(file for package in ("fpipe", "schedules") for file in (HOME / package).rglob("*.py"))
-SHARED = {"costs"}  # `fpipe.costs` and `schedules.testing.costs`: both return `Costs`, measured or drawn
+SHARED = {"costs", "main"}  # both return `Costs`, measured or drawn; both run a command line
 LINES, BODY = 300, 50
 
 

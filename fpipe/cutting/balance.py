@@ -65,7 +65,7 @@ def balance(
 
     def weights(cost: Tensor) -> Tensor:
         """Return each stage's weight: what crosses its start, plus its squared share; shares add up to below one."""
-        least, _ = _best(cost, stages, torch.maximum)
+        least, _ = find_best_path(cost, stages, torch.maximum)
         return torch.where(cost <= slack * least, crossed + (cost / sums[-1]).square(), torch.inf)
 
     return _search(cost, edges, stages, refusal, weights)
@@ -81,7 +81,7 @@ def _search(
     """Return the allowed positions with the least sum of weights; set the `cost` of forbidden stages to infinity."""
     last = Refusal("", ())
     while True:
-        total, chosen = _best(weights(cost), stages, torch.add)
+        total, chosen = find_best_path(weights(cost), stages, torch.add)
         if total == torch.inf:
             return last
         positions = tuple(edges[k] for k in chosen)
@@ -101,7 +101,7 @@ def _exclude(cost: Tensor, edges: Sequence[int], forbidden: Forbidden) -> None:
     cost[rows[:, None] & columns[None, :]] = torch.inf
 
 
-def _best(cost: Tensor, stages: int, join: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, list[int]]:
+def find_best_path(cost: Tensor, stages: int, join: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, list[int]]:
     """Return the least joined cost of a path from the first edge to the last in `stages` steps, and the edges on it."""
     total, before = cost[0], []
     for _ in range(stages - 1):

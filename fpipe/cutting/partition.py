@@ -67,6 +67,18 @@ class Cuts(NamedTuple):
         pure = Purity.of(captured, observe(captured), (), ()).pure
         return cut_evenly(captured, calls, self.where, barriers, refusals, pure)
 
+    def places(self, captured: Captured, model: nn.Module) -> Positions:
+        """Return every position at which the user allows a stage after the first to begin, ascending.
+
+        Cuts that are balanced may be at any of them, but not after the end of the model: there is only the loss.
+        """
+        if not isinstance(self.where, Evenly):
+            return self.positions(captured, model)
+        calls, end = Calls.of(captured, model), _end_of_model(captured)
+        barriers = _barriers(calls, self.unsplittable)
+        found = [k for k in _places(calls, self.where.among) if k < end]
+        return tuple(k for k in found if not any(barrier.holds(k) for barrier in barriers))
+
     def whole(self, model: nn.Module, loss: Any) -> tuple[str, ...]:
         """Return the names of the unsplittable modules, including the loss if it is one."""
         kinds = [*((name, type(module)) for name, module in model.named_modules()), (LOSS, type(loss))]
@@ -91,31 +103,35 @@ def parse_cuts(
     cuts: CutsArgument, stages: int | None, unsplittable: Selector | Iterable[Selector], schedule: Schedule
 ) -> Cuts:
     """Parse the user's arguments; raise `CutError` if they are invalid or do not match the schedule's stage count."""
-    where: Explicit | Evenly
-    items, whole = _items(cuts), _items(unsplittable)
-    if cuts is None or (items and all(map(is_pattern, items))):
-        where = Evenly(schedule.stages if stages is None else stages, items)
-    elif any(is_pattern(item) or isinstance(item, bool) or not isinstance(item, str | int) for item in items):
-        raise CutError(
-            f"cuts: got {list(items)!r}, expected names and indices of modules, or else only classes and patterns. "
-            "Write cuts=['blocks.1', 'head'], cuts=Block, or cuts='blocks.*'."
-        )
-    elif stages is not None:
+    parsed = parse_places(cuts, unsplittable, schedule.stages if stages is None else stages)
+    where = parsed.where
+    if stages is not None and isinstance(where, Explicit):
         raise CutError("cuts, stages: got both, expected one of them. Drop stages; cuts determine it.")
-    else:
-        where = Explicit(items)
-    if not all(isinstance(item, str | type) for item in whole):
-        raise CutError(
-            f"unsplittable: got {list(whole)!r}, expected names, classes and patterns. Write unsplittable=['blocks.1', "
-            "Attention]."
-        )
-    count = where.stages if isinstance(where, Evenly) else len(where.at) + 1
+    count = where.stages if isinstance(where, Evenly) else len(_items(cuts)) + 1
     if count != schedule.stages:
         raise CutError(
             f"cuts: got {count} stages, expected {schedule.stages} for {schedule!r}. Pass {schedule.stages - 1} cuts, "
             "or change the schedule's ranks."
         )
-    return Cuts(where, whole)
+    return parsed
+
+
+def parse_places(cuts: CutsArgument, unsplittable: Selector | Iterable[Selector], stages: int) -> Cuts:
+    """Parse the arguments that say where stages may begin, for a balanced choice of `stages`; raise `CutError`."""
+    items, whole = _items(cuts), _items(unsplittable)
+    if not all(isinstance(item, str | type) for item in whole):
+        raise CutError(
+            f"unsplittable: got {list(whole)!r}, expected names, classes and patterns. Write unsplittable=['blocks.1', "
+            "Attention]."
+        )
+    if cuts is None or (items and all(map(is_pattern, items))):
+        return Cuts(Evenly(stages, items), whole)
+    if any(is_pattern(item) or isinstance(item, bool) or not isinstance(item, str | int) for item in items):
+        raise CutError(
+            f"cuts: got {list(items)!r}, expected names and indices of modules, or else only classes and patterns. "
+            "Write cuts=['blocks.1', 'head'], cuts=Block, or cuts='blocks.*'."
+        )
+    return Cuts(Explicit(items), whole)
 
 
 def _items(argument: Any) -> tuple[Any, ...]:

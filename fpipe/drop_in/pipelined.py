@@ -53,7 +53,8 @@ USED: Final = 4
 class Pipelined(nn.Module):
     """A pipeline that is called, trained and saved like the model that it was made from.
 
-    - `model`, `loss`, `example`, `targets`, `schedule` and all further options are those of `fpipe.pipeline`.
+    - `model`, `loss`, `example`, `targets`, `schedule` (or `plan`) and all further options are those of
+      `fpipe.pipeline`.
     - `weights`: where the values come from, as for `pipe.init`; by default the model. It may be on the meta device if
       `weights` are given.
 
@@ -101,7 +102,7 @@ class Pipelined(nn.Module):
         *,
         loss: Loss,
         example: tuple[Any, ...] | dict[str, Any],
-        schedule: Schedule,
+        schedule: Schedule | None = None,
         targets: Any = None,
         weights: ValueSource | None = None,
         **options: Any,

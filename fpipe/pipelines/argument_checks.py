@@ -23,12 +23,12 @@ from schedules import KINDS, Schedule
 WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 
 
-def require_buildable(model: nn.Module, example: Any, loss: Loss, schedule: Any) -> None:
-    """Raise `InputError` or `CaptureError` for arguments from which no pipeline can be built."""
+def require_buildable(model: nn.Module, example: Any, loss: Loss, schedule: Any) -> Schedule:
+    """Return the schedule; raise `InputError` or `CaptureError` for arguments from which no pipeline can be built."""
     if not isinstance(schedule, Schedule):
         raise InputError(
             f"schedule: got {schedule!r}, expected a Schedule. Call the factory, as in one_f_one_b(ranks=4, "
-            "microbatches=8)."
+            "microbatches=8), or pass a plan."
         )
     if not isinstance(example, tuple | dict):
         raise InputError(
@@ -52,6 +52,7 @@ def require_buildable(model: nn.Module, example: Any, loss: Loss, schedule: Any)
     require_plain_tensors(model)
     require_registered(model)
     _require_runnable(schedule)
+    return schedule
 
 
 def require_count(name: str, count: object) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from fpipe.autodiff.backends import Backend
 from fpipe.batching.batch import Batching, SplitBatch
+from fpipe.batching.loss_weights import Weight
 from fpipe.capture.modules import as_module
 from fpipe.capture.registry import find_front_end
 from fpipe.cutting.partition import Cuts
@@ -43,6 +44,17 @@ from schedules import Schedule
 
 Model: TypeAlias = nn.Module | Sequence[Callable[..., Any]]
 """A module, or a sequence of modules and functions, each called with what the previous one returned."""
+
+
+def make_batchings(
+    example: Any, targets: Any, batch_dims: Any, microbatches: int, weight: Weight | None, divisor: int
+) -> dict[bool, Batching]:
+    """Return how batches like an example are split, with the loss and without; raise `InputError` if they can't be."""
+    of_inputs = (batch_dims[0], None) if isinstance(batch_dims, tuple) else batch_dims
+    return {
+        True: Batching.of(example, targets, batch_dims, microbatches, weight, divisor),
+        False: Batching.of(example, None, of_inputs, microbatches),
+    }
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,8 @@ def _computed_lines(stage: Stage, leaf_name: Callable[[int], str]) -> Iterator[s
 def _describe_memory(stage: Stage, sizes: Sizes, split: bool) -> str:
     """Return the line about the memory held after a forward, and between the halves of a backward."""
     activation, residual = of_stage(sizes.activation, stage.index), of_stage(sizes.residual or 0, stage.index)
-    halved = f", {_format_bytes(residual)} for the weight half of its backward" if split else ""
-    return f"keeps       {_format_bytes(activation)} per microbatch{halved}"
+    halved = f", {format_bytes(residual)} for the weight half of its backward" if split else ""
+    return f"keeps       {format_bytes(activation)} per microbatch{halved}"
 
 
 def _describe_backward(stage: Stage, split: bool) -> Iterator[str]:
@@ -197,10 +197,15 @@ def _count(number: int, noun: str) -> str:
 
 def _size(specs: Iterable[Spec]) -> str:
     """Return the size of tensors as stored or sent, as text; an expanded dimension counts once."""
-    return _format_bytes(sum(spec.dtype.itemsize * prod(_stored_sizes(spec)) for spec in specs))
+    return format_bytes(sum(spec.dtype.itemsize * prod(_stored_sizes(spec)) for spec in specs))
 
 
-def _format_bytes(size: float) -> str:
+def format_bytes(size: float) -> str:
+    """Return a number of bytes as text.
+
+    >>> format_bytes(512), format_bytes(3 * 2**20)
+    ('512 B', '3.0 MiB')
+    """
     power = next(k for k in range(5) if size < 1024 ** (k + 1) or k == 4)
     return f"{size / 1024**power:,.1f} {BYTE_UNITS[power]}" if power else f"{size} B"
 

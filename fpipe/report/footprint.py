@@ -21,10 +21,12 @@ Runs when `pipe.sizes` is first read, or a pipeline first printed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import optree
 import torch
@@ -32,7 +34,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fpipe.capture.assumed_values import assume_values
-from fpipe.ir.captured import BatchLeaf, Buffer, Parameter, Source, Tensors
+from fpipe.ir.captured import BatchLeaf, Buffer, Parameter, Tensors
 from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.prologue import Feed
@@ -85,49 +87,103 @@ def shard_sizes(sizes: Sizes, shards: int) -> Sizes:
 
 def measure_footprints(assembly: Assembly) -> tuple[Footprint, ...]:
     """Return what a microbatch holds on each stage of an assembly; run the stages once on fake tensors."""
+    with run_on_fakes(assembly) as arguments:
+        return tuple(sum_holdings(measure_holdings(*arguments(stage))) for stage in assembly.stages)
+
+
+class Holding(NamedTuple):
+    """A piece of memory that a stage allocates or gets for a microbatch.
+
+    - `held`: the bytes of it that the stage holds at each of three times, as in `Footprint`; 0 where it is free.
+    - `crossing`: the tensors in it that cross to or from other stages: which of `CROSSINGS`, and its number there. A
+      cotangent counts only if it fills the memory.
+    """
+
+    held: Footprint
+    crossing: tuple[tuple[str, int], ...]
+
+
+CROSSINGS: Final = ("gets", "leaves", "pulled_by", "pulls")
+"""The tensors that a stage gets in its forward and returns from it, and in its backward."""
+
+
+def sum_holdings(holdings: Iterable[Holding]) -> Footprint:
+    """Return what a microbatch holds on a stage."""
+    held = [one.held for one in holdings]
+    return Footprint(*[sum(size) for size in zip(*held, strict=True)]) if held else Footprint(0, 0, 0)
+
+
+class FakeArguments(NamedTuple):
+    """A stage and its arguments on fake tensors: parameters as leaves, buffers, and what enters it from the batch."""
+
+    stage: Stage
+    params: Tensors
+    buffers: Tensors
+    feed: Feed
+
+
+@contextmanager
+def run_on_fakes(assembly: Assembly) -> Iterator[Callable[[Stage], FakeArguments]]:
+    """Return the context to run stages of an assembly in on fake tensors, and the function that makes arguments."""
     captured = assembly.captured
     fakes = {source: captured.fakes[value] for value, source in captured.sources.items()}
     devices = {tensor.device for tensor in fakes.values()} | {torch.device("cpu")}
+
+    def arguments(stage: Stage) -> FakeArguments:
+        params = stage.leaves({name: fakes[Parameter(name)] for name in stage.parameters})
+        buffers = tuple([fakes[Buffer(name)] for name in stage.buffers])
+        leaves = tuple([fakes[BatchLeaf(leaf)] for leaf in stage.batch])
+        return FakeArguments(stage, params, buffers, Feed(stage.prologue, [leaves], buffers))
+
     with (
         preserve_generators(device for device in devices if device.type in ("cpu", "cuda")),
         captured.mode,
         assume_values(captured.mode),
         torch.enable_grad(),
     ):
-        return tuple(_measure_footprint(stage, fakes) for stage in assembly.stages)
+        yield arguments
 
 
-def _measure_footprint(stage: Stage, fakes: Mapping[Source, Tensor]) -> Footprint:
-    """Return one stage's footprint. Memory that is alive after everything is dropped is not the microbatch's."""
-    params = stage.leaves({name: fakes[Parameter(name)] for name in stage.parameters})
-    leaves = tuple([fakes[BatchLeaf(leaf)] for leaf in stage.batch])
-    feed = Feed(stage.prologue, [leaves], tuple([fakes[Buffer(name)] for name in stage.buffers]))
-    with _MemoryWatch() as made:
-        given = _versions(stage, fakes), _make_arrivals(stage.gets)
+def measure_holdings(stage: Stage, params: Tensors, buffers: Tensors, feed: Feed) -> list[Holding]:
+    """Return the memory of a microbatch on one stage, whose arguments are fake tensors.
+
+    Memory that is alive after everything is dropped is not the microbatch's.
+    """
+    with MemoryWatch() as made:
+        given = copy_changed(stage, buffers), make_arrivals(stage.gets)
+        crossing = {"gets": made.find(given[1])}
         inputs = made.alive()
-        _, _, residuals = stage.forward(params, given[0], feed(0) + given[1], 0)
-        del given, _
+        outputs, _, residuals = stage.forward(params, given[0], feed(0) + given[1], 0)
+        crossing["leaves"] = made.find(outputs)
+        del given, outputs, _
         activation = made.alive()
-        _, deferred = stage.backward_input(residuals, _make_arrivals(stage.pulled_by))
-        del residuals, _
+        arriving = make_arrivals(stage.pulled_by)
+        crossing["pulled_by"] = made.find(arriving, whole=True)
+        outgoing, deferred = stage.backward_input(residuals, arriving)
+        crossing["pulls"] = made.find(outgoing, whole=True)
+        del residuals, arriving, outgoing
         residual = made.alive()
         del deferred
         stays = made.alive().keys()
-    return Footprint(*[_total(then, stays) for then in (inputs, activation, residual)])
+    tensors = defaultdict[int, list[tuple[str, int]]](list)
+    for what, numbers in crossing.items():
+        for k, found in enumerate(numbers):
+            for number in found:
+                tensors[number].append((what, k))
+    return [
+        Holding(Footprint(*[then.get(number, 0) for then in (inputs, activation, residual)]), tuple(tensors[number]))
+        for number in made.storages
+        if number not in stays
+    ]
 
 
-def _total(held: Mapping[int, int], stays: Collection[int]) -> int:
-    return sum(size for number, size in held.items() if number not in stays)
-
-
-def _versions(stage: Stage, fakes: Mapping[Source, Tensor]) -> Tensors:
+def copy_changed(stage: Stage, buffers: Tensors) -> Tensors:
     """Return the stage's buffers; those that it changes are copies, since each microbatch has its own version."""
     changed = stage.wiring.modified_buffers
-    buffers = [fakes[Buffer(name)] for name in stage.buffers]
     return tuple([buffer.clone() if k in changed else buffer for k, buffer in enumerate(buffers)])
 
 
-def _make_arrivals(crossings: Sequence[StageCrossing]) -> Tensors:
+def make_arrivals(crossings: Sequence[StageCrossing]) -> Tensors:
     """Return tensors like those that arrive from other stages, in the layout that a transport gives them."""
     specs = [spec.whole if isinstance(spec, OptionalSpec) else spec for one in crossings for spec in one.specs]
     return tuple([spec.unpack(spec.buffer()) for spec in specs])
@@ -146,7 +202,7 @@ def _parameter_bytes(assembly: Assembly, placement: Placement) -> tuple[int, ...
     )
 
 
-class _MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that tracks the memory of everything that operations return, without keeping it alive.
 
     Invariant: a weak reference keeps the identifier of its storage from being reused.
@@ -164,6 +220,18 @@ class _MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 self.storages.setdefault(storage._cdata, (reference, storage.nbytes()))
         return found
+
+    def find(self, tensors: Iterable[Tensor | None], whole: bool = False) -> list[list[int]]:
+        """Return, per tensor, the identifiers of its storages that are tracked; if `whole`, of those that it fills."""
+        return [
+            [
+                number
+                for dense in _dense_parts(tensor)
+                if (number := dense.untyped_storage()._cdata) in self.storages
+                and (not whole or dense.nbytes >= self.storages[number][1])
+            ]
+            for tensor in tensors
+        ]
 
     def alive(self) -> dict[int, int]:
         """Return the size of each storage that is still alive, by its identifier."""

@@ -76,6 +76,12 @@ class Ranks(Protocol):
     def measure_clock_offset(self) -> float:
         """Return how many seconds the clock of this process is ahead of the first rank's."""
 
+    def measure_transfers(self, sizes: Sequence[int]) -> Tensor:
+        """Return the seconds to send messages of these sizes in bytes: a row for each of them and each pair of ranks.
+
+        The columns are sender, receiver, bytes and seconds. If all ranks are in this process, there are no rows.
+        """
+
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
         """Return the rows that each process that agrees passes, in order: CPU tensors of as many columns."""
 

@@ -72,13 +72,17 @@ class Prologue:
         with torch.no_grad():
             return Entering((*leaves, *self.each(shared, buffers, tuple([leaves[k] for k in self.reads]))))
 
+    def pass_on(self, inputs: Tensors, leaves: int) -> Tensors:
+        """Return what the stage's function takes of its inputs, the first of which are that many leaves."""
+        return (*inputs[: self.own], *inputs[leaves:]) if self.specs else inputs
+
     def before(self, function: StageForward, leaves: int) -> StageForward:
         """Return a stage's function, which takes that many leaves, preceded by the prologue if nobody ran it yet."""
 
         def run(params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> Any:
             if not isinstance(inputs, Entering):
                 inputs = self.enter(self.share(buffers), buffers, inputs[:leaves]) + inputs[leaves:]
-            return function(params, buffers, (*inputs[: self.own], *inputs[leaves:]), key)
+            return function(params, buffers, self.pass_on(inputs, leaves), key)
 
         return run if self.specs else function
 

@@ -117,7 +117,7 @@ def _split_values(text: str) -> list[str]:
 def find_factory(name: str) -> Factory[...]:
     """Return the factory of that name: a built-in schedule or transform, or `file.py:function`."""
     file, colon, function = name.rpartition(":")
-    found = getattr(_run_file(Path(file)), function, None) if colon else (built_in() | transforms()).get(name)
+    found = getattr(run_file(Path(file)), function, None) if colon else (built_in() | transforms()).get(name)
     if not isinstance(found, Factory):
         raise UsageError(
             f"got {name!r}, expected one of {', '.join(families.__all__)}, a function with @schedule as in "
@@ -147,7 +147,7 @@ def parameters(factory: Factory[...]) -> dict[str, inspect.Parameter]:
     return {name: one for name, one in factory.signature.parameters.items() if name != "schedule"}
 
 
-def _run_file(path: Path) -> object:
+def run_file(path: Path) -> object:
     """Run a user's file and return its module."""
     name = "schedules_of_the_user"  # not the file's own name, which may be that of an imported module
     spec = importlib.util.spec_from_file_location(name, path)

@@ -65,27 +65,35 @@ class Link:
 
     - `bytes`: the size of what one stage sends another for one microbatch, a value or a cotangent, by sending stage.
     - `slow`: `((source rank, target rank), factor)` pairs, for links that differ from the others.
+    - `back`: the size of the cotangents that a stage sends; `None` means `bytes`.
 
     >>> Link(latency=1, bandwidth=4, bytes=8, slow=(((0, 1), 3),)).time(stage=0, ends=(0, 1))
     9.0
+    >>> Link(bandwidth=4, bytes=(8, 0), back=(0, 2)).time(stage=1, ends=(1, 0), what="B")
+    0.5
     """
 
     latency: float = 0
     bandwidth: float = inf
     bytes: Cost = 0
     slow: tuple[tuple[tuple[int, int], float], ...] = ()
+    back: Cost | None = None
 
     def __post_init__(self) -> None:
         _require_number(self, "latency")
-        _require_costs(self, "bytes")
+        _require_costs(self, "bytes", *() if self.back is None else ("back",))
         if not self.bandwidth > 0:
             raise _size_error(self, "bandwidth", "a number above 0, or infinity")
         if not all(_is_cost(factor) for _, factor in self.slow):
             raise _size_error(self, "slow", "((source rank, target rank), factor) pairs, with factors of at least 0")
 
-    def time(self, stage: int, ends: tuple[int, int]) -> float:
-        """Return the time from the end of the action that makes a value to its arrival."""
-        return (self.latency + of_stage(self.bytes, stage) / self.bandwidth) * dict(self.slow).get(ends, 1)
+    def time(self, stage: int, ends: tuple[int, int], what: str = "F") -> float:
+        """Return the time from the end of the action that makes something to its arrival; `what` is `B` for cotangents.
+
+        It is `F` for values, and `G` for gradients.
+        """
+        size = self.bytes if what != "B" or self.back is None else self.back
+        return (self.latency + of_stage(size, stage) / self.bandwidth) * dict(self.slow).get(ends, 1)
 
 
 @dataclass(frozen=True)
@@ -138,7 +146,7 @@ class Costs:
         """Return the time to transfer an output of `stage` from rank `source` to rank `target`; 0 within a rank."""
         if source == target:
             return 0
-        return self.comm.time(stage, (source, target)) if isinstance(self.comm, Link) else self.comm
+        return self.comm.time(stage, (source, target), what) if isinstance(self.comm, Link) else self.comm
 
 
 @dataclass(frozen=True)

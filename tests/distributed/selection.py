@@ -17,6 +17,8 @@ NEEDS_TWO = {
     "two_stages_on_each_rank",
     "wrapped_models",
     "masks_in_a_vee",
+    "profiles_of_all_ranks",
+    "profiles_of_different_models_are_refused",
     "batches_of_other_shapes",
     "state_of_another_rank",
     *(name for name in CASES if name.startswith(("gpt_dropout", "all_frozen", "constants", "own_loss", "recurrent"))),

@@ -16,11 +16,11 @@ import fpipe
 PLACES = {
     "fpipe": """
 CaptureError Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph Optimizer Part
-Pipeline PipelineError Pipelined ScheduleError Sharded SizeError StaticDecoder Step TransportError Verification
-VocabularyError
+Pipeline PipelineError Pipelined Plan Profile Roofline ScheduleError Sharded SizeError StaticDecoder Step TransportError
+Verification VocabularyError
 __version__ all_finite begin_save choose_likeliest clip clip_value costs evaluate export generate is_checkpoint load
-masters norm optimizer pipeline predict reference safetensors sample save stream timeline train_step value_and_grad
-verify
+masters norm optimizer pipeline plan predict profile reference safetensors sample save stream timeline train_step
+value_and_grad verify
 """,
     "fpipe.errors": """
 CaptureError CutError DeadlockError GraphError InputError MismatchError PipelineError ScheduleError SizeError
@@ -31,9 +31,9 @@ BatchLeaf Buffer Call Captured Constant FrontEnd Function Labels Objective Obser
 fake_mode flatten
 """,
     "schedules": """
-Action B C Costs CriticalPath F Factory G Graph GraphError I KINDS Limits Link PipelineError Placement Program
+Action B Bound C Costs CriticalPath F Factory G Graph GraphError I KINDS Limits Link PipelineError Placement Program
 ProgramError R Schedule ScheduleError SizeError Sizes Span TableError Timeline U VocabularyError W bidirectional
-breadth_first chain check chimera connect critical_path dag defer_weights drawing dualpipe dualpipe_v eager_1f1b
+bound breadth_first chain check chimera connect critical_path dag defer_weights drawing dualpipe dualpipe_v eager_1f1b
 estimate forward_only forwards gpipe hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear looped lower
 memory_over_time merge_backward mirror one_f_one_b overlap parse pipedream pipedream_2bw recompute schedule seq_1f1b
 reduce_gradients repeat shard
@@ -58,9 +58,9 @@ PAGES = [*sorted(HOME.glob("*.md")), *sorted((HOME / "docs").rglob("*.md"))]
 
 SIGNATURES = {
     "pipeline": (
-        "model *example *loss *schedule *targets=None *cuts=None *stages=None *unsplittable=() *capture='trace' "
-        "*backward='autograd' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None *plans=32 *group=None "
-        "*mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean'"
+        "model *example *loss *schedule=None *plan=None *targets=None *cuts=None *stages=None *unsplittable=() "
+        "*capture='trace' *backward='autograd' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None *plans=32 "
+        "*group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean'"
     ),
     "value_and_grad": "pipe outputs=False record=None sums=None",
     "evaluate": "pipe record=None",
@@ -77,6 +77,11 @@ SIGNATURES = {
     "safetensors": "paths",
     "timeline": "pipe spans",
     "costs": "pipe timelines",
+    "profile": (
+        "model example targets=None *loss=None *microbatches=1 *cuts=None *unsplittable=() *capture='trace' "
+        "*backward='autograd' *tied='exact' *batch_dims=0 *weight=None *source=None *device=None *link=None "
+        "*group=None *seconds=3.0"
+    ),
     "optimizer": "cls *groups=None *names=None *donate=False options",
     "masters": "optimizer dtype=torch.float32",
     "norm": "pipe grads order=2.0 names='*'",

@@ -82,6 +82,8 @@ class Rehearsal:
         A call may differ only because an earlier one did. So stop at a differing call that cannot be opened, and report
         it only if no earlier call differed.
         """
+        if not frames:
+            return Rehearsed({}, ())
         try:
             with replay.prepare():
                 found = copy_context().run(_run_up_to_twice, before, lambda: self._replay_all(replay, frames))

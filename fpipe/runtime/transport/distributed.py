@@ -20,7 +20,7 @@ from torch import Tensor
 from fpipe.errors import TransportError
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.ranks import Fields
-from fpipe.runtime.transport import clocks
+from fpipe.runtime.transport import clocks, speeds
 from fpipe.runtime.transport.agreement import agree, announce_refusal, exchange_texts
 from fpipe.runtime.transport.channels import DistributedTransport
 from fpipe.runtime.transport.control import Control
@@ -172,6 +172,11 @@ class DistributedRanks:
     def measure_clock_offset(self) -> float:
         """Return how many seconds this process's clock is ahead of the first rank's; every rank must call this."""
         return clocks.measure_offset(self.group, self.device)
+
+    def measure_transfers(self, sizes: Sequence[int]) -> Tensor:
+        """Return how long messages take between any two ranks; every rank must call this with the same sizes."""
+        self.agree(about="transfers to measure")
+        return torch.cat(self.gather_rows(speeds.measure_transfers(self.group, self.device, sizes)))
 
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
         """Return the rows of each rank, in rank order; every rank must call this."""

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe.errors import DeadlockError, TransportError
@@ -170,6 +171,10 @@ class LocalRanks:
     def measure_clock_offset(self) -> float:
         """Return 0: there is one clock."""
         return 0.0
+
+    def measure_transfers(self, sizes: Sequence[int]) -> Tensor:
+        """Return no rows: values are passed by reference."""
+        return torch.empty(0, 4, dtype=torch.float64)
 
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
         """Return the rows: every rank is here."""

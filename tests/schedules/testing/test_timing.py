@@ -47,7 +47,14 @@ def every_cost(draw, stages):
     """Costs of every kind of action, pairs that gain, links and jitter among them."""
     times = st.integers(0, 12).map(lambda quarters: quarters / 4)
     each = times | st.lists(times, min_size=stages, max_size=stages).map(tuple)
-    links = st.builds(Link, latency=times, bandwidth=st.sampled_from([1, 4]), bytes=each, slow=st.just((((0, 1), 3),)))
+    links = st.builds(
+        Link,
+        latency=times,
+        bandwidth=st.sampled_from([1, 4]),
+        bytes=each,
+        slow=st.just((((0, 1), 3),)),
+        back=st.none() | each,
+    )
     return draw(
         st.builds(
             Costs,

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make a plan from a shell.
+
+The subject is a function that returns the arguments of `fpipe.plan` as a dict: `train.py:task`, which is run. Or it is
+the file of a profile, for which nothing is run: `profile.json`.
+
+Runs on request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fpipe.errors import InputError
+from fpipe.planning.amounts import parse_caps
+from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory, find_starts
+from fpipe.planning.choosing import PlanProgress, choose
+from fpipe.planning.make import plan
+from fpipe.planning.plan import Plan, format_seconds
+from fpipe.planning.profile import Profile
+from schedules.commands.subjects import find_factory, run_file
+
+WIDTH = 78
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `plan`."""
+    parser.add_argument(
+        "subject", help="file.py:function, which returns the arguments of fpipe.plan, or a profile.json"
+    )
+    parser.add_argument("--ranks", type=int, help="how many", metavar="P")
+    parser.add_argument("--microbatches", type=_read_numbers, help="the numbers to choose from", metavar="M,M,...")
+    parser.add_argument("--memory", help="what a rank may hold, such as 80GB", metavar="BYTES")
+    parser.add_argument("--schedules", type=_read_names, help="the schedules to choose from", metavar="NAME,NAME,...")
+    parser.add_argument("--cuts", type=_read_names, help="modules at which a stage must begin", metavar="NAME,NAME,...")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to search at most", metavar="S")
+    parser.add_argument("--save", type=Path, help="write the plan to a file", metavar="FILE")
+    parser.set_defaults(run=print_plan)
+
+
+def _read_numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(one) for one in text.split(","))
+
+
+def _read_names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def print_plan(options: argparse.Namespace) -> int:
+    """Choose cuts, schedule, recomputation and number of microbatches, and print the plan with its picture.
+
+    Interrupt the search to have the best plan found so far.
+    """
+    progress = ProgressLine()
+    try:
+        found = _make_plan(options, progress)
+    finally:
+        progress.end()
+    print(found)
+    print()
+    print(found.schedule)
+    if options.save is not None:
+        found.save(options.save)
+    return 0
+
+
+def _make_plan(options: argparse.Namespace, progress: ProgressLine) -> Plan:
+    given: dict[str, Any] = {
+        "ranks": options.ranks,
+        "microbatches": options.microbatches,
+        "memory": options.memory,
+        "schedules": options.schedules and [find_factory(name) for name in options.schedules],
+        "cuts": options.cuts,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    file, colon, function = options.subject.rpartition(":")
+    if not colon:
+        return _plan_profile(Path(options.subject), given, options.seconds, progress)
+    arguments = {**_call(Path(file), function), **given}
+    if "ranks" not in arguments:
+        raise InputError("ranks: got none, expected their number. Pass --ranks 4, say.")
+    return plan(**{"seconds": options.seconds, "progress": progress, **arguments})
+
+
+def _call(path: Path, function: str) -> Mapping[str, Any]:
+    """Return what the user's function returns: arguments by name."""
+    make = getattr(run_file(path), function, None)
+    found = make() if callable(make) else None
+    if not isinstance(found, Mapping):
+        raise InputError(
+            f"{path}:{function}: got {type(found).__name__}, expected a function that returns the arguments of "
+            "fpipe.plan as a dict: model, example, targets, loss. Write one."
+        )
+    return found
+
+
+def _plan_profile(path: Path, given: Mapping[str, Any], seconds: float, progress: ProgressLine) -> Plan:
+    """Return the plan for a model that was measured before."""
+    profile, ranks, numbers = Profile.read(path), given.get("ranks"), given.get("microbatches", ())
+    if ranks is None or len(numbers) != 1:
+        raise InputError(
+            f"{path}: got ranks={ranks} and microbatches={list(numbers)}, expected one number of each: a profile is of "
+            "microbatches of one size. Pass --ranks 4 --microbatches 8, say."
+        )
+    pinned = tuple(start for start, _ in profile.stages(given.get("cuts", ()))[1:])
+    room = Room(parse_caps(given.get("memory"), ranks), find_starts(profile), pinned)
+    factories: tuple[ScheduleFactory, ...] = tuple(given.get("schedules", FACTORIES))
+    return choose({numbers[0]: profile}, factories, ranks, room, weights=4.0, seconds=seconds, report=progress)
+
+
+class ProgressLine:
+    """A line of standard error that says how far the search is; nothing if that is not a terminal."""
+
+    def __init__(self) -> None:
+        self.shown = sys.stderr.isatty()
+
+    def __call__(self, progress: PlanProgress) -> None:
+        """Rewrite the line."""
+        if self.shown:
+            best = "nothing fits yet" if progress.best is None else f"best {format_seconds(progress.best)}"
+            text = f"{progress.tried} tried, {best}, {progress.doing}"
+            print(f"\r{text[:WIDTH]:<{WIDTH}}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self.shown:
+            print(f"\r{'':<{WIDTH}}\r", end="", file=sys.stderr, flush=True)

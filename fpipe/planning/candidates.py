@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways to run a model that a plan chooses among: schedule, cuts, recomputation, and number of microbatches.
+
+Every schedule begins with the cuts that balance its stages. If a rank holds too much, stages are recomputed, those that
+keep most first, until it fits. Then cuts move, block by block, as long as the predicted step gets shorter.
+
+Runs when a plan is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+import torch
+
+from fpipe.planning.chain import partition_chain
+from fpipe.planning.loads import Loads
+from fpipe.planning.prediction import Prediction, Predictor
+from fpipe.planning.profile import Profile
+from schedules import (
+    Schedule,
+    SizeError,
+    eager_1f1b,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    one_f_one_b,
+    recompute,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from schedules.language.costs import of_stage
+
+ScheduleFactory: TypeAlias = Callable[[int, int], Schedule]
+"""Makes a schedule of so many ranks and microbatches; raises `SizeError` for sizes that it does not support."""
+
+
+def four_chunks(ranks: int, microbatches: int) -> Schedule:
+    """Return interleaved 1F1B with four stages on each rank."""
+    return interleaved_1f1b(ranks, microbatches, 4)
+
+
+FACTORIES: Final[tuple[ScheduleFactory, ...]] = (
+    *(one_f_one_b, eager_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, gpipe),
+    *(interleaved_1f1b, four_chunks, interleaved_zero_bubble),
+)
+"""Tried unless the user names schedules."""
+TRIED_AT_START: Final = 40
+TRIED_LATER: Final = 2000
+"""Of long lists of cuts, so many are looked at."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run the model, and its prediction; stages after the first begin at the blocks numbered `cuts`."""
+
+    predictor: Predictor
+    schedule: Schedule
+    cuts: tuple[int, ...]
+    predicted: Prediction
+
+    @classmethod
+    def of(cls, predictor: Predictor, schedule: Schedule, cuts: Sequence[int]) -> Candidate:
+        """Return the candidate with its prediction."""
+        return cls(predictor, schedule, tuple(cuts), predictor.predict(schedule, cuts))
+
+    @property
+    def profile(self) -> Profile:
+        """The profile of the model for microbatches of this size."""
+        return self.predictor.profile
+
+    @property
+    def excess(self) -> float:
+        """The most bytes that a rank holds."""
+        return max(self.predicted.memory)
+
+
+@dataclass(frozen=True)
+class Room:
+    """The limits that candidates must fit into.
+
+    - `caps`: the bytes of each rank.
+    - `places`: the blocks at which a stage may begin; `pinned`: those at which one must.
+    """
+
+    caps: tuple[float, ...]
+    places: frozenset[int]
+    pinned: tuple[int, ...] = ()
+
+
+def find_starts(profile: Profile) -> frozenset[int]:
+    """Return the blocks that begin with the call of a module, which a plan can name."""
+    starts = (any(mark.path and not mark.end for mark in block.marks) for block in profile.blocks)
+    return frozenset(k for k, begins in enumerate(starts) if k and begins)
+
+
+def start(predictor: Predictor, schedule: Schedule, room: Room) -> Candidate | None:
+    """Return a schedule with good cuts, recomputed as far as memory asks for; `None` if there are too few places.
+
+    Of a short list of cuts, those with the least load on the busiest rank are tried; otherwise, those that balance the
+    stages. The candidate may still not fit.
+    """
+    loads = Loads(predictor, schedule)
+    balanced = partition_chain(loads.work, schedule.stages, room.places, room.pinned)
+    if balanced is None:
+        return None
+    best = fit_memory(Candidate.of(predictor, schedule, balanced), room)
+    listed = loads.list_cuts(room.places, room.pinned)[:TRIED_AT_START]
+    return _best_of(best, _worth_trying(best, listed, loads, room), room)
+
+
+def _worth_trying(
+    best: Candidate, cuts: Sequence[tuple[int, ...]], loads: Loads, room: Room
+) -> Sequence[tuple[int, ...]]:
+    """Return the cuts whose busiest rank works for less time than a step of `best` takes; all if that does not fit."""
+    if not cuts or not best.predicted.fits(room.caps):
+        return cuts
+    worth = loads.busiest(torch.tensor(cuts, dtype=torch.int64)) < best.predicted.seconds
+    return [one for one, yes in zip(cuts, worth.tolist(), strict=True) if yes]
+
+
+def _best_of(best: Candidate, cuts: Iterable[tuple[int, ...]], room: Room) -> Candidate:
+    """Return the best of a candidate and the same schedule with these cuts."""
+    base = _without_recomputation(best.schedule)
+    others = (fit_memory(Candidate.of(best.predictor, base, one), room) for one in cuts)
+    return min((best, *others), key=lambda one: _rank(one, room))
+
+
+def fit_memory(candidate: Candidate, room: Room) -> Candidate:
+    """Return the candidate with as many stages recomputed as it takes to fit, or with all of them."""
+    found, stages = candidate, set[int]()
+    base = candidate.schedule
+    while not found.predicted.fits(room.caps):
+        more = _largest_saving(found, base, stages, room.caps)
+        if more is None:
+            return found
+        stages.add(more)
+        found = Candidate.of(found.predictor, recompute(base, tuple(sorted(stages))), found.cuts)
+    return found
+
+
+def _largest_saving(found: Candidate, base: Schedule, stages: set[int], caps: Sequence[float]) -> int | None:
+    """Return the stage, on a rank that holds too much, whose recomputation saves most; `None` if none is left."""
+    over = [rank for rank, (held, cap) in enumerate(zip(found.predicted.memory, caps, strict=True)) if held > cap]
+    sizes = found.predictor.sizes(base, found.cuts)
+    savings = {
+        s: of_stage(sizes.activation, s) - of_stage(sizes.inputs, s)
+        for rank in over
+        for s in base.placement.stages_on(rank)
+        if s not in stages
+    }
+    best = max(savings, key=lambda s: (savings[s], -s), default=None)
+    return best if best is not None and savings[best] > 0 else None
+
+
+def improve(candidate: Candidate, room: Room) -> Iterator[Candidate]:
+    """Yield better and better candidates: each moves one cut of the one before, or two, by the step that helps most."""
+    loads = Loads(candidate.predictor, _without_recomputation(candidate.schedule))
+    listed = loads.list_cuts(room.places, room.pinned)[TRIED_AT_START:TRIED_LATER]
+    moves: tuple[Callable[[Candidate], list[tuple[int, ...]]], ...] = (
+        lambda found: listed,
+        lambda found: list(_neighbors(found.cuts, found, room)),
+        lambda found: [pair for one in _neighbors(found.cuts, found, room) for pair in _neighbors(one, found, room)],
+    )
+    k = 0
+    while k < len(moves):
+        better = _best_of(candidate, _worth_trying(candidate, moves[k](candidate)[:TRIED_LATER], loads, room), room)
+        if better is candidate:
+            k += 1
+            continue
+        candidate, k = better, 1
+        yield candidate
+
+
+def _without_recomputation(schedule: Schedule) -> Schedule:
+    inner = dict(schedule.arguments).get("schedule")
+    return inner if schedule.factory is recompute and isinstance(inner, Schedule) else schedule
+
+
+def _rank(candidate: Candidate, room: Room) -> tuple[bool, float]:
+    """Return what candidates are compared by: those that fit are first, then the faster one."""
+    fits = candidate.predicted.fits(room.caps)
+    return not fits, candidate.predicted.seconds if fits else candidate.excess
+
+
+def _neighbors(cuts: tuple[int, ...], candidate: Candidate, room: Room) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts with one of them moved by one place, or by two."""
+    places = sorted(room.places)
+    for k, cut in enumerate(cuts):
+        low, high = cuts[k - 1] if k else 0, cuts[k + 1] if k + 1 < len(cuts) else len(candidate.profile.blocks)
+        at = places.index(cut)
+        for moved in places[max(0, at - 2) : at + 3]:
+            if low < moved < high and moved != cut and cut not in room.pinned:
+                yield (*cuts[:k], moved, *cuts[k + 1 :])
+
+
+def list_candidates(
+    predictors: dict[int, Predictor], factories: Iterable[ScheduleFactory], ranks: int, room: Room
+) -> Iterator[Candidate | str]:
+    """Yield a candidate for every number of microbatches and every schedule, or why there is none."""
+    for microbatches, predictor in predictors.items():
+        for factory in factories:
+            try:
+                found = start(predictor, factory(ranks, microbatches), room)
+            except SizeError as error:
+                yield str(error)
+                continue
+            yield found if found is not None else f"{factory}: the model has too few places for cuts"
+
+
+def keep_best(candidates: Iterable[Candidate], room: Room, most: int) -> list[Candidate]:
+    """Return the best candidates, best first; of equal schedules only one."""
+    ordered = sorted(candidates, key=lambda one: _rank(one, room))
+    return list({repr(one.schedule): one for one in reversed(ordered)}.values())[::-1][:most]
+
+
+def replace_schedule(candidate: Candidate, schedule: Schedule) -> Candidate:
+    """Return the candidate with another order of the same stages."""
+    return replace(candidate, schedule=schedule, predicted=candidate.predictor.predict(schedule, candidate.cuts))

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose a plan: try schedules, improve the best, and say how far from the best possible the result is.
+
+Invariant: the same profiles and arguments give the same plan, unless it runs out of time or is interrupted.
+
+Runs when a plan is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Final, NamedTuple
+
+from fpipe.errors import InputError
+from fpipe.planning.candidates import (
+    Candidate,
+    Room,
+    ScheduleFactory,
+    improve,
+    keep_best,
+    list_candidates,
+)
+from fpipe.planning.floor import bound_plans
+from fpipe.planning.loads import splits
+from fpipe.planning.plan import Plan, RunnerUp, format_seconds
+from fpipe.planning.prediction import Predictor
+from fpipe.planning.profile import Profile
+from fpipe.report.description import format_bytes
+
+IMPROVED: Final = 6
+"""The number of candidates whose cuts are improved."""
+SHOWN: Final = 3
+
+
+class PlanProgress(NamedTuple):
+    """The state of a search: candidates tried so far, what it does, and the seconds of the best step found."""
+
+    tried: int
+    doing: str
+    best: float | None
+
+
+Report = Callable[[PlanProgress], None]
+
+
+@dataclass
+class Search:
+    """A search: the candidates found so far, best first, and why other schedules were left out."""
+
+    room: Room
+    report: Report
+    found: list[Candidate] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    tried: int = 0
+    complete: bool = True
+
+    def add(self, candidate: Candidate, doing: str) -> None:
+        """Add a candidate, and report."""
+        self.tried += 1
+        self.found = keep_best([*self.found, candidate], self.room, 1000)
+        best = self.found[0]
+        fits = best.predicted.fits(self.room.caps)
+        self.report(PlanProgress(self.tried, doing, best.predicted.seconds if fits else None))
+
+
+def choose(
+    profiles: Mapping[int, Profile],
+    factories: Iterable[ScheduleFactory],
+    ranks: int,
+    room: Room,
+    *,
+    weights: float,
+    seconds: float,
+    report: Report,
+) -> Plan:
+    """Return the best plan found for a model, given its profile for each number of microbatches.
+
+    Stop after about `seconds`, or at a KeyboardInterrupt, with the best so far. Raise `InputError` if nothing fits.
+    """
+    predictors = {count: Predictor(profile, weights) for count, profile in profiles.items()}
+    search, end = Search(room, report), monotonic() + seconds
+    try:
+        for one in list_candidates(predictors, tuple(factories), ranks, room):
+            search.refused.append(one) if isinstance(one, str) else search.add(one, "trying schedules")
+            if monotonic() > end and search.found:
+                search.complete = False
+                break
+        _improve_all(search, end)
+    except KeyboardInterrupt:
+        search.complete = False
+        if not search.found:
+            raise
+    return _conclude(search, predictors, ranks)
+
+
+def _improve_all(search: Search, end: float) -> None:
+    """Move the cuts of the best candidates as long as that helps, and there is time."""
+    for candidate in search.found[:IMPROVED]:
+        for better in improve(candidate, search.room):
+            search.add(better, f"moving cuts of {better.schedule!r}")
+            if monotonic() > end:
+                search.complete = False
+                return
+
+
+def _conclude(search: Search, predictors: Mapping[int, Predictor], ranks: int) -> Plan:
+    """Return the plan for the best candidate; raise `InputError` if it does not fit."""
+    best = _require_fitting(search)
+    split, single = _freedom(search.found)
+    bounds = [bound_plans(one.profile, ranks, count, split=split, single=single) for count, one in predictors.items()]
+    least = min(bounds, key=lambda one: one.makespan)
+    alone, copies = _estimate_alternatives(predictors, ranks, search.room)
+    profile = best.profile
+    return Plan(
+        model=profile.model,
+        microbatch=profile.microbatch,
+        device=profile.device,
+        cuts=tuple(profile.blocks[cut].name for cut in best.cuts),
+        schedule=best.schedule,
+        predicted=best.predicted,
+        limits=best.predictor.explain(best.schedule, best.cuts),
+        caps=search.room.caps,
+        bound=least.makespan,
+        because=least.because,
+        others=tuple(_runner_up(one, search.room) for one in search.found[1 : 1 + SHOWN]),
+        alone=alone,
+        copies=copies,
+        advice=_advise(best, alone, copies),
+        complete=search.complete,
+    )
+
+
+def _require_fitting(search: Search) -> Candidate:
+    if not search.found:
+        raise InputError(
+            f"schedules: got none that can run this model: {'; '.join(dict.fromkeys(search.refused))} Use fewer ranks, "
+            "other schedules, or more microbatches."
+        )
+    best = search.found[0]
+    if not best.predicted.fits(search.room.caps):
+        held, cap = max(zip(best.predicted.memory, search.room.caps, strict=True), key=lambda pair: pair[0] - pair[1])
+        raise InputError(
+            f"memory: got {format_bytes(cap)}, expected at least {format_bytes(held)}, which is the least that a rank "
+            f"holds of all that was tried ({best.schedule!r}, everything recomputed). Use more ranks, more "
+            "microbatches, or a smaller batch."
+        )
+    return best
+
+
+def _freedom(found: Sequence[Candidate]) -> tuple[bool, bool]:
+    """Return whether any candidate splits backwards, and whether all have a single stage per rank."""
+    schedules = [one.schedule for one in found]
+    return any(map(splits, schedules)), all(how.stages == how.ranks for how in schedules)
+
+
+def _runner_up(candidate: Candidate, room: Room) -> RunnerUp:
+    predicted = candidate.predicted
+    return RunnerUp(repr(candidate.schedule), predicted.seconds, max(predicted.memory), predicted.fits(room.caps))
+
+
+def _estimate_alternatives(predictors: Mapping[int, Predictor], ranks: int, room: Room) -> tuple[RunnerUp, RunnerUp]:
+    """Return the fastest step on one device, and of a copy of the model on every device, without a pipeline."""
+    alone = [_one_device(one, count, room) for count, one in predictors.items()]
+    copies = [_data_parallel(one, count, ranks, room) for count, one in predictors.items()]
+    first, second = (min(found, key=lambda one: (not one.fits, one.seconds)) for found in (alone, copies))
+    return first, second
+
+
+def _one_device(predictor: Predictor, microbatches: int, room: Room) -> RunnerUp:
+    seconds, held = _one_microbatch(predictor)
+    total = microbatches * seconds + predictor.profile.step
+    return RunnerUp(f"{microbatches} microbatches on one device", total, held, held <= max(room.caps))
+
+
+def _data_parallel(predictor: Predictor, microbatches: int, ranks: int, room: Room) -> RunnerUp:
+    """Return the step in which every rank has a copy, trains its share, and gradients are summed in a ring."""
+    seconds, held = _one_microbatch(predictor)
+    profile = predictor.profile
+    shared = 2 * (ranks - 1) / ranks * float(profile.ranges.parameters[0, len(profile.blocks)])
+    summing = shared / profile.link.bandwidth + 2 * (ranks - 1) * profile.link.latency
+    total = -(-microbatches // ranks) * seconds + summing + profile.step
+    return RunnerUp(f"a copy on each of {ranks} devices", total, held, held <= min(room.caps))
+
+
+def _one_microbatch(predictor: Predictor) -> tuple[float, int]:
+    """Return the seconds of a forward and backward of the whole model, and the bytes that it holds with them."""
+    profile, whole = predictor.profile, (0, len(predictor.profile.blocks))
+    ranges = profile.ranges
+    seconds = float(ranges.seconds("F")[whole] + ranges.seconds("B")[whole])
+    return seconds, int(predictor.weights * ranges.parameters[whole] + ranges.activation[whole])
+
+
+def _advise(best: Candidate, alone: RunnerUp, copies: RunnerUp) -> str:
+    """Return what to do instead of a pipeline, if it does not pay."""
+    faster = [one for one in (alone, copies) if one.fits and one.seconds <= best.predicted.seconds]
+    if not faster:
+        return ""
+    one = min(faster, key=lambda other: other.seconds)
+    what = "train on one device" if one is alone else "use data parallelism"
+    ratio = best.predicted.seconds / one.seconds
+    return (
+        f"No pipeline pays here: {what}, in {format_seconds(one.seconds)} per step. The model fits, and this plan "
+        f"takes {ratio:.2f} times as long."
+    )

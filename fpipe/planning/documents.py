@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles as JSON.
+
+A document is a dict of the profile's fields; tuples are lists, and an infinite bandwidth is `null`. It says which
+version of the format it has. Reading one runs no code of it: shapes are checked here, and the numbers by
+`fpipe.planning.validity` when the profile is made of them.
+
+Runs when a profile is written or read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from fpipe.cutting.calls import Mark
+from fpipe.errors import InputError
+from fpipe.planning.blocks import ModelBlock
+from fpipe.planning.ranges import ActionTimes, Arrival, Hop, Spread
+from schedules import Link, SizeError
+
+DOCUMENT_KIND: Final = "fpipe profile"
+EDITION: Final = 1
+MOST_READ: Final = 2**28
+
+Decoder = Callable[[str, Any], Any]
+
+
+def write_fields(profile: Any) -> str:
+    """Return a profile's fields as a JSON text."""
+    link = profile.link
+    fields = {name: getattr(profile, name) for name in DECODERS} | {
+        "link": {
+            "latency": link.latency,
+            "bandwidth": None if link.bandwidth == inf else link.bandwidth,
+            "slow": link.slow,
+        }
+    }
+    return json.dumps({"kind": DOCUMENT_KIND, "version": EDITION, **fields}, allow_nan=False)
+
+
+def read_fields(text: str) -> dict[str, Any]:
+    """Return the fields in a JSON text; raise `InputError`, naming the field, for anything else."""
+    try:
+        document = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"got {error}, expected a profile that fpipe saved, as JSON. Profile the model again."
+        ) from error
+    if not isinstance(document, dict) or document.get("kind") != DOCUMENT_KIND:
+        raise InputError(f"got {str(document)[:80]}, expected a profile that fpipe saved. Check the path.")
+    if document.get("version") != EDITION:
+        raise InputError(
+            f"version: got {document.get('version')!r}, expected {EDITION}. Read it with the version of fpipe that "
+            "saved it, or profile the model again."
+        )
+    names = {*document} - {"kind", "version"}
+    if names != {*DECODERS}:
+        raise InputError(f"got the fields {sorted(names)}, expected {sorted(DECODERS)}. Profile the model again.")
+    return {name: decode(name, document[name]) for name, decode in DECODERS.items()}
+
+
+def read_document(path: Path) -> str:
+    """Return the text of a file; raise `InputError` if there is none, or if it is larger than any profile."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_READ + 1)
+        if len(data) > MOST_READ:
+            raise InputError(f"{path}: got more than {MOST_READ} bytes, expected a profile. Check the path.")
+        return data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{path}: got {type(error).__name__}: {error}, expected a profile that fpipe saved. Check the path."
+        ) from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"the number {name}")
+
+
+def _whole(where: str, got: Any) -> Any:
+    """Return a text or number as it is; it is checked once the profile is made."""
+    return got
+
+
+def _row(make: Callable[..., Any], *columns: Decoder) -> Decoder:
+    """Return the decoder of a list of as many entries as there are `columns`, which are passed to `make`."""
+
+    def decode(where: str, got: Any) -> Any:
+        if not isinstance(got, list) or len(got) != len(columns):
+            raise InputError(
+                f"{where}: got {str(got)[:80]}, expected a list of {len(columns)} entries. Profile the model again."
+            )
+        return make(*[column(f"{where}[{k}]", one) for k, (column, one) in enumerate(zip(columns, got, strict=True))])
+
+    return decode
+
+
+def _rows(decode: Decoder) -> Decoder:
+    """Return the decoder of a list of any length."""
+
+    def decode_all(where: str, got: Any) -> Any:
+        if not isinstance(got, list):
+            raise InputError(f"{where}: got {str(got)[:80]}, expected a list. Profile the model again.")
+        return tuple([decode(f"{where}[{k}]", one) for k, one in enumerate(got)])
+
+    return decode_all
+
+
+def _pair(*both: Any) -> tuple[Any, ...]:
+    return both
+
+
+def _link(where: str, got: Any) -> Link:
+    if not isinstance(got, dict) or {*got} != {"latency", "bandwidth", "slow"}:
+        raise InputError(
+            f"{where}: got {str(got)[:80]}, expected latency, bandwidth and slow. Profile the model again."
+        )
+    slow: Sequence[Any] = _rows(_row(_pair, _row(_pair, _whole, _whole), _whole))(f"{where}.slow", got["slow"])
+    bandwidth = inf if got["bandwidth"] is None else got["bandwidth"]
+    try:
+        return Link(latency=got["latency"], bandwidth=bandwidth, slow=tuple(slow))
+    except (SizeError, TypeError) as error:
+        raise InputError(f"{where}: {error} Profile the model again.") from error
+
+
+_SPREADS: Final = _rows(_row(Spread, _whole, _rows(_whole)))
+_TIMES: Final = _row(ActionTimes, *[_whole] * len(ActionTimes._fields))
+_MARKS: Final = _rows(_row(Mark, _whole, _whole, _whole))
+DECODERS: Final[dict[str, Decoder]] = {
+    "model": _whole,
+    "microbatch": _whole,
+    "backward": _whole,
+    "device": _whole,
+    "blocks": _rows(_row(ModelBlock, _whole, _MARKS, _whole, _whole)),
+    "times": _rows(_TIMES),
+    "fixed": _TIMES,
+    "step": _whole,
+    "hops": _rows(_row(Hop, *[_whole] * 4)),
+    "activation": _SPREADS,
+    "residual": _SPREADS,
+    "arrivals": _rows(_row(Arrival, *[_whole] * 4)),
+    "versions": _rows(_whole),
+    "parameters": _SPREADS,
+    "link": _link,
+}
+"""How the fields of a profile are read."""

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bound every plan from below: no cuts, no placement and no order of a model on so many ranks take less time.
+
+`schedules.bound` is about given stages. Here the stages are free, too, so only what holds for all of them counts: each
+block runs for every microbatch on some rank, and blocks run one after the other.
+
+Each bound is proved in its function's docstring. Recomputation only adds work. Costs are those of the profile: an
+action takes a fixed time, and the sum over its blocks.
+
+Runs when a plan is made.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fpipe.planning.chain import bottleneck
+from fpipe.planning.profile import Profile
+from schedules import Bound
+from schedules.analysis.bounds.rough import Reason
+
+
+def bound_plans(profile: Profile, ranks: int, microbatches: int, *, split: bool, single: bool) -> Bound:
+    """Return a lower bound on the seconds of a step, of every plan.
+
+    - `split`: true if backwards may be split.
+    - `single`: true if every rank holds a single stage; then a bound may not hold for plans with more.
+    """
+    times = _Times(profile, split)
+    parts = [
+        _bound_work(times, ranks, microbatches),
+        _bound_chain(times, ranks),
+        _bound_block(times, microbatches, split),
+        *([_bound_stages(times, ranks, microbatches, split)] if single else []),
+    ]
+    return Bound(tuple(sorted(parts, key=lambda part: -part.makespan)))
+
+
+class _Times:
+    """The least times of the first k blocks: of a forward, an input half, and all three passes; and what is fixed."""
+
+    def __init__(self, profile: Profile, split: bool) -> None:
+        sums, fixed = profile.ranges.sums, profile.fixed
+        self.latency, self.outside = profile.link.latency, profile.step
+        self.forward, whole = sums["F"], sums["B"]
+        halves = sums["I"] + sums["W"]
+        self.backward = _least(whole, halves) if split else whole
+        self.input_half = _least(whole, sums["I"]) if split else whole
+        self.fixed_forward = fixed.F
+        self.fixed_backward = min(fixed.B, fixed.I + fixed.W) if split else fixed.B
+        self.fixed_input = min(fixed.B, fixed.I) if split else fixed.B
+
+    @property
+    def work(self) -> Tensor:
+        """The time of all passes of the first k blocks, for one microbatch."""
+        return self.forward + self.backward
+
+    @property
+    def fixed(self) -> float:
+        """The fixed time of all passes of a stage."""
+        return self.fixed_forward + self.fixed_backward
+
+
+def _least(*sums: Tensor) -> Tensor:
+    """Return the sums in which every block takes the least of its times."""
+    steps = [one.diff() for one in sums]
+    total = sums[0].new_zeros(len(sums[0]))
+    total[1:] = steps[0].minimum(steps[1]).cumsum(0)
+    return total
+
+
+def _bound_work(times: _Times, ranks: int, microbatches: int) -> Reason:
+    """Return the mean over ranks of the least work and the least wait.
+
+    Proof. Every block makes all its passes for every microbatch on some rank, and every rank has at least one stage,
+    whose passes take the fixed times. Order the ranks by the first block that each holds. The k-th of them, counting
+    from 0, begins with block k or a later one, so it waits for the forward of the first k blocks. The sum of waits and
+    work over all ranks is at most `ranks` times the makespan.
+    """
+    work = microbatches * (float(times.work[-1]) + ranks * times.fixed)
+    wait = sum(float(times.forward[min(k, len(times.forward) - 1)]) for k in range(ranks))
+    text = f"{ranks} ranks share {work:.6g} s of work, and wait {wait:.6g} s for their first inputs"
+    return Reason((work + wait) / ranks + times.outside, text)
+
+
+def _bound_chain(times: _Times, ranks: int) -> Reason:
+    """Return the time of one microbatch alone: every block forward, and back through all of them.
+
+    Proof. Each pass needs the one before. With at least `ranks` stages, there are as many fixed times, and a transfer
+    between any two ranks, forward and back.
+    """
+    blocks = float(times.forward[-1] + times.input_half[-1])
+    fixed = ranks * (times.fixed_forward + times.fixed_input)
+    text = f"one microbatch takes {blocks + fixed:.6g} s from end to end"
+    return Reason(blocks + fixed + 2 * (ranks - 1) * times.latency + times.outside, text)
+
+
+def _bound_block(times: _Times, microbatches: int, split: bool) -> Reason:
+    """Return the time until a block has its first input, plus that of all its passes, plus that of what must follow.
+
+    Proof. A block is on one rank, which makes its passes one after the other. The first waits for the forward of all
+    blocks before it; after its last backward, the cotangent goes back through them, unless the last pass is a half
+    that nothing waits for.
+    """
+    tail = times.forward.new_zeros(()) if split else times.backward
+    passes = microbatches * (times.work.diff() + times.fixed)
+    total = times.forward[:-1] + passes + (tail if split else tail[:-1])
+    k = int(total.argmax())
+    text = f"block {k} takes {float(passes[k]):.6g} s, after {float(times.forward[k]):.6g} s until its first input"
+    return Reason(float(total[k]) + times.outside, text)
+
+
+def _bound_stages(times: _Times, ranks: int, microbatches: int, split: bool) -> Reason:
+    """Return the least over all cuts of the largest over ranks of wait, work, and what must follow.
+
+    Proof. With a single stage per rank, the stage that begins with block a waits for the forward of all blocks before
+    it; then come its passes, and after the last backward those of the blocks before it, unless it is a half that
+    nothing waits for. All of that depends on the stage alone, so the bottleneck partition finds the least.
+    """
+    work = times.work[None, :] - times.work[:, None]
+    cost = times.forward[:, None] + microbatches * (work + times.fixed)
+    cost = cost if split else cost + times.backward[:, None]
+    text = "for any cuts, a rank's wait for its first input and its work take that long"
+    return Reason(bottleneck(cost, ranks) + times.outside, text)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The function `fpipe.plan`.
+
+Runs when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import inf, isnan
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from fpipe.errors import InputError
+from fpipe.ir.objective import Loss
+from fpipe.pipelines.argument_checks import require_count
+from fpipe.pipelines.builder import Model
+from fpipe.planning.amounts import Amount, parse_caps
+from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory, find_starts
+from fpipe.planning.choosing import PlanProgress, choose
+from fpipe.planning.plan import Plan
+from fpipe.planning.profile import Profile
+from fpipe.planning.profiler import profile as measure
+from fpipe.tensors.tree import flatten
+from schedules import Schedule, SizeError
+
+PER_RANK = (1, 2, 4, 8)
+
+
+def plan(
+    model: Model,
+    example: tuple[Any, ...] | dict[str, Any],
+    targets: Any = None,
+    *,
+    ranks: int | DeviceMesh,
+    loss: Loss | None = None,
+    memory: Amount | Sequence[Amount] | None = None,
+    microbatches: int | Iterable[int] | None = None,
+    schedules: Schedule | Iterable[Schedule | ScheduleFactory] | None = None,
+    cuts: Iterable[str] = (),
+    weights: float = 4.0,
+    profile: Profile | None = None,
+    seconds: float = 60.0,
+    progress: Callable[[PlanProgress], None] | None = None,
+    **options: Any,
+) -> Plan:
+    """Choose cuts, schedule, recomputation and number of microbatches for a model; return the `Plan`.
+
+    The model is measured by `fpipe.profile`, once for each number of microbatches; then schedules are simulated. In one
+    process, where no links are measured, transfers take no time unless `link` says otherwise.
+
+    - `model`, `example`, `targets`, `loss`: as for `fpipe.pipeline`. The batch is that of a whole step.
+    - `ranks`: their number, or a mesh whose dimension `pp` has so many.
+    - `memory`: the bytes of a rank, or of each, such as "80GB"; without it, memory is not limited. A plan holds the
+      limit at every moment. `weights`: how often parameters are held: 4 for themselves, gradients and AdamW's moments.
+    - `microbatches`: the numbers to choose from; by default 1, 2, 4 and 8 per rank, as far as the batch has rows.
+    - `schedules`: what to choose from: factories `(ranks, microbatches) -> Schedule`, and schedules as they are.
+    - `cuts`: names of modules at which a stage must begin.
+    - `profile`: measured before, for one number of microbatches.
+    - `seconds`: about how long to search at most; `progress` is called with a `PlanProgress` after every candidate. A
+      KeyboardInterrupt ends the search, and the best plan by then is returned.
+    - `options`: more arguments of `fpipe.profile`, such as `backward`, `device`, `link`, `unsplittable` and `group`.
+
+    Under torch.distributed, every rank must call this, and all return the same plan, unless time runs out: pass a plan
+    that one of them saved to the others then.
+
+    Raise `InputError` if nothing fits into the memory (it says how much would), and for arguments that contradict one
+    another; otherwise as `fpipe.profile` does.
+
+    >>> import torch, fpipe
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
+    >>> x = torch.ones(8, 8)
+    >>> found = fpipe.plan(model, (x,), ranks=2, loss=torch.mean, microbatches=4, memory="1MB")
+    >>> found.schedule.ranks, found.schedule.microbatches, max(found.predicted.memory) < 1e6
+    (2, 4, True)
+    >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, plan=found)
+    """
+    count = _count_ranks(ranks)
+    caps, factories = parse_caps(memory, count), _read_schedules(schedules, count)
+    numbers = _read_microbatches(microbatches, factories, schedules, example, targets, count)
+    _require_positive("weights", weights)
+    _require_positive("seconds", seconds)
+    if profile is not None and len(numbers) != 1:
+        raise InputError(
+            f"microbatches: got {numbers} with a profile, expected one number: a profile is of microbatches of one "
+            "size. Pass the number that it was measured for."
+        )
+    profiles = {
+        number: profile
+        if profile is not None
+        else measure(model, example, targets, loss=loss, microbatches=number, **options)
+        for number in numbers
+    }
+    first = next(iter(profiles.values()))
+    room = Room(caps, find_starts(first), tuple(start for start, _ in first.stages(cuts)[1:]))
+    report = progress if progress is not None else _ignore
+    return choose(profiles, factories, count, room, weights=weights, seconds=seconds, report=report)
+
+
+def _ignore(progress: PlanProgress) -> None:
+    """Report nothing."""
+
+
+def _count_ranks(ranks: Any) -> int:
+    """Return the number of ranks; raise `InputError` for a mesh without a dimension `pp`."""
+    if not isinstance(ranks, DeviceMesh):
+        require_count("ranks", ranks)
+        return int(ranks)
+    if "pp" not in (ranks.mesh_dim_names or ()):
+        raise InputError(
+            f"ranks: got a mesh of the dimensions {ranks.mesh_dim_names}, expected one of them to be 'pp'. Name it, or "
+            "pass the number of ranks."
+        )
+    return ranks["pp"].size()
+
+
+def _read_schedules(schedules: Any, ranks: int) -> tuple[ScheduleFactory, ...]:
+    """Return factories; a schedule becomes one that makes it for its own sizes."""
+    if schedules is None:
+        return FACTORIES
+    listed = [schedules] if isinstance(schedules, Schedule) or callable(schedules) else list(schedules)
+    for k, one in enumerate(listed):
+        if not isinstance(one, Schedule) and not callable(one):
+            raise InputError(
+                f"schedules[{k}]: got {one!r}, expected a schedule or a function (ranks, microbatches) that makes one. "
+                "Pass one_f_one_b, say."
+            )
+        if isinstance(one, Schedule) and one.ranks != ranks:
+            raise InputError(
+                f"schedules[{k}]: got {one!r}, expected a schedule of {ranks} ranks, as many as `ranks` says. Change "
+                "one of the two."
+            )
+    if not listed:
+        raise InputError(
+            "schedules: got none, expected at least one. Leave the argument out to try all that are built in."
+        )
+    return tuple(_as_given(one) if isinstance(one, Schedule) else one for one in listed)
+
+
+def _as_given(schedule: Schedule) -> ScheduleFactory:
+    """Return the factory that makes this schedule, and refuses other sizes."""
+
+    def make(ranks: int, microbatches: int) -> Schedule:
+        require_sizes(schedule, ranks, microbatches)
+        return schedule
+
+    return make
+
+
+def require_sizes(schedule: Schedule, ranks: int, microbatches: int) -> None:
+    """Raise `SizeError` unless a schedule has these sizes."""
+    if (schedule.ranks, schedule.microbatches) != (ranks, microbatches):
+        raise SizeError.of("plan", "schedules", schedule, f"{ranks} ranks and {microbatches} microbatches", "Drop it.")
+
+
+def _read_microbatches(
+    microbatches: Any, factories: Sequence[ScheduleFactory], schedules: Any, example: Any, targets: Any, ranks: int
+) -> list[int]:
+    """Return the numbers of microbatches to choose from, ascending."""
+    if microbatches is None:
+        given = [one.microbatches for one in _schedules_in(schedules)]
+        if given and len(given) == len(factories):
+            return sorted(set(given))
+        rows = min((len(one) for one in flatten((example, targets))[0] if one.ndim), default=1)
+        numbers = [ranks * k for k in PER_RANK if ranks * k <= rows]
+        return numbers or [rows]
+    numbers = [microbatches] if isinstance(microbatches, int) else list(microbatches)
+    for number in numbers:
+        require_count("microbatches", number)
+    if not numbers:
+        raise InputError("microbatches: got none, expected at least one number. Leave the argument out for a choice.")
+    return sorted(set(numbers))
+
+
+def _schedules_in(schedules: Any) -> list[Schedule]:
+    listed = schedules if isinstance(schedules, Iterable) else [schedules]
+    return [one for one in listed if isinstance(one, Schedule)]
+
+
+def _require_positive(name: str, number: Any) -> None:
+    if isinstance(number, bool) or not isinstance(number, int | float) or isnan(number) or not 0 < number < inf:
+        raise InputError(f"{name}: got {number!r}, expected a number above 0. Correct it.")

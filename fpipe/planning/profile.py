@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A profile: what every block of a model costs, and from that what any stages made of them cost.
+
+Problem. A plan compares thousands of ways to cut a model. Each can't be built and measured.
+
+Idea. Measure the blocks between all places where the model may be cut, once. An action of a stage costs a fixed time,
+plus the sum over its blocks. What the stage keeps, holds and sends follows from which blocks use which memory
+(`fpipe.planning.ranges`).
+
+Invariant: the numbers are finite and not negative, and all blocks that are referred to exist; checked
+whenever a profile is made.
+
+Runs on request.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fpipe.errors import InputError
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.planning.blocks import ModelBlock, require_blocks_of
+from fpipe.planning.documents import read_document, read_fields, write_fields
+from fpipe.planning.merging import join_texts, require_same_fields, slowest, slowest_link
+from fpipe.planning.ranges import (
+    TIMED,
+    ActionTimes,
+    Arrival,
+    Hop,
+    Spread,
+    count_once,
+    sum_blocks,
+    sum_crossing,
+    sum_entering,
+)
+from fpipe.planning.table import describe_profile
+from fpipe.planning.validity import require_valid_profile
+from schedules import Costs, Link, Placement, Sizes, linear
+
+INSTANT: Final = Link()
+CutPlaces: TypeAlias = Iterable[str | int]
+"""Where stages after the first begin: names of module calls, or numbers of blocks, ascending."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges:
+    """The costs of every contiguous run of blocks as one stage, for searches; tables as in `fpipe.planning.ranges`.
+
+    Each is computed at its first use.
+    """
+
+    profile: Profile
+
+    @cached_property
+    def sums(self) -> dict[str, Tensor]:
+        """Vectors, by kind of action: the time of the first k blocks, without what is fixed."""
+        rows = torch.tensor([(0.0,) * len(TIMED), *self.profile.times], dtype=torch.float64)
+        return dict(zip(TIMED, rows.cumsum(0).T, strict=True))
+
+    def seconds(self, kind: str) -> Tensor:
+        """Return the table of times of an action of this kind."""
+        fixed: float = getattr(self.profile.fixed, kind)
+        return (self.sums[kind][None, :] - self.sums[kind][:, None] + fixed).triu(1)
+
+    @cached_property
+    def activation(self) -> Tensor:
+        """The table of bytes that a microbatch holds after a forward."""
+        count = len(self.profile.blocks)
+        unsaved = sum_entering(self.profile.arrivals, count, unsaved=True)
+        return count_once(self.profile.activation, count) + unsaved
+
+    @cached_property
+    def residual(self) -> Tensor:
+        """The table of bytes that a microbatch holds after the input half of a backward."""
+        return count_once(self.profile.residual, len(self.profile.blocks))
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """The table of bytes that a microbatch holds after a checkpointed forward."""
+        return sum_entering(self.profile.arrivals, len(self.profile.blocks)) + sum_blocks(self.profile.versions)
+
+    @cached_property
+    def parameters(self) -> Tensor:
+        """The table of bytes of parameters."""
+        return count_once(self.profile.parameters, len(self.profile.blocks))
+
+    @cached_property
+    def crossing(self) -> tuple[Tensor, Tensor]:
+        """Vectors: the bytes of values, and of cotangents, that cross a cut before each block, per microbatch."""
+        return sum_crossing(self.profile.hops, len(self.profile.blocks))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The costs of every block of a model, for one microbatch, in seconds and bytes. Made by `fpipe.profile`.
+
+    - `model`, `microbatch`: what was measured, as text; `backward`: how stages are differentiated.
+    - `device`: where it was measured, or how it was estimated.
+    - `blocks`: the pieces between places where the model may be cut; `times`: those of each block.
+    - `fixed`: the time that an action takes in any stage, besides that of its blocks.
+    - `step`: the time of a step in one process outside of its actions; 0 if it was not measured.
+    - `hops`: what passes between blocks; `arrivals`: what a stage holds of it.
+    - `activation`, `residual`: the memory that blocks save in a forward, and keep after the input half of a backward.
+    - `versions`: per block, the bytes of the buffers that it modifies; `parameters`: the memory of parameters.
+    - `link`: the time of transfers between ranks.
+    """
+
+    model: str
+    microbatch: str
+    backward: str
+    device: str
+    blocks: tuple[ModelBlock, ...]
+    times: tuple[ActionTimes, ...]
+    fixed: ActionTimes
+    step: float
+    hops: tuple[Hop, ...]
+    activation: tuple[Spread, ...]
+    residual: tuple[Spread, ...]
+    arrivals: tuple[Arrival, ...]
+    versions: tuple[int, ...]
+    parameters: tuple[Spread, ...]
+    link: Link = INSTANT
+
+    def __post_init__(self) -> None:
+        require_valid_profile(self)
+
+    @cached_property
+    def ranges(self) -> Ranges:
+        """The costs of every contiguous run of blocks, for searches."""
+        return Ranges(self)
+
+    def stages(self, cuts: CutPlaces) -> tuple[tuple[int, int], ...]:
+        """Return the blocks of each stage, as numbers of the first and of the one after the last.
+
+        `cuts` are names of module calls at which stages begin, or numbers of blocks. Raise `InputError` for a name that
+        is unknown, for places out of order, and for a place where no stage can begin.
+        """
+        places = [self._block_at(k, cut) for k, cut in enumerate(cuts)]
+        ends = [0, *places, len(self.blocks)]
+        for k, (start, stop) in enumerate(pairwise(ends)):
+            if start >= stop:
+                raise InputError(
+                    f"cuts[{min(k, len(places) - 1)}]: got block {stop} after block {start}, expected at least one of "
+                    f"the {len(self.blocks)} blocks in each stage. Give the cuts in the order of execution."
+                )
+        return tuple(pairwise(ends))
+
+    def _block_at(self, k: int, cut: str | int) -> int:
+        if isinstance(cut, int) and not isinstance(cut, bool):
+            if 0 < cut < len(self.blocks):
+                return cut
+            raise InputError(
+                f"cuts[{k}]: got {cut}, expected the number of a block from 1 to {len(self.blocks) - 1}, or the name "
+                "of a module at which one begins. print(profile) lists them."
+            )
+        known = self._names
+        if cut not in known:
+            raise InputError(
+                f"cuts[{k}]: got {cut!r}, expected the number of a block, or the name of a module at which one begins, "
+                f"like {list(known)[:8]}. print(profile) lists them."
+            )
+        return known[cut]
+
+    @cached_property
+    def _names(self) -> dict[str | int, int]:
+        """The block that begins with each module call, by the name of the call."""
+        return {str(mark)[1:-1]: k for k, block in enumerate(self.blocks) for mark in block.marks if not mark.end and k}
+
+    def costs(self, cuts: CutPlaces) -> Costs:
+        """Return the costs of the stages that these cuts make, in seconds, for `schedules.simulate`.
+
+        A recomputation costs what a forward does. `comm` is the profile's link with the bytes that each stage sends, or
+        0 if the link takes no time.
+        """
+        stages, link = self.stages(cuts), self.stage_link(cuts)
+        found: dict[str, Any] = {
+            kind: tuple([float(sums[stop] - sums[start]) + fixed for start, stop in stages])
+            for (kind, sums), fixed in zip(self.ranges.sums.items(), self.fixed, strict=True)
+        }
+        return Costs(**found, comm=0 if self.link == INSTANT else link)
+
+    def stage_link(self, cuts: CutPlaces) -> Link:
+        """Return the link with the bytes that each stage sends another in one message; of several, the largest."""
+        stages = self.stages(cuts)
+        starts = [start for start, _ in stages]
+        forward, back = defaultdict[tuple[int, int], int](int), defaultdict[tuple[int, int], int](int)
+        for hop in self.hops:
+            ends = bisect_right(starts, hop.source) - 1, bisect_right(starts, hop.target) - 1
+            if ends[0] != ends[1]:
+                forward[ends] += hop.forward
+                back[ends[::-1]] += hop.back
+        largest = [
+            tuple(
+                max([size for (sender, _), size in sent.items() if sender == s], default=0) for s in range(len(stages))
+            )
+            for sent in (forward, back)
+        ]
+        return replace(self.link, bytes=largest[0], back=largest[1])
+
+    def sizes(self, cuts: CutPlaces, placement: Placement | None = None) -> Sizes:
+        """Return the sizes of the stages that these cuts make, in bytes, for `schedules.simulate`.
+
+        A parameter of several stages on one rank of the `placement` counts once; by default each stage has a rank.
+        """
+        stages, tables = self.stages(cuts), self.ranges
+        activation, inputs, residual = (
+            tuple([int(table[stage]) for stage in stages])
+            for table in (tables.activation, tables.inputs, tables.residual)
+        )
+        weight = self._weights(stages, linear(len(stages)) if placement is None else placement)
+        return Sizes(activation=activation, inputs=inputs, residual=residual, weight=weight)
+
+    def _weights(self, stages: Sequence[tuple[int, int]], placement: Placement) -> tuple[int, ...]:
+        """Return the bytes of each stage's parameters that no earlier stage places on all of its ranks."""
+        require_placement(placement, len(stages))
+        weights = [int(self.ranges.parameters[stage]) for stage in stages]
+        ranks = [set(placement.replicas(s)) for s in range(len(stages))]
+        for size, blocks in self.parameters:
+            users = [s for s, (start, stop) in enumerate(stages) if any(start <= block < stop for block in blocks)]
+            for k, s in enumerate(users):
+                if any(ranks[s] <= ranks[earlier] for earlier in users[:k]):
+                    weights[s] -= size
+        return tuple(weights)
+
+    def require(self, pipe: Pipeline) -> None:
+        """Raise `InputError`, naming what differs first, unless this is a profile of the model of `pipe`.
+
+        The example's first microbatch must be like the one that was profiled, too.
+        """
+        batching = pipe.captures.batchings[True]
+        expected = str(batching.split(batching.example)[0])
+        if self.microbatch != expected:
+            raise InputError(
+                f"microbatch: got a profile for {self.microbatch}, expected one for {expected}, as the pipeline cuts "
+                "its example. Profile the model for this batch and number of microbatches."
+            )
+        require_blocks_of(pipe, self.blocks)
+
+    def merge(self, *others: Profile) -> Profile:
+        """Return the profile in which each time is the largest of these profiles, and so that of the slowest device.
+
+        They must be of the same model, cut at the same places. Raise `InputError`, naming what differs first.
+        """
+        for k, other in enumerate(others):
+            require_same_fields(other, self, f"others[{k}]")
+        every = (self, *others)
+        return replace(
+            self,
+            device=join_texts([one.device for one in every]),
+            times=tuple(slowest(rows) for rows in zip(*[one.times for one in every], strict=True)),
+            fixed=slowest([one.fixed for one in every]),
+            step=max(one.step for one in every),
+            link=slowest_link([one.link for one in every]),
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile as JSON."""
+        Path(path).write_text(write_fields(self))
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Profile:
+        """Return the profile in a file that `save` wrote.
+
+        Raise `InputError`, naming the file and the field, for anything else: another version, a number that is not
+        finite, a block that does not exist.
+        """
+        text = read_document(Path(path))
+        try:
+            return cls.parse(text)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from error
+
+    @classmethod
+    def parse(cls, text: str) -> Profile:
+        """Return the profile in a JSON text."""
+        return cls(**read_fields(text))
+
+    def __str__(self) -> str:
+        return describe_profile(self)
+
+
+def require_placement(placement: Placement, stages: int) -> None:
+    """Raise `InputError` unless a placement is one of so many stages."""
+    if placement.stages != stages:
+        raise InputError(
+            f"placement: got one of {placement.stages} stages, expected {stages}, as the cuts make. Change the cuts, "
+            "or the schedule."
+        )

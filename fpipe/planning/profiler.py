@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The function `fpipe.profile`.
+
+Runs when it is called.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from statistics import median
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fpipe.autodiff.backends import Backward
+from fpipe.batching.batch import find_home
+from fpipe.batching.loss_weights import Weight
+from fpipe.capture.modules import as_module
+from fpipe.cutting.calls import Selector
+from fpipe.cutting.partition import CutsArgument, parse_places
+from fpipe.errors import InputError
+from fpipe.ir.captured import FrontEnd
+from fpipe.ir.objective import Loss
+from fpipe.ir.variant import TRAINING
+from fpipe.pipelines.autocast import require_gradients, suspend_autocast
+from fpipe.pipelines.builder import Model
+from fpipe.pipelines.inputs import State
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.step import make_training_step
+from fpipe.planning.cut_model import NO_TIMES, CutModel, measure_blocks, time_blocks
+from fpipe.planning.documents import write_fields
+from fpipe.planning.holdings import BlockMemory, find_hops, find_parameters
+from fpipe.planning.links import MESSAGE_SIZES, fit_link
+from fpipe.planning.profile import Profile
+from fpipe.planning.roofline import Roofline, calibrate
+from fpipe.planning.standalone import ModelArguments, take_alone, training_variant_here
+from fpipe.runtime.launch import join_ranks
+from fpipe.runtime.ranks import Ranks
+from fpipe.runtime.transport.local import LocalRanks
+from fpipe.stages.ties import Tied
+from fpipe.weights.loading import ValueSource
+from schedules import Link, Span
+
+STEPS: Final = 3
+
+
+def profile(
+    model: Model | Pipeline,
+    example: tuple[Any, ...] | dict[str, Any],
+    targets: Any = None,
+    *,
+    loss: Loss | None = None,
+    microbatches: int = 1,
+    cuts: CutsArgument = None,
+    unsplittable: Selector | Iterable[Selector] = (),
+    capture: str | FrontEnd = "trace",
+    backward: Backward = "autograd",
+    tied: Tied = "exact",
+    batch_dims: Any = 0,
+    weight: Weight | None = None,
+    source: ValueSource | None = None,
+    device: Roofline | None = None,
+    link: Link | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    seconds: float = 3.0,
+) -> Profile:
+    """Measure what each piece of a model costs, between all places where it may be cut; return the `Profile`.
+
+    - `model`: a model as `fpipe.pipeline` takes it, or a pipeline. `example`, `targets`: a batch with values.
+    - `cuts`: where stages may begin, as for `fpipe.pipeline`; by default wherever they can. Fewer places mean larger
+      blocks, and a shorter table.
+    - `source`: the values of parameters and buffers, as for `pipe.init`; by default those of the model.
+    - `device`: the peaks of a device, to estimate times instead of measuring them. A model without values, on the meta
+      device, and a pipeline without a `source` are never run: their times are estimated from peaks measured here.
+    - `link`: the time of transfers between ranks, if it is known; the bytes in it are ignored.
+    - `group`: under torch.distributed, the processes that profile a model together; by default all. A pipeline has its
+      own.
+    - `seconds`: about how long actions are timed. Each runs a few times in any case.
+    - Other arguments are those of `fpipe.pipeline`, for a model; a pipeline has its own.
+
+    The batch is cut into microbatches, and the first one is measured. Times are those of one process that runs alone on
+    its device. They include what the executor adds to each action, and adding gradients to earlier ones; not the
+    update, nor collectives of a mesh. The whole model must fit on the device, with the activations of a microbatch;
+    otherwise estimate.
+
+    Under torch.distributed, every rank must call this at the same time. Each measures on its own device, and the time
+    of transfers between any two is measured, too. All return the same profile, in which the slowest rank counts.
+
+    Raise `InputError` for a batch that the model can't take, for values that are missing, and for arguments that do not
+    fit together; otherwise as `fpipe.pipeline` does.
+
+    >>> import torch, fpipe
+    >>> from schedules import gpipe, simulate
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> measured = fpipe.profile(model, (torch.ones(6, 4),), loss=torch.mean, microbatches=3, seconds=0)
+    >>> [block.name for block in measured.blocks]
+    ['0', '1', '2']
+    >>> measured.sizes(["2"]).activation, measured.sizes(["2"]).weight
+    ((64, 68), (160, 36))
+    >>> simulate(gpipe(ranks=2, microbatches=3), measured.costs(["2"])).makespan > 0
+    True
+    """
+    given = ModelArguments(loss, microbatches, unsplittable, capture, backward, tied, batch_dims, weight)
+    require_gradients()
+    _require_kinds(device, link, seconds)
+    if isinstance(model, Pipeline):
+        given.require_defaults()
+        with model.ranks.enter_call("profile"):
+            alone = take_alone(model, example, targets)
+            return _profile_together(model.ranks, alone, (example, targets), cuts, source, device, link, seconds)
+    module, ranks = as_module(model), _join(find_home(example, targets), group)
+    with ranks.enter_call("profile"):
+        alone = given.build(module, example, targets)
+        values = module if source is None and _has_values(module) else source
+        return _profile_together(ranks, alone, (example, targets), cuts, values, device, link, seconds)
+
+
+def _require_kinds(device: object, link: object, seconds: object) -> None:
+    """Raise `InputError` for arguments of another type than expected."""
+    expected = [("device", device, Roofline, "a Roofline"), ("link", link, Link, "a Link")]
+    for name, got, kind, text in expected:
+        if got is not None and not isinstance(got, kind):
+            raise InputError(f"{name}: got {got!r}, expected {text}. Pass one, or leave it out.")
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds >= 0:
+        raise InputError(f"seconds: got {seconds!r}, expected a number of at least 0. Pass how long to measure.")
+
+
+def _join(device: torch.device, group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
+    """Return this process's place among those that profile a model together."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return LocalRanks(1)
+    return join_ranks(dist.get_world_size() if group is None else group.size(), group, device)
+
+
+def _has_values(module: nn.Module) -> bool:
+    return not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _profile_together(
+    ranks: Ranks,
+    alone: Pipeline,
+    batch: tuple[Any, Any],
+    cuts: CutsArgument,
+    source: ValueSource | None,
+    device: Roofline | None,
+    link: Link | None,
+    seconds: float,
+) -> Profile:
+    """Return the profile that all ranks find together: that of the slowest, and the time of transfers between them."""
+    found = _profile(alone, batch, cuts, source, device, seconds)
+    if len(ranks.processes) > 1:
+        every = [Profile.parse(text) for text in ranks.exchange_text(write_fields(found), "profiles")]
+        found = every[0].merge(*every[1:])
+    measured = fit_link(ranks.measure_transfers(MESSAGE_SIZES)) if link is None else link
+    return replace(found, link=replace(measured, bytes=0, back=None))
+
+
+def _profile(
+    alone: Pipeline,
+    batch: tuple[Any, Any],
+    cuts: CutsArgument,
+    source: ValueSource | None,
+    device: Roofline | None,
+    seconds: float,
+) -> Profile:
+    """Return the profile of a pipeline of one stage, as this process finds it."""
+    _require_plain(alone)
+    variant = training_variant_here()
+    split = alone.batch(variant, *batch)
+    alone.plan(variant, split.signature)
+    where = parse_places(cuts, alone.captures.cuts.unsplittable, 1)
+    model = CutModel.of(alone.planner, variant, split, where)
+    if device is None and source is not None:
+        holdings, _ = measure_blocks(model, None)
+        params, buffers = alone.init(source)
+        with suspend_autocast(TRAINING):
+            times, fixed = time_blocks(model, params, buffers, alone.device, seconds)
+        outside, where_text = _time_outside(alone, params, buffers, batch), _describe_device(alone.device)
+    else:
+        roofline = device or calibrate(alone.device, _main_dtype(alone))
+        holdings, estimated = measure_blocks(model, roofline)
+        times, fixed, outside, where_text = tuple(estimated), NO_TIMES, 0.0, f"estimated by {roofline}"
+    assembly = model.finest.assembly
+    memory = BlockMemory.of(assembly, holdings)
+    return Profile(
+        model=type(alone.model).__name__,
+        microbatch=str(alone.captures.batchings[True].split(split.signature)[0]),
+        backward=_describe_backward(model),
+        device=where_text,
+        blocks=model.blocks,
+        times=times,
+        fixed=fixed,
+        step=outside,
+        hops=find_hops(assembly),
+        activation=memory.activation,
+        residual=memory.residual,
+        arrivals=memory.arrivals,
+        versions=memory.versions,
+        parameters=find_parameters(assembly),
+    )
+
+
+def _require_plain(alone: Pipeline) -> None:
+    """Raise `InputError` for a model with parameters that are split over a mesh."""
+    if alone.training.placed:
+        raise InputError(
+            f"model: got parameters that are split over a mesh, such as {next(iter(alone.training.placed))!r}, "
+            "expected plain ones. Profile the model before parallelize_module splits it."
+        )
+
+
+def _time_outside(alone: Pipeline, params: State, buffers: State, batch: tuple[Any, Any]) -> float:
+    """Return the seconds of a step in one process outside of its actions: checks, splitting, collecting."""
+    spans: list[Span] = []
+    step, times = make_training_step(alone, TRAINING, spans.append), []
+    for _ in range(1 + STEPS):
+        spans.clear()
+        start = perf_counter()
+        step(params, buffers, *batch, seed=0)
+        took = perf_counter() - start
+        times.append(took - (max(one.end for one in spans) - min(one.start for one in spans)))
+    return max(0.0, median(times[1:]))
+
+
+def _main_dtype(alone: Pipeline) -> torch.dtype:
+    """Return the dtype of most parameters."""
+    count = Counter[torch.dtype]()
+    for spec in alone.training.params.values():
+        count[spec.dtype] += torch.Size(spec.shape).numel()
+    found = [dtype for dtype, _ in count.most_common() if dtype.is_floating_point]
+    return found[0] if found else torch.float32
+
+
+def _describe_device(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    return f"measured on {device} ({name}), torch {torch.__version__}"
+
+
+def _describe_backward(model: CutModel) -> str:
+    """Return how most blocks are differentiated."""
+    remarks = Counter(stage.functions.remark or "by autograd" for stage in model.finest.assembly.stages)
+    return remarks.most_common(1)[0][0]

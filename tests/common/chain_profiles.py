@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles of models that do not exist: a chain of blocks with given times and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from fpipe.cutting.calls import Mark
+from fpipe.planning.blocks import ModelBlock
+from fpipe.planning.profile import Profile
+from fpipe.planning.ranges import ActionTimes, Hop, Spread
+from schedules import Link
+
+
+def chain_profile(
+    forward: Sequence[float], weights: Sequence[int] | None = None, link: Link | None = None, fixed: float = 0.0
+) -> Profile:
+    """A chain of blocks: the halves of a backward take as long as the forward, and a block keeps 10 bytes, sends 4."""
+    count = len(forward)
+    numbers = range(count)
+    weights = [8] * count if weights is None else weights
+    made: dict[str, Any] = {
+        "model": "Chain",
+        "microbatch": "float32[4]",
+        "backward": "by autograd",
+        "device": "imagined",
+        "blocks": tuple(ModelBlock(str(k), (Mark(str(k), 0, False),), 1, f"digest {k}") for k in numbers),
+        "times": tuple(ActionTimes(f, 2 * f, f, f, f) for f in forward),
+        "fixed": ActionTimes(*[fixed] * 5),
+        "step": 0.0,
+        "hops": tuple(Hop(k, k + 1, 4, 4) for k in range(count - 1)),
+        "activation": tuple(Spread(10, (k,)) for k in numbers),
+        "residual": tuple(Spread(5, (k,)) for k in numbers),
+        "parameters": tuple(Spread(weights[k], (k,)) for k in numbers),
+        "versions": (0,) * count,
+        "link": Link() if link is None else link,
+    }
+    return Profile(**{one.name: made.get(one.name, ()) for one in fields(Profile)})

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan holds its memory, is not beaten by any cuts by hand, is never below its bound, and says what it must."""
+
+from dataclasses import replace
+from itertools import combinations
+from math import inf
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe.planning.candidates import FACTORIES, Candidate, Room
+from fpipe.planning.choosing import PlanProgress, choose
+from fpipe.planning.floor import bound_plans
+from fpipe.planning.plan import Plan
+from fpipe.planning.prediction import Predictor
+from schedules import Link, SizeError, check, interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb_v
+from tests.common.chain_profiles import chain_profile
+
+FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
+
+
+def find(profile, factories=FACTORIES, ranks=2, microbatches=4, caps=None, pinned=(), report=lambda progress: None):
+    places = frozenset(range(1, len(profile.blocks)))
+    room = Room((inf,) * ranks if caps is None else caps, places, pinned)
+    return choose({microbatches: profile}, factories, ranks, room, weights=1.0, seconds=60.0, report=report)
+
+
+def by_hand(profile, factories, ranks, microbatches):
+    """The predictions of all cuts of all schedules."""
+    predictor = Predictor(profile, 1.0)
+    for factory in factories:
+        try:
+            how = factory(ranks, microbatches)
+        except SizeError:
+            continue
+        for cuts in combinations(range(1, len(profile.blocks)), how.stages - 1):
+            yield Candidate.of(predictor, how, cuts)
+
+
+@settings(max_examples=15, deadline=None)
+@given(FORWARDS, st.integers(2, 3), st.sampled_from([0.0, 2.0]))
+def test_no_cuts_by_hand_are_much_faster_and_none_is_below_the_bound(forward, ranks, latency):
+    profile = chain_profile(forward, link=Link(latency=latency))
+    factories = (one_f_one_b, zb_h1, zb_v, interleaved_1f1b)
+    plan = find(profile, factories, ranks, 4)
+    best = min(by_hand(profile, factories, ranks, 4), key=lambda one: one.predicted.seconds)
+    assert best.predicted.seconds * 1.03 >= plan.predicted.seconds
+    assert plan.bound <= best.predicted.seconds * (1 + 1e-9)
+    check(plan.schedule)
+
+
+@settings(max_examples=30, deadline=None)
+@given(FORWARDS, st.integers(2, 4), st.integers(1, 6), st.sampled_from([0.0, 0.5]))
+def test_plans_with_a_stage_per_rank_are_not_below_their_bound(forward, ranks, microbatches, fixed):
+    profile = chain_profile(forward, fixed=fixed)
+    for split, factory in ((False, one_f_one_b), (True, zb_h1)):
+        least = bound_plans(profile, ranks, microbatches, split=split, single=True).makespan
+        fastest = min(one.predicted.seconds for one in by_hand(profile, [factory], ranks, microbatches))
+        assert least <= fastest * (1 + 1e-9)
+
+
+@settings(max_examples=15, deadline=None)
+@given(FORWARDS, st.integers(60, 200))
+def test_the_memory_is_held(forward, cap):
+    profile = chain_profile(forward)
+    try:
+        plan = find(profile, caps=(cap, cap))
+    except fpipe.InputError as error:
+        if "expected at least" not in str(error):
+            raise
+        return
+    assert max(plan.predicted.memory) <= cap
+
+
+def test_little_memory_makes_stages_recompute():
+    profile = replace(chain_profile([1] * 8), activation=chain_profile([1] * 8).activation)
+    plan = find(profile, [one_f_one_b], ranks=2, microbatches=8, caps=(75, 75))
+    assert plan.schedule.factory is recompute
+    assert max(plan.predicted.memory) <= 75
+
+
+def test_what_fits_nowhere_is_refused_with_the_least_that_would():
+    with pytest.raises(fpipe.InputError, match=r"memory: got 10.0 B, expected at least \d+ B"):
+        find(chain_profile([1] * 8), caps=(10.0, 10.0))
+
+
+def test_too_few_places_for_cuts_are_refused():
+    with pytest.raises(fpipe.InputError, match="too few places"):
+        find(chain_profile([1, 1]), ranks=4)
+
+
+def test_a_pinned_cut_is_kept():
+    assert "2" in find(chain_profile([1] * 8), [one_f_one_b], pinned=(2,)).cuts
+
+
+def test_it_says_when_data_parallelism_is_faster():
+    plan = find(chain_profile([1] * 8))
+    assert "use data parallelism" in plan.advice
+    assert plan.copies.seconds < plan.predicted.seconds
+
+
+def test_no_advice_if_the_model_does_not_fit_on_one_device():
+    plan = find(chain_profile([1] * 8, weights=[100] * 8), caps=(600.0, 600.0))
+    assert plan.advice == ""
+    assert not plan.alone.fits
+    assert not plan.copies.fits
+
+
+def test_one_device_wins_if_links_are_slow():
+    plan = find(chain_profile([1] * 8, link=Link(latency=1000)))
+    assert "train on one device" in plan.advice
+
+
+def test_the_same_profile_gives_the_same_plan():
+    profile = chain_profile([3, 1, 4, 1, 5, 9, 2, 6])
+    assert find(profile) == find(profile)
+
+
+def test_progress_is_reported_and_an_interrupt_returns_the_best_so_far():
+    seen: list[PlanProgress] = []
+
+    def report(progress):
+        seen.append(progress)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    plan = find(chain_profile([3, 1, 4, 1, 5, 9, 2, 6]), report=report)
+    assert [one.tried for one in seen] == [1, 2, 3]
+    assert not plan.complete
+    assert "stopped early" in str(plan)
+
+
+def test_an_interrupt_before_anything_was_found_is_raised():
+    def factory(ranks, microbatches):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        find(chain_profile([1] * 8), [factory])
+
+
+def test_a_plan_prints_what_it_is():
+    text = str(find(chain_profile([3, 1, 4, 1, 5, 9, 2, 6])))
+    for words in (
+        "Plan for Chain on 2 ranks",
+        "schedule",
+        "cuts",
+        "predicted, bubble",
+        "memory",
+        "limited by",
+        "bound",
+        "one device",
+        "copies",
+        "next best",
+    ):
+        assert words in text
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    plan = find(chain_profile([3, 1, 4, 1, 5, 9, 2, 6]), caps=(500.0, 500.0))
+    plan.save(path)
+    return plan, path
+
+
+def test_a_plan_is_read_as_it_was_saved(saved):
+    plan, path = saved
+    assert Plan.read(path) == plan
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"fpipe plan"', '"other"', "expected a plan of version"),
+        ('"version": 1', '"version": 2', "expected a plan of version"),
+        ('"bound": ', '"bound": -', "bound: got -"),
+        ('"bound": ', '"bound": NaN, "x": ', "NaN"),
+        ('"complete": true', '"complete": 3', "complete: got '3', expected bool"),
+        ('"schedule": "', '"schedule": "no_', "expected a built-in schedule"),
+        ("{", "", "plan.json: "),
+    ],
+)
+def test_a_file_that_was_changed_is_refused(saved, tmp_path, old, new, words):
+    text = saved[1].read_text()
+    assert old in text
+    path = tmp_path / "plan.json"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(fpipe.InputError, match=words):
+        Plan.read(path)
+
+
+def test_a_plan_of_a_wrong_schedule_is_refused(saved, tmp_path):
+    path = tmp_path / "plan.json"
+    wrong = {"schedule": "table", "arguments": {"rows": ["0F0,0B0", "1B0,1F0"]}}
+    import json
+
+    document = json.loads(saved[1].read_text())
+    path.write_text(json.dumps({**document, "schedule": wrong, "cuts": ["4"]}))
+    with pytest.raises(fpipe.InputError, match="rule"):
+        Plan.read(path)
+
+
+def layers(count=6):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(count)])
+
+
+@pytest.fixture(scope="module")
+def planned():
+    model, x = layers(), torch.ones(8, 8)
+    return model, x, fpipe.plan(model, (x,), ranks=2, loss=torch.mean, microbatches=4, memory="1MB", seconds=5)
+
+
+def test_a_pipeline_of_a_plan_is_exact(planned):
+    model, x, plan = planned
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, plan=plan)
+    assert pipe.schedule == plan.schedule
+    assert fpipe.verify(pipe, model, (x,))
+
+
+def test_a_drop_in_module_takes_a_plan(planned):
+    model, x, plan = planned
+    made = fpipe.Pipelined(model, example=(x,), loss=torch.mean, plan=plan)
+    made(x).backward()
+    assert all(p.grad is not None for p in made.parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"schedule": one_f_one_b(2, 4)}, "schedule: got .* besides a plan"),
+        ({"cuts": ["2"]}, "cuts: got .* besides a plan"),
+        ({"stages": 2}, "stages: got 2 besides a plan"),
+        ({"plan": "plan.json"}, "plan: got 'plan.json', expected a Plan"),
+        ({"plan": None}, "schedule: got None, expected a Schedule"),
+    ],
+)
+def test_a_plan_replaces_other_arguments(planned, given, words):
+    model, x, plan = planned
+    with pytest.raises(fpipe.InputError, match=words):
+        fpipe.pipeline(model, example=(x,), loss=torch.mean, **{"plan": plan, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"ranks": 0}, "ranks: got 0"),
+        ({"memory": "lots"}, "memory: got 'lots'"),
+        ({"memory": -1}, "memory: got -1"),
+        ({"memory": (1e6,)}, "memory: got 1 amounts, expected 2"),
+        ({"memory": {1: 2}}, "memory: got {1: 2}"),
+        ({"microbatches": 0}, "microbatches: got 0"),
+        ({"microbatches": ()}, "microbatches: got none"),
+        ({"schedules": ()}, "schedules: got none"),
+        ({"schedules": [3]}, r"schedules\[0\]: got 3"),
+        ({"schedules": one_f_one_b(3, 4)}, "expected a schedule of 2 ranks"),
+        ({"cuts": ["9"]}, "got '9'"),
+        ({"cuts": ["1", "2"], "schedules": one_f_one_b}, "schedules: got none that can run this model"),
+        ({"weights": 0}, "weights: got 0"),
+        ({"seconds": float("nan")}, "seconds: got nan"),
+    ],
+)
+def test_wrong_arguments_are_refused(given, words):
+    with pytest.raises(fpipe.InputError, match=words):
+        fpipe.plan(
+            layers(), (torch.ones(8, 8),), **{"ranks": 2, "loss": torch.mean, "microbatches": 4, "seconds": 1, **given}
+        )

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No schedule takes less time than the bound, and where the best schedule is known, it takes that time."""
+
+from math import inf
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from schedules import (
+    Costs,
+    GraphError,
+    Link,
+    Placement,
+    SizeError,
+    Sizes,
+    bidirectional,
+    bound,
+    chain,
+    families,
+    linear,
+    looped,
+    merge_backward,
+    one_f_one_b,
+    simulate,
+    v_schedule,
+    vee,
+    zb_auto,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from schedules.analysis.bounds.lower_bound import rough_bound
+from schedules.testing import costs as schedule_costs
+from schedules.testing import schedules
+from tests.common.optimum import Case, find_optimum
+from tests.common.plain import plain_orders
+from tests.common.sizes import NIGHTLY, few
+
+ROUNDING = 1 + 1e-9
+HELD_BACK = {"zb_auto", "seq_1f1b"}  # the first needs costs and has a test of its own; slices are not covered
+FAMILIES = [getattr(families, name) for name in families.__all__ if name not in HELD_BACK]
+QUARTERS = st.integers(1, 20).map(lambda quarters: quarters / 4)
+
+
+def any_costs(stages):
+    """A strategy for costs that differ by stage, on links of any speed."""
+    each = QUARTERS | st.tuples(*[QUARTERS] * stages)
+    links = st.builds(Link, latency=QUARTERS, bandwidth=QUARTERS, bytes=each)
+    passes = dict.fromkeys("FBIW", each)
+    return st.builds(Costs, **passes, OVERLAP_F=st.none() | each, comm=st.just(0) | QUARTERS | links)
+
+
+def bound_like(schedule, costs, graph=None, sizes=None):
+    """The bound of all schedules on the placement and in the memory of one, that are split if it is."""
+    memory = simulate(schedule, costs, graph, sizes).peak_memory
+    split = any(action.kind == "W" for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    more = {"split": split, "backward": schedule.backward, "sizes": sizes, "graph": graph}
+    return bound(costs, schedule.placement, schedule.microbatches, memory=memory, **more)
+
+
+@given(st.data())
+def test_no_schedule_takes_less_time(data):
+    schedule, graph = data.draw(plain_orders())
+    costs = data.draw(any_costs(schedule.stages))
+    sizes = data.draw(st.none() | st.builds(Sizes, residual=st.sampled_from([0, 0.25, 1]), weight=st.integers(0, 3)))
+    least = bound_like(schedule, costs, graph, sizes)
+    assert least.makespan <= simulate(schedule, costs, graph).makespan * ROUNDING
+
+
+@given(st.data())
+def test_no_family_takes_less_time(data):
+    schedule = data.draw(schedules(FAMILIES))
+    costs = data.draw(any_costs(schedule.stages))
+    assert bound_like(schedule, costs).makespan <= simulate(schedule, costs).makespan * ROUNDING
+
+
+@given(P=st.integers(1, 8), M=st.integers(1, 16), memory=st.integers(1, 9), costs=schedule_costs())
+def test_no_order_found_for_the_costs_takes_less_time(P, M, memory, costs):
+    schedule = zb_auto(P, M, memory=memory, costs=costs)
+    assert bound_like(schedule, costs).makespan <= simulate(schedule, costs).makespan * ROUNDING
+
+
+@given(st.data(), st.floats(0, 0.5))
+def test_no_jitter_helps(data, jitter):
+    schedule = data.draw(schedules(FAMILIES))
+    costs = Costs(jitter=jitter, seed=data.draw(st.integers(0, 9)))
+    assert bound_like(schedule, costs).makespan <= simulate(schedule, costs).makespan * ROUNDING
+
+
+PLACEMENTS = [linear(2), linear(3), vee(2), looped(2, 2), linear(1, 2), bidirectional(2), Placement(3, (2, 0))]
+
+
+@st.composite
+def cases(draw):
+    placement = draw(st.sampled_from(PLACEMENTS))
+    S, P = placement.stages, placement.ranks
+    time, some = st.integers(1, 8), st.tuples(*[st.integers(1, 3)] * S)
+    passes = dict.fromkeys("FBIW", time | st.tuples(*[time] * S))
+    costs = draw(st.builds(Costs, **passes, comm=st.integers(0, 3)))
+    sizes = draw(st.sampled_from([Sizes(), Sizes(residual=0.5)]) | st.builds(Sizes, activation=some, residual=some))
+    memory = tuple(draw(st.integers(1, 8) | st.just(inf)) for _ in range(P))
+    microbatches = draw(st.integers(1, 4 if S == 2 else 3))
+    return Case(costs, placement, microbatches, memory, sizes, draw(st.booleans()), draw(st.booleans()))
+
+
+def bound_case(case):
+    """Return the least makespan that the bound leaves, or infinity if it says that nothing fits."""
+    more = {"split": case.split, "backward": case.backward, "sizes": case.sizes}
+    try:
+        return bound(case.costs, case.placement, case.microbatches, memory=case.memory, **more).makespan
+    except SizeError:
+        return inf
+
+
+@given(cases())
+def test_the_optimum_takes_no_less_time_and_exists_if_it_says_so(case):
+    best, found = find_optimum(case), bound_case(case)
+    assume(best is not None)
+    assert found <= best.makespan * ROUNDING
+    assert (found == inf) == (best.makespan == inf)
+
+
+EQUAL = [Costs(), Costs(comm=0.5), Costs(F=2, B=3, I=1.5, W=1.5), Costs(F=1, B=3, I=2, W=1, comm=1)]
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_optimum_of_a_small_chain_of_equal_stages_takes_that_time(ranks, split):
+    for costs in EQUAL if NIGHTLY else EQUAL[:: 3 if ranks == 3 else 1]:
+        for microbatches in range(1, 5):
+            for memory in range(1, 5):
+                case = Case(costs, linear(ranks), microbatches, (memory,) * ranks, split=split)
+                assert find_optimum(case).makespan == pytest.approx(bound_case(case))
+
+
+SLOTS = """
+2 linear 4 1 1  -  - 10
+4 linear 4 1 1  -  2 18
+4 linear 8 1 1  -  4 22
+4 vee    8 1 1  -  8 38
+3 looped 4 1 1  -  6 20
+4 linear 8 1 2  -  - 33
+4 linear 8 1 1  1  4 27
+4 linear 8 1 1  1  8 27
+"""
+
+
+@pytest.mark.parametrize("line", SLOTS.strip().splitlines())
+def test_small_cases_with_known_best_values(line):
+    ranks, name, microbatches, forward, backward, weight, cap, best = line.split()
+    placement = linear(int(ranks)) if name == "linear" else {"vee": vee, "looped": looped}[name](int(ranks), 2)
+    memory = inf if cap == "-" else int(cap) * placement.ranks / placement.stages
+    split, I = weight != "-", float(backward)  # noqa: E741 - the action's name
+    costs = Costs(F=float(forward), B=I + 1 if split else I, I=I, W=1)
+    assert bound(costs, placement, int(microbatches), memory=memory, split=split).makespan == float(best)
+
+
+def test_the_fastest_schedule_of_one_of_them():
+    case = Case(Costs(F=1, B=1), looped(3, 2), 4, (6.0, 6.0, 6.0), split=False)
+    best = find_optimum(case)
+    assert best.makespan == simulate(best.schedule, case.costs).makespan == bound_case(case) == 20
+    assert max(simulate(best.schedule, case.costs).peak_memory) == 3
+
+
+MEASURED = """
+24 18.522 18.086  9.337 0.601
+32 18.513 18.086  9.331 0.626
+64 18.546 18.097  9.321 0.762
+24 29.718 29.444 19.927 0.527
+32 29.802 29.428 19.530 0.577
+64 29.935 29.621 19.388 0.535
+"""
+
+
+@pytest.mark.parametrize("line", MEASURED.strip().splitlines())
+def test_published_schedules_on_eight_ranks_are_optimal_for_their_memory(line):
+    """arXiv 2401.10241, table 5: measured times of the 1.5B and the 6.2B model, in 1p and 2p of memory."""
+    M, F, I, W, comm = map(float, line.split())  # noqa: E741 - the action's name
+    costs, M = Costs(F=F, B=I + W, I=I, W=W, comm=comm), int(M)
+    once, twice = (zb_auto(8, M, memory=memory, costs=costs, residual=1) for memory in (8, 16))
+    for memory, found in ((8, [zb_h1(8, M), once]), (16, [zb_h2(8, M), twice])):
+        best = min(simulate(schedule, costs).makespan for schedule in found)
+        least = bound(costs, linear(8), M, memory=memory).makespan
+        assert least <= best * ROUNDING <= least * 1.0001
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("microbatches", [16, 32])
+def test_families_of_equal_passes_are_optimal_for_their_memory(ranks, microbatches):
+    P, M = ranks, microbatches
+    each = [one_f_one_b(P, M), zb_h1(P, M), zb_v(P, M), merge_backward(zb_v(P, M)), v_schedule(P, M, memory=2 * P - 2)]
+    each += [families.gpipe(P, M), families.interleaved_1f1b(P, M, 2), families.interleaved_zero_bubble(P, M)]
+    for schedule in each:
+        assert bound_like(schedule, Costs()).makespan == pytest.approx(simulate(schedule, Costs()).makespan), schedule
+
+
+@given(cases())
+def test_parts_are_sorted_and_the_rough_bound_is_one_of_them(case):
+    more = {"split": case.split, "backward": case.backward}
+    found, rough = (f(case.costs, case.placement, case.microbatches, **more) for f in (bound, rough_bound))
+    values = [part.makespan for part in found.parts]
+    assert values == pytest.approx(sorted(values, reverse=True))
+    assert found.parts[0] == (found.makespan, found.because)
+    assert set(rough.parts) <= set(found.parts)
+
+
+def test_reasons_say_where_the_time_goes():
+    found = bound(Costs(), linear(4), 8, memory=4)
+    assert found.because == "rank 0 works for 24, is idle for 3 before its first input half and for 0 after its last"
+    assert bound(Costs(), linear(4), 1).because == "one microbatch alone takes 9"
+    narrow = bound(Costs(), linear(4), 6, memory=1)
+    assert narrow.because == "rank 0 holds 54 of memory times time, in 1 of memory, after 0 and before 0"
+    texts = [part.because for part in bound(Costs(), vee(4), 8, memory=2.5, split=False).parts]
+    assert texts[0] == "rank 0 works for 48, is idle for 18 at first and for 0 at the end"
+    assert "passes of rank 3 that take 1 start at 34 at the earliest, and 31 follows the last" in texts
+    assert "rank 0 is idle for 18: 7B7 starts at 50 at the earliest, takes 2, and 14 follows" in texts
+
+
+def test_more_memory_than_one_microbatch_needs_is_asked_for():
+    with pytest.raises(SizeError, match=r"got memory=0\.5, expected at least the 1 that rank 0 needs for one microb"):
+        bound(Costs(), vee(2), 4, memory=0.5)
+    sizes = Sizes(activation=(1, 2, 3, 4), weight=10)
+    with pytest.raises(SizeError, match=r"got memory=24\.0?, expected at least the 25 that rank 1 needs"):
+        bound(Costs(), vee(2), 4, memory=(25, 24.0), sizes=sizes)
+    assert bound(Costs(), vee(2), 4, memory=25, sizes=sizes).makespan < inf
+
+
+@pytest.mark.parametrize("memory", [-1, float("nan"), "80GB", (1, 2, 3)])
+def test_memory_is_a_number_or_one_per_rank(memory):
+    with pytest.raises(SizeError, match="a number of at least 0, or a tuple of 2: one for each rank"):
+        bound(Costs(), linear(2), 4, memory=memory)
+
+
+@pytest.mark.parametrize("microbatches", [0, -1, 1.5, True])
+def test_microbatches_are_a_positive_integer(microbatches):
+    with pytest.raises(SizeError, match="an integer of at least 1"):
+        bound(Costs(), linear(2), microbatches)
+
+
+def test_costs_sizes_and_graphs_have_as_many_stages_as_are_placed():
+    with pytest.raises(SizeError, match="a tuple of 2"):
+        bound(Costs(F=(1, 2, 3)), linear(2), 4)
+    with pytest.raises(SizeError, match="a tuple of 2"):
+        bound(Costs(), linear(2), 4, sizes=Sizes(activation=(1, 2, 3)))
+    with pytest.raises(GraphError, match="got a graph of 3 stages, expected 2"):
+        bound(Costs(), linear(2), 4, graph=chain(3))
+
+
+@pytest.mark.parametrize("case", range(few(3)))
+def test_any_order_of_microbatches_is_one_of_the_orders_that_count(case):
+    """The proof says that no schedule gains by running a stage's microbatches out of order."""
+    placement = [linear(2), vee(2), looped(2, 2)][case % 3]
+    costs = Costs(F=(1 + case, 2) * (placement.stages // 2), B=4, I=1, W=2, comm=case % 2)
+    for memory in (2, 3):
+        cases = [Case(costs, placement, 2, (memory,) * 2, in_order=in_order) for in_order in (True, False)]
+        first, second = (find_optimum(one) for one in cases)
+        assert first.makespan == second.makespan
