@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from math import inf
+from time import monotonic
 from typing import Final, TypeAlias
 
 import torch
@@ -86,11 +89,17 @@ class Room:
 
     - `caps`: the bytes of each rank.
     - `places`: the blocks at which a stage may begin; `pinned`: those at which one must.
+    - `end`: when the search has to end, in seconds of `time.monotonic`.
     """
 
     caps: tuple[float, ...]
     places: frozenset[int]
     pinned: tuple[int, ...] = ()
+    end: float = inf
+
+    def is_closed(self) -> bool:
+        """Return whether time has run out."""
+        return monotonic() > self.end
 
 
 def find_starts(profile: Profile) -> frozenset[int]:
@@ -127,7 +136,8 @@ def _worth_trying(
 def _best_of(best: Candidate, cuts: Iterable[tuple[int, ...]], room: Room) -> Candidate:
     """Return the best of a candidate and the same schedule with these cuts."""
     base = _without_recomputation(best.schedule)
-    others = (fit_memory(Candidate.of(best.predictor, base, one), room) for one in cuts)
+    open_cuts = takewhile(lambda one: not room.is_closed(), cuts)
+    others = (fit_memory(Candidate.of(best.predictor, base, one), room) for one in open_cuts)
     return min((best, *others), key=lambda one: _rank(one, room))
 
 

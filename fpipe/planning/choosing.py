@@ -9,7 +9,7 @@ Runs when a plan is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Final, NamedTuple
 
@@ -80,14 +80,15 @@ def choose(
     Stop after about `seconds`, or at a KeyboardInterrupt, with the best so far. Raise `InputError` if nothing fits.
     """
     predictors = {count: Predictor(profile, weights) for count, profile in profiles.items()}
-    search, end = Search(room, report), monotonic() + seconds
+    room = replace(room, end=monotonic() + seconds)
+    search = Search(room, report)
     try:
         for one in list_candidates(predictors, tuple(factories), ranks, room):
             search.refused.append(one) if isinstance(one, str) else search.add(one, "trying schedules")
-            if monotonic() > end and search.found:
-                search.complete = False
+            if room.is_closed() and search.found:
                 break
-        _improve_all(search, end)
+        _improve_all(search)
+        search.complete = not room.is_closed()
     except KeyboardInterrupt:
         search.complete = False
         if not search.found:
@@ -95,14 +96,11 @@ def choose(
     return _conclude(search, predictors, ranks)
 
 
-def _improve_all(search: Search, end: float) -> None:
+def _improve_all(search: Search) -> None:
     """Move the cuts of the best candidates as long as that helps, and there is time."""
     for candidate in search.found[:IMPROVED]:
         for better in improve(candidate, search.room):
             search.add(better, f"moving cuts of {better.schedule!r}")
-            if monotonic() > end:
-                search.complete = False
-                return
 
 
 def _conclude(search: Search, predictors: Mapping[int, Predictor], ranks: int) -> Plan:
