@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of a schedule, the critical path, and costs estimated from timelines."""
+"""Time and memory of a schedule, the critical path, lower bounds, and costs estimated from timelines."""

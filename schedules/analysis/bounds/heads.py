@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heads and tails of passes: how early each can start, in any schedule, and how long a schedule lasts after it.
+"""Heads and tails of passes: how early each can start in any schedule, and how long the schedule lasts after it.
 
 Heads are found microbatch by microbatch, each queue after those it waits for, as the largest of
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from schedules.analysis.bounds.machine import BusyTime
-from schedules.analysis.bounds.network import PassNetwork
+from schedules.analysis.bounds.network import QueueNetwork
 from schedules.analysis.bounds.precedence import find_lags
 from schedules.analysis.bounds.release import Demand, Heads, find_demand, find_least_work, find_release
 
@@ -30,7 +30,7 @@ class Row:
     - `tightest`: the time `t` that gave the last head by memory.
     """
 
-    def __init__(self, network: PassNetwork, c: int, steps: dict[int, int], lags: dict[int, int]) -> None:
+    def __init__(self, network: QueueNetwork, c: int, steps: dict[int, int], lags: dict[int, int]) -> None:
         rank = network.queues[c].rank
         self.steps = [(u, lag) for u, lag in steps.items() if lag]
         self.same = [(u, lags[u]) for u in network.on(rank) if u in lags]
@@ -38,12 +38,12 @@ class Row:
         self.demand = find_demand(network, c, lags)
 
 
-def find_heads(network: PassNetwork) -> Heads:
+def find_heads(network: QueueNetwork) -> Heads:
     """Return a lower bound on the start of every pass, by queue and microbatch.
 
-    >>> from schedules.analysis.bounds.network import Hold, PassNetwork, Queue
+    >>> from schedules.analysis.bounds.network import Hold, QueueNetwork, Queue
     >>> forward, backward = Queue("F", 0, 0, 3, 1, ()), Queue("I", 0, 0, 3, 2, ((0, 5.0),))
-    >>> find_heads(PassNetwork((forward, backward), (Hold(0, 1, 1.0),), (2,)))
+    >>> find_heads(QueueNetwork((forward, backward), (Hold(0, 1, 1.0),), (2,)))
     [[0.0, 1.0, 8.0], [6.0, 8.0, 14.0]]
     """
     steps, lags = find_lags(network)
@@ -57,7 +57,7 @@ def find_heads(network: PassNetwork) -> Heads:
     return heads
 
 
-def _find_head(network: PassNetwork, c: int, k: int, row: Row, heads: Heads, times: list[float]) -> float:
+def _find_head(network: QueueNetwork, c: int, k: int, row: Row, heads: Heads, times: list[float]) -> float:
     """Return the head of pass `k` of queue `c`."""
     head = 0.0
     for u, transfer in network.queues[c].waits:

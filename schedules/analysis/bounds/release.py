@@ -19,14 +19,14 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple, TypeAlias
 
-from schedules.analysis.bounds.network import Hold, PassNetwork
+from schedules.analysis.bounds.network import Hold, QueueNetwork
 from schedules.language.costs import ROUNDING
 
 Heads: TypeAlias = list[list[float]]
 """Per queue, lower bounds on the starts of its passes, as far as they are known."""
 
 
-class EndedPasses(NamedTuple):
+class Repayment(NamedTuple):
     """Passes of a queue that give memory back: `done` of them have; `gives` of `(n, amount)`: each below `n` does."""
 
     queue: int
@@ -35,17 +35,18 @@ class EndedPasses(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """The memory that one stage can give back, in two steps or one."""
+    """The repayments of one stage: the last, and the one before it if there are two."""
 
-    low: EndedPasses | None
-    high: EndedPasses
+    low: Repayment | None
+    high: Repayment
 
 
 @dataclass(frozen=True)
-class StepLags:
-    """The numbers of passes of a queue that have ended, and of microbatches that gave it something, when a pass starts.
+class RepaymentLags:
+    """The passes of a queue that have ended when a pass of another starts, as a lag behind it.
 
-    Both are lags behind that pass. `before` is true if the queue's pass of the same microbatch comes later.
+    `gives` are the amounts that each gives back, with the lag of what took them. `before` is true if that other pass
+    comes before the queue's pass of the same microbatch.
     """
 
     queue: int
@@ -53,11 +54,11 @@ class StepLags:
     gives: tuple[tuple[float, float], ...]
     before: bool
 
-    def at(self, k: int) -> EndedPasses:
-        """Return the step when pass `k` starts."""
+    def at(self, k: int) -> Repayment:
+        """Return the repayment when pass `k` starts."""
         most = k if self.before else k + 1
         gives = ((min(most, _count(k, lag)), amount) for lag, amount in self.gives)
-        return EndedPasses(self.queue, _count(k, self.lag), tuple(gives))
+        return Repayment(self.queue, _count(k, self.lag), tuple(gives))
 
 
 def _count(k: int, lag: float) -> int:
@@ -68,12 +69,12 @@ def _count(k: int, lag: float) -> int:
 class Demand:
     """The memory that a queue's passes must wait for: `room` is the rank's, `holds` the lags and amounts of its holds.
 
-    `offers` are the steps of each stage on the rank, `low` and `high`.
+    `offers` are the repayments of each stage on the rank, `low` and `high`.
     """
 
     room: float
     holds: tuple[tuple[float, float], ...]
-    offers: tuple[tuple[StepLags | None, StepLags], ...]
+    offers: tuple[tuple[RepaymentLags | None, RepaymentLags], ...]
 
     def at(self, k: int) -> tuple[float, list[Offer]]:
         """Return how much must be given back before pass `k` starts, besides what certainly was, and by whom.
@@ -94,7 +95,7 @@ class Demand:
         return (need, offers) if need > self.room * ROUNDING else (0.0, [])
 
 
-def find_demand(network: PassNetwork, c: int, lags: dict[int, int]) -> Demand | None:
+def find_demand(network: QueueNetwork, c: int, lags: dict[int, int]) -> Demand | None:
     """Return what the passes of `c` must wait for, or `None` if they take no memory, or their rank has no limit."""
     rank = network.queues[c].rank
     holds = [hold for hold in network.holds if network.queues[hold.taker].rank == rank]
@@ -108,17 +109,17 @@ def find_demand(network: PassNetwork, c: int, lags: dict[int, int]) -> Demand | 
 
 
 def _find_offer(
-    network: PassNetwork, c: int, lags: dict[int, int], holds: list[Hold]
-) -> tuple[StepLags | None, StepLags]:
-    """Return the steps in which the holds of one stage end: the last giver, and an input half before it."""
+    network: QueueNetwork, c: int, lags: dict[int, int], holds: list[Hold]
+) -> tuple[RepaymentLags | None, RepaymentLags]:
+    """Return the repayments of one stage's holds: the last, and that of an input half before it."""
     queues, givers = network.queues, {hold.giver for hold in holds}
     high = next(g for g in givers if not any(g in network.earlier[other] for other in givers))
     halves = (u for u, _ in queues[high].waits if queues[u].kind == "I" and queues[u].stage == queues[high].stage)
     low = next(halves, None)
 
-    def step(queue: int) -> StepLags:
+    def step(queue: int) -> RepaymentLags:
         gives = ((0 if h.taker == c else lags.get(h.taker, inf), h.amount) for h in holds if h.giver == queue)
-        return StepLags(queue, lags.get(queue, inf), tuple(gives), c in network.earlier[queue])
+        return RepaymentLags(queue, lags.get(queue, inf), tuple(gives), c in network.earlier[queue])
 
     return (None if low is None else step(low)), step(high)
 
@@ -167,7 +168,7 @@ def find_least_work(offers: list[Offer], need: float, heads: Heads, times: list[
     return cost
 
 
-def _count_free(step: EndedPasses, heads: Heads, start: float) -> float:
+def _count_free(step: Repayment, heads: Heads, start: float) -> float:
     """Return the number of passes that may have started before `start`; those not known yet may have, too."""
     starts = heads[step.queue]
     found = bisect_left(starts, start)
@@ -175,7 +176,7 @@ def _count_free(step: EndedPasses, heads: Heads, start: float) -> float:
 
 
 def _list_prices(
-    low: EndedPasses | None, high: EndedPasses, free: tuple[float, float], times: list[float]
+    low: Repayment | None, high: Repayment, free: tuple[float, float], times: list[float]
 ) -> Iterator[tuple[float, float]]:
     """Yield prices, times per amount, and the amounts that they are paid for, of microbatches that are not free.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from math import floor, inf
 
-from schedules.analysis.bounds.network import PassNetwork
+from schedules.analysis.bounds.network import QueueNetwork
 from schedules.analysis.bounds.release import Heads
 from schedules.language.costs import ROUNDING
 
@@ -26,7 +26,7 @@ class Started:
 
     __slots__ = ("gives", "last", "number", "takes", "time")
 
-    def __init__(self, network: PassNetwork, c: int) -> None:
+    def __init__(self, network: QueueNetwork, c: int) -> None:
         self.number, self.last, self.time = 0, 0.0, network.queues[c].time
         self.takes = sum(hold.amount for hold in network.holds if hold.taker == c)
         self.gives = sum(hold.amount for hold in network.holds if hold.giver == c)
@@ -36,12 +36,12 @@ class Started:
         return min(self.time, until - self.last) if self.number else 0.0
 
 
-def find_idle(network: PassNetwork, rank: int, heads: Heads) -> list[tuple[float, float]]:
+def find_idle(network: QueueNetwork, rank: int, heads: Heads) -> list[tuple[float, float]]:
     """Return times and how long the rank was idle before each, at least; both in increasing order.
 
-    >>> from schedules.analysis.bounds.network import PassNetwork, Queue
+    >>> from schedules.analysis.bounds.network import QueueNetwork, Queue
     >>> forward = Queue("F", 0, 0, 2, 1, ())
-    >>> find_idle(PassNetwork((forward,), (), (inf,)), 0, [[3.0, 6.0]])
+    >>> find_idle(QueueNetwork((forward,), (), (inf,)), 0, [[3.0, 6.0]])
     [(3.0, 3.0), (6.0, 5.0)]
     """
     rows = {c: Started(network, c) for c in network.on(rank)}

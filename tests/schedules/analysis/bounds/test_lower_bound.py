@@ -17,11 +17,13 @@ from schedules import (
     bidirectional,
     bound,
     chain,
+    dualpipe,
     families,
     linear,
     looped,
     merge_backward,
     one_f_one_b,
+    overlap,
     simulate,
     v_schedule,
     vee,
@@ -61,7 +63,7 @@ def bound_like(schedule, costs, graph=None, sizes=None):
 
 @given(st.data())
 def test_no_schedule_takes_less_time(data):
-    schedule, graph = data.draw(plain_orders())
+    schedule, graph = data.draw(plain_orders(fused=True))
     costs = data.draw(any_costs(schedule.stages))
     sizes = data.draw(st.none() | st.builds(Sizes, residual=st.sampled_from([0, 0.25, 1]), weight=st.integers(0, 3)))
     least = bound_like(schedule, costs, graph, sizes)
@@ -134,6 +136,25 @@ def test_the_optimum_of_a_small_chain_of_equal_stages_takes_that_time(ranks, spl
                 assert find_optimum(case).makespan == pytest.approx(bound_case(case))
 
 
+UNEVEN = [
+    (looped(2, 2), 4, Costs(F=(7, 5, 1, 3), B=(8, 10, 12, 15), I=(6, 3, 6, 7), W=(2, 7, 6, 8), comm=1), 1, 2, 167),
+    (looped(2, 2), 3, Costs(F=1, B=4, I=2, W=2), 0.25, 2, 40),
+    (vee(2), 3, Costs(F=6, B=3, I=1, W=2), 0.5, 4, 60),
+]
+
+
+@pytest.mark.parametrize(("placement", "microbatches", "costs", "residual", "memory", "best"), UNEVEN)
+def test_the_optimum_of_two_stages_per_rank_takes_that_time(placement, microbatches, costs, residual, memory, best):
+    case = Case(costs, placement, microbatches, (memory,) * 2, Sizes(residual=residual))
+    assert find_optimum(case).makespan == bound_case(case) == best
+
+
+def test_fused_pairs_may_be_as_fast_as_the_bound():
+    schedule, costs = overlap(dualpipe(2, 8)), Costs(F=1, B=2, OVERLAP_F=0.25)
+    assert bound_like(schedule, costs).makespan <= simulate(schedule, costs).makespan
+    assert bound_like(schedule, Costs()).makespan > simulate(schedule, costs).makespan
+
+
 SLOTS = """
 2 linear 4 1 1  -  - 10
 4 linear 4 1 1  -  2 18
@@ -193,6 +214,17 @@ def test_families_of_equal_passes_are_optimal_for_their_memory(ranks, microbatch
     each += [families.gpipe(P, M), families.interleaved_1f1b(P, M, 2), families.interleaved_zero_bubble(P, M)]
     for schedule in each:
         assert bound_like(schedule, Costs()).makespan == pytest.approx(simulate(schedule, Costs()).makespan), schedule
+
+
+LITTLE = [(4, 58), (5, 55), (6, 53), (7, 52), (8, 51)]
+
+
+@pytest.mark.parametrize(("memory", "least"), LITTLE)
+def test_a_vee_in_little_memory_cannot_do_without_waiting(memory, least):
+    """Less than two slots below the best orders known, which take 59, 57, 53, 53 and 51."""
+    assert bound(Costs(), vee(4), 8, memory=memory / 2).makespan == least
+    best = simulate(v_schedule(4, 8, memory=memory), Costs()).makespan
+    assert least <= best <= least + 2
 
 
 @given(cases())
