@@ -7,6 +7,7 @@ Runs when a plan is made.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import combinations
 from math import comb
 from typing import Final
 
@@ -49,11 +50,8 @@ class Loads:
         free, number = sorted({*places} - {*pinned}), self.passes.shape[1] - 1 - len(pinned)
         if number < 0 or comb(len(free), number) > MOST_LISTED:
             return []
-        chosen = (
-            torch.combinations(torch.tensor(free, dtype=torch.int64), number) if number else torch.empty(1, 0).long()
-        )
-        pins = torch.tensor([*pinned], dtype=torch.int64).expand(len(chosen), -1)
-        cuts = torch.cat([chosen, pins], 1).sort(1).values
+        rows = [sorted((*chosen, *pinned)) for chosen in combinations(free, number)]
+        cuts = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), -1)
         order = self.busiest(cuts).argsort(stable=True)
         return [tuple(row) for row in cuts[order].tolist()]
 
