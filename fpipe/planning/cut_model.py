@@ -31,7 +31,7 @@ from fpipe.planning.holdings import StageHolding, find_holdings
 from fpipe.planning.ranges import ActionTimes
 from fpipe.planning.recutting import captured_for, plan_cut
 from fpipe.planning.roofline import Roofline, estimate_times
-from fpipe.planning.timing import MICROBATCHES, TimedPlan, fit_times, one_by_one, time_actions
+from fpipe.planning.timing import MICROBATCHES, TimedPlan, fit_times, two_at_a_time, time_actions
 from fpipe.report.footprint import run_on_fakes
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.stage import Stage
@@ -92,7 +92,7 @@ class CutModel:
 
 def _plan(planner: Planner, variant: Variant, captured: Captured, positions: Sequence[int]) -> StepPlan:
     stages = len(positions) + 1
-    how = one_by_one(ranks=min(2, stages), microbatches=MICROBATCHES, stages=stages)
+    how = two_at_a_time(ranks=min(2, stages), microbatches=MICROBATCHES, stages=stages)
     return plan_cut(planner, variant, captured, positions, how)
 
 

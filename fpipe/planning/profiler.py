@@ -86,8 +86,8 @@ def profile(
 
     The batch is cut into microbatches, and the first one is measured. Times are those of one process that runs alone on
     its device. They include what the executor adds to each action, and adding gradients to earlier ones; not the
-    update, nor collectives of a mesh. The whole model must fit on the device, with the activations of a microbatch;
-    otherwise estimate.
+    update, nor collectives of a mesh. The whole model must fit on the device, with the activations of two
+    microbatches; otherwise estimate.
 
     Under torch.distributed, every rank must call this at the same time. Each measures on its own device, and the time
     of transfers between any two is measured, too. All return the same profile, in which the slowest rank counts.
