@@ -31,7 +31,7 @@ from fpipe.planning.holdings import StageHolding, find_holdings
 from fpipe.planning.ranges import ActionTimes
 from fpipe.planning.recutting import captured_for, plan_cut
 from fpipe.planning.roofline import Roofline, estimate_times
-from fpipe.planning.timing import MICROBATCHES, TimedPlan, fit_times, two_at_a_time, time_actions
+from fpipe.planning.timing import MICROBATCHES, TimedPlan, fit_times, time_actions, two_at_a_time
 from fpipe.report.footprint import run_on_fakes
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.stage import Stage
