@@ -16,6 +16,7 @@ from schedules.errors import (
     ProgramError,
     ScheduleError,
     SizeError,
+    SolverError,
     TableError,
     TimelineError,
     VocabularyError,
@@ -52,6 +53,8 @@ from schedules.language.placement import Placement, bidirectional, linear, loope
 from schedules.language.schedule import Factory, Limits, Schedule, schedule
 from schedules.lowering.program import Program, lower
 from schedules.replay.engine import Span
+from schedules.searching.search import SearchProgress, SearchResult, search
+from schedules.searching.solver import cp_sat
 from schedules.transforms.connect import connect
 from schedules.transforms.defer import defer_weights
 from schedules.transforms.forwards import forwards
@@ -89,8 +92,11 @@ __all__ = [
     "ProgramError",
     "Schedule",
     "ScheduleError",
+    "SearchProgress",
+    "SearchResult",
     "SizeError",
     "Sizes",
+    "SolverError",
     "Span",
     "TableError",
     "Timeline",
@@ -103,6 +109,7 @@ __all__ = [
     "chain",
     "check",
     "connect",
+    "cp_sat",
     "critical_path",
     "dag",
     "estimate",
@@ -116,6 +123,7 @@ __all__ = [
     "one_f_one_b",
     "parse",
     "schedule",
+    "search",
     "shard",
     "simulate",
     "spans",

@@ -60,6 +60,10 @@ class ProgramError(PipelineError, RuntimeError):
     """
 
 
+class SolverError(PipelineError, ImportError):
+    """A search was given a solver that is not installed. Raised by `cp_sat`."""
+
+
 class TimelineError(PipelineError, ValueError):
     """A timeline lacks a stage, or has a span that ends before it starts or whose start or end is not finite.
 

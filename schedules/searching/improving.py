@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Improve orders: move single passes along the critical path, or dispatch again with other priorities.
+
+The makespan is the length of a chain of passes in which each waits for the one before: on the same rank, or for what it
+made. A stretch of the chain on one rank is a block. Only a move that changes the order within a block can shorten the
+chain (as in job shops: Nowicki and Smutnicki, Management Science 42, 1996). Each move is played from the start. One
+that makes things a little worse may be kept, the more seldom the worse (simulated annealing).
+"""
+
+from __future__ import annotations
+
+from math import exp
+from typing import TYPE_CHECKING, NamedTuple
+
+from schedules.language.costs import ROUNDING
+from schedules.searching.dispatching import Priorities, dispatch
+from schedules.searching.instance import Attempt, Instance, Job, Orders
+from schedules.searching.playing import Played, play, read_priorities
+
+if TYPE_CHECKING:
+    from random import Random
+
+
+class Block(NamedTuple):
+    """Passes on the critical path, from position `first` to `last` of a rank."""
+
+    rank: int
+    first: int
+    last: int
+
+
+class Climb:
+    """Orders on their way: where they are now, and the `best` so far."""
+
+    def __init__(self, instance: Instance, attempt: Attempt, random: Random) -> None:
+        self.instance, self.random, self.best = instance, random, attempt
+        self.orders = list(attempt.orders)
+        played = play(instance, self.orders)
+        assert played is not None, "attempts can be played"
+        self.played = played
+
+    def move(self, moves: int, warmth: float) -> None:
+        """Make so many moves. One that makes the makespan worse by `warmth` is kept in one case of e."""
+        for _ in range(moves):
+            blocks = _find_blocks(self.instance, self.orders, self.played, self.random)
+            if not blocks:
+                return
+            block = self.random.choice(blocks)
+            order = _move(self.orders[block.rank], block, self.random)
+            if order != self.orders[block.rank] and self.instance.is_possible(block.rank, order):
+                self._try(block.rank, order, warmth)
+
+    def _try(self, rank: int, order: list[Job], warmth: float) -> None:
+        orders = list(self.orders)
+        orders[rank] = order
+        played = play(self.instance, orders)
+        if played is None or not self._is_kept(played.makespan - self.played.makespan, warmth):
+            return
+        self.orders, self.played = orders, played
+        if played.makespan <= self.best.makespan:  # of equals the last: it lies further away
+            self.best = Attempt(played.makespan, orders, self.best.origin)
+
+    def _is_kept(self, worse: float, warmth: float) -> bool:
+        return worse <= 0 or (warmth > 0 and self.random.random() < exp(-worse / warmth))
+
+
+def _find_blocks(instance: Instance, orders: Orders, played: Played, random: Random) -> list[Block]:
+    """Return the blocks of two passes or more on a critical path."""
+    ranks = [rank for rank, end in enumerate(played.ends) if end >= played.makespan * (1 - ROUNDING)]
+    rank = random.choice(ranks)
+    at = last = len(orders[rank]) - 1
+    blocks = list[Block]()
+    while at >= 0:
+        cause = played.awaited[rank][at]
+        if cause is None and at:
+            at -= 1
+            continue
+        if last > at:
+            blocks.append(Block(rank, at, last))
+        if cause is None:
+            break
+        rank = instance.rank[cause[1]]
+        at = last = orders[rank].index(cause)
+    return blocks
+
+
+def _move(order: list[Job], block: Block, random: Random) -> list[Job]:
+    """Return the order with one pass of a block moved: to its front or end, anywhere in it, or by one place."""
+    _, first, last = block
+    choice = random.random()
+    if choice < 0.4:
+        source = random.randint(first + 1, last)
+        target = first if random.random() < 0.5 else random.randint(first, source - 1)
+    elif choice < 0.8:
+        source = random.randint(first, last - 1)
+        target = last if random.random() < 0.5 else random.randint(source + 1, last)
+    else:
+        target = first if random.random() < 0.5 else last - 1
+        source = target + 1
+    moved = list(order)
+    moved.insert(target, moved.pop(source))
+    return _renumber(moved)
+
+
+def _renumber(order: list[Job]) -> list[Job]:
+    """Return the order with the passes of each kind and stage numbered as they come."""
+    seen = dict[tuple[int, int], int]()
+    found = list[Job]()
+    for kind, n, _ in order:
+        k = seen[kind, n] = seen.get((kind, n), -1) + 1
+        found.append((kind, n, k))
+    return found
+
+
+def shake(instance: Instance, attempt: Attempt, tries: int, random: Random) -> Attempt:
+    """Return the best orders of so many dispatches, each with other priorities around those of the best so far."""
+    best = attempt
+    priorities = read_priorities(instance, best)
+    for _ in range(tries):
+        bent = _bend(instance, priorities, best.makespan, random)
+        found = dispatch(instance, bent, best.origin, random.choice((0.0, 0.0, 0.0, 0.3, 0.7)), random.random() < 0.5)
+        if found is not None and found.makespan <= best.makespan * (1 + ROUNDING):
+            best = found
+            priorities = read_priorities(instance, best)
+    return best
+
+
+def _bend(instance: Instance, priorities: Priorities, makespan: float, random: Random) -> Priorities:
+    """Return priorities with noise: for a while, on one rank, for whole stages, or here and there."""
+    period = instance.period
+    noise = period * random.choice((0.05, 0.2, 0.5, 1.0, 2.0))
+    begin = random.uniform(-period, makespan)
+    end = begin + period * random.choice((1, 3, 10))
+    somewhere, way = random.randrange(instance.ranks), random.randrange(4)
+
+    def bend(value: float, n: int) -> float:
+        chosen = (
+            begin <= value <= end if way == 0 else instance.rank[n] == somewhere if way == 1 else random.random() < 0.1
+        )
+        return value + random.gauss(0, noise) if chosen else value
+
+    if way == 3:
+        shifted = [[(row, random.gauss(0, noise)) for row in kind] for kind in priorities]
+        return [[[value + by for value in row] for row, by in kind] for kind in shifted]
+    return [[sorted(bend(value, n) for value in row) for n, row in enumerate(kind)] for kind in priorities]

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One problem as plain lists: stages on ranks, their passes, times and memory.
+
+A search plays millions of passes, so everything that a pass needs is looked up by number. A pass is a `Job`: its kind
+(forward, input half, weight half), the number of its stage in the `Problem`, and the number of its microbatch among
+those of the stage. Microbatches cost the same, so each stage runs the passes of a kind in order, and an order of passes
+needs no names (`schedules.analysis.bounds.problem`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final, NamedTuple, TypeAlias
+
+from schedules.analysis.bounds.problem import Hops, Problem, pose
+from schedules.errors import SizeError
+from schedules.language.costs import ROUNDING, Cost, Costs, Sizes, of_stage
+from schedules.language.graph import Graph
+from schedules.language.placement import Placement
+
+FORWARD: Final = 0
+INPUT_HALF: Final = 1
+WEIGHT_HALF: Final = 2
+LETTERS: Final = "FIW"
+
+Job: TypeAlias = tuple[int, int, int]
+"""A kind, the number of a stage, and the number of a microbatch among those of the stage."""
+Orders: TypeAlias = list[list[Job]]
+"""For each rank, its passes in order."""
+
+
+class Attempt(NamedTuple):
+    """Orders, the makespan that they take, and where they come from."""
+
+    makespan: float
+    orders: Orders
+    origin: str
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A problem for a search. Everything is indexed by the number of a stage in `problem.stages`, or by rank."""
+
+    problem: Problem
+    placement: Placement
+    microbatches: int
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.problem.ranks
+
+    @property
+    def routes(self) -> int:
+        """The number of routes."""
+        return len(self.placement.routes)
+
+    @cached_property
+    def kinds(self) -> range:
+        """The kinds of passes: without a backward only forwards, with a whole one no weight halves."""
+        return range((3 if self.problem.split else 2) if self.problem.backward else 1)
+
+    @cached_property
+    def rank(self) -> tuple[int, ...]:
+        """Per stage, its rank."""
+        return tuple(one.rank for one in self.problem.stages)
+
+    @cached_property
+    def on(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank, its stages, those that run a microbatch first before the others."""
+        S = self.placement.stages
+        return tuple(tuple(sorted(self.problem.on(rank), key=lambda n: (n % S, n))) for rank in range(self.ranks))
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Per stage, the number of its microbatches."""
+        return tuple(len(one.microbatches) for one in self.problem.stages)
+
+    @cached_property
+    def times(self) -> tuple[tuple[float, ...], ...]:
+        """Per kind and stage, the time of a pass."""
+        stages = self.problem.stages
+        return (
+            tuple(one.forward for one in stages),
+            tuple(one.input_half for one in stages),
+            tuple(one.weight_half for one in stages),
+        )
+
+    @cached_property
+    def growth(self) -> tuple[tuple[float, ...], ...]:
+        """Per kind and stage, the memory that a pass takes at its start, or gives back, below 0, at its end."""
+        taken = tuple(one.activation for one in self.problem.stages)
+        left = tuple(one.residual if self.problem.split else 0.0 for one in self.problem.stages)
+        return taken, tuple(b - a for a, b in zip(taken, left, strict=True)), tuple(-size for size in left)
+
+    @cached_property
+    def needs(self) -> tuple[tuple[Hops, ...], ...]:
+        """Per kind and stage, the stages whose passes of this kind come first, with the time of a transfer."""
+        stages = self.problem.stages
+        return tuple(one.fed_by for one in stages), tuple(one.pulled_by for one in stages), ((),) * len(stages)
+
+    @cached_property
+    def gives(self) -> tuple[tuple[Hops, ...], ...]:
+        """Per kind and stage, the stages whose passes of this kind come after it, with the time of a transfer."""
+        stages = self.problem.stages
+        return tuple(one.feeds for one in stages), tuple(one.pulls for one in stages), ((),) * len(stages)
+
+    @cached_property
+    def caps(self) -> tuple[float, ...]:
+        """Per rank, the most memory for activations, rounding allowed."""
+        return tuple(most * (1 + ROUNDING) for most in self.problem.memory)
+
+    @cached_property
+    def reserve(self) -> tuple[float, ...]:
+        """Per stage, the memory of one microbatch on all later stages of the same rank."""
+        sizes = self.growth[FORWARD]
+        return tuple(
+            sum(sizes[later] for later in self.on[rank][self.on[rank].index(n) + 1 :])
+            for n, rank in enumerate(self.rank)
+        )
+
+    @cached_property
+    def period(self) -> float:
+        """The work of the busiest rank for one microbatch: no schedule takes less time for each."""
+        work = [sum(self.problem.stages[n].work for n in numbers) for numbers in self.on]
+        return max(work) / self.microbatches
+
+    def is_possible(self, rank: int, order: Sequence[Job]) -> bool:
+        """Return whether a rank can run its passes in this order: within its memory, each after the one it needs."""
+        held, cap, done = 0.0, self.caps[rank], dict[tuple[int, int], int]()
+        for kind, n, k in order:
+            if kind and done.get((kind - 1, n), 0) <= k:
+                return False
+            held += self.growth[kind][n]
+            if kind == FORWARD and held > cap:
+                return False
+            done[kind, n] = k + 1
+        return True
+
+
+def make_instance(
+    costs: Costs,
+    placement: Placement,
+    microbatches: int,
+    memory: float | tuple[float, ...],
+    sizes: Sizes | None,
+    split: bool,
+    backward: bool,
+    graph: Graph | None,
+) -> Instance:
+    """Return the instance; a backward in halves takes the time of both.
+
+    Raise `SizeError` if a rank has nothing to do, and whatever `pose` raises.
+    """
+    whole = tuple(_slower(costs, s) for s in range(placement.stages)) if split else costs.B
+    plain = replace(costs, B=whole, OVERLAP_F=None, jitter=0.0)
+    problem = pose(plain, placement, microbatches, memory, sizes, split, backward, graph)
+    for rank in range(problem.ranks):
+        if not any(problem.stages[n].microbatches for n in problem.on(rank)):
+            expected = "a placement with a stage on every rank, and a microbatch on every route"
+            got = f"nothing to do for rank {rank}"
+            raise SizeError(f"search: got {got}, expected {expected}. Drop the rank, or add microbatches.")
+    return Instance(problem, placement, microbatches)
+
+
+def _slower(costs: Costs, stage: int) -> float:
+    halves: Cost = costs.time("I", stage) + costs.time("W", stage)
+    return max(costs.time("B", stage), of_stage(halves, stage))

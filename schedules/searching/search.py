@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Search for the schedule that takes the least time, and say how far from the best possible it can be.
+
+Problem. Families of schedules are made for stages that cost the same and links that cost nothing. Real stages differ,
+links are slow in places, and ranks have unequal memory.
+
+Idea. Collect orders from everywhere: the families with this placement (`seeds`), rules that a few numbers bend
+(`offsets`), and repeating units (`units`). Then let the best ones compete: each is improved for a while, half of them
+are dropped, and so on until one is left, which gets the rest of the time (`improving`). Stop as soon as a lower bound
+is reached: then the result is the best possible.
+
+Invariants. No result is slower than any schedule of the literature on the same placement in the same memory. The same
+arguments give the same result, unless time runs out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from time import monotonic
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from schedules.analysis.bounds.lower_bound import Bound, bound
+from schedules.analysis.bounds.rough import Reason
+from schedules.analysis.simulation import simulate
+from schedules.errors import SizeError
+from schedules.language.costs import ROUNDING, Costs, Sizes
+from schedules.language.graph import Graph
+from schedules.language.placement import Placement
+from schedules.language.schedule import Schedule
+from schedules.searching.instance import Attempt, Instance, make_instance
+from schedules.searching.race import Race
+from schedules.searching.seeds import list_families, read_seed, spell
+from schedules.searching.solver import Solver
+from schedules.searching.units import take_turns
+
+if TYPE_CHECKING:
+    from random import Random
+
+TRIES: Final = 20_000
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best schedule found, its `makespan`, and the lower `bound` on that of all schedules.
+
+    - `origin`: what the schedule began as: a schedule of the literature, rules, or a repeating unit.
+    - `complete`: false if time ran out, or the search was interrupted, before all tries were made.
+    """
+
+    schedule: Schedule
+    makespan: float
+    bound: Bound
+    origin: str
+    complete: bool
+
+    @property
+    def gap(self) -> float:
+        """By what share of the bound the schedule may be slower than the best possible: at most this."""
+        return max(0.0, self.makespan / self.bound.makespan - 1) if self.bound.makespan else 0.0
+
+    def __str__(self) -> str:
+        state = "" if self.complete else ", stopped early"
+        return (
+            f"makespan {self.makespan:g}, at most {100 * self.gap:.2f} % above the best possible, from {self.origin}"
+            f"{state}\nno schedule takes less than {self.bound.makespan:g}: {self.bound.because}"
+        )
+
+
+class SearchProgress(NamedTuple):
+    """The state of a search: the share of its tries that are made, the best makespan so far, and the lower bound."""
+
+    share: float
+    best: float
+    bound: float
+
+
+class Candidate(NamedTuple):
+    """A schedule that fits, its makespan, and where it comes from."""
+
+    schedule: Schedule
+    makespan: float
+    origin: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """The arguments of a search that say what is searched for."""
+
+    costs: Costs
+    placement: Placement
+    microbatches: int
+    memory: float | tuple[float, ...]
+    sizes: Sizes | None
+    split: bool
+    backward: bool
+    graph: Graph | None
+
+    def find_bound(self) -> Bound:
+        """Return the lower bound on the makespan."""
+        return bound(
+            self.costs,
+            self.placement,
+            self.microbatches,
+            memory=self.memory,
+            sizes=self.sizes,
+            split=self.split,
+            backward=self.backward,
+            graph=self.graph,
+        )
+
+    def list_instances(self) -> list[Instance]:
+        """Return the instances to search: with halves, and, where a whole backward takes less time, with whole ones."""
+        stages, time = range(self.placement.stages), self.costs.time
+        pays = any(time("B", s) < (time("I", s) + time("W", s)) * (1 - ROUNDING) for s in stages)
+        kinds = (True, False) if self.split and self.backward and pays else (self.split,)
+        return [
+            make_instance(
+                self.costs,
+                self.placement,
+                self.microbatches,
+                self.memory,
+                self.sizes,
+                split,
+                self.backward,
+                self.graph,
+            )
+            for split in kinds
+        ]
+
+    @property
+    def is_plain(self) -> bool:
+        """True if an instance has the costs of the task: nothing is random, and pairs take the time of their parts."""
+        costs, stages = self.costs, range(self.placement.stages)
+        return not costs.jitter and all(costs.time("OVERLAP_F", s) >= costs.time("F", s) for s in stages)
+
+    def fits(self, peak: tuple[float, ...]) -> bool:
+        """Return whether ranks may hold this much."""
+        caps = self.memory if isinstance(self.memory, tuple) else (self.memory,) * len(peak)
+        return all(most <= cap * (1 + ROUNDING) for most, cap in zip(peak, caps, strict=True))
+
+
+@dataclass
+class Quest:
+    """A search under way: the best schedule so far."""
+
+    task: Task
+    bound: Bound
+    progress: Callable[[SearchProgress], None]
+    best: Candidate | None = None
+    attempts: dict[Instance, Attempt] = field(default_factory=dict)
+
+    @property
+    def is_solved(self) -> bool:
+        """True if the best schedule is the best possible."""
+        return self.best is not None and self.best.makespan <= self.bound.makespan * (1 + ROUNDING)
+
+    def offer(self, schedule: Schedule, origin: str) -> None:
+        """Take a schedule, if it fits and is faster than the best."""
+        timeline = simulate(schedule, self.task.costs, self.task.graph, self.task.sizes)
+        if self.best is not None and timeline.makespan >= self.best.makespan * (1 - ROUNDING):
+            return
+        if self.task.fits(timeline.peak_memory):
+            self.best = Candidate(schedule, timeline.makespan, origin)
+
+    def run(self, instance: Instance, tries: float, end: float, random: Random) -> None:
+        """Search one instance."""
+        attempts = [take_turns(instance)]
+        for schedule in list_families(instance, self.task.costs, self.task.graph):
+            self.offer(schedule, repr(schedule))
+            attempts += filter(None, [read_seed(instance, schedule)])
+        race = Race(instance, self.bound.makespan, tries, end, random, self._report)
+        for attempt in attempts:
+            race.add(attempt)
+        try:
+            race.explore()
+            race.compete()
+        finally:
+            self.attempts[instance] = race.attempts[0]
+            self._take(instance, race.attempts[0])
+
+    def prove(self, solver: Solver, end: float, seed: int) -> None:
+        """Let a solver improve the best orders of each instance, and the bound if all schedules are in one."""
+        for instance, attempt in self.attempts.items():
+            if self.is_solved or monotonic() >= end:
+                return
+            solution = solver(instance, attempt, end - monotonic(), seed)
+            self._take(instance, solution.attempt)
+            if len(self.attempts) == 1 and self.task.is_plain and solution.bound > self.bound.makespan:
+                reason = Reason(solution.bound, "the solver proved that there is no faster schedule")
+                self.bound = Bound((reason, *self.bound.parts))
+
+    def _take(self, instance: Instance, attempt: Attempt) -> None:
+        self.offer(spell(instance, attempt.orders, self.task.costs, self.task.graph), attempt.origin)
+
+    def _report(self, share: float, best: float) -> None:
+        self.progress(SearchProgress(share, best, self.bound.makespan))
+
+
+def search(
+    costs: Costs,
+    placement: Placement,
+    microbatches: int,
+    *,
+    memory: float | tuple[float, ...] = inf,
+    sizes: Sizes | None = None,
+    split: bool = True,
+    backward: bool = True,
+    graph: Graph | None = None,
+    seconds: float = 60.0,
+    tries: int = TRIES,
+    seed: int = 0,
+    solver: Solver | None = None,
+    progress: Callable[[SearchProgress], None] = lambda progress: None,
+) -> SearchResult:
+    """Return the fastest schedule found for these costs, on this placement, within the memory, and its lower bound.
+
+    - `memory`, `sizes`, `split`, `backward`, `graph`: as for `bound`.
+    - `seconds`, `tries`: when to stop, whichever comes first; a try is one schedule. A search ends early if it reaches
+      the bound.
+    - `seed`: the same seed and tries give the same schedule, unless the seconds run out.
+    - `solver` improves the result and the bound in the second half of the time, such as `cp_sat`.
+    - `progress` is called from time to time.
+
+    A KeyboardInterrupt ends the search with the best schedule so far. The result is never slower than a schedule of the
+    literature that has this placement and fits, but it may still not be the best possible; `gap` says by how much it
+    can be off. It holds whole microbatches, and neither recomputes nor fuses actions.
+
+    Raise `SizeError` or `GraphError` as `bound` does, and `SizeError` for a negative number of seconds or no tries.
+
+    >>> from schedules import linear
+    >>> found = search(Costs(F=(1, 3), B=(2, 6), I=(1, 3), W=(1, 3)), linear(ranks=2), microbatches=3)
+    >>> found.makespan, found.gap
+    (28.0, 0.0)
+    """
+    from random import Random  # it is rarely needed, and slow to import
+
+    require_limits(seconds, tries)
+    task = Task(costs, placement, microbatches, memory, sizes, split, backward, graph)
+    quest = Quest(task, task.find_bound(), progress)
+    begin = monotonic()
+    end = begin + (seconds if solver is None else seconds / 2)
+    try:
+        instances = task.list_instances()
+        for instance in instances:
+            if not quest.is_solved:
+                quest.run(instance, tries / len(instances), end, Random(seed))
+        if solver is not None:
+            quest.prove(solver, begin + seconds, seed)
+        complete = quest.is_solved or monotonic() <= end
+    except KeyboardInterrupt:
+        if quest.best is None:
+            raise
+        complete = False
+    assert quest.best is not None, "one microbatch at a time fits"
+    return SearchResult(quest.best.schedule, quest.best.makespan, quest.bound, quest.best.origin, complete)
+
+
+def require_limits(seconds: object, tries: object) -> None:
+    """Raise `SizeError` unless both are numbers above 0."""
+    for name, value in (("seconds", seconds), ("tries", tries)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise SizeError.of("search", name, value, "a number above 0", f"Choose {name} > 0.")
