@@ -31,7 +31,8 @@ BatchLeaf Buffer Call Captured Constant FrontEnd Function Labels Objective Obser
 fake_mode flatten
 """,
     "schedules": """
-Action B Bound C Costs CriticalPath F Factory G Graph GraphError I KINDS Limits Link PipelineError Placement Program
+Action ArgumentError B Bound C Costs CriticalPath F Factory G Graph GraphError I KINDS Limits Link PipelineError
+Placement Program
 ProgramError R Schedule ScheduleError SizeError Sizes Span TableError Timeline U VocabularyError W bidirectional
 bound breadth_first chain check chimera connect critical_path dag defer_weights drawing dualpipe dualpipe_v eager_1f1b
 estimate forward_only forwards gpipe hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear looped lower
