@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fpipe.arguments import require_arguments, require_pipeline
 from fpipe.checkpoints.json_trees import DATA_PREFIX, decode_tree
 from fpipe.checkpoints.manifest import Manifest, read_manifest, read_sidecars
 from fpipe.checkpoints.shards import read_into, read_specs
@@ -34,6 +35,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.spec import Spec
 from fpipe.training.optimizers import OptimizerState
+from fpipe.weights.files import as_path
 
 
 class Checkpoint(NamedTuple):
@@ -63,8 +65,10 @@ def load(pipe: Pipeline, path: str | os.PathLike[str]) -> Checkpoint:
 
     See `save` for an example.
     """
+    require_pipeline("load", pipe)
     with pipe.ranks.enter_call("load"):
-        saved = _Saved.open(Path(path))
+        require_arguments(load, locals())
+        saved = _Saved.open(as_path(path))
         _require_names(saved, pipe)
         _require_specs(saved, pipe)
         pipe.ranks.agree(lambda: [Field.of("checkpoint", [str(path), str(saved.manifest)])])

@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fpipe.arguments import require_arguments
 from fpipe.checkpoints.shards import shard_name
 from fpipe.errors import InputError
 
@@ -78,6 +79,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     >>> fpipe.is_checkpoint("nowhere")
     False
     """
+    require_arguments(is_checkpoint, locals())
     return (Path(path) / MARKER).is_file()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fpipe.arguments import require_seed, require_tensors
 from fpipe.batching.memory import require_apart
 from fpipe.batching.signature import Signature
 from fpipe.errors import InputError
@@ -47,6 +48,8 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
         require_state("params", params, known.parameters)
         require_state("buffers", buffers, known.buffers)
         require_gradients()
+        require_seed(seed)
+        require_tensors("onto", {} if onto is None else onto)
         sums = {} if onto is None else unwrap_state("onto", onto, known.placed_gradients)
         with suspend_autocast(variant) as cast:
             what = scale_variant(cast, scale)

@@ -25,10 +25,11 @@ from schedules.errors import ArgumentError, PipelineError, SizeError, quote
 MOST_STAGES: Final = 2**20
 """More stages, or ranks, or slices, than any schedule has; a tuple of so many still fits into memory."""
 MOST_MICROBATCHES: Final = 2**40
-MOST_ENTRIES: Final = 2**24
+MOST_ENTRIES: Final = 2**20
 """More entries than any argument has; an iterator that yields more does not end."""
 
 _Element = TypeVar("_Element")
+_ABSENT: Final = object()
 
 
 class ArgumentType(NamedTuple):
@@ -88,19 +89,25 @@ TYPES: Final[Mapping[str, ArgumentType]] = types.MappingProxyType(
 
 @dataclass(frozen=True, eq=False)
 class ArgumentCheck:
-    """A function that checks arguments by the `rows` of their types, and raises `error`."""
+    """A function that checks arguments by the `rows` of their types, and raises `error`.
+
+    `show` quotes a value; `begin` is the begin of messages, with the names of function and argument, and the value.
+    """
 
     rows: Mapping[str, ArgumentType]
     error: type[PipelineError]
+    show: Callable[[object], str] = quote
+    begin: str = "{function}: got {name}={value}"
 
     def __call__(self, function: Callable[..., Any], given: Mapping[str, object]) -> None:
         """Raise the error unless each argument in `given` has the type that `function` is annotated with."""
         for name, choices in _list_choices(function, self):
-            value = given[name]
-            if not any(one.accepts and one.accepts(value) for one in choices):
-                where = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
+            value = given.get(name, _ABSENT)
+            if value is not _ABSENT and not any(one.accepts and one.accepts(value) for one in choices):
+                called = function.__qualname__.removesuffix(".__init__")
+                begin = self.begin.format(function=called, name=name, value=self.show(value))
                 expected = " or ".join(dict.fromkeys(one.expected for one in choices))
-                raise self.error(f"{where}: got {name}={quote(value)}, expected {expected}. {choices[0].repair}")
+                raise self.error(f"{begin}, expected {expected}. {choices[0].repair}")
 
 
 require_types: Final = ArgumentCheck(TYPES, ArgumentError)

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import isfinite
+from typing import Final
 
 from schedules.errors import TimelineError, quote
 from schedules.language.actions import KINDS, Action
-from schedules.language.arguments import MOST_ENTRIES, MOST_STAGES, is_number, is_size
+from schedules.language.arguments import MOST_STAGES, is_number, is_size
 from schedules.replay.engine import Span
+
+MOST_SPANS: Final = 2**24
+"""More spans than a timeline in memory has; an iterator that yields more does not end."""
 
 
 def read_spans(timeline: Iterable[Span]) -> Iterator[Span]:
@@ -32,7 +36,7 @@ def read_spans(timeline: Iterable[Span]) -> Iterator[Span]:
                 f"rank {span.rank}, {span.action}: got start {start} and end {end}, expected finite numbers, "
                 "the end not before the start. Check the costs or the clock that it was made with."
             )
-        if span.action.kind not in KINDS or position == MOST_ENTRIES:
-            expected = f"a known kind of action, in a timeline of at most {MOST_ENTRIES} spans"
+        if span.action.kind not in KINDS or position == MOST_SPANS:
+            expected = f"a known kind of action, in a timeline of at most {MOST_SPANS} spans"
             raise TimelineError(f"span {position}: got {quote(span)}, expected {expected}. Correct the timeline.")
         yield span

@@ -102,7 +102,7 @@ def find_gaps(message: str) -> str:
 
     The error of a schedule names its rule in place of what was expected.
     """
-    said = re.search(r"got .*expected ", message, re.DOTALL) or re.search(r"rank \d+, position \d+.*\[rule: ", message)
-    if not said or not re.search(r"[.:)\]\w'] ?[A-Z@][^.]*.*\.$", message, re.DOTALL):
+    usual = re.search(r"got .*expected .*\S[.?] \S.*[.?]$", message, re.DOTALL)
+    if not usual and not re.search(r"rank \d+, position \d+.*\[rule: \w+\]\. \S.*\.$", message, re.DOTALL):
         return f"lacks what was expected, or the repair: {message}"
     return "" if len(message) < 2000 else f"is {len(message)} characters long"
