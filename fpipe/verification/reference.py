@@ -14,7 +14,7 @@ from fpipe.batching.signature import Signature
 from fpipe.errors import InputError
 from fpipe.ir.variant import Variant
 from fpipe.meshes.border import unwrap_state, wrap_state
-from fpipe.pipelines.autocast import require_gradients, suspend_autocast
+from fpipe.pipelines.autocast import require_gradients, require_recordable, suspend_autocast
 from fpipe.pipelines.earlier_sums import add_reduced, join_sums, negative_zeros
 from fpipe.pipelines.inputs import State, make_keys, start_backward
 from fpipe.pipelines.pipeline import Pipeline
@@ -54,6 +54,9 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
         with suspend_autocast(variant) as cast:
             what = scale_variant(cast, scale)
             batch = pipe.batch(what, inputs, targets, total=total)
+            require_recordable(batch.named_leaves())
+            for name, leaves in (("params", params), ("buffers", buffers), ("onto", sums)):
+                require_recordable(leaves, name)
             plan = _plan(pipe, what, batch.signature)
             plan.watch.require_unchanged()
             require_apart(batch.memories, plan.modified_leaves)
