@@ -54,7 +54,7 @@ SHAPED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     }
 )
 
-PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
+MATRIX_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 """Operators whose kernels refuse matrices of two dtypes; their fake kernels do not."""
 
 
@@ -161,7 +161,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return self._grouped_mm(*args, **kwargs)
-        if func in PRODUCTS:
+        if func in MATRIX_PRODUCTS:
             _require_one_dtype(args)
         if func in SHAPED:
             with self:

@@ -93,7 +93,7 @@ def _list_names(path: Path) -> Iterator[tuple[str, Path]]:
     elif path.suffix == ".json":
         yield from ((name, join_inside(path.parent, one, str(path))) for name, one in _read_index(path).items())
     else:
-        with wrap_read_errors(path), _open_file(path) as file:
+        with wrap_read_errors(path), open_safetensors(path) as file:
             yield from ((name, path) for name in list(file.keys()))
 
 
@@ -112,12 +112,12 @@ def _read_index(path: Path) -> Mapping[str, object]:
 
 
 def _read_tensor(path: Path, name: str) -> Tensor:
-    with wrap_read_errors(path), _open_file(path) as file:
+    with wrap_read_errors(path), open_safetensors(path) as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor
 
 
-def _open_file(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     """Return the open file, as a context manager."""
     require_library()
     require_regular(path)
