@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fpipe.arguments import require_arguments
 from fpipe.autodiff.backends import Backward, backend_of
 from fpipe.batching.batch import find_home
 from fpipe.batching.loss_weights import Weight
@@ -51,7 +52,7 @@ def pipeline(
     model: nn.Module | Sequence[Callable[..., Any]],
     *,
     example: tuple[Any, ...] | dict[str, Any],
-    loss: Loss,
+    loss: Loss | None,
     schedule: Schedule | None = None,
     plan: Plan | None = None,
     targets: Any = None,
@@ -133,8 +134,7 @@ def pipeline(
     same goes for a global, a closed-over variable or an attribute of the loss, unless the code that reads it runs as
     Python in every step and so sees the change: `fpipe.watching.watch` says when.
 
-    Raise `CaptureError`, `CutError`, `InputError`, `ScheduleError` or `TransportError`, always before anything is
-    sent.
+    Raise `CaptureError`, `CutError`, `InputError`, `ScheduleError` or `TransportError`, before anything is sent.
 
     >>> import torch, fpipe
     >>> from schedules import one_f_one_b
@@ -150,6 +150,7 @@ def pipeline(
     module = as_module(model)
     schedule, cuts = take_plan(plan, schedule, cuts, stages)
     schedule = require_buildable(module, example, loss, schedule)
+    require_arguments(pipeline, locals())
     require_count("plans", plans)
     where = parse_cuts(cuts, stages, unsplittable, schedule)
     home = find_home(example, targets)
@@ -196,8 +197,7 @@ def value_and_grad(
 
     With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span`, in seconds of
     `time.perf_counter`, for every compute action of this process and every transfer that it waited for; on an
-    accelerator after the step, with the device's times. `fpipe.timeline` merges the spans of all ranks into one
-    timeline.
+    accelerator after the step, with the device's times. `fpipe.timeline` merges those of all ranks.
 
     Raise `InputError`, naming the leaf, for arguments that don't fit the pipeline, before anything is sent.
 
@@ -212,6 +212,7 @@ def value_and_grad(
     >>> step.loss.shape, step.outputs.shape, {name: list(grad.shape) for name, grad in grads.items()}
     (torch.Size([]), torch.Size([6, 1]), {'weight': [1, 4], 'bias': [1]})
     """
+    require_arguments(value_and_grad, locals())
     require_backward(pipe.schedule)
     return make_training_step(pipe, training_variant(outputs, sums), record)
 
@@ -232,6 +233,7 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
     >>> bool(torch.isclose(step.loss, model(x).mean())), step.outputs.shape
     (True, torch.Size([6, 1]))
     """
+    require_arguments(evaluate, locals())
     return make_evaluation_step(pipe, record)
 
 
@@ -253,6 +255,7 @@ def reference(pipe: Pipeline, outputs: bool = False, sums: torch.dtype | None = 
     >>> bool(out.loss == same.loss), all(torch.equal(grads[name], theirs[name]) for name in theirs)
     (True, True)
     """
+    require_arguments(reference, locals())
     require_backward(pipe.schedule)
     return make_reference_step(pipe, training_variant(outputs, sums))
 
@@ -291,6 +294,7 @@ def verify(
     >>> fpipe.verify(pipe, model, (x,))  # a loss, the outputs and four gradients
     Verification(reference=6, eager=6)
     """
+    require_arguments(verify, locals())
     require_backward(pipe.schedule)
     trial = Trial(pipe, as_module(model), (inputs, targets), tolerance)
     return verify_steps(trial, params, buffers, seed, steps)

@@ -18,9 +18,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fpipe.arguments import require_arguments, require_pipeline
 from fpipe.errors import InputError
 from fpipe.pipelines.pipeline import Pipeline
 from schedules import KINDS, Action, Costs, Span, estimate
+from schedules.replay.timelines import read_spans
 
 WORDS: Final = tuple(KINDS)
 ABSENT: Final = -1  # the entry for an absent peer or slice
@@ -50,8 +52,10 @@ def timeline(pipe: Pipeline, spans: Iterable[Span]) -> tuple[Span, ...]:
     >>> simulated = spans(pipe.schedule, fpipe.costs(pipe, measured), pipe.program.graph)
     >>> picture = drawing.svg({"measured": measured, "simulated": simulated})
     """
-    mine = list(spans)
+    require_pipeline("timeline", pipe)
     with pipe.ranks.enter_call("timeline"):
+        require_arguments(timeline, locals())
+        mine = list(read_spans(spans))
         _require_own(mine, pipe.ranks.ranks)
         pipe.ranks.agree()
         rows = _span_rows(mine, pipe.ranks.measure_clock_offset())
@@ -68,9 +72,10 @@ def costs(pipe: Pipeline, *timelines: Sequence[Span]) -> Costs:
     They are computed by `schedules.estimate`. If all ranks are in this process, transfers cost nothing: a rank that
     waits is waiting for its turn. Raise `TimelineError` for a stage without spans.
     """
+    require_arguments(costs, locals())
     in_one_process = len(pipe.ranks.ranks) == pipe.schedule.ranks
     return estimate(
-        pipe.schedule, *([span for span in one if not (in_one_process and span.waits)] for one in timelines)
+        pipe.schedule, *([span for span in read_spans(one) if not (in_one_process and span.waits)] for one in timelines)
     )
 
 

@@ -11,6 +11,7 @@ from schedules.analysis.estimation import estimate
 from schedules.analysis.simulation import Timeline, memory_over_time, simulate, spans, summarize
 from schedules.checking.rules import check
 from schedules.errors import (
+    ArgumentError,
     GraphError,
     PipelineError,
     ProgramError,
@@ -72,6 +73,7 @@ __all__ = [
     "drawing",
     "KINDS",
     "Action",
+    "ArgumentError",
     "B",
     "Bound",
     "C",

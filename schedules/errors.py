@@ -7,9 +7,46 @@ raises on purpose. Evidence is kept in the exception's fields, never printed.
 
 from __future__ import annotations
 
+from reprlib import Repr
+from typing import Final
+
+LONGEST_QUOTE: Final = 160
+
+
+def quote(value: object) -> str:
+    """Return the `repr` of a value as errors show it: cut off if it is long, and never an error of its own.
+
+    >>> quote("gpipe"), quote(tuple(range(100)))
+    ("'gpipe'", '(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...)')
+    """
+    short = Repr()
+    short.maxtuple = short.maxlist = short.maxset = short.maxfrozenset = short.maxdeque = short.maxdict = 12
+    short.maxstring = short.maxother = LONGEST_QUOTE
+    try:
+        text = short.repr(value)
+    except Exception:  # such as an integer of too many digits, or a `repr` of the user's that fails
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}..."
+
+
+def printable(text: str) -> str:
+    r"""Return a text as it may be shown: characters that could move a terminal's cursor are escaped.
+
+    >>> print(printable("name \x1b[2J\n"))
+    name \x1b[2J\n
+    """
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
 
 class PipelineError(Exception):
     """The base class of every error that `schedules` and `fpipe` raise on purpose."""
+
+
+class ArgumentError(PipelineError, TypeError):
+    """An argument has a type that the function does not take.
+
+    Raised by the public functions of `schedules`, before they do anything. The message names function and argument.
+    """
 
 
 class VocabularyError(PipelineError, ValueError):
@@ -42,7 +79,7 @@ class SizeError(PipelineError, ValueError):
         Traceback (most recent call last):
         schedules.errors.SizeError: dualpipe: got ranks=3, expected an even number. Choose ranks 2 or 4.
         """
-        return cls(f"{factory}: got {name}={got!r}, expected {expected}. {repair}")
+        return cls(f"{factory}: got {name}={quote(got)}, expected {expected}. {repair}")
 
 
 class GraphError(PipelineError, ValueError):

@@ -142,7 +142,7 @@ class Splitter:
         """
         nodes = self.split.nodes(graph, weights) if self.split is not None and self.alike else None
         if self.split is None or nodes is None:
-            self.split = search(graph, weights, self.refused)
+            self.split = search_graph(graph, weights, self.refused)
             nodes = self.split.nodes(graph, weights)
             assert nodes is not None, "a graph is like itself"
         split = self.split
@@ -164,7 +164,7 @@ class Use(NamedTuple):
     operand: Operand
 
 
-def search(graph: AutogradGraph, weights: Sequence[Tensor], refused: Mapping[WeightIndex, str]) -> Split:
+def search_graph(graph: AutogradGraph, weights: Sequence[Tensor], refused: Mapping[WeightIndex, str]) -> Split:
     """Return the split that defers as many weights as possible, but none of the `refused`, which maps to reasons."""
     found = _Search(graph, weights)
     reasons, tasks = dict(refused), dict[tuple[AutogradNode, Derivative], list[Operand]]()

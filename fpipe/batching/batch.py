@@ -209,6 +209,11 @@ class SplitBatch:
         """Return the same batch for a process that was given none of its leaves."""
         return replace(self, known=(None,) * len(self.known))
 
+    def named_leaves(self) -> dict[str, Tensor | None]:
+        """Return one tensor of each leaf by its name; `None` for those not given."""
+        pairs = zip(self.batching.leaves, self.known, strict=True)
+        return {leaf.name: None if known is None else known[0] for leaf, known in pairs}
+
     def take(self, needed: Iterable[int] | None = None) -> dict[int, Sequence[Tensor]]:
         """Return the microbatches of the `needed` leaves, by leaf number, including the scale; by default, of all.
 

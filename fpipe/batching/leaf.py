@@ -46,7 +46,7 @@ class Leaf:
 
         If the tensor is on meta, the leaf will be on `home`.
         """
-        _require_local(name, tensor)
+        _require_dense(name, tensor)
         spec = replace(Spec.of(tensor), device=home if tensor.device == META else tensor.device)
         if dim is not None and not callable(dim):
             rank = len(spec.shape)
@@ -62,7 +62,7 @@ class Leaf:
     def cut(self, tensor: Tensor, microbatches: int) -> tuple[Tensor, ...]:
         """Return `known` for `tensor`, in the example's memory layout; raise `InputError` if it doesn't match."""
         spec = self.spec
-        _require_local(self.name, tensor)
+        _require_dense(self.name, tensor)
         if tensor.dtype != spec.dtype or tensor.device not in (spec.device, META) or tensor.dim() != len(spec.shape):
             raise InputError(
                 f"{self.name}: got {Spec.of(tensor)} on {tensor.device}, expected {spec} on {spec.device}, as in the "
@@ -143,8 +143,14 @@ def split_evenly(size: int, microbatches: int) -> list[int]:
     return [least + (i < larger) for i in range(microbatches)]
 
 
-def _require_local(name: str, tensor: Tensor) -> None:
-    """Raise `InputError` for a DTensor."""
+def _require_dense(name: str, tensor: Tensor) -> None:
+    """Raise `InputError` for a DTensor, and for a tensor whose memory has no strides."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        what = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+        raise InputError(
+            f"{name}: got {what}, expected a dense one: batches are split along dimensions, and sent as they are in "
+            "memory. Pass tensor.to_dense(), or a padded tensor with its mask."
+        )
     if is_placed(tensor):
         raise InputError(
             f"{name}: got a DTensor, expected a plain tensor: a batch is split into microbatches before any module "

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from fpipe.arguments import require_arguments, require_pipeline
 from fpipe.checkpoints.manifest import write_durably
 from fpipe.checkpoints.save import count_processes, own_index, owned_names, require_whole_state
 from fpipe.checkpoints.shards import copy_to_host, shard_name, write_shard
@@ -23,6 +24,7 @@ from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.transport.agreement import Field
+from fpipe.weights.files import as_path
 from fpipe.weights.loading import list_transient_buffers
 from fpipe.weights.safetensors import INDEX
 
@@ -46,8 +48,10 @@ def export(pipe: Pipeline, path: str | os.PathLike[str], params: State, buffers:
     ...     sorted(fpipe.safetensors(folder))
     ['0.bias', '0.weight', '1.bias', '1.weight']
     """
-    home, index, count = Path(path), own_index(pipe), count_processes(pipe)
+    require_pipeline("export", pipe)
     with pipe.ranks.enter_call("export"):
+        require_arguments(export, {"path": path, "params": params})
+        home, index, count = as_path(path), own_index(pipe), count_processes(pipe)
         held = {**params, **require_whole_state(pipe, params, buffers)}
         _require_no_weights(home)
         pipe.ranks.agree(lambda: [Field.of("path", [str(home)])])

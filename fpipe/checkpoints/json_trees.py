@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fpipe.checkpoints.shards import require_savable
 from fpipe.errors import InputError
+from schedules.errors import quote
 
 DATA_PREFIX = "data."
 
@@ -57,7 +58,7 @@ def _encode(path: str, value: object, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode_tree(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the tree that `encode_tree` was given.
+    """Return the tree that `encode_tree` was given; raise `InputError` for one that it does not make.
 
     >>> decode_tree(*encode_tree({"epoch": 3, "shape": (2, 4)}))
     {'epoch': 3, 'shape': (2, 4)}
@@ -67,7 +68,20 @@ def decode_tree(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(tree, dict):
         return tree
     if "$tensor" in tree:
-        return tensors[tree["$tensor"]]
+        name = tree["$tensor"]
+        if not isinstance(name, str) or not name.startswith(DATA_PREFIX) or name not in tensors:
+            raise InputError(
+                f"data: got {quote(tree)}, expected a tensor of the checkpoint. Copy the checkpoint again."
+            )
+        return tensors[name]
     if "$tuple" in tree:
-        return tuple(decode_tree(item, tensors) for item in tree["$tuple"])
+        return tuple(decode_tree(item, tensors) for item in _items_of(tree))
     return {key: decode_tree(item, tensors) for key, item in tree.items()}
+
+
+def _items_of(tree: Mapping[str, Any]) -> list[Any]:
+    """Return the items of a tuple."""
+    items = tree["$tuple"]
+    if not isinstance(items, list):
+        raise InputError(f"data: got {quote(tree)}, expected the items of a tuple. Copy the checkpoint again.")
+    return items

@@ -15,7 +15,7 @@ Runs when a checkpoint is loaded.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fpipe.arguments import require_arguments, require_pipeline
 from fpipe.checkpoints.json_trees import DATA_PREFIX, decode_tree
 from fpipe.checkpoints.manifest import Manifest, read_manifest, read_sidecars
+from fpipe.checkpoints.save import count_processes, own_index
 from fpipe.checkpoints.shards import read_into, read_specs
 from fpipe.checkpoints.slots import STATE_PREFIX, find_parameter, unflatten_slots
 from fpipe.errors import InputError
@@ -34,6 +36,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.spec import Spec
 from fpipe.training.optimizers import OptimizerState
+from fpipe.weights.files import AnyPath, as_path
 
 
 class Checkpoint(NamedTuple):
@@ -51,23 +54,28 @@ class Checkpoint(NamedTuple):
     data: Any
 
 
-def load(pipe: Pipeline, path: str | os.PathLike[str]) -> Checkpoint:
+def load(pipe: Pipeline, path: AnyPath | Sequence[AnyPath]) -> Checkpoint:
     """Return this process's share of the checkpoint at `path`; every rank calls this.
+
+    Of several paths, it is the one with the most steps among those that are whole, by sizes and checksums. So a run
+    that saves to two paths in turn goes on although its last checkpoint was damaged.
 
     The pipeline may have other ranks, cuts and another schedule than the one that saved it. A parameter that several
     ranks hold is read by each. From here on, the run goes on bit for bit as it would have without the interruption.
     Values are moved to the pipeline's device, and are not cast.
 
     Raises `InputError`, on every rank, before any value is read: if there is no finished checkpoint at `path`, if a
-    file is missing or cut off, and, naming the leaf, if names, shapes or dtypes are not those of the model.
+    file is missing, cut off or altered, and, naming the leaf, if names, shapes or dtypes are not those of the model.
 
     See `save` for an example.
     """
+    require_pipeline("load", pipe)
     with pipe.ranks.enter_call("load"):
-        saved = _Saved.open(Path(path))
+        require_arguments(load, locals())
+        saved = _open(pipe, as_path(path)) if isinstance(path, str | os.PathLike) else _choose(pipe, path)
         _require_names(saved, pipe)
         _require_specs(saved, pipe)
-        pipe.ranks.agree(lambda: [Field.of("checkpoint", [str(path), str(saved.manifest)])])
+        pipe.ranks.agree(lambda: [Field.of("checkpoint", [str(saved.path), str(saved.manifest)])])
         values = saved.read(pipe)
         pipe.ranks.agree(about="its values")
         return _divide(saved, pipe, values)
@@ -84,10 +92,13 @@ class _Saved:
     on_device: frozenset[str]
 
     @classmethod
-    def open(cls, path: Path) -> _Saved:
-        """Read everything but the values; raise `InputError` if a file is missing or damaged."""
+    def open(cls, path: Path, index: int, count: int) -> _Saved:
+        """Read everything but the values; raise `InputError` if a file is missing or damaged.
+
+        Processes `index` of `count` divide the files, to compare their checksums.
+        """
         manifest = read_manifest(path)
-        sidecars = [*read_sidecars(path, manifest)]
+        sidecars = [*read_sidecars(path, manifest, index, count)]
         numbers = {name: value for sidecar in sidecars for name, value in sidecar.numbers.items()}
         on_device = frozenset(name for sidecar in sidecars for name in sidecar.on_device)
         return cls(path, manifest, read_specs(manifest.folder(path)), numbers, on_device)
@@ -122,6 +133,34 @@ class _Saved:
             return torch.empty_like(parameter.empty("meta"), dtype=spec.dtype, device=parameter.device)
         host = not spec.shape and name not in self.on_device
         return spec.empty("cpu" if host else parameter.device)
+
+
+def _open(pipe: Pipeline, path: Path) -> _Saved:
+    return _Saved.open(path, own_index(pipe), count_processes(pipe))
+
+
+def _choose(pipe: Pipeline, paths: Sequence[AnyPath]) -> _Saved:
+    """Return the checkpoint with the most steps of those that are whole for all ranks; raise `InputError` for none."""
+    steps, errors = dict[Path, int](), list[str]()
+    for path in map(as_path, paths):
+        try:
+            steps[path] = read_manifest(path).step
+        except InputError as error:
+            errors.append(str(error))
+    newest = sorted(steps, key=lambda path: -steps[path])
+    pipe.ranks.agree(lambda: [Field.of("checkpoints", [f"{path} of step {steps[path]}" for path in newest])])
+    for path in newest:
+        saved = None
+        try:
+            saved = _open(pipe, path)
+        except InputError as error:
+            errors.append(str(error))
+        if all(pipe.ranks.agree(about=str(path), note=int(saved is not None))) and saved is not None:
+            return saved
+    raise InputError(
+        f"path: got {len(paths)} paths, expected at least one with a checkpoint that is whole on every rank. Start "
+        f"anew, or repair one of these: {' '.join(errors)}"
+    )
 
 
 def _require_names(saved: _Saved, pipe: Pipeline) -> None:

@@ -10,11 +10,15 @@ Folders of earlier saves are removed only after that.
 
     path/checkpoint.json                              which folder counts; step and data
     path/save-3/model-00001-of-00002.safetensors      tensors of the first process
-    path/save-3/model-00001-of-00002.json             its numbers, and the size of that file
+    path/save-3/model-00001-of-00002.json             its numbers, and size and checksum of that file
     path/save-3/model-00002-of-00002.safetensors
     path/save-3/model-00002-of-00002.json
 
-Invariant: at every moment `checkpoint.json` is absent, or names a folder whose files are complete.
+A bit may flip on a disk or on the way there, so every file has a checksum (CRC-32): JSON in itself, tensors in the JSON
+beside them. When a checkpoint is loaded, each process reads some of the files once more to compare, and all agree.
+
+Invariants. At every moment `checkpoint.json` is absent, or names a folder whose files are complete. Nothing in a file
+is used before its checksum is right, and no name in it leads out of the folder.
 
 Runs when a checkpoint is saved or loaded.
 """
@@ -25,16 +29,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
+from fpipe.arguments import require_arguments
 from fpipe.checkpoints.shards import shard_name
 from fpipe.errors import InputError
+from fpipe.weights.files import AnyPath, as_path, read_text, require_regular
+from schedules.errors import quote
 
 MARKER = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
+MOST_PROCESSES = 2**16
+PIECE = 2**20
 
 
 @dataclass(frozen=True)
@@ -61,24 +71,26 @@ class Manifest:
 class Sidecar:
     """The file that a process writes beside its tensors.
 
-    - `size`: the bytes of its safetensors file; 0 if it has none.
+    - `size`, `checksum`: the bytes of its safetensors file, and their CRC-32; 0 if it has none.
     - `numbers`: numbers in the state of the optimizer, by flat name.
     - `on_device`: scalar tensors of that state that were on the pipeline's device; others are in host memory.
     """
 
     size: int
+    checksum: int
     numbers: dict[str, float]
     on_device: list[str]
 
 
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+def is_checkpoint(path: AnyPath) -> bool:
     """Return whether `fpipe.save` has ever finished at `path`, so that `fpipe.load` has something to read.
 
     >>> import fpipe
     >>> fpipe.is_checkpoint("nowhere")
     False
     """
-    return (Path(path) / MARKER).is_file()
+    require_arguments(is_checkpoint, locals())
+    return (as_path(path) / MARKER).is_file()
 
 
 def next_save(home: Path) -> int:
@@ -109,8 +121,26 @@ def list_saves(home: Path) -> list[int]:
 def write_sidecar(folder: Path, index: int, count: int, numbers: dict[str, float], on_device: list[str]) -> None:
     """Write what belongs to the tensors that process `index` has written."""
     shard = folder / shard_name(index, count)
-    sidecar = Sidecar(shard.stat().st_size if shard.exists() else 0, numbers, on_device)
-    write_durably(shard.with_suffix(".json"), json.dumps(asdict(sidecar)))
+    size, checksum = (shard.stat().st_size, sum_file(shard)) if shard.exists() else (0, 0)
+    write_durably(shard.with_suffix(".json"), sign(asdict(Sidecar(size, checksum, numbers, on_device))))
+
+
+def sum_file(path: Path) -> int:
+    """Return the checksum of a file."""
+    found = 0
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            found = zlib.crc32(piece, found)
+    return found
+
+
+def sign(fields: Mapping[str, Any]) -> str:
+    """Return fields as JSON, with their checksum.
+
+    >>> sign({"step": 3})
+    '{"crc32": 145879999, "step": 3}'
+    """
+    return json.dumps({"crc32": zlib.crc32(json.dumps(fields).encode()), **fields})
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -141,7 +171,7 @@ def commit(home: Path, manifest: Manifest) -> None:
             f"{folder}: got no {missing[:5]}, expected the files of all {manifest.shards} processes. Save to a file "
             "system that they share, and finish saves in the order in which they began."
         )
-    write_durably(home / MARKER, json.dumps(asdict(manifest)))
+    write_durably(home / MARKER, sign(asdict(manifest)))
     for number in list_saves(home):
         if number < manifest.save:
             shutil.rmtree(home / f"save-{number}", ignore_errors=True)
@@ -153,49 +183,91 @@ def read_manifest(home: Path) -> Manifest:
         raise InputError(
             f"{home}: got no {MARKER}, expected a checkpoint. Check the path; a save that was interrupted leaves none."
         )
-    found = _read_json(home / MARKER)
-    if not isinstance(found, dict) or found.get("version") != FORMAT:
+    found = _read_signed(home / MARKER)
+    if found.get("version") != FORMAT:
         raise InputError(
-            f"{home / MARKER}: got {str(found)[:80]}, expected a checkpoint of version {FORMAT}. Check the path, or "
-            "load it with the version of fpipe that saved it."
+            f"{home / MARKER}: got {quote(found)}, expected a checkpoint of version {FORMAT}. Check the path, or load "
+            "it with the version of fpipe that saved it."
         )
     manifest: Manifest = _build(home / MARKER, Manifest, found)
+    if not (manifest.save >= 1 and 1 <= manifest.shards <= MOST_PROCESSES):
+        raise InputError(
+            f"{home / MARKER}: got save {manifest.save} of {manifest.shards} processes, expected numbers from 1, and "
+            f"at most {MOST_PROCESSES} processes. {AGAIN}"
+        )
     return manifest
 
 
-def read_sidecars(home: Path, manifest: Manifest) -> Iterator[Sidecar]:
-    """Yield what each process wrote; raise `InputError` for a file that is missing or cut off."""
-    for path in _sidecars(manifest.folder(home), manifest.shards):
-        sidecar = _build(path, Sidecar, _read_json(path))
-        shard = path.with_suffix(".safetensors")
-        size = shard.stat().st_size if shard.exists() else 0
-        if size != sidecar.size:
-            raise InputError(
-                f"{shard}: got {f'{size} bytes' if size else 'no file'}, expected {sidecar.size} bytes. Copy the "
-                "checkpoint again, or load an earlier one."
-            )
+def read_sidecars(home: Path, manifest: Manifest, index: int, count: int) -> Iterator[Sidecar]:
+    """Yield what each process wrote; raise `InputError` for a file that is missing, cut off, altered or unexpected.
+
+    Of `count` processes that call this, number `index` reads every `count`th file to compare its checksum.
+    """
+    folder = manifest.folder(home)
+    sidecars = [(path, _build(path, Sidecar, _read_signed(path))) for path in _sidecars(folder, manifest.shards)]
+    shards = [path.with_suffix(".safetensors") for path, sidecar in sidecars if sidecar.size]
+    unexpected = sorted(path.name for path in {*folder.glob("*.safetensors")} - {*shards})
+    if unexpected:
+        raise InputError(f"{folder}: got {unexpected[:5]}, expected only what fpipe.save wrote. Remove them.")
+    for k, (path, sidecar) in enumerate(sidecars):
+        if not all(isinstance(one, int | float) for one in sidecar.numbers.values()):
+            raise InputError(f"{path}: got {quote(sidecar.numbers)}, expected numbers by name. Check the path.")
+        if not all(isinstance(name, str) for name in sidecar.on_device):
+            raise InputError(f"{path}: got {quote(sidecar.on_device)}, expected names. Check the path.")
+        _require_whole(path.with_suffix(".safetensors"), sidecar, k % count == index)
         yield sidecar
+
+
+def _require_whole(shard: Path, sidecar: Sidecar, reads: bool) -> None:
+    """Raise `InputError` unless a file of tensors has its size and, if this process `reads` it, its checksum."""
+    size = require_regular(shard) if shard.exists() else 0
+    if size != sidecar.size:
+        got = f"{size} bytes" if size else "no file"
+        raise InputError(f"{shard}: got {got}, expected {sidecar.size} bytes. {AGAIN}")
+    if not size or not reads:
+        return
+    found = sum_file(shard)
+    if found != sidecar.checksum:
+        raise InputError(
+            f"{shard}: got the checksum {found:08x}, expected {sidecar.checksum:08x}: the file was altered after the "
+            f"save. {AGAIN}"
+        )
+
+
+AGAIN = "Copy the checkpoint again, or load an earlier one."
 
 
 def _sidecars(folder: Path, count: int) -> list[Path]:
     return [(folder / shard_name(index, count)).with_suffix(".json") for index in range(count)]
 
 
-def _read_json(path: Path) -> Any:
+def _read_signed(path: Path) -> dict[str, Any]:
+    """Return the fields of a JSON file; raise `InputError` if it can't be read, or its checksum is wrong."""
+    text = read_text(path, "a file of a checkpoint")
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{path}: got {type(error).__name__}: {error}, expected a file of a checkpoint. Copy the checkpoint again, "
-            "or load an earlier one."
+            f"{path}: got {type(error).__name__}: {error}, expected a file of a checkpoint. {AGAIN}"
         ) from error
+    if not isinstance(fields, dict):
+        raise InputError(f"{path}: got {quote(fields)}, expected the fields of a checkpoint. Check the path.")
+    checksum = fields.pop("crc32", None)
+    if checksum != zlib.crc32(json.dumps(fields).encode()) and fields.get("version", FORMAT) == FORMAT:
+        raise InputError(f"{path}: got the checksum {quote(checksum)}, expected that of {quote(fields)}. {AGAIN}")
+    return fields
 
 
-def _build(path: Path, kind: Any, fields: Any) -> Any:
-    """Return the value of a dataclass that a file describes."""
-    try:
-        return kind(**fields)
-    except TypeError as error:
-        raise InputError(
-            f"{path}: got {error}, expected a checkpoint that fpipe.save wrote. Check the path."
-        ) from error
+def _build(path: Path, kind: Any, found: Mapping[str, Any]) -> Any:
+    """Return the value of a dataclass whose fields a file has; raise `InputError` for other names or types."""
+    for name, hint in get_type_hints(kind).items():
+        expected = get_origin(hint) or hint
+        if expected is not Any and type(found.get(name)) is not expected:
+            raise InputError(
+                f"{path}: got {name}={quote(found.get(name))}, expected {expected.__name__}, as fpipe.save writes it. "
+                "Check the path."
+            )
+    unknown = sorted({*found} - {*get_type_hints(kind)})
+    if unknown:
+        raise InputError(f"{path}: got the fields {quote(unknown)}, expected none of these. Check the path.")
+    return kind(**found)

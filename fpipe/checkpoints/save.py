@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fpipe.arguments import require_arguments, require_pipeline
 from fpipe.checkpoints.json_trees import encode_tree
 from fpipe.checkpoints.manifest import Manifest, commit, next_save, write_sidecar
 from fpipe.checkpoints.shards import copy_to_host, require_savable, write_shard
@@ -37,6 +38,7 @@ from fpipe.runtime.fingerprint import describe_value
 from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.spec import Spec
 from fpipe.training.optimizers import OptimizerState
+from fpipe.weights.files import as_path
 
 
 def save(
@@ -110,8 +112,10 @@ def begin_save(
     ...     began, fpipe.is_checkpoint(folder)
     (False, True)
     """
-    home = Path(path)
+    require_pipeline("begin_save", pipe)
     with pipe.ranks.enter_call("begin_save"):
+        require_arguments(begin_save, {"path": path})
+        home = as_path(path)
         held = require_whole_state(pipe, params, buffers)
         require_slots({} if state is None else state, params)
         fields, tree = _compare(home, state is not None, step, data), encode_tree(data)

@@ -25,7 +25,7 @@ from torch import Tensor
 from fpipe.errors import InputError
 from fpipe.tensors.placed import whole_tensor
 from fpipe.tensors.spec import Spec
-from fpipe.weights.safetensors import require_library, wrap_read_errors
+from fpipe.weights.safetensors import open_safetensors, require_library, wrap_read_errors
 
 
 def shard_name(index: int, count: int) -> str:
@@ -82,6 +82,9 @@ def read_specs(folder: Path) -> dict[str, Spec]:
     """Return the dtype and shape of each tensor in a folder's files, by name; raise `InputError` for a damaged one."""
     from torch.distributed import checkpoint as dcp
 
+    for path in sorted(folder.glob("*.safetensors")):
+        with wrap_read_errors(path), open_safetensors(path):
+            pass  # which compares the header with the size of the file, so no shape is larger than what is there
     reader: Any = dcp.HuggingFaceStorageReader(str(folder))
     with wrap_read_errors(folder):
         found = reader.read_metadata().state_dict_metadata

@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from fpipe.arguments import require_arguments
 from fpipe.errors import InputError
 
 MakeDecoder: TypeAlias = Callable[[nn.Module, int, int], nn.Module]
@@ -48,6 +49,7 @@ class StaticDecoder(nn.Module):
 
     def __init__(self, model: nn.Module, sequences: int, length: int) -> None:
         super().__init__()
+        require_arguments(StaticDecoder.__init__, locals())
         self.model, self.length = model, length
         layers, config = _make_cache(model, length).layers, _text_config(model)
         first = next(p for p in model.parameters() if p.is_floating_point())

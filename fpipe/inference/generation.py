@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from fpipe.arguments import describe_argument, require_arguments, require_integer, require_seed
 from fpipe.errors import InputError
 from fpipe.inference.decoders import MakeDecoder, StaticDecoder
 from fpipe.inference.decoding import PREFIX, build_decoding
@@ -95,6 +96,7 @@ def generate(
     >>> generate(params, buffers, words[:, :4], 8).shape
     torch.Size([4, 8])
     """
+    require_arguments(generate, locals())
     require_plain("generate", pipe.training.placed, "Call fpipe.predict, which returns outputs.")
     how = forwards(pipe.schedule if schedule is None else schedule)
     _require_single_copy(pipe)
@@ -114,6 +116,9 @@ def generate(
         with suspend_autocast(EVALUATION) as variant, pipe.ranks.enter_call("a generation"), torch.no_grad():
             require_state("params", params, pipe.training.params)
             require_state("buffers", buffers, pipe.training.buffers)
+            require_seed(seed)
+            if end is not None:
+                require_integer("end", end)
             _require_prompts(prompts, count, mask, length, how.microbatches)
             pipe.ranks.agree(
                 lambda: [*call_fields(CommonArguments(seed)), *_argument_fields(prompts, mask, count, end, length)]
@@ -172,8 +177,7 @@ def _require_single_copy(pipe: Pipeline) -> None:
 
 
 def _require_arguments(pipe: Pipeline, length: int, how: Schedule) -> None:
-    if not isinstance(length, int) or length < 1:
-        raise InputError(f"length: got {length!r}, expected a positive integer: the number of tokens in the cache.")
+    require_integer("length", length, least=1)
     if how.placement.homes != pipe.schedule.placement.homes or how.placement.mirrors:
         raise InputError(
             f"schedule: got {how!r}, with stages on ranks {list(how.placement.homes)}, expected one with each stage on "
@@ -189,6 +193,7 @@ def _require_prompts(prompts: Tensor, count: int, mask: Tensor | None, length: i
         raise InputError(
             f"prompts: got {got}, expected int64 [sequences, tokens]. Stack them, with padding on the left."
         )
+    require_integer("count", count)
     rows, width = prompts.shape
     if rows % groups:
         raise InputError(
@@ -202,6 +207,8 @@ def _require_prompts(prompts: Tensor, count: int, mask: Tensor | None, length: i
         )
     if mask is None:
         return
+    if not isinstance(mask, Tensor):
+        raise InputError(f"mask: got {describe_argument(mask)}, expected a tensor. Pass (prompts != padding).")
     if mask.dtype != torch.bool or mask.shape != prompts.shape:
         raise InputError(f"mask: got {Spec.of(mask)}, expected bool {list(prompts.shape)}. Pass (prompts != padding).")
     if not mask[:, -1].all() or (mask[:, :-1] & ~mask[:, 1:]).any():

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from fpipe.arguments import require_arguments
 from fpipe.ir.captured import Tensors
 from fpipe.ir.variant import EVALUATION, Variant
 from fpipe.pipelines.autocast import suspend_autocast
@@ -52,6 +53,8 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
     (torch.Size([6, 1]), False)
     """
 
+    require_arguments(predict, locals())
+
     def run(params: State, buffers: State, inputs: Any, *, seed: int | None = None) -> Any:
         with suspend_autocast(EVALUATION) as variant, pipe.ranks.enter_call("a prediction"):
             plan, given = _prepare(pipe, variant, params, buffers, inputs, seed)
@@ -83,6 +86,8 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., No
     >>> seen
     [(0, [2, 1]), (1, [2, 1]), (2, [2, 1])]
     """
+
+    require_arguments(stream, locals())
 
     def run(params: State, buffers: State, inputs: Any, *, seed: int | None = None) -> None:
         errors: list[Exception] = []

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Generator, Tensor
 
+from fpipe.arguments import require_arguments
 from fpipe.errors import InputError
 
 Choose: TypeAlias = Callable[[Tensor, Generator], Tensor]
@@ -30,6 +31,7 @@ def choose_likeliest(logits: Tensor, generator: Generator) -> Tensor:
     >>> fpipe.choose_likeliest(torch.tensor([[0.0, 2.0, 1.0]]), torch.Generator())
     tensor([1])
     """
+    require_arguments(choose_likeliest, locals())
     return logits.argmax(-1)
 
 
@@ -44,6 +46,7 @@ def sample(temperature: float = 1.0, top: int | None = None) -> Choose:
     >>> choose(torch.tensor([[0.0, 9.0, 9.0, 1.0]]), torch.Generator().manual_seed(0)).item() in (1, 2)
     True
     """
+    require_arguments(sample, locals())
     if not temperature > 0:
         raise InputError(
             f"temperature: got {temperature}, expected a positive number. For the likeliest token, pass "

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fpipe.arguments import require_arguments, require_integer
 from fpipe.errors import InputError
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from schedules import Schedule
@@ -38,6 +39,11 @@ class Sharded:
 
     dim: str
     gathered: int | None = None
+
+    def __post_init__(self) -> None:
+        require_arguments(Sharded.__init__, vars(self))
+        if self.gathered is not None:
+            require_integer("Sharded: gathered", self.gathered, least=1)
 
 
 class Dimensions(NamedTuple):

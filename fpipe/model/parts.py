@@ -19,6 +19,7 @@ from typing import Any
 import optree
 from torch import nn
 
+from fpipe.arguments import require_arguments
 from fpipe.errors import GraphError
 from fpipe.tensors.tree import NAMESPACE
 
@@ -92,6 +93,7 @@ class ModuleGraph(nn.Module):
 
     def __init__(self, parts: Mapping[str, Part], *, inputs: Sequence[str], outputs: Any) -> None:
         super().__init__()
+        require_arguments(ModuleGraph.__init__, locals())
         inputs = (inputs,) if isinstance(inputs, str) else tuple(inputs)
         _require_names(parts, inputs)
         known = [*inputs, *parts]
@@ -130,7 +132,7 @@ class _Reference:
             while not isinstance(node, ast.Name):
                 step, node = _step(node)
                 self.way.insert(0, step)
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise GraphError(
                 f"{where}: got {text!r}, expected a name, optionally followed by [0], ['key'] or .attribute. Pass a "
                 "string that is not a name through a function."

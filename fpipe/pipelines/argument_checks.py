@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from fpipe.arguments import describe_argument
 from fpipe.errors import CaptureError, InputError
 from fpipe.ir.objective import Loss, require_no_parameters
 from fpipe.model.stateless import require_plain_tensors, require_registered
@@ -23,12 +24,12 @@ from schedules import KINDS, Schedule
 WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 
 
-def require_buildable(model: nn.Module, example: Any, loss: Loss, schedule: Any) -> Schedule:
+def require_buildable(model: nn.Module, example: Any, loss: Loss | None, schedule: Any) -> Schedule:
     """Return the schedule; raise `InputError` or `CaptureError` for arguments from which no pipeline can be built."""
     if not isinstance(schedule, Schedule):
         raise InputError(
-            f"schedule: got {schedule!r}, expected a Schedule. Call the factory, as in one_f_one_b(ranks=4, "
-            "microbatches=8), or pass a plan."
+            f"schedule: got {describe_argument(schedule)}, expected a Schedule. Call the factory, as in "
+            "one_f_one_b(ranks=4, microbatches=8), or pass a plan."
         )
     if not isinstance(example, tuple | dict):
         raise InputError(

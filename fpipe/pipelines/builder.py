@@ -65,7 +65,7 @@ class Builder:
     - `caches`: the caches whose limit and record of trainable parameters all of the pipelines share.
     """
 
-    loss: Loss
+    loss: Loss | None
     schedule: Schedule
     batchings: dict[bool, Batching]
     cuts: Cuts

@@ -55,7 +55,7 @@ class CaptureCache:
     """
 
     model: nn.Module
-    loss: Loss
+    loss: Loss | None
     batchings: Mapping[bool, Batching]
     front_end: FrontEnd
     cuts: partition.Cuts

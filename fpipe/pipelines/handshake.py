@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fpipe.arguments import require_seed
 from fpipe.batching.batch import Batching, SplitBatch
 from fpipe.batching.signature import Signature
 from fpipe.errors import TransportError
@@ -69,6 +70,7 @@ def agree_to_step(
     pipe: Pipeline, variant: Variant, params: State, buffers: State, batch: SplitBatch, call: CommonArguments
 ) -> tuple[StepPlan, dict[int, Inputs]]:
     """Return the plan for a batch and the inputs of each copy here, once all ranks have agreed on the step."""
+    require_seed(call.seed)
     kind = variant, batch.signature
     agreement = agree_on_plan(pipe, *kind, call)
     plan = agreement.plan

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpipe.arguments import require_arguments
 from fpipe.batching.batch import SplitBatch
 from fpipe.batching.signature import Signature
 from fpipe.capture.eager_types import hide_fakes
@@ -120,8 +121,7 @@ class Pipeline:
     ) -> SplitBatch:
         """Return the batch, split into microbatches, with the answers to the model's questions in this variant.
 
-        `exchange_text` exchanges answers with the other ranks, which must then all call this. Without it, this process
-        must have every leaf that the model asks about.
+        With `exchange_text`, all ranks call this; without it, this process has every leaf that the model asks about.
         """
         batch = self.captures.batchings[variant.loss].split_batch(inputs, targets, total)
         if (variant, batch.signature) in self.caches.unquestioned:
@@ -132,10 +132,7 @@ class Pipeline:
         return resolved
 
     def plan(self, variant: Variant, signature: Signature | None = None) -> StepPlan:
-        """Return the plan for a variant and a batch signature, by default the example's; cached.
-
-        Raise `InputError` if the model can't take a batch that differs from the example.
-        """
+        """Return the plan for a signature, by default the example's; raise `InputError` if the model can't take it."""
         return self.planner.plan(variant, signature)
 
     def init(
@@ -164,6 +161,7 @@ class Pipeline:
         >>> fpipe.value_and_grad(pipe)(params, buffers, (torch.ones(2, 4),))[0].loss
         tensor(32.)
         """
+        require_arguments(Pipeline.init, {"fill": fill, "strict": strict})
         with wait_for_turn():
             return self.adopt(load_values(self.model, self.training.share, self.training.placed, source, fill, strict))
 
@@ -173,10 +171,10 @@ class Pipeline:
         """Return this process's parameters and buffers, initialized by `function(module)`; the model may be on meta.
 
         The function is called as by `model.apply`, children first, on a copy of the model: for each module that owns
-        leaves of this process (these are materialized, all other tensors are on meta), and for the modules that contain
-        it. What it draws depends on the seed and on names only, not on ranks or cuts. The default calls
-        `reset_parameters`, which torch's own modules have; for a Hugging Face model, pass `model._init_weights`. Raise
-        `InputError` for leaves that it does not set, and for a model with DTensors.
+        leaves of this process (these are materialized, all other tensors are on meta), and for the modules around it.
+        What it draws depends on the seed and on names only. The default calls `reset_parameters`, which torch's own
+        modules have; for a Hugging Face model, pass `model._init_weights`. Raise `InputError` for leaves that it does
+        not set, and for a model with DTensors.
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
@@ -187,6 +185,7 @@ class Pipeline:
         >>> [f"{name} {list(value.shape)}" for name, value in params.items()]
         ['0.weight [8, 4]', '0.bias [8]', '1.weight [1, 8]', '1.bias [1]']
         """
+        require_arguments(Pipeline.initialise, locals())
         with wait_for_turn():
             require_plain("initialise", self.training.placed, "Call pipe.init(model), with values.")
             return self.adopt(initialize(self.model, self.training.share, function, seed))
@@ -207,8 +206,8 @@ class Pipeline:
     def module(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
         """Return a copy of the model that holds `params` and `buffers`, without copying them, and else `None`.
 
-        It is for `state_dict`, `torch.distributed.checkpoint`, averaged models and optimizers. A tied parameter is
-        there under all of its names. Raise `InputError` for names that the model does not have.
+        It is for `state_dict`, averaged models and optimizers. A tied parameter is there under all of its names. Raise
+        `InputError` for names that the model does not have.
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
@@ -217,14 +216,15 @@ class Pipeline:
         >>> list(pipe.module(*pipe.init(model)).state_dict())
         ['0.weight', '0.bias', '1.weight']
         """
+        require_arguments(Pipeline.module, locals())
         return hold(self.model, {**params, **buffers})
 
     def rebuilt(self, model: nn.Module | Sequence[Any]) -> Pipeline:
         """Return a new pipeline of `model` as it is now, built with the arguments of this one.
 
         Use it for changes that this pipeline can't follow: a frozen parameter, another dropout rate, a constant of the
-        loss. It takes as long as a capture. Under torch.distributed, every rank must call it at the same time.
-        Parameters, buffers and optimizer state carry over, except for the `requires_grad` flags of what was frozen.
+        loss. It takes as long as a capture, and every rank must call it. Parameters, buffers and optimizer state carry
+        over, except for the `requires_grad` flags of what was frozen.
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
@@ -243,9 +243,10 @@ class Pipeline:
         """Capture and plan training steps for batches like these now, so that no step waits for a capture.
 
         `examples` are pairs of inputs and targets; tensors may be on meta, unless the model asks about their values.
-        Under torch.distributed, every rank must call this with the same shapes. If steps run under autocast, call it
-        under the same. Raise `InputError` for more kinds of batches than the pipeline keeps plans for.
+        Every rank must call this, with the same shapes, and under the autocast of the steps. Raise `InputError` for
+        more kinds of batches than the pipeline keeps plans for.
         """
+        require_arguments(Pipeline.prepare, locals())
         self.plan_ahead(self, examples)
 
     @cached_property
@@ -258,9 +259,8 @@ class Pipeline:
         """The parameters that this process owns; each of the model's parameters is owned by exactly one process.
 
         A sum over all parameters must count each once, although tied parameters and those of replicated stages are on
-        several ranks. For the norm of all gradients, call `fpipe.norm` or `fpipe.clip`: a sum of squares per rank,
-        added over the ranks, is off in the last bit, and `torch.nn.utils.clip_grad_norm_` on each rank scales by the
-        norm of that rank's share, so copies of a tied parameter drift apart.
+        several ranks. For the norm of all gradients, call `fpipe.norm` or `fpipe.clip`: sums of squares per rank are
+        off in the last bit, and under `clip_grad_norm_` on each rank, copies of a tied parameter drift apart.
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
@@ -294,7 +294,6 @@ class Pipeline:
         return self.captures.batchings[True].home
 
     def __str__(self) -> str:
-        how, name = self.schedule, self.captures.batchings[True].leaf_name
-        split = any(action.kind == "W" for rank in range(how.ranks) for action in how.actions(rank))
-        text = describe(self.training.assembly, self.model, how.placement, self.sizes, split, name)
+        how, leaf_name = self.schedule, self.captures.batchings[True].leaf_name
+        text = describe(self.training.assembly, self.model, how, self.sizes, leaf_name)
         return f"Pipeline of {type(self.model).__name__} under {how!r}\n{text}"

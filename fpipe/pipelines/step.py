@@ -17,7 +17,7 @@ from torch import Tensor
 from fpipe.errors import InputError
 from fpipe.ir.variant import EVALUATION, Variant
 from fpipe.meshes.border import unwrap_state, wrap_state
-from fpipe.pipelines.autocast import require_gradients, suspend_autocast
+from fpipe.pipelines.autocast import require_gradients, require_recordable, suspend_autocast
 from fpipe.pipelines.earlier_sums import add_reduced, assign_sums, join_sums, require_sums
 from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_plan, agree_to_step
@@ -99,8 +99,11 @@ def begin_step(
     require_flags(given_params, pipe.training.assembly.captured.trainable, pipe.caches.trainable)
     variant = scale_variant(cast, call.scale)
     require_sums(start.onto, start.params, pipe.training, variant, pipe.holdings.specs)
+    for what, leaves in start._asdict().items():
+        require_recordable(leaves, what)
     total = find_weight_of_all(pipe, variant, *batch) if call.total is None else call.total
     split = pipe.batch(variant, *batch, pipe.ranks.exchange_text, total)
+    require_recordable(split.named_leaves())
     plan, given = agree_to_step(pipe, variant, start.params, start.buffers, split, call)
     starts, onto = start_backward(plan.local_stages, call.scale), start.onto if plan.copies.count == 1 else {}
     return plan, {

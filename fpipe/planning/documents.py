@@ -13,18 +13,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from math import inf
-from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from fpipe.arguments import require_arguments
 from fpipe.cutting.calls import Mark
 from fpipe.errors import InputError
 from fpipe.planning.blocks import ModelBlock
 from fpipe.planning.ranges import ActionTimes, Arrival, Hop, Spread
+from fpipe.weights.files import AnyPath, as_path, read_text
 from schedules import Link, SizeError
 
 DOCUMENT_KIND: Final = "fpipe profile"
 EDITION: Final = 1
-MOST_READ: Final = 2**28
 
 Decoder = Callable[[str, Any], Any]
 
@@ -63,17 +63,20 @@ def read_fields(text: str) -> dict[str, Any]:
     return {name: decode(name, document[name]) for name, decode in DECODERS.items()}
 
 
-def read_document(path: Path) -> str:
+def read_document(path: AnyPath) -> str:
     """Return the text of a file; raise `InputError` if there is none, or if it is larger than any profile."""
+    require_arguments(read_document, locals())
+    return read_text(as_path(path), "a profile or plan that fpipe saved")
+
+
+def write_document(path: AnyPath, text: str) -> None:
+    """Write a text to a file; raise `InputError` if there can be none at this path."""
+    require_arguments(write_document, locals())
     try:
-        with path.open("rb") as file:
-            data = file.read(MOST_READ + 1)
-        if len(data) > MOST_READ:
-            raise InputError(f"{path}: got more than {MOST_READ} bytes, expected a profile. Check the path.")
-        return data.decode()
-    except (OSError, UnicodeDecodeError) as error:
+        as_path(path).write_text(text)
+    except (OSError, ValueError) as error:
         raise InputError(
-            f"{path}: got {type(error).__name__}: {error}, expected a profile that fpipe saved. Check the path."
+            f"{path}: got {type(error).__name__}: {error}, expected a file. Choose another path."
         ) from error
 
 

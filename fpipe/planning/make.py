@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from fpipe.arguments import require_arguments
+from fpipe.capture.modules import as_module
 from fpipe.errors import InputError
 from fpipe.ir.objective import Loss
 from fpipe.pipelines.argument_checks import require_count
@@ -24,6 +26,7 @@ from fpipe.planning.profile import Profile
 from fpipe.planning.profiler import profile as measure
 from fpipe.tensors.tree import flatten
 from schedules import Schedule, SizeError
+from schedules.language.arguments import each
 
 PER_RANK = (1, 2, 4, 8)
 
@@ -76,6 +79,8 @@ def plan(
     (2, 4, True)
     >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, plan=found)
     """
+    require_arguments(plan, {name: value for name, value in locals().items() if name not in ("schedules", "memory")})
+    as_module(model)
     count = _count_ranks(ranks)
     caps, factories = parse_caps(memory, count), _read_schedules(schedules, count)
     numbers = _read_microbatches(microbatches, factories, schedules, example, targets, count)
@@ -119,7 +124,8 @@ def _read_schedules(schedules: Any, ranks: int) -> tuple[ScheduleFactory, ...]:
     """Return factories; a schedule becomes one that makes it for its own sizes."""
     if schedules is None:
         return FACTORIES
-    listed = [schedules] if isinstance(schedules, Schedule) or callable(schedules) else list(schedules)
+    several = isinstance(schedules, Iterable) and not isinstance(schedules, Schedule) and not callable(schedules)
+    listed = list(each("schedules", schedules, object, InputError)) if several else [schedules]
     for k, one in enumerate(listed):
         if not isinstance(one, Schedule) and not callable(one):
             raise InputError(

@@ -14,11 +14,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
-from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from fpipe.errors import InputError
-from fpipe.planning.documents import read_document
+from fpipe.planning.documents import read_document, write_document
 from fpipe.planning.prediction import Prediction
 from fpipe.report.description import format_bytes
 from schedules import Schedule, check
@@ -80,7 +79,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(self._document(), indent=1, allow_nan=False))
+        write_document(path, json.dumps(self._document(), indent=1, allow_nan=False))
 
     def _document(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in (*TEXTS, "cuts", "bound", "complete")}
@@ -97,7 +96,7 @@ class Plan:
         included.
         """
         try:
-            return _parse(json.loads(read_document(Path(path)), parse_constant=_refuse_constant))
+            return _parse(json.loads(read_document(path), parse_constant=_refuse_constant))
         except (ValueError, RecursionError) as error:  # every error of ours is a ValueError, too
             raise InputError(f"{path}: {error}") from error
 

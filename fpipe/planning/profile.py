@@ -22,16 +22,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fpipe.arguments import require_arguments
 from fpipe.errors import InputError
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.planning.blocks import ModelBlock, require_blocks_of
-from fpipe.planning.documents import read_document, read_fields, write_fields
+from fpipe.planning.documents import read_document, read_fields, write_document, write_fields
 from fpipe.planning.merging import join_texts, require_same_fields, slowest, slowest_link
 from fpipe.planning.ranges import (
     TIMED,
@@ -146,6 +146,7 @@ class Profile:
         `cuts` are names of module calls at which stages begin, or numbers of blocks. Raise `InputError` for a name that
         is unknown, for places out of order, and for a place where no stage can begin.
         """
+        require_arguments(Profile.stages, locals())
         places = [self._block_at(k, cut) for k, cut in enumerate(cuts)]
         ends = [0, *places, len(self.blocks)]
         for k, (start, stop) in enumerate(pairwise(ends)):
@@ -266,16 +267,15 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON."""
-        Path(path).write_text(write_fields(self))
+        write_document(path, write_fields(self))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Profile:
         """Return the profile in a file that `save` wrote.
 
-        Raise `InputError`, naming the file and the field, for anything else: another version, a number that is not
-        finite, a block that does not exist.
+        Raise `InputError`, naming the file and the field, for anything else, such as a block that does not exist.
         """
-        text = read_document(Path(path))
+        text = read_document(path)
         try:
             return cls.parse(text)
         except InputError as error:
@@ -292,8 +292,9 @@ class Profile:
 
 def require_placement(placement: Placement, stages: int) -> None:
     """Raise `InputError` unless a placement is one of so many stages."""
-    if placement.stages != stages:
+    if not isinstance(placement, Placement) or placement.stages != stages:
+        got = f"one of {placement.stages} stages" if isinstance(placement, Placement) else type(placement).__name__
         raise InputError(
-            f"placement: got one of {placement.stages} stages, expected {stages}, as the cuts make. Change the cuts, "
+            f"placement: got {got}, expected one of {stages} stages, as the cuts make. Change the cuts, "
             "or the schedule."
         )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fpipe.arguments import require_arguments
 from fpipe.autodiff.backends import Backward
 from fpipe.batching.batch import find_home
 from fpipe.batching.loss_weights import Weight
@@ -106,9 +107,11 @@ def profile(
     >>> simulate(gpipe(ranks=2, microbatches=3), measured.costs(["2"])).makespan > 0
     True
     """
+    require_arguments(profile, locals())
     given = ModelArguments(loss, microbatches, unsplittable, capture, backward, tied, batch_dims, weight)
     require_gradients()
-    _require_kinds(device, link, seconds)
+    if seconds < 0:
+        raise InputError(f"seconds: got {seconds}, expected a number of at least 0. Pass how long to measure.")
     if isinstance(model, Pipeline):
         given.require_defaults()
         with model.ranks.enter_call("profile"):
@@ -119,16 +122,6 @@ def profile(
         alone = given.build(module, example, targets)
         values = module if source is None and _has_values(module) else source
         return _profile_together(ranks, alone, (example, targets), cuts, values, device, link, seconds)
-
-
-def _require_kinds(device: object, link: object, seconds: object) -> None:
-    """Raise `InputError` for arguments of another type than expected."""
-    expected = [("device", device, Roofline, "a Roofline"), ("link", link, Link, "a Link")]
-    for name, got, kind, text in expected:
-        if got is not None and not isinstance(got, kind):
-            raise InputError(f"{name}: got {got!r}, expected {text}. Pass one, or leave it out.")
-    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds >= 0:
-        raise InputError(f"seconds: got {seconds!r}, expected a number of at least 0. Pass how long to measure.")
 
 
 def _join(device: torch.device, group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:

@@ -32,6 +32,7 @@ from fpipe.planning.ranges import ActionTimes
 from fpipe.report.footprint import FakeArguments, make_arrivals
 from fpipe.tensors.spec import OptionalSpec
 from fpipe.torch_private import TorchDispatchMode
+from schedules.language.arguments import is_number
 
 LONG_ENOUGH: Final = 5e-3
 LARGEST: Final = 8192
@@ -62,7 +63,7 @@ class Roofline:
     def __post_init__(self) -> None:
         for name in ("flops", "bandwidth", "overhead"):
             got, least = getattr(self, name), "at least 0" if name == "overhead" else "above 0"
-            if not isinstance(got, int | float) or not 0 <= got < inf or (got == 0 and name != "overhead"):
+            if not is_number(got) or not 0 <= got < inf or (got == 0 and name != "overhead"):
                 raise InputError(f"Roofline: got {name}={got!r}, expected a finite number {least}. Correct {name}.")
 
     def seconds(self, flops: float, traffic: float) -> float:

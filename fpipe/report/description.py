@@ -23,7 +23,7 @@ from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import first_names
-from schedules import Placement, Sizes
+from schedules import Schedule, Sizes
 from schedules.language.costs import of_stage
 
 COLUMNS = 98
@@ -34,20 +34,20 @@ BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 def describe(
     assembly: Assembly,
     model: nn.Module,
-    placement: Placement,
+    schedule: Schedule,
     sizes: Sizes,
-    split: bool,
     leaf_name: Callable[[int], str],
 ) -> str:
-    """Return a description of the stages of `model` and their ranks and, with `split`, of how backwards are split.
+    """Return a description of the stages of `model`, their ranks, and how the schedule splits their backwards.
 
     `sizes` has the bytes that a microbatch holds on each stage; `leaf_name` returns the name of a leaf of the batch.
     """
+    split = any(action.kind == "W" for rank in range(schedule.ranks) for action in schedule.actions(rank))
     held = _describe_leaves(assembly.parameters, assembly.parameters, assembly.captured.trainable, "parameter")
     shown = _StageText(assembly, Calls.of(assembly.captured, model), leaf_name)
     lines = [f"{_count(len(assembly.stages), 'stage')}, {held}"]
     for stage in assembly.stages:
-        ranks = placement.replicas(stage.index)
+        ranks = schedule.placement.replicas(stage.index)
         lines += ["", f"stage {stage.index} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"]
         lines += [
             f"  {line}"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.autodiff.interface import WeightIndex
-from fpipe.autodiff.split_backward import search
+from fpipe.autodiff.split_backward import search_graph
 from fpipe.autodiff.trail import AutogradGraph
 from fpipe.capture.assumed_values import assume_values
 from fpipe.cutting.routing import Section
@@ -248,7 +248,7 @@ def _deferral(
             refused[WeightIndex(k)] = "its gradient has a hook"
         elif _is_dynamic(captured, value):
             refused[WeightIndex(k)] = "data decide how it is used"
-    split = search(AutogradGraph(roots, 0), [forward.leaves[value] for value in weights], refused)
+    split = search_graph(AutogradGraph(roots, 0), [forward.leaves[value] for value in weights], refused)
     fresh = () if forward.watch.varying else split.fresh  # another microbatch may use them in another way
     return {weights[k]: why for k, why in split.reasons.items()}, frozenset(weights[k] for k in fresh)
 

@@ -54,6 +54,18 @@ SHAPED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     }
 )
 
+MATRIX_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
+"""Operators whose kernels refuse matrices of two dtypes; their fake kernels do not."""
+
+
+def _require_one_dtype(matrices: Any) -> None:
+    """Raise `RuntimeError` for matrices of two dtypes, as the kernel does."""
+    first, *others = [one.dtype for one in matrices if isinstance(one, Tensor)]
+    for other in others:
+        if other != first:
+            raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {first} and {other}")
+
+
 INDEX_PUTS = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
 
 META_KERNELS = frozenset(
@@ -149,6 +161,8 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return self._grouped_mm(*args, **kwargs)
+        if func in MATRIX_PRODUCTS:
+            _require_one_dtype(args)
         if func in SHAPED:
             with self:
                 return SHAPED[func](*args, **kwargs)

@@ -11,11 +11,14 @@ Runs in every step, after the backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
+from fpipe.arguments import describe_argument, require_arguments, require_pipeline, require_tensors
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
@@ -52,7 +55,9 @@ def clip(
     >>> norm, fpipe.norm(pipe, clipped)
     (tensor(2.), tensor(1.0000))
     """
+    require_pipeline("clip", pipe)
     with pipe.ranks.enter_call("clip"):
+        require_arguments(clip, {"order": order, "names": names, "donate": donate})
         limit, chosen = require_bound("max_norm", max_norm), choose_gradients(pipe, grads, names)
         total = compute_total(pipe, chosen, order, f"names={names!r}", f"max_norm={limit}")
     scaled = scale_to_norm({name: grad if donate else grad.clone() for name, grad in chosen.items()}, limit, total)
@@ -75,17 +80,24 @@ def clip_value(grads: State, value: float, donate: bool = False) -> State:
     >>> fpipe.clip_value({"bias": torch.tensor([-3.0, 0.5])}, 1.0)
     {'bias': tensor([-1.0000,  0.5000])}
     """
+    require_arguments(clip_value, {"donate": donate})
+    require_tensors("grads", grads)
     limit = require_bound("value", value)
     clamped = {name: grad if donate else grad.clone() for name, grad in _add_parts(grads).items()}
     clip_grad_value_(_hold(clamped.values()), limit)
     return clamped
 
 
-def require_bound(what: str, value: float) -> float:
+def require_bound(what: str, value: Any) -> float:
     """Return the number as a float; raise `InputError` if it is negative or nan."""
-    number = float(value)
+    try:
+        number = math.nan if isinstance(value, str | bool) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
     if not number >= 0:
-        raise InputError(f"{what}: got {value!r}, expected a number that is not negative. Pass how large it may be.")
+        raise InputError(
+            f"{what}: got {describe_argument(value)}, expected a number that is not negative. Pass how large it may be."
+        )
     return number
 
 

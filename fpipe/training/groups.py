@@ -35,8 +35,8 @@ class Groups:
         own = {} if groups is None else groups
         if not isinstance(own, Mapping) or not all(isinstance(one, Mapping) for one in own.values()):
             raise InputError(
-                f'groups: got {groups!r}, expected a dict from pattern to options, as in {{"*.bias": '
-                '{"weight_decay": 0.0}}.'
+                f"groups: got {groups!r}, expected a dict from pattern to options. Write groups={{'*.bias': "
+                "{'weight_decay': 0.0}}."
             )
         return cls(options, {pattern: dict(one) for pattern, one in own.items()})
 

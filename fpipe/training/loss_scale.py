@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from fpipe.arguments import require_arguments, require_tensors
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
 
@@ -54,9 +55,10 @@ class LossScale:
     good: int = 0
 
     def __post_init__(self) -> None:
+        require_arguments(LossScale.__init__, vars(self))
         for name, holds, expected in (
             ("scale", 0 < self.scale < math.inf, "a positive number"),
-            ("growth", self.growth > 1, "a number above 1"),
+            ("growth", 1 < self.growth < math.inf, "a number above 1, and finite"),
             ("backoff", 0 < self.backoff < 1, "a number between 0 and 1"),
             ("interval", self.interval >= 1, "a positive integer"),
             ("good", 0 <= self.good < self.interval, "an integer from 0 to interval - 1"),
@@ -70,11 +72,14 @@ class LossScale:
 
         Ask `fpipe.all_finite` before: a gradient that overflowed stays infinite.
         """
+        require_arguments(LossScale.unscale, locals())
+        require_tensors("grads", grads)
         factor = _as_float32(1 / self.scale)
         return {name: grad.mul_(factor) if donate else grad * factor for name, grad in grads.items()}
 
     def next(self, finite: bool | Tensor) -> LossScale:
         """Return the scale for the next step, given whether all gradients of this one were finite, on all ranks."""
+        require_arguments(LossScale.next, locals())
         if not finite:
             return replace(self, scale=_as_float32(self.scale * self.backoff), good=0)
         if self.good + 1 < self.interval:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpipe.arguments import require_arguments
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
 from fpipe.training.groups import Options
@@ -50,6 +51,7 @@ def masters(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimiz
     >>> params["weight"], state["weight"]["master"]
     (tensor([0.9961], dtype=torch.bfloat16), tensor([0.9961]))
     """
+    require_arguments(masters, locals())
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InputError(f"dtype: got {dtype!r}, expected one of floating-point numbers. Pass torch.float32.")
 

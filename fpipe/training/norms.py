@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
+from fpipe.arguments import require_arguments, require_pipeline
 from fpipe.errors import InputError
 from fpipe.meshes.border import require_same_placement
 from fpipe.pipelines.inputs import State
@@ -64,7 +65,9 @@ def norm(pipe: Pipeline, grads: State, order: float = 2.0, names: str | Iterable
     >>> fpipe.norm(pipe, grads, order=float("inf"), names="1.bias")
     tensor(1.)
     """
+    require_pipeline("norm", pipe)
     with pipe.ranks.enter_call("norm"):
+        require_arguments(norm, {"order": order, "names": names})
         return compute_total(pipe, choose_gradients(pipe, grads, names), order, f"names={names!r}")
 
 
@@ -80,6 +83,7 @@ def all_finite(pipe: Pipeline, grads: State) -> Tensor:
     >>> fpipe.all_finite(pipe, {"weight": torch.ones(1, 2), "bias": torch.full((1,), torch.inf)})
     tensor(False)
     """
+    require_pipeline("all_finite", pipe)
     with pipe.ranks.enter_call("all_finite"):
         require_gradients_of(pipe, grads)
         ends = [end for grad in grads.values() for end in _find_ends(local_part(grad))]

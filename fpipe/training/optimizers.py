@@ -26,10 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fpipe.arguments import require_arguments
+from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
 from fpipe.training.argument_checks import require_fitting, require_gradient, require_options, require_own_slots
 from fpipe.training.groups import Groups, Options, find_group
 from fpipe.training.trial import Traits, try_optimizer
+from schedules.language.arguments import each
 
 OptimizerState: TypeAlias = dict[str, dict[str, Any]]
 """For each parameter, by name, its state by slot: tensors or numbers; empty until its first update."""
@@ -104,10 +107,11 @@ def optimizer(
     >>> params["0.bias"]
     tensor([0.7500])
     """
+    require_arguments(optimizer, {"names": names, "donate": donate})
     parts = Groups.of(options, groups)
     traits: dict[str | None, Traits] = {None: try_optimizer(cls, options, "options")}
     traits |= {pattern: try_optimizer(cls, parts.merge(pattern), f"groups[{pattern!r}]") for pattern in parts.own}
-    whole = None if names is None else tuple(names)
+    whole = None if names is None else tuple(each("names", names, str, InputError))
     if whole is not None:
         parts.require_partition(whole, True)
 

@@ -17,12 +17,14 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from fpipe.errors import InputError
+from schedules.language.arguments import each
 
 
 def as_patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
     """Return one pattern, or several, as a tuple; raise `InputError` for anything but strings."""
-    found = (patterns,) if isinstance(patterns, str) else tuple(patterns) if isinstance(patterns, Iterable) else ()
-    if not found or not all(isinstance(one, str) for one in found):
+    several = (patterns,) if isinstance(patterns, str) else patterns
+    found = tuple(each("names", several, str, InputError)) if isinstance(several, Iterable) else ()
+    if not found:
         raise InputError(
             f'names: got {patterns!r}, expected a pattern or several. Write names="*.bias", or ("*.bias", "norm.*").'
         )

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fpipe.arguments import require_arguments
 from fpipe.errors import InputError
 from fpipe.ir.captured import Tensors
 from fpipe.ir.variant import Variant
@@ -110,6 +111,7 @@ def train_step(
     >>> out.loss.shape, norm.shape, list(state["1.bias"])
     (torch.Size([]), torch.Size([]), ['step', 'exp_avg', 'exp_avg_sq'])
     """
+    require_arguments(train_step, locals())
     require_backward(pipe.schedule)
     require_plain("train_step", pipe.training.placed, "Call value_and_grad, clip and optimizer.update.")
     limit = None if max_norm is None else require_bound("max_norm", max_norm)

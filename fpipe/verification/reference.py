@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from fpipe.arguments import require_seed, require_tensors
 from fpipe.batching.memory import require_apart
 from fpipe.batching.signature import Signature
 from fpipe.errors import InputError
 from fpipe.ir.variant import Variant
 from fpipe.meshes.border import unwrap_state, wrap_state
-from fpipe.pipelines.autocast import require_gradients, suspend_autocast
+from fpipe.pipelines.autocast import require_gradients, require_recordable, suspend_autocast
 from fpipe.pipelines.earlier_sums import add_reduced, join_sums, negative_zeros
 from fpipe.pipelines.inputs import State, make_keys, start_backward
 from fpipe.pipelines.pipeline import Pipeline
@@ -47,10 +48,15 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
         require_state("params", params, known.parameters)
         require_state("buffers", buffers, known.buffers)
         require_gradients()
+        require_seed(seed)
+        require_tensors("onto", {} if onto is None else onto)
         sums = {} if onto is None else unwrap_state("onto", onto, known.placed_gradients)
         with suspend_autocast(variant) as cast:
             what = scale_variant(cast, scale)
             batch = pipe.batch(what, inputs, targets, total=total)
+            require_recordable(batch.named_leaves())
+            for name, leaves in (("params", params), ("buffers", buffers), ("onto", sums)):
+                require_recordable(leaves, name)
             plan = _plan(pipe, what, batch.signature)
             plan.watch.require_unchanged()
             require_apart(batch.memories, plan.modified_leaves)

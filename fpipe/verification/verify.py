@@ -7,11 +7,14 @@ Runs when `verify` is called.
 from __future__ import annotations
 
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from fpipe.arguments import require_integer
+from fpipe.errors import InputError
 from fpipe.ir.variant import Variant
 from fpipe.model.snapshot import restore_model
 from fpipe.pipelines.autocast import suspend_autocast
@@ -45,6 +48,9 @@ def verify_steps(
     trial: Trial, params: State | None, buffers: State | None, seed: int | None, steps: int
 ) -> Verification:
     """Verify `steps` steps of gradient descent from this process's share of the state, by default the module's own."""
+    require_integer("steps", steps, least=1)
+    if not 0 <= trial.tolerance < inf:
+        raise InputError(f"tolerance: got {trial.tolerance}, expected a finite number of at least 0. Pass 1e-5, say.")
     pipe, module = trial.pipe, trial.module
     share = _initial_share(pipe, module, params, buffers)
     whole = gather_state(pipe, module, *share) if (params, buffers) != (None, None) else read_state(module)

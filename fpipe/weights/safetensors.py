@@ -18,14 +18,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
+from fpipe.arguments import require_arguments
 from fpipe.errors import InputError
 from fpipe.tensors.tree import same_bits
-
-AnyPath: TypeAlias = str | os.PathLike[str]
+from fpipe.weights.files import AnyPath, as_path, join_inside, read_text, require_regular
+from schedules.errors import quote
 
 INDEX = "model.safetensors.index.json"
 
@@ -61,7 +62,7 @@ def safetensors(paths: AnyPath | Iterable[AnyPath]) -> Safetensors:
     `paths` is one or several of: a file, an index (`*.safetensors.index.json`), or a directory, which means its
     model.safetensors.index.json if there is one, else all *.safetensors in it. A name may be in several files, with
     the same value (a parameter that several ranks hold and save). Needs the library safetensors. Raises `InputError`
-    for files that can't be read, here or on access.
+    for files that can't be read, here or on access. An index names files of its own directory only.
 
     >>> import fpipe, tempfile, torch
     >>> from safetensors.torch import save_file
@@ -71,9 +72,12 @@ def safetensors(paths: AnyPath | Iterable[AnyPath]) -> Safetensors:
     ...     sorted(values), values["bias"]
     (['bias', 'weight'], tensor([0., 0.]))
     """
+    require_arguments(safetensors, locals())
     files: dict[str, list[Path]] = {}
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        for name, file in _list_names(Path(path)):
+        if not isinstance(path, str | os.PathLike):
+            raise InputError(f"paths: got {quote(path)}, expected paths. Pass those of files or directories.")
+        for name, file in _list_names(as_path(path)):
             files.setdefault(name, []).append(file)
     return Safetensors(files)
 
@@ -87,23 +91,36 @@ def _list_names(path: Path) -> Iterator[tuple[str, Path]]:
         for file in inside:
             yield from _list_names(file)
     elif path.suffix == ".json":
-        with wrap_read_errors(path):
-            index = json.loads(path.read_text())["weight_map"]
-        yield from ((name, path.parent / file) for name, file in index.items())
+        yield from ((name, join_inside(path.parent, one, str(path))) for name, one in _read_index(path).items())
     else:
-        with wrap_read_errors(path), _open_file(path) as file:
+        with wrap_read_errors(path), open_safetensors(path) as file:
             yield from ((name, path) for name in list(file.keys()))
 
 
+def _read_index(path: Path) -> Mapping[str, object]:
+    """Return the file of every name, as an index says."""
+    text = read_text(path, "an index of safetensors files")
+    with wrap_read_errors(path):
+        index = json.loads(text)
+    found = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(found, dict):
+        raise InputError(
+            f"{path}: got {quote(index)}, expected an index with a weight_map, a dict from names to files. Fetch the "
+            "file again."
+        )
+    return found
+
+
 def _read_tensor(path: Path, name: str) -> Tensor:
-    with wrap_read_errors(path), _open_file(path) as file:
+    with wrap_read_errors(path), open_safetensors(path) as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor
 
 
-def _open_file(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     """Return the open file, as a context manager."""
     require_library()
+    require_regular(path)
     from safetensors import safe_open
 
     return safe_open(path, framework="pt")

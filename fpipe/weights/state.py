@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
@@ -41,6 +42,10 @@ def require_state(what: str, got: Mapping[str, Tensor], expected: Mapping[str, S
     require_primal(what, got)
     for name, spec in expected.items():
         require_leaf(what, name, got[name], spec)
+        if got[name].layout is not torch.strided:
+            raise InputError(
+                f"{what}[{name!r}]: got a tensor of layout {got[name].layout}, expected a dense one. Pass it dense."
+            )
         if got[name].device != spec.device:
             raise InputError(
                 f"{what}[{name!r}]: got {spec} on {got[name].device}, expected it on {spec.device}. Move it, or build "

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from schedules.analysis.simulation import spans
 from schedules.language.actions import KINDS, Action
+from schedules.language.arguments import require_types
 from schedules.language.costs import Costs
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
@@ -74,6 +75,7 @@ def critical_path(schedule: Schedule, costs: Costs = Costs(), graph: Graph | Non
     Of several equally long paths, return the one that stays on its rank where it can. Raise what `schedules.spans`
     raises.
     """
+    require_types(critical_path, locals())
     graph = graph_of(schedule, graph)
     index = _SpanIndex(schedule, graph, spans(schedule, costs, graph))
     span: Span | None = max(index.all, key=lambda span: span.end, default=None)

@@ -16,9 +16,11 @@ from typing import Any, TypeAlias
 
 from schedules.errors import TimelineError
 from schedules.language.actions import KINDS
+from schedules.language.arguments import require_types
 from schedules.language.costs import Costs
 from schedules.language.schedule import Schedule
 from schedules.replay.engine import Span
+from schedules.replay.timelines import read_spans
 
 Times: TypeAlias = Mapping[str, float]
 """The times of one stage, by kind."""
@@ -41,10 +43,11 @@ def estimate(schedule: Schedule, *timelines: Iterable[Span]) -> Costs:
     >>> costs.F, costs.B, costs.comm
     ((1, 2), (2, 4), 1.5)
     """
+    require_types(estimate, locals())
     from statistics import median  # rarely needed, and slow to import
 
     found, transfers = defaultdict[tuple[str, int], list[float]](list), list[float]()
-    for timeline in map(list, timelines):
+    for timeline in map(list, map(read_spans, timelines)):
         transfers += _measure_transfers(timeline)
         for _, action, start, end in (span for span in timeline if not span.waits):
             share = schedule.slices if KINDS[action.kind].after else 1

@@ -21,11 +21,13 @@ from typing import TypeAlias
 from schedules.checking.progress import Progress
 from schedules.checking.rules import count_versions, require_forward_before_backward
 from schedules.language.actions import COLLECTIVES, KINDS
+from schedules.language.arguments import require_types
 from schedules.language.costs import UNITS, Costs, Sizes, of_stage, require_stages
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.replay.dependencies import graph_of, wires
 from schedules.replay.engine import Span, replay
+from schedules.replay.timelines import read_spans
 
 Levels: TypeAlias = tuple[tuple[float, float], ...]
 
@@ -71,6 +73,7 @@ def spans(schedule: Schedule, costs: Costs, graph: Graph | None = None) -> Itera
     Raise `ScheduleError` if the ranks deadlock, or if an action is not a compute action or is out of order on its
     stage. Memory is proportional to what is in flight.
     """
+    require_types(spans, locals())
     books = [Progress(schedule, rank) for rank in range(schedule.ranks)]
     streams = [require_forward_before_backward(book, schedule.actions(book.rank)) for book in books]
     for batch in replay(schedule, streams, wires(schedule, graph_of(schedule, graph), costs, UNITS), costs):
@@ -89,6 +92,7 @@ def simulate(
     >>> timeline.makespan, round(timeline.bubble, 2), timeline.peak_memory
     (33.0, 0.27, (4.0, 3.0, 2.0, 1.0))
     """
+    require_types(simulate, locals())
     streams = [schedule.actions(rank) for rank in range(schedule.ranks)]
     wired = wires(schedule, graph_of(schedule, graph), costs, sizes or UNITS)
     running = replay(schedule, streams, wired, costs, spans=False)
@@ -113,12 +117,13 @@ def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None 
     >>> timeline.busy, timeline.waited, timeline.idle
     ((3.0, 3.0), (3.5, 0.0), (4.0, 4.0))
     """
+    require_types(summarize, locals())
     P = schedule.ranks
     require_stages(sizes or UNITS, schedule.stages)
     begin, finish = [inf] * P, [0.0] * P
     busy, held, peak = [0.0] * P, [0.0] * P, [0.0] * P
     waited, pending, measured = [0.0] * P, [0.0] * P, False
-    for rank, action, start, end in timeline:
+    for rank, action, start, end in read_spans(timeline):
         if action.peer is not None:
             measured, pending[rank] = True, pending[rank] + end - start
             continue
@@ -144,9 +149,10 @@ def memory_over_time(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes 
     >>> memory_over_time(spans(gpipe(1, 2), Costs()), gpipe(1, 2))
     (((0.0, 1.0), (1.0, 2.0), (4.0, 1.0), (6.0, 0.0)),)
     """
+    require_types(memory_over_time, locals())
     unit = schedule.slices * (schedule.stages / schedule.ranks if sizes is None else 1)
     changes: list[list[tuple[float, float]]] = [[] for _ in range(schedule.ranks)]
-    for rank, action, start, end in timeline:
+    for rank, action, start, end in read_spans(timeline):
         share = 1 if sizes and action.kind in COLLECTIVES else unit
         growth = (sizes or UNITS).growth(action.kind, action.stage, schedule.backward) / share
         if growth:

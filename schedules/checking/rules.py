@@ -18,6 +18,7 @@ from schedules.checking.progress import Progress, Work, violation
 from schedules.checking.updates import require_updated, require_updates_everywhere
 from schedules.errors import GraphError
 from schedules.language.actions import KINDS, Action
+from schedules.language.arguments import require_types
 from schedules.language.costs import ROUNDING, UNITS, Costs
 from schedules.language.graph import Graph
 from schedules.language.membership import require_compute_only, require_placed
@@ -165,6 +166,7 @@ def count_versions(schedule: Schedule, rank: int) -> dict[int, int]:
     >>> count_versions(pipedream(ranks=3, microbatches=8), rank=0)
     {0: 3}
     """
+    require_types(count_versions, locals())
     book = Progress(schedule, rank)
     for _ in require_updated(
         book, require_collected(book, require_forward_before_backward(book, schedule.actions(rank)))
@@ -210,6 +212,7 @@ def check(schedule: Schedule | LoweredProgram, graph: Graph | None = None) -> No
     schedules.errors.ScheduleError: rank 0, position 0, 0B0: comes before 0F0 [rule: forward_before_backward]. \
 Add 0F0 before it, or move it later.
     """
+    require_types(check, locals())
     if not isinstance(schedule, Schedule):
         program = schedule
         if graph not in (None, program.graph):

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from schedules.drawing.palette import look_of
 from schedules.drawing.strips import Strip, make_strip
 from schedules.language.actions import COLLECTIVES
+from schedules.language.arguments import require_types
 from schedules.language.costs import Sizes
 from schedules.language.graph import Graph, chain
 from schedules.replay.engine import Span
@@ -41,6 +42,7 @@ def trace(
     >>> [event["name"] for event in events if event["ph"] == "X"]
     ['0F0', '0B0', '1F0', '1B0']
     """
+    require_types(trace, locals())
     import json  # rarely needed, and slow to import
 
     events = list[Event]()

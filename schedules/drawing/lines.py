@@ -8,15 +8,16 @@ from contextlib import suppress
 from itertools import islice, pairwise
 from math import ceil, floor
 from sys import maxsize
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from schedules.analysis.simulation import spans
 from schedules.checking.progress import Progress
 from schedules.checking.rules import rules_of
 from schedules.drawing.palette import MARKED, Paint, look_of, plain
 from schedules.drawing.strips import Strip, lanes_of, make_strip
-from schedules.errors import ScheduleError
+from schedules.errors import ScheduleError, SizeError, TimelineError, printable
 from schedules.language.actions import Action
+from schedules.language.arguments import require_types
 from schedules.language.costs import Costs
 from schedules.language.graph import Graph
 from schedules.language.membership import require_compute_only, require_placed
@@ -25,6 +26,8 @@ from schedules.language.schedule import Actions, Schedule
 from schedules.lowering.program import Program
 from schedules.replay.engine import Span
 from schedules.transforms.transform import transform
+
+MOST_CELLS: Final = 2**24
 
 
 def text(
@@ -57,6 +60,8 @@ def text(
     rank 0 |B0    B1    |
     rank 1 |B1    .  .  |
     """
+    require_types(text, locals())
+    _require_columns("text", columns)
     given = error
     timeline, error = _simulate_until_error(schedule, costs, graph, error)
     drawn = make_strip(timeline, map(schedule.placement.stages_on, range(schedule.ranks)))
@@ -87,11 +92,18 @@ def texts(timelines: Mapping[str, Iterable[Span]], columns: int = maxsize, paint
     as measured
     rank 0 |F0 -  -  -  B0    |
     """
+    require_types(texts, locals())
+    _require_columns("texts", columns)
     strips = {name: make_strip(spans) for name, spans in timelines.items()}
     units = [drawn.unit for drawn in strips.values() if drawn.compute_spans]
     labels = [label for drawn in strips.values() for label in _labels(drawn)]
     grid = _Grid(min(units, default=1.0), 1 + max(map(len, labels), default=0))
     return _fold({name: _draw_timeline(drawn, grid, None) for name, drawn in strips.items()}, grid, columns, paint)
+
+
+def _require_columns(function: str, columns: int) -> None:
+    if columns < 1:
+        raise SizeError.of(function, "columns", columns, "an integer of at least 1", "Leave it out for lines unbroken.")
 
 
 def _simulate_until_error(
@@ -167,7 +179,12 @@ def _labels(drawn: Strip) -> list[str]:
 
 def _draw_timeline(drawn: Strip, grid: _Grid, error: ScheduleError | None) -> list[_Line]:
     """Return the lines of one timeline, which may differ in length."""
-    rows = list[_Line]()
+    rows, cells = list[_Line](), drawn.ranks * drawn.duration / grid.unit
+    if cells > MOST_CELLS:
+        raise TimelineError(
+            f"got a timeline of {drawn.duration / grid.unit:g} cells for each of {drawn.ranks} ranks, expected at most "
+            f"{MOST_CELLS} in all. Choose costs of one order of magnitude, or draw an SVG."
+        )
     for rank, row in enumerate(drawn.spans):
         lines = _draw_rank(drawn, row, grid)
         if error and rank == error.rank:
@@ -187,7 +204,7 @@ def _fold(sections: Mapping[str, Sequence[_Line]], grid: _Grid, columns: int, pa
     edges = [ceil(cells * block / count) for block in range(count)] + [cells]
     lines = list[tuple[str, list[str]]]()
     for title, section in sections.items():
-        lines += [(title, [])] * bool(title)
+        lines += [(printable(title), [])] * bool(title)
         lines += [
             (name, [cell.paint_with(paint) for cell in [*row, *[grid.idle] * (cells - len(row))]])
             for name, row in section

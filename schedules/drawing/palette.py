@@ -13,7 +13,9 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
+from schedules.errors import ArgumentError, quote
 from schedules.language.actions import KINDS
+from schedules.language.arguments import each, require_types
 
 Paint: TypeAlias = Callable[[str, str], str]
 MARKED = "#ff3030"
@@ -65,8 +67,14 @@ def shade(kind: str, lightness: float) -> str:
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
-def _rgb(color: str) -> tuple[int, ...]:
-    return tuple(bytes.fromhex(color[1:]))
+def _rgb(color: str) -> tuple[int, int, int]:
+    try:
+        red, green, blue = bytes.fromhex(color[1:])
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"ansi: got color={quote(color)}, expected red, green and blue, as in '#56b4e9'. Write it like this."
+        ) from None
+    return red, green, blue
 
 
 def plain(text: str, color: str) -> str:
@@ -93,7 +101,8 @@ def legend(kinds: Iterable[str], paint: Paint = plain) -> str:
     >>> legend({"B", "F"})
     'F forward   B backward'
     """
-    used = set(kinds)
+    require_types(legend, locals())
+    used = set(each("kinds", kinds, str, ArgumentError))
     shown = [kind for kind in LOOKS if kind in used] + sorted(used - set(LOOKS))
     looks = dict.fromkeys(look_of(kind) for kind in shown)
     return "   ".join(f"{paint(one.letter + one.joint, one.color)} {one.name}" for one in looks)

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite
 
 from schedules.analysis.simulation import levels
 from schedules.drawing.palette import WAIT, look_of, shade
-from schedules.errors import TimelineError
 from schedules.language.actions import COLLECTIVES, Action
 from schedules.language.costs import UNITS, Sizes
 from schedules.replay.engine import Span
+from schedules.replay.timelines import read_spans
 
 
 @dataclass(frozen=True)
@@ -115,13 +114,7 @@ def make_strip(spans: Iterable[Span], stages: Iterable[tuple[int, ...]] = ()) ->
 
     Raise `TimelineError` for a span that ends before it starts, or whose start or end is not finite.
     """
-    given = tuple(spans)
-    for span in given:
-        if not (isfinite(span.start) and isfinite(span.end) and span.start <= span.end):
-            raise TimelineError(
-                f"rank {span.rank}, {span.action}: got start {span.start} and end {span.end}, expected finite numbers, "
-                "the end not before the start. Check the costs or the clock that it was made with."
-            )
+    given = tuple(read_spans(spans))
     held = dict(enumerate(map(set, stages)))
     for span in given:
         held.setdefault(span.rank, set()).add(span.action.stage)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from math import floor, log10
+from math import floor, inf, log10
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from schedules.drawing.palette import LOOKS, MARKED, WAIT, look_of
 from schedules.drawing.strips import Strip, lanes_of, make_strip
+from schedules.errors import SizeError
+from schedules.language.arguments import require_types
 from schedules.language.costs import Sizes
 from schedules.replay.engine import Span
 
@@ -44,6 +46,9 @@ def svg(
     >>> picture[:4], picture.count("<title>"), "rank 1" in picture
     ('<svg', 8, True)
     """
+    require_types(svg, locals())
+    if width is not None and not 0 < width < inf:
+        raise SizeError.of("svg", "width", width, "a number of pixels above 0", "Leave it out for one that fits.")
     strips = {name: make_strip(spans) for name, spans in timelines.items()}
     duration = max((drawn.duration for drawn in strips.values()), default=0)
     duration = duration if duration > SHORTEST else 1

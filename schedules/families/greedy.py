@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from schedules.errors import SizeError
 from schedules.language.actions import Action
-from schedules.language.costs import Costs
+from schedules.language.arguments import is_number
+from schedules.language.costs import Costs, require_stages
 from schedules.language.placement import linear
 from schedules.language.schedule import Limits, schedule
 
@@ -110,7 +111,7 @@ class Attempt:
             lane.run("I", self._ready_time("I", lane))
 
     def _count_extra_forwards(self) -> Sequence[int]:
-        """Return the extra forwards per rank: fewer than on the previous rank, unless all microbatches fit."""
+        """Return the extra forwards per rank: fewer than on the previous rank, unless all fit on both."""
         most, back = self.microbatches - 1, self.lanes[-1].clock + self.lanes[-1].time("I")
         more = [0] * len(self.lanes)
         for lane in reversed(self.lanes[:-1]):
@@ -122,7 +123,7 @@ class Attempt:
                 more[rank], clock = more[rank] + 1, clock + forward
             back = max(clock, back) + lane.time("I")
         for rank in range(1, len(more)):
-            if more[rank] < most:
+            if min(more[rank], more[rank - 1]) < most:
                 more[rank] = max(0, min(more[rank], more[rank - 1] - 1))
         return more
 
@@ -183,11 +184,12 @@ def _find_orders(
 
 
 def _require_possible(ranks: int, microbatches: int, memory: float, costs: Costs, residual: float) -> None:
-    if not memory >= 1:
+    if not is_number(memory) or not memory >= 1:
         raise SizeError.of("zb_auto", "memory", memory, "at least 1: one microbatch", "Choose memory >= 1.")
     if not isinstance(costs, Costs):
         raise SizeError.of("zb_auto", "costs", costs, "Costs to find an order for", "Pass Costs(F=1, I=1, W=1).")
-    if not 0 < residual <= 1:
+    require_stages(costs, ranks)
+    if not is_number(residual) or not 0 < residual <= 1:
         raise SizeError.of("zb_auto", "residual", residual, "a share above 0, at most 1", "Choose residual=1 for all.")
 
 
@@ -197,7 +199,7 @@ def _peak_memory(rank: int, ranks: int, microbatches: int, memory: float, costs:
 
 @schedule(placement=linear, limits=Limits(memory=_peak_memory), requires=_require_possible)
 def zb_auto(
-    rank: int, ranks: int, microbatches: int, memory: int = 8, costs: Costs = Costs(), residual: float = 0.5
+    rank: int, ranks: int, microbatches: int, memory: float = 8, costs: Costs = Costs(), residual: float = 0.5
 ) -> Iterator[Action]:
     """The best of eight orders for these costs, within `memory` (arXiv 2401.10241, section 3.1: ZB-1p, ZB-2p).
 

@@ -28,6 +28,7 @@ from typing import Any, Concatenate, TextIO, TypeAlias
 from schedules.errors import GraphError, TableError
 from schedules.files.cells import Notation, ScheduleOrProgram, has_transfers, own, read_row
 from schedules.language.actions import GATHERINGS, KINDS, Action
+from schedules.language.arguments import require_types
 from schedules.language.graph import Edge, Graph, chain
 from schedules.language.placement import Placement
 from schedules.language.schedule import Arguments, Factory, Schedule, Shape, without_rank
@@ -197,6 +198,7 @@ def read_csv(file: File) -> Schedule | Listing:
     rank 0 |F0 F1 .  .  B0    .  B1    |
     rank 1 |.  F0 B0    F1 B1    .  .  |
     """
+    require_types(read_csv, locals())
     with _open_text(file, "r") as lines:
         rows = tuple(line.rstrip("\r\n") for line in lines)
     last = rows[-1] if rows else ""
@@ -240,6 +242,7 @@ def write_csv(plan: ScheduleOrProgram, file: File, words: Notation = own) -> Non
     0UNSHARD,0RECV_B0,0F0,0SEND_F0,0B0,0REDUCE_GRAD,0RESHARD
     1UNSHARD,1RECV_F0,1F0,1B0,1REDUCE_GRAD,1RESHARD,1SEND_B0
     """
+    require_types(write_csv, locals())
     schedule, graph = (plan, graph_of(plan, None)) if isinstance(plan, Schedule) else (plan.schedule, plan.graph)
     with _open_text(file, "w") as lines:
         for rank in range(schedule.ranks):

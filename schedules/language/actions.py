@@ -24,7 +24,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from schedules.errors import VocabularyError
+from schedules.errors import VocabularyError, quote
 
 
 class Kind(NamedTuple):
@@ -178,11 +178,11 @@ def parse(text: str) -> Action:
     >>> parse("1I4"), parse("5RECV_F1<2")
     (I(1, 4), Action('RECV_F', 5, 1, 2))
     """
-    found = _pattern().fullmatch(text)
+    found = _pattern().fullmatch(text) if isinstance(text, str) else None
     if not found or found[2] not in KINDS or (found[5] or "") != KINDS[found[2]].mark:
         known = " ".join(KINDS)
         raise VocabularyError(
-            f"got {text!r}, expected <stage><kind><microbatch> as in 3F0, or 3F0.2 for a slice; a transfer ends "
+            f"got {quote(text)}, expected <stage><kind><microbatch> as in 3F0, or 3F0.2 for a slice; a transfer ends "
             f"with its peer stage, as in 2SEND_F1>5 or 5RECV_F1<2. Use one of the kinds {known}, and no blanks."
         )
     part, peer = (None if number is None else int(number) for number in (found[4], found[6]))

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 
 from schedules.errors import SizeError
 from schedules.language.actions import GATHERINGS
+from schedules.language.arguments import is_number, is_size
 
 Cost: TypeAlias = float | tuple[float, ...]
 ROUNDING: Final = 1e-9
@@ -37,7 +38,7 @@ def require_stages(values: Costs | Link | Sizes, stages: int) -> None:
 def _require_costs(values: Costs | Link | Sizes, *names: str) -> None:
     for name in names:
         cost = getattr(values, name)
-        if not all(map(_is_cost, cost if isinstance(cost, tuple) else (cost,))):
+        if cost == () or not all(map(_is_cost, cost if isinstance(cost, tuple) else (cost,))):
             raise _size_error(values, name, "a finite number of at least 0, or a tuple with one for each stage")
 
 
@@ -47,12 +48,14 @@ def _require_number(values: Costs | Link, name: str) -> None:
 
 
 def _is_cost(number: object) -> bool:
-    if not isinstance(number, int | float):
-        from numbers import Real  # rarely needed, and slow to import
+    return is_number(number) and 0 <= float(number) < inf  # type: ignore[arg-type]
 
-        if not isinstance(number, Real):
-            return False
-    return 0 <= float(number) < inf
+
+def _is_slow(entry: object) -> bool:
+    match entry:
+        case ((source, target), factor):
+            return is_size(source, 0) and is_size(target, 0) and _is_cost(factor)
+    return False
 
 
 def _size_error(values: Costs | Link | Sizes, name: str, expected: str) -> SizeError:
@@ -82,9 +85,9 @@ class Link:
     def __post_init__(self) -> None:
         _require_number(self, "latency")
         _require_costs(self, "bytes", *() if self.back is None else ("back",))
-        if not self.bandwidth > 0:
+        if not (is_number(self.bandwidth) and self.bandwidth > 0):
             raise _size_error(self, "bandwidth", "a number above 0, or infinity")
-        if not all(_is_cost(factor) for _, factor in self.slow):
+        if not isinstance(self.slow, tuple) or not all(map(_is_slow, self.slow)):
             raise _size_error(self, "slow", "((source rank, target rank), factor) pairs, with factors of at least 0")
 
     def time(self, stage: int, ends: tuple[int, int], what: str = "F") -> float:
@@ -132,6 +135,8 @@ class Costs:
         _require_costs(self, "F", "B", "I", "W", "G", "U", "UNSHARD", "REDUCE_GRAD", *given)
         if not isinstance(self.comm, Link):
             _require_number(self, "comm")
+        if type(self.seed) is not int:
+            raise _size_error(self, "seed", "an integer")
         if not (_is_cost(self.jitter) and self.jitter < 1):
             raise _size_error(self, "jitter", "a share from 0 to less than 1")
 

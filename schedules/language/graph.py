@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from schedules.errors import GraphError
+from schedules.errors import GraphError, quote
+from schedules.language.arguments import MOST_STAGES, is_size, require_types
 
 Edge: TypeAlias = tuple[int, int]
 
@@ -35,6 +36,18 @@ class Graph:
     gradients: frozenset[Edge] = frozenset()
 
     def __post_init__(self) -> None:
+        if not is_size(self.stages, 0):
+            raise GraphError(
+                f"Graph: got stages={quote(self.stages)}, expected an integer from 0 to {MOST_STAGES}. Pass the "
+                "number of stages."
+            )
+        for name in ("values", "cotangents", "gradients"):
+            edges = getattr(self, name)
+            if not isinstance(edges, frozenset) or not all(map(_is_edge, edges)):
+                raise GraphError(
+                    f"Graph: got {name}={quote(edges)}, expected a frozenset of edges (s, t) between two stages. Write "
+                    "frozenset({(0, 1)})."
+                )
         for edge in sorted(self.values | self.cotangents):
             if not 0 <= edge[0] < edge[1] < self.stages:
                 raise GraphError(
@@ -42,7 +55,7 @@ class Graph:
                     "Number the stages in topological order."
                 )
         for edge in sorted(self.gradients):
-            if edge[0] == edge[1] or not {*edge} <= {*range(self.stages)}:
+            if edge[0] == edge[1] or not 0 <= min(edge) <= max(edge) < self.stages:
                 raise GraphError(
                     f"got edge {edge} of gradients, expected two different stages below {self.stages}. "
                     "Name the stages that share a parameter."
@@ -79,6 +92,10 @@ class Graph:
         return _sorted(self.stages, {(t, s) for s, t in self.gradients})
 
 
+def _is_edge(edge: object) -> bool:
+    return isinstance(edge, tuple) and len(edge) == 2 and all(type(end) is int for end in edge)
+
+
 def _sorted(stages: int, edges: set[Edge] | frozenset[Edge]) -> tuple[tuple[int, ...], ...]:
     ends: list[list[int]] = [[] for _ in range(stages)]
     for start, end in sorted(edges):
@@ -88,6 +105,7 @@ def _sorted(stages: int, edges: set[Edge] | frozenset[Edge]) -> tuple[tuple[int,
 
 def dag(stages: int, edges: frozenset[Edge] | set[Edge]) -> Graph:
     """Return a graph in which values flow along `edges` and cotangents flow back along all of them."""
+    require_types(dag, locals())
     return Graph(stages, frozenset(edges), frozenset(edges))
 
 
@@ -97,4 +115,6 @@ def chain(stages: int) -> Graph:
     >>> sorted(chain(3).values)
     [(0, 1), (1, 2)]
     """
+    if not is_size(stages, 0):
+        return Graph(stages, frozenset(), frozenset())  # which refuses it
     return dag(stages, {(stage, stage + 1) for stage in range(stages - 1)})

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Protocol
 
 from schedules.errors import SizeError
+from schedules.language.arguments import is_size, require_shape
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,24 @@ class Placement:
     mirrors: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.mirrors) > 1:
-            raise SizeError.of("Placement", "mirrors", self.mirrors, "at most one", "Use at most two routes.")
+        if not is_size(self.ranks):
+            expected = "an integer of at least 1"
+            raise SizeError.of("Placement", "ranks", self.ranks, expected, "Choose the number of ranks.")
+        if not isinstance(self.mirrors, tuple) or len(self.mirrors) > 1:
+            raise SizeError.of(
+                "Placement", "mirrors", self.mirrors, "at most one, in a tuple", "Use at most two routes."
+            )
         for homes in self.routes:
-            if len(homes) != len(self.homes) or not all(0 <= rank < self.ranks for rank in homes):
-                expected = f"a rank from 0 to {self.ranks - 1} for each of {len(self.homes)} stages"
+            if not self._has_homes(homes):
+                count = len(self.homes) if isinstance(self.homes, tuple) else "the"
+                expected = f"a rank from 0 to {self.ranks - 1} for each of {count} stages, in a tuple"
                 raise SizeError.of("Placement", "homes", homes, expected, "Assign every stage to one of the ranks.")
+
+    def _has_homes(self, homes: object) -> bool:
+        """Return whether each stage has a rank on this route."""
+        if not isinstance(homes, tuple) or len(homes) != len(self.homes) or not is_size(len(homes), 0):
+            return False
+        return all(is_size(rank, 0, self.ranks - 1) for rank in homes)
 
     @property
     def stages(self) -> int:
@@ -98,6 +111,7 @@ def linear(ranks: int, chunks: int = 1) -> Placement:
     >>> linear(ranks=2, chunks=2).homes
     (0, 0, 1, 1)
     """
+    require_shape("linear", ranks, chunks)
     return Placement(ranks, tuple(stage // chunks for stage in range(ranks * chunks)))
 
 
@@ -107,6 +121,7 @@ def looped(ranks: int, chunks: int = 1) -> Placement:
     >>> looped(ranks=2, chunks=2).homes
     (0, 1, 0, 1)
     """
+    require_shape("looped", ranks, chunks)
     return Placement(ranks, tuple(stage % ranks for stage in range(ranks * chunks)))
 
 
@@ -116,6 +131,7 @@ def vee(ranks: int, chunks: int = 2) -> Placement:
     >>> vee(ranks=2, chunks=2).homes
     (0, 1, 1, 0)
     """
+    require_shape("vee", ranks, chunks)
     there, back = tuple(range(ranks)), tuple(reversed(range(ranks)))
     return Placement(ranks, tuple(rank for chunk in range(chunks) for rank in (back if chunk % 2 else there)))
 
@@ -126,6 +142,7 @@ def wave(ranks: int, waves: int = 1) -> Placement:
     >>> wave(ranks=2, waves=2).homes
     (0, 1, 1, 0, 0, 1, 1, 0)
     """
+    require_shape("wave", ranks, waves, "waves")
     return vee(ranks, 2 * waves)
 
 
@@ -135,5 +152,6 @@ def bidirectional(ranks: int, chunks: int = 1) -> Placement:
     >>> bidirectional(ranks=3).routes
     ((0, 1, 2), (2, 1, 0))
     """
+    require_shape("bidirectional", ranks, chunks)
     down = linear(ranks, chunks)
     return Placement(ranks, down.homes, (tuple(ranks - 1 - rank for rank in down.homes),))

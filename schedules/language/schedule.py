@@ -12,14 +12,16 @@ prints as the call that made it, and can regenerate any rank's actions at any ti
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import update_wrapper
+from itertools import chain, islice
 from math import inf
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec
 
-from schedules.errors import SizeError
-from schedules.language.actions import Action
+from schedules.errors import ArgumentError, ScheduleError, SizeError, quote
+from schedules.language.actions import KINDS, Action
+from schedules.language.arguments import MOST_MICROBATCHES, MOST_STAGES, is_size, require_types
 from schedules.language.graph import Graph
 from schedules.language.picture import picture
 from schedules.language.placement import Placement, Placer, linear
@@ -74,8 +76,29 @@ class Schedule:
         return self.placement.stages
 
     def actions(self, rank: int) -> Actions:
-        """Return an iterator over the compute actions of `rank`, in order. Each call generates them anew."""
-        return self.factory.generator(rank, **dict(self.arguments))
+        """Return an iterator over the compute actions of `rank`, in order. Each call generates them anew.
+
+        It raises `ScheduleError` after as many actions as no correct schedule has: one of each kind for every stage,
+        microbatch and slice. So whoever reads a generator that never ends comes to an end.
+        """
+        if not is_size(rank, 0, self.ranks - 1):
+            expected = f"a rank from 0 to {self.ranks - 1}"
+            raise SizeError.of("actions", "rank", rank, expected, "Pass one of the schedule's ranks.")
+        found = self.factory.generator(rank, **dict(self.arguments))
+        if not isinstance(found, Iterable):
+            raise ArgumentError(
+                f"{self.factory.__name__}: got {quote(found)} from it, expected a generator of one rank's actions. "
+                "Write yield, as in yield F(rank, i)."
+            )
+        most = max(1, len(KINDS) * self.stages * self.microbatches * self.slices)
+        return chain(islice(actions := iter(found), most), self._refuse_more(actions, rank, most))
+
+    def _refuse_more(self, rest: Actions, rank: int, most: int) -> Actions:
+        """Yield nothing; raise `ScheduleError` if there is more."""
+        for action in rest:
+            problem = f"comes after {most} actions, which is more than a rank of {self.stages} stages can have"
+            raise ScheduleError("finite", rank, most, action, problem, "End the generator after its last action.")
+        yield from ()
 
     def memory(self, rank: int) -> float:
         """Return the most activations `rank` may hold at once; infinity if unlimited.
@@ -139,9 +162,18 @@ class Factory(Generic[Arguments]):
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Schedule:
         """Return the schedule for these sizes."""
-        bound = self.signature.bind(*args, **kwargs)
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ArgumentError(
+                f"{self.__name__}: got a call with {error}, expected {self.__name__}{_list_names(self.signature)}. "
+                "Pass these."
+            ) from error
         bound.apply_defaults()
-        return self.make(tuple(bound.arguments.items()))
+        made = self.make(tuple(bound.arguments.items()))
+        for name, value in bound.arguments.items():
+            _require_hashable(self.__name__, name, value)
+        return made
 
     def make(self, arguments: tuple[tuple[str, Hashable], ...]) -> Schedule:
         """Return the schedule for these arguments: all of them, in signature order."""
@@ -181,7 +213,16 @@ def schedule(
     one_at_a_time(ranks=2, microbatches=3)
     """
 
+    require_types(schedule, locals())
+    if next(iter(inspect.signature(placement).parameters), None) == "rank":
+        raise ArgumentError(
+            f"schedule: got placement={quote(placement)}, a generator of actions, expected a placement. Write "
+            "@schedule() with parentheses above it."
+        )
+
     def decorate(generator: Callable[Concatenate[int, Arguments], Actions]) -> Factory[Arguments]:
+        require_function("schedule", generator)
+
         def shape(arguments: dict[str, Any]) -> Shape:
             taken = inspect.signature(placement).parameters
             sizes = {name: value for name, value in arguments.items() if name in taken or name in SIZES}
@@ -190,6 +231,11 @@ def schedule(
             if requires is not None:
                 requires(**arguments)
             placed = placement(**{name: size for name, size in sizes.items() if name in taken})
+            if not isinstance(placed, Placement):
+                raise ArgumentError(
+                    f"{generator.__name__}: got {quote(placed)} from placement, expected a Placement. Pass a function "
+                    "such as linear or looped."
+                )
             _require_positive(generator.__name__, "microbatches", sizes["microbatches"], len(placed.routes))
             return Shape(sizes["ranks"], sizes["microbatches"], placed, sizes.get("slices", 1), backward)
 
@@ -201,18 +247,44 @@ def schedule(
 def without_rank(generator: Callable[..., Actions], *first: str) -> inspect.Signature:
     """Return the factory's signature: that of `generator` without `rank`.
 
-    Raise `TypeError` unless the parameters of `generator` begin with `rank` and the names in `first`.
+    Raise `ArgumentError` unless the parameters of `generator` begin with `rank` and the names in `first`.
     """
     signature = inspect.signature(generator)
     names, expected = list(signature.parameters), ["rank", *first]
     if names[: len(expected)] != expected:
-        raise TypeError(
+        raise ArgumentError(
             f"{generator.__name__}: got parameters {names}, expected them to begin with {', '.join(expected)}. "
             "Write a generator for one rank that takes these parameters first."
         )
     return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=Schedule)
 
 
+def require_function(decorator: str, generator: object) -> None:
+    """Raise `ArgumentError` unless a decorator was given a function."""
+    if not callable(generator) or not hasattr(generator, "__name__"):
+        raise ArgumentError(
+            f"{decorator}: got {quote(generator)}, expected a generator function (rank, ...). Put @{decorator} above "
+            "its def."
+        )
+
+
+def _list_names(signature: inspect.Signature) -> str:
+    return f"({', '.join(signature.parameters)})"
+
+
+def _require_hashable(factory: str, name: str, value: object) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise ArgumentError(
+            f"{factory}: got {name}={quote(value)}, expected a value with a hash. Pass a tuple in place of a list."
+        ) from None
+
+
 def _require_positive(factory: str, name: str, size: object, least: int = 1) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < least:
-        raise SizeError.of(factory, name, size, f"an integer of at least {least}", f"Choose {name} >= {least}.")
+    most = MOST_MICROBATCHES if name == "microbatches" else MOST_STAGES
+    if not is_size(size, least, most):
+        expected = f"an integer of at least {least}" + (
+            f", and at most {most}" if isinstance(size, int) and size > most else ""
+        )
+        raise SizeError.of(factory, name, size, expected, f"Choose {name} >= {least}.")

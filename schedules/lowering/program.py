@@ -28,6 +28,7 @@ from functools import cached_property
 
 from schedules.errors import ScheduleError
 from schedules.language.actions import COLLECTIVES, Action, new_tuple
+from schedules.language.arguments import require_types
 from schedules.language.graph import Graph
 from schedules.language.membership import require_valid_actions
 from schedules.language.picture import picture
@@ -84,6 +85,7 @@ def lower(schedule: Schedule, graph: Graph | None = None) -> Program:
     of microbatches. The schedule must pass `check` for the same graph; otherwise its actions may raise `ScheduleError`.
     Raise `GraphError` if the schedule and the graph differ in their number of stages.
     """
+    require_types(lower, locals())
     return Program(schedule, graph_of(schedule, graph))
 
 

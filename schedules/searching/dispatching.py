@@ -18,7 +18,7 @@ from math import inf
 from typing import TypeAlias
 
 from schedules.language.costs import ROUNDING
-from schedules.searching.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Attempt, Instance, Job, Orders
+from schedules.searching.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Contender, Instance, Job, PassOrders
 
 Priorities: TypeAlias = list[list[list[float]]]
 """Per kind, stage and microbatch: the lower, the more urgent."""
@@ -34,7 +34,7 @@ class Dispatch:
     def __init__(self, instance: Instance, priorities: Priorities, patience: float, cautious: bool) -> None:
         self.instance, self.priorities, self.patience = instance, priorities, patience
         self.ends: list[list[list[float]]] = [[[] for _ in instance.counts] for _ in range(3)]
-        self.orders: Orders = [[] for _ in range(instance.ranks)]
+        self.orders: PassOrders = [[] for _ in range(instance.ranks)]
         self.held, self.free = [0.0] * instance.ranks, [0.0] * instance.ranks
         sizes = instance.growth[FORWARD]
         self.room = [
@@ -132,7 +132,7 @@ class Dispatch:
 
 def dispatch(
     instance: Instance, priorities: Priorities, origin: str, patience: float = 0.0, cautious: bool = True
-) -> Attempt | None:
+) -> Contender | None:
     """Return the orders that follow from the priorities, or `None` if memory ran out, as it may if not `cautious`.
 
     `patience` is the share of a pass by which a more urgent one may come late, from 0, wait for it whenever it arrives
@@ -140,4 +140,4 @@ def dispatch(
     """
     played = Dispatch(instance, priorities, patience, cautious)
     makespan = played.run()
-    return None if makespan is None else Attempt(makespan, played.orders, origin)
+    return None if makespan is None else Contender(makespan, played.orders, origin)

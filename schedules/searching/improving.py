@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from schedules.language.costs import ROUNDING
 from schedules.searching.dispatching import Priorities, dispatch
-from schedules.searching.instance import Attempt, Instance, Job, Orders
+from schedules.searching.instance import Contender, Instance, Job, PassOrders
 from schedules.searching.playing import Played, play, read_priorities
 
 if TYPE_CHECKING:
     from random import Random
 
 
-class Block(NamedTuple):
+class CriticalBlock(NamedTuple):
     """Passes on the critical path, from position `first` to `last` of a rank."""
 
     rank: int
@@ -30,13 +30,13 @@ class Block(NamedTuple):
 
 
 class Climb:
-    """Orders on their way: where they are now, and the `best` so far."""
+    """PassOrders on their way: where they are now, and the `best` so far."""
 
-    def __init__(self, instance: Instance, attempt: Attempt, random: Random) -> None:
-        self.instance, self.random, self.best = instance, random, attempt
-        self.orders = list(attempt.orders)
+    def __init__(self, instance: Instance, contender: Contender, random: Random) -> None:
+        self.instance, self.random, self.best = instance, random, contender
+        self.orders = list(contender.orders)
         played = play(instance, self.orders)
-        assert played is not None, "attempts can be played"
+        assert played is not None, "contenders can be played"
         self.played = played
 
     def move(self, moves: int, warmth: float) -> None:
@@ -58,25 +58,25 @@ class Climb:
             return
         self.orders, self.played = orders, played
         if played.makespan <= self.best.makespan:  # of equals the last: it lies further away
-            self.best = Attempt(played.makespan, orders, self.best.origin)
+            self.best = Contender(played.makespan, orders, self.best.origin)
 
     def _is_kept(self, worse: float, warmth: float) -> bool:
         return worse <= 0 or (warmth > 0 and self.random.random() < exp(-worse / warmth))
 
 
-def _find_blocks(instance: Instance, orders: Orders, played: Played, random: Random) -> list[Block]:
+def _find_blocks(instance: Instance, orders: PassOrders, played: Played, random: Random) -> list[CriticalBlock]:
     """Return the blocks of two passes or more on a critical path."""
     ranks = [rank for rank, end in enumerate(played.ends) if end >= played.makespan * (1 - ROUNDING)]
     rank = random.choice(ranks)
     at = last = len(orders[rank]) - 1
-    blocks = list[Block]()
+    blocks = list[CriticalBlock]()
     while at >= 0:
         cause = played.awaited[rank][at]
         if cause is None and at:
             at -= 1
             continue
         if last > at:
-            blocks.append(Block(rank, at, last))
+            blocks.append(CriticalBlock(rank, at, last))
         if cause is None:
             break
         rank = instance.rank[cause[1]]
@@ -84,7 +84,7 @@ def _find_blocks(instance: Instance, orders: Orders, played: Played, random: Ran
     return blocks
 
 
-def _move(order: list[Job], block: Block, random: Random) -> list[Job]:
+def _move(order: list[Job], block: CriticalBlock, random: Random) -> list[Job]:
     """Return the order with one pass of a block moved: to its front or end, anywhere in it, or by one place."""
     _, first, last = block
     choice = random.random()
@@ -112,9 +112,9 @@ def _renumber(order: list[Job]) -> list[Job]:
     return found
 
 
-def shake(instance: Instance, attempt: Attempt, tries: int, random: Random) -> Attempt:
+def shake(instance: Instance, contender: Contender, tries: int, random: Random) -> Contender:
     """Return the best orders of so many dispatches, each with other priorities around those of the best so far."""
-    best = attempt
+    best = contender
     priorities = read_priorities(instance, best)
     for _ in range(tries):
         bent = _bend(instance, priorities, best.makespan, random)

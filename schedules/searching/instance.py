@@ -27,15 +27,15 @@ LETTERS: Final = "FIW"
 
 Job: TypeAlias = tuple[int, int, int]
 """A kind, the number of a stage, and the number of a microbatch among those of the stage."""
-Orders: TypeAlias = list[list[Job]]
+PassOrders: TypeAlias = list[list[Job]]
 """For each rank, its passes in order."""
 
 
-class Attempt(NamedTuple):
-    """Orders, the makespan that they take, and where they come from."""
+class Contender(NamedTuple):
+    """PassOrders, the makespan that they take, and where they come from."""
 
     makespan: float
-    orders: Orders
+    orders: PassOrders
     origin: str
 
 
@@ -157,11 +157,13 @@ def make_instance(
     whole = tuple(_slower(costs, s) for s in range(placement.stages)) if split else costs.B
     plain = replace(costs, B=whole, OVERLAP_F=None, jitter=0.0)
     problem = pose(plain, placement, microbatches, memory, sizes, split, backward, graph)
-    for rank in range(problem.ranks):
-        if not any(problem.stages[n].microbatches for n in problem.on(rank)):
-            expected = "a placement with a stage on every rank, and a microbatch on every route"
-            got = f"nothing to do for rank {rank}"
-            raise SizeError(f"search: got {got}, expected {expected}. Drop the rank, or add microbatches.")
+    idle = [rank for rank in range(placement.ranks) if not placement.stages_on(rank)]
+    if idle or microbatches < len(placement.routes):
+        got = (
+            f"nothing for rank {idle[0]}" if idle else f"{microbatches} microbatches for {len(placement.routes)} routes"
+        )
+        expected = "a stage on every rank, and a microbatch on every route"
+        raise SizeError(f"search: got {got}, expected {expected}. Place fewer ranks, or add microbatches.")
     return Instance(problem, placement, microbatches)
 
 

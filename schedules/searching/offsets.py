@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders by rule: every microbatch wants to run like the first one, one period later than the one before.
+"""PassOrders by rule: every microbatch wants to run like the first one, one period later than the one before.
 
 The time at which a pass would run if its microbatch were alone, plus so many periods, is its priority. A few numbers
-bend that: how soon backwards and weight halves become urgent, and how far ranks run ahead. `draw` finds them by chance,
-`vary` changes those that were good.
+bend that: how soon backwards and weight halves become urgent, and how far ranks run ahead. `draw_rule` finds them by
+chance, `vary_rule` changes those that were good.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from schedules.analysis.bounds.rough import time_chain
 from schedules.searching.dispatching import Priorities, dispatch
-from schedules.searching.instance import Attempt, Instance
+from schedules.searching.instance import Contender, Instance
 
 if TYPE_CHECKING:
     from random import Random
 
 
 @dataclass(frozen=True)
-class Rule:
+class PriorityRule:
     """A rule for priorities.
 
     - `stretch`: how much slower a microbatch runs than alone, and `ahead`: the same for forwards only.
@@ -38,9 +38,9 @@ class Rule:
     cautious: bool
 
 
-def draw(random: Random) -> Rule:
+def draw_rule(random: Random) -> PriorityRule:
     """Return a rule drawn at random."""
-    return Rule(
+    return PriorityRule(
         stretch=random.choice((0.5, 0.8, 1.0, 1.0, 1.2)),
         ahead=random.choice((0.5, 1.0, 1.0, 2.0)),
         backward=random.choice((-1.0, -0.5, 0.0, 0.0, 1.0, 2.0, 4.0)),
@@ -51,7 +51,7 @@ def draw(random: Random) -> Rule:
     )
 
 
-def vary(rule: Rule, random: Random) -> Rule:
+def vary_rule(rule: PriorityRule, random: Random) -> PriorityRule:
     """Return a rule a little different from this one."""
     return replace(
         rule,
@@ -64,7 +64,7 @@ def vary(rule: Rule, random: Random) -> Rule:
     )
 
 
-def follow(instance: Instance, rule: Rule, random: Random) -> Attempt | None:
+def follow(instance: Instance, rule: PriorityRule, random: Random) -> Contender | None:
     """Return the orders that a rule gives, or `None` if they run out of memory."""
     period, alone = instance.period, time_chain(instance.problem)
     kinds: list[list[float]] = [[], [], []]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from schedules.searching.instance import WEIGHT_HALF, Attempt, Instance, Job, Orders
+from schedules.searching.instance import WEIGHT_HALF, Contender, Instance, Job, PassOrders
 
 
 class Played(NamedTuple):
@@ -24,7 +24,7 @@ class Played(NamedTuple):
     awaited: list[list[Job | None]]
 
 
-def play(instance: Instance, orders: Orders) -> Played | None:
+def play(instance: Instance, orders: PassOrders) -> Played | None:
     """Return the times of all passes, or `None` if ranks wait for each other forever."""
     P, times, needs = instance.ranks, instance.times, instance.needs
     done: list[list[list[float | None]]] = [[[None] * count for count in instance.counts] for _ in range(WEIGHT_HALF)]
@@ -62,12 +62,12 @@ def play(instance: Instance, orders: Orders) -> Played | None:
     return Played(max(ends), ends, starts, awaited)
 
 
-def read_priorities(instance: Instance, attempt: Attempt) -> list[list[list[float]]]:
+def read_priorities(instance: Instance, contender: Contender) -> list[list[list[float]]]:
     """Return the times at which passes start, per kind, stage and microbatch."""
     found = [[[0.0] * count for count in instance.counts] for _ in range(3)]
-    played = play(instance, attempt.orders)
-    assert played is not None, "attempts can be played"
-    for order, starts in zip(attempt.orders, played.starts, strict=True):
+    played = play(instance, contender.orders)
+    assert played is not None, "contenders can be played"
+    for order, starts in zip(contender.orders, played.starts, strict=True):
         for (kind, n, k), start in zip(order, starts, strict=True):
             found[kind][n][k] = start
     return found

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let attempts at one problem compete: collect many, improve the best, drop the slower half, and repeat.
+"""Let contenders at one problem compete: collect many, improve the best, drop the slower half, and repeat.
 
-Invariant: the same seed and tries give the same attempts, unless time runs out.
+Invariant: the same seed and tries give the same contenders, unless time runs out.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Final
 
 from schedules.language.costs import ROUNDING
 from schedules.searching.improving import Climb, shake
-from schedules.searching.instance import Attempt, Instance
-from schedules.searching.offsets import Rule, draw, follow, vary
+from schedules.searching.instance import Contender, Instance
+from schedules.searching.offsets import PriorityRule, draw_rule, follow, vary_rule
 from schedules.searching.units import find_unit
 
 if TYPE_CHECKING:
     from random import Random
 
-KEPT: Final = 12
-"""The number of attempts that compete."""
+FIELD: Final = 12
+"""The number of contenders that compete."""
 ALIKE: Final = 4
 """Of those, so many may have the same origin."""
 EXPLORED: Final = 0.4
-"""The share of the tries for new attempts; the rest improves them."""
-RULES: Final = 3
+"""The share of the tries for new contenders; the rest improves them."""
+RULES_PER_UNIT: Final = 3
 """Rules get so many tries for each one of units."""
-TURN: Final = 4
+SHAKES: Final = 4
 """Between looks at the clock, so many tries are made."""
 SHAKEN: Final = 0.2
 """The share of the tries for other priorities; the rest are single moves."""
@@ -44,7 +44,7 @@ MOVE: Final = 0.1
 
 @dataclass
 class Race:
-    """The attempts of one search, best first, and what it has spent.
+    """The contenders of one search, best first, and what it has spent.
 
     `tries` and `spent` count schedules that were played; `end` is in seconds of `time.monotonic`.
     """
@@ -55,12 +55,12 @@ class Race:
     end: float
     random: Random
     report: Callable[[float, float], None]
-    attempts: list[Attempt] = field(default_factory=list)
+    contenders: list[Contender] = field(default_factory=list)
     spent: float = 0.0
 
     def is_over(self, tries: float) -> bool:
         """Return whether so many tries are made, time has run out, or the target is reached."""
-        best = self.attempts[0].makespan
+        best = self.contenders[0].makespan
         self.report(min(1.0, self.spent / self.tries), best)
         return self.spent >= tries or self.is_late or best <= self.target * (1 + ROUNDING)
 
@@ -74,52 +74,62 @@ class Race:
         """The time to find a unit, in tries: it depends on the number of stages, not on that of microbatches."""
         return 1 + 600 * len(self.instance.rank) / (len(self.instance.kinds) * sum(self.instance.counts))
 
-    def add(self, attempt: Attempt | None) -> None:
-        """Add an attempt; of those that take equally long, one is kept, and of each origin, the best few."""
-        if attempt is None:
+    def add(self, contender: Contender | None) -> None:
+        """Add a contender; of those that take equally long, one is kept, and of each origin, the best few."""
+        if contender is None:
             return
-        distinct = {(one.origin, float(f"{one.makespan:.9g}")): one for one in (attempt, *self.attempts)}
-        kept, left = list[Attempt](), Counter[str]()
+        distinct = {(one.origin, float(f"{one.makespan:.9g}")): one for one in (contender, *self.contenders)}
+        kept, left = list[Contender](), Counter[str]()
         for _, one in sorted(distinct.items(), key=lambda item: (item[0][1], item[0][0])):
             left[one.origin] += 1
             if left[one.origin] <= ALIKE:
                 kept.append(one)
-        self.attempts[:] = kept[:KEPT]
+        self.contenders[:] = kept[:FIELD]
 
     def explore(self) -> None:
-        """Collect new attempts by rules and by units."""
-        rule: Rule | None = None
+        """Collect new contenders by rules and by units."""
+        rule: PriorityRule | None = None
         best, surplus = inf, 0.0
         while not self.is_over(EXPLORED * self.tries):
             if surplus <= 0:
-                tried = draw(self.random) if rule is None or self.random.random() < 0.3 else vary(rule, self.random)
+                tried = (
+                    draw_rule(self.random)
+                    if rule is None or self.random.random() < 0.3
+                    else vary_rule(rule, self.random)
+                )
                 found, cost = follow(self.instance, tried, self.random), 1.0
                 surplus += cost
                 if found is not None and found.makespan <= best:
                     rule, best = tried, found.makespan
             else:
                 found, cost = find_unit(self.instance, self.random), self.unit_cost
-                surplus -= RULES * cost
+                surplus -= RULES_PER_UNIT * cost
             self.spent += cost
             self.add(found)
 
+    def _propose(self, best: PriorityRule | None) -> PriorityRule:
+        """Return a rule near the best so far, or any."""
+        if best is None or self.random.random() < 0.3:
+            return draw_rule(self.random)
+        return vary_rule(best, self.random)
+
     def compete(self) -> None:
-        """Improve the attempts, and drop the slower half again and again, until one is left."""
-        left = list(self.attempts)
+        """Improve the contenders, and drop the slower half again and again, until one is left."""
+        left = list(self.contenders)
         rounds = max(1, (len(left) - 1).bit_length())
         share = (self.tries - self.spent) / rounds
         while not self.is_over(self.tries):
             left = sorted((self.improve(one, share / len(left)) for one in left), key=lambda one: one.makespan)
             left = left[: (len(left) + 1) // 2]
 
-    def improve(self, attempt: Attempt, tries: float) -> Attempt:
-        """Return the attempt, improved with so many tries: first by other priorities, then by single moves."""
+    def improve(self, contender: Contender, tries: float) -> Contender:
+        """Return the contender, improved with so many tries: first by other priorities, then by single moves."""
         begin, shaken = self.spent, self.spent + SHAKEN * tries
         while not self.is_over(shaken):
-            attempt = shake(self.instance, attempt, TURN, self.random)
-            self.add(attempt)
-            self.spent += TURN
-        climb = Climb(self.instance, attempt, self.random)
+            contender = shake(self.instance, contender, SHAKES, self.random)
+            self.add(contender)
+            self.spent += SHAKES
+        climb = Climb(self.instance, contender, self.random)
         while not self.is_over(begin + tries):
             cooled = max(0.0, 1 - (self.spent - begin) / tries)
             climb.move(MOVES, WARMEST * self.instance.period * cooled)

@@ -25,11 +25,12 @@ from schedules.analysis.bounds.lower_bound import Bound, bound
 from schedules.analysis.bounds.rough import Reason
 from schedules.analysis.simulation import simulate
 from schedules.errors import SizeError
+from schedules.language.arguments import require_types
 from schedules.language.costs import ROUNDING, Costs, Sizes
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement
 from schedules.language.schedule import Schedule
-from schedules.searching.instance import Attempt, Instance, make_instance
+from schedules.searching.instance import Contender, Instance, make_instance
 from schedules.searching.race import Race
 from schedules.searching.seeds import list_families, read_seed, spell
 from schedules.searching.solver import Solver
@@ -76,7 +77,7 @@ class SearchProgress(NamedTuple):
     bound: float
 
 
-class Candidate(NamedTuple):
+class Suggestion(NamedTuple):
     """A schedule that fits, its makespan, and where it comes from."""
 
     schedule: Schedule
@@ -85,7 +86,7 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Task:
+class SearchProblem:
     """The arguments of a search that say what is searched for."""
 
     costs: Costs
@@ -131,7 +132,7 @@ class Task:
 
     @property
     def is_plain(self) -> bool:
-        """True if an instance has the costs of the task: nothing is random, and pairs take the time of their parts."""
+        """True if nothing is random, and a fused pair takes the time of its parts: then an instance has these costs."""
         costs, stages = self.costs, range(self.placement.stages)
         return not costs.jitter and all(costs.time("OVERLAP_F", s) >= costs.time("F", s) for s in stages)
 
@@ -145,11 +146,11 @@ class Task:
 class Quest:
     """A search under way: the best schedule so far."""
 
-    task: Task
+    problem: SearchProblem
     bound: Bound
     progress: Callable[[SearchProgress], None]
-    best: Candidate | None = None
-    attempts: dict[Instance, Attempt] = field(default_factory=dict)
+    best: Suggestion | None = None
+    contenders: dict[Instance, Contender] = field(default_factory=dict)
 
     @property
     def is_solved(self) -> bool:
@@ -158,41 +159,41 @@ class Quest:
 
     def offer(self, schedule: Schedule, origin: str) -> None:
         """Take a schedule, if it fits and is faster than the best."""
-        timeline = simulate(schedule, self.task.costs, self.task.graph, self.task.sizes)
+        timeline = simulate(schedule, self.problem.costs, self.problem.graph, self.problem.sizes)
         if self.best is not None and timeline.makespan >= self.best.makespan * (1 - ROUNDING):
             return
-        if self.task.fits(timeline.peak_memory):
-            self.best = Candidate(schedule, timeline.makespan, origin)
+        if self.problem.fits(timeline.peak_memory):
+            self.best = Suggestion(schedule, timeline.makespan, origin)
 
     def run(self, instance: Instance, tries: float, end: float, random: Random) -> None:
         """Search one instance."""
-        attempts = [take_turns(instance)]
-        for schedule in list_families(instance, self.task.costs, self.task.graph):
+        contenders = [take_turns(instance)]
+        for schedule in list_families(instance, self.problem.costs, self.problem.graph):
             self.offer(schedule, repr(schedule))
-            attempts += filter(None, [read_seed(instance, schedule)])
+            contenders += filter(None, [read_seed(instance, schedule)])
         race = Race(instance, self.bound.makespan, tries, end, random, self._report)
-        for attempt in attempts:
-            race.add(attempt)
+        for contender in contenders:
+            race.add(contender)
         try:
             race.explore()
             race.compete()
         finally:
-            self.attempts[instance] = race.attempts[0]
-            self._take(instance, race.attempts[0])
+            self.contenders[instance] = race.contenders[0]
+            self._take(instance, race.contenders[0])
 
     def prove(self, solver: Solver, end: float, seed: int) -> None:
         """Let a solver improve the best orders of each instance, and the bound if all schedules are in one."""
-        for instance, attempt in self.attempts.items():
+        for instance, contender in self.contenders.items():
             if self.is_solved or monotonic() >= end:
                 return
-            solution = solver(instance, attempt, end - monotonic(), seed)
-            self._take(instance, solution.attempt)
-            if len(self.attempts) == 1 and self.task.is_plain and solution.bound > self.bound.makespan:
+            solution = solver(instance, contender, end - monotonic(), seed)
+            self._take(instance, solution.contender)
+            if len(self.contenders) == 1 and self.problem.is_plain and solution.bound > self.bound.makespan:
                 reason = Reason(solution.bound, "the solver proved that there is no faster schedule")
                 self.bound = Bound((reason, *self.bound.parts))
 
-    def _take(self, instance: Instance, attempt: Attempt) -> None:
-        self.offer(spell(instance, attempt.orders, self.task.costs, self.task.graph), attempt.origin)
+    def _take(self, instance: Instance, contender: Contender) -> None:
+        self.offer(spell(instance, contender.orders, self.problem.costs, self.problem.graph), contender.origin)
 
     def _report(self, share: float, best: float) -> None:
         self.progress(SearchProgress(share, best, self.bound.makespan))
@@ -234,15 +235,16 @@ def search(
     >>> found.makespan, found.gap
     (28.0, 0.0)
     """
+    require_types(search, locals())
     from random import Random  # it is rarely needed, and slow to import
 
     require_limits(seconds, tries)
-    task = Task(costs, placement, microbatches, memory, sizes, split, backward, graph)
-    quest = Quest(task, task.find_bound(), progress)
+    problem = SearchProblem(costs, placement, microbatches, memory, sizes, split, backward, graph)
+    quest = Quest(problem, problem.find_bound(), progress)
     begin = monotonic()
     end = begin + (seconds if solver is None else seconds / 2)
     try:
-        instances = task.list_instances()
+        instances = problem.list_instances()
         for instance in instances:
             if not quest.is_solved:
                 quest.run(instance, tries / len(instances), end, Random(seed))
@@ -257,8 +259,8 @@ def search(
     return SearchResult(quest.best.schedule, quest.best.makespan, quest.bound, quest.best.origin, complete)
 
 
-def require_limits(seconds: object, tries: object) -> None:
-    """Raise `SizeError` unless both are numbers above 0."""
+def require_limits(seconds: float, tries: int) -> None:
+    """Raise `SizeError` unless both are above 0."""
     for name, value in (("seconds", seconds), ("tries", tries)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if not value > 0:
             raise SizeError.of("search", name, value, "a number above 0", f"Choose {name} > 0.")

@@ -19,7 +19,7 @@ from schedules.files.csv import table
 from schedules.language.costs import Costs, of_stage
 from schedules.language.graph import Graph
 from schedules.language.schedule import Factory, Schedule
-from schedules.searching.instance import FORWARD, INPUT_HALF, LETTERS, WEIGHT_HALF, Attempt, Instance, Job, Orders
+from schedules.searching.instance import FORWARD, INPUT_HALF, LETTERS, WEIGHT_HALF, Contender, Instance, Job, PassOrders
 from schedules.searching.playing import play
 from schedules.transforms.connect import connect
 from schedules.transforms.mirror import sum_replicas
@@ -76,7 +76,7 @@ def _vary(schedule: Schedule, instance: Instance, graph: Graph | None) -> Iterat
         yield one if graph is None else connect(one, graph)
 
 
-def read_orders(instance: Instance, schedule: Schedule) -> Orders:
+def read_orders(instance: Instance, schedule: Schedule) -> PassOrders:
     """Return the orders of a schedule with this placement."""
     return [list(_read_rank(instance, schedule, rank)) for rank in range(schedule.ranks)]
 
@@ -91,16 +91,16 @@ def _read_rank(instance: Instance, schedule: Schedule, rank: int) -> Iterator[Jo
                 yield kind, n, k
 
 
-def read_seed(instance: Instance, schedule: Schedule) -> Attempt | None:
-    """Return the orders of a schedule as an attempt, or `None` if it needs too much memory."""
+def read_seed(instance: Instance, schedule: Schedule) -> Contender | None:
+    """Return the orders of a schedule as a contender, or `None` if it needs too much memory."""
     orders = read_orders(instance, schedule)
     if not all(instance.is_possible(rank, order) for rank, order in enumerate(orders)):
         return None
     played = play(instance, orders)
-    return None if played is None else Attempt(played.makespan, orders, repr(schedule))
+    return None if played is None else Contender(played.makespan, orders, repr(schedule))
 
 
-def spell(instance: Instance, orders: Orders, costs: Costs, graph: Graph | None) -> Schedule:
+def spell(instance: Instance, orders: PassOrders, costs: Costs, graph: Graph | None) -> Schedule:
     """Return the schedule with these orders. Join halves everywhere, at the first stage only, or nowhere."""
     found = list[Schedule]()
     for joined in (instance.placement.stages, 1, 0) if instance.problem.split else (0,):

@@ -15,7 +15,7 @@ from math import inf
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from schedules.errors import SolverError
-from schedules.searching.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Attempt, Instance, Job
+from schedules.searching.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Contender, Instance, Job
 from schedules.searching.playing import play
 
 FACTORS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -26,16 +26,16 @@ FINEST: Final = 1_000_000
 class Solution(NamedTuple):
     """The best orders, and a lower bound on the makespan of all schedules."""
 
-    attempt: Attempt
+    contender: Contender
     bound: float
 
 
-Solver: TypeAlias = Callable[[Instance, Attempt, float, int], Solution]
-"""Improves an attempt at an instance within so many seconds, with a seed for random numbers."""
+Solver: TypeAlias = Callable[[Instance, Contender, float, int], Solution]
+"""Improves a contender at an instance within so many seconds, with a seed for random numbers."""
 
 
-def cp_sat(instance: Instance, attempt: Attempt, seconds: float, seed: int) -> Solution:
-    """Return the best orders that CP-SAT finds from an attempt, and the bound that it proves.
+def cp_sat(instance: Instance, contender: Contender, seconds: float, seed: int) -> Solution:
+    """Return the best orders that CP-SAT finds from a contender, and the bound that it proves.
 
     It runs on one thread; with the same seed it takes the same steps, so only `seconds` may change the result. For the
     `solver` of `search`. Raise `SolverError` if OR-Tools is not installed.
@@ -46,7 +46,7 @@ def cp_sat(instance: Instance, attempt: Attempt, seconds: float, seed: int) -> S
         raise SolverError(
             "solver: got cp_sat, expected OR-Tools to be installed. Run pip install 'fpipe[solver]', or drop solver=."
         ) from error
-    model = IntegerModel(cp_model.CpModel(), instance, attempt)
+    model = IntegerModel(cp_model.CpModel(), instance, contender)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.random_seed = seed
@@ -54,22 +54,22 @@ def cp_sat(instance: Instance, attempt: Attempt, seconds: float, seed: int) -> S
     solver.parameters.interleave_search = True  # the workers take turns: deterministic, and on one thread
     status = solver.solve(model.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Solution(attempt, 0.0)
+        return Solution(contender, 0.0)
     found = model.read_orders(solver.value)
-    return Solution(min(attempt, found, key=lambda one: one.makespan), solver.best_objective_bound / model.factor)
+    return Solution(min(contender, found, key=lambda one: one.makespan), solver.best_objective_bound / model.factor)
 
 
 class IntegerModel:
     """A CP-SAT model of an instance. `starts` has a variable per pass; `factor` makes times whole."""
 
-    def __init__(self, model: Any, instance: Instance, attempt: Attempt) -> None:
-        self.model, self.instance, self.attempt = model, instance, attempt
-        self.factor = _find_factor(instance, attempt.makespan)
-        played = play(instance, attempt.orders)
-        assert played is not None, "attempts can be played"
-        self.horizon = int(attempt.makespan * self.factor) + 1
-        self.starts = {job: model.new_int_var(0, self.horizon, "") for order in attempt.orders for job in order}
-        for order, times in zip(attempt.orders, played.starts, strict=True):
+    def __init__(self, model: Any, instance: Instance, contender: Contender) -> None:
+        self.model, self.instance, self.contender = model, instance, contender
+        self.factor = _find_factor(instance, contender.makespan)
+        played = play(instance, contender.orders)
+        assert played is not None, "contenders can be played"
+        self.horizon = int(contender.makespan * self.factor) + 1
+        self.starts = {job: model.new_int_var(0, self.horizon, "") for order in contender.orders for job in order}
+        for order, times in zip(contender.orders, played.starts, strict=True):
             for job, time in zip(order, times, strict=True):
                 model.add_hint(self.starts[job], int(time * self.factor))
         self._connect()
@@ -115,7 +115,7 @@ class IntegerModel:
                 sizes.append(int(size / unit))
         self.model.add_cumulative(held, sizes, FINEST)
 
-    def read_orders(self, value: Callable[[Any], int]) -> Attempt:
+    def read_orders(self, value: Callable[[Any], int]) -> Contender:
         """Return the orders of a solution; without the rounding they may take a little longer, or not fit."""
         orders: list[list[Job]] = [[] for _ in range(self.instance.ranks)]
         last = {kind: kind for kind in (FORWARD, INPUT_HALF, WEIGHT_HALF)}
@@ -124,8 +124,8 @@ class IntegerModel:
         played = play(self.instance, orders)
         fits = all(self.instance.is_possible(rank, order) for rank, order in enumerate(orders))
         if played is None or not fits:
-            return self.attempt
-        return Attempt(played.makespan, orders, f"{self.attempt.origin}, improved by CP-SAT")
+            return self.contender
+        return Contender(played.makespan, orders, f"{self.contender.origin}, improved by CP-SAT")
 
 
 def _find_factor(instance: Instance, makespan: float) -> float:

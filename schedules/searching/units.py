@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders from a repeating unit: the passes of one microbatch on a circle.
+"""PassOrders from a repeating unit: the passes of one microbatch on a circle.
 
 Let every stage run one pass of each kind per period. Then a schedule is the times of one microbatch alone, and all that
 matters on a rank is that those times, taken modulo the period, do not overlap, and that what is held at once fits
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from schedules.language.costs import ROUNDING
 from schedules.searching.dispatching import dispatch
-from schedules.searching.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Attempt, Instance, Orders
+from schedules.searching.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Contender, Instance, PassOrders
 from schedules.searching.playing import play, read_priorities
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 STRETCHES: Final = (1.0, 1.0, 1.001, 1.02, 1.05, 1.1, 1.2, 1.3)
 """The circle, in units of the work of the busiest rank."""
-STEPS: Final = (30, 100, 300)
+ANNEALED: Final = (30, 100, 300)
 
 Table: TypeAlias = list[list[float]]
 """A number per kind and stage."""
@@ -34,14 +34,14 @@ Taken: TypeAlias = list[tuple[float, float]]
 """Times on a circle, and how long they are taken."""
 
 
-class Unit(NamedTuple):
+class RepeatingUnit(NamedTuple):
     """The starts of one microbatch's passes per kind and stage, and the length of the circle."""
 
     starts: Table
     circle: float
 
 
-def unroll(instance: Instance, unit: Unit) -> Orders:
+def unroll(instance: Instance, unit: RepeatingUnit) -> PassOrders:
     """Return the orders in which all microbatches run the unit, one period after another."""
     times: list[list[tuple[float, int, int, int]]] = [[] for _ in range(instance.ranks)]
     for kind in instance.kinds:
@@ -51,20 +51,21 @@ def unroll(instance: Instance, unit: Unit) -> Orders:
     return [[(kind, n, k) for _, kind, n, k in sorted(row)] for row in times]
 
 
-def take_turns(instance: Instance) -> Attempt:
+def take_turns(instance: Instance) -> Contender:
     """Return the orders that finish each microbatch before the next begins: they fit wherever one microbatch does."""
-    circle = sum(map(sum, instance.times)) + sum(
-        transfer for rows in instance.needs for row in rows for _, transfer in row
-    )
-    unit = _place(instance, 2 * circle + 1.0, [[0.0] * len(instance.rank) for _ in range(3)])
+    transfers = (transfer for rows in instance.needs for row in rows for _, transfer in row)
+    alone = 2 * (sum(map(sum, instance.times)) + sum(transfers)) + 1.0
+    unit = _place(instance, alone, [[0.0] * len(instance.rank) for _ in range(3)])
     assert unit is not None, "a circle this long has room for all"
-    return _finish(instance, unit, "one at a time")
+    late = [n // instance.placement.stages * alone for n in range(len(instance.rank))]  # the second route
+    starts = [[start + by for start, by in zip(row, late, strict=True)] for row in unit.starts]
+    return _finish(instance, RepeatingUnit(starts, alone * instance.routes), "one at a time")
 
 
-def find_unit(instance: Instance, random: Random) -> Attempt | None:
+def find_unit(instance: Instance, random: Random) -> Contender | None:
     """Return the orders of a unit found by annealing, or `None` if its memory does not suffice."""
     circle = instance.period * instance.routes * random.choice(STRETCHES)
-    unit = _anneal(instance, circle, random.choice(STEPS), random) if circle else None
+    unit = _anneal(instance, circle, random.choice(ANNEALED), random) if circle else None
     if unit is None:
         return None
     rigid = _finish(instance, unit, "repeating unit")
@@ -72,14 +73,14 @@ def find_unit(instance: Instance, random: Random) -> Attempt | None:
     return rigid if eager is None or rigid.makespan <= eager.makespan else eager
 
 
-def _finish(instance: Instance, unit: Unit, origin: str) -> Attempt:
+def _finish(instance: Instance, unit: RepeatingUnit, origin: str) -> Contender:
     orders = unroll(instance, unit)
     played = play(instance, orders)
     assert played is not None, "in time order no rank waits for a later pass"
-    return Attempt(played.makespan, orders, origin)
+    return Contender(played.makespan, orders, origin)
 
 
-def _anneal(instance: Instance, circle: float, steps: int, random: Random) -> Unit | None:
+def _anneal(instance: Instance, circle: float, steps: int, random: Random) -> RepeatingUnit | None:
     """Change delays at random; keep what needs less memory than before, or no more and hardly more time."""
     delays: Table = [[0.0] * len(instance.rank) for _ in range(3)]
     sizes = sorted({time for row in instance.times for time in row})
@@ -103,7 +104,7 @@ def _anneal(instance: Instance, circle: float, steps: int, random: Random) -> Un
     return best if least[0] <= 0 else None
 
 
-def _place(instance: Instance, circle: float, delays: Table) -> Unit | None:
+def _place(instance: Instance, circle: float, delays: Table) -> RepeatingUnit | None:
     """Place all passes, each at the first free time after its inputs and its delay; `None` if there is none."""
     starts: Table = [[0.0] * len(instance.rank) for _ in range(3)]
     taken: list[Taken] = [[] for _ in range(instance.ranks)]
@@ -120,7 +121,7 @@ def _place(instance: Instance, circle: float, delays: Table) -> Unit | None:
                 return None
             starts[kind][n] = start
             row.append((start % circle, times[n]))
-    return Unit(starts, circle)
+    return RepeatingUnit(starts, circle)
 
 
 def _find_gap(taken: Taken, circle: float, ready: float, time: float) -> float | None:
@@ -140,7 +141,7 @@ def _find_gap(taken: Taken, circle: float, ready: float, time: float) -> float |
     return None
 
 
-def _judge(instance: Instance, unit: Unit | None) -> tuple[float, float]:
+def _judge(instance: Instance, unit: RepeatingUnit | None) -> tuple[float, float]:
     """Return the memory that a unit needs beyond what there is, and how long a microbatch takes."""
     if unit is None:
         return inf, inf
@@ -149,7 +150,7 @@ def _judge(instance: Instance, unit: Unit | None) -> tuple[float, float]:
     return sum(_exceed(instance, unit, rank) for rank in range(instance.ranks)), max(ends)
 
 
-def _exceed(instance: Instance, unit: Unit, rank: int) -> float:
+def _exceed(instance: Instance, unit: RepeatingUnit, rank: int) -> float:
     """Return by how much a rank exceeds its memory, over all its forwards; it holds most when one begins."""
     starts, times, growth = unit.starts, instance.times, instance.growth
     if instance.caps[rank] == inf or not instance.problem.backward:

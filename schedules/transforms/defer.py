@@ -10,12 +10,20 @@ from math import isfinite
 
 from schedules.errors import SizeError
 from schedules.language.actions import KINDS, Action
+from schedules.language.arguments import is_number
 from schedules.language.costs import ROUNDING, UNITS
 from schedules.language.schedule import Limits, Schedule
 from schedules.transforms.transform import KEPT, transform
 
 
-@transform(limits=Limits(memory=lambda rank, schedule, memory: memory, versions=KEPT.versions))
+def _require_memory(schedule: Schedule, memory: float) -> None:
+    if not is_number(memory):
+        raise SizeError.of("defer_weights", "memory", memory, "a number", "Choose memory=schedule.ranks, say.")
+
+
+@transform(
+    limits=Limits(memory=lambda rank, schedule, memory: memory, versions=KEPT.versions), requires=_require_memory
+)
 def defer_weights(rank: int, schedule: Schedule, memory: float) -> Iterator[Action]:
     """Defer weight gradients as far as `memory` allows, in units of a rank's activations for one microbatch.
 

@@ -7,17 +7,26 @@ from collections.abc import Iterator
 
 from schedules.errors import SizeError
 from schedules.language.actions import KINDS, Action, C, R
+from schedules.language.arguments import is_size
 from schedules.language.schedule import Schedule
 from schedules.transforms.transform import KEPT, transform
 
 
-@transform(limits=KEPT)
+def _require_stages(schedule: Schedule, stages: tuple[int, ...] | None) -> None:
+    if stages is None:
+        return
+    if not isinstance(stages, tuple) or not all(is_size(stage, 0, schedule.stages - 1) for stage in stages):
+        expected = f"a tuple of stages from 0 to {schedule.stages - 1}"
+        raise SizeError.of("recompute", "stages", stages, expected, "Name stages that the schedule has, as in (0, 2).")
+
+
+@transform(limits=KEPT, requires=_require_stages)
 def recompute(rank: int, schedule: Schedule, stages: tuple[int, ...] | None = None) -> Iterator[Action]:
     """Checkpoint the forwards on `stages`, by default all, and recompute each directly before its backward.
 
     A stage then holds its inputs from `C` on and its activations only from `R` on (arXiv 1604.06174). A forward
     overlapped with a backward is separated from it. Forwards that are already checkpointed, and schedules without
-    backwards, stay unchanged.
+    backwards, stay unchanged. Raise `SizeError` for anything but a tuple of the schedule's stages.
 
     >>> from schedules import one_f_one_b
     >>> print(recompute(one_f_one_b(ranks=2, microbatches=2)))
@@ -25,9 +34,6 @@ def recompute(rank: int, schedule: Schedule, stages: tuple[int, ...] | None = No
     rank 1 |.  C0 R0 B0    C1 R1 B1    .  .  |
     """
     every = range(schedule.stages)
-    if stages is not None and not (isinstance(stages, tuple) and set(every).issuperset(stages)):
-        expected = f"a tuple of stages from 0 to {schedule.stages - 1}"
-        raise SizeError.of("recompute", "stages", stages, expected, "Name stages that the schedule has, as in (0, 2).")
     chosen = (every if stages is None else stages) if schedule.backward else ()
     kept = set[Action]()  # invariant: the R of each forward checkpointed here and not recomputed yet
     pair: tuple[Action, ...] = ()  # a fused forward, held until its partner

@@ -18,6 +18,7 @@ from typing import Any
 
 from schedules.errors import SizeError
 from schedules.language.actions import COLLECTIVES, Action
+from schedules.language.arguments import MOST_MICROBATCHES, is_size
 from schedules.language.schedule import Factory, Schedule, Shape
 from schedules.transforms.transform import KEPT, transform
 
@@ -27,7 +28,7 @@ def _with_groups(once: Factory[[Schedule, int]]) -> Factory[[Schedule, int]]:
 
     def shape(arguments: dict[str, Any]) -> Shape:
         given, times, schedule = once.shape(arguments), arguments["times"], arguments["schedule"]
-        if type(times) is not int or times < 1:
+        if not is_size(times) or times * given.microbatches > MOST_MICROBATCHES:
             raise SizeError.of("repeat", "times", times, "an integer of at least 1", "Choose times >= 1.")
         if given.microbatches % len(given.placement.routes):
             expected = "one with as many microbatches on each route"

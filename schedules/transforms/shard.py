@@ -18,13 +18,19 @@ from collections.abc import Iterator
 
 from schedules.errors import SizeError
 from schedules.language.actions import KINDS, Action
+from schedules.language.arguments import is_size
 from schedules.language.schedule import Schedule
 from schedules.transforms.transform import KEPT, transform
 
 _Turn = tuple[Action, ...]
 
 
-@transform(limits=KEPT)
+def _require_limit(schedule: Schedule, limit: int) -> None:
+    if not is_size(limit):
+        raise SizeError.of("shard", "limit", limit, "an integer of at least 1", "Choose limit >= 1.")
+
+
+@transform(limits=KEPT, requires=_require_limit)
 def shard(rank: int, schedule: Schedule, limit: int) -> Iterator[Action]:
     """Gather every stage before it is read, keep at most `limit` stages of a rank gathered, and free each at the end.
 

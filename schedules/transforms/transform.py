@@ -16,8 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, overload
 
+from schedules.errors import ArgumentError, quote
 from schedules.language.actions import Action
-from schedules.language.schedule import UNLIMITED, Arguments, Factory, Limits, Schedule, Shape, without_rank
+from schedules.language.arguments import require_types
+from schedules.language.schedule import (
+    UNLIMITED,
+    Arguments,
+    Factory,
+    Limits,
+    Schedule,
+    Shape,
+    require_function,
+    without_rank,
+)
 
 
 @overload
@@ -26,16 +37,23 @@ def transform(generator: Callable[Concatenate[int, Arguments], Iterator[Action]]
 
 @overload
 def transform(
-    *, limits: Limits = UNLIMITED, backward: bool = True
+    *, limits: Limits = UNLIMITED, requires: Callable[..., None] | None = None, backward: bool = True
 ) -> Callable[[Callable[Concatenate[int, Arguments], Iterator[Action]]], Factory[Arguments]]: ...
 
 
-def transform(generator: Any = None, *, limits: Limits = UNLIMITED, backward: bool = True) -> Any:
+def transform(
+    generator: Any = None,
+    *,
+    limits: Limits = UNLIMITED,
+    requires: Callable[..., None] | None = None,
+    backward: bool = True,
+) -> Any:
     """Turn a generator function `(rank, schedule, ...)` into a function from schedules to schedules.
 
     Any other parameters must be hashable. `limits` declares the limits of the result, as functions of the arguments;
-    `KEPT` means those of the original schedule. If `backward` is false, the result is for inference. The resulting
-    function raises `TypeError` for anything but a `Schedule`.
+    `KEPT` means those of the original schedule. `requires` is called with the arguments and raises `SizeError` for
+    those that the transform does not support. If `backward` is false, the result is for inference. The resulting
+    function raises `ArgumentError` for anything but a `Schedule`.
 
     >>> from schedules import check, gpipe, transform
     >>> @transform
@@ -48,14 +66,20 @@ def transform(generator: Any = None, *, limits: Limits = UNLIMITED, backward: bo
     rank 1 |.  F0 F1 B1    B0    .  .  |
     """
 
+    require_types(transform, locals())
+
     def decorate(generator: Callable[..., Iterator[Action]]) -> Factory[...]:
+        require_function("transform", generator)
+
         def shape(arguments: dict[str, Any]) -> Shape:
             schedule = arguments["schedule"]
             if not isinstance(schedule, Schedule):
-                raise TypeError(
-                    f"{generator.__name__}: got {schedule!r}, expected a Schedule. Call the factory first, as in "
-                    f"{generator.__name__}(one_f_one_b(ranks=4, microbatches=8))."
+                raise ArgumentError(
+                    f"{generator.__name__}: got schedule={quote(schedule)}, expected a Schedule. Call the "
+                    f"factory first, as in {generator.__name__}(one_f_one_b(ranks=4, microbatches=8))."
                 )
+            if requires is not None:
+                requires(**arguments)
             sizes = schedule.ranks, schedule.microbatches, schedule.placement, schedule.slices
             return Shape(*sizes, backward and schedule.backward, schedule.graph)
 

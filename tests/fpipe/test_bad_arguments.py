@@ -2,6 +2,7 @@
 """What users pass is checked before anything runs; errors name the argument, what it is and what was expected."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -45,6 +46,12 @@ def crossed(rank, ranks, microbatches):
         [F(rank, 0), F(rank, 1), B(rank, 1), B(rank, 0)] if rank else [F(rank, 0), B(rank, 0), F(rank, 1), B(rank, 1)]
     )
     yield from order
+
+
+@schedule(placement=linear)
+def endless(rank, ranks, microbatches):
+    for i in itertools.count():
+        yield F(rank, i)
 
 
 class Counter(nn.Module):
@@ -134,6 +141,22 @@ BAD = {
         fpipe.ScheduleError,
         ["rank"],
     ),
+    "a schedule that never ends": (
+        {"schedule": endless(ranks=2, microbatches=2)},
+        fpipe.ScheduleError,
+        ["rank 0, position 84", "comes after 84 actions", "[rule: finite]"],
+    ),
+    "a batch of another dtype than the model": (
+        {"example": (X.double(),)},
+        fpipe.CaptureError,
+        ["module 0 (Linear)", "must have the same dtype", "torch.float64"],
+    ),
+    "a sparse example": ({"example": (X.to_sparse(),)}, fpipe.InputError, ["inputs[0]", "sparse_coo", "to_dense()"]),
+    "a nested example": (
+        {"example": (torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged),)},
+        fpipe.InputError,
+        ["inputs[0]", "a nested tensor", "padded"],
+    ),
     "a model that cannot be modules": (
         {"model": ZOO["skips"].build(), "capture": "modules"},
         fpipe.CaptureError,
@@ -207,6 +230,7 @@ STATE_CHANGES = {
     ),
     "no tensor": (lambda p, b: ({**p, "0.bias": [0.0] * 4}, b), ["params['0.bias']", "list", "float32[4]"]),
     "on meta": (lambda p, b: ({**p, "0.bias": p["0.bias"].to("meta")}, b), ["params['0.bias']", "meta", "initialise"]),
+    "sparse": (lambda p, b: ({**p, "0.bias": p["0.bias"].detach().to_sparse()}, b), ["params['0.bias']", "sparse"]),
     "a missing buffer": (lambda p, b: (p, {}), ["buffers", "missing", "1.running_mean"]),
     "a buffer of another dtype": (
         lambda p, b: (p, {**b, "1.num_batches_tracked": torch.tensor(0.0)}),
@@ -222,6 +246,7 @@ BATCH_CHANGES = {
     "no rows": (((X[:0],), Y[:0]), ["inputs[0]", "[0, 4]", "at least 2"]),
     "another width": (((X[:, :3],), Y), ["inputs[0]", "float32[4, 3]", "example has float32[4, 4]"]),
     "another number of dimensions": (((X[None],), Y), ["inputs[0]", "float32[1, 4, 4]", "another pipeline"]),
+    "sparse": (((X.to_sparse(),), Y), ["inputs[0]", "sparse_coo", "to_dense()"]),
     "on meta": (((X.to("meta"),), Y), ["inputs[0]", "meta device", "Pass the batch"]),
     "another dtype": (((X.double(),), Y), ["inputs[0]", "float64[4, 4]", "float32[4, 4]"]),
     "targets of another shape": (((X,), Y[:2]), ["targets", "float32[2, 4]"]),
@@ -302,6 +327,35 @@ def test_init_refuses_other_models():
         with pytest.raises(fpipe.InputError) as caught:
             pipe.init(model)
         assert not [word for word in words if word not in str(caught.value)], str(caught.value)
+
+
+def test_tensors_made_in_inference_mode_are_refused_by_training_steps(normalised):
+    pipe, model, inputs, targets = normalised
+    params, buffers = pipe.init(model)
+    with torch.inference_mode():
+        made = {"0.bias": params["0.bias"].clone()}, tuple(x.clone() for x in inputs)
+    for step in (fpipe.value_and_grad(pipe), fpipe.reference(pipe)):
+        for name, arguments in (
+            ("params['0.bias']", ({**params, **made[0]}, buffers, inputs, targets)),
+            ("inputs[0]", (params, buffers, made[1], targets)),
+        ):
+            with pytest.raises(fpipe.InputError, match="inference_mode") as caught:
+                step(*arguments)
+            assert str(caught.value).startswith(name)
+
+
+def test_models_may_have_parameters_of_two_dtypes():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.low, self.high = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.high(self.low(x).double())
+
+    model = Mixed()
+    pipe = fpipe.pipeline(model, example=(X,), loss=torch.mean, schedule=gpipe(2, 2), cuts=["high"])
+    fpipe.verify(pipe, model, (X,))
 
 
 def test_nothing_runs_before_everything_is_checked():

@@ -31,12 +31,14 @@ BatchLeaf Buffer Call Captured Constant FrontEnd Function Labels Objective Obser
 fake_mode flatten
 """,
     "schedules": """
-Action B Bound C Costs CriticalPath F Factory G Graph GraphError I KINDS Limits Link PipelineError Placement Program
+Action ArgumentError B Bound C Costs CriticalPath F Factory G Graph GraphError I KINDS Limits Link PipelineError
+Placement Program
 ProgramError R Schedule ScheduleError SearchProgress SearchResult SizeError Sizes SolverError Span TableError Timeline U
 VocabularyError W bidirectional
 bound breadth_first chain check chimera connect cp_sat critical_path dag defer_weights drawing dualpipe dualpipe_v
 eager_1f1b estimate forward_only forwards gpipe hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear looped lower
-memory_over_time merge_backward mirror one_f_one_b overlap parse pipedream pipedream_2bw recompute schedule search seq_1f1b
+memory_over_time merge_backward mirror one_f_one_b overlap parse pipedream pipedream_2bw recompute schedule
+search seq_1f1b
 reduce_gradients repeat shard
 TimelineError
 simulate spans split_backward summarize transform update_weights v_1f1b v_half v_min v_schedule vee wave zb_auto zb_h1

@@ -23,6 +23,7 @@ from schedules.analysis.bounds.release import Heads
 from schedules.analysis.bounds.rough import Reason, find_rough_bounds
 from schedules.analysis.bounds.windows import add_idle, find_idle
 from schedules.language.actions import Action
+from schedules.language.arguments import require_types
 from schedules.language.costs import Costs, Sizes
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement
@@ -79,6 +80,7 @@ def bound(
     Raise `SizeError` for costs or sizes of another number of stages, and if one microbatch alone does not fit into the
     memory of a rank: the message says the least that could. Raise `GraphError` for a graph of another size.
     """
+    require_types(bound, locals())
     problem = pose(costs, placement, microbatches, memory, sizes, split, backward, graph)
     network = _connect(problem, placement, sizes)
     return _sort([*find_rough_bounds(problem), *_find_fine_bounds(problem, network)])

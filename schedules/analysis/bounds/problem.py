@@ -24,6 +24,7 @@ from math import inf
 from typing import TypeAlias
 
 from schedules.errors import GraphError, SizeError
+from schedules.language.arguments import MOST_ENTRIES, is_size
 from schedules.language.costs import ROUNDING, UNITS, Costs, Sizes, of_stage, require_stages
 from schedules.language.graph import Graph, chain
 from schedules.language.placement import Placement
@@ -95,8 +96,8 @@ def pose(
     >>> [(stage.stage, stage.rank, stage.pulled_by) for stage in pose(Costs(comm=3), vee(2), microbatches=1).stages]
     [(0, 0, ((1, 3),)), (1, 1, ((2, 0),)), (2, 1, ((3, 3),)), (3, 0, ())]
     """
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        expected = "an integer of at least 1"
+    if not is_size(microbatches, most=MOST_ENTRIES):
+        expected = f"an integer of at least 1, and at most {MOST_ENTRIES}"
         raise SizeError.of("bound", "microbatches", microbatches, expected, "Choose microbatches >= 1.")
     for values in (costs, sizes or UNITS):
         require_stages(values, placement.stages)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.autodiff.autograd import Autograd
-from fpipe.autodiff.split_backward import Splitter, search
+from fpipe.autodiff.split_backward import Splitter, search_graph
 from fpipe.autodiff.trail import AutogradGraph
 from fpipe.tensors.tree import same_bits
 from fpipe.torch_private import count_nodes
@@ -190,17 +190,17 @@ def test_without_an_incoming_gradient_there_is_none():
 def test_weights_that_are_not_deferred_have_reasons():
     x, w = leaf(2, WIDTH), leaf(WIDTH, WIDTH)
     out = x @ w
-    assert search(AutogradGraph([out], 0), [w, leaf(3)], {}).reasons == {1: "not reached"}
-    assert search(AutogradGraph([out], 0), [w], {0: "told so"}).reasons == {0: "told so"}
-    assert search(AutogradGraph([out, w], 0), [w], {}).reasons == {0: "also used by other stages"}
+    assert search_graph(AutogradGraph([out], 0), [w, leaf(3)], {}).reasons == {1: "not reached"}
+    assert search_graph(AutogradGraph([out], 0), [w], {0: "told so"}).reasons == {0: "told so"}
+    assert search_graph(AutogradGraph([out, w], 0), [w], {}).reasons == {0: "also used by other stages"}
     grouped = functional.conv1d(leaf(1, 2, 5), leaf(3, 2, 2), (bias := leaf(3)) * 1)
-    assert search(AutogradGraph([grouped], 0), [bias], {}).reasons == {0: "computed by MulBackward0"}
+    assert search_graph(AutogradGraph([grouped], 0), [bias], {}).reasons == {0: "computed by MulBackward0"}
 
 
 def test_weight_and_bias_of_a_convolution_are_deferred_together():
     w, b = leaf(3, 2, 2), leaf(3)
     out = functional.conv1d(leaf(1, 2, 5), w, b) + b.sum()
-    assert search(AutogradGraph([out], 0), [w, b], {}).reasons == {
+    assert search_graph(AutogradGraph([out], 0), [w, b], {}).reasons == {
         0: "ConvolutionBackward0 computes others too",
         1: "used 2 times",
     }

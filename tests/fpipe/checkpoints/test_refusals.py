@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import fpipe
+from fpipe.checkpoints.manifest import sign, sum_file
 from fpipe.tensors.tree import same_bits
 from schedules import gpipe
 
@@ -67,9 +70,17 @@ def cut(file):
 
 
 def rename_leaf(path):
-    """Another header of the same size: a leaf has another name."""
+    """Another header of the same size: a leaf has another name. The checksum is right."""
     data = (path / SHARD).read_bytes()
     (path / SHARD).write_bytes(data.replace(b"params.0.bias", b"params.0.bits"))
+    resign(path / SIDECAR, checksum=sum_file(path / SHARD))
+
+
+def resign(file, **changes):
+    """Change fields, as someone would who knows of the checksum."""
+    fields = json.loads(file.read_text())
+    del fields["crc32"]
+    file.write_text(sign({**fields, **changes}))
 
 
 DAMAGES = {
@@ -78,14 +89,17 @@ DAMAGES = {
         r"got no checkpoint\.json.*interrupted leaves none",
     ),
     "no JSON": (lambda path: cut(path / "checkpoint.json"), r"checkpoint\.json: got JSONDecodeError.*Copy the checkp"),
-    "another JSON": (lambda path: (path / "checkpoint.json").write_text("[1]"), r"got \[1\], expected .* of version 1"),
+    "another JSON": (
+        lambda path: (path / "checkpoint.json").write_text("[1]"),
+        r"got \[1\], expected the fields of a checkpoint",
+    ),
     "another format": (
         lambda path: (path / "checkpoint.json").write_text(json.dumps({"version": 9})),
-        r"got \{'version': 9\}, expected a checkpoint of version 1.*the version of fpipe that saved it",
+        r"got \{'version': 9\}, expected a checkpoint of version 2.*the version of fpipe that saved it",
     ),
     "another fields": (
-        lambda path: (path / "checkpoint.json").write_text(json.dumps({"version": 1, "no": 2})),
-        r"unexpected keyword argument 'no', expected what fpipe\.save writes|argument 'no'",
+        lambda path: resign(path / "checkpoint.json", no=2),
+        r"got the fields \['no'\], expected none of these",
     ),
     "cut shard": (lambda path: cut(path / SHARD), r"00001\.safetensors: got \d+ bytes, expected \d+ bytes\. Copy the"),
     "no shard": (lambda path: (path / SHARD).unlink(), r"00001\.safetensors: got no file, expected \d+ bytes"),
@@ -94,7 +108,7 @@ DAMAGES = {
     "no folder": (lambda path: shutil.rmtree(path / "save-1"), r"00001\.json: got FileNotFoundError"),
     "damaged header": (
         lambda path: (path / SHARD).write_bytes(b"\xff" * (path / SHARD).stat().st_size),
-        r"save-1: got \w+: .*expected a complete safetensors file",
+        r"00001\.safetensors: got the checksum \w+, expected \w+: the file was altered",
     ),
     "another name": (rename_leaf, r"got 6 params.*missing \['0\.bias'\], unexpected \['0\.bits'\]"),
 }
@@ -105,6 +119,79 @@ def test_a_damaged_checkpoint_is_refused(pipe, saved, damage):
     harm, words = DAMAGES[damage]
     harm(saved)
     with pytest.raises(fpipe.InputError, match=words):
+        fpipe.load(pipe, saved)
+
+
+@given(st.data())
+def test_a_flipped_bit_anywhere_is_noticed(pipe, original, tmp_path_factory, data):
+    path = Path(shutil.copytree(original, tmp_path_factory.mktemp("flipped") / "run"))
+    file = path / data.draw(st.sampled_from(["checkpoint.json", SIDECAR, SHARD]))
+    found = bytearray(file.read_bytes())
+    found[data.draw(st.integers(0, len(found) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(found)
+    with pytest.raises(fpipe.InputError, match="expected"):
+        fpipe.load(pipe, path)
+
+
+def test_of_several_paths_the_newest_whole_checkpoint_is_loaded(pipe, run, tmp_path):
+    paths = [tmp_path / name for name in ("first", "second", "third", "nothing")]
+    for step, path in enumerate(paths[:3], 1):
+        fpipe.save(pipe, path, **run, step=step)
+    assert fpipe.load(pipe, paths).step == 3
+    flip(paths[2] / SHARD)
+    assert fpipe.load(pipe, paths).step == 2
+    cut(paths[1] / "checkpoint.json")
+    assert fpipe.load(pipe, paths).step == 1
+    (paths[0] / SIDECAR).unlink()
+    with pytest.raises(fpipe.InputError, match=r"got 4 paths, expected at least one .*JSONDecode.*checksum.*No such"):
+        fpipe.load(pipe, paths)
+
+
+def flip(file):
+    """Flip one bit of the last tensor."""
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+HOSTILE = {
+    "a pipe among its files": (lambda path: os.mkfifo(path / "save-1/extra.safetensors"), "expected only what fpipe"),
+    "a pipe for a shard": (lambda path: replace_by_pipe(path / SHARD), "no regular file"),
+    "a pipe for a sidecar": (lambda path: replace_by_pipe(path / SIDECAR), "no regular file"),
+    "a folder elsewhere": (
+        lambda path: resign(path / "checkpoint.json", save="1/../../elsewhere"),
+        "got save='1/../../elsewhere', expected int",
+    ),
+    "a billion processes": (lambda path: resign(path / "checkpoint.json", shards=10**9), "at most 65536 processes"),
+    "a tensor of another kind": (
+        lambda path: resign(path / "checkpoint.json", data={"$tensor": "params.0.bias"}),
+        "expected a tensor of the checkpoint",
+    ),
+    "a tuple of nothing": (lambda path: resign(path / "checkpoint.json", data={"$tuple": 3}), "expected the items"),
+    "numbers that are none": (lambda path: resign(path / SIDECAR, numbers={"state.0.bias.step": "x"}), "expected num"),
+    "names that are none": (lambda path: resign(path / SIDECAR, on_device=[3]), "expected names"),
+    "a header of any length": (lambda path: write_header(path, 2**62), "expected a complete safetensors file"),
+    "a tensor larger than the file": (lambda path: write_header(path, None), "expected a complete safetensors file"),
+}
+
+
+def replace_by_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def write_header(path, length):
+    """A file of tensors whose header lies; its checksum and size are right."""
+    entry = {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}
+    header = json.dumps({"data.0": entry}).encode()
+    (path / SHARD).write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header)
+    resign(path / SIDECAR, checksum=sum_file(path / SHARD), size=(path / SHARD).stat().st_size)
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_checkpoint_is_refused_at_once(pipe, saved, what):
+    harm, words = HOSTILE[what]
+    harm(saved)
+    with pytest.raises(fpipe.InputError, match=re.escape(words)):
         fpipe.load(pipe, saved)
 
 

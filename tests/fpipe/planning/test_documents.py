@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 
 from fpipe import InputError, Profile
-from fpipe.planning.documents import MOST_READ, write_fields
+from fpipe.planning.documents import write_fields
+from fpipe.weights.files import MOST_READ
 from tests.common.profiles import plain_profile, profiles
 
 

@@ -136,3 +136,17 @@ def test_zb_auto_needs_both_settings_of_each_heuristic(P, M, memory, F, I, W, co
 def test_invalid_arguments_of_zb_auto_are_refused(given, message):
     with pytest.raises(SizeError, match=message):
         zb_auto(ranks=4, microbatches=8, **given)
+
+
+@given(st.data())
+def test_zb_auto_takes_costs_that_differ_from_stage_to_stage(data):
+    ranks = data.draw(st.integers(1, 8))
+    times = st.tuples(*[st.sampled_from((0, 1, 2, 10, 100))] * ranks)
+    costs = Costs(F=data.draw(times), I=data.draw(times), W=data.draw(times), comm=data.draw(st.sampled_from((0, 7))))
+    memory, microbatches = data.draw(st.sampled_from((1, 2, 3, 8))), data.draw(st.integers(1, 6))
+    check(zb_auto(ranks, microbatches, memory=memory, costs=costs))
+
+
+def test_zb_auto_refuses_costs_of_another_number_of_stages():
+    with pytest.raises(SizeError, match=r"Costs: got F=\(1, 2\), expected a number, or a tuple of 3"):
+        zb_auto(3, 4, costs=Costs(F=(1, 2)))

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import KINDS, Action, B, C, F, G, I, R, U, VocabularyError, W, parse
+from schedules.errors import quote
 
 numbers = st.integers(0, 10**18 - 1)
 
@@ -57,7 +58,7 @@ def test_actions_that_only_torch_has_are_refused(text):
 def require_refused(text):
     with pytest.raises(VocabularyError, match="expected <stage><kind><microbatch>") as caught:
         parse(text)
-    assert repr(text) in str(caught.value)
+    assert quote(text) in str(caught.value)
 
 
 def test_constructors_show_what_they_make():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schedules import Costs, Schedule, linear, looped, one_f_one_b, simulate, vee
 from schedules.searching.improving import Climb, shake
 from schedules.searching.instance import make_instance
-from schedules.searching.offsets import draw, follow
+from schedules.searching.offsets import draw_rule, follow
 from schedules.searching.playing import play
 from schedules.searching.seeds import list_families, read_orders, read_seed, spell
 from schedules.searching.units import find_unit, take_turns
@@ -29,14 +29,6 @@ def instances(draw):
     return costs, make_instance(costs, placement, draw(st.integers(1, 6)), memory, None, split, True, None)
 
 
-def is_busy(case) -> bool:
-    """Whether every rank of a small problem has something to do."""
-    routes = case.placement.routes[: case.microbatches]
-    return {rank for route in routes for rank in route} == set(range(case.placement.ranks)) and len(routes) == len(
-        case.placement.routes
-    )
-
-
 def times(instance, costs, orders) -> float:
     """The makespan of orders with all names written out, if halves are not joined."""
     schedule = spell(instance, orders, costs, None)
@@ -47,7 +39,7 @@ def times(instance, costs, orders) -> float:
 @given(instances(), st.integers(0, 99))
 def test_every_way_to_orders_fits_and_takes_the_time_that_it_says(case, seed):
     (costs, instance), random = case, Random(seed)
-    attempts = [take_turns(instance), find_unit(instance, random), follow(instance, draw(random), random)]
+    attempts = [take_turns(instance), find_unit(instance, random), follow(instance, draw_rule(random), random)]
     attempts += [read_seed(instance, schedule) for schedule in list_families(instance, costs, None)]
     for attempt in filter(None, attempts):
         climb = Climb(instance, attempt, random)
@@ -62,7 +54,7 @@ def test_every_way_to_orders_fits_and_takes_the_time_that_it_says(case, seed):
 def test_a_cautious_dispatch_never_gets_stuck(case, seed):
     _, instance = case
     random = Random(seed)
-    rule = draw(random)
+    rule = draw_rule(random)
     found = follow(instance, rule, random)
     assert found is not None or not rule.cautious
 

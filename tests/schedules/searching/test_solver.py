@@ -8,8 +8,7 @@ from hypothesis import assume, given
 
 from schedules import Costs, SolverError, check, cp_sat, linear, search, simulate, v_min, vee
 from tests.common.optimum import find_optimum
-from tests.schedules.analysis.bounds.test_lower_bound import cases
-from tests.schedules.searching.test_playing import is_busy
+from tests.common.small_problems import cases, is_searchable
 
 EQUAL = Costs(F=1, B=2, I=1, W=1)
 
@@ -26,7 +25,7 @@ def test_a_best_schedule_is_proved_where_the_bound_is_lower():
 @given(cases())
 def test_the_solver_agrees_with_exhaustive_search(case):
     best = find_optimum(case)
-    assume(is_busy(case) and best is not None and 0 < best.makespan < float("inf"))
+    assume(is_searchable(case) and best is not None and 0 < best.makespan < float("inf"))
     more = {"split": case.split, "backward": case.backward, "sizes": case.sizes, "memory": case.memory}
     found = search(case.costs, case.placement, case.microbatches, **more, tries=1, solver=cp_sat, seconds=20)
     assert found.bound.makespan <= best.makespan * (1 + 1e-9)

@@ -11,10 +11,8 @@ from schedules import (
     Costs,
     GraphError,
     Link,
-    Placement,
     SizeError,
     Sizes,
-    bidirectional,
     bound,
     chain,
     dualpipe,
@@ -37,7 +35,9 @@ from schedules.testing import costs as schedule_costs
 from schedules.testing import schedules
 from tests.common.optimum import Case, find_optimum
 from tests.common.plain import plain_orders
+from tests.common.published_costs import MEASURED, SLOTS, read_measured, read_slots
 from tests.common.sizes import NIGHTLY, few
+from tests.common.small_problems import bound_case, cases
 
 ROUNDING = 1 + 1e-9
 HELD_BACK = {"zb_auto", "seq_1f1b"}  # the first needs costs and has a test of its own; slices are not covered
@@ -90,31 +90,6 @@ def test_no_jitter_helps(data, jitter):
     assert bound_like(schedule, costs).makespan <= simulate(schedule, costs).makespan * ROUNDING
 
 
-PLACEMENTS = [linear(2), linear(3), vee(2), looped(2, 2), linear(1, 2), bidirectional(2), Placement(3, (2, 0))]
-
-
-@st.composite
-def cases(draw):
-    placement = draw(st.sampled_from(PLACEMENTS))
-    S, P = placement.stages, placement.ranks
-    time, some = st.integers(1, 8), st.tuples(*[st.integers(1, 3)] * S)
-    passes = dict.fromkeys("FBIW", time | st.tuples(*[time] * S))
-    costs = draw(st.builds(Costs, **passes, comm=st.integers(0, 3)))
-    sizes = draw(st.sampled_from([Sizes(), Sizes(residual=0.5)]) | st.builds(Sizes, activation=some, residual=some))
-    memory = tuple(draw(st.integers(1, 8) | st.just(inf)) for _ in range(P))
-    microbatches = draw(st.integers(1, 4 if S == 2 else 3))
-    return Case(costs, placement, microbatches, memory, sizes, draw(st.booleans()), draw(st.booleans()))
-
-
-def bound_case(case):
-    """Return the least makespan that the bound leaves, or infinity if it says that nothing fits."""
-    more = {"split": case.split, "backward": case.backward, "sizes": case.sizes}
-    try:
-        return bound(case.costs, case.placement, case.microbatches, memory=case.memory, **more).makespan
-    except SizeError:
-        return inf
-
-
 @given(cases())
 def test_the_optimum_takes_no_less_time_and_exists_if_it_says_so(case):
     best, found = find_optimum(case), bound_case(case)
@@ -155,26 +130,10 @@ def test_fused_pairs_may_be_as_fast_as_the_bound():
     assert bound_like(schedule, Costs()).makespan > simulate(schedule, costs).makespan
 
 
-SLOTS = """
-2 linear 4 1 1  -  - 10
-4 linear 4 1 1  -  2 18
-4 linear 8 1 1  -  4 22
-4 vee    8 1 1  -  8 38
-3 looped 4 1 1  -  6 20
-4 linear 8 1 2  -  - 33
-4 linear 8 1 1  1  4 27
-4 linear 8 1 1  1  8 27
-"""
-
-
-@pytest.mark.parametrize("line", SLOTS.strip().splitlines())
+@pytest.mark.parametrize("line", SLOTS)
 def test_small_cases_with_known_best_values(line):
-    ranks, name, microbatches, forward, backward, weight, cap, best = line.split()
-    placement = linear(int(ranks)) if name == "linear" else {"vee": vee, "looped": looped}[name](int(ranks), 2)
-    memory = inf if cap == "-" else int(cap) * placement.ranks / placement.stages
-    split, I = weight != "-", float(backward)  # noqa: E741 - the action's name
-    costs = Costs(F=float(forward), B=I + 1 if split else I, I=I, W=1)
-    assert bound(costs, placement, int(microbatches), memory=memory, split=split).makespan == float(best)
+    (costs, placement, microbatches, more), best = read_slots(line)
+    assert bound(costs, placement, microbatches, **more).makespan == best
 
 
 def test_the_fastest_schedule_of_one_of_them():
@@ -184,21 +143,10 @@ def test_the_fastest_schedule_of_one_of_them():
     assert max(simulate(best.schedule, case.costs).peak_memory) == 3
 
 
-MEASURED = """
-24 18.522 18.086  9.337 0.601
-32 18.513 18.086  9.331 0.626
-64 18.546 18.097  9.321 0.762
-24 29.718 29.444 19.927 0.527
-32 29.802 29.428 19.530 0.577
-64 29.935 29.621 19.388 0.535
-"""
-
-
-@pytest.mark.parametrize("line", MEASURED.strip().splitlines())
+@pytest.mark.parametrize("line", MEASURED)
 def test_published_schedules_on_eight_ranks_are_optimal_for_their_memory(line):
     """arXiv 2401.10241, table 5: measured times of the 1.5B and the 6.2B model, in 1p and 2p of memory."""
-    M, F, I, W, comm = map(float, line.split())  # noqa: E741 - the action's name
-    costs, M = Costs(F=F, B=I + W, I=I, W=W, comm=comm), int(M)
+    costs, M = read_measured(line)
     once, twice = (zb_auto(8, M, memory=memory, costs=costs, residual=1) for memory in (8, 16))
     for memory, found in ((8, [zb_h1(8, M), once]), (16, [zb_h2(8, M), twice])):
         best = min(simulate(schedule, costs).makespan for schedule in found)

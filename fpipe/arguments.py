@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The types of arguments of fpipe's functions, checked where users call.
+
+`schedules.language.arguments` reads them from annotations; here are the types that only fpipe has.
+
+Runs when a public function is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from torch import Tensor
+
+from fpipe.errors import InputError
+from schedules.errors import quote
+from schedules.language.arguments import TYPES, ArgumentCheck, ArgumentType, is_number
+
+
+def _is_number(value: Any) -> bool:
+    return is_number(value) or (isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex())
+
+
+def _has_ranks(value: object) -> bool:
+    return hasattr(getattr(value, "ranks", None), "enter_call")
+
+
+def describe_argument(value: object) -> str:
+    """Return a value as errors show it: a tensor by its dtype and shape, others by a short `repr`.
+
+    >>> import torch
+    >>> describe_argument(torch.ones(2, 3)), describe_argument("x" * 3)
+    ('a tensor float32[2, 3]', "'xxx'")
+    """
+    if isinstance(value, Tensor):
+        return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return quote(value)
+
+
+require_arguments: Final = ArgumentCheck(
+    MappingProxyType(
+        {
+            **TYPES,
+            "float": ArgumentType("a number", "Pass a number that is not nan.", _is_number),
+            "Pipeline": ArgumentType("a Pipeline", "Pass what fpipe.pipeline returned.", _has_ranks),
+            "Optimizer": ArgumentType("an Optimizer", "Pass what fpipe.optimizer returned."),
+            "Module": ArgumentType("a module", "Pass the model."),
+            "Profile": ArgumentType("a Profile", "Pass what fpipe.profile returned."),
+            "Plan": ArgumentType("a Plan", "Pass what fpipe.plan returned."),
+            "PathLike": ArgumentType("a path", "Pass a path as text."),
+            "dtype": ArgumentType("a dtype", "Pass torch.float32, say."),
+            "type": ArgumentType("a class", "Pass the class itself, such as torch.optim.AdamW."),
+        }
+    ),
+    InputError,
+    describe_argument,
+    "{name}: got {value}",
+)
+"""Checks the arguments of a public function of fpipe, as its first line: `require_arguments(norm, locals())`."""
+
+
+def require_pipeline(function: str, pipe: object) -> None:
+    """Raise `InputError` unless a function was given a pipeline: without one, there are no ranks to tell."""
+    if not _has_ranks(pipe):
+        raise InputError(
+            f"{function}: got pipe={describe_argument(pipe)}, expected a Pipeline. Pass what fpipe.pipeline returned."
+        )
+
+
+def require_tensors(what: str, tensors: object) -> None:
+    """Raise `InputError`, naming the leaf, unless these are tensors by name."""
+    if not isinstance(tensors, Mapping):
+        raise InputError(
+            f"{what}: got {describe_argument(tensors)}, expected a dict by name. Pass what a step returned."
+        )
+    for name, value in tensors.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            got = describe_argument(value)
+            raise InputError(
+                f"{what}[{name!r}]: got {got}, expected a tensor under its name. Pass what a step returned."
+            )
+
+
+def require_seed(seed: object) -> None:
+    """Raise `InputError` unless a seed is an integer or none."""
+    if seed is not None:
+        require_integer("seed", seed)
+
+
+def require_integer(name: str, value: object, least: int | None = None) -> None:
+    """Raise `InputError` unless a value is an integer, and not below `least`."""
+    if type(value) is int and (least is None or value >= least):
+        return
+    expected = "an integer" + ("" if least is None else f" of {least} or more")
+    raise InputError(f"{name}: got {describe_argument(value)}, expected {expected}. Pass an int.")

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that someone else may have written: regular ones, of bearable size, and never outside of their directory.
+
+Problem. A name in a file may lead anywhere, a path may be a pipe that never ends, and a length may be any number.
+
+Idea. Every file is opened here, after a look at its kind and its size. Names from files are joined to their directory
+here, too.
+
+Runs when weights, checkpoints, profiles and plans are read.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path, PurePosixPath
+from typing import Final, TypeAlias
+
+from fpipe.errors import InputError
+from schedules.errors import quote
+
+AnyPath: TypeAlias = str | os.PathLike[str]
+MOST_READ: Final = 2**28
+"""More bytes than any text has that fpipe reads whole."""
+
+
+def as_path(path: AnyPath) -> Path:
+    """Return a path; raise `InputError` for a text that no file system takes."""
+    if "\0" in str(path):
+        raise InputError(f"path: got {quote(path)}, expected a path without null characters. Correct it.")
+    return Path(path)
+
+
+def require_regular(path: Path) -> int:
+    """Return the size of a file in bytes; raise `InputError` for a directory, a pipe, a device, or nothing."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: got {type(error).__name__}: {error}, expected a file. Check the path.") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise InputError(
+            f"{path}: got a {stat.filemode(found.st_mode)[0]!r} entry, which is no regular file, expected a file. "
+            "Check the path."
+        )
+    return found.st_size
+
+
+def read_text(path: Path, expected: str) -> str:
+    """Return the text of a file; raise `InputError` if there is none, it is too large, or it is no text."""
+    size = require_regular(path)
+    if size > MOST_READ:
+        raise InputError(f"{path}: got {size} bytes, expected {expected}, of at most {MOST_READ}. Check the path.")
+    try:
+        with path.open("rb") as file:
+            return file.read(MOST_READ).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{path}: got {type(error).__name__}: {error}, expected {expected}. Check the path."
+        ) from error
+
+
+def join_inside(home: Path, name: object, where: str) -> Path:
+    """Return the path of a file that another file in `home` names; raise `InputError` for one that leads elsewhere.
+
+    A link in the directory may lead anywhere: whoever made it could have put the file there.
+
+    >>> join_inside(Path("model"), "model-00001.safetensors", "the index").as_posix()
+    'model/model-00001.safetensors'
+    """
+    parts = PurePosixPath(name).parts if isinstance(name, str) and "\0" not in name and "\\" not in name else ()
+    if not parts or ".." in parts or PurePosixPath(*parts).is_absolute():
+        raise InputError(
+            f"{where}: got the file name {quote(name)}, expected one inside of {home}. Fetch the files again, or name "
+            "them yourself."
+        )
+    return home.joinpath(*parts)
