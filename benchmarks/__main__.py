@@ -34,6 +34,7 @@ NAMES: Final = (
     "memory",
     "crossings",
     "planning",
+    "searching",
     "profiling",
     "agreement",
     "loops",

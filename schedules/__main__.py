@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at schedules from a shell: `python -m schedules list | show | check | simulate | compare`.
+"""Look at schedules from a shell: `python -m schedules list | show | check | simulate | compare | search`.
 
 A schedule is the name of a built-in, `file.py:function` for one of your own (the file is run), or a `.csv` table. Its
 parameters and transforms follow, as in `interleaved_1f1b chunks=3 split_backward` (`schedules.commands.subjects`). Exit
@@ -19,6 +19,7 @@ from types import MappingProxyType
 from schedules.commands.compare import report_comparison
 from schedules.commands.options import add_costs, add_files, add_subjects, parse_number
 from schedules.commands.reports import draw, print_names, report_check, report_simulation
+from schedules.commands.searching import add_search, report_search
 from schedules.errors import PipelineError
 
 
@@ -51,6 +52,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
         "check": report_check,
         "simulate": report_simulation,
         "compare": report_comparison,
+        "search": report_search,
     }
 )
 _USE = """Look at pipeline schedules.
@@ -60,6 +62,7 @@ _USE = """Look at pipeline schedules.
   check NAME           is the schedule correct? if not, why not, and what leads to the violation
   simulate NAME        how long it takes, what each rank does and holds, what to shorten first
   compare NAME NAME    schedules side by side, all doing the same work
+  search NAME          the fastest order of the same stages in the same memory, and how far it can be from the best
 
 Each command has its own help: show --help. For example:
 
@@ -89,6 +92,7 @@ def _make_parsers() -> dict[str, argparse.ArgumentParser]:
             add_files(parser, csv=name != "compare")
     brief = "leave out the critical path, which keeps all actions in memory"
     parsers["simulate"].add_argument("--brief", action="store_true", help=brief)
+    add_search(parsers["search"])
     memory = "leave out schedules that hold more than this, in the units of `peak memory`"
     parsers["compare"].add_argument("--memory", type=parse_number, default=inf, help=memory, metavar="X")
     return parsers

@@ -342,3 +342,23 @@ def test_a_graph_is_given_by_its_edges(capsys):
         code, _, err = answer(capsys, "show", "gpipe", *sizes, "--graph", wrong)
         assert (code, "got" in err, "edge" in err) == (2, True, True)
     assert "is left out: got edge (0, 3)" in answer(capsys, "compare", "gpipe", *sizes, "--graph", "0-3")[1]
+
+
+def test_a_search_shows_the_fastest_order_in_the_same_memory(capsys, tmp_path):
+    times = [word for kind in "FIW" for word in (f"--{kind}", "1,1,2,1")] + ["--B", "2,2,4,2"]
+    words = ["zb_h1", "--ranks", 4, "--microbatches", 6, *times]
+    code, out, err = answer(capsys, "search", *words)
+    assert (code, err) == (0, "")
+    assert out.startswith("makespan 38, at most 0.00 % above the best possible, from ")
+    assert "zb_h1(ranks=4, microbatches=6) takes 38\n" in out
+    assert out.count("\nrank ") == 4
+    code, out, _ = answer(capsys, "search", *words, "--csv", tmp_path / "found.csv")
+    assert code == 0
+    code, out, _ = answer(capsys, "simulate", tmp_path / "found.csv", *times, "--brief")
+    assert "38" in out
+
+
+def test_a_search_in_too_little_memory_says_how_much_it_takes(capsys):
+    code, out, err = answer(capsys, "search", "zb_h1", "--memory", "0.5")
+    assert (code, out) == (2, "")
+    assert "got memory=0.5, expected at least the 1 that rank 0 needs for one microbatch" in err

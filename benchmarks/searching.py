@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How good searched schedules are: against the schedules of the literature in the same memory, and against the bound.
+
+    python -m benchmarks.searching                 # the cells below, up to a minute each
+    python -m benchmarks.searching --seconds 10
+
+1. Costs measured on 8 GPUs (arXiv 2401.10241, table 5), on 8 and 16 ranks, in the memory of four families each.
+2. Two data centers of 4 ranks each with a slow link between them (arXiv 2507.00217, table 5, case 1): the best time
+   per microbatch, over placements that know of the link and others that do not. The times that are reported there come
+   from another model of transfers; I and W are fitted to the first row.
+3. Uneven stages: random costs, on a line and on a vee, in the memory of 1F1B and in half of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from random import Random
+from typing import NamedTuple
+
+from benchmarks.common.rows import most, row
+from schedules import (
+    Costs,
+    Link,
+    Placement,
+    Schedule,
+    SearchResult,
+    linear,
+    looped,
+    one_f_one_b,
+    search,
+    simulate,
+    v_half,
+    vee,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+
+MEASURED = (
+    (24, 18.522, 18.086, 9.337, 0.601),
+    (32, 18.513, 18.086, 9.331, 0.626),
+    (64, 18.546, 18.097, 9.321, 0.762),
+    (24, 29.718, 29.444, 19.927, 0.527),
+    (32, 29.802, 29.428, 19.530, 0.577),
+    (64, 29.935, 29.621, 19.388, 0.535),
+)
+FORWARD, INPUT_HALF, WEIGHT_HALF = 0.038, 0.0465, 0.0206
+REPORTED = {(0, 0): 0.118, (0.25, 0.25): 0.127, (0.25, 2): 0.177, (2, 0.25): 0.148, (2, 2): 0.196}
+APART = tuple(((a, b), 1.0 if (a < 4) != (b < 4) else 0.0) for a in range(8) for b in range(8) if a != b)
+PLACEMENTS = {
+    "line": linear(8),
+    "vee": vee(8),
+    "loop": looped(8, 2),
+    "a loop in each data center": Placement(8, (0, 1, 2, 3) * 2 + (4, 5, 6, 7) * 2),
+    "a vee in each data center": Placement(8, (0, 1, 2, 3, 3, 2, 1, 0, 4, 5, 6, 7, 7, 6, 5, 4)),
+}
+
+
+class Cell(NamedTuple):
+    """A family, and the search in its memory."""
+
+    family: Schedule
+    makespan: float
+    found: SearchResult
+    seconds: float
+
+
+def compete(family: Schedule, costs: Costs, split: bool, seconds: float) -> Cell:
+    """Return a family and what a search finds in as much memory."""
+    timeline, start = simulate(family, costs), time.perf_counter()
+    memory = max(timeline.peak_memory)
+    more = {"memory": memory, "split": split, "seconds": seconds}
+    found = search(costs, family.placement, family.microbatches, **more)  # type: ignore[arg-type]
+    return Cell(family, timeline.makespan, found, time.perf_counter() - start)
+
+
+def share(costs: Costs, parts: int) -> Costs:
+    """Return the costs of a part of a stage."""
+    times = {kind: getattr(costs, kind) / parts for kind in "FBIW"}
+    return Costs(**times, comm=costs.comm)
+
+
+def published(seconds: float) -> Iterator[Cell]:
+    for ranks in (8, 16):
+        for M, F, I, W, comm in MEASURED:  # noqa: E741 - the action's name
+            costs = Costs(F=F, B=I + W, I=I, W=W, comm=comm)
+            yield compete(one_f_one_b(ranks, M), costs, False, seconds)
+            yield compete(zb_h1(ranks, M), costs, True, seconds)
+            yield compete(zb_h2(ranks, M), costs, True, seconds)
+            yield compete(zb_v(ranks, M), share(costs, 2), True, seconds)
+
+
+def uneven(seconds: float) -> Iterator[Cell]:
+    random = Random(0)
+    for ranks, M in ((4, 8), (8, 32), (16, 64)):
+        for family, split in ((one_f_one_b(ranks, M), False), (zb_h1(ranks, M), True), (v_half(ranks, M), True)):
+            F = tuple(random.uniform(0.5, 2) for _ in range(family.stages))
+            I, W = (tuple(f * random.uniform(0.6, 1.1) for f in F) for _ in range(2))  # noqa: E741
+            costs = Costs(F=F, I=I, W=W, B=tuple(map(sum, zip(I, W, strict=True))), comm=0.1)
+            yield compete(family, costs, split, seconds)
+
+
+def print_cells(title: str, cells: Iterator[Cell]) -> list[Cell]:
+    print(f"\n### {title}\n\n| family | its time | searched | gap to the bound | seconds | from |")
+    print("|---|---|---|---|---|---|")
+    done = []
+    for one in cells:
+        found = one.found
+        times = f"{one.makespan:.4g} | {found.makespan / one.makespan:.4f} | {100 * found.gap:.2f} %"
+        print(f"| `{one.family!r}` | {times} | {one.seconds:.1f} | {found.origin.partition('(')[0]} |", flush=True)
+        done.append(one)
+    return done
+
+
+def slow_links(seconds: float) -> dict[tuple[float, float], float]:
+    """Print the seconds per microbatch for each delay and placement; return the best of each delay."""
+    print("\n### Two data centers\n\n| latency + bandwidth | " + " | ".join(PLACEMENTS) + " | reported |")
+    print("|---" * (len(PLACEMENTS) + 2) + "|")
+    best = {}
+    for delays, reported in REPORTED.items():
+        link = Link(latency=sum(delays) * FORWARD, slow=APART)
+        whole = Costs(F=FORWARD, I=INPUT_HALF, W=WEIGHT_HALF, B=INPUT_HALF + WEIGHT_HALF, comm=link)
+        found = [
+            search(share(whole, one.stages // 8), one, 16, memory=8, seconds=seconds).makespan / 16
+            for one in PLACEMENTS.values()
+        ]
+        best[delays] = min(found)
+        cells = " | ".join(f"{value:.4f}" for value in found)
+        print(f"| {delays[0]:g} + {delays[1]:g} | {cells} | {reported} |", flush=True)
+    return best
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each search; default 60")
+    options = parser.parse_args()
+    print("\n## Searched schedules")
+    literature = print_cells("Published costs", published(options.seconds))
+    print_cells("Uneven stages", uneven(options.seconds))
+    best = slow_links(options.seconds)
+    worst = max(one.found.makespan / one.makespan for one in literature)
+    print()
+    gap = 100 * max(one.found.gap for one in literature)
+    print(row(f"searched / family, worst of {len(literature)} cells", "ratio", round(worst, 9), None, most(1.0)))
+    print(row(f"gap to the bound, worst of {len(literature)} cells", "%", gap, None, most(2)))
+    over = max(best[delays] / REPORTED[delays] for delays in best)
+    print(row("slow links, worst of 5 against the best reported", "ratio", over, None, most(1.0)))

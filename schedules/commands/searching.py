@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Search for a faster order than that of a schedule, and show it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Final
+
+from schedules import drawing
+from schedules.analysis.simulation import simulate, spans
+from schedules.commands.options import costs_of, fit, parse_number, sizes_of, subject_of
+from schedules.commands.output_files import write_files
+from schedules.commands.terminal import choose_paint, terminal_width
+from schedules.searching.search import TRIES, SearchProgress, search
+from schedules.searching.solver import cp_sat
+
+WIDTH: Final = 79
+
+
+def add_search(parser: argparse.ArgumentParser) -> None:
+    """Add the options for `report_search`."""
+    limits = parser.add_argument_group("search")
+    memory = "the most that a rank may hold, in the units of `peak memory`; default: what the schedule holds"
+    limits.add_argument("--memory", type=parse_number, metavar="X", help=memory)
+    limits.add_argument("--whole", action="store_true", help="do not split backwards")
+    limits.add_argument("--seconds", type=parse_number, default=60.0, metavar="X", help="default 60")
+    limits.add_argument("--tries", type=int, default=TRIES, metavar="N", help=f"default {TRIES}")
+    limits.add_argument("--solver", action="store_true", help="improve and prove the result with OR-Tools")
+
+
+def report_search(options: argparse.Namespace) -> int:
+    """Search for the fastest order of the stages that a schedule places, in the memory that it holds, and draw it.
+
+    Ctrl-C ends the search with the best so far.
+    """
+    schedule = subject_of(options).make()
+    costs, sizes = fit(costs_of(options), schedule), fit(sizes_of(options), schedule)
+    timeline, line = simulate(schedule, costs, sizes=sizes), SearchLine()
+    try:
+        found = search(
+            costs,
+            schedule.placement,
+            schedule.microbatches,
+            memory=timeline.peak_memory if options.memory is None else options.memory,
+            sizes=sizes,
+            split=not options.whole,
+            backward=schedule.backward,
+            graph=schedule.graph,
+            seconds=options.seconds,
+            tries=options.tries,
+            seed=options.seed,
+            solver=cp_sat if options.solver else None,
+            progress=line.show,
+        )
+    finally:
+        line.end()
+    print(found)
+    print(f"{schedule!r} takes {timeline.makespan:g}\n")
+    timelines = {str(found.origin): lambda: spans(found.schedule, costs)}
+    if not write_files(options, timelines, found.schedule.graph, found.schedule, sizes):
+        print(drawing.text(found.schedule, costs, None, terminal_width(sys.maxsize), choose_paint()))
+    return 0
+
+
+class SearchLine:
+    """A line of standard error that says how far the search is; nothing if that is not a terminal."""
+
+    def __init__(self) -> None:
+        self.shown = sys.stderr.isatty()
+
+    def show(self, progress: SearchProgress) -> None:
+        """Rewrite the line."""
+        if self.shown:
+            done = round(20 * progress.share)
+            text = f"[{'#' * done}{' ' * (20 - done)}] best {progress.best:g}, no less than {progress.bound:g}"
+            print(f"\r{text[:WIDTH]:<{WIDTH}}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self.shown:
+            print(f"\r{'':<{WIDTH}}\r", end="", file=sys.stderr, flush=True)
