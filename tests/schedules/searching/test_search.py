@@ -170,7 +170,7 @@ def test_limits_are_above_0(name, value):
 
 @pytest.mark.parametrize(("placement", "microbatches"), [(Placement(3, (2, 0)), 2), (bidirectional(2), 1)])
 def test_every_rank_has_something_to_do(placement, microbatches):
-    with pytest.raises(SizeError, match="search: got .*, expected a stage on every rank"):
+    with pytest.raises(SizeError, match=r"search: got .*, expected a stage on every rank"):
         search(EQUAL, placement, microbatches)
 
 
