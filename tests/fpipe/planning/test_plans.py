@@ -11,12 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.planning.candidates import FACTORIES, Candidate, Room
+from fpipe.planning.candidates import FACTORIES, Candidate, Room, fit_memory
 from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.floor import bound_plans
 from fpipe.planning.plan import Plan
-from fpipe.planning.prediction import Predictor
-from schedules import Link, SizeError, check, interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb_v
+from fpipe.planning.prediction import Predictor, find_peak
+from fpipe.planning.ranges import Spread
+from schedules import (
+    Costs,
+    Link,
+    SizeError,
+    Sizes,
+    check,
+    dualpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    pipedream,
+    recompute,
+    simulate,
+    zb_h1,
+    zb_v,
+)
 from tests.common.chain_profiles import chain_profile
 
 FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
@@ -80,6 +95,26 @@ def test_little_memory_makes_stages_recompute():
     plan = find(profile, [one_f_one_b], ranks=2, microbatches=8, caps=(75, 75))
     assert plan.schedule.factory is recompute
     assert max(plan.predicted.memory) <= 75
+
+
+@given(st.sampled_from([one_f_one_b, zb_h1, zb_v, dualpipe, pipedream]), st.sets(st.integers(0, 1)), st.booleans())
+def test_the_peak_of_a_rank_is_that_of_a_simulation(factory, stages, residual):
+    how = recompute(factory(2, 4), tuple(sorted(stages)))
+    sizes = Sizes(activation=(9, 4, 7, 5)[: how.stages], inputs=1, residual=3 if residual else None)
+    peaks = tuple(find_peak(how, rank, sizes) for rank in range(2))
+    assert peaks == simulate(how, Costs(), sizes=sizes).peak_memory
+
+
+def test_the_stages_whose_recomputation_lowers_the_peak_most_are_recomputed_and_no_more():
+    profile = chain_profile([1] * 4, weights=[0] * 4)
+    profile = replace(profile, activation=tuple(Spread(size, (k,)) for k, size in enumerate((10, 1, 1, 30))))
+    whole = Candidate.of(Predictor(profile, 1.0), zb_v(2, 4), (1, 2, 3))
+    assert whole.predicted.memory == (60, 20)
+    fitting = fit_memory(whole, Room((50.0, inf), frozenset({1, 2, 3})))
+    assert dict(fitting.schedule.arguments)["stages"] == (0,), (
+        "of stage 3, which keeps more, no two microbatches are held"
+    )
+    assert fitting.predicted.memory[0] <= 50
 
 
 def test_what_fits_nowhere_is_refused_with_the_least_that_would():
