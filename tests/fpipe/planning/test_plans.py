@@ -33,6 +33,7 @@ from schedules import (
     zb_v,
 )
 from tests.common.chain_profiles import chain_profile
+from tests.common.zoo import ZOO
 
 FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
 
@@ -131,6 +132,11 @@ def test_a_pinned_cut_is_kept():
     assert "2" in find(chain_profile([1] * 8), [one_f_one_b], pinned=(2,)).cuts
 
 
+def test_without_times_parameters_are_balanced():
+    profile = chain_profile([0.0] * 6, weights=[50, 10, 10, 10, 10, 10])
+    assert find(profile, [one_f_one_b], ranks=2).cuts == ("1",)
+
+
 def test_it_says_when_data_parallelism_is_faster():
     plan = find(chain_profile([1] * 8))
     assert "use data parallelism" in plan.advice
@@ -164,6 +170,10 @@ def test_progress_is_reported_and_an_interrupt_returns_the_best_so_far():
 
     plan = find(chain_profile([3, 1, 4, 1, 5, 9, 2, 6]), report=report)
     assert [one.tried for one in seen] == [1, 2, 3]
+    assert {one.total for one in seen} == {len(FACTORIES)}
+    assert seen[-1].best == plan.predicted.seconds
+    assert 0 <= plan.gap <= seen[-1].gap, "the bound in between holds for more plans"
+    assert 0 <= seen[0].took <= seen[-1].took < seen[-1].most == 60
     assert not plan.complete
     assert "stopped early" in str(plan)
 
@@ -296,6 +306,7 @@ def test_a_plan_replaces_other_arguments(planned, given, words):
         ({"cuts": ["1", "2"], "schedules": one_f_one_b}, "schedules: got none that can run this model"),
         ({"weights": 0}, "weights: got 0"),
         ({"seconds": float("nan")}, "seconds: got nan"),
+        ({"profile": "profile.json"}, "profile: got 'profile.json', expected a Profile"),
     ],
 )
 def test_wrong_arguments_are_refused(given, words):
@@ -303,3 +314,39 @@ def test_wrong_arguments_are_refused(given, words):
         fpipe.plan(
             layers(), (torch.ones(8, 8),), **{"ranks": 2, "loss": torch.mean, "microbatches": 4, "seconds": 1, **given}
         )
+
+
+def other(**changes):
+    """Return the profile of `layers`, with something else."""
+    made = fpipe.profile(
+        layers(), (torch.ones(8, 8),), loss=torch.mean, microbatches=4, device=fpipe.Roofline(1e9, 1e9)
+    )
+    return replace(made, **changes)
+
+
+@pytest.mark.parametrize(
+    ("profile", "words"),
+    [
+        (
+            lambda: other(microbatch="float32[3, 8] and [[], []]"),
+            r"profile.microbatch: got .*, expected float32\[2, 8\]",
+        ),
+        (lambda: other(model="GPT"), "profile.model: got GPT, expected Sequential"),
+        (lambda: chain_profile([1] * 7), "profile.microbatch: got"),
+        (lambda: other(blocks=other().blocks[:-1] + chain_profile([1] * 9).blocks[-1:]), "one at the module '8'"),
+        (lambda: other(parameters=(Spread(8, (0,)),)), "profile.parameters: got 8 B, expected 1.7 KiB"),
+    ],
+)
+def test_a_profile_of_another_model_is_refused(profile, words):
+    with pytest.raises(fpipe.InputError, match=words):
+        fpipe.plan(layers(), (torch.ones(8, 8),), ranks=2, loss=torch.mean, microbatches=4, profile=profile())
+
+
+@pytest.mark.parametrize("name", ["later", "recurrent", "several", "gpt_dropout"])
+def test_a_profile_of_the_model_is_taken(name):
+    case = ZOO[name]
+    model, inputs, targets = case.make(8)
+    given = {"loss": case.loss, "microbatches": 2}
+    profile = fpipe.profile(model, inputs, targets, **given, device=fpipe.Roofline(1e9, 1e9))
+    plan = fpipe.plan(model, inputs, targets, ranks=2, schedules=one_f_one_b, profile=profile, **given)
+    assert plan.schedule.factory is one_f_one_b
