@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How good plans are: measured steps of plans for random uneven models, over the best that hands can choose.
 
-    python -m benchmarks.plans           # 100 models
-    python -m benchmarks.plans 10        # the first 10 of them
-    python -m benchmarks.plans 10 20     # those from number 10 on, below 20
+    python -m benchmarks.plans              # 100 models
+    python -m benchmarks.plans 10           # the first 10 of them
+    python -m benchmarks.plans 10 20        # those from number 10 on, below 20
+    python -m benchmarks.plans --scale 3    # sleeps that last three times as long, on a machine that is busy
 
 Each model has 6 to 12 layers, whose forward, input half and weight half sleep for random times, for 4 ranks over Gloo
 and 8 microbatches. First the ranks profile every model together. Then `fpipe.plan` chooses from the profile, and so do
@@ -16,6 +17,7 @@ Hands do not take schedules that hold every parameter twice, and nothing limits 
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import statistics
@@ -26,7 +28,7 @@ from itertools import combinations, pairwise
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,11 +38,11 @@ import fpipe
 import schedules
 from benchmarks.common import ranks
 from benchmarks.common.rows import most, row
-from benchmarks.common.sleeping import WIDTH, draw_layers, sleeping_model, weights_may_rest
+from benchmarks.common.sleeping import WIDTH, Times, draw_layers, sleeping_model, weights_may_rest
 from benchmarks.prediction import FAMILIES, hurry
 from schedules import Schedule, SizeError, simulate
 
-RANKS, MICROBATCHES, MODELS, TOGETHER, COMPARED, TURNS = 4, 8, 100, 20, 3, 4
+RANKS, MICROBATCHES, MODELS, TOGETHER, COMPARED, TURNS = 4, 8, 100, 10, 3, 4
 LAYERS, TIMES = (6, 12), (0.001, 0.006)
 PROFILING, PLANNING = 0.0, 60.0  # seconds at most; every action is timed some times in any case
 
@@ -101,12 +103,12 @@ def _busiest(profile: fpipe.Profile, how: Schedule, cuts: Sequence[int]) -> floa
     return how.microbatches * max(sum(whole[s] for s in how.placement.stages_on(rank)) for rank in range(how.ranks))
 
 
-def choose(folder: Path, seed: int) -> float:
+def choose(folder: Path, scale: float, seed: int) -> float:
     """Write the plan for a model that was profiled, and the best choices by hand; return the seconds of planning."""
     profile = fpipe.Profile.read(folder / f"{seed}.profile.json")
     begin = time.perf_counter()
     plan = fpipe.plan(
-        sleeping_model(layers_of(seed)),
+        sleeping_model(layers_of(scale, seed)),
         example(),
         loss=square,
         ranks=RANKS,
@@ -122,9 +124,9 @@ def choose(folder: Path, seed: int) -> float:
     return took
 
 
-def layers_of(seed: int) -> Any:
+def layers_of(scale: float, seed: int) -> list[Times]:
     """Return the times of the layers of a model."""
-    return draw_layers(seed, *LAYERS, *TIMES)
+    return draw_layers(seed, *LAYERS, *[scale * seconds for seconds in TIMES])
 
 
 def choices(folder: Path, seed: int) -> dict[str, Choice]:
@@ -137,23 +139,23 @@ def choices(folder: Path, seed: int) -> dict[str, Choice]:
     return found
 
 
-def profiling_rank(folder: Path, seeds: Sequence[int]) -> None:
+def profiling_rank(folder: Path, scale: float, seeds: Sequence[int]) -> None:
     """Run one of the ranks that profile all models."""
     for seed in seeds:
         found = fpipe.profile(
-            sleeping_model(layers_of(seed)), example(), loss=square, microbatches=MICROBATCHES, seconds=PROFILING
+            sleeping_model(layers_of(scale, seed)), example(), loss=square, microbatches=MICROBATCHES, seconds=PROFILING
         )
         if dist.get_rank() == 0:
             found.save(folder / f"{seed}.profile.json")
     ranks.report(None)
 
 
-def measuring_rank(folder: Path, seeds: Sequence[int]) -> None:
+def measuring_rank(folder: Path, scale: float, seeds: Sequence[int]) -> None:
     """Run one of the ranks that measure plans and choices by hand, and report seconds by model and choice."""
-    ranks.report({seed: measured(choices(folder, seed), layers_of(seed)) for seed in seeds})
+    ranks.report({seed: measured(choices(folder, seed), layers_of(scale, seed)) for seed in seeds})
 
 
-def measured(found: dict[str, Choice], layers: Any) -> dict[str, float]:
+def measured(found: dict[str, Choice], layers: Sequence[Times]) -> dict[str, float]:
     """Return the shortest seconds of a step of each choice, run in turns."""
     model, batch = sleeping_model(layers), example()
     steps, times = {}, {name: list[float]() for name in found}
@@ -170,13 +172,15 @@ def measured(found: dict[str, Choice], layers: Any) -> dict[str, float]:
     return {name: min(taken) for name, taken in times.items()}
 
 
-def rank(task: str, folder: str, *numbers: str) -> None:
+def rank(task: str, folder: str, scale: str, *numbers: str) -> None:
     """Run one rank."""
     hurry()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with weights_may_rest():
-        {"profiles": profiling_rank, "steps": measuring_rank}[task](Path(folder), [int(one) for one in numbers])
+        {"profiles": profiling_rank, "steps": measuring_rank}[task](
+            Path(folder), float(scale), [int(one) for one in numbers]
+        )
     dist.destroy_process_group()
 
 
@@ -199,21 +203,24 @@ class Result(NamedTuple):
 
 
 def main() -> None:
-    numbers = [int(word) for word in sys.argv[1:]]
-    seeds, results = [*range(*numbers)] if numbers else [*range(MODELS)], dict[int, Result]()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", type=int, default=[MODELS], help="their number, or the first and the end")
+    parser.add_argument("--scale", type=float, default=1.0, help="a factor of all sleeps")
+    options = parser.parse_args()
+    seeds, results = [*range(*options.models)], dict[int, Result]()
     for start in range(0, len(seeds), TOGETHER):
-        results |= results_of(seeds[start : start + TOGETHER])
+        results |= results_of(options.scale, seeds[start : start + TOGETHER])
         print(f"{len(results)} models of {len(seeds)}; {summary(results)}", file=sys.stderr, flush=True)
     print_results(results)
 
 
-def results_of(seeds: Sequence[int]) -> dict[int, Result]:
+def results_of(scale: float, seeds: Sequence[int]) -> dict[int, Result]:
     """Profile these models, choose, and measure."""
     with TemporaryDirectory() as path, weights_may_rest():
         folder = Path(path)
-        ranks.start("benchmarks.plans", RANKS, "profiles", folder, *seeds)
-        planning = {seed: choose(folder, seed) for seed in seeds}
-        (report, *_) = ranks.start("benchmarks.plans", RANKS, "steps", folder, *seeds)
+        ranks.start("benchmarks.plans", RANKS, "profiles", folder, scale, *seeds)
+        planning = {seed: choose(folder, scale, seed) for seed in seeds}
+        (report, *_) = ranks.start("benchmarks.plans", RANKS, "steps", folder, scale, *seeds)
         return {seed: Result(choices(folder, seed), report[str(seed)], planning[seed]) for seed in seeds}
 
 
@@ -246,7 +253,9 @@ def print_results(results: dict[int, Result]) -> None:
     for seed, one in results.items():
         cells = {name: f"{1e3 * taken:.1f} ({one.off[name]:.3f})" for name, taken in one.seconds.items()}
         hands = ", ".join(f"`{name}` {cell}" for name, cell in cells.items() if name != "plan")
-        print(f"| {seed} | {len(layers_of(seed))} | {cells['plan']} | `{one.found['plan'].schedule!r}` | {hands} |")
+        print(
+            f"| {seed} | {len(layers_of(1.0, seed))} | {cells['plan']} | `{one.found['plan'].schedule!r}` | {hands} |"
+        )
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from fpipe.planning.plan import Plan, RunnerUp, format_seconds
 from fpipe.planning.prediction import Predictor
 from fpipe.planning.profile import Profile
 from fpipe.report.description import format_bytes
+from schedules import Bound
 
 IMPROVED: Final = 6
 """The number of candidates whose cuts are improved."""
@@ -100,7 +101,7 @@ def choose(
     """
     predictors = {count: Predictor(profile, weights) for count, profile in profiles.items()}
     room, made = replace(room, end=monotonic() + seconds), tuple(factories)
-    bounds = [bound_plans(one, ranks, number, split=True, single=False) for number, one in profiles.items()]
+    bounds = [bound_plans(one, ranks, number, split=True, single=False, copies=2) for number, one in profiles.items()]
     search = Search(room, report, len(made) * len(bounds), min(one.makespan for one in bounds), seconds)
     try:
         for one in list_candidates(predictors, made, ranks, room):
@@ -126,9 +127,7 @@ def _improve_all(search: Search) -> None:
 def _conclude(search: Search, predictors: Mapping[int, Predictor], ranks: int) -> Plan:
     """Return the plan for the best candidate; raise `InputError` if it does not fit."""
     best = _require_fitting(search)
-    split, single = _freedom(search.found)
-    bounds = [bound_plans(one.profile, ranks, count, split=split, single=single) for count, one in predictors.items()]
-    least = min(bounds, key=lambda one: one.makespan)
+    least = _bound_all(search.found, predictors, ranks)
     alone, copies = _estimate_alternatives(predictors, ranks, search.room)
     profile = best.profile
     return Plan(
@@ -167,10 +166,16 @@ def _require_fitting(search: Search) -> Candidate:
     return best
 
 
-def _freedom(found: Sequence[Candidate]) -> tuple[bool, bool]:
-    """Return whether any candidate splits backwards, and whether all have a single stage per rank."""
+def _bound_all(found: Sequence[Candidate], predictors: Mapping[int, Predictor], ranks: int) -> Bound:
+    """Return the bound for all plans that do no more than some candidates: split backwards, or hold stages twice."""
     schedules = [one.schedule for one in found]
-    return any(map(splits, schedules)), all(how.stages == how.ranks for how in schedules)
+    split, single = any(map(splits, schedules)), all(how.stages == how.ranks for how in schedules)
+    copies = max(len(how.placement.replicas(s)) for how in schedules for s in range(how.stages))
+    bounds = [
+        bound_plans(one.profile, ranks, count, split=split, single=single, copies=copies)
+        for count, one in predictors.items()
+    ]
+    return min(bounds, key=lambda one: one.makespan)
 
 
 def _runner_up(candidate: Candidate, room: Room) -> RunnerUp:

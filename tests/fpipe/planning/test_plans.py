@@ -23,6 +23,7 @@ from schedules import (
     SizeError,
     Sizes,
     check,
+    chimera,
     dualpipe,
     interleaved_1f1b,
     one_f_one_b,
@@ -76,6 +77,15 @@ def test_plans_with_a_stage_per_rank_are_not_below_their_bound(forward, ranks, m
         least = bound_plans(profile, ranks, microbatches, split=split, single=True).makespan
         fastest = min(one.predicted.seconds for one in by_hand(profile, [factory], ranks, microbatches))
         assert least <= fastest * (1 + 1e-9)
+
+
+@settings(max_examples=15, deadline=None)
+@given(FORWARDS, st.sampled_from([dualpipe, chimera]), st.sampled_from([2, 4]), st.integers(2, 6))
+def test_plans_that_hold_stages_twice_are_not_below_their_bound(forward, factory, ranks, microbatches):
+    profile = chain_profile(forward, fixed=0.5, link=Link(latency=0.25))
+    plan = find(profile, [factory], ranks, microbatches)
+    fastest = min(one.predicted.seconds for one in by_hand(profile, [factory], ranks, microbatches))
+    assert plan.bound <= fastest * (1 + 1e-9)
 
 
 @settings(max_examples=8, deadline=None)
