@@ -3,15 +3,16 @@
 
     python -m benchmarks.forecasts                 # everything
     python -m benchmarks.forecasts gpt mlp         # some models, in one process
+    python -m benchmarks.forecasts between         # all but what runs in one process
 
-1. In one process: small models of all kinds, GPTs and a Llama, each profiled once, then cut in several ways under
-   several schedules. One rank runs at a time there, so a step is predicted as the sum over all actions, plus what
-   surrounds them. Times are those of the processor, which other work on the machine disturbs least; freed memory stays
-   with the process, as in `benchmarks/throughput.py`. Medians.
+1. In one process: small models of all kinds, GPTs and a Llama, each cut in several ways under several schedules. One
+   rank runs at a time there, so a step is predicted as the sum over all actions, plus what surrounds them. Times are
+   those of the processor, which other work on the machine disturbs least; freed memory stays with the process, as in
+   `benchmarks/throughput.py`. Since they still drift, models are profiled anew in each of several rounds, right before
+   all of their pipelines are measured. Medians over rounds.
 2. On two ranks that compute, over Gloo: both profile the model at the same time, and the makespan is simulated, with
    transfers as measured between the ranks. This machine has cores for no more.
-3. On more ranks, whose stages sleep: each action lasts as long as it would according to the profile of a GPT, times a
-   factor, and sends as many bytes.
+3. On more ranks, whose layers sleep: in the same way, for a model of uneven layers (`benchmarks/common/sleeping.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
-from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
@@ -37,15 +37,11 @@ import fpipe
 from benchmarks import llama, throughput
 from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
+from benchmarks.common.sleeping import WIDTH, draw_layers, sleeping_model, weights_may_rest
 from benchmarks.common.turns import without_collection
-from benchmarks.prediction import hurry, lasting, lateness
-from fpipe.ir.variant import TRAINING
-from fpipe.pipelines.inputs import scatter
-from fpipe.runtime.executor import Execution
-from fpipe.runtime.instructions import link
-from fpipe.runtime.transport.interface import Transport
+from benchmarks.prediction import hurry
 from schedules import (
-    Costs,
+    Graph,
     Schedule,
     gpipe,
     interleaved_1f1b,
@@ -56,9 +52,10 @@ from schedules import (
     zb_v,
 )
 
-MICROBATCHES, WORDS, LENGTH, ROUNDS, LONG_ENOUGH = 4, 256, 64, 9, 0.5
+MICROBATCHES, WORDS, LENGTH = 4, 256, 64
+ROUNDS, STEPS, LONG_ENOUGH, PROFILING = 3, 5, 0.2, 0.5
 CLOCKS: Final = ("fpipe.runtime.recording.perf_counter", "fpipe.planning.profiler.perf_counter")
-SLEEP: Final = 0.01  # seconds that the shortest forward lasts
+SLEEPS: Final = (0.002, 0.008)  # the seconds that a layer's forward and the halves of its backward last
 
 
 class Model(NamedTuple):
@@ -116,7 +113,7 @@ def schedules(ranks: Sequence[int]) -> list[Schedule]:
 def processor_time(step: Callable[[], object]) -> float:
     """Return the median seconds of processor time that a step takes."""
     times, begin = list[float](), time.perf_counter()
-    while len(times) < ROUNDS or (time.perf_counter() - begin < LONG_ENOUGH and len(times) < 100):
+    while len(times) < STEPS or (time.perf_counter() - begin < LONG_ENOUGH and len(times) < 100):
         start = time.thread_time()
         step()
         times.append(time.thread_time() - start)
@@ -137,24 +134,31 @@ def in_one_process(names: Sequence[str]) -> None:
 
 def model_in_one_process(name: str, model: Model) -> list[float]:
     """Print and return what was predicted over what was measured, for one model."""
-    begin = time.perf_counter()
-    module, example, targets, loss, cuts = model
+    begin, (module, example, targets, loss, cuts) = time.perf_counter(), model
+    steps = {how: step_of(model, how) for how in schedules([2, 4])}
+    found: dict[Schedule, list[float]] = {how: [] for how in steps}
     with without_collection():
-        profile = fpipe.profile(module, example, targets, loss=loss, microbatches=MICROBATCHES)
-        took, found = time.perf_counter() - begin, dict[str, float]()
-        for how in schedules([2, 4]):
-            where = cuts[how.stages]
-            pipe = fpipe.pipeline(module, example=example, targets=targets, loss=loss, schedule=how, cuts=where)
-            state, step = pipe.init(module), fpipe.value_and_grad(pipe)
-            seconds = processor_time(partial(step, *state, example, targets, seed=0))
-            simulated = simulate(how, profile.costs(where), pipe.program.graph)
-            found[f"{how}"] = (sum(simulated.busy) + profile.step) / seconds
-    ratios = " ".join(f"{ratio:.3f}" for ratio in found.values())
+        for _ in range(ROUNDS):
+            profile = fpipe.profile(module, example, targets, loss=loss, microbatches=MICROBATCHES, seconds=PROFILING)
+            for how, (graph, step) in steps.items():
+                simulated = simulate(how, profile.costs(cuts[how.stages]), graph)
+                seconds = processor_time(step)
+                found[how].append((sum(simulated.busy) + profile.step) / seconds)
+    ratios = [statistics.median(some) for some in found.values()]
     print(
-        f"{name}: {len(profile.blocks)} blocks in {took:.1f} s; a step takes {seconds * 1e3:.1f} ms; {ratios}",
+        f"{name}: {len(profile.blocks)} blocks, {time.perf_counter() - begin:.0f} s; a step takes "
+        f"{seconds * 1e3:.1f} ms; {' '.join(f'{ratio:.3f}' for ratio in ratios)}",
         flush=True,
     )
-    return [*found.values()]
+    return ratios
+
+
+def step_of(model: Model, how: Schedule) -> tuple[Graph, Callable[[], object]]:
+    """Return the stage graph of a pipeline of a model, and a step."""
+    module, example, targets, loss, cuts = model
+    where = cuts[how.stages]
+    pipe = fpipe.pipeline(module, example=example, targets=targets, loss=loss, schedule=how, cuts=where)
+    return pipe.program.graph, partial(fpipe.value_and_grad(pipe), *pipe.init(module), example, targets, seed=0)
 
 
 def summary(ratios: Sequence[float]) -> str:
@@ -169,117 +173,67 @@ def summary(ratios: Sequence[float]) -> str:
 
 def computing_rank() -> None:
     """Run one of two ranks that compute, and report predicted and measured makespans by model and schedule."""
-    hurry()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     found: dict[str, tuple[float, float]] = {}
     for name, model in (("GPT of 12 blocks", words(12, 256)), ("Llama of 8 layers", hugging_face())):
-        module, example, targets, loss, cuts = model
-        profile = fpipe.profile(module, example, targets, loss=loss, microbatches=MICROBATCHES)
-        for how in (
-            *schedules([2]),
-            interleaved_1f1b(ranks=2, microbatches=MICROBATCHES),
-            zb_v(ranks=2, microbatches=MICROBATCHES),
-        ):
-            where = cuts[how.stages]
-            pipe = fpipe.pipeline(module, example=example, targets=targets, loss=loss, schedule=how, cuts=where)
-            state, step, times = pipe.init(module), fpipe.value_and_grad(pipe), []
-            for turn in range(2 + ROUNDS):
-                dist.barrier()
-                start = time.perf_counter()
-                step(*state, example, targets)
-                times += [ranks.makespan(start, time.perf_counter())] * (turn > 1)
-            simulated = simulate(how, profile.costs(where), pipe.program.graph).makespan + profile.step
-            found[f"{name}, {how}"] = simulated, statistics.median(times)
-    ranks.report({"link": str(profile.link), "found": found})
-    dist.destroy_process_group()
+        hows = [make(ranks=2, microbatches=MICROBATCHES) for make in (interleaved_1f1b, zb_v)]
+        pairs = predicted_and_measured(model, [*schedules([2]), *hows], STEPS)
+        found |= {f"{name}, {how}": pair for how, pair in pairs.items()}
+    ranks.report(found)
 
 
-class Passing(nn.Module):
-    """A stage that computes next to nothing, for inputs of any size."""
+def sleeping_rank() -> None:
+    """Run one rank whose layers sleep, and report predicted and measured makespans by schedule."""
+    count = dist.get_world_size()
+    x = torch.ones(MICROBATCHES * count, WIDTH)
+    layers = draw_layers(0, 3 * count, 3 * count, *SLEEPS)
+    makers = one_f_one_b, gpipe, zb_h1, zb_v, interleaved_1f1b
+    hows = [make(ranks=count, microbatches=2 * count) for make in makers]
+    cuts = {n: [str(len(layers) * s // n) for s in range(1, n)] for n in (count, 2 * count)}
+    with weights_may_rest():
+        model = Model(sleeping_model(layers), (x,), None, square, cuts)
+        ranks.report(predicted_and_measured(model, hows, 3))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scale the input."""
-        return x * self.scale
+def square(outputs: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose cotangent depends on the outputs."""
+    return (outputs**2).mean()
 
 
-def sleeping_rank(path: str) -> None:
-    """Run one rank whose stages sleep, and report predicted and measured makespans by schedule."""
+def predicted_and_measured(model: Model, hows: Sequence[Schedule], turns: int) -> dict[str, tuple[float, float]]:
+    """Return the seconds of a step of each schedule, which all ranks run: as predicted, and the median of `turns`."""
+    module, example, targets, loss, cuts = model
+    (count,) = {how.microbatches for how in hows}
+    profile = fpipe.profile(module, example, targets, loss=loss, microbatches=count, seconds=PROFILING)
+    found = {}
+    for how in hows:
+        graph, step = step_of(model, how)
+        times = []
+        for turn in range(2 + turns):
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            times += [ranks.makespan(start, time.perf_counter())] * (turn > 1)
+        simulated = simulate(how, profile.costs(cuts[how.stages]), graph).makespan + profile.step
+        found[repr(how)] = simulated, statistics.median(times)
+    return found
+
+
+def rank(task: Callable[[], None]) -> None:
+    """Run one rank."""
     hurry()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    count, late = dist.get_world_size(), lateness()
-    profile, found = fpipe.Profile.read(path), {}
-    for make in (one_f_one_b, gpipe, zb_h1, zb_v, interleaved_1f1b):
-        how = make(ranks=count, microbatches=2 * count)
-        cuts = [len(profile.blocks) * s // how.stages for s in range(1, how.stages)]
-        costs, sizes = profile.costs(cuts), profile.stage_link(cuts).bytes
-        assert isinstance(costs.F, tuple), "by stage"
-        assert isinstance(sizes, tuple), "by stage"
-        factor = SLEEP / min(costs.F)
-        times = {kind: [cost * factor for cost in getattr(costs, kind)] for kind in "FBIW"}
-        x = torch.ones(how.microbatches, int(max(sizes)) // 4)
-        module = nn.Sequential(*[Passing() for _ in range(how.stages)])
-        names = [str(stage) for stage in range(1, how.stages)]
-        pipe = fpipe.pipeline(module, example=(x,), loss=torch.mean, schedule=how, cuts=names)
-        own = fpipe.profile(pipe, (x,), device=fpipe.Roofline(1e12, 1e12))  # for the time of transfers
-        F, B, I, W = (tuple(times[kind]) for kind in "FBIW")  # noqa: E741 - the action's name
-        simulated = simulate(how, Costs(F, B, I, W, comm=own.stage_link(names)))
-        found[str(how)] = simulated.makespan, sleeping_step(pipe, x, times, late)
-    ranks.report({"found": found})
+    task()
     dist.destroy_process_group()
-
-
-def sleeping_step(pipe: Any, x: torch.Tensor, times: Mapping[str, Sequence[float]], late: float) -> float:
-    """Return the median seconds of a step whose actions last as long as `times` says, by kind and stage."""
-    plan, (rank,) = pipe.training, pipe.ranks.ranks
-    stages = {s: Sleeping(pipe.stages[s], times, late) for s in plan.placement.stages_on(rank)}
-    linked = link(plan.program.actions(rank), stages, plan.placement)
-    params, buffers = pipe.init({name: torch.ones(()) for name in pipe.names})
-    inputs = scatter(plan, params, buffers, pipe.batch(TRAINING, (x,), None), None)
-
-    def execution(rank: int, transport: Transport) -> Execution:
-        return Execution(rank, linked, transport, inputs)
-
-    found = []
-    for turn in range(4):
-        dist.barrier()
-        start = time.perf_counter()
-        pipe.ranks.run([execution])
-        found += [ranks.makespan(start, time.perf_counter())] * bool(turn)
-    return statistics.median(found)
-
-
-class Sleeping:
-    """A stage whose functions last as long as its actions should, given that sleeps are `late` seconds too long."""
-
-    def __init__(self, stage: Any, times: Mapping[str, Sequence[float]], late: float) -> None:
-        self.stage, s = stage, stage.index
-        self.forward = lasting(times["F"][s] - late, stage.forward)
-        self.backward = lasting(times["B"][s] - late, stage.backward)
-        self.backward_input = lasting(times["I"][s] - late, stage.backward_input)
-        self.backward_weight = lasting(times["W"][s] - late, stage.backward_weight)
-
-    def __getattr__(self, name: str) -> Any:
-        """Forward everything else to the stage."""
-        return getattr(self.stage, name)
 
 
 def between_ranks() -> None:
     """Print a row for each schedule on two ranks that compute, and on more that sleep."""
-    (report, *_) = ranks.start("benchmarks.forecasts", 2, "computing", **throughput.KEPT)
-    print_pairs("on two ranks that compute", report["found"])
-    with TemporaryDirectory() as folder:
-        path = f"{folder}/profile.json"
-        module, example, targets, loss, _ = words(12, 256)
-        fpipe.profile(module, example, targets, loss=loss, microbatches=MICROBATCHES).save(path)
-        for count in (4, 8):
-            (report, *_) = ranks.start("benchmarks.forecasts", count, "sleeping", path)
-            print_pairs(f"on {count} ranks that sleep", report["found"])
+    (found, *_) = ranks.start("benchmarks.forecasts", 2, "computing", **throughput.KEPT)
+    print_pairs("on two ranks that compute", found)
+    for count in (4, 8):
+        (found, *_) = ranks.start("benchmarks.forecasts", count, "sleeping")
+        print_pairs(f"on {count} ranks that sleep", found)
 
 
 def print_pairs(where: str, found: Mapping[str, Sequence[float]]) -> None:
@@ -300,9 +254,11 @@ def run() -> None:
     """Run what this process was started for."""
     match sys.argv[1:]:
         case ["computing"]:
-            computing_rank()
-        case ["sleeping", path]:
-            sleeping_rank(path)
+            rank(computing_rank)
+        case ["sleeping"]:
+            rank(sleeping_rank)
+        case ["between"]:
+            between_ranks()
         case ["process", *names]:
             torch.set_num_threads(1)
             in_one_process(names)

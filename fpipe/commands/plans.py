@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from fpipe.errors import InputError
@@ -24,7 +25,7 @@ from fpipe.planning.plan import Plan, format_seconds
 from fpipe.planning.profile import Profile
 from schedules.commands.subjects import find_factory, run_file
 
-WIDTH = 78
+WIDTH, BAR = 100, 10
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -55,12 +56,13 @@ def print_plan(options: argparse.Namespace) -> int:
 
     Interrupt the search to have the best plan found so far.
     """
-    progress = ProgressLine()
+    progress, start = ProgressLine(), monotonic()
     try:
         found = _make_plan(options, progress)
     finally:
         progress.end()
     print(found)
+    print(f"  planned     in {monotonic() - start:.1f} s")
     print()
     print(found.schedule)
     if options.save is not None:
@@ -112,6 +114,19 @@ def _plan_profile(path: Path, given: Mapping[str, Any], seconds: float, progress
     return choose({numbers[0]: profile}, factories, ranks, room, weights=4.0, seconds=seconds, report=progress)
 
 
+def describe_progress(progress: PlanProgress) -> str:
+    """Return a bar of the time that a search took, of what it may take, and what it found.
+
+    >>> describe_progress(PlanProgress(14, 11, "moving cuts of zb_v", 0.25, 0.125, took=30.0, most=60.0))
+    '[#####     ] 30 s, 14 tried, best 250 ms, bound 11.1 % less, moving cuts of zb_v'
+    """
+    filled = "#" * round(BAR * min(1.0, progress.took / progress.most))
+    best = "nothing fits yet" if progress.best is None else f"best {format_seconds(progress.best)}"
+    gap = "" if progress.gap is None else f", bound {100 * progress.gap / (1 + progress.gap):.1f} % less"
+    tried = f"{progress.tried} of {progress.total}" if progress.tried < progress.total else f"{progress.tried}"
+    return f"[{filled:<{BAR}}] {progress.took:.0f} s, {tried} tried, {best}{gap}, {progress.doing}"
+
+
 class ProgressLine:
     """A line of standard error that says how far the search is; nothing if that is not a terminal."""
 
@@ -121,9 +136,7 @@ class ProgressLine:
     def __call__(self, progress: PlanProgress) -> None:
         """Rewrite the line."""
         if self.shown:
-            best = "nothing fits yet" if progress.best is None else f"best {format_seconds(progress.best)}"
-            text = f"{progress.tried} tried, {best}, {progress.doing}"
-            print(f"\r{text[:WIDTH]:<{WIDTH}}", end="", file=sys.stderr, flush=True)
+            print(f"\r{describe_progress(progress)[:WIDTH]:<{WIDTH}}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Clear the line."""

@@ -2,7 +2,7 @@
 """The ways to run a model that a plan chooses among: schedule, cuts, recomputation, and number of microbatches.
 
 Every schedule begins with the cuts that balance its stages. If a rank holds too much, stages are recomputed, those that
-keep most first, until it fits. Then cuts move, block by block, as long as the predicted step gets shorter.
+lower its peak most first, until it fits. Then cuts move, block by block, as long as the predicted step gets shorter.
 
 Runs when a plan is made.
 """
@@ -20,11 +20,12 @@ import torch
 
 from fpipe.planning.chain import partition_chain
 from fpipe.planning.loads import Loads
-from fpipe.planning.prediction import Prediction, Predictor
+from fpipe.planning.prediction import Prediction, Predictor, find_peak
 from fpipe.planning.profile import Profile
 from schedules import (
     Schedule,
     SizeError,
+    Sizes,
     eager_1f1b,
     gpipe,
     interleaved_1f1b,
@@ -143,29 +144,33 @@ def _best_of(best: Candidate, cuts: Iterable[tuple[int, ...]], room: Room) -> Ca
 
 def fit_memory(candidate: Candidate, room: Room) -> Candidate:
     """Return the candidate with as many stages recomputed as it takes to fit, or with all of them."""
-    found, stages = candidate, set[int]()
-    base = candidate.schedule
-    while not found.predicted.fits(room.caps):
-        more = _largest_saving(found, base, stages, room.caps)
-        if more is None:
-            return found
-        stages.add(more)
-        found = Candidate.of(found.predictor, recompute(base, tuple(sorted(stages))), found.cuts)
-    return found
+    if candidate.predicted.fits(room.caps):
+        return candidate
+    base, stages = candidate.schedule, frozenset[int]()
+    sizes = candidate.predictor.sizes(base, candidate.cuts)
+    for rank, cap in enumerate(room.caps):
+        stages = _recompute_on(rank, base, sizes, cap, stages)
+    return Candidate.of(candidate.predictor, _recompute(base, stages), candidate.cuts) if stages else candidate
 
 
-def _largest_saving(found: Candidate, base: Schedule, stages: set[int], caps: Sequence[float]) -> int | None:
-    """Return the stage, on a rank that holds too much, whose recomputation saves most; `None` if none is left."""
-    over = [rank for rank, (held, cap) in enumerate(zip(found.predicted.memory, caps, strict=True)) if held > cap]
-    sizes = found.predictor.sizes(base, found.cuts)
-    savings = {
-        s: of_stage(sizes.activation, s) - of_stage(sizes.inputs, s)
-        for rank in over
-        for s in base.placement.stages_on(rank)
-        if s not in stages
-    }
-    best = max(savings, key=lambda s: (savings[s], -s), default=None)
-    return best if best is not None and savings[best] > 0 else None
+def _recompute_on(rank: int, base: Schedule, sizes: Sizes, cap: float, stages: frozenset[int]) -> frozenset[int]:
+    """Return the stages to recompute, so that a rank fits, if it can: one by one, those that lower its peak most.
+
+    `stages` are recomputed already.
+    """
+    mine = base.placement.stages_on(rank)
+    left = cap - sum(of_stage(sizes.weight, s) for s in mine)
+    savings = {s: of_stage(sizes.activation, s) - of_stage(sizes.inputs, s) for s in mine if s not in stages}
+    useful = {s for s, saved in savings.items() if saved > 0}
+    while useful and find_peak(_recompute(base, stages), rank, sizes) > left:
+        peaks = {s: find_peak(_recompute(base, stages | {s}), rank, sizes) for s in useful}
+        best = min(useful, key=lambda s: (peaks[s], -savings[s], s))
+        useful, stages = useful - {best}, stages | {best}
+    return stages
+
+
+def _recompute(base: Schedule, stages: frozenset[int]) -> Schedule:
+    return recompute(base, tuple(sorted(stages))) if stages else base
 
 
 def improve(candidate: Candidate, room: Room) -> Iterator[Candidate]:

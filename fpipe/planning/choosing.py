@@ -28,6 +28,7 @@ from fpipe.planning.plan import Plan, RunnerUp, format_seconds
 from fpipe.planning.prediction import Predictor
 from fpipe.planning.profile import Profile
 from fpipe.report.description import format_bytes
+from schedules import Bound
 
 IMPROVED: Final = 6
 """The number of candidates whose cuts are improved."""
@@ -35,11 +36,22 @@ SHOWN: Final = 3
 
 
 class PlanProgress(NamedTuple):
-    """The state of a search: candidates tried so far, what it does, and the seconds of the best step found."""
+    """The state of a search.
+
+    - `tried`: the candidates tried so far: first `total` schedules, then the best of them with other cuts.
+    - `doing`: what the search does.
+    - `best`: the seconds of the best step found, `None` if nothing fits yet; `gap`: by what fraction of the bound it
+      exceeds the bound.
+    - `took`: the seconds that the search took so far; `most`: those that it may take.
+    """
 
     tried: int
+    total: int
     doing: str
     best: float | None
+    gap: float | None
+    took: float
+    most: float
 
 
 Report = Callable[[PlanProgress], None]
@@ -47,10 +59,16 @@ Report = Callable[[PlanProgress], None]
 
 @dataclass
 class Search:
-    """A search: the candidates found so far, best first, and why other schedules were left out."""
+    """A search: the candidates found so far, best first, and why other schedules were left out.
+
+    `total` is the number of schedules to try; no plan takes less than `bound` seconds; the search may take `seconds`.
+    """
 
     room: Room
     report: Report
+    total: int
+    bound: float
+    seconds: float
     found: list[Candidate] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     tried: int = 0
@@ -60,9 +78,11 @@ class Search:
         """Add a candidate, and report."""
         self.tried += 1
         self.found = keep_best([*self.found, candidate], self.room, 1000)
-        best = self.found[0]
-        fits = best.predicted.fits(self.room.caps)
-        self.report(PlanProgress(self.tried, doing, best.predicted.seconds if fits else None))
+        best = self.found[0].predicted
+        seconds = best.seconds if best.fits(self.room.caps) else None
+        gap = None if seconds is None or not self.bound else max(0.0, seconds / self.bound - 1)
+        took = self.seconds - (self.room.end - monotonic())
+        self.report(PlanProgress(self.tried, self.total, doing, seconds, gap, took, self.seconds))
 
 
 def choose(
@@ -80,10 +100,11 @@ def choose(
     Stop after about `seconds`, or at a KeyboardInterrupt, with the best so far. Raise `InputError` if nothing fits.
     """
     predictors = {count: Predictor(profile, weights) for count, profile in profiles.items()}
-    room = replace(room, end=monotonic() + seconds)
-    search = Search(room, report)
+    room, made = replace(room, end=monotonic() + seconds), tuple(factories)
+    bounds = [bound_plans(one, ranks, number, split=True, single=False, copies=2) for number, one in profiles.items()]
+    search = Search(room, report, len(made) * len(bounds), min(one.makespan for one in bounds), seconds)
     try:
-        for one in list_candidates(predictors, tuple(factories), ranks, room):
+        for one in list_candidates(predictors, made, ranks, room):
             search.refused.append(one) if isinstance(one, str) else search.add(one, "trying schedules")
             if room.is_closed() and search.found:
                 break
@@ -106,9 +127,7 @@ def _improve_all(search: Search) -> None:
 def _conclude(search: Search, predictors: Mapping[int, Predictor], ranks: int) -> Plan:
     """Return the plan for the best candidate; raise `InputError` if it does not fit."""
     best = _require_fitting(search)
-    split, single = _freedom(search.found)
-    bounds = [bound_plans(one.profile, ranks, count, split=split, single=single) for count, one in predictors.items()]
-    least = min(bounds, key=lambda one: one.makespan)
+    least = _bound_all(search.found, predictors, ranks)
     alone, copies = _estimate_alternatives(predictors, ranks, search.room)
     profile = best.profile
     return Plan(
@@ -147,10 +166,16 @@ def _require_fitting(search: Search) -> Candidate:
     return best
 
 
-def _freedom(found: Sequence[Candidate]) -> tuple[bool, bool]:
-    """Return whether any candidate splits backwards, and whether all have a single stage per rank."""
+def _bound_all(found: Sequence[Candidate], predictors: Mapping[int, Predictor], ranks: int) -> Bound:
+    """Return the bound for all plans that do no more than some candidates: split backwards, or hold stages twice."""
     schedules = [one.schedule for one in found]
-    return any(map(splits, schedules)), all(how.stages == how.ranks for how in schedules)
+    split, single = any(map(splits, schedules)), all(how.stages == how.ranks for how in schedules)
+    copies = max(len(how.placement.replicas(s)) for how in schedules for s in range(how.stages))
+    bounds = [
+        bound_plans(one.profile, ranks, count, split=split, single=single, copies=copies)
+        for count, one in predictors.items()
+    ]
+    return min(bounds, key=lambda one: one.makespan)
 
 
 def _runner_up(candidate: Candidate, room: Room) -> RunnerUp:
@@ -192,7 +217,7 @@ def _one_microbatch(predictor: Predictor) -> tuple[float, int]:
 
 def _advise(best: Candidate, alone: RunnerUp, copies: RunnerUp) -> str:
     """Return what to do instead of a pipeline, if it does not pay."""
-    faster = [one for one in (alone, copies) if one.fits and one.seconds <= best.predicted.seconds]
+    faster = [one for one in (alone, copies) if one.fits and 0 < one.seconds <= best.predicted.seconds]
     if not faster:
         return ""
     one = min(faster, key=lambda other: other.seconds)

@@ -20,18 +20,21 @@ from schedules import Bound
 from schedules.analysis.bounds.rough import Reason
 
 
-def bound_plans(profile: Profile, ranks: int, microbatches: int, *, split: bool, single: bool) -> Bound:
+def bound_plans(
+    profile: Profile, ranks: int, microbatches: int, *, split: bool, single: bool, copies: int = 1
+) -> Bound:
     """Return a lower bound on the seconds of a step, of every plan.
 
     - `split`: true if backwards may be split.
     - `single`: true if every rank holds a single stage; then a bound may not hold for plans with more.
+    - `copies`: the most ranks that hold a stage: two in a bidirectional schedule, which share its microbatches.
     """
     times = _Times(profile, split)
     parts = [
-        _bound_work(times, ranks, microbatches),
-        _bound_chain(times, ranks),
-        _bound_block(times, microbatches, split),
-        *([_bound_stages(times, ranks, microbatches, split)] if single else []),
+        _bound_work(times, ranks, microbatches, copies),
+        _bound_chain(times, ranks, copies),
+        _bound_block(times, -(-microbatches // copies), split),
+        *([_bound_stages(times, ranks, microbatches, split)] if single and copies == 1 else []),
     ]
     return Bound(tuple(sorted(parts, key=lambda part: -part.makespan)))
 
@@ -69,36 +72,39 @@ def _least(*sums: Tensor) -> Tensor:
     return total
 
 
-def _bound_work(times: _Times, ranks: int, microbatches: int) -> Reason:
+def _bound_work(times: _Times, ranks: int, microbatches: int, copies: int) -> Reason:
     """Return the mean over ranks of the least work and the least wait.
 
-    Proof. Every block makes all its passes for every microbatch on some rank, and every rank has at least one stage,
-    whose passes take the fixed times. Order the ranks by the first block that each holds. The k-th of them, counting
-    from 0, begins with block k or a later one, so it waits for the forward of the first k blocks. The sum of waits and
-    work over all ranks is at most `ranks` times the makespan.
+    Proof. Every block makes all its passes for every microbatch on some rank. Every rank has at least one stage, and
+    `copies` ranks at most have the same one, so there are `ranks / copies` stages at least, whose passes take the fixed
+    times. Order the ranks by the first block that each holds. The k-th of them, counting from 0, begins with block
+    `k // copies` or a later one, so it waits for the forward of all blocks before. The sum of waits and work over all
+    ranks is at most `ranks` times the makespan.
     """
-    work = microbatches * (float(times.work[-1]) + ranks * times.fixed)
-    wait = sum(float(times.forward[min(k, len(times.forward) - 1)]) for k in range(ranks))
+    work = microbatches * (float(times.work[-1]) + -(-ranks // copies) * times.fixed)
+    wait = sum(float(times.forward[min(k // copies, len(times.forward) - 1)]) for k in range(ranks))
     text = f"{ranks} ranks share {work:.6g} s of work, and wait {wait:.6g} s for their first inputs"
     return Reason((work + wait) / ranks + times.outside, text)
 
 
-def _bound_chain(times: _Times, ranks: int) -> Reason:
+def _bound_chain(times: _Times, ranks: int, copies: int) -> Reason:
     """Return the time of one microbatch alone: every block forward, and back through all of them.
 
-    Proof. Each pass needs the one before. With at least `ranks` stages, there are as many fixed times, and a transfer
-    between any two ranks, forward and back.
+    Proof. Each pass needs the one before. With at least `ranks / copies` stages, there are as many fixed times. If each
+    stage is on one rank, the microbatch visits all ranks, with a transfer between any two, forward and back.
     """
     blocks = float(times.forward[-1] + times.input_half[-1])
-    fixed = ranks * (times.fixed_forward + times.fixed_input)
+    fixed = -(-ranks // copies) * (times.fixed_forward + times.fixed_input)
+    transfers = 2 * (ranks - 1) * times.latency if copies == 1 else 0.0
     text = f"one microbatch takes {blocks + fixed:.6g} s from end to end"
-    return Reason(blocks + fixed + 2 * (ranks - 1) * times.latency + times.outside, text)
+    return Reason(blocks + fixed + transfers + times.outside, text)
 
 
 def _bound_block(times: _Times, microbatches: int, split: bool) -> Reason:
     """Return the time until a block has its first input, plus that of all its passes, plus that of what must follow.
 
-    Proof. A block is on one rank, which makes its passes one after the other. The first waits for the forward of all
+    Proof. A block is on one rank, which makes its passes one after the other; or a rank makes those of so many
+    `microbatches`, which is the mean over the ranks that hold the block. The first waits for the forward of all
     blocks before it; after its last backward, the cotangent goes back through them, unless the last pass is a half
     that nothing waits for.
     """

@@ -22,13 +22,18 @@ MOST_LISTED: Final = 20_000
 
 
 class Loads:
-    """The loads of ranks under a schedule; recomputation is left out, since it only adds to them."""
+    """The loads of ranks under a schedule; recomputation is left out, since it only adds to them.
+
+    If no times are known, because all are 0, parameters stand for them.
+    """
 
     def __init__(self, predictor: Predictor, schedule: Schedule) -> None:
         ranges = predictor.profile.ranges
         self.work = ranges.seconds("F") + (
             ranges.seconds("I") + ranges.seconds("W") if splits(schedule) else ranges.seconds("B")
         )
+        if not self.work.any():
+            self.work = ranges.parameters
         self.blocks, self.outside = len(predictor.profile.blocks), predictor.profile.step
         passes = [
             [

@@ -21,6 +21,7 @@ from fpipe.pipelines.builder import Model
 from fpipe.planning.amounts import Amount, parse_caps
 from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory, find_starts
 from fpipe.planning.choosing import PlanProgress, choose
+from fpipe.planning.matching import require_profile_of
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.planning.profiler import profile as measure
@@ -60,7 +61,7 @@ def plan(
     - `microbatches`: the numbers to choose from; by default 1, 2, 4 and 8 per rank, as far as the batch has rows.
     - `schedules`: what to choose from: factories `(ranks, microbatches) -> Schedule`, and schedules as they are.
     - `cuts`: names of modules at which a stage must begin.
-    - `profile`: measured before, for one number of microbatches.
+    - `profile`: measured before, of this model, for one number of microbatches.
     - `seconds`: about how long to search at most; `progress` is called with a `PlanProgress` after every candidate. A
       KeyboardInterrupt ends the search, and the best plan by then is returned.
     - `options`: more arguments of `fpipe.profile`, such as `backward`, `device`, `link`, `unsplittable` and `group`.
@@ -91,6 +92,8 @@ def plan(
             f"microbatches: got {numbers} with a profile, expected one number: a profile is of microbatches of one "
             "size. Pass the number that it was measured for."
         )
+    if profile is not None:
+        require_profile_of(profile, model, example, targets, numbers[0], **options)
     profiles = {
         number: profile
         if profile is not None

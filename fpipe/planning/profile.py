@@ -227,7 +227,7 @@ class Profile:
         require_placement(placement, len(stages))
         weights = [int(self.ranges.parameters[stage]) for stage in stages]
         ranks = [set(placement.replicas(s)) for s in range(len(stages))]
-        for size, blocks in self.parameters:
+        for size, blocks in (spread for spread in self.parameters if len(spread.blocks) > 1):
             users = [s for s, (start, stop) in enumerate(stages) if any(start <= block < stop for block in blocks)]
             for k, s in enumerate(users):
                 if any(ranks[s] <= ranks[earlier] for earlier in users[:k]):

@@ -49,6 +49,9 @@ from fpipe.weights.loading import ValueSource
 from schedules import Link, Span
 
 STEPS: Final = 3
+TIMED_AGREEMENTS: Final = 9
+AGREEMENTS: Final = 2
+"""In each step, before its first action and after its last."""
 
 
 def profile(
@@ -148,10 +151,31 @@ def _profile_together(
     """Return the profile that all ranks find together: that of the slowest, and the time of transfers between them."""
     found = _profile(alone, batch, cuts, source, device, seconds)
     if len(ranks.processes) > 1:
+        found = found if found.step == 0 else _add_messages(found, ranks)
         every = [Profile.parse(text) for text in ranks.exchange_text(write_fields(found), "profiles")]
         found = every[0].merge(*every[1:])
     measured = fit_link(ranks.measure_transfers(MESSAGE_SIZES)) if link is None else link
     return replace(found, link=replace(measured, bytes=0, back=None))
+
+
+def _add_messages(found: Profile, ranks: Ranks) -> Profile:
+    """Return a measured profile with the times that this process spends on messages to other ranks.
+
+    An action that receives and sends takes the time to post both; a step, that of the agreements before and after it.
+    """
+    posting, fixed = ranks.measure_posting(), found.fixed
+    fixed = fixed._replace(F=fixed.F + posting, B=fixed.B + posting, I=fixed.I + posting, C=fixed.C + posting)
+    return replace(found, fixed=fixed, step=found.step + AGREEMENTS * _time_agreement(ranks))
+
+
+def _time_agreement(ranks: Ranks) -> float:
+    """Return the median seconds that all ranks take to agree."""
+    times = []
+    for _ in range(1 + TIMED_AGREEMENTS):
+        start = perf_counter()
+        ranks.agree(about="the time that it takes to agree")
+        times.append(perf_counter() - start)
+    return median(times[1:])
 
 
 def _profile(

@@ -82,6 +82,9 @@ class Ranks(Protocol):
         The columns are sender, receiver, bytes and seconds. If all ranks are in this process, there are no rows.
         """
 
+    def measure_posting(self) -> float:
+        """Return the seconds that this process takes to post a send and a receive; 0 if nothing waits for that."""
+
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
         """Return the rows that each process that agrees passes, in order: CPU tensors of as many columns."""
 

@@ -178,6 +178,11 @@ class DistributedRanks:
         self.agree(about="transfers to measure")
         return torch.cat(self.gather_rows(speeds.measure_transfers(self.group, self.device, sizes)))
 
+    def measure_posting(self) -> float:
+        """Return how long this process takes to post a send and a receive; every rank must call this."""
+        self.agree(about="messages to post")
+        return speeds.measure_posting(self.group, self.device)
+
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
         """Return the rows of each rank, in rank order; every rank must call this."""
         count, columns = rows.shape

@@ -176,6 +176,10 @@ class LocalRanks:
         """Return no rows: values are passed by reference."""
         return torch.empty(0, 4, dtype=torch.float64)
 
+    def measure_posting(self) -> float:
+        """Return 0: posting is part of an action here."""
+        return 0.0
+
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
         """Return the rows: every rank is here."""
         return [rows]

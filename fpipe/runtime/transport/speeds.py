@@ -4,6 +4,9 @@
 Every two processes send each other messages back and forth; half of a round trip is one transfer. In each round, every
 process is busy with one other, as in a tournament, so that all pairs take no more rounds than there are processes.
 
+A process pauses before it sends: in a step, messages come one by one, and the threads that move them sleep in between.
+Waking them takes several times as long as a message that follows another.
+
 Runs when a model is profiled.
 """
 
@@ -11,14 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-WARM_UP, ROUND_TRIPS = 2, 11
+WARM_UP, ROUND_TRIPS, POSTED = 2, 11, 25
+PAUSE: Final = 2e-3
 MOST_SENT: Final = 2**26
 """The bytes that the round trips of one size move at most, once they are more than a few."""
 
@@ -54,17 +58,72 @@ def measure_transfers(group: dist.ProcessGroup, device: torch.device, sizes: Seq
     return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 4)
 
 
+def measure_posting(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the seconds that this process takes to post a send and a receive; every process must call this.
+
+    Return 0 for an accelerator, whose host posts ahead of time, and for a process that is left without a partner.
+    """
+    rank, world = dist.get_rank(group), dist.get_process_group_ranks(group)
+    partners = {one: other for pair in next(pair_up(len(world))) for one, other in (pair, pair[::-1])}
+    if device.type != "cpu" or rank not in partners:
+        return 0.0
+    return _measure_posting(group, world[partners[rank]])
+
+
+def _measure_posting(group: dist.ProcessGroup, other: int) -> float:
+    """Return the median seconds to post a receive from the other process, and a send to it, each after a pause."""
+    sent, got, times = torch.zeros(1), torch.zeros(1), []
+    for _ in range(WARM_UP + POSTED):
+        sleep(PAUSE)
+        start = perf_counter()
+        arriving = dist.irecv(got, src=other, group=group)
+        received = perf_counter() - start
+        sleep(PAUSE)
+        start = perf_counter()
+        leaving = dist.isend(sent, dst=other, group=group)
+        times.append(received + perf_counter() - start)
+        for work in (arriving, leaving):
+            assert work is not None, "this process is in the group"
+            work.wait()
+    return median(times[WARM_UP:])
+
+
 def _measure_transfer(group: dist.ProcessGroup, other: int, device: torch.device, size: int, begins: bool) -> float:
     """Return the median seconds that a message of `size` bytes takes; the process that `begins` sends first."""
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-    times = []
+    message, times = torch.zeros(size, dtype=torch.uint8, device=device), []
+    trip = _begin_trip if begins else _answer_trip
     for _ in range(WARM_UP + max(3, min(ROUND_TRIPS, MOST_SENT // max(1, size)))):
-        start = perf_counter()
-        for sends in (begins, not begins):
-            if sends:
-                dist.send(message, dst=other, group=group)
-            else:
-                dist.recv(message, src=other, group=group)
-                message[:1].cpu()  # waits for its arrival, even if receives are only enqueued
-        times.append((perf_counter() - start) / 2)
-    return median(times[WARM_UP:])
+        times.append(trip(group, other, message))
+    mine = torch.tensor(times, dtype=torch.float64, device=device)
+    theirs = torch.zeros_like(mine)
+    for sends in (begins, not begins):
+        if sends:
+            dist.send(mine, dst=other, group=group)
+        else:
+            dist.recv(theirs, src=other, group=group)
+    trips: list[float] = (mine + theirs)[WARM_UP:].tolist()
+    return median(trips) / 2
+
+
+def _begin_trip(group: dist.ProcessGroup, other: int, message: Tensor) -> float:
+    """Send a message after a pause, and return the seconds until it has come back."""
+    sleep(PAUSE)
+    start = perf_counter()
+    dist.send(message, dst=other, group=group)
+    _receive(group, other, message)
+    return perf_counter() - start
+
+
+def _answer_trip(group: dist.ProcessGroup, other: int, message: Tensor) -> float:
+    """Send a message back after a pause, and return the seconds that the pause took, as a negative number."""
+    _receive(group, other, message)
+    start = perf_counter()
+    sleep(PAUSE)
+    paused = perf_counter() - start
+    dist.send(message, dst=other, group=group)
+    return -paused
+
+
+def _receive(group: dist.ProcessGroup, other: int, message: Tensor) -> None:
+    dist.recv(message, src=other, group=group)
+    message[:1].cpu()  # waits for its arrival, even if receives are only enqueued

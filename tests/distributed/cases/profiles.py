@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from unittest.mock import patch
 
 import torch
 
@@ -44,6 +45,26 @@ def transfers_between_any_two_ranks(rank, size):
     ends = [(a, b, bytes_) for a, b in permutations(range(size), 2) for bytes_ in MESSAGE_SIZES]
     assert sorted(tuple(map(int, row[:3])) for row in rows.tolist()) == sorted(ends)
     assert (rows[:, 3] > 0).all()
+
+
+@case
+def actions_and_steps_take_the_time_of_their_messages(rank, size):
+    """In a profile of several ranks, but not in one that is only estimated."""
+    one = ZOO["mlp"]
+    pipe, *_ = build(one, one_f_one_b(ranks=size, microbatches=2), 4)
+    with pipe.ranks.enter_call("a test"):
+        assert pipe.ranks.measure_posting() > 0
+    model, inputs, targets = one.make(8)
+    slow, wait = 0.125, 0.25
+    with (
+        patch.object(type(pipe.ranks), "measure_posting", lambda ranks: slow),
+        patch("fpipe.planning.profiler._time_agreement", lambda ranks: wait),
+    ):
+        found = fpipe.profile(model, inputs, targets, loss=one.loss, microbatches=2, seconds=0)
+        estimated = fpipe.profile(model, inputs, targets, loss=one.loss, microbatches=2, device=FAST)
+    assert min(found.fixed.F, found.fixed.B, found.fixed.I, found.fixed.C) >= slow > found.fixed.W
+    assert found.step >= 2 * wait
+    assert (estimated.fixed.F, estimated.step) == (0, 0)
 
 
 @case

@@ -11,13 +11,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.planning.candidates import FACTORIES, Candidate, Room
+from fpipe.planning.candidates import FACTORIES, Candidate, Room, fit_memory
 from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.floor import bound_plans
 from fpipe.planning.plan import Plan
-from fpipe.planning.prediction import Predictor
-from schedules import Link, SizeError, check, interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb_v
+from fpipe.planning.prediction import Predictor, find_peak
+from fpipe.planning.ranges import Spread
+from schedules import (
+    Costs,
+    Link,
+    SizeError,
+    Sizes,
+    check,
+    chimera,
+    dualpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    pipedream,
+    recompute,
+    simulate,
+    zb_h1,
+    zb_v,
+)
 from tests.common.chain_profiles import chain_profile
+from tests.common.zoo import ZOO
 
 FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
 
@@ -62,6 +79,15 @@ def test_plans_with_a_stage_per_rank_are_not_below_their_bound(forward, ranks, m
         assert least <= fastest * (1 + 1e-9)
 
 
+@settings(max_examples=15, deadline=None)
+@given(FORWARDS, st.sampled_from([dualpipe, chimera]), st.sampled_from([2, 4]), st.integers(2, 6))
+def test_plans_that_hold_stages_twice_are_not_below_their_bound(forward, factory, ranks, microbatches):
+    profile = chain_profile(forward, fixed=0.5, link=Link(latency=0.25))
+    plan = find(profile, [factory], ranks, microbatches)
+    fastest = min(one.predicted.seconds for one in by_hand(profile, [factory], ranks, microbatches))
+    assert plan.bound <= fastest * (1 + 1e-9)
+
+
 @settings(max_examples=8, deadline=None)
 @given(FORWARDS, st.integers(60, 200))
 def test_the_memory_is_held(forward, cap):
@@ -82,6 +108,26 @@ def test_little_memory_makes_stages_recompute():
     assert max(plan.predicted.memory) <= 75
 
 
+@given(st.sampled_from([one_f_one_b, zb_h1, zb_v, dualpipe, pipedream]), st.sets(st.integers(0, 1)), st.booleans())
+def test_the_peak_of_a_rank_is_that_of_a_simulation(factory, stages, residual):
+    how = recompute(factory(2, 4), tuple(sorted(stages)))
+    sizes = Sizes(activation=(9, 4, 7, 5)[: how.stages], inputs=1, residual=3 if residual else None)
+    peaks = tuple(find_peak(how, rank, sizes) for rank in range(2))
+    assert peaks == simulate(how, Costs(), sizes=sizes).peak_memory
+
+
+def test_the_stages_whose_recomputation_lowers_the_peak_most_are_recomputed_and_no_more():
+    profile = chain_profile([1] * 4, weights=[0] * 4)
+    profile = replace(profile, activation=tuple(Spread(size, (k,)) for k, size in enumerate((10, 1, 1, 30))))
+    whole = Candidate.of(Predictor(profile, 1.0), zb_v(2, 4), (1, 2, 3))
+    assert whole.predicted.memory == (60, 20)
+    fitting = fit_memory(whole, Room((50.0, inf), frozenset({1, 2, 3})))
+    assert dict(fitting.schedule.arguments)["stages"] == (0,), (
+        "of stage 3, which keeps more, no two microbatches are held"
+    )
+    assert fitting.predicted.memory[0] <= 50
+
+
 def test_what_fits_nowhere_is_refused_with_the_least_that_would():
     with pytest.raises(fpipe.InputError, match=r"memory: got 10.0 B, expected at least \d+ B"):
         find(chain_profile([1] * 8), caps=(10.0, 10.0))
@@ -94,6 +140,11 @@ def test_too_few_places_for_cuts_are_refused():
 
 def test_a_pinned_cut_is_kept():
     assert "2" in find(chain_profile([1] * 8), [one_f_one_b], pinned=(2,)).cuts
+
+
+def test_without_times_parameters_are_balanced():
+    profile = chain_profile([0.0] * 6, weights=[50, 10, 10, 10, 10, 10])
+    assert find(profile, [one_f_one_b], ranks=2).cuts == ("1",)
 
 
 def test_it_says_when_data_parallelism_is_faster():
@@ -129,6 +180,10 @@ def test_progress_is_reported_and_an_interrupt_returns_the_best_so_far():
 
     plan = find(chain_profile([3, 1, 4, 1, 5, 9, 2, 6]), report=report)
     assert [one.tried for one in seen] == [1, 2, 3]
+    assert {one.total for one in seen} == {len(FACTORIES)}
+    assert seen[-1].best == plan.predicted.seconds
+    assert 0 <= plan.gap <= seen[-1].gap, "the bound in between holds for more plans"
+    assert 0 <= seen[0].took <= seen[-1].took < seen[-1].most == 60
     assert not plan.complete
     assert "stopped early" in str(plan)
 
@@ -261,6 +316,7 @@ def test_a_plan_replaces_other_arguments(planned, given, words):
         ({"cuts": ["1", "2"], "schedules": one_f_one_b}, "schedules: got none that can run this model"),
         ({"weights": 0}, "weights: got 0"),
         ({"seconds": float("nan")}, "seconds: got nan"),
+        ({"profile": "profile.json"}, "profile: got 'profile.json', expected a Profile"),
     ],
 )
 def test_wrong_arguments_are_refused(given, words):
@@ -268,3 +324,39 @@ def test_wrong_arguments_are_refused(given, words):
         fpipe.plan(
             layers(), (torch.ones(8, 8),), **{"ranks": 2, "loss": torch.mean, "microbatches": 4, "seconds": 1, **given}
         )
+
+
+def other(**changes):
+    """Return the profile of `layers`, with something else."""
+    made = fpipe.profile(
+        layers(), (torch.ones(8, 8),), loss=torch.mean, microbatches=4, device=fpipe.Roofline(1e9, 1e9)
+    )
+    return replace(made, **changes)
+
+
+@pytest.mark.parametrize(
+    ("profile", "words"),
+    [
+        (
+            lambda: other(microbatch="float32[3, 8] and [[], []]"),
+            r"profile.microbatch: got .*, expected float32\[2, 8\]",
+        ),
+        (lambda: other(model="GPT"), "profile.model: got GPT, expected Sequential"),
+        (lambda: chain_profile([1] * 7), "profile.microbatch: got"),
+        (lambda: other(blocks=other().blocks[:-1] + chain_profile([1] * 9).blocks[-1:]), "one at the module '8'"),
+        (lambda: other(parameters=(Spread(8, (0,)),)), "profile.parameters: got 8 B, expected 1.7 KiB"),
+    ],
+)
+def test_a_profile_of_another_model_is_refused(profile, words):
+    with pytest.raises(fpipe.InputError, match=words):
+        fpipe.plan(layers(), (torch.ones(8, 8),), ranks=2, loss=torch.mean, microbatches=4, profile=profile())
+
+
+@pytest.mark.parametrize("name", ["later", "recurrent", "several", "gpt_dropout"])
+def test_a_profile_of_the_model_is_taken(name):
+    case = ZOO[name]
+    model, inputs, targets = case.make(8)
+    given = {"loss": case.loss, "microbatches": 2}
+    profile = fpipe.profile(model, inputs, targets, **given, device=fpipe.Roofline(1e9, 1e9))
+    plan = fpipe.plan(model, inputs, targets, ranks=2, schedules=one_f_one_b, profile=profile, **given)
+    assert plan.schedule.factory is one_f_one_b
