@@ -111,7 +111,9 @@ def _plan_profile(path: Path, given: Mapping[str, Any], seconds: float, progress
     pinned = tuple(start for start, _ in profile.stages(given.get("cuts", ()))[1:])
     room = Room(parse_caps(given.get("memory"), ranks), find_starts(profile), pinned)
     factories: tuple[ScheduleFactory, ...] = tuple(given.get("schedules", FACTORIES))
-    return choose({numbers[0]: profile}, factories, ranks, room, weights=4.0, seconds=seconds, report=progress)
+    limits = {"weights": 4.0, "seconds": seconds}
+    own = "schedules" not in given
+    return choose({numbers[0]: profile}, factories, ranks, room, **limits, report=progress, ordered=own)
 
 
 def describe_progress(progress: PlanProgress) -> str:

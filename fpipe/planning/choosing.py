@@ -24,7 +24,8 @@ from fpipe.planning.candidates import (
 )
 from fpipe.planning.floor import bound_plans
 from fpipe.planning.loads import splits
-from fpipe.planning.plan import Plan, RunnerUp, format_seconds
+from fpipe.planning.ordering import list_orderable, reorder
+from fpipe.planning.plan import Plan, RunnerUp, format_seconds, name_schedule
 from fpipe.planning.prediction import Predictor
 from fpipe.planning.profile import Profile
 from fpipe.report.description import format_bytes
@@ -78,6 +79,10 @@ class Search:
         """Add a candidate, and report."""
         self.tried += 1
         self.found = keep_best([*self.found, candidate], self.room, 1000)
+        self.tell(doing)
+
+    def tell(self, doing: str) -> None:
+        """Report how far the search is."""
         best = self.found[0].predicted
         seconds = best.seconds if best.fits(self.room.caps) else None
         gap = None if seconds is None or not self.bound else max(0.0, seconds / self.bound - 1)
@@ -94,8 +99,11 @@ def choose(
     weights: float,
     seconds: float,
     report: Report,
+    ordered: bool = False,
 ) -> Plan:
     """Return the best plan found for a model, given its profile for each number of microbatches.
+
+    If `ordered`, the best candidates may get an order of their own, beyond those of the factories.
 
     Stop after about `seconds`, or at a KeyboardInterrupt, with the best so far. Raise `InputError` if nothing fits.
     """
@@ -109,6 +117,8 @@ def choose(
             if room.is_closed() and search.found:
                 break
         _improve_all(search)
+        if ordered:
+            _order_all(search)
         search.complete = not room.is_closed()
     except KeyboardInterrupt:
         search.complete = False
@@ -122,6 +132,15 @@ def _improve_all(search: Search) -> None:
     for candidate in search.found[:IMPROVED]:
         for better in improve(candidate, search.room):
             search.add(better, f"moving cuts of {better.schedule!r}")
+
+
+def _order_all(search: Search) -> None:
+    """Give the best candidates faster orders."""
+    for candidate in list(list_orderable(search.found)):
+        search.tell(f"ordering {candidate.schedule!r}")
+        better = reorder(candidate, search.room)
+        if better is not None:
+            search.add(better, f"ordering {candidate.schedule!r}")
 
 
 def _conclude(search: Search, predictors: Mapping[int, Predictor], ranks: int) -> Plan:
@@ -180,7 +199,9 @@ def _bound_all(found: Sequence[Candidate], predictors: Mapping[int, Predictor], 
 
 def _runner_up(candidate: Candidate, room: Room) -> RunnerUp:
     predicted = candidate.predicted
-    return RunnerUp(repr(candidate.schedule), predicted.seconds, max(predicted.memory), predicted.fits(room.caps))
+    return RunnerUp(
+        name_schedule(candidate.schedule), predicted.seconds, max(predicted.memory), predicted.fits(room.caps)
+    )
 
 
 def _estimate_alternatives(predictors: Mapping[int, Predictor], ranks: int, room: Room) -> tuple[RunnerUp, RunnerUp]:

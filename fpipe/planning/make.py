@@ -103,7 +103,8 @@ def plan(
     first = next(iter(profiles.values()))
     room = Room(caps, find_starts(first), tuple(start for start, _ in first.stages(cuts)[1:]))
     report = progress if progress is not None else _ignore
-    return choose(profiles, factories, count, room, weights=weights, seconds=seconds, report=report)
+    limits = {"weights": weights, "seconds": seconds}
+    return choose(profiles, factories, count, room, **limits, report=report, ordered=schedules is None)
 
 
 def _ignore(progress: PlanProgress) -> None:

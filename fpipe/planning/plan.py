@@ -123,6 +123,8 @@ def take_plan(plan: Plan | None, schedule: Schedule | None, cuts: Any, stages: A
     return plan.schedule, plan.cuts
 
 
+LONGEST: Final = 200
+"""Characters of a schedule that are shown."""
 TEXTS: Final = ("model", "microbatch", "device", "limits", "because", "advice")
 
 
@@ -205,13 +207,26 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
+def name_schedule(schedule: Schedule) -> str:
+    """Return the call that makes a schedule, or for an order without a short name, its sizes.
+
+    >>> from schedules import gpipe
+    >>> name_schedule(gpipe(2, 4))
+    'gpipe(ranks=2, microbatches=4)'
+    """
+    text = repr(schedule)
+    if len(text) <= LONGEST:
+        return text
+    return f"an order of its own ({schedule.stages} stages, {schedule.microbatches} microbatches)"
+
+
 def _describe(plan: Plan) -> list[str]:
     held = ", ".join(format_bytes(one) for one in plan.predicted.memory)
     finite = [cap for cap in plan.caps if isfinite(cap)]
     of = f", of {format_bytes(int(min(finite)))}" if finite else ""
     lines = [
         f"Plan for {plan.model} on {plan.schedule.ranks} ranks",
-        f"  schedule    {plan.schedule!r}",
+        f"  schedule    {name_schedule(plan.schedule)}",
         f"  cuts        {', '.join(plan.cuts) or 'none'}",
         f"  a step      {format_seconds(plan.predicted.seconds)} predicted, bubble {100 * plan.predicted.bubble:.1f} %",
         f"  memory      {held}{of}",
