@@ -20,7 +20,7 @@ from schedules import Schedule, search
 
 ORDERED: Final = 3
 """The number of candidates that get an order of their own."""
-TRIES: Final = 300
+ORDER_TRIES: Final = 300
 MARGIN: Final = 1e-6
 """Of memory, so that rounding does not exceed it."""
 PLAIN: Final = frozenset("FBIW")
@@ -58,7 +58,7 @@ def reorder(candidate: Candidate, room: Room) -> Candidate | None:
         split=splits(schedule),
         graph=schedule.graph,
         seconds=seconds,
-        tries=TRIES,
+        tries=ORDER_TRIES,
     )
     ordered = replace_schedule(candidate, found.schedule)
     faster = ordered.predicted.seconds < candidate.predicted.seconds
