@@ -23,7 +23,7 @@ ORDERED: Final = 3
 ORDER_TRIES: Final = 300
 MARGIN: Final = 1e-6
 """Of memory, so that rounding does not exceed it."""
-PLAIN: Final = frozenset("FBIW")
+ORDERABLE: Final = frozenset("FBIW")
 
 
 def list_orderable(found: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -40,7 +40,7 @@ def list_orderable(found: Sequence[Candidate]) -> Iterator[Candidate]:
 
 def _is_plain(schedule: Schedule) -> bool:
     single = not schedule.placement.mirrors and schedule.slices == 1
-    return single and all(action.kind in PLAIN for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    return single and all(action.kind in ORDERABLE for rank in range(schedule.ranks) for action in schedule.actions(rank))
 
 
 def reorder(candidate: Candidate, room: Room) -> Candidate | None:
