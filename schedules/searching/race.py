@@ -92,11 +92,7 @@ class Race:
         best, surplus = inf, 0.0
         while not self.is_over(EXPLORED * self.tries):
             if surplus <= 0:
-                tried = (
-                    draw_rule(self.random)
-                    if rule is None or self.random.random() < 0.3
-                    else vary_rule(rule, self.random)
-                )
+                tried = self._propose(rule)
                 found, cost = follow(self.instance, tried, self.random), 1.0
                 surplus += cost
                 if found is not None and found.makespan <= best:
