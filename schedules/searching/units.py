@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from schedules.language.costs import ROUNDING
 from schedules.searching.dispatching import dispatch
-from schedules.searching.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Contender, Instance, PassOrders
+from schedules.searching.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Contender, Instance, Job, PassOrders
 from schedules.searching.playing import play, read_priorities
 
 if TYPE_CHECKING:
@@ -43,23 +43,31 @@ class RepeatingUnit(NamedTuple):
 
 def unroll(instance: Instance, unit: RepeatingUnit) -> PassOrders:
     """Return the orders in which all microbatches run the unit, one period after another."""
-    times: list[list[tuple[float, int, int, int]]] = [[] for _ in range(instance.ranks)]
+    S = instance.placement.stages
+    times: list[list[tuple[float, int, int, Job]]] = [[] for _ in range(instance.ranks)]
     for kind in instance.kinds:
         for n, start in enumerate(unit.starts[kind]):
-            rows = ((start + k * unit.circle, kind, n, k) for k in range(instance.counts[n]))
+            depth = S - n % S if kind else n % S  # of passes that take no time, which comes first
+            rows = ((start + k * unit.circle, kind, depth, (kind, n, k)) for k in range(instance.counts[n]))
             times[instance.rank[n]] += rows
-    return [[(kind, n, k) for _, kind, n, k in sorted(row)] for row in times]
+    return [[job for _, _, _, job in sorted(row)] for row in times]
 
 
 def take_turns(instance: Instance) -> Contender:
     """Return the orders that finish each microbatch before the next begins: they fit wherever one microbatch does."""
-    transfers = (transfer for rows in instance.needs for row in rows for _, transfer in row)
-    alone = 2 * (sum(map(sum, instance.times)) + sum(transfers)) + 1.0
-    unit = _place(instance, alone, [[0.0] * len(instance.rank) for _ in range(3)])
-    assert unit is not None, "a circle this long has room for all"
-    late = [n // instance.placement.stages * alone for n in range(len(instance.rank))]  # the second route
-    starts = [[start + by for start, by in zip(row, late, strict=True)] for row in unit.starts]
-    return _finish(instance, RepeatingUnit(starts, alone * instance.routes), "one at a time")
+    halves = instance.kinds[1:]
+    orders: PassOrders = []
+    for row in instance.on:
+        order = list[Job]()
+        for k in range(max(instance.counts)):
+            for route in range(instance.routes):
+                mine = [n for n in row if n // instance.placement.stages == route and k < instance.counts[n]]
+                order += [(FORWARD, n, k) for n in mine]
+                order += [(kind, n, k) for n in reversed(mine) for kind in halves]
+        orders.append(order)
+    found = _time(instance, orders, "one at a time")
+    assert found is not None, "a microbatch waits for those before it only"
+    return found
 
 
 def find_unit(instance: Instance, random: Random) -> Contender | None:
@@ -68,16 +76,17 @@ def find_unit(instance: Instance, random: Random) -> Contender | None:
     unit = _anneal(instance, circle, random.choice(ANNEALED), random) if circle else None
     if unit is None:
         return None
-    rigid = _finish(instance, unit, "repeating unit")
+    rigid = _time(instance, unroll(instance, unit), "repeating unit")
+    if rigid is None:
+        return None
     eager = dispatch(instance, read_priorities(instance, rigid), rigid.origin, cautious=random.random() < 0.5)
     return rigid if eager is None or rigid.makespan <= eager.makespan else eager
 
 
-def _finish(instance: Instance, unit: RepeatingUnit, origin: str) -> Contender:
-    orders = unroll(instance, unit)
+def _time(instance: Instance, orders: PassOrders, origin: str) -> Contender | None:
+    """Return the orders with their makespan, or `None` if rounding has put a pass before one that it needs."""
     played = play(instance, orders)
-    assert played is not None, "in time order no rank waits for a later pass"
-    return Contender(played.makespan, orders, origin)
+    return None if played is None else Contender(played.makespan, orders, origin)
 
 
 def _anneal(instance: Instance, circle: float, steps: int, random: Random) -> RepeatingUnit | None:
