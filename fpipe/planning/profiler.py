@@ -151,7 +151,7 @@ def _profile_together(
     """Return the profile that all ranks find together: that of the slowest, and the time of transfers between them."""
     found = _profile(alone, batch, cuts, source, device, seconds)
     if len(ranks.processes) > 1:
-        found = found if found.step == 0 else _add_messages(found, ranks)
+        found = found if device is not None or source is None else _add_messages(found, ranks)
         every = [Profile.parse(text) for text in ranks.exchange_text(write_fields(found), "profiles")]
         found = every[0].merge(*every[1:])
     measured = fit_link(ranks.measure_transfers(MESSAGE_SIZES)) if link is None else link

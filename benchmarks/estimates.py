@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The time and memory that it takes to plan a model that this machine could never run: Llama of 70 billion parameters.
 
-    python -m benchmarks.unrun
+    python -m benchmarks.estimates
 
 The unedited model of `transformers`, in bfloat16 on the meta device, 4,096 tokens in each of 16 microbatches, on 8
 ranks of 80 GB. Nothing is run: operations are counted on fake tensors, for a device of 400 TFLOP/s. Then plans are made
@@ -61,9 +61,9 @@ def main() -> None:
         "loss": lambda out: out.loss,
         "microbatches": MICROBATCHES,
     }
-    before, begin = resident(), time.perf_counter()
+    before, begin, computed = resident(), time.perf_counter(), time.process_time()
     profile = fpipe.profile(**arguments, device=DEVICE, link=LINK)
-    profiling = time.perf_counter() - begin
+    profiling, computed = time.perf_counter() - begin, time.process_time() - computed
     texts, times = [], []
     for weights, state in STATES.items():
         begin = time.perf_counter()
@@ -72,7 +72,8 @@ def main() -> None:
         texts.append(f"\n### Held: {state}\n\n{found}")
     of = f"Llama of {millions:,.0f} million parameters on the meta device, {RANKS} ranks"
     print(row(f"time to profile and to plan, {of}", "s", profiling + max(times), None, most(60)))
-    print(row("of it, to profile", "s", profiling, None))
+    print(row(f"of it, to profile; a search may take {SEARCH:g} s", "s", profiling, None))
+    print(row("processor time of that profile", "s", computed, None))
     print(row("growth of the process's memory by all of that", "MiB", (resident() - before) / 2**20, None))
     print(f"\n## Plans for a {of}", *texts, sep="\n")
 
