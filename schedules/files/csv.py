@@ -207,9 +207,9 @@ def read_csv(file: File) -> Schedule | Listing:
     """
     require_types(read_csv, locals())
     with _open_text(file, "r") as lines:
-        text = lines.read(MOST_TEXT + 1)
-    if len(text) > MOST_TEXT:
-        raise TableError(f"got a file of more than {MOST_TEXT} characters, expected a table. Check the path.")
+        text = lines.read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise TableError(f"got a file of more than {MOST_CHARACTERS} characters, expected a table. Check the path.")
     rows = tuple(line.rstrip("\r") for line in text.removesuffix("\n").split("\n")) if text else ()
     last = rows[-1] if rows else ""
     named = last == _GRAPH or last.startswith(f"{_GRAPH},")
@@ -229,7 +229,7 @@ def _attach_graph(plan: Schedule | Listing, text: str, line: int) -> Schedule | 
 
 
 _GRAPH = "graph"
-MOST_TEXT: Final = 2**28
+MOST_CHARACTERS: Final = 2**28
 
 
 def write_csv(plan: ScheduleOrProgram, file: File, words: Notation = own) -> None:
