@@ -7,6 +7,8 @@
 Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all again, they load the checkpoint, and the
 final parameters are bit for bit those of an undisturbed run. So are they under the other command, or on more ranks.
 
+It saves to two places in turn, so if a disk alters the last checkpoint, the run goes on from the one before.
+
 It is exact because batch and dropout follow from the number of the step. The checkpoint holds all else: parameters,
 BatchNorm's buffers, and the state of the optimizer.
 """
@@ -51,8 +53,9 @@ def connect() -> None:
 
 def begin(pipe: fpipe.Pipeline, path: Path) -> fpipe.Checkpoint:
     """Return the run as it was last saved, or a new one."""
-    if fpipe.is_checkpoint(path):
-        return fpipe.load(pipe, path)
+    saved = [place for place in (path / "even", path / "odd") if fpipe.is_checkpoint(place)]
+    if saved:
+        return fpipe.load(pipe, saved)
     return fpipe.Checkpoint(*pipe.init(build_model()), state=None, step=0, data=None)
 
 
@@ -68,17 +71,18 @@ def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
         grads, norm = fpipe.clip(pipe, grads, 1.0)
         params, state = update(grads, state, params)
         if (i + 1) % every == 0 or i + 1 == steps:
-            fpipe.save(pipe, path, params=params, buffers=buffers, state=state, step=i + 1)
+            place = path / ("odd" if i // every % 2 else "even")
+            fpipe.save(pipe, place, params=params, buffers=buffers, state=state, step=i + 1)
             if 0 in pipe.ranks.ranks:
                 print(
-                    f"step {i + 1:4}  loss {out.loss.item():.6f}  norm {norm.item():.6f}  saved in {path}", flush=True
+                    f"step {i + 1:4}  loss {out.loss.item():.6f}  norm {norm.item():.6f}  saved in {place}", flush=True
                 )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, alone or as one rank of several."""
     parser = argparse.ArgumentParser(description="Train a small network; resume the run if there is a checkpoint.")
-    parser.add_argument("--path", type=Path, default=Path("run"), help="where the checkpoint is")
+    parser.add_argument("--path", type=Path, default=Path("run"), help="where the checkpoints are")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10, help="steps from one save to the next")
     options = parser.parse_args(arguments)

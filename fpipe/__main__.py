@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan a pipeline from a shell: `python -m fpipe plan train.py:task --ranks 4 --memory 80GB`.
 
-Exit codes: 0, success; 2, the command made no sense, and standard error says why.
+Exit codes: 0, success; 2, the command made no sense, or a file of yours raised an error, and standard error says why;
+130, interrupted.
 
 Runs on request.
 """
@@ -9,30 +10,25 @@ Runs on request.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from inspect import getdoc
 
 from fpipe.commands.plans import add_plan, print_plan
-from fpipe.errors import PipelineError
+from schedules.commands.process import run_command
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit code."""
+    return run_command("python -m fpipe", lambda: _run(arguments))
+
+
+def _run(arguments: list[str] | None) -> int:
     parser = argparse.ArgumentParser("python -m fpipe", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="plan")
     add_plan(commands.add_parser("plan", description=getdoc(print_plan)))
     options = parser.parse_args(arguments)
-    try:
-        code: int = options.run(options)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # the reader has seen enough, as in `plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (PipelineError, OSError) as error:
-        print(f"python -m fpipe: {error}", file=sys.stderr)
-        return 2
+    code: int = options.run(options)
+    return code
 
 
 if __name__ == "__main__":

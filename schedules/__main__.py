@@ -3,13 +3,13 @@
 
 A schedule is the name of a built-in, `file.py:function` for one of your own (the file is run), or a `.csv` table. Its
 parameters and transforms follow, as in `interleaved_1f1b chunks=3 split_backward` (`schedules.commands.subjects`). Exit
-codes: 0, success; 1, `check` found a violation; 2, the command made no sense, and standard error says why.
+codes: 0, success; 1, `check` found a violation; 2, the command made no sense, or a file of yours raised an error, and
+standard error says why; 130, interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping
 from inspect import getdoc
@@ -18,14 +18,18 @@ from types import MappingProxyType
 
 from schedules.commands.compare import report_comparison
 from schedules.commands.options import add_costs, add_files, add_subjects, parse_number
+from schedules.commands.process import run_command
 from schedules.commands.reports import draw, print_names, report_check, report_simulation
 from schedules.commands.searching import add_search, report_search
-from schedules.errors import PipelineError
+from schedules.commands.terminal import terminal_width, wrap_paragraphs
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    words = sys.argv[1:] if arguments is None else arguments
+    return run_command("python -m schedules", lambda: _run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(words: list[str]) -> int:
     parsers = _make_parsers()
     usage = argparse.ArgumentParser(
         "python -m schedules", description=_USE, formatter_class=argparse.RawTextHelpFormatter
@@ -33,16 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     usage.add_argument("command", choices=parsers, metavar=" | ".join(parsers))
     parser = parsers[usage.parse_args(words[:1]).command]
     options = parser.parse_intermixed_args(words[1:])
-    try:
-        code: int = options.run(options)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # the reader has seen enough, as in `show gpipe | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (PipelineError, OSError) as error:
-        print(f"python -m schedules: {error}", file=sys.stderr)
-        return 2
+    code: int = options.run(options)
+    return code
 
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
@@ -81,7 +77,7 @@ def _make_parsers() -> dict[str, argparse.ArgumentParser]:
     for name, run in _COMMANDS.items():
         parser = parsers[name] = argparse.ArgumentParser(
             f"python -m schedules {name}",
-            description=(getdoc(run) or "") + _NAME,
+            description=wrap_paragraphs((getdoc(run) or "") + _NAME, terminal_width(120) - 2),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.set_defaults(run=run)

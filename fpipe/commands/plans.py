@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
+from textwrap import fill
 from time import monotonic
 from typing import Any
 
+from fpipe.arguments import require_integer
 from fpipe.errors import InputError
 from fpipe.planning.amounts import parse_caps
 from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory, find_starts
@@ -23,7 +26,10 @@ from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.make import plan
 from fpipe.planning.plan import Plan, format_seconds
 from fpipe.planning.profile import Profile
+from schedules import drawing
 from schedules.commands.subjects import find_factory, run_file
+from schedules.commands.terminal import terminal_width
+from schedules.errors import quote
 
 WIDTH, BAR = 100, 10
 
@@ -44,7 +50,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(one) for one in text.split(","))
+    try:
+        return tuple(int(one) for one in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {quote(text)}, expected numbers, as in 8,16. Correct them.") from None
 
 
 def _read_names(text: str) -> tuple[str, ...]:
@@ -61,10 +70,12 @@ def print_plan(options: argparse.Namespace) -> int:
         found = _make_plan(options, progress)
     finally:
         progress.end()
-    print(found)
+    width = terminal_width(sys.maxsize)
+    for line in str(found).split("\n"):
+        print(fill(line, max(width, 40), subsequent_indent=" " * 14))
     print(f"  planned     in {monotonic() - start:.1f} s")
     print()
-    print(found.schedule)
+    print(drawing.text(found.schedule, columns=width))
     if options.save is not None:
         found.save(options.save)
     return 0
@@ -108,6 +119,10 @@ def _plan_profile(path: Path, given: Mapping[str, Any], seconds: float, progress
             f"{path}: got ranks={ranks} and microbatches={list(numbers)}, expected one number of each: a profile is of "
             "microbatches of one size. Pass --ranks 4 --microbatches 8, say."
         )
+    require_integer("ranks", ranks, least=1)
+    require_integer("microbatches", numbers[0], least=1)
+    if not 0 < seconds < inf:
+        raise InputError(f"seconds: got {seconds}, expected a number above 0. Correct it.")
     pinned = tuple(start for start, _ in profile.stages(given.get("cuts", ()))[1:])
     room = Room(parse_caps(given.get("memory"), ranks), find_starts(profile), pinned)
     factories: tuple[ScheduleFactory, ...] = tuple(given.get("schedules", FACTORIES))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
+from fpipe.arguments import describe_argument
 from fpipe.capture.advice import LOSS
 from fpipe.cutting.balance import Positions, Refusal, balance
 from fpipe.cutting.calls import Calls, Mark, Selector, describe_selector, is_pattern, selects
@@ -110,8 +111,8 @@ def parse_cuts(
     count = where.stages if isinstance(where, Evenly) else len(_items(cuts)) + 1
     if count != schedule.stages:
         raise CutError(
-            f"cuts: got {count} stages, expected {schedule.stages} for {schedule!r}. Pass {schedule.stages - 1} cuts, "
-            "or change the schedule's ranks."
+            f"cuts: got {count} stages, expected {schedule.stages} for {describe_argument(schedule)}. Pass "
+            f"{schedule.stages - 1} cuts, or change the schedule's ranks."
         )
     return parsed
 

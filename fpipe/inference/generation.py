@@ -44,6 +44,7 @@ from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.spec import Spec
 from fpipe.weights.state import require_state
 from schedules import Schedule, forwards
+from schedules.errors import quote
 
 
 def generate(
@@ -180,9 +181,9 @@ def _require_arguments(pipe: Pipeline, length: int, how: Schedule) -> None:
     require_integer("length", length, least=1)
     if how.placement.homes != pipe.schedule.placement.homes or how.placement.mirrors:
         raise InputError(
-            f"schedule: got {how!r}, with stages on ranks {list(how.placement.homes)}, expected one with each stage on "
-            f"one rank, {list(pipe.schedule.placement.homes)}, where the pipeline has it. Pass a schedule with the "
-            "pipeline's placement, such as its own with another number of microbatches."
+            f"schedule: got {describe_argument(how)}, with stages on ranks {quote(how.placement.homes)}, expected one "
+            f"with each stage on one rank, {quote(pipe.schedule.placement.homes)}, where the pipeline has it. Pass one "
+            "with the pipeline's placement, such as its own with another number of microbatches."
         )
 
 

@@ -90,7 +90,8 @@ def _require_runnable(schedule: Schedule) -> None:
     repair = "It can be checked and simulated, but not run yet. To run, choose a synchronous one of whole microbatches."
     if schedule.slices > 1:
         raise InputError(
-            f"schedule: got {schedule!r} of {schedule.slices} slices, expected whole microbatches. {repair}"
+            f"schedule: got {describe_argument(schedule)} of {schedule.slices} slices, expected whole microbatches. "
+            f"{repair}"
         )
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):
@@ -109,6 +110,6 @@ def require_backward(schedule: Schedule) -> None:
     """Raise `InputError` for a schedule without a backward."""
     if not schedule.backward:
         raise InputError(
-            f"schedule: got {schedule!r}, which has no backward, expected one that computes gradients. Call "
-            "evaluate(pipe), or choose another schedule."
+            f"schedule: got {describe_argument(schedule)}, which has no backward, expected one that computes "
+            "gradients. Call evaluate(pipe), or choose another schedule."
         )

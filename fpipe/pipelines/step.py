@@ -99,7 +99,7 @@ def begin_step(
     require_flags(given_params, pipe.training.assembly.captured.trainable, pipe.caches.trainable)
     variant = scale_variant(cast, call.scale)
     require_sums(start.onto, start.params, pipe.training, variant, pipe.holdings.specs)
-    for what, leaves in start._asdict().items():
+    for what, leaves in (("params", start.params), ("buffers", start.buffers), ("onto", start.onto)):
         require_recordable(leaves, what)
     total = find_weight_of_all(pipe, variant, *batch) if call.total is None else call.total
     split = pipe.batch(variant, *batch, pipe.ranks.exchange_text, total)

@@ -42,14 +42,19 @@ def write_fields(profile: Any) -> str:
     return json.dumps({"kind": DOCUMENT_KIND, "version": EDITION, **fields}, allow_nan=False)
 
 
-def read_fields(text: str) -> dict[str, Any]:
-    """Return the fields in a JSON text; raise `InputError`, naming the field, for anything else."""
+def parse_document(text: str) -> Any:
+    """Return the value of a JSON text; raise `InputError` for any other, and for numbers that are not finite."""
     try:
-        document = json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"got {error}, expected a profile that fpipe saved, as JSON. Profile the model again."
+            f"got {error}, expected a profile that fpipe saved, or a plan, as JSON. Make it again."
         ) from error
+
+
+def read_fields(text: str) -> dict[str, Any]:
+    """Return the fields in a JSON text; raise `InputError`, naming the field, for anything else."""
+    document = parse_document(text)
     if not isinstance(document, dict) or document.get("kind") != DOCUMENT_KIND:
         raise InputError(f"got {str(document)[:80]}, expected a profile that fpipe saved. Check the path.")
     if document.get("version") != EDITION:

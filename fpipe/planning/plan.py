@@ -14,13 +14,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-from fpipe.errors import InputError
-from fpipe.planning.documents import read_document, write_document
+from fpipe.arguments import describe_argument
+from fpipe.errors import InputError, PipelineError
+from fpipe.planning.documents import parse_document, read_document, write_document
 from fpipe.planning.prediction import Prediction
 from fpipe.report.description import format_bytes
 from schedules import Schedule, check
+from schedules.errors import printable
 from schedules.files.calls import read_call, spell_call
 
 PLAN_KIND: Final = "fpipe plan"
@@ -95,13 +97,14 @@ class Plan:
         Raise `InputError`, naming the file and the field, for anything else, a schedule that `schedules.check` refuses
         included.
         """
+        text = read_document(path)
         try:
-            return _parse(json.loads(read_document(path), parse_constant=_refuse_constant))
-        except (ValueError, RecursionError) as error:  # every error of ours is a ValueError, too
+            return _parse(parse_document(text))
+        except PipelineError as error:
             raise InputError(f"{path}: {error}") from error
 
     def __str__(self) -> str:
-        return "\n".join(_describe(self))
+        return "\n".join(map(printable, _describe(self)))
 
 
 def take_plan(plan: Plan | None, schedule: Schedule | None, cuts: Any, stages: Any) -> tuple[Any, Any]:
@@ -128,10 +131,6 @@ LONGEST: Final = 200
 TEXTS: Final = ("model", "microbatch", "device", "limits", "because", "advice")
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise InputError(f"got the number {name}, expected finite ones. Make the plan again.")
-
-
 def _parse(document: Any) -> Plan:
     """Return the plan that a JSON value describes."""
     if not isinstance(document, dict) or document.get("kind") != PLAN_KIND or document.get("version") != PLAN_EDITION:
@@ -145,7 +144,8 @@ def _parse(document: Any) -> Plan:
     cuts = tuple(_require(f"cuts[{k}]", cut, str) for k, cut in enumerate(_take(document, "cuts", list)))
     if len(cuts) + 1 != schedule.stages:
         raise InputError(
-            f"cuts: got {len(cuts)}, expected {schedule.stages - 1} for {schedule!r}. Make the plan again."
+            f"cuts: got {len(cuts)}, expected {schedule.stages - 1} for {describe_argument(schedule)}. Make the plan "
+            "again."
         )
     caps = [float("inf") if cap is None else _number("caps", cap) for cap in _take(document, "caps", list)]
     others = [_runner_up(f"others[{k}]", one) for k, one in enumerate(_take(document, "others", list))]

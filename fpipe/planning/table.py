@@ -12,6 +12,7 @@ from typing import Any, Final
 from fpipe.planning.ranges import TIMED
 from fpipe.report.description import format_bytes
 from schedules import Link
+from schedules.errors import printable
 
 HEADER: Final = (
     *("", "block", "operations", *[f"{kind} ms" for kind in TIMED], "keeps", "after I", "parameters"),
@@ -35,7 +36,7 @@ def describe_profile(profile: Any) -> str:
         *([f"a transfer  takes {_describe_link(profile.link)}"] if profile.link != Link() else []),
         "",
     ]
-    return "\n".join([*lines, *_align([HEADER, *shown, _total(profile)])])
+    return "\n".join(map(printable, [*lines, *_align([HEADER, *shown, _total(profile)])]))
 
 
 def _rows(profile: Any) -> list[tuple[str, ...]]:

@@ -25,9 +25,9 @@ MOST_READ: Final = 2**28
 
 
 def as_path(path: AnyPath) -> Path:
-    """Return a path; raise `InputError` for a text that no file system takes."""
-    if "\0" in str(path):
-        raise InputError(f"path: got {quote(path)}, expected a path without null characters. Correct it.")
+    """Return a path; raise `InputError` for anything else, and for a text that no file system takes."""
+    if not isinstance(path, str | os.PathLike) or "\0" in str(path):
+        raise InputError(f"path: got {quote(path)}, expected a path without null characters. Pass that of a file.")
     return Path(path)
 
 

@@ -75,8 +75,6 @@ def safetensors(paths: AnyPath | Iterable[AnyPath]) -> Safetensors:
     require_arguments(safetensors, locals())
     files: dict[str, list[Path]] = {}
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        if not isinstance(path, str | os.PathLike):
-            raise InputError(f"paths: got {quote(path)}, expected paths. Pass those of files or directories.")
         for name, file in _list_names(as_path(path)):
             files.setdefault(name, []).append(file)
     return Safetensors(files)

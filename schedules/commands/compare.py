@@ -14,6 +14,7 @@ that fit in it are compared; `k=1..4` names four. Columns:
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -26,7 +27,7 @@ from schedules.checking.rules import check
 from schedules.commands.options import costs_of, sizes_of, subjects_of
 from schedules.commands.output_files import write_files
 from schedules.commands.subjects import Subject
-from schedules.commands.terminal import format_table
+from schedules.commands.terminal import format_table, terminal_width
 from schedules.errors import GraphError, ScheduleError, SizeError, UsageError
 from schedules.language.costs import ROUNDING, Costs, Sizes
 from schedules.language.schedule import Schedule
@@ -56,7 +57,8 @@ def report_comparison(options: argparse.Namespace) -> int:
         first = next(iter(entries.values()))
         _require_equal(entries)
         print(f"{first.schedule.ranks} ranks, {first.schedule.microbatches} microbatches\n")
-        print(format_table([HEAD, *([title, *_format_cells(entry, first)] for title, entry in entries.items())]))
+        rows = [[title, *_format_cells(entry, first)] for title, entry in entries.items()]
+        print(format_table([HEAD, *rows], terminal_width(sys.maxsize)))
     left_out = [f"{title} is left out: {reason}" for title, reason in found.items() if isinstance(reason, str)]
     if left_out:
         print("\n" + "\n".join(left_out))

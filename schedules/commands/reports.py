@@ -17,7 +17,7 @@ from schedules.checking.rules import check
 from schedules.commands.options import costs_of, fit, sizes_of, subject_of
 from schedules.commands.output_files import write_files
 from schedules.commands.subjects import Subject, built_in, parameters, transforms
-from schedules.commands.terminal import choose_paint, format_table, terminal_width
+from schedules.commands.terminal import choose_paint, format_table, is_terminal, terminal_width, wrap_paragraphs
 from schedules.errors import ScheduleError
 from schedules.files.csv import Listing
 from schedules.language.costs import Costs
@@ -38,15 +38,22 @@ def print_names(options: argparse.Namespace) -> int:
 
 def _print_factories(factories: Mapping[str, Factory[...]]) -> None:
     takes = {name: " ".join([name, *_own_parameters(factory)]) for name, factory in factories.items()}
-    wide = max(map(len, takes.values()))
-    for name, factory in factories.items():
-        print(f"  {takes[name]:{wide}}  {(inspect.getdoc(factory) or '').partition(chr(10))[0]}")
+    texts = {name: (inspect.getdoc(factory) or "").partition("\n")[0] for name, factory in factories.items()}
+    wide, width = max(map(len, takes.values())), terminal_width(sys.maxsize)
+    if any(2 + wide + 2 + len(text) > width for text in texts.values()):
+        for name, text in texts.items():
+            print(wrap_paragraphs(takes[name], width, "  "))
+            print(wrap_paragraphs(text, width, " " * 6))
+        return
+    for name, text in texts.items():
+        print(f"  {takes[name]:{wide}}  {text}")
 
 
 def _own_parameters(factory: Factory[...]) -> Iterator[str]:
     for name, one in parameters(factory).items():
         if name not in ("ranks", "microbatches"):
-            yield name if one.default is one.empty else f"{name}={one.default}"
+            shown = one.default if isinstance(one.default, int | float | str | None) else "..."
+            yield name if one.default is one.empty else f"{name}={shown}"
 
 
 def draw(options: argparse.Namespace) -> int:
@@ -58,7 +65,7 @@ def draw(options: argparse.Namespace) -> int:
     if write_files(options, timelines, schedule.graph, schedule, fit(sizes_of(options), schedule)):
         return 0
     print(drawing.text(schedule, costs, None, terminal_width(sys.maxsize), choose_paint()))
-    if sys.stdout.isatty():
+    if is_terminal():
         kinds = {action.kind for rank in range(schedule.ranks) for action in schedule.actions(rank)}
         print(f"\n{drawing.legend(kinds, choose_paint())}")
     return 0

@@ -21,19 +21,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from math import isfinite
+from math import isfinite, prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import schedules as package
 from schedules import families
-from schedules.errors import UsageError
+from schedules.commands.process import USERS_MODULE
+from schedules.errors import UsageError, printable, quote
 from schedules.files.csv import Listing, read_csv
 from schedules.language.graph import chain
 from schedules.language.schedule import Factory, Schedule
 from schedules.transforms.connect import connect, parse_graph
 
+MOST_VALUES: Final = 1000
+"""More schedules than one table shows."""
+MOST_PASSES: Final = 2**24
+"""More forwards than anyone waits for."""
 Argument: TypeAlias = int | float | str | bool | None
 
 
@@ -106,11 +111,14 @@ def phrases(words: Sequence[str]) -> Iterator[Phrase]:
 
 def _split_values(text: str) -> list[str]:
     if bounds := re.fullmatch(r"(-?\d{1,9})\.\.(-?\d{1,9})", text):
-        values = [str(value) for value in range(int(bounds[1]), int(bounds[2]) + 1)]
+        first, last = int(bounds[1]), int(bounds[2])
+        if last - first >= MOST_VALUES:
+            raise UsageError(f"got {text}, expected a range of at most {MOST_VALUES} values. Name fewer.")
+        values = [str(value) for value in range(first, last + 1)]
     else:
         values = text.split(",")
     if not all(values) or not values:
-        raise UsageError(f"got {text!r}, expected a value, as in 2, several, as in 1,2,4, or a range, as in 1..4.")
+        raise UsageError(f"got {quote(text)}, expected a value, as in 2, several, as in 1,2,4, or a range, as in 1..4.")
     return values
 
 
@@ -149,12 +157,11 @@ def parameters(factory: Factory[...]) -> dict[str, inspect.Parameter]:
 
 def run_file(path: Path) -> object:
     """Run a user's file and return its module."""
-    name = "schedules_of_the_user"  # not the file's own name, which may be that of an imported module
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(USERS_MODULE, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"got {str(path)!r}, expected a Python file. Name it as in file.py:function.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[USERS_MODULE] = module
     spec.loader.exec_module(module)
     return module
 
@@ -169,6 +176,9 @@ def _combine(factory: Factory[...], phrase: Phrase, sizes: Mapping[str, int]) ->
     for name, parameter in known.items():
         if name not in {*phrase.pairs, *sizes} and parameter.default is parameter.empty:
             raise UsageError(f"{phrase.name} needs {name}. Add it, as in {phrase.name} {name}=2.")
+    count = prod(map(len, phrase.pairs.values()))
+    if count > MOST_VALUES:
+        raise UsageError(f"got {count} schedules of {phrase.name}, expected at most {MOST_VALUES}. Name fewer values.")
     values = ([_parse_value(known[name], text) for text in texts] for name, texts in phrase.pairs.items())
     for chosen in product(*values):
         yield dict(zip(phrase.pairs, chosen, strict=True))
@@ -182,10 +192,12 @@ def _parse_value(parameter: inspect.Parameter, text: str) -> Argument:
         return _WORDS[text]
     with suppress(ValueError):
         return int(text)
-    with suppress(ValueError):
+    with suppress(ValueError, OverflowError):
         if isfinite(value := float(text)):
             return value
-    raise UsageError(f"got {parameter.name}={text}, expected a number. Write it as in {parameter.name}=2.")
+    raise UsageError(
+        f"got {parameter.name}={printable(text[:40])}, expected a number. Write it as in {parameter.name}=2."
+    )
 
 
 _WORDS: Mapping[str, Argument] = MappingProxyType({"true": True, "false": False, "none": None})
@@ -202,23 +214,34 @@ def _read_table(phrase: Phrase, graph: str | None) -> Subject:
         schedule = connect(schedule, program.graph)
     elif graph is not None:
         schedule = connect(schedule, parse_graph(graph, schedule.stages))
-    return Subject(phrase.name, lambda: schedule, program)
+    return Subject(printable(phrase.name), lambda: schedule, program)
 
 
 def _make_subject(
     factory: Factory[...], name: str, given: dict[str, Argument], sizes: Mapping[str, int], graph: str | None
 ) -> Subject:
     def make() -> Schedule:
-        schedule = factory(**{**sizes, **given})
+        schedule = _require_playable(factory(**{**sizes, **given}))
         return schedule if graph is None else connect(schedule, parse_graph(graph, schedule.stages))
 
     return Subject(_make_title(name, given), make)
 
 
 def _transform_subject(factory: Factory[...], name: str, given: dict[str, Argument], one: Subject) -> Subject:
-    return Subject(_make_title(name, given, one.title), lambda: factory(one.make(), **given))
+    return Subject(_make_title(name, given, one.title), lambda: _require_playable(factory(one.make(), **given)))
+
+
+def _require_playable(schedule: Schedule) -> Schedule:
+    """Return the schedule; raise `UsageError` if it takes too long to play."""
+    passes = schedule.stages * schedule.microbatches * schedule.slices
+    if passes > MOST_PASSES:
+        raise UsageError(
+            f"got {passes} forwards in {quote(schedule)}, expected at most {MOST_PASSES}. Choose fewer microbatches."
+        )
+    return schedule
 
 
 def _make_title(name: str, given: Mapping[str, Argument], *first: str) -> str:
+    name = printable(name)
     inside = [*first, *(f"{parameter}={value}" for parameter, value in given.items())]
     return f"{name}({', '.join(inside)})" if inside else name

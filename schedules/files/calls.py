@@ -13,7 +13,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from schedules import families
-from schedules.errors import TableError
+from schedules.errors import ArgumentError, TableError, quote
 from schedules.files.cells import own
 from schedules.files.csv import table
 from schedules.language.costs import Costs, Link
@@ -34,7 +34,9 @@ NAMED_TRANSFORMS: Final = (
     *(reduce_gradients, shard, update_weights, forwards),
 )
 VALUES: Final = {"Costs": Costs, "Link": Link}
-DEEPEST: Final = 8  # a schedule of schedules of schedules
+DEEPEST: Final = 16  # a schedule of schedules of schedules, with tuples of tuples
+MOST_READ_ACTIONS: Final = 2**22
+"""More forwards than a schedule in a file has; readers play all of them."""
 
 
 def spell_call(schedule: Schedule) -> dict[str, Any]:
@@ -80,29 +82,28 @@ Write the file with a version of schedules that has the same ones.
     """
     found = _read(call, 0)
     if not isinstance(found, Schedule):
-        raise TableError(f"schedule: got {_shorten(call)}, expected the call of a schedule. Write it with spell_call.")
+        raise TableError(f"schedule: got {quote(call)}, expected the call of a schedule. Write it with spell_call.")
     return found
 
 
 def _read(value: object, depth: int) -> Any:
     if depth > DEEPEST:
-        raise TableError(f"schedule: got calls {depth} deep, expected at most {DEEPEST}. Write it with spell_call.")
+        raise TableError(f"schedule: got values {depth} deep, expected at most {DEEPEST}. Write it with spell_call.")
     if isinstance(value, list):
-        return tuple(_read(one, depth) for one in value)
+        return tuple(_read(one, depth + 1) for one in value)
     if not isinstance(value, Mapping):
         return value
     arguments = value.get("arguments")
     if not isinstance(arguments, Mapping) or len(value) != 2:
-        raise TableError(
-            f"schedule: got {_shorten(value)}, expected a name and its arguments. Write it with spell_call."
-        )
-    if value.get("value") in VALUES:
-        return _make_value(VALUES[value["value"]], {key: _read(one, depth + 1) for key, one in arguments.items()})
+        raise TableError(f"schedule: got {quote(value)}, expected a name and its arguments. Write it with spell_call.")
+    kind = VALUES.get(str(value.get("value")))
+    if kind is not None:
+        return _make_value(kind, {key: _read(one, depth + 1) for key, one in arguments.items()})
     factory = _factories().get(str(value.get("schedule")))
     if factory is None:
         raise TableError(
-            f"schedule: got {value.get('schedule')!r}, expected a built-in schedule or transform, such as gpipe. Write "
-            "the file with a version of schedules that has the same ones."
+            f"schedule: got {quote(value.get('schedule'))}, expected a built-in schedule or transform, such as gpipe. "
+            "Write the file with a version of schedules that has the same ones."
         )
     return _call(factory, {key: _read(one, depth + 1) for key, one in arguments.items()})
 
@@ -117,13 +118,19 @@ def _call(factory: Factory[...], arguments: dict[str, Any]) -> Schedule:
     _require_names(factory.__name__, arguments, set(factory.signature.parameters))
     inner = arguments.get("schedule")
     if "schedule" in factory.signature.parameters and not isinstance(inner, Schedule):
-        raise TableError(f"{factory.__name__}: got {_shorten(inner)}, expected a schedule. Write it with spell_call.")
+        raise TableError(f"{factory.__name__}: got {quote(inner)}, expected a schedule. Write it with spell_call.")
     try:
-        return factory(**arguments)
-    except TypeError as error:
+        found = factory(**arguments)
+    except ArgumentError as error:
         raise TableError(
             f"{factory.__name__}: got {error}, expected its arguments. Write it with spell_call."
         ) from error
+    size = found.stages * found.microbatches * found.slices
+    if size > MOST_READ_ACTIONS:
+        raise TableError(
+            f"{quote(found)}: got {size} passes, expected at most {MOST_READ_ACTIONS}. Call the factory yourself."
+        )
+    return found
 
 
 def _require_names(what: str, arguments: Mapping[str, Any], known: set[str]) -> None:
@@ -136,8 +143,3 @@ def _factories() -> dict[str, Factory[...]]:
     """Return the factories that a file may name."""
     built_in = [one for name in families.__all__ if isinstance(one := getattr(families, name), Factory)]
     return {one.__name__: one for one in (*built_in, *NAMED_TRANSFORMS, table)}
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from schedules.checking.channels import LoweredProgram
-from schedules.errors import TableError, VocabularyError
+from schedules.errors import TableError, VocabularyError, quote
 from schedules.language.actions import COLLECTIVES, KINDS, Action, parse
 from schedules.language.schedule import Schedule
 
@@ -58,7 +58,7 @@ def read_row(rank: int, row: str, transfers: bool = False) -> Iterator[Action]:
             actions = None
         if actions is None or (not transfers and any(action.peer is not None for action in actions)):
             expected = _EXPECTED[transfers]
-            raise TableError(f"line {rank + 1}, column {column}: got {cell.strip()!r}, expected {expected}")
+            raise TableError(f"line {rank + 1}, column {column}: got {quote(cell.strip())}, expected {expected}")
         yield from actions
 
 
@@ -74,7 +74,7 @@ def _parse_cell(text: str) -> tuple[Action, ...]:
     if pair := _PAIR.fullmatch(text):
         front, back = (parse(part.strip()) for part in pair.groups())
         if front.kind != "F" or back.kind not in {"B", "I"}:
-            raise VocabularyError(f"got {text!r}, expected a forward and a backward, as in (5F3;2B1)OVERLAP_F_B.")
+            raise VocabularyError(f"got {quote(text)}, expected a forward and a backward, as in (5F3;2B1)OVERLAP_F_B.")
         return front._replace(kind="OVERLAP_F"), back
     if found := _PEERLESS.fullmatch(text):
         stage, word, microbatch = found.groups()

@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Concatenate, TextIO, TypeAlias
+from typing import Any, Concatenate, Final, TextIO, TypeAlias
 
-from schedules.errors import GraphError, TableError
+from schedules.errors import GraphError, TableError, quote
 from schedules.files.cells import Notation, ScheduleOrProgram, has_transfers, own, read_row
 from schedules.language.actions import GATHERINGS, KINDS, Action
-from schedules.language.arguments import require_types
+from schedules.language.arguments import MOST_MICROBATCHES, MOST_STAGES, require_types
 from schedules.language.graph import Edge, Graph, chain
 from schedules.language.placement import Placement
 from schedules.language.schedule import Arguments, Factory, Schedule, Shape, without_rank
@@ -54,6 +54,9 @@ def _infer_shape(arguments: dict[str, Any]) -> Shape:
                 )
             if action.kind in GATHERINGS:
                 continue
+            if action.microbatch >= MOST_MICROBATCHES or (action.slice or 0) >= MOST_STAGES:
+                expected = f"a microbatch below {MOST_MICROBATCHES}, and a slice below {MOST_STAGES}"
+                raise TableError(f"line {rank + 1}: got {action}, expected {expected}. Number both from 0.")
             microbatches = max(microbatches, action.microbatch + 1)
             slices = max(slices, (action.slice or 0) + 1)
             backward = backward or KINDS[action.kind].crosses != "F"
@@ -62,12 +65,16 @@ def _infer_shape(arguments: dict[str, Any]) -> Shape:
 
 def _require_texts(rows: object) -> None:
     if not isinstance(rows, tuple) or not rows or not all(isinstance(row, str) for row in rows):
-        raise TableError(f"got rows={rows!r}, expected a tuple with one string per rank. Write at least one line.")
+        got = quote(rows)
+        raise TableError(f"got rows={got}, expected a tuple with one string per rank. Write at least one line.")
+    if len(rows) > MOST_STAGES:
+        raise TableError(f"got {len(rows)} lines, expected at most {MOST_STAGES}. Write one line per rank.")
 
 
 def _infer_placement(ranks: int, homes: Homes) -> Placement:
+    busy = set(homes.values())
     for rank in range(ranks):
-        if rank not in homes.values():
+        if rank not in busy:
             raise TableError(
                 f"line {rank + 1}: got no action, expected at least one: every rank holds a stage. Drop the line."
             )
@@ -191,7 +198,7 @@ def read_csv(file: File) -> Schedule | Listing:
 
     A file without transfers ("compute_only") gives `table(rows=...)` of its lines, one with transfers ("compute_comms")
     gives `listing(rows=...)`; a last line `graph,0-1,0-2` names the edges of its stage graph. `file` is a path or an
-    open text file. Raise `TableError` as they do. The whole text stays in memory.
+    open text file. Raise `TableError` as they do, and for more than 2^28 characters. The whole text stays in memory.
 
     >>> import io
     >>> print(read_csv(io.StringIO("0F0,0F1,,,0B0,,0B1\\n1F0,1B0,,1F1,1B1\\n")))
@@ -200,7 +207,10 @@ def read_csv(file: File) -> Schedule | Listing:
     """
     require_types(read_csv, locals())
     with _open_text(file, "r") as lines:
-        rows = tuple(line.rstrip("\r\n") for line in lines)
+        text = lines.read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise TableError(f"got a file of more than {MOST_CHARACTERS} characters, expected a table. Check the path.")
+    rows = tuple(line.rstrip("\r") for line in text.removesuffix("\n").split("\n")) if text else ()
     last = rows[-1] if rows else ""
     named = last == _GRAPH or last.startswith(f"{_GRAPH},")
     rows = rows[:-1] if named else rows
@@ -219,6 +229,7 @@ def _attach_graph(plan: Schedule | Listing, text: str, line: int) -> Schedule | 
 
 
 _GRAPH = "graph"
+MOST_CHARACTERS: Final = 2**28
 
 
 def write_csv(plan: ScheduleOrProgram, file: File, words: Notation = own) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
-from schedules.errors import GraphError
+from schedules.errors import GraphError, quote
 from schedules.language.actions import COLLECTIVES, KINDS, Action
 from schedules.language.costs import Costs, Sizes, require_stages
 from schedules.language.graph import Edge, Graph, chain
@@ -87,7 +87,7 @@ def graph_of(schedule: Schedule, graph: Graph | None) -> Graph:
         return schedule.graph or chain(schedule.stages)
     if graph.stages != schedule.stages:
         raise GraphError(
-            f"got a graph of {graph.stages} stages for {schedule!r}, expected {schedule.stages}. "
+            f"got a graph of {graph.stages} stages for {quote(schedule)}, expected {schedule.stages}. "
             f"Cut the model into {schedule.stages} stages, or change the schedule's ranks or chunks."
         )
     return graph

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from schedules.errors import GraphError
+from schedules.errors import GraphError, quote
 from schedules.language.actions import Action
 from schedules.language.graph import Edge, Graph
 from schedules.language.schedule import Factory, Schedule, Shape
@@ -34,10 +34,10 @@ def _with_graph(once: Factory[[Schedule, Graph]]) -> Factory[[Schedule, Graph]]:
     def shape(arguments: dict[str, Any]) -> Shape:
         given, graph = once.shape(arguments), arguments["graph"]
         if not isinstance(graph, Graph) or graph.stages != given.placement.stages:
-            got = f"a graph of {graph.stages} stages" if isinstance(graph, Graph) else f"graph={graph!r}"
+            got = f"a graph of {graph.stages} stages" if isinstance(graph, Graph) else f"graph={quote(graph)}"
             raise GraphError(
-                f"connect: got {got} for {arguments['schedule']!r}, expected a Graph of {given.placement.stages}: one "
-                "for each stage of the schedule. Change the graph, or the schedule's ranks or chunks."
+                f"connect: got {got} for {quote(arguments['schedule'])}, expected a Graph of {given.placement.stages}: "
+                "one for each stage of the schedule. Change the graph, or the schedule's ranks or chunks."
             )
         return given._replace(graph=graph)
 
@@ -86,8 +86,8 @@ def parse_graph(text: str, stages: int) -> Graph:
         edge = re.fullmatch(_EDGE, word, re.ASCII)
         if not edge:
             raise GraphError(
-                f"got {word!r} in the graph {text!r}, expected edges such as 0-2, or F0-2, B2-0 or G0-2 for what "
-                "crosses one way only, separated by commas. Write each edge as two stages."
+                f"got {quote(word)} in the graph {quote(text)}, expected edges such as 0-2, or F0-2, B2-0 or G0-2 for "
+                "what crosses one way only, separated by commas. Write each edge as two stages."
             )
         what, start, end = edge[1], int(edge[2]), int(edge[3])
         for one in what or "FB":

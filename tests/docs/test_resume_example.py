@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run whose ranks are killed ends with the bits of one that nobody disturbed."""
 
+import json
 import random
 import re
 
@@ -45,8 +46,9 @@ def resume():
 
 
 def saved(path):
-    """Every tensor of a checkpoint by name."""
-    (folder,) = path.glob("save-*")
+    """Every tensor of the last checkpoint by name."""
+    markers = {json.loads(file.read_text())["step"]: file for file in path.glob("*/checkpoint.json")}
+    (folder,) = markers[max(markers)].parent.glob("save-*")
     return fpipe.safetensors(folder)
 
 
@@ -83,6 +85,18 @@ def test_a_run_goes_on_from_where_it_stopped(resume, tmp_path, capsys):
     resume.main([*options, "--steps", "6"])
     assert made == [0, 4, 5], "the example's batch, and those of two steps"
     assert re.findall(r"^step +(\d+)", capsys.readouterr().out, re.MULTILINE) == ["2", "4", "6"]
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_one_that_was_altered(resume, tmp_path, capsys):
+    options = ["--path", str(tmp_path / "run"), "--every", "2"]
+    resume.main([*options, "--steps", "4"])
+    (shard,) = (tmp_path / "run" / "odd").glob("save-*/*.safetensors")
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    resume.main([*options, "--steps", "4"])
+    assert re.findall(r"^step +(\d+)", capsys.readouterr().out, re.MULTILINE) == ["2", "4", "4"]
+    resume.main(["--path", str(tmp_path / "whole"), "--steps", "4", "--every", "4"])
+    require_same(saved(tmp_path / "run"), saved(tmp_path / "whole"))
 
 
 @by_night

@@ -196,7 +196,8 @@ class _Writer:
             return f"[{', '.join(map(self.text, argument))}]"
         if isinstance(argument, tuple):
             return _tuple(map(self.text, argument))
-        return repr(argument) if argument is None or isinstance(argument, bool | int) else self._bind(argument)
+        plain = argument is None or type(argument) in (bool, int)  # a subclass could spell itself as any code
+        return repr(argument) if plain else self._bind(argument)
 
     def _bind(self, value: Any) -> str:
         if id(value) not in self.known:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import threading
+from pathlib import Path
 
 import torch
 
@@ -50,6 +53,57 @@ def refused_on_one_rank(rank, size):
                 step(*state, inputs, targets)
     out, _ = step(*state, inputs, targets)
     assert same_bits(out.loss, loop(model, ZOO["mlp"].loss, inputs, targets, 4).loss)
+
+
+@case
+def wrong_arguments_on_one_rank(rank, size):
+    """If one rank passes an argument of another type, all ranks raise at once; a valid call works afterwards."""
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+    grads = step(*state, inputs, targets)[1]
+    calls = {
+        "max_norm: got 'x'": lambda wrong: fpipe.clip(pipe, grads, "x" if wrong else 1.0),
+        "order: got nan": lambda wrong: fpipe.norm(pipe, grads, float("nan") if wrong else 2.0),
+        "grads: got int": lambda wrong: fpipe.all_finite(pipe, 3 if wrong else grads),
+        "seed: got 2.5": lambda wrong: step(*state, inputs, targets, seed=2.5 if wrong else 2),
+        "spans: got 3": lambda wrong: fpipe.timeline(pipe, 3 if wrong else []),
+        "path: got 3": lambda wrong: fpipe.export(pipe, 3 if wrong else "nowhere", state[0]),
+        "path: got None": lambda wrong: fpipe.load(pipe, None if wrong else "nowhere"),
+        "inputs[0]: got a tensor of layout": lambda wrong: step(
+            *state, (inputs[0].to_sparse(),) if wrong else inputs, targets
+        ),
+    }
+    for culprit, (words, call) in enumerate(calls.items()):
+        mine = rank == culprit % size
+        if words == "path: got None" and not mine:
+            expected = fpipe.InputError, "nowhere"  # which is wrong here, too
+        else:
+            expected = (fpipe.InputError, words) if mine else (fpipe.TransportError, "InputError: ", words)
+        with raises(*expected):
+            call(mine)
+    out, _ = step(*state, inputs, targets)
+    assert same_bits(out.loss, loop(model, ZOO["mlp"].loss, inputs, targets, 4).loss)
+
+
+@case
+def altered_checkpoints(rank, size):
+    """Each rank compares some of the checksums; if one differs, all ranks raise, or take the checkpoint before."""
+    pipe, model, _, _ = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    params, buffers = pipe.init(model)
+    folder = Path(gather(tempfile.mkdtemp() if rank == 0 else "")[0])
+    for step in (1, 2):
+        fpipe.save(pipe, folder / f"{step}", params=params, buffers=buffers, step=step)
+    if rank == 0:
+        (shard,) = (folder / "2").glob(f"save-1/*-00002-of-{size:05}.safetensors")
+        data = shard.read_bytes()
+        shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    gather(None)
+    expected = (fpipe.InputError, "the file was altered") if rank == 1 else (fpipe.TransportError, "was altered")
+    with raises(*expected):
+        fpipe.load(pipe, folder / "2")
+    assert fpipe.load(pipe, [folder / "2", folder / "1"]).step == 1
+    gather(None)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @case

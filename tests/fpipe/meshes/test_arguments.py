@@ -18,16 +18,12 @@ WRONG = {
     "shards over the pipeline": ({"mesh": {"pp": 2}, "shard": "pp"}, "got 'pp', as for"),
     "another number of ranks": ({"mesh": {"pp": 4, "dp": 2}, "dp": "dp"}, "got 4 processes along 'pp'"),
     "a size of zero": ({"mesh": {"pp": 2, "dp": 0}, "dp": "dp"}, "mesh['dp']: got 0"),
-    "a list of sizes": ({"mesh": [2, 2], "dp": "dp"}, "mesh: got list"),
+    "a list of sizes": ({"mesh": [2, 2], "dp": "dp"}, "mesh: got [2, 2], expected a DeviceMesh or a dict"),
     "a dimension that modules need": ({"mesh": {"pp": 2, "tp": 2}}, "in one process"),
-    "a group besides": ({"mesh": {"pp": 2}, "group": object()}, "besides a mesh"),
+    "a group besides": ({"mesh": {"pp": 2}, "group": object()}, "group: got <object"),
     "other rows": ({"mesh": {"pp": 2, "dp": 2}, "dp": "dp", "rows": "mine"}, "rows: got 'mine'"),
     "another reduction": ({"mesh": {"pp": 2, "dp": 2}, "dp": "dp", "reduce": "max"}, "reduce: got 'max'"),
     "too few rows": ({"mesh": {"pp": 2, "dp": 5}, "dp": "dp"}, "expected at least 10"),
-    "no stage gathered": (
-        {"mesh": {"pp": 2, "fsdp": 2}, "shard": fpipe.Sharded("fsdp", gathered=0)},
-        "limit",
-    ),
 }
 
 
@@ -42,6 +38,11 @@ def test_wrong_arguments_are_refused(case):
     with pytest.raises(fpipe.PipelineError) as caught:
         build(**options)
     assert words in str(caught.value)
+
+
+def test_at_least_one_stage_is_gathered():
+    with pytest.raises(fpipe.InputError, match="Sharded: gathered: got 0, expected an integer of 1 or more"):
+        fpipe.Sharded("fsdp", gathered=0)
 
 
 @pytest.mark.parametrize("how", [reduce_gradients(HOW), shard(HOW, limit=1)])

@@ -217,7 +217,7 @@ def test_invalid_costs_are_refused(values, name, wrong):
     assert repr(wrong) in str(caught.value)
 
 
-@pytest.mark.parametrize("numbers", [(), (1, 2), (1, 2, 3, 4)])
+@pytest.mark.parametrize("numbers", [(1,), (1, 2), (1, 2, 3, 4)])
 def test_tuples_of_costs_and_sizes_need_one_number_per_stage(numbers):
     s = one_f_one_b(ranks=3, microbatches=4)
     for costs_ in (Costs(B=numbers), Costs(comm=Link(bytes=numbers))):
