@@ -152,7 +152,7 @@ def _replay(pipe: Pipeline, plan: StepPlan, given: Mapping[int, Inputs]) -> _Fin
 
 
 class _CheckedExecution(Execution):
-    """An execution of one copy whose actions look at what they make; `bad` are the stages with bad gradients."""
+    """An execution of one copy whose actions look at what they make; `bad` are the sums of gradients that are bad."""
 
     def __init__(
         self,
@@ -164,18 +164,17 @@ class _CheckedExecution(Execution):
         inputs: Inputs,
     ) -> None:
         super().__init__(rank, program, transport, inputs)
-        self.plan, self.seen, self.bad = plan, seen, set[int]()
+        self.plan, self.seen, self.bad = plan, seen, set[tuple[int, str]]()
 
     def look(self, action: Action, values: Payload) -> None:
         """Note the first thing that an action made and that is not finite."""
-        for leaf, tensor in self._list_made(action, values):
-            got = _judge(tensor)
-            if got:
-                self.seen.found.append((self._order(action), NonFinite(self.rank, str(action), leaf, got)))
-                return
+        made = [*self._list_made(action, values), *self._list_sums(action.stage)]
+        bad = [(leaf, got) for leaf, tensor in made if (got := _judge(tensor))]
+        if bad:
+            self.seen.found.append((self._order(action), NonFinite(self.rank, str(action), *bad[0])))
 
     def _list_made(self, action: Action, values: Payload) -> Iterator[tuple[str, Any]]:
-        """Yield what an action made, with its name: values with a gradient, cotangents, sums of gradients."""
+        """Yield what an action made, with its name: values with a gradient, the loss, cotangents."""
         stage, assembly = self._stage(action), self.plan.assemblies[action.microbatch]
         paths = {value: unit.path for unit in assembly.captured.units for value in unit.makes}
         if action.kind in FORWARDS:
@@ -190,11 +189,14 @@ class _CheckedExecution(Execution):
             sent = [(one.target, value) for one in stage.pulls for value in one.values]
             for (_, value), tensor in zip(sent, values, strict=False):
                 yield f"the gradient with respect to the output of {paths.get(value, '')!r}", tensor
-        if action.stage not in self.bad:
-            for name, grad in zip(stage.grads, self.grads.get(action.stage, ()), strict=False):
-                if _judge(grad):
-                    self.bad.add(action.stage)  # later sums have it from this one
-                    yield f"grads[{name!r}]", grad
+
+    def _list_sums(self, s: int) -> Iterator[tuple[str, Any]]:
+        """Yield the sums of gradients of a stage that have just become bad; later ones have it from these."""
+        names = self.plan.assembly.stages[s].grads
+        for name, grad in zip(names, self.grads.get(s, ()), strict=False):
+            if (s, name) not in self.bad and _judge(grad):
+                self.bad.add((s, name))
+                yield f"grads[{name!r}]", grad
 
     def _stage(self, action: Action) -> Stage:
         return self.plan.assemblies[action.microbatch].stages[action.stage]

@@ -31,14 +31,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe.torch_private import process_groups
-from schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+from schedules import Schedule, gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from tests.common.ranks import fork, redirect
 from tests.common.schedules import split_1f1b
 
-WIDTH, MICROBATCHES, STEPS = 4, 4, 3
+WIDTH, MICROBATCHES, ROWS, STEPS = 4, 4, 12, 3
 TIMEOUT = 4.0  # seconds, of the process group
 LIMIT = 40.0  # seconds, after which a rank hangs
 NEAR = 20.0  # seconds within which the others learn of what is not silence; a second, but for other work
@@ -53,6 +54,8 @@ SCHEDULES = {
     "zb_v": zb_v,
     "split_backward": split_1f1b,
 }
+ON_A_MESH = "replicated"
+"""1F1B on half of the ranks, and a replica on the others."""
 
 
 class Drill(NamedTuple):
@@ -187,12 +190,20 @@ def join(parts):
     return torch.cat(list(parts))
 
 
+def make_schedule(drill: Drill) -> Schedule:
+    if drill.schedule == ON_A_MESH:
+        return one_f_one_b(ranks=drill.ranks // 2, microbatches=MICROBATCHES)
+    return SCHEDULES[drill.schedule](ranks=drill.ranks, microbatches=MICROBATCHES)
+
+
 def build(drill: Drill):
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    how = SCHEDULES[drill.schedule](ranks=drill.ranks, microbatches=MICROBATCHES)
+    how, options = make_schedule(drill), {}
+    if drill.schedule == ON_A_MESH:
+        options = {"mesh": init_device_mesh("cpu", (2, how.ranks), mesh_dim_names=("dp", "pp")), "dp": "dp"}
     model = nn.Sequential(*[Trapped() for _ in range(how.stages)])
-    x, y = torch.randn(2, 2 * MICROBATCHES, WIDTH)
+    x, y = torch.randn(2, ROWS, WIDTH)
     pipe = fpipe.pipeline(
         model,
         example=(x,),
@@ -202,6 +213,7 @@ def build(drill: Drill):
         cuts=[str(s) for s in range(1, how.stages)],
         output_dims=join,
         unsplittable=[*map(str, range(how.stages)), "loss"],
+        **options,
     )
     return pipe, model, x, y
 
@@ -255,7 +267,7 @@ def differ(act, pipe, state, x, y) -> None:
     if act == "outputs":
         fpipe.value_and_grad(pipe)(*state, (x,), y)
     if act == "batch":
-        fpipe.value_and_grad(pipe, outputs=True)(*state, (x[:6],), y[:6])
+        fpipe.value_and_grad(pipe, outputs=True)(*state, (x[:-1],), y[:-1])
 
 
 def be_rank(drill: Drill, rank: int, folder: Path) -> None:
@@ -351,13 +363,14 @@ def draw(seed: int, count: int) -> Iterator[Drill]:
     """Draw drills: acts, places, schedules, ranks and positions."""
     drawn = random.Random(seed)
     for _ in range(count):
-        act, name, ranks = drawn.choice([*ACTS, *CALLS, "control_c"]), drawn.choice([*SCHEDULES]), drawn.choice([2, 4])
-        how = SCHEDULES[name](ranks=ranks, microbatches=MICROBATCHES)
+        act, ranks = drawn.choice([*ACTS, *CALLS, "control_c"]), drawn.choice([2, 4])
+        name = drawn.choice([*SCHEDULES, *[ON_A_MESH] * (ranks == 4 and act != "recover")])
+        how = make_schedule(Drill(act, "", name, ranks, 0, 0, 0))
         place = drawn.choice(PLACES) if act in ACTS else "action"
-        last = max(r for r in range(ranks) if how.stages - 1 in how.placement.stages_on(r))
+        last = how.placement.home(how.stages - 1, 0)
         rank = last if place in ("loss", "join") else drawn.randrange(ranks)
         kinds = {"action": "FBIW", "stage": "F", "hook": "BI"}.get(place, "")
-        most = sum(action.kind in kinds for action in how.actions(rank)) if kinds else 1
+        most = sum(action.kind in kinds for action in how.actions(rank % how.ranks)) if kinds else 1
         most = MICROBATCHES if place == "loss" else most
         position = drawn.randint(1, most) if act in ACTS else 1
         store = "file" if drawn.random() < 0.5 else "tcp"

@@ -28,7 +28,7 @@ from fpipe.errors import Cause
 
 T = TypeVar("T")
 PATIENCE: Final = 2.0  # seconds until a store that does not answer is lost
-LINGER, PAUSE = 1.0, 0.01  # seconds that a rank waits for the others to learn of a failure, and between two looks
+LINGER, PAUSE = 3.0, 0.01  # seconds that a rank waits for the others to learn of a failure, and between two looks
 CLAIM, CAUSE, LEARNED, SIGN = "claim", "cause", "learned", "sign"
 
 
@@ -99,7 +99,12 @@ class Board:
         return Cause(self.keeper, "which keeps the store of the process group", problem)
 
     def linger(self) -> None:
-        """Wait until all ranks that are left know the cause, but not for long: the store may end with this process."""
+        """Wait until all ranks that are left know the cause, but not for long.
+
+        The store ends with the process that keeps it. If the launcher does, it ends all ranks soon after the first.
+        """
+        if self.keeper not in (self.rank, None):
+            return
         limit = time.monotonic() + LINGER
         while not self.is_lost and time.monotonic() < limit:
             if self._ask(lambda: self.store.add(LEARNED, 0), default=self.size) >= self.size:

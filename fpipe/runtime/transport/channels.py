@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,7 @@ from torch import Tensor
 from fpipe.runtime.transport.envelope import LINE, Envelope, Specs
 from fpipe.runtime.transport.interface import MessageKey, Payload, Route, transfer_text
 from fpipe.runtime.transport.waiting import Awaited, BrokenWaitError, PendingWorks, Waitable, reporting
-from fpipe.torch_private import timeout_of
 
-GRACE: Final = timedelta(minutes=1)
-"""How much later than a rank a channel gives up, so that the rank has time to find out why."""
 Unread: TypeAlias = list[tuple[Envelope, Tensor]]
 """Headers that arrived but are not checked yet, each with the expected message."""
 
@@ -137,17 +134,18 @@ class DistributedChannel:
 
 
 class DistributedTransport:
-    """The channels of this process, rank `rank` of the pipeline whose processes are `world`.
+    """The channels of this process, rank `rank` of the pipeline whose processes are `world`; `timeout` is their own.
 
     `replicas` lists the processes of every pipeline of the job: all of them take part in creating every group, since
     torch.distributed names a group by the number of groups created so far.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, replicas: list[list[int]]) -> None:
-        self.device, self.replicas = device, replicas
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, replicas: list[list[int]], timeout: timedelta
+    ) -> None:
+        self.device, self.replicas, self.timeout = device, replicas, timeout
         self.rank, self.world = dist.get_rank(group), dist.get_process_group_ranks(group)
         self.backend = dist.get_backend(group)
-        self.timeout = timeout_of(group, device)
         self.channels: dict[Route, DistributedChannel] = {}
         self.unread: Unread = []
 
@@ -155,9 +153,8 @@ class DistributedTransport:
         """Create a process group for each new channel, in ascending order, and warm it up; `wait` waits for that."""
         for source, target in channels:
             if (source, target) not in self.channels:
-                timeout = self.timeout + GRACE
                 replicas = [
-                    dist.new_group([world[source], world[target]], timeout=timeout, backend=self.backend)
+                    dist.new_group([world[source], world[target]], timeout=self.timeout, backend=self.backend)
                     for world in self.replicas
                 ]
                 group = replicas[self.replicas.index(self.world)]

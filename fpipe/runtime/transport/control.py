@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from torch import Tensor
 from fpipe.errors import TransportError
 from fpipe.runtime.transport.waiting import Awaited, PendingWorks, Waitable, reporting
 from fpipe.torch_private import process_groups, timeout_of
+
+GRACE: Final = timedelta(minutes=1)
+"""How much later than a rank its groups give up, so that the rank has time to find out why."""
 
 
 class Control(NamedTuple):
@@ -89,6 +92,16 @@ class Control(NamedTuple):
 
     def _awaited(self, other: int, call: str) -> Awaited:
         return Awaited(f"agreement on {call}", (self.processes[other],), self.group)
+
+
+def choose_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long a rank may keep others waiting: the group's timeout.
+
+    A device mesh makes its groups without the timeout that the job was initialized with; of those, it is the job's.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    return timeout_of(world if group.group_desc.startswith("mesh_") else group, device)
 
 
 def find_mesh_group(control: Control, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -28,8 +28,8 @@ from fpipe.runtime.ranks import Fields
 from fpipe.runtime.transport import clocks, speeds
 from fpipe.runtime.transport.agreement import agree, announce_refusal, exchange_texts
 from fpipe.runtime.transport.board import Board
-from fpipe.runtime.transport.channels import GRACE, DistributedTransport
-from fpipe.runtime.transport.control import Control, find_mesh_group, list_replicas
+from fpipe.runtime.transport.channels import DistributedTransport
+from fpipe.runtime.transport.control import GRACE, Control, choose_timeout, find_mesh_group, list_replicas
 from fpipe.runtime.transport.interface import Route, Transport
 from fpipe.runtime.transport.lookout import Lookout
 from fpipe.runtime.transport.waiting import (
@@ -43,7 +43,7 @@ from fpipe.runtime.transport.waiting import (
 )
 from fpipe.runtime.turns import claim_turn
 from fpipe.tensors.spec import Spec
-from fpipe.torch_private import process_groups, timeout_of
+from fpipe.torch_private import process_groups
 
 DIED: Final = "it died, or left: its connection ended, and it left no word. Look at the last lines that it printed"
 MOST_SAID: Final = 2000
@@ -74,7 +74,7 @@ class DistributedRanks:
         self.failure: str | None = None
         self.calls, self.call, self.deciding, self.is_midway = 0, "", False, False
         replicas = list_replicas(list(self.processes), device)
-        timeout = timeout_of(group, device)
+        timeout = choose_timeout(group, device)
         everyone = list_replicas(list(members), device) if members else replicas
         self.control = Control.of(list(members or self.processes), everyone, timeout + GRACE)
         self.places = tuple(self.control.processes.index(process) for process in self.processes)
@@ -85,7 +85,7 @@ class DistributedRanks:
             self.own_groups.append(self.results)
         else:
             self.results, self.everyone = group, find_mesh_group(self.control, group, device)
-        self.transport = DistributedTransport(group, device, replicas)
+        self.transport = DistributedTransport(group, device, replicas, timeout + GRACE)
         release = partial(_release, self.transport, self.own_groups)
         self.lookout = Lookout(Board.of(self.control.group), self.control.processes, timeout, release)
         weakref.finalize(self, self.lookout.stop)
@@ -125,11 +125,12 @@ class DistributedRanks:
 
     def _tell(self, error: BaseException) -> None:
         """Tell the other ranks of an error midway in a call, and end their waits for this one."""
-        rank, place = self.control.rank, self.lookout.place
         said = f"{type(error).__name__}: {error}".removesuffix(": ")
-        first = self.lookout.board.publish(Cause(rank, place, said[:MOST_SAID]))
+        mine = Cause(self.control.rank, self.lookout.place, said[:MOST_SAID])
+        first = self.lookout.board.publish(mine)
         self._fail(said)
-        error.add_note(f"rank {rank}, {place}: the other ranks were told that the first failure is {first}")
+        order = "the first failure; the other ranks were told" if first == mine else f"after the first failure: {first}"
+        error.add_note(f"rank {mine.rank}, {mine.place}: {order}")
 
     def _learn(self, awaited: Awaited) -> RankError:
         """Return the error of this rank, for which something did not come; find out why, and tell the others."""
@@ -147,8 +148,10 @@ class DistributedRanks:
         self.failure = why
         self.lookout.release(None)
         self.lookout.board.linger()
-        for group in {*self.own_groups, *self.transport.groups} & {*process_groups()}:
-            dist.destroy_process_group(group)
+        with self.lookout.asking:  # the thread may be about to break them, too
+            for group in {*self.own_groups, *self.transport.groups} & {*process_groups()}:
+                dist.destroy_process_group(group)
+            self.lookout.call = ""
 
     def _refuse_exit(self) -> TransportError:
         return TransportError(

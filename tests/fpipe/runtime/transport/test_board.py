@@ -54,17 +54,24 @@ def test_a_cause_is_published_once_by_whoever_is_first():
 def test_a_rank_lingers_until_all_know(monkeypatch):
     monkeypatch.setattr(module, "LINGER", 60.0)
     zero, one = boards(2)
-    one.publish(FIRST)
-    zero.read()
-    one.linger()  # returns at once
+    zero.publish(SECOND)
+    one.read()
+    zero.linger()  # returns at once
 
 
 def test_nobody_lingers_for_a_dead_rank(monkeypatch):
     monkeypatch.setattr(module, "LINGER", 60.0)
     zero, _, two = boards(3)
-    zero.publish(FIRST)
-    two.read()
-    two.linger()
+    two.publish(FIRST)
+    zero.read()
+    zero.linger()
+
+
+def test_only_who_keeps_the_store_lingers(monkeypatch):
+    monkeypatch.setattr(module, "LINGER", 60.0)
+    _, one = boards(2)
+    one.publish(FIRST)
+    one.linger()
 
 
 def test_a_rank_does_not_linger_for_long(monkeypatch):
