@@ -138,6 +138,19 @@ PLACES = ("action", "stage", "hook", "loss", "join")
 CALLS = ("less", "evaluate", "outputs", "batch")
 """What a rank does in place of the step of the others."""
 SILENT = ("stop", "hang")
+PROBLEMS = {
+    "kill": ("it died, or left",),
+    "leave": ("it died, or left",),
+    "less": ("it died, or left",),
+    "stop": ("no sign of life from it", "the store does not answer"),
+    "hang": ("it is alive",),
+    "interrupt": ("KeyboardInterrupt",),
+    "control_c": ("KeyboardInterrupt",),
+    "exit": ("SystemExit: 0",),
+    "raise": ("PlannedError: on purpose",),
+    "memory": ("MemoryError: on purpose",),
+}
+"""How the others may describe what a rank did."""
 DIFFERENT = ("evaluate", "outputs", "batch")
 
 
@@ -355,6 +368,8 @@ def judge_rank(drill: Drill, said: dict, code: int, began: float) -> str:
         return "" if good else "it does not say how ranks differ"
     if said["kind"] != "RankError" or said["cause"][0] != drill.rank:
         return "it does not name the first failure"
+    if not any(problem in said["cause"][2] for problem in PROBLEMS[drill.act]):
+        return "it does not say how the rank failed"
     late = said["time"] - began - (TIMEOUT if drill.act in SILENT else 0)
     return "" if late <= NEAR or drill.act == "less" else f"it says so after {late:.1f} s"
 

@@ -121,6 +121,8 @@ class Lookout:
         self.board.give_sign(self.place, () if awaited is None else self.ranks_of(awaited))
         if awaited is None:
             return
+        if is_interrupted:  # others must not take it for a death
+            self.board.publish(Cause(self.board.rank, self.place, KeyboardInterrupt.__name__))
         if is_failed or is_interrupted:
             self.release(awaited)
         else:

@@ -120,6 +120,7 @@ def test_control_c_ends_a_wait(start):
     Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt), lookout.on_duty("a step (call 1)"):
         lookout.wait(posted)
+    assert lookout.board.found == (0, "a step (call 1)", "KeyboardInterrupt")
 
 
 def test_a_signal_that_the_script_handles_ends_no_wait(start):
