@@ -297,8 +297,8 @@ def be_rank(drill: Drill, rank: int, folder: Path) -> None:
     try:
         take_part(drill, rank)
     except BaseException as error:
-        cause = getattr(error, "cause", None)
-        said = {"kind": type(error).__name__, "said": str(error), "time": time.time(), "cause": cause}
+        cause, notes = getattr(error, "cause", None), getattr(error, "__notes__", [])
+        said = {"kind": type(error).__name__, "said": str(error), "time": time.time(), "cause": cause, "notes": notes}
         (folder / f"end-{rank}.json").write_text(json.dumps(said))
         traceback.print_exc()
         raise

@@ -49,6 +49,7 @@ def test_an_error_says_where_it_was_raised_and_what_was_awaited(outcomes):
     assert re.match(form + r"The first failure: rank 2, before \d\S+: it died, or left", said[3]["said"])
     said = outcomes["raise-loss-zb_h1-4-3-2-1-tcp"]["said"]
     assert said[3]["kind"] == "PlannedError"
+    assert said[3]["notes"] == [f"rank 3, {said[0]['cause'][1]}: the first failure; the other ranks were told"]
     assert all(one["cause"] == [3, said[0]["cause"][1], "PlannedError: on purpose"] for one in said[:3])
     assert said[0]["cause"][1].startswith("a step (call 4), position ")
     assert said[0]["cause"][1].endswith(", 3F1")

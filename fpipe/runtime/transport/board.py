@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
@@ -51,6 +51,7 @@ class Board:
     def __init__(self, store: dist.Store, rank: int, size: int, keeper: int | None) -> None:
         self.store, self.rank, self.size, self.keeper = store, rank, size, keeper
         self.found: Cause | None = None
+        self.reading = Lock()  # a rank counts as one, though two of its threads read
         self.is_gone = False
         self.late: StoreQuery | None = None
         self.queries: SimpleQueue[StoreQuery | None] = SimpleQueue()
@@ -79,10 +80,11 @@ class Board:
 
     def read(self) -> Cause | None:
         """Return the first cause, if one is published, and count as a rank that has learned of it."""
-        if self.found is None and self._ask(lambda: self.store.check([CAUSE]), default=False):
-            text = self._ask(lambda: self.store.get(CAUSE).decode(), default="")
-            self.found = Cause(*json.loads(text)) if text else None
-            self._ask(lambda: self.store.add(LEARNED, 1), default=0)
+        with self.reading:
+            if self.found is None and self._ask(lambda: self.store.check([CAUSE]), default=False):
+                text = self._ask(lambda: self.store.get(CAUSE).decode(), default="")
+                self.found = Cause(*json.loads(text)) if text else None
+                self._ask(lambda: self.store.add(LEARNED, 1), default=0)
         return self.found
 
     @property

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All ranks read the same first cause off the board, and none waits for a board that is lost."""
 
+from contextlib import suppress
+from threading import Barrier, BrokenBarrierError, Thread
+
 import pytest
 import torch.distributed as dist
 
@@ -65,6 +68,29 @@ def test_nobody_lingers_for_a_dead_rank(monkeypatch):
     two.publish(FIRST)
     zero.read()
     zero.linger()
+
+
+def test_a_rank_counts_once_though_two_of_its_threads_read():
+    class Slow:
+        def __init__(self):
+            self.store, self.both = dist.HashStore(), Barrier(2)
+
+        def __getattr__(self, name):
+            return getattr(self.store, name)
+
+        def get(self, key):
+            with suppress(BrokenBarrierError):
+                self.both.wait(0.2)
+            return self.store.get(key)
+
+    slow = Slow()
+    zero, one, _ = boards(3, slow)
+    one.publish(FIRST)
+    other = Thread(target=zero.read)
+    other.start()
+    assert zero.read() == FIRST
+    other.join()
+    assert slow.add(module.LEARNED, 0) == 2
 
 
 def test_only_who_keeps_the_store_lingers(monkeypatch):
