@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
@@ -51,7 +51,6 @@ class Board:
     def __init__(self, store: dist.Store, rank: int, size: int, keeper: int | None) -> None:
         self.store, self.rank, self.size, self.keeper = store, rank, size, keeper
         self.found: Cause | None = None
-        self.reading = Lock()  # a rank counts as one, though two of its threads read
         self.is_gone = False
         self.late: StoreQuery | None = None
         self.queries: SimpleQueue[StoreQuery | None] = SimpleQueue()
@@ -71,7 +70,7 @@ class Board:
         if self.found is None:
             first = self._ask(lambda: self.store.add(CLAIM, 1) == 1, default=False)
             if first:
-                self._ask(lambda: self.store.add(LEARNED, int(cause.rank != self.rank)), default=0)  # for the lost rank
+                self._note_learned(self.rank if cause.rank is None else cause.rank)  # who is lost will not
                 self._ask(lambda: self.store.set(CAUSE, json.dumps(cause)), default=None)
             limit = time.monotonic() + LINGER
             while self.read() is None and not self.is_lost and time.monotonic() < limit:
@@ -80,11 +79,10 @@ class Board:
 
     def read(self) -> Cause | None:
         """Return the first cause, if one is published, and count as a rank that has learned of it."""
-        with self.reading:
-            if self.found is None and self._ask(lambda: self.store.check([CAUSE]), default=False):
-                text = self._ask(lambda: self.store.get(CAUSE).decode(), default="")
-                self.found = Cause(*json.loads(text)) if text else None
-                self._ask(lambda: self.store.add(LEARNED, 1), default=0)
+        if self.found is None and self._ask(lambda: self.store.check([CAUSE]), default=False):
+            text = self._ask(lambda: self.store.get(CAUSE).decode(), default="")
+            self.found = Cause(*json.loads(text)) if text else None
+            self._note_learned(self.rank)
         return self.found
 
     @property
@@ -109,9 +107,12 @@ class Board:
             return
         limit = time.monotonic() + LINGER
         while not self.is_lost and time.monotonic() < limit:
-            if self._ask(lambda: self.store.add(LEARNED, 0), default=self.size) >= self.size:
+            if self._ask(lambda: self.store.check([f"{LEARNED}/{rank}" for rank in range(self.size)]), default=True):
                 return
             time.sleep(PAUSE)
+
+    def _note_learned(self, rank: int) -> None:
+        self._ask(lambda: self.store.set(f"{LEARNED}/{rank}", ""), default=None)
 
     def give_sign(self, doing: str, peers: tuple[int, ...]) -> None:
         """Post a sign of life of this rank."""
