@@ -9,12 +9,14 @@ from fpipe.checkpoints.save import begin_save, save
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import (
     CaptureError,
+    Cause,
     CutError,
     DeadlockError,
     GraphError,
     InputError,
     MismatchError,
     PipelineError,
+    RankError,
     ScheduleError,
     SizeError,
     TransportError,
@@ -41,12 +43,14 @@ from fpipe.training.norms import all_finite, norm
 from fpipe.training.optimizers import Optimizer, optimizer
 from fpipe.training.train_step import train_step
 from fpipe.verification.comparison import Verification
+from fpipe.verification.nonfinite import NonFinite, find_nonfinite
 from fpipe.weights.safetensors import safetensors
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "Cause",
     "Checkpoint",
     "CutError",
     "DeadlockError",
@@ -55,6 +59,7 @@ __all__ = [
     "LossScale",
     "MismatchError",
     "ModuleGraph",
+    "NonFinite",
     "Optimizer",
     "Part",
     "Pipeline",
@@ -62,6 +67,7 @@ __all__ = [
     "Pipelined",
     "Plan",
     "Profile",
+    "RankError",
     "Roofline",
     "ScheduleError",
     "SizeError",
@@ -78,6 +84,7 @@ __all__ = [
     "costs",
     "evaluate",
     "export",
+    "find_nonfinite",
     "is_checkpoint",
     "load",
     "masters",

@@ -8,16 +8,20 @@ Runs when an error is raised.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from schedules.errors import GraphError, PipelineError, ScheduleError, SizeError, VocabularyError
 
 __all__ = [
     "CaptureError",
+    "Cause",
     "CutError",
     "DeadlockError",
     "GraphError",
     "InputError",
     "MismatchError",
     "PipelineError",
+    "RankError",
     "ScheduleError",
     "SizeError",
     "TransportError",
@@ -55,6 +59,51 @@ class TransportError(PipelineError, RuntimeError):
     refuses it. Also raised while a transport is set up; for an unexpected message; after a step that failed midway; and
     for a second thread, if ranks are processes.
     """
+
+
+class Cause(NamedTuple):
+    """The first failure of a call that ranks make together.
+
+    - `rank`: the rank that failed; `None` if it was the process that keeps the store of the process group.
+    - `place`: the call, and the position and action, if they are known. Those of a rank that died are not; then it is
+      what the others did not get from it.
+    - `problem`: the exception, or how the rank fell silent.
+
+    >>> print(Cause(3, "a step (call 2), position 4, 3F1", "ValueError: got a negative loss"))
+    rank 3, a step (call 2), position 4, 3F1: ValueError: got a negative loss
+    """
+
+    rank: int | None
+    place: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{'a process' if self.rank is None else f'rank {self.rank}'}, {self.place}: {self.problem}"
+
+
+class RankError(TransportError):
+    """Another rank failed, died or fell silent, so this one can't go on.
+
+    Raised on every rank that is left, in place of the transport's own error. The rank that failed raises its own error
+    instead. `rank` and `place` say who raises this and where, `awaited` what it waited for and from whom, and `cause`
+    is the first failure, as the ranks have told each other.
+
+    >>> cause = Cause(3, "a step (call 2), position 4, 3F1", "ValueError: got a negative loss")
+    >>> raise RankError(0, "a step (call 2), position 5, 0B0", "1SEND_B0>0 from rank 1", cause)
+    Traceback (most recent call last):
+    fpipe.errors.RankError: rank 0, a step (call 2), position 5, 0B0: got no 1SEND_B0>0 from rank 1, expected it. The
+    first failure: rank 3, a step (call 2), position 4, 3F1: ValueError: got a negative loss. ...
+    """
+
+    def __init__(self, rank: int, place: str, awaited: str, cause: Cause) -> None:
+        self.rank, self.place, self.awaited, self.cause = rank, place, awaited, cause
+        super().__init__(
+            f"rank {rank}, {place}: got no {awaited}, expected it. The first failure: {cause}. Repair it, and restart "
+            "all processes from a checkpoint. If all are alive, they may also build their pipelines again."
+        )
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[object, ...]]:
+        return type(self), (self.rank, self.place, self.awaited, self.cause)
 
 
 class DeadlockError(PipelineError, RuntimeError):

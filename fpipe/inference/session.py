@@ -128,6 +128,7 @@ class Choice:
                 error, packed = failure, torch.cat([torch.zeros_like(like), like.new_ones(1)])
         spec = Spec((len(like) + 1,), (1,), torch.int64, like.device)
         packed = ranks.broadcast(packed, spec, source)
+        ranks.conclude()
         if error is not None:
             raise error
         if packed[-1]:

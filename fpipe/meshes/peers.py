@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.errors import TransportError
-from fpipe.runtime.transport.interface import Handle, MessageKey, Payload
+from fpipe.runtime.transport.interface import Handle, MessageKey, Payload, transfer_text
 from fpipe.runtime.transport.local import LocalHandle
+from fpipe.runtime.transport.waiting import Awaited, BrokenWaitError, await_all, reporting
 from fpipe.torch_private import post_all_gather
 
 
@@ -58,20 +58,23 @@ class CollectiveHandle:
 
     end, is_done = "GROUP", False
 
-    def __init__(self, message: MessageKey, works: Sequence[dist.Work], sent: Payload, data: Payload) -> None:
-        self.message, self.works, self.sent, self.data = message, works, sent, data
+    def __init__(
+        self, message: MessageKey, group: dist.ProcessGroup, works: Sequence[dist.Work], sent: Payload, data: Payload
+    ) -> None:
+        self.message, self.group, self.works, self.sent, self.data = message, group, works, sent, data
+
+    @property
+    def awaited(self) -> Awaited:
+        """The part of every other process of the group."""
+        return await_all(transfer_text(self.end, self.message), self.group)
 
     def wait(self) -> None:
-        """Block until every process has sent its part; raise `TransportError` if one does not."""
-        kind, stage, number, _ = self.message
+        """Block until every process has sent its part; raise `BrokenWaitError` if one does not."""
         try:
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise TransportError(
-                f"{stage}{kind}{number}: got {error}, expected the bytes of every process of the group. Look at the "
-                "last output of the others: one of them may have crashed, or run another program."
-            ) from error
+            raise BrokenWaitError(self.awaited) from error
 
     def take(self) -> Payload:
         """Return what arrived, and drop it from the handle."""
@@ -99,8 +102,9 @@ class DistributedPeers:
     def share(self, message: MessageKey, data: Tensor) -> CollectiveHandle:
         """Post an all-gather."""
         rows = data.new_empty(self.count, len(data))
-        work = post_all_gather(rows.view(-1), data, self.group)
-        return CollectiveHandle(message, (work,), (data,), rows.unbind())
+        with reporting(await_all(transfer_text("GROUP", message), self.group)):
+            work = post_all_gather(rows.view(-1), data, self.group)
+        return CollectiveHandle(message, self.group, (work,), (data,), rows.unbind())
 
     def exchange(
         self, message: MessageKey, leaving: Sequence[Payload], arriving: Sequence[Payload], result: Payload
@@ -111,8 +115,9 @@ class DistributedPeers:
             target, source = (self.rank + step) % self.count, (self.rank - step) % self.count
             operations += [self._operation(dist.isend, tensor, target) for tensor in leaving[target] if len(tensor)]
             operations += [self._operation(dist.irecv, tensor, source) for tensor in arriving[source] if len(tensor)]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return CollectiveHandle(message, works, (leaving, arriving), result)
+        with reporting(await_all(transfer_text("GROUP", message), self.group)):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return CollectiveHandle(message, self.group, works, (leaving, arriving), result)
 
     def _operation(self, kind: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, group=self.group, group_peer=peer)

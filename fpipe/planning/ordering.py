@@ -39,8 +39,8 @@ def list_orderable(found: Sequence[Candidate]) -> Iterator[Candidate]:
 
 
 def _is_plain(schedule: Schedule) -> bool:
-    single = not schedule.placement.mirrors and schedule.slices == 1
-    return single and all(action.kind in ORDERABLE for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    kinds = {action.kind for rank in range(schedule.ranks) for action in schedule.actions(rank)}
+    return kinds <= ORDERABLE and not schedule.placement.mirrors and schedule.slices == 1
 
 
 def reorder(candidate: Candidate, room: Room) -> Candidate | None:

@@ -39,9 +39,13 @@ class Ranks(Protocol):
     def enter_call(self, call: str) -> AbstractContextManager[None]:
         """Return the context for a function, named `call`, that all ranks call.
 
-        An error on one rank before all have agreed is raised on all of them. After a call that failed midway, later
-        calls raise: their messages would not match those of other ranks. Only one thread is inside at a time.
+        An error on one rank before all have agreed is raised on all of them. After that, the other ranks raise
+        `RankError`, and later calls raise: their messages would not match those of other ranks. Only one thread is
+        inside at a time.
         """
+
+    def conclude(self) -> None:
+        """Declare that no other rank waits for this one any more in this call, so that its errors are its own."""
 
     def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
         """Raise `TransportError` on all ranks unless they make the same call and their `fields()` are equal.

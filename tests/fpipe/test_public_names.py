@@ -15,16 +15,16 @@ import fpipe
 
 PLACES = {
     "fpipe": """
-CaptureError Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph Optimizer Part
-Pipeline PipelineError Pipelined Plan Profile Roofline ScheduleError Sharded SizeError StaticDecoder Step TransportError
-Verification VocabularyError
-__version__ all_finite begin_save choose_likeliest clip clip_value costs evaluate export generate is_checkpoint load
-masters norm optimizer pipeline plan predict profile reference safetensors sample save stream timeline train_step
-value_and_grad verify
+CaptureError Cause Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph
+NonFinite Optimizer Part Pipeline PipelineError Pipelined Plan Profile RankError Roofline ScheduleError Sharded
+SizeError StaticDecoder Step TransportError Verification VocabularyError
+__version__ all_finite begin_save choose_likeliest clip clip_value costs evaluate export find_nonfinite generate
+is_checkpoint load masters norm optimizer pipeline plan predict profile reference safetensors sample save stream
+timeline train_step value_and_grad verify
 """,
     "fpipe.errors": """
-CaptureError CutError DeadlockError GraphError InputError MismatchError PipelineError ScheduleError SizeError
-TransportError VocabularyError
+CaptureError Cause CutError DeadlockError GraphError InputError MismatchError PipelineError RankError ScheduleError
+SizeError TransportError VocabularyError
 """,
     "fpipe.front_ends": """
 BatchLeaf Buffer Call Captured Constant FrontEnd Function Labels Objective Observed Parameter Structure Unit Value fake
@@ -91,6 +91,7 @@ SIGNATURES = {
     "clip": "pipe grads max_norm order=2.0 names='*' donate=False",
     "clip_value": "grads value donate=False",
     "all_finite": "pipe grads",
+    "find_nonfinite": "pipe",
     "train_step": "pipe optimizer max_norm=None outputs=False record=None",
     "verify": "pipe model inputs targets=None *params=None *buffers=None *seed=None *steps=1 *tolerance=0",
 }

@@ -16,7 +16,8 @@ Runs in every step; channels are set up when a plan is made: once per kind of ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import TypeAlias
 
 import torch
@@ -24,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.runtime.transport.envelope import LINE, Envelope, Specs
-from fpipe.runtime.transport.interface import MessageKey, Payload, Route
-from fpipe.torch_private import timeout_of
+from fpipe.runtime.transport.interface import MessageKey, Payload, Route, transfer_text
+from fpipe.runtime.transport.waiting import Awaited, BrokenWaitError, PendingWorks, Waitable, reporting
 
 Unread: TypeAlias = list[tuple[Envelope, Tensor]]
 """Headers that arrived but are not checked yet, each with the expected message."""
@@ -37,15 +38,28 @@ class DistributedHandle:
     is_done = False
 
     def __init__(
-        self, end: str, envelope: Envelope, works: Sequence[dist.Work], data: tuple[Tensor, ...], unread: Unread
+        self,
+        channel: DistributedChannel,
+        end: str,
+        envelope: Envelope,
+        works: Sequence[dist.Work],
+        data: tuple[Tensor, ...],
     ) -> None:
-        self.end, self.message, self.envelope = end, envelope.message, envelope
-        self.works, self.data, self.unread = works, data, unread
+        self.channel, self.end, self.message, self.envelope = channel, end, envelope.message, envelope
+        self.works, self.data = works, data
+
+    @property
+    def awaited(self) -> Awaited:
+        """The action of the process at the other end."""
+        return self.channel.awaited(self.end, self.message)
 
     def wait(self) -> None:
-        """Block until the transfer is done; then release a send's buffers."""
-        for work in self.works:
-            work.wait()
+        """Block until the transfer is done; then release a send's buffers. Raise `BrokenWaitError` if it can't be."""
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise BrokenWaitError(self.awaited) from error
         self.works = ()
         if self.end == "SEND":
             self.data = ()
@@ -57,17 +71,23 @@ class DistributedHandle:
         if header.is_cpu:
             self.envelope.require(header)
         else:
-            self.unread.append((self.envelope, header.clone()))
+            self.channel.unread.append((self.envelope, header.clone()))
         return self.envelope.unpack(data)
 
 
 class DistributedChannel:
-    """A channel: a process group of two, and the rank in it of each end."""
+    """A channel: a process group of two, the rank in it of each end, and the numbers in the job of both."""
 
     def __init__(
-        self, group: dist.ProcessGroup, source: int, target: int, device: torch.device, unread: Unread
+        self,
+        group: dist.ProcessGroup,
+        source: int,
+        target: int,
+        device: torch.device,
+        unread: Unread,
+        ends: tuple[int, int] = (0, 1),
     ) -> None:
-        self.group, self.source, self.target = group, source, target
+        self.group, self.source, self.target, self.ends = group, source, target, ends
         self.device, self.unread = device, unread
         self.envelopes: dict[tuple[MessageKey, int], Envelope] = {}
 
@@ -76,21 +96,34 @@ class DistributedChannel:
         cls, group: dist.ProcessGroup, source: int, target: int, device: torch.device, unread: Unread
     ) -> DistributedChannel:
         """Return the channel from process `source` of the job to `target`; groups rank processes in ascending order."""
-        return cls(group, int(source > target), int(target > source), device, unread)
+        return cls(group, int(source > target), int(target > source), device, unread, (source, target))
 
     def send(self, message: MessageKey, payload: Payload, specs: Specs) -> DistributedHandle:
-        """Post a send of a tuple of tensors."""
+        """Post a send of a tuple of tensors; raise `BrokenWaitError` if the other process is gone."""
         envelope = self._envelope(message, specs)
         data = envelope.pack(payload)
-        works = [self.group.send([bytes_], self.target, 0) for bytes_ in data]
-        return DistributedHandle("SEND", envelope, works, data, self.unread)
+        try:
+            works = [self.group.send([bytes_], self.target, 0) for bytes_ in data]
+        except RuntimeError as error:
+            raise BrokenWaitError(self.awaited("SEND", message)) from error
+        return DistributedHandle(self, "SEND", envelope, works, data)
 
     def receive(self, message: MessageKey, specs: Specs) -> DistributedHandle:
-        """Post a receive of tensors with these specs."""
+        """Post a receive of tensors with these specs; raise `BrokenWaitError` if the other process is gone."""
         envelope = self._envelope(message, specs)
         data = envelope.buffers()
-        works = [self.group.recv([bytes_], self.source, 0) for bytes_ in data]
-        return DistributedHandle("RECV", envelope, works, data, self.unread)
+        try:
+            works = [self.group.recv([bytes_], self.source, 0) for bytes_ in data]
+        except RuntimeError as error:
+            raise BrokenWaitError(self.awaited("RECV", message)) from error
+        return DistributedHandle(self, "RECV", envelope, works, data)
+
+    def awaited(self, end: str, message: MessageKey) -> Awaited:
+        """Return what one end of a message waits for: that the other end is posted."""
+        source, target = self.ends
+        if end == "SEND":
+            return Awaited(transfer_text("RECV", message), (target,), self.group)
+        return Awaited(transfer_text("SEND", message), (source,), self.group)
 
     def _envelope(self, message: MessageKey, specs: Specs) -> Envelope:
         """Return the layout of a message, cached; the cache keeps the specs alive, so that their ids stay unique."""
@@ -101,22 +134,23 @@ class DistributedChannel:
 
 
 class DistributedTransport:
-    """The channels of this process, rank `rank` of the pipeline whose processes are `world`.
+    """The channels of this process, rank `rank` of the pipeline whose processes are `world`; `timeout` is their own.
 
     `replicas` lists the processes of every pipeline of the job: all of them take part in creating every group, since
     torch.distributed names a group by the number of groups created so far.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, replicas: list[list[int]]) -> None:
-        self.device, self.replicas = device, replicas
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, replicas: list[list[int]], timeout: timedelta
+    ) -> None:
+        self.device, self.replicas, self.timeout = device, replicas, timeout
         self.rank, self.world = dist.get_rank(group), dist.get_process_group_ranks(group)
         self.backend = dist.get_backend(group)
-        self.timeout = timeout_of(group, device)
         self.channels: dict[Route, DistributedChannel] = {}
         self.unread: Unread = []
 
-    def setup(self, channels: Iterable[Route]) -> None:
-        """Create a process group for each new channel, in ascending order, and warm it up with one byte."""
+    def setup(self, channels: Iterable[Route], wait: Callable[[Waitable], None]) -> None:
+        """Create a process group for each new channel, in ascending order, and warm it up; `wait` waits for that."""
         for source, target in channels:
             if (source, target) not in self.channels:
                 replicas = [
@@ -127,14 +161,21 @@ class DistributedTransport:
                 self.channels[source, target] = DistributedChannel.between(
                     group, self.world[source], self.world[target], self.device, self.unread
                 )
-                self._warm_up(source, target)
+                if self.rank in (source, target):
+                    self._warm_up(self.channels[source, target], self.rank == source, wait)
 
-    def _warm_up(self, source: int, target: int) -> None:
+    def _warm_up(self, channel: DistributedChannel, sends: bool, wait: Callable[[Waitable], None]) -> None:
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        if self.rank == source:
-            dist.send(byte, dst=self.world[target], group=self.channels[source, target].group)
-        elif self.rank == target:
-            dist.recv(byte, src=self.world[source], group=self.channels[source, target].group)
+        awaited = Awaited("first byte of a channel", (channel.ends[sends],), channel.group)
+        with reporting(awaited):
+            post, end = (channel.group.send, channel.target) if sends else (channel.group.recv, channel.source)
+            works = [post([byte], end, 0)]
+        wait(PendingWorks(works, awaited))
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of the channels that begin or end here."""
+        return [channel.group for ends, channel in list(self.channels.items()) if self.rank in ends]
 
     def channel(self, source: int, target: int) -> DistributedChannel:
         """Return the channel, which must have been set up."""

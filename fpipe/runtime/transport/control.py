@@ -10,23 +10,33 @@ Runs when a pipeline is built and in every step, if ranks are separate processes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.torch_private import process_groups
+from fpipe.errors import TransportError
+from fpipe.runtime.transport.waiting import Awaited, PendingWorks, Waitable, reporting
+from fpipe.torch_private import process_groups, timeout_of
+
+GRACE: Final = timedelta(minutes=1)
+"""How much later than a rank its groups give up, so that the rank has time to find out why."""
 
 
 class Control(NamedTuple):
-    """The group, and this process's rank in it."""
+    """The group, this process's rank in it, and the numbers in the job of all its processes."""
 
     group: dist.ProcessGroup
     rank: int
-    size: int
+    processes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return len(self.processes)
 
     @classmethod
     def of(cls, world: list[int], replicas: list[list[int]], timeout: timedelta) -> Control:
@@ -39,29 +49,94 @@ class Control(NamedTuple):
         mine, rank = replicas.index(world), world.index(dist.get_rank())
         for known in process_groups():
             if known.group_desc == names[mine]:
-                return cls(known, rank, len(world))
+                return cls(known, rank, tuple(world))
         pairs = zip(replicas, names, strict=True)
         made = [dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=name) for ranks, name in pairs]
-        return cls(cast("dist.ProcessGroup", made[mine]), rank, len(world))
+        return cls(cast("dist.ProcessGroup", made[mine]), rank, tuple(world))
 
     @property
     def is_alive(self) -> bool:
         """True if the group has not been destroyed."""
         return self.group in process_groups()
 
-    def gather(self, mine: Tensor) -> Sequence[Tensor]:
-        """Return the tensor that each rank passes, in rank order; all must have the same shape and dtype."""
+    def gather(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor]:
+        """Return the tensor that each rank passes, in rank order; all must have the same shape and dtype.
+
+        `wait` waits for the others; `call` is what they are to do, for errors.
+        """
         table = torch.empty(self.size, *mine.shape, dtype=mine.dtype)
         rows = table.unbind(0)
         others = range(1, self.size)
         if self.rank:
-            answer = self.group.recv([table], 0, 0)
-            self.group.send([mine], 0, 0).wait()
-            answer.wait()
+            here = self._awaited(0, call)
+            with reporting(here):
+                works = [self.group.recv([table], 0, 0), self.group.send([mine], 0, 0)]
+            wait(PendingWorks(works[::-1], here))
             return rows
         rows[0].copy_(mine)
-        for work in [self.group.recv([rows[other]], other, 0) for other in others]:
-            work.wait()
-        for work in [self.group.send([table], other, 0) for other in others]:
-            work.wait()
+        self._exchange(others, lambda other: self.group.recv([rows[other]], other, 0), wait, call)
+        self._exchange(others, lambda other: self.group.send([table], other, 0), wait, call)
         return rows
+
+    def _exchange(
+        self, others: Sequence[int], post: Callable[[int], dist.Work], wait: Callable[[Waitable], None], call: str
+    ) -> None:
+        """Post one transfer for each of the others, and wait for them in turn."""
+        pending = list[PendingWorks]()
+        for other in others:
+            there = self._awaited(other, call)
+            with reporting(there):
+                pending.append(PendingWorks([post(other)], there))
+        for one in pending:
+            wait(one)
+
+    def _awaited(self, other: int, call: str) -> Awaited:
+        return Awaited(f"agreement on {call}", (self.processes[other],), self.group)
+
+
+def choose_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long a rank may keep others waiting: the group's timeout.
+
+    A device mesh makes its groups without the timeout that the job was initialized with; of those, it is the job's.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    return timeout_of(world if group.group_desc.startswith("mesh_") else group, device)
+
+
+def find_mesh_group(control: Control, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Return the group, on the device's backend, of all processes that agree; `group` if those are its own."""
+    if control.size == dist.get_world_size(group):
+        return group
+    if control.size == dist.get_world_size():
+        world = dist.group.WORLD
+        assert world is not None, "torch.distributed is initialized"
+        return world
+    found: dist.ProcessGroup | None = None
+    mine = torch.tensor([*dist.get_process_group_ranks(control.group)], device=device)
+    for members in list_replicas(mine.tolist(), device):
+        made = dist.new_group(members, timeout=timeout_of(group, device), backend=dist.get_backend(group))
+        found = made if dist.get_rank() in members else found
+    assert found is not None, "this process is a member"
+    return found
+
+
+def list_replicas(world: list[int], device: torch.device) -> list[list[int]]:
+    """Return the processes of every pipeline in the job, in the same order everywhere; `world` is this pipeline's."""
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(world)], device=device))
+    if len({size.item() for size in sizes}) > 1:
+        raise TransportError(
+            f"group: got groups of {sorted({int(size.item()) for size in sizes})} processes, expected the same size "
+            "for every pipeline of the job. Build all pipelines at the same time, over groups of the same size."
+        )
+    mine = torch.tensor(world, device=device)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    lists = sorted({tuple(other.tolist()): other.tolist() for other in found}.values())
+    if sorted(rank for ranks in lists for rank in ranks) != list(range(dist.get_world_size())):
+        raise TransportError(
+            f"group: got groups of the processes {lists}, expected each process in exactly one of them. Pass every "
+            "process the group, or the mesh, that it belongs to."
+        )
+    return lists

@@ -4,30 +4,49 @@
 Messages travel over channels (`fpipe.runtime.transport.channels`). Before any is sent, all ranks agree on what they are
 about to do (`fpipe.runtime.transport.agreement`), over a separate group (`fpipe.runtime.transport.control`).
 
+If a call fails midway on one rank, it tells the others (`fpipe.runtime.transport.board`) and breaks the pipeline's own
+groups, so that nobody waits for it; theirs raise `RankError` then. The user's groups stay whole.
+
 Runs when a pipeline is built and in every step, if ranks are separate processes.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.errors import TransportError
+from fpipe.errors import Cause, RankError, TransportError
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.ranks import Fields
 from fpipe.runtime.transport import clocks, speeds
 from fpipe.runtime.transport.agreement import agree, announce_refusal, exchange_texts
+from fpipe.runtime.transport.board import Board
 from fpipe.runtime.transport.channels import DistributedTransport
-from fpipe.runtime.transport.control import Control
+from fpipe.runtime.transport.control import GRACE, Control, choose_timeout, find_mesh_group, list_replicas
 from fpipe.runtime.transport.interface import Route, Transport
+from fpipe.runtime.transport.lookout import Lookout
+from fpipe.runtime.transport.waiting import (
+    Awaited,
+    BrokenWaitError,
+    PendingWorks,
+    await_all,
+    break_group,
+    find_closed,
+    reporting,
+)
 from fpipe.runtime.turns import claim_turn
 from fpipe.tensors.spec import Spec
-from fpipe.torch_private import timeout_of
+from fpipe.torch_private import process_groups
+
+DIED: Final = "it died, or left: its connection ended, and it left no word. Look at the last lines that it printed"
+MOST_SAID: Final = 2000
 
 
 class DistributedRanks:
@@ -37,6 +56,9 @@ class DistributedRanks:
 
     - `calls`: the number of calls of the pipeline's functions so far; `call`: the name and number of the current one.
     - `failure`: why later calls are refused, or `None`; `deciding`: whether the others wait for this rank to agree.
+    - `is_midway`: whether the others may wait for what this rank computes.
+    - `results`, `everyone`: the groups over which results go to all ranks, and to all processes that agree.
+    - `own_groups`: groups, besides those of channels, that nobody but pipelines uses.
     """
 
     def __init__(self, ranks: int, group: dist.ProcessGroup, device: torch.device, members: Sequence[int] = ()) -> None:
@@ -50,38 +72,96 @@ class DistributedRanks:
         self.ranks = (dist.get_rank(group),)
         self.processes = tuple(dist.get_process_group_ranks(group))
         self.failure: str | None = None
-        self.calls, self.call, self.deciding = 0, "", False
-        replicas = _replicas(dist.get_process_group_ranks(group), device)
-        timeout = timeout_of(group, device)
-        if members:
-            self.control = Control.of(list(members), _replicas(list(members), device), timeout)
+        self.calls, self.call, self.deciding, self.is_midway = 0, "", False, False
+        replicas = list_replicas(list(self.processes), device)
+        timeout = choose_timeout(group, device)
+        everyone = list_replicas(list(members), device) if members else replicas
+        self.control = Control.of(list(members or self.processes), everyone, timeout + GRACE)
+        self.places = tuple(self.control.processes.index(process) for process in self.processes)
+        self.own_groups = [self.control.group]
+        if device.type == "cpu":
+            self.results = Control.of(list(self.processes), replicas, timeout + GRACE).group
+            self.everyone = self.control.group
+            self.own_groups.append(self.results)
         else:
-            self.control = Control.of(dist.get_process_group_ranks(group), replicas, timeout)
-        everyone = dist.get_process_group_ranks(self.control.group)
-        self.places = tuple(everyone.index(process) for process in self.processes)
-        self.members = _group_of(self.control, group, device)
-        self.transport = DistributedTransport(group, device, replicas)
+            self.results, self.everyone = group, find_mesh_group(self.control, group, device)
+        self.transport = DistributedTransport(group, device, replicas, timeout + GRACE)
+        release = partial(_release, self.transport, self.own_groups)
+        self.lookout = Lookout(Board.of(self.control.group), self.control.processes, timeout, release)
+        weakref.finalize(self, self.lookout.stop)
 
     @contextmanager
     def enter_call(self, call: str) -> Iterator[None]:
         """Return the context for a function that all ranks call; an error before they have agreed is raised on all.
 
-        Raise `TransportError` if an earlier call failed midway, or if another thread is inside.
+        Raise `TransportError` if an earlier call failed midway, or if another thread is inside, and `RankError` if
+        another rank fails, dies or falls silent.
         """
         with claim_turn(f"rank {self.control.rank}, {call}"):
             self._require_whole(call)
             self.calls += 1
-            self.call, self.deciding = f"{call} (call {self.calls})", True
-            try:
-                self._read()
-                yield
-            except Exception as error:
-                if self.deciding and self.failure is None:
-                    with suppress(RuntimeError):  # no other rank is left
-                        announce_refusal(self._gather, self.call, error)
-                raise
-            finally:
-                self.deciding = False
+            self.call, self.deciding, self.is_midway = f"{call} (call {self.calls})", True, False
+            with self.lookout.on_duty(self.call):
+                try:
+                    self._read()
+                    yield
+                except BrokenWaitError as error:
+                    raise self._learn(error.awaited) from error.__cause__
+                except BaseException as error:
+                    self._share(error)
+                    if isinstance(error, SystemExit) and not error.code:
+                        raise self._refuse_exit() from error
+                    raise
+                finally:
+                    self.deciding = False
+
+    def _share(self, error: BaseException) -> None:
+        """Let the other ranks know of an error, if they wait for this one."""
+        if self.failure is None and (self.is_midway or (self.deciding and not isinstance(error, Exception))):
+            self._tell(error)
+        elif self.failure is None and self.deciding:
+            with suppress(RuntimeError):  # no other rank is left
+                announce_refusal(self._gather, self.call, error)
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell the other ranks of an error midway in a call, and end their waits for this one."""
+        said = f"{type(error).__name__}: {error}".removesuffix(": ")
+        mine = Cause(self.control.rank, self.lookout.place, said[:MOST_SAID])
+        first = self.lookout.board.publish(mine)
+        self._fail(said)
+        order = "the first failure; the other ranks were told" if first == mine else f"after the first failure: {first}"
+        error.add_note(f"rank {mine.rank}, {mine.place}: {order}")
+
+    def _learn(self, awaited: Awaited) -> RankError:
+        """Return the error of this rank, for which something did not come; find out why, and tell the others."""
+        lookout, place = self.lookout, self.lookout.place
+        board = lookout.board
+        cause = board.read() or board.lost_cause
+        if cause is None:
+            lost = lookout.ranks_of(awaited._replace(peers=tuple(find_closed(awaited))))
+            cause = board.publish(Cause(lost[0] if lost else None, f"before {awaited.what}", DIED))
+        self._fail(str(cause))
+        return RankError(self.control.rank, place, lookout.name(awaited), cause)
+
+    def _fail(self, why: str) -> None:
+        """Refuse later calls, end all waits in this pipeline, and wait until all ranks that are left know why."""
+        self.failure = why
+        self.lookout.release(None)
+        self.lookout.board.linger()
+        with self.lookout.asking:  # the thread may be about to break them, too
+            for group in {*self.own_groups, *self.transport.groups} & {*process_groups()}:
+                dist.destroy_process_group(group)
+            self.lookout.call = ""
+
+    def _refuse_exit(self) -> TransportError:
+        return TransportError(
+            f"rank {self.control.rank}, {self.call}: got sys.exit() in the middle of a call, expected its end: other "
+            "ranks wait for this one. Exit between calls, on every rank; or with a code other than 0, if this failed."
+        )
+
+    def conclude(self) -> None:
+        """Declare that no other rank waits for this one any more: what it raises now is its own affair."""
+        self.is_midway = False
 
     def _read(self) -> None:
         """Raise `TransportError` on all ranks if this one used a wrong message in the last step."""
@@ -102,27 +182,17 @@ class DistributedRanks:
         try:
             return agree(self.control.rank, self._gather, call, fields(), note)
         except TransportError:
-            self.deciding = False  # the others raise it too
+            self.deciding = self.is_midway = False  # the others raise it too
             raise
 
     def _gather(self, mine: Tensor) -> Sequence[Tensor]:
-        try:
-            return self.control.gather(mine)
-        except RuntimeError as error:
-            self.failure = "no answer from the other ranks"
-            raise TransportError(
-                f"rank {self.control.rank}, {self.call}: got no answer from the other ranks ({error}), expected them "
-                "to make the same call. Call the same functions on every rank. Look at the last output of the others: "
-                "one of them may have crashed."
-            ) from error
+        return self.control.gather(mine, self.lookout.wait, self.call)
 
     def connect(self, channels: Iterable[Route]) -> None:
         """Set up channels; every rank must pass the same ones."""
-        try:
-            self.transport.setup(channels)
-        except BaseException as error:
-            self.failure = f"{type(error).__name__}: {error}"
-            raise
+        self.deciding, self.is_midway = False, True
+        self.transport.setup(channels, self.lookout.wait)
+        self.deciding, self.is_midway = True, False
 
     def forget_layouts(self) -> None:
         """Drop the cached layouts of messages; the next message of each kind makes its layout again."""
@@ -140,25 +210,24 @@ class DistributedRanks:
     def run(self, copies: Sequence[Callable[[int, Transport], Execution]]) -> list[dict[int, Outcome]]:
         """Run this process's rank to completion, blocking on each handle that it yields; return its outcome."""
         (rank,), (execution,) = self.ranks, copies
-        self.deciding = False
-        run = execution(rank, self.transport).run()
+        self.deciding, self.is_midway = False, True
+        self.lookout.execution = execution(rank, self.transport)
+        run, wait = self.lookout.execution.run(), self.lookout.wait
         try:
             while True:
                 posted: Any = next(run)
-                posted.wait()
+                wait(posted)
         except StopIteration as stop:
+            self.lookout.execution = None
             return [{rank: stop.value}]
-        except BaseException as error:
-            self.failure = f"{type(error).__name__}: {error}"
-            raise
 
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return rank `source`'s tensor on every rank."""
-        return _broadcast(self.group, tensor, spec, source)
+        return self._broadcast(self.results, tensor, spec, source)
 
     def spread(self, tensor: Tensor | None, spec: Spec, member: int) -> Tensor:
         """Return on every process that agrees the tensor of number `member` among them."""
-        return _broadcast(self.members, tensor, spec, member)
+        return self._broadcast(self.everyone, tensor, spec, member)
 
     def agree_if_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
@@ -193,57 +262,28 @@ class DistributedRanks:
 
     def gather_vectors(self, vector: Tensor) -> Tensor:
         """Return the vectors of all ranks as rows; every rank must call this, once all have agreed on the length."""
-        self.deciding = False
+        self.deciding, self.is_midway = False, True
         mine = vector.contiguous().view(torch.uint8)  # not every backend knows every dtype
-        rows = mine.new_empty(dist.get_world_size(self.members), len(mine))
-        try:
-            dist.all_gather([*rows], mine, group=self.members)
-        except BaseException as error:
-            self.failure = f"{type(error).__name__}: {error}"
-            raise
+        rows = mine.new_empty(dist.get_world_size(self.everyone), len(mine))
+        awaited = await_all(f"vectors of {self.call}", self.everyone)
+        with reporting(awaited):
+            work = dist.all_gather([*rows], mine, group=self.everyone, async_op=True)
+        self.lookout.wait(PendingWorks([work], awaited))
+        self.conclude()
         return rows.view(vector.dtype)
 
-
-def _broadcast(group: dist.ProcessGroup, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
-    """Return the tensor of number `source` in the group on all its processes."""
-    data = spec.buffer() if tensor is None else spec.pack(tensor)
-    dist.broadcast(data, src=dist.get_process_group_ranks(group)[source], group=group)
-    return spec.unpack(data)
-
-
-def _group_of(control: Control, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return the group, on the device's backend, of all processes that agree; `group` if those are its own."""
-    if control.size == dist.get_world_size(group):
-        return group
-    if control.size == dist.get_world_size():
-        world = dist.group.WORLD
-        assert world is not None, "torch.distributed is initialized"
-        return world
-    found: dist.ProcessGroup | None = None
-    mine = torch.tensor([*dist.get_process_group_ranks(control.group)], device=device)
-    for members in _replicas(mine.tolist(), device):
-        made = dist.new_group(members, timeout=timeout_of(group, device), backend=dist.get_backend(group))
-        found = made if dist.get_rank() in members else found
-    assert found is not None, "this process is a member"
-    return found
+    def _broadcast(self, group: dist.ProcessGroup, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
+        """Return the tensor of number `source` in the group on all its processes."""
+        data = spec.buffer() if tensor is None else spec.pack(tensor)
+        awaited = await_all(f"result of {self.call}", group)  # others may pass it on
+        with reporting(awaited):
+            sender = dist.get_process_group_ranks(group)[source]
+            work = dist.broadcast(data, src=sender, group=group, async_op=True)
+        self.lookout.wait(PendingWorks([work], awaited))
+        return spec.unpack(data)
 
 
-def _replicas(world: list[int], device: torch.device) -> list[list[int]]:
-    """Return the processes of every pipeline in the job, in the same order everywhere; `world` is this pipeline's."""
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(world)], device=device))
-    if len({size.item() for size in sizes}) > 1:
-        raise TransportError(
-            f"group: got groups of {sorted({int(size.item()) for size in sizes})} processes, expected the same size "
-            "for every pipeline of the job. Build all pipelines at the same time, over groups of the same size."
-        )
-    mine = torch.tensor(world, device=device)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    lists = sorted({tuple(other.tolist()): other.tolist() for other in found}.values())
-    if sorted(rank for ranks in lists for rank in ranks) != list(range(dist.get_world_size())):
-        raise TransportError(
-            f"group: got groups of the processes {lists}, expected each process in exactly one of them. Pass every "
-            "process the group, or the mesh, that it belongs to."
-        )
-    return lists
+def _release(transport: DistributedTransport, groups: Sequence[dist.ProcessGroup], awaited: Awaited | None) -> None:
+    """End all waits in a pipeline: break its groups, these, and the one over which something is awaited."""
+    for group in {*transport.groups, *groups, *([awaited.group] if awaited else ())}:
+        break_group(group)

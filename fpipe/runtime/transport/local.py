@@ -130,6 +130,9 @@ class LocalRanks:
         """Wait until no other thread is inside."""
         return wait_for_turn()
 
+    def conclude(self) -> None:
+        """Do nothing: no other process waits."""
+
     def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
         """Return the note: every rank is here."""
         return [note]
@@ -202,6 +205,9 @@ def drive(executions: Sequence[Execution]) -> list[Outcome]:
             handle: Any = next(runs[k])
         except StopIteration as stop:
             outcomes[k] = stop.value
+        except BaseException as error:
+            error.add_note(_place(executions[k]))
+            raise
         else:
             handle.wake, waiting[k] = partial(ready.append, k), handle
     if waiting:
@@ -212,8 +218,10 @@ def drive(executions: Sequence[Execution]) -> list[Outcome]:
 def _report(executions: Sequence[Execution], waiting: dict[int, LocalHandle]) -> str:
     lines = [f"got {len(waiting)} ranks waiting for messages that no rank will post, expected all to finish:"]
     for k, handle in sorted(waiting.items()):
-        at, rank = executions[k].at, executions[k].rank
-        assert at is not None, "who waits has begun"
-        waits = transfer_text(handle.end, handle.message)
-        lines.append(f"rank {rank}, position {at.position}, {at.action}: waits for {waits}")
+        lines.append(f"{_place(executions[k])}: waits for {transfer_text(handle.end, handle.message)}")
     return "\n".join([*lines, "Pass the schedule to schedules.check, and run programs as lower() returns them."])
+
+
+def _place(execution: Execution) -> str:
+    at = execution.at
+    return f"rank {execution.rank}" + ("" if at is None else f", position {at.position}, {at.action}")

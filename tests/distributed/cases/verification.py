@@ -58,3 +58,18 @@ def a_change_that_one_rank_makes_is_raised_on_all(rank, size):
     require_whole(
         run(again, model, inputs, targets), loop(model, ZOO["normalised"].loss, inputs, targets, 3), rank, size
     )
+
+
+@case
+def what_is_not_finite_is_named_on_every_rank(rank, size):
+    """A parameter of the last rank becomes infinite."""
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    params, buffers = pipe.init(model)
+    assert fpipe.find_nonfinite(pipe)(params, buffers, inputs, targets) is None
+    if rank == size - 1:
+        name = min(params)
+        params[name].data.fill_(float("inf"))
+    found = fpipe.find_nonfinite(pipe)(params, buffers, inputs, targets)
+    assert found[:2] == (size - 1, None)
+    assert found.leaf.startswith("params['")
+    assert found.got == "inf"

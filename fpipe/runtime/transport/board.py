@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The board on which ranks post what others must know when something goes wrong, and whether they are alive.
+
+It is the store of a process group, which outlives any connection between two ranks. Whoever learns of a failure first
+publishes its cause; all others read that one, so all of them name the same. A rank that is long in a call posts a sign
+of life now and then: what it is doing, and whom it waits for.
+
+If the process that keeps the store dies or is stopped, the board is lost. That is a finding, too. A stopped store does
+not even refuse to answer, so a thread asks it, and nobody waits for the answer for long.
+
+Runs when a call takes long, or fails; if ranks are separate processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+import torch.distributed as dist
+
+from fpipe.errors import Cause
+
+T = TypeVar("T")
+PATIENCE: Final = 2.0  # seconds until a store that does not answer is lost
+LINGER, PAUSE = 3.0, 0.01  # seconds that a rank waits for the others to learn of a failure, and between two looks
+CLAIM, CAUSE, LEARNED, SIGN = "claim", "cause", "learned", "sign"
+
+
+class Sign(NamedTuple):
+    """A sign of life of a rank: when it was given, by the rank's own clock, what it is doing, and whom it waits for."""
+
+    time: float
+    doing: str
+    peers: tuple[int, ...]
+
+
+class Board:
+    """The board of the ranks that agree with each other, `size` of them, of which this process is number `rank`.
+
+    - `keeper`: the rank whose process keeps the store, if one of them does.
+    - `found`: the first cause, once it is known here.
+    - `is_gone`: whether the store has refused to answer; `late`: a question that it did not answer in time.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, keeper: int | None) -> None:
+        self.store, self.rank, self.size, self.keeper = store, rank, size, keeper
+        self.found: Cause | None = None
+        self.is_gone = False
+        self.late: StoreQuery | None = None
+        self.queries: SimpleQueue[StoreQuery | None] = SimpleQueue()
+        Thread(target=_answer_all, args=(self.queries,), name="fpipe board", daemon=True).start()
+        weakref.finalize(self, self.queries.put, None)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Board:
+        """Return the board of the processes of a group."""
+        shared: Any = group.get_group_store()
+        store = shared.clone()  # a connection of its own, which no other call blocks
+        keeper = _find_keeper(dist.get_process_group_ranks(group), os.environ)
+        return cls(store, group.rank(), group.size(), keeper)
+
+    def publish(self, cause: Cause) -> Cause:
+        """Publish a cause unless there is one; return the one that all ranks name."""
+        if self.found is None:
+            first = self._ask(lambda: self.store.add(CLAIM, 1) == 1, default=False)
+            if first:
+                self._note_learned(self.rank if cause.rank is None else cause.rank)  # who is lost will not
+                self._ask(lambda: self.store.set(CAUSE, json.dumps(cause)), default=None)
+            limit = time.monotonic() + LINGER
+            while self.read() is None and not self.is_lost and time.monotonic() < limit:
+                time.sleep(PAUSE)  # another rank has claimed to publish, and is about to
+        return self.found or self.lost_cause or cause
+
+    def read(self) -> Cause | None:
+        """Return the first cause, if one is published, and count as a rank that has learned of it."""
+        if self.found is None and self._ask(lambda: self.store.check([CAUSE]), default=False):
+            text = self._ask(lambda: self.store.get(CAUSE).decode(), default="")
+            self.found = Cause(*json.loads(text)) if text else None
+            self._note_learned(self.rank)
+        return self.found
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the store does not answer."""
+        return self.is_gone or (self.late is not None and not self.late.done.is_set())
+
+    @property
+    def lost_cause(self) -> Cause | None:
+        """The cause if the board is lost: something is wrong with the process that keeps the store."""
+        if not self.is_lost:
+            return None
+        problem = "it died, or left: the store is gone" if self.is_gone else "it is stopped: the store does not answer"
+        return Cause(self.keeper, "which keeps the store of the process group", problem)
+
+    def linger(self) -> None:
+        """Wait until all ranks that are left know the cause, but not for long.
+
+        The store ends with the process that keeps it. If the launcher does, it ends all ranks soon after the first.
+        """
+        if self.keeper not in (self.rank, None):
+            return
+        limit = time.monotonic() + LINGER
+        while not self.is_lost and time.monotonic() < limit:
+            if self._ask(lambda: self.store.check([f"{LEARNED}/{rank}" for rank in range(self.size)]), default=True):
+                return
+            time.sleep(PAUSE)
+
+    def _note_learned(self, rank: int) -> None:
+        self._ask(lambda: self.store.set(f"{LEARNED}/{rank}", ""), default=None)
+
+    def give_sign(self, doing: str, peers: tuple[int, ...]) -> None:
+        """Post a sign of life of this rank."""
+        text = json.dumps(Sign(time.monotonic(), doing, peers))
+        self._ask(lambda: self.store.set(f"{SIGN}/{self.rank}", text), default=None)
+
+    def last_sign(self, rank: int) -> Sign | None:
+        """Return the last sign of life that a rank has posted."""
+        key = f"{SIGN}/{rank}"
+        if not self._ask(lambda: self.store.check([key]), default=False):
+            return None
+        text = self._ask(lambda: self.store.get(key).decode(), default="")
+        return Sign(*json.loads(text)) if text else None
+
+    def _ask(self, ask: Callable[[], T], default: T) -> T:
+        """Return what the store answers; the default if it does not."""
+        if self.is_lost:
+            return default
+        query = StoreQuery(ask)
+        self.queries.put(query)
+        if not query.done.wait(PATIENCE):
+            self.late = query
+            return default
+        self.is_gone = self.is_gone or query.error is not None
+        return default if self.is_gone else cast(T, query.answer)
+
+
+class StoreQuery:
+    """A question to the store: `ask` asks it; it is `done` once there is an `answer`, or an `error`."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self.ask, self.done = ask, Event()
+        self.answer: Any = None
+        self.error: Exception | None = None
+
+
+def _answer_all(queries: SimpleQueue[StoreQuery | None]) -> None:
+    """Ask the store one question after the other, until there is none."""
+    while (query := queries.get()) is not None:
+        try:
+            query.answer = query.ask()
+        except Exception as error:
+            query.error = error
+        query.done.set()
+        del query
+
+
+def _find_keeper(processes: list[int], environment: Mapping[str, str]) -> int | None:
+    """Return which of these processes keeps the store: the first of the job, unless its launcher does."""
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or 0 not in processes:
+        return None
+    return processes.index(0)

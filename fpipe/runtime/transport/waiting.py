@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wait for works of torch.distributed, and say what was awaited if they fail.
+
+A wait on Gloo can't be interrupted: not by a signal, and not by a timeout of its own, which breaks all connections of
+the group. So another thread ends it, by breaking the group on purpose (`break_group`).
+
+Runs in every step, if ranks are separate processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Final, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fpipe.errors import TransportError
+
+NEVER_SENT: Final = 2**20
+"""A tag on which nothing is sent."""
+AT_ONCE: Final = timedelta(milliseconds=1)
+
+
+class Awaited(NamedTuple):
+    """The thing that a rank waits for.
+
+    - `what`: what `peers` do then, such as an action; `peers`: their numbers in the job.
+    - `group`: the process group over which they do it.
+    """
+
+    what: str
+    peers: tuple[int, ...]
+    group: dist.ProcessGroup
+
+
+class Waitable(Protocol):
+    """Something that a rank waits for."""
+
+    @property
+    def awaited(self) -> Awaited:
+        """The thing that is awaited, and who does it."""
+
+    def wait(self) -> None:
+        """Block until it is there; raise `BrokenWaitError` if it will not come."""
+
+
+class BrokenWaitError(TransportError):
+    """A connection ended while this rank waited, or before it could post what it wanted to send or receive.
+
+    Why is found out by the function that all ranks call, which raises `RankError` in its place.
+    """
+
+    def __init__(self, awaited: Awaited) -> None:
+        super().__init__(f"got a connection that ended, expected {awaited.what} from the processes {awaited.peers}")
+        self.awaited = awaited
+
+
+class PendingWorks:
+    """Works that are waited for together."""
+
+    def __init__(self, works: Sequence[dist.Work], awaited: Awaited) -> None:
+        self.works, self.awaited = works, awaited
+
+    def wait(self) -> None:
+        """Block until all works are done; raise `BrokenWaitError` if they can't be."""
+        with reporting(self.awaited):
+            for work in self.works:
+                work.wait()
+
+
+def await_all(what: str, group: dist.ProcessGroup) -> Awaited:
+    """Return what a collective waits for: that all other processes of the group take part."""
+    mine = dist.get_rank()
+    return Awaited(what, tuple(peer for peer in dist.get_process_group_ranks(group) if peer != mine), group)
+
+
+@contextmanager
+def reporting(awaited: Awaited) -> Iterator[None]:
+    """Raise `BrokenWaitError` in place of the transport's own error."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise BrokenWaitError(awaited) from error
+
+
+def break_group(group: dist.ProcessGroup) -> None:
+    """Make everything fail that waits on the group, in this process and at those connected to it; return at once.
+
+    Gloo has no function for it. It does this when a wait times out, so one is made to: on the first connection that is
+    still open.
+    """
+    if dist.get_backend(group) != "gloo":
+        group.abort()
+        return
+    byte, mine = torch.empty(1, dtype=torch.uint8), group.rank()
+    for peer in range(group.size()):
+        with suppress(RuntimeError):
+            if peer != mine:
+                group.recv([byte], peer, NEVER_SENT).wait(AT_ONCE)
+
+
+def find_closed(awaited: Awaited) -> list[int]:
+    """Return which of the peers have closed their connection to this process, by their numbers in the job."""
+    if len(awaited.peers) == 1 or dist.get_backend(awaited.group) != "gloo":
+        return list(awaited.peers)
+    closed, byte = [], torch.empty(1, dtype=torch.uint8)
+    for peer in awaited.peers:
+        try:
+            awaited.group.recv([byte], dist.get_group_rank(awaited.group, peer), NEVER_SENT)
+        except RuntimeError:
+            closed.append(peer)
+    return closed or list(awaited.peers)
