@@ -22,6 +22,7 @@ from fpipe.planning.amounts import Amount, parse_caps
 from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory, find_starts
 from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.matching import require_profile_of
+from fpipe.planning.pins import pin
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.planning.profiler import profile as measure
@@ -43,6 +44,7 @@ def plan(
     microbatches: int | Iterable[int] | None = None,
     schedules: Schedule | Iterable[Schedule | ScheduleFactory] | None = None,
     cuts: Iterable[str] = (),
+    stages: Iterable[tuple[str | None, str | None]] = (),
     weights: float = 4.0,
     profile: Profile | None = None,
     seconds: float = 60.0,
@@ -60,7 +62,8 @@ def plan(
       limit at every moment. `weights`: how often parameters are held: 4 for themselves, gradients and AdamW's moments.
     - `microbatches`: the numbers to choose from; by default 1, 2, 4 and 8 per rank, as far as the batch has rows.
     - `schedules`: what to choose from: factories `(ranks, microbatches) -> Schedule`, and schedules as they are.
-    - `cuts`: names of modules at which a stage must begin.
+    - `cuts`: names of modules at which a stage must begin. `stages`: pairs of names, for stages that must be: each
+      begins at the first module and ends before the second. `None` stands for the beginning or end of the model.
     - `profile`: measured before, of this model, for one number of microbatches.
     - `seconds`: about how long to search at most; `progress` is called with a `PlanProgress` after every candidate. A
       KeyboardInterrupt ends the search, and the best plan by then is returned.
@@ -101,7 +104,7 @@ def plan(
         for number in numbers
     }
     first = next(iter(profiles.values()))
-    room = Room(caps, find_starts(first), tuple(start for start, _ in first.stages(cuts)[1:]))
+    room = pin(Room(caps, find_starts(first)), first, tuple(cuts), tuple(stages))
     report = progress if progress is not None else _ignore
     limits = {"weights": weights, "seconds": seconds}
     return choose(profiles, factories, count, room, **limits, report=report, ordered=schedules is None)

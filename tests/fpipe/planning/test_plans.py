@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fpipe
+from fpipe.errors import InputError
 from fpipe.planning.candidates import FACTORIES, Candidate, Room, fit_memory
 from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.floor import bound_plans
+from fpipe.planning.pins import pin
 from fpipe.planning.plan import Plan
 from fpipe.planning.prediction import Predictor, find_peak
 from fpipe.planning.ranges import Spread
@@ -36,6 +38,7 @@ from schedules import (
 from tests.common.chain_profiles import chain_profile
 from tests.common.zoo import ZOO
 
+LIMITS = {"weights": 1.0, "seconds": 60.0, "report": lambda progress: None}
 FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
 
 
@@ -136,6 +139,29 @@ def test_what_fits_nowhere_is_refused_with_the_least_that_would():
 def test_too_few_places_for_cuts_are_refused():
     with pytest.raises(fpipe.InputError, match="too few places"):
         find(chain_profile([1, 1]), ranks=4)
+
+
+def test_a_pinned_stage_is_kept():
+    profile = chain_profile([1] * 8)
+    room = Room((inf,) * 3, frozenset(range(1, 8)))
+    one = pin(room, profile, ("1",), (("2", "7"),))
+    assert (one.pinned, one.places) == ((1, 2, 7), {1, 2, 7})
+    assert pin(room, profile, (), ((None, "3"), ("3", None))).places == {3}
+    found = choose({4: profile}, [one_f_one_b], 3, pin(room, profile, (), (("2", "7"),)), **LIMITS)
+    assert found.cuts == ("2", "7")
+
+
+def test_pins_that_contradict_one_another_are_refused():
+    profile = chain_profile([1] * 8)
+    room = Room((inf,) * 3, frozenset(range(1, 8)))
+    with pytest.raises(InputError, match=r"stages: got \('2', '7'\) and a stage that begins at '4', in the middle"):
+        pin(room, profile, ("4",), (("2", "7"),))
+    with pytest.raises(InputError, match=r"stages: got \('2', '7'\) and a stage that begins at '5'"):
+        pin(room, profile, (), (("2", "7"), ("5", None)))
+    with pytest.raises(InputError, match=r"stages\[0\]: got '27', expected two names of modules"):
+        pin(room, profile, (), ("27",))
+    with pytest.raises(InputError, match="expected at least one of the 8 blocks in each stage"):
+        pin(room, profile, (), (("7", "2"),))
 
 
 def test_a_pinned_cut_is_kept():
