@@ -295,6 +295,5 @@ def require_placement(placement: Placement, stages: int) -> None:
     if not isinstance(placement, Placement) or placement.stages != stages:
         got = f"one of {placement.stages} stages" if isinstance(placement, Placement) else type(placement).__name__
         raise InputError(
-            f"placement: got {got}, expected one of {stages} stages, as the cuts make. Change the cuts, "
-            "or the schedule."
+            f"placement: got {got}, expected {stages}, as the cuts make. Change the cuts, or the schedule."
         )

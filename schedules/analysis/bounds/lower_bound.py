@@ -80,7 +80,7 @@ def bound(
     Raise `SizeError` for costs or sizes of another number of stages, and if one microbatch alone does not fit into the
     memory of a rank: the message says the least that could. Raise `GraphError` for a graph of another size.
     """
-    require_types(bound, locals())
+    require_types(bound, {name: one for name, one in locals().items() if name not in ("memory", "microbatches")})
     problem = pose(costs, placement, microbatches, memory, sizes, split, backward, graph)
     network = _connect(problem, placement, sizes)
     return _sort([*find_rough_bounds(problem), *_find_fine_bounds(problem, network)])

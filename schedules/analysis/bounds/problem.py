@@ -24,7 +24,7 @@ from math import inf
 from typing import TypeAlias
 
 from schedules.errors import GraphError, SizeError
-from schedules.language.arguments import MOST_ENTRIES, is_size
+from schedules.language.arguments import MOST_ENTRIES, is_number, is_size
 from schedules.language.costs import ROUNDING, UNITS, Costs, Sizes, of_stage, require_stages
 from schedules.language.graph import Graph, chain
 from schedules.language.placement import Placement
@@ -167,7 +167,7 @@ def _weigh(placement: Placement, sizes: Sizes, rank: int) -> float:
 def _read_memory(memory: float | tuple[float, ...], ranks: int) -> tuple[float, ...]:
     """Return the memory of each rank. Raise `SizeError` for anything but a number, or one per rank."""
     caps = memory if isinstance(memory, tuple) else (memory,) * ranks
-    if len(caps) != ranks or not all(isinstance(cap, int | float) and 0 <= cap <= inf for cap in caps):
+    if len(caps) != ranks or not all(is_number(cap) and 0 <= cap <= inf for cap in caps):
         expected = f"a number of at least 0, or a tuple of {ranks}: one for each rank"
         raise SizeError.of("bound", "memory", memory, expected, "Correct memory.")
     return caps
