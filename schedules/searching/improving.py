@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from schedules.language.costs import ROUNDING
 from schedules.searching.dispatching import Priorities, dispatch
-from schedules.searching.instance import Contender, Instance, Job, PassOrders
+from schedules.searching.instance import FORWARD, Contender, Instance, Job, PassOrders
 from schedules.searching.playing import Played, play, read_priorities
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class Climb:
             if not blocks:
                 return
             block = self.random.choice(blocks)
-            order = _move(self.orders[block.rank], block, self.random)
-            if order != self.orders[block.rank] and self.instance.is_possible(block.rank, order):
+            order = _put_off(self.instance, block.rank, _move(self.orders[block.rank], block, self.random))
+            if order is not None and order != self.orders[block.rank]:
                 self._try(block.rank, order, warmth)
 
     def _try(self, rank: int, order: list[Job], warmth: float) -> None:
@@ -100,6 +100,28 @@ def _move(order: list[Job], block: CriticalBlock, random: Random) -> list[Job]:
     moved = list(order)
     moved.insert(target, moved.pop(source))
     return _renumber(moved)
+
+
+def _put_off(instance: Instance, rank: int, order: list[Job]) -> list[Job] | None:
+    """Return the order with each pass that can't run yet put off until it can; `None` if some never can.
+
+    A forward waits for memory, and a half for the pass before it. So a move that would need more memory than there is
+    takes the passes along that free it.
+    """
+    held, cap, done = 0.0, instance.caps[rank], dict[tuple[int, int], int]()
+    found, waiting = list[Job](), list[Job]()
+    for one in order:
+        waiting.append(one)
+        at = 0
+        while at < len(waiting):
+            kind, n, k = waiting[at]
+            growth = instance.growth[kind][n]
+            if (held + growth > cap) if kind == FORWARD else (done.get((kind - 1, n), 0) <= k):
+                at += 1
+                continue
+            found.append(waiting.pop(at))
+            held, done[kind, n], at = held + growth, k + 1, 0
+    return None if waiting else found
 
 
 def _renumber(order: list[Job]) -> list[Job]:

@@ -36,8 +36,8 @@ SHAKEN: Final = 0.2
 """The share of the tries for other priorities; the rest are single moves."""
 MOVES: Final = 20
 """Between looks at the clock, so many moves are made."""
-WARMEST: Final = 0.1
-"""The warmth that moves begin with, in periods."""
+WARMTHS: Final = (0.1, 0.3, 1.0)
+"""The warmth that moves begin with, in periods: one of these, drawn for each contender and round."""
 MOVE: Final = 0.1
 """The time of a move, in tries: it is played faster than it is dispatched."""
 
@@ -119,16 +119,18 @@ class Race:
             left = left[: (len(left) + 1) // 2]
 
     def improve(self, contender: Contender, tries: float) -> Contender:
-        """Return the contender, improved with so many tries: first by other priorities, then by single moves."""
-        begin, shaken = self.spent, self.spent + SHAKEN * tries
+        """Return the contender, improved with so many tries: by other priorities in half of all cases, then by moves."""
+        begin = self.spent
+        shaken = begin + SHAKEN * tries * self.random.randrange(2)
         while not self.is_over(shaken):
             contender = shake(self.instance, contender, SHAKES, self.random)
             self.add(contender)
             self.spent += SHAKES
         climb = Climb(self.instance, contender, self.random)
+        warmest = self.random.choice(WARMTHS) * self.instance.period
         while not self.is_over(begin + tries):
             cooled = max(0.0, 1 - (self.spent - begin) / tries)
-            climb.move(MOVES, WARMEST * self.instance.period * cooled)
+            climb.move(MOVES, warmest * cooled)
             self.add(climb.best)
             self.spent += MOVES * MOVE
         return climb.best
