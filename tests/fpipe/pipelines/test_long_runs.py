@@ -3,14 +3,12 @@
 
 import gc
 import statistics
-import threading
 import time
 import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 import fpipe
 from schedules import gpipe, one_f_one_b
@@ -128,25 +126,3 @@ def test_ten_thousand_steps_do_not_grow_or_slow_down():
 
     assert require_no_growth(run, 500, 10_000) < 8 * MIB
     assert statistics.median(took[-1000:]) < 3 * statistics.median(took[500:1500])
-
-
-@by_night
-def test_a_pipeline_runs_in_a_thread_beside_a_data_loader():
-    rows = [torch.ones(4)] * 8
-
-    def train(found):
-        pipe, step = build_small(HOW)
-        loader = DataLoader(rows, batch_size=4, num_workers=2)
-        found += [step(len(x))[0].loss for _ in range(5) for x in loader]
-        pipe.close()
-
-    def run(k):
-        found = []
-        thread = threading.Thread(target=train, args=(found,))
-        thread.start()
-        for _ in DataLoader(rows, batch_size=4, num_workers=2):
-            pass
-        thread.join()
-        assert len(found) == 10
-
-    require_no_growth(run, 3, 10)
