@@ -381,6 +381,15 @@ def process_groups() -> Iterable[Any]:
     return groups
 
 
+def destroy_group(group: Any) -> None:
+    """Destroy a process group in this process, and the empty list that torch would keep under its tag for ever."""
+    world: Any = torch.distributed.distributed_c10d._world
+    tag = world.pg_to_tag.get(group)
+    torch.distributed.destroy_process_group(group)
+    if not world.tags_to_pg.get(tag, [group]):
+        del world.tags_to_pg[tag]
+
+
 def post_all_gather(rows: Tensor, data: Tensor, group: Any) -> Any:
     """Post an all-gather of `data` into `rows`, under the name that it has in this version; return its work."""
     gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)

@@ -138,8 +138,9 @@ class Pipelined(nn.Module):
         **keywords: Any,
     ) -> Any:
         """Return the loss, or in eval mode without targets the outputs, as the class says."""
-        pipe, mine = self.pipe, self._read_setting()
+        pipe = self.pipe
         with pipe.ranks.enter_call("the model"):
+            mine = self._read_setting()
             batch = join_inputs(inputs, keywords)
             whole = find_total(pipe, steps, total)
             notes = pipe.ranks.agree(note=self._check(mine))
@@ -164,6 +165,13 @@ class Pipelined(nn.Module):
         super().zero_grad(set_to_none)
         if self._delivery is not None and self._delivery.is_overdue:
             self._delivery = None
+
+    def close(self) -> None:
+        """Close the pipelines of all settings, as `fpipe.Pipeline.close` does; parameters and buffers stay.
+
+        A later forward raises `InputError`. Closing again does nothing.
+        """
+        self._pipelines.close()
 
     def extra_repr(self) -> str:
         """Return the schedule."""

@@ -106,6 +106,11 @@ class Pipelines:
         """Return a value with the same pipelines, for the copy of a module."""
         return self
 
+    def close(self) -> None:
+        """Close all pipelines, and drop those of other settings."""
+        self.current.pipe.close()
+        self._build.cache_clear()
+
     def is_current(self, mine: Setting) -> bool:
         """Return whether this process's part of a setting is that of the current pipeline."""
         held = self.current.pipe.training.params

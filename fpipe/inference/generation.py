@@ -127,7 +127,9 @@ def generate(
             ids, room = prompts.to(pipe.device), _make_room(mask, length, pipe.device)
             first = ids, torch.tensor(0, device=pipe.device), *room
             key = len(ids), mask is not None
-            if key not in decodings:
+            if key in decodings:
+                decodings[key] = decodings.pop(key)  # the most recently used one
+            else:
                 decodings[key] = build_decoding(pipe, decoder, how, first, length)
                 for old in [*decodings][: -pipe.caches.most]:
                     del decodings[old]

@@ -52,7 +52,7 @@ class Caches:
 
     - `most`: the largest number of agreements that are kept besides the one on the pipeline itself.
     - `agreements`: by kind of batch. The first is the one on the pipeline itself; then the least recently used.
-    - `unquestioned`: the kinds of batches whose values the model asks nothing about.
+    - `unquestioned`: the last kinds of batches whose values the model asks nothing about.
     - `compared`: the kind of batch of the first step, when ranks have compared the tensors that several of them hold.
     - `trainable`: the trainable parameters that `init` and `initialise` returned, by id.
     - `norm_tables`: where norms of gradients are exchanged, by the digests of all ranks' lists of gradients.
@@ -60,7 +60,7 @@ class Caches:
 
     most: int
     agreements: OrderedDict[BatchKind, Agreement] = field(default_factory=OrderedDict)
-    unquestioned: set[BatchKind] = field(default_factory=set)
+    unquestioned: dict[BatchKind, None] = field(default_factory=dict)
     compared: set[BatchKind] = field(default_factory=set)
     trainable: WeakValueDictionary[int, Tensor] = field(default_factory=WeakValueDictionary)
     norm_tables: dict[tuple[int, ...], NormTable] = field(default_factory=dict)
@@ -71,7 +71,20 @@ class Caches:
         _, *others = self.agreements
         for other in others[: -self.most]:
             del self.agreements[other]
-        self.unquestioned.intersection_update(self.agreements)
+
+    def add_unquestioned(self, kind: BatchKind) -> None:
+        """Add a kind of batch whose values the model asks nothing about, and forget the oldest if there are too many.
+
+        Ranks may forget others than each other: to ask again takes no message if there is no question.
+        """
+        self.unquestioned[kind] = None
+        for old in [*self.unquestioned][: -1 - self.most]:
+            del self.unquestioned[old]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for cache in (self.agreements, self.unquestioned, self.compared, self.trainable, self.norm_tables):
+            cache.clear()
 
     def use(self, kind: BatchKind) -> None:
         """Make a kind of batch the most recently used one."""

@@ -84,6 +84,11 @@ class CaptureCache:
             self.watches[what] = self._watch(*what)
         return self.captured[what], self.positions[what]
 
+    @property
+    def computes_loss(self) -> bool:
+        """True if the loss is a function of the outputs alone."""
+        return not self.batchings[True].has_targets and self.loss is not None
+
     def question(self, variant: Variant, microbatch: Microbatch) -> Question | None:
         """Return the model's next question about a microbatch; `None` if none is known."""
         return self.questions.get((variant.capture, microbatch))

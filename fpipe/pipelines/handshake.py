@@ -10,6 +10,7 @@ Runs when a pipeline is built, at the first batch of a kind, and in every step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -60,7 +61,8 @@ def agree_on_plan(
         pipe.ranks.agree(record_fields, "a new kind of batch")
         pipe.ranks.connect(plan.program.channels)
         known = digest(f"{field.name} {field.digest}" for field in fields)
-        pipe.caches.add(kind, Agreement(plan, known, batch_fields(pipe, kind, known)))
+        user = weakref.proxy(pipe)  # what a pipeline caches must not keep it alive
+        pipe.caches.add(kind, Agreement(plan, known, batch_fields(user, kind, known)))
         pipe.planner.keep_only(pipe.caches.agreements)
         pipe.ranks.forget_layouts()
     return pipe.caches.agreements[kind]

@@ -26,12 +26,13 @@ from fpipe.meshes.copies import PipelineCopies
 from fpipe.meshes.holdings import Holdings
 from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.closing import Closable
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.resolver import ExchangeText, own_text
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.report.description import describe
 from fpipe.report.footprint import measure_sizes, shard_sizes
-from fpipe.runtime.ranks import Ranks
+from fpipe.runtime.ranks import Ranks, require_unclosed
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.stage import Stage
 from fpipe.weights.holder import hold
@@ -41,7 +42,7 @@ from schedules import Program, Schedule, Sizes
 
 
 @dataclass(frozen=True, eq=False)
-class Pipeline:
+class Pipeline(Closable):
     """A model, a loss, a schedule and a partition, checked to fit together. Made by `fpipe.pipeline`.
 
     - `planner`: the schedule, the captured model, and everything else that determines how a batch is run.
@@ -106,11 +107,6 @@ class Pipeline:
         with wait_for_turn(), hide_fakes():
             return shard_sizes(measure_sizes(self.training.assembly, self.schedule.placement), self.copies.shards)
 
-    @property
-    def computes_loss(self) -> bool:
-        """True if the loss is a function of the outputs alone."""
-        return not self.captures.batchings[True].has_targets and self.captures.loss is not None
-
     def batch(
         self,
         variant: Variant,
@@ -128,11 +124,12 @@ class Pipeline:
             return batch
         resolved = self.planner.resolve(variant, batch, exchange_text)
         if resolved.signature == batch.signature:
-            self.caches.unquestioned.add((variant, batch.signature))
+            self.caches.add_unquestioned((variant, batch.signature))
         return resolved
 
     def plan(self, variant: Variant, signature: Signature | None = None) -> StepPlan:
         """Return the plan for a signature, by default the example's; raise `InputError` if the model can't take it."""
+        require_unclosed(self.ranks, "pipe.plan")
         return self.planner.plan(variant, signature)
 
     def init(

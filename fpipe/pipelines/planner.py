@@ -78,6 +78,7 @@ class Planner:
             try:
                 self.plans[kind] = self._isolated_plan(*kind)
             except PipelineError as error:
+                self.keep_only(self.plans)
                 if kind == self.kind(variant):
                     raise
                 raise self._unfit(*kind, error) from error
@@ -88,6 +89,7 @@ class Planner:
         try:
             return Resolver(self.captures, variant, batch, exchange_text).resolve()
         except CaptureError as error:
+            self.keep_only(self.plans)
             raise self._unfit(variant, batch.signature, error) from error
 
     def _unfit(self, variant: Variant, signature: Signature, error: PipelineError) -> InputError:

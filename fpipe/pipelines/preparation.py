@@ -52,7 +52,7 @@ def _variant(pipe: Pipeline, targets: Any, training: Variant) -> Variant:
     """Return the variant of a step: of a training step, unless the schedule has no backward."""
     if pipe.schedule.backward:
         return training
-    return replace(EVALUATION, loss=pipe.computes_loss or targets is not None, casts=training.casts)
+    return replace(EVALUATION, loss=pipe.captures.computes_loss or targets is not None, casts=training.casts)
 
 
 def _signature(pipe: Pipeline, variant: Variant, inputs: Any, targets: Any) -> Signature:

@@ -172,7 +172,7 @@ def make_evaluation_step(pipe: Pipeline, record: Record | None) -> Callable[...,
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
         with suspend_autocast(EVALUATION) as what, pipe.ranks.enter_call("an evaluation"):
             params, buffers, _ = unwrap_start(pipe, Start(params, buffers, {}))
-            has_loss = pipe.computes_loss or pipe.ranks.agree_if_any(targets is not None)
+            has_loss = pipe.captures.computes_loss or pipe.ranks.agree_if_any(targets is not None)
             variant = replace(what, loss=has_loss)
             total = find_weight_of_all(pipe, variant, inputs, targets)
             batch = pipe.batch(variant, inputs, targets, pipe.ranks.exchange_text, total)

@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from fpipe.errors import InputError
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.transport.agreement import Field
 from fpipe.runtime.transport.interface import Route, Transport
@@ -35,6 +36,13 @@ class Ranks(Protocol):
     @property
     def places(self) -> tuple[int, ...]:
         """The numbers of the ranks' processes among all that agree, which may be those of a mesh around them."""
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+
+    def close(self) -> None:
+        """Release the channels, and refuse later calls; no other rank is waited for."""
 
     def enter_call(self, call: str) -> AbstractContextManager[None]:
         """Return the context for a function, named `call`, that all ranks call.
@@ -97,3 +105,12 @@ class Ranks(Protocol):
 
         All have the same length and dtype, on which the ranks must have agreed. The host does not wait for the device.
         """
+
+
+def require_unclosed(ranks: Ranks, call: str) -> None:
+    """Raise `InputError` if the pipeline of these ranks is closed."""
+    if ranks.is_closed:
+        raise InputError(
+            f"{call}: got a closed pipeline, expected an open one. Call close() after the last step, on every rank; to "
+            "go on, build the pipeline again: parameters and optimizer state carry over."
+        )

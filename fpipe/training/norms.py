@@ -171,7 +171,9 @@ def _agree_on_table(
         pipe.caches.norm_tables,
     )
     notes = tuple(pipe.ranks.agree(lambda: [Field.of("arguments", arguments)], note=digest([listed])))
-    if notes not in known:
+    if notes in known:
+        known[notes] = known.pop(notes)  # the most recently used one
+    else:
         rows = pipe.ranks.exchange_text(listed, "which gradients there are")
         if len(known) >= KEPT_TABLES:
             del known[next(iter(known))]

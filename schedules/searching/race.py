@@ -119,7 +119,7 @@ class Race:
             left = left[: (len(left) + 1) // 2]
 
     def improve(self, contender: Contender, tries: float) -> Contender:
-        """Return the contender, improved with so many tries: by other priorities in half of all cases, then by moves."""
+        """Return the contender, improved: in half of all cases by other priorities first, then by moves."""
         begin = self.spent
         shaken = begin + SHAKEN * tries * self.random.randrange(2)
         while not self.is_over(shaken):

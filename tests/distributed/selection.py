@@ -21,6 +21,8 @@ NEEDS_TWO = {
     "profiles_of_different_models_are_refused",
     "batches_of_other_shapes",
     "state_of_another_rank",
+    *("dropped_and_closed_pipelines_leave_nothing", "a_closed_pipeline_leaves_the_group_of_the_user"),
+    "two_thousand_steps_do_not_grow_or_slow_down",
     *(name for name in CASES if name.startswith(("gpt_dropout", "all_frozen", "constants", "own_loss", "recurrent"))),
     *(name for name in CASES if name.endswith("-gpipe") and not name.startswith("skips")),
 }
@@ -66,7 +68,7 @@ NEEDS_NIGHT |= {
 NEEDS_NIGHT |= {
     *("updates_of_other_schedules_and_ties", "norms_count_experts_of_all_processes_on_a_mesh", "a_split_llama"),
     *("smoothed_losses_of_a_split_head_on_a_mesh", "recomputation_in_replicas_of_split_models_on_a_mesh"),
-    *("split_blocks_that_run_again", "split_models_are_verified"),
+    *("split_blocks_that_run_again", "split_models_are_verified", "two_thousand_steps_do_not_grow_or_slow_down"),
 }
 
 

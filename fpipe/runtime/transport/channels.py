@@ -26,7 +26,14 @@ from torch import Tensor
 
 from fpipe.runtime.transport.envelope import LINE, Envelope, Specs
 from fpipe.runtime.transport.interface import MessageKey, Payload, Route, transfer_text
-from fpipe.runtime.transport.waiting import Awaited, BrokenWaitError, PendingWorks, Waitable, reporting
+from fpipe.runtime.transport.waiting import (
+    Awaited,
+    BrokenWaitError,
+    PendingWorks,
+    Waitable,
+    destroy_groups,
+    reporting,
+)
 
 Unread: TypeAlias = list[tuple[Envelope, Tensor]]
 """Headers that arrived but are not checked yet, each with the expected message."""
@@ -185,6 +192,12 @@ class DistributedTransport:
         """Drop the cached layouts of messages, which keep the specs of every plan alive."""
         for channel in self.channels.values():
             channel.envelopes.clear()
+
+    def close(self, others: Iterable[dist.ProcessGroup]) -> None:
+        """Destroy the groups of all channels, and these; drop what is cached."""
+        destroy_groups([*self.groups, *others])
+        self.channels.clear()
+        self.unread.clear()
 
     def read(self) -> None:
         """Raise `TransportError` if a message of the last step was not the expected one."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fpipe.errors import Cause, RankError, TransportError
 from fpipe.runtime.executor import Execution, Outcome
-from fpipe.runtime.ranks import Fields
+from fpipe.runtime.ranks import Fields, require_unclosed
 from fpipe.runtime.transport import clocks, speeds
 from fpipe.runtime.transport.agreement import agree, announce_refusal, exchange_texts
 from fpipe.runtime.transport.board import Board
@@ -38,6 +38,7 @@ from fpipe.runtime.transport.waiting import (
     PendingWorks,
     await_all,
     break_group,
+    destroy_groups,
     find_closed,
     reporting,
 )
@@ -59,6 +60,7 @@ class DistributedRanks:
     - `is_midway`: whether the others may wait for what this rank computes.
     - `results`, `everyone`: the groups over which results go to all ranks, and to all processes that agree.
     - `own_groups`: groups, besides those of channels, that nobody but pipelines uses.
+    - `connection`: its end destroys the groups that no other pipeline uses, once nobody uses the ranks.
     """
 
     def __init__(self, ranks: int, group: dist.ProcessGroup, device: torch.device, members: Sequence[int] = ()) -> None:
@@ -68,7 +70,7 @@ class DistributedRanks:
                 f"got a process group of {size} processes, expected one process for each of the schedule's {ranks} "
                 f"ranks. Start {ranks} processes, or build the schedule for ranks={size}."
             )
-        self.group, self.device = group, device
+        self.group, self.device, before = group, device, [*process_groups()]
         self.ranks = (dist.get_rank(group),)
         self.processes = tuple(dist.get_process_group_ranks(group))
         self.failure: str | None = None
@@ -89,6 +91,9 @@ class DistributedRanks:
         release = partial(_release, self.transport, self.own_groups)
         self.lookout = Lookout(Board.of(self.control.group), self.control.processes, timeout, release)
         weakref.finalize(self, self.lookout.stop)
+        made = [group for group in (self.everyone,) if group not in {*before, self.results, self.control.group}]
+        self.connection = weakref.finalize(self, self.transport.close, made)
+        self.connection.atexit = False  # the process ends anyway
 
     @contextmanager
     def enter_call(self, call: str) -> Iterator[None]:
@@ -98,6 +103,7 @@ class DistributedRanks:
         another rank fails, dies or falls silent.
         """
         with claim_turn(f"rank {self.control.rank}, {call}"):
+            require_unclosed(self, call)
             self._require_whole(call)
             self.calls += 1
             self.call, self.deciding, self.is_midway = f"{call} (call {self.calls})", True, False
@@ -114,6 +120,16 @@ class DistributedRanks:
                     raise
                 finally:
                     self.deciding = False
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return not self.connection.alive
+
+    def close(self) -> None:
+        """Destroy the groups of the channels, and end the threads; the groups that pipelines share stay."""
+        self.lookout.stop()
+        self.connection()
 
     def _share(self, error: BaseException) -> None:
         """Let the other ranks know of an error, if they wait for this one."""
@@ -149,8 +165,7 @@ class DistributedRanks:
         self.lookout.release(None)
         self.lookout.board.linger()
         with self.lookout.asking:  # the thread may be about to break them, too
-            for group in {*self.own_groups, *self.transport.groups} & {*process_groups()}:
-                dist.destroy_process_group(group)
+            destroy_groups([*self.own_groups, *self.transport.groups])
             self.lookout.call = ""
 
     def _refuse_exit(self) -> TransportError:

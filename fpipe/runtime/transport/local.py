@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fpipe.errors import DeadlockError, TransportError
 from fpipe.runtime.executor import Execution, Outcome
-from fpipe.runtime.ranks import Fields
+from fpipe.runtime.ranks import Fields, require_unclosed
 from fpipe.runtime.transport.interface import MessageKey, Payload, Route, Transport, transfer_text
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.tensors.spec import Spec
@@ -125,9 +125,15 @@ class LocalRanks:
         self.ranks: tuple[int, ...] = tuple(range(ranks))
         self.processes: tuple[int, ...] = ()
         self.places: tuple[int, ...] = (0,)
+        self.is_closed = False
+
+    def close(self) -> None:
+        """Refuse later calls."""
+        self.is_closed = True
 
     def enter_call(self, call: str) -> AbstractContextManager[None]:
         """Wait until no other thread is inside."""
+        require_unclosed(self, call)
         return wait_for_turn()
 
     def conclude(self) -> None:

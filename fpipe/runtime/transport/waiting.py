@@ -9,7 +9,7 @@ Runs in every step, if ranks are separate processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Final, NamedTuple, Protocol
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fpipe.errors import TransportError
+from fpipe.torch_private import destroy_group, process_groups
 
 NEVER_SENT: Final = 2**20
 """A tag on which nothing is sent."""
@@ -100,6 +101,12 @@ def break_group(group: dist.ProcessGroup) -> None:
         with suppress(RuntimeError):
             if peer != mine:
                 group.recv([byte], peer, NEVER_SENT).wait(AT_ONCE)
+
+
+def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Destroy those of the groups that are not destroyed yet, in this process; return at once."""
+    for group in {*groups} & {*process_groups()}:
+        destroy_group(group)
 
 
 def find_closed(awaited: Awaited) -> list[int]:

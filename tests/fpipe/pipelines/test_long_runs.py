@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that runs forever does not grow: pipelines end, and what they cache is bounded."""
+
+import gc
+import statistics
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from schedules import gpipe, one_f_one_b
+from tests.common.growth import build_small, require_no_growth
+from tests.common.sizes import NIGHTLY, by_night
+
+HOW = one_f_one_b(ranks=2, microbatches=2)
+MIB = 2**20
+
+
+def test_a_closed_pipeline_refuses_steps_and_closes_again():
+    pipe, step = build_small(HOW)
+    step()
+    with pipe as same:
+        assert same is pipe
+    pipe.close()
+    assert not pipe.planner.plans
+    assert not pipe.captures.captured
+    for call in (
+        step,
+        lambda: fpipe.value_and_grad(pipe),
+        lambda: fpipe.evaluate(pipe)({}, {}, ()),
+        lambda: pipe.training,
+    ):
+        with pytest.raises(
+            fpipe.InputError, match=r"got a closed pipeline, expected an open one\. .* build the pipeline"
+        ):
+            call()
+
+
+def test_closing_also_closes_what_was_rebuilt_and_dropping_does_not():
+    model = nn.Linear(4, 1)
+    old = fpipe.pipeline(model, example=(torch.ones(4, 4),), loss=torch.mean, schedule=gpipe(1, 2))
+    new = old.rebuilt(model)
+    del old
+    step = fpipe.value_and_grad(new)
+    step(*new.init(model), (torch.ones(4, 4),))
+    newer = new.rebuilt(model)
+    new.close()
+    with pytest.raises(fpipe.InputError, match="closed"):
+        fpipe.value_and_grad(newer)
+
+
+def test_a_closed_module_refuses_forwards():
+    x = torch.ones(4, 4)
+    model = fpipe.Pipelined(nn.Linear(4, 1), example=(x,), loss=torch.mean, schedule=gpipe(1, 2))
+    model(x).backward()
+    model.eval()
+    model(x)
+    model.close()
+    model.close()
+    with pytest.raises(fpipe.InputError, match="the model: got a closed pipeline"):
+        model(x)
+
+
+def test_a_pipeline_that_nothing_refers_to_is_freed_at_once():
+    build_small(HOW)  # what torch imports on first use keeps the frames that called it
+    gc.collect()
+    pipe, step = build_small(HOW)
+    step()
+    step(6)
+    held = weakref.ref(pipe)
+    del pipe, step
+    assert held() is None
+
+
+def test_pipelines_that_are_built_and_dropped_leave_nothing():
+    def run(k):
+        pipe, step = build_small(HOW)
+        step()
+        if k % 2:
+            pipe.close()
+
+    grown = require_no_growth(run, 3, 1000 if NIGHTLY else 30)
+    assert grown < 16 * MIB
+
+
+def test_steps_of_changing_sizes_keep_as_many_plans_as_asked_for():
+    pipe, step = build_small(HOW, plans=2)
+
+    def run(k):
+        step(6 + 2 * (k % 5))
+        sizes = [len(pipe.planner.plans), len(pipe.planner.assemblies), len(pipe.captures.captured)]
+        sizes += [len(pipe.caches.agreements), len(pipe.caches.unquestioned)]
+        assert max(sizes) <= 3, sizes
+
+    require_no_growth(run, 5, 300 if NIGHTLY else 10)
+
+
+def test_batches_that_are_refused_leave_nothing():
+    pipe, step = build_small(HOW)
+
+    def run(k):
+        with pytest.raises(fpipe.InputError):
+            step(0)
+        with pytest.raises(fpipe.InputError):
+            fpipe.value_and_grad(pipe)(
+                *pipe.init(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))), (torch.ones(4, 5 + k),)
+            )
+
+    require_no_growth(run, 2, 8)
+    assert len(pipe.captures.captured) == 1
+    assert len(pipe.caches.unquestioned) <= 33
+
+
+@by_night
+def test_ten_thousand_steps_do_not_grow_or_slow_down():
+    _, step = build_small(HOW)
+    took = []
+
+    def run(k):
+        start = time.perf_counter()
+        step()
+        took.append(time.perf_counter() - start)
+
+    assert require_no_growth(run, 500, 10_000) < 8 * MIB
+    assert statistics.median(took[-1000:]) < 3 * statistics.median(took[500:1500])
