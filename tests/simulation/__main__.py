@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay one case of the simulation from its seed, or run many.
 
-    python -m tests.simulation --seed 17
-    python -m tests.simulation --seed 0 --cases 1000
+python -m tests.simulation --seed 17
+python -m tests.simulation --seed 0 --cases 1000
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,12 +16,10 @@ import torch
 from torch import Tensor
 
 import fpipe
-from fpipe.tensors.tree import same_bits
-from tests.common.comparison import Result, differences
+from tests.common.comparison import Result
 from tests.common.random_models import case_of
-from tests.common.random_pipelines import REFUSALS
-from tests.common.world.drawing import OPTIMIZERS, TIMEOUT, Case, draw
-from tests.common.world.fibers import Killed, Process, World
+from tests.common.world.drawing import OPTIMIZERS, TIMEOUT, Case
+from tests.common.world.fibers import Process, World
 from tests.common.world.network import Network
 from tests.common.world.patches import inhabit
 
@@ -108,7 +105,6 @@ class Script:
         """Train on one device, as rank -1."""
         case, (model, pipe) = self.case, self.build()
         init, update = fpipe.optimizer(OPTIMIZERS[case.optimizer][0], **OPTIMIZERS[case.optimizer][1])
-        params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         params, buffers = pipe.init(model)
         start = params, buffers, init(params), 0
         self.loop(-1, pipe, fpipe.reference(pipe, outputs=case.outputs), start, update, lambda i: True)
@@ -160,7 +156,7 @@ class Trial:
         fault = self.fault
         if fault is None or process.rank != fault.rank or not self.armed[process.rank] or self.struck is not None:
             return
-        if fault.kind in ("none", "lose", "leave") or (fault.what != "any" and fault.what != what):
+        if fault.kind in ("none", "lose", "leave") or fault.what not in ("any", what):
             return
         self.counts[process.rank] += 1
         if self.counts[process.rank] == fault.count + 1:
@@ -197,7 +193,9 @@ class Trial:
                 self.ended[rank] = self.world.now
 
         with inhabit(self.network):
-            mains = [self.world.start(process, "script", partial(main, process.rank)) for process in self.world.processes]
+            mains = [
+                self.world.start(process, "script", partial(main, process.rank)) for process in self.world.processes
+            ]
             self.world.run(mains)
         return [fiber.error for fiber in mains]
 

@@ -10,18 +10,21 @@ from typing import Any
 import torch
 
 import schedules
+from schedules import KINDS as ACTIONS
 from schedules import Schedule, SizeError, recompute, split_backward
 from schedules.files.csv import table
 from tests.common.random_models.description import GRAPH_NESTS, NESTS, Again, Description, Leaf, Nest, Part
 from tests.common.random_models.kinds import KINDS
 
 FAMILIES = (
-    "gpipe one_f_one_b one_f_one_b zb_h1 zb_h2 zb_auto eager_1f1b kfkb interleaved_1f1b breadth_first "
-    "interleaved_zero_bubble v_1f1b v_half v_min zb_v dualpipe dualpipe_v chimera hanayo"
-).split()
-FAULTS = (
-    "none none raise raise raise interrupt exit die die die die stop stop nap nap lose lose leave disk disk".split()
+    *("gpipe", "one_f_one_b", "one_f_one_b", "eager_1f1b", "kfkb", "zb_h1", "zb_h2", "zb_auto", "zb_v", "v_half"),
+    *("v_min", "v_1f1b", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble", "hanayo"),
+    *("dualpipe", "dualpipe_v", "chimera"),
 )
+FAULTS = {
+    "none": 2, "raise": 3, "interrupt": 1, "exit": 1, "die": 4, "stop": 2, "nap": 2, "lose": 2, "leave": 1, "disk": 2,
+}  # fmt: skip
+"""Kinds of faults, and how often each is drawn."""
 WHERE = ("any", "any", "compute", "store", "wait")
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -34,8 +37,8 @@ TIMEOUT = 30.0
 class Fault:
     """One thing that goes wrong.
 
-    - `kind`: an exception (`raise`, `interrupt`, `exit`), a death, a stop for good, a short one (`nap`), a lost message,
-      a script that ends early (`leave`), or a death while files are written (`disk`); or nothing.
+    - `kind`: an exception (`raise`, `interrupt`, `exit`), a death, a long stop, a short one (`nap`), a lost message, a
+      script that ends early (`leave`), or a death while files are written (`disk`); or nothing.
     - `rank`, `what`, `count`: it strikes this rank at its step number `count` of this sort after building; a lost
       message counts all messages.
     """
@@ -86,7 +89,7 @@ def draw(seed: int) -> Case:
     how = draw_schedule(random)
     backward = random.choice(["autograd", "autograd", "autograd", "graph"])
     dtype = random.choice([torch.float32] * 4 + [torch.float64, torch.bfloat16])
-    kind, steps = random.choice(FAULTS), random.choice([1, 1, 2])
+    kind, steps = random.choices([*FAULTS], [*FAULTS.values()])[0], random.choice([1, 1, 2])
     saves = kind == "disk" or random.random() < 0.4
     fault = Fault(
         kind,
@@ -148,7 +151,7 @@ def numbers_of(made: Any) -> list[str]:
 
 
 def draw_order(random: Random) -> Schedule:
-    """Return a schedule that runs, again and again, any action whose inputs are there, on ranks that hold any stages."""
+    """Return a schedule that runs, again and again, any action whose inputs are there; any rank holds any stages."""
     S, M = random.randint(1, 4), random.randint(1, 3)
     homes = [random.randrange(3) for _ in range(S)]
     used = sorted(set(homes))
@@ -159,11 +162,13 @@ def draw_order(random: Random) -> Schedule:
             kinds = random.choice(["F", "F", "CR"]) + random.choice(["B", "IW"])
             left[s, i] = list(kinds)
     forwards, backwards = set[tuple[int, int]](), set[tuple[int, int]]()
+    ascends = random.random() < 0.7  # else a model that modifies buffers is refused
     while left:
         able = [
             (s, i)
             for (s, i), kinds in left.items()
             if (kinds[0] not in "FC" or s == 0 or (s - 1, i) in forwards)
+            and (kinds[0] not in "FC" or i == 0 or not ascends or (s, i - 1) in forwards)
             and (kinds[0] not in "BI" or s == S - 1 or (s + 1, i) in backwards)
         ]
         s, i = random.choice(able)
@@ -178,12 +183,25 @@ def draw_order(random: Random) -> Schedule:
     return table(rows=tuple(",".join(row) for row in rows))
 
 
+def draw_layout(random: Random, how: Schedule) -> Schedule:
+    """Return a schedule on which to go on: another one, if both add gradients in ascending order, or the same."""
+    for stage in range(how.stages):
+        ranks = how.placement.replicas(stage)
+        order = [a.microbatch for a in how.actions(ranks[0]) if a.stage == stage and ACTIONS[a.kind].after == "done"]
+        if len(ranks) > 1 or order != sorted(order):
+            return how
+    made = random.choice([schedules.one_f_one_b, schedules.gpipe, schedules.zb_h1])
+    return made(ranks=random.randint(1, min(3, how.stages)), microbatches=how.microbatches)
+
+
 def draw_model(random: Random, stages: int, dtype: torch.dtype, backward: str) -> Description:
     """Return a model with some layers per stage."""
     plain = dtype != torch.float32
-    kinds = ["plain", "relu_", "mul_", "dropout", "norm", "sliced", "masked", "words"] if plain else [
-        name for name, kind in KINDS.items() if backward == "autograd" or kind.graph
-    ]
+    kinds = (
+        ["plain", "relu_", "mul_", "dropout", "norm", "sliced", "masked", "words"]
+        if plain
+        else [name for name, kind in KINDS.items() if backward == "autograd" or kind.graph]
+    )
     nests = GRAPH_NESTS if plain or backward == "graph" else NESTS
     sequence = random.random() < 0.15
 

@@ -20,7 +20,7 @@ from typing import Any
 LIMIT = 200_000  # switches after which a world counts as stuck
 
 
-class Killed(BaseException):  # noqa: N818 - it is no error: it ends the fibers of a dead process
+class Killed(BaseException):
     """The process of this fiber is dead."""
 
 
