@@ -18,8 +18,12 @@ test: .venv/installed
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
+# Simulated cases run by night, from a seed of the day.
+CASES ?= 2000
+
 nightly: .venv/installed
-	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly SIMULATION_CASES=$(CASES) SIMULATION_SEED=$$(date +%Y%m%d)000000 \
+		$(BIN)/pytest -n auto --dist worksteal
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks

@@ -37,7 +37,7 @@ from fpipe.stages.conversion import differentiate, take_scale, widen_sums
 from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
-from schedules import Schedule, check, lower
+from schedules import KINDS, Schedule, check, lower
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +136,7 @@ class Planner:
             schedule = self.copies.evaluate(schedule)
         for stage in assemblies[0].stages:
             _require_one_state(stage, schedule.placement.replicas(stage.index), self.copies)
+            _require_ascending(stage, schedule)
         merge = _output_merge(assemblies, self.output_dims, int(variant.loss)) if variant.outputs else None
         watch = self.captures.watch(variant, microbatches)
         return StepPlan(assemblies, lower(schedule, graph), self.ranks, merge, watch, self.copies)
@@ -172,15 +173,35 @@ class Planner:
         return differentiate(assembly, self.backend, {s for rank in self.ranks for s in placement.stages_on(rank)})
 
 
+def _list_modified(stage: Stage) -> list[str]:
+    """Return the names of the buffers that a stage modifies."""
+    return [name for k, name in enumerate(stage.buffers) if k in stage.wiring.modified_buffers]
+
+
 def _require_one_state(stage: Stage, ranks: Sequence[int], copies: PipelineCopies) -> None:
     """Raise `CutError` if a stage in several places modifies a buffer: each sees only some of the microbatches."""
-    modified = [name for k, name in enumerate(stage.buffers) if k in stage.wiring.modified_buffers]
+    modified = _list_modified(stage)
     if modified and len(ranks) * copies.count > 1:
         where = f"ranks {list(ranks)}" if len(ranks) > 1 else f"{copies.count} copies of the pipeline"
         raise CutError(
             f"stage {stage.index}: got modified buffers {modified} on {where}, expected none: each "
             "sees only some of the microbatches. Choose a schedule with one rank per stage and no data-parallel "
             "dimension, or a model that does not modify buffers."
+        )
+
+
+def _require_ascending(stage: Stage, schedule: Schedule) -> None:
+    """Raise `CutError` if a stage modifies a buffer, but not in the order in which one device runs the microbatches."""
+    modified = _list_modified(stage)
+    if not modified:
+        return
+    rank = schedule.placement.home(stage.index, 0)
+    order = [a.microbatch for a in schedule.actions(rank) if a.stage == stage.index and KINDS[a.kind].crosses == "F"]
+    if order != sorted(order):
+        raise CutError(
+            f"stage {stage.index}: got modified buffers {modified} and forwards of the microbatches {order}, expected "
+            "ascending order: buffers go from each microbatch to the next, as on one device. Choose a schedule with "
+            "forwards in that order, or a model that does not modify buffers."
         )
 
 

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fpipe uses of torch.distributed, of threads, of the clock and of files, replaced by a simulated world."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch.distributed
+from torch import Tensor
+
+from fpipe.checkpoints import manifest, save
+from fpipe.meshes import arguments
+from fpipe.runtime import executor, launch, turns
+from fpipe.runtime.transport import board, channels, control, distributed, lookout, waiting
+from fpipe.training import optimizers
+from tests.common.world.fibers import Lock, Queue, Signal, World
+from tests.common.world.network import Group, Network, Works
+
+USERS = (launch, board, channels, control, distributed, waiting, optimizers, arguments)
+
+
+class Distributed:
+    """The part of `torch.distributed` that fpipe uses; the rest is the real one's."""
+
+    def __init__(self, network: Network) -> None:
+        self.network, self.world = network, network.world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.distributed, name)
+
+    @property
+    def group(self) -> Any:
+        return SimpleNamespace(WORLD=self._default)
+
+    @property
+    def _default(self) -> Group:
+        return self.network.all[self.world.process]
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_rank(self, group: Group | None = None) -> int:
+        return (group or self._default).rank()
+
+    def get_world_size(self, group: Group | None = None) -> int:
+        return (group or self._default).size()
+
+    def get_process_group_ranks(self, group: Group) -> list[int]:
+        return list(group.room.ranks)
+
+    def get_group_rank(self, group: Group, rank: int) -> int:
+        return group.room.ranks.index(rank)
+
+    def get_backend(self, group: Group) -> str:
+        return "gloo"
+
+    def new_group(self, ranks: Sequence[int], timeout: Any = None, backend: str = "gloo", group_desc: str = "") -> Any:
+        return self.network.create(ranks, timeout, group_desc)
+
+    def destroy_process_group(self, group: Group) -> None:
+        self.world.step("destroy")
+        group.process.open.remove(group)
+        group.room.close(group.process.rank)
+
+    def all_gather(self, rows: list[Tensor], mine: Tensor, group: Group | None = None, async_op: bool = False) -> Any:
+        group = group or self._default
+        group.collectives += 1
+        tag, me, works = ("all_gather", group.collectives), group.rank(), []
+        for other, row in enumerate(rows):
+            if other == me:
+                row.copy_(mine)
+            else:
+                works += [group.recv([row], other, tag), group.send([mine], other, tag)]
+        return Works(works) if async_op else Works(works).wait()
+
+    def broadcast(self, data: Tensor, src: int, group: Group, async_op: bool = True) -> Works:
+        group.collectives += 1
+        tag, me, root = ("broadcast", group.collectives), group.rank(), group.room.ranks.index(src)
+        if me == root:
+            return Works([group.send([data], other, tag) for other in range(group.size()) if other != me])
+        return Works([group.recv([data], root, tag)])
+
+
+class FiberThread:
+    """A `threading.Thread` that is a fiber of the process that starts it."""
+
+    def __init__(
+        self, world: World, target: Any, args: Sequence[Any] = (), name: str = "", daemon: bool = True
+    ) -> None:
+        self.world, self.name = world, name
+        self.target = lambda: target(*args)
+
+    def start(self) -> None:
+        self.world.start(self.world.process, self.name, self.target)
+
+
+class Bell:
+    """The end of a socket pair that nobody writes to."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.patience = world, 0.0
+
+    def settimeout(self, seconds: float) -> None:
+        self.patience = seconds
+
+    def recv(self, size: int) -> bytes:
+        self.world.sleep(self.patience)
+        raise TimeoutError
+
+    def setblocking(self, blocks: bool) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Writer:
+    """A `ThreadPoolExecutor` that runs its task at once; a fault may strike before."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def submit(self, task: Any) -> Future[Any]:
+        self.world.step("write")
+        done: Future[Any] = Future()
+        try:
+            done.set_result(task())
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    def shutdown(self, wait: bool) -> None:
+        pass
+
+
+class Files:
+    """The module `os`, in which a fault may strike before a file is durable, which is before and after its renaming."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def fsync(self, number: int) -> None:
+        self.world.step("fsync")
+
+
+class Turn:
+    """A lock that is always free: fibers run one at a time."""
+
+    def acquire(self, blocking: bool = True) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def inhabit(network: Network) -> Iterator[None]:
+    """Return the context in which fpipe's ranks live in the world of a network."""
+    world = network.world
+    one = Distributed(network)
+    replaced: list[tuple[Any, str, Any]] = [(module, "dist", one) for module in USERS]
+    replaced += [(turns, "TURN", Turn())]
+    for module in (board, lookout):
+        replaced += [
+            (module, "Thread", lambda **options: FiberThread(world, **options)),
+            (module, "Lock", lambda: Lock(world)),
+        ]
+    replaced += [
+        (board, "Event", lambda: Signal(world)),
+        (board, "SimpleQueue", lambda: Queue(world)),
+        (board, "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)),
+        (lookout, "monotonic", lambda: world.now),
+        (lookout, "socket", SimpleNamespace(socketpair=lambda: (Bell(world), Bell(world)), socket=object)),
+        (distributed, "process_groups", lambda: list(world.process.open)),
+        (control, "process_groups", lambda: list(world.process.open)),
+        (control, "timeout_of", lambda group, device: group.room.timeout),
+        (save, "ThreadPoolExecutor", lambda **options: Writer(world)),
+        (manifest, "os", Files(world)),
+        (executor.Execution, "__init__", observe(world, executor.Execution.__init__)),
+    ]
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": str(not network.is_kept)}
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        for target, name, value in replaced:
+            if not hasattr(target, name):
+                continue  # not every module uses every kind of lock
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield
+
+
+def observe(world: World, init: Any) -> Any:
+    """Return the initializer of executions whose actions are steps of their process."""
+
+    def observed(run: Any, rank: int, program: Any, *others: Any) -> None:
+        rows = tuple(row._replace(handler=watched(row.handler)) for row in program.instructions)
+        init(run, rank, program._replace(instructions=rows), *others)
+
+    def watched(handler: Any) -> Any:
+        def handle(run: Any, action: Any, stage: Any, arrived: Any) -> Any:
+            process = world.process
+            process.place = str(action)
+            process.computed += 1
+            world.step("compute")
+            return handler(run, action, stage, arrived)
+
+        return handle
+
+    return observed

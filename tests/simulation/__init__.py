@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulation of the whole system: `python -m tests.simulation --seed N`."""

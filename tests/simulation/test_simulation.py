@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole system, from one seed: ranks, network, faults and restarts end as promised, and a broken fpipe is seen."""
+
+import os
+from unittest import mock
+
+import pytest
+
+from fpipe.runtime import instructions
+from fpipe.runtime.handlers import HANDLERS
+from fpipe.runtime.transport.distributed import DistributedRanks
+from tests.common.sizes import NIGHTLY, by_night
+from tests.common.world.network import Room
+from tests.common.world.verdicts import simulate
+
+FIRST, CASES = int(os.environ.get("SIMULATION_SEED", "0")), int(os.environ.get("SIMULATION_CASES", "2000"))
+CHUNK = 100
+BY_DAY = (1, 3, 8, 11, 5008)
+
+
+def find_broken(seeds):
+    """Yield the command that replays each case that does not end as promised, with what was wrong."""
+    for seed in seeds:
+        try:
+            simulate(seed)
+        except Exception as error:
+            yield f"python -m tests.simulation --seed {seed}", f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("seed", BY_DAY)
+def test_a_simulated_run_ends_as_promised(seed):
+    simulate(seed)
+
+
+@by_night
+@pytest.mark.parametrize("first", range(FIRST, FIRST + (CASES if NIGHTLY else 1), CHUNK))
+def test_many_simulated_runs_end_as_promised(first):
+    assert not [*find_broken(range(first, min(first + CHUNK, FIRST + CASES)))]
+
+
+def test_a_seed_replays_the_same_run():
+    assert simulate(12) == simulate(12)
+
+
+def reordered(self, sent, received):
+    """Deliver the younger of two messages of a channel first."""
+    younger, _ = self.pending[*sent.ends, sent.tag]
+    if younger and len(younger[0].data) == len(sent.data):
+        younger.append(sent)
+        sent = younger.popleft()
+    CARRY(self, sent, received)
+
+
+CARRY = Room._carry
+
+
+def lose_last(run, action, stage, arrived):
+    """Drop the weight gradients of microbatch 1."""
+    total = run.grads[action.stage]
+    HANDLERS["B"](run, action, stage, arrived)
+    if action.microbatch == 1:
+        run.grads[action.stage] = total
+    return ()
+
+
+BROKEN = {
+    "a channel delivers out of order": mock.patch.object(Room, "_carry", reordered),
+    "a failure is not told": mock.patch.object(DistributedRanks, "_tell", return_value=None),
+    "a gradient is dropped": mock.patch.object(instructions, "HANDLERS", {**HANDLERS, "B": lose_last}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_fpipe_is_seen_within_a_few_seeds(name):
+    with BROKEN[name]:
+        assert next(find_broken(range(5000, 5010)), None)
