@@ -31,6 +31,7 @@ from fpipe.runtime.transport.waiting import (
     BrokenWaitError,
     PendingWorks,
     Waitable,
+    break_group,
     destroy_groups,
     reporting,
 )
@@ -192,6 +193,11 @@ class DistributedTransport:
         """Drop the cached layouts of messages, which keep the specs of every plan alive."""
         for channel in self.channels.values():
             channel.envelopes.clear()
+
+    def release(self, others: Iterable[dist.ProcessGroup], awaited: Awaited | None) -> None:
+        """End all waits over these channels and over other groups; `awaited` says where else one waits."""
+        for group in {*self.groups, *others, *([awaited.group] if awaited else ())}:
+            break_group(group)
 
     def close(self, others: Iterable[dist.ProcessGroup]) -> None:
         """Destroy the groups of all channels, and these; drop what is cached."""

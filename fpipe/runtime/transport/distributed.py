@@ -37,7 +37,6 @@ from fpipe.runtime.transport.waiting import (
     BrokenWaitError,
     PendingWorks,
     await_all,
-    break_group,
     destroy_groups,
     find_closed,
     reporting,
@@ -88,7 +87,7 @@ class DistributedRanks:
         else:
             self.results, self.everyone = group, find_mesh_group(self.control, group, device)
         self.transport = DistributedTransport(group, device, replicas, timeout + GRACE)
-        release = partial(_release, self.transport, self.own_groups)
+        release = partial(self.transport.release, self.own_groups)
         self.lookout = Lookout(Board.of(self.control.group), self.control.processes, timeout, release)
         weakref.finalize(self, self.lookout.stop)
         made = [group for group in (self.everyone,) if group not in {*before, self.results, self.control.group}]
@@ -296,9 +295,3 @@ class DistributedRanks:
             work = dist.broadcast(data, src=sender, group=group, async_op=True)
         self.lookout.wait(PendingWorks([work], awaited))
         return spec.unpack(data)
-
-
-def _release(transport: DistributedTransport, groups: Sequence[dist.ProcessGroup], awaited: Awaited | None) -> None:
-    """End all waits in a pipeline: break its groups, these, and the one over which something is awaited."""
-    for group in {*transport.groups, *groups, *([awaited.group] if awaited else ())}:
-        break_group(group)

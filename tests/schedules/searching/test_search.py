@@ -89,7 +89,7 @@ def test_the_optimum_is_found(case):
     best = find_optimum(case)
     assume(best is not None and bound_case(case) < inf)
     assume(not case.placement.mirrors or not costs.comm)  # replicas exchange their gradients, too
-    found = search(costs, case.placement, case.microbatches, **more, tries=400)
+    found = search(costs, case.placement, case.microbatches, **more, tries=4000)
     assert found.makespan <= best.makespan * ROUNDING
 
 
