@@ -6,7 +6,6 @@
 
 Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all again, they load the checkpoint, and the
 final parameters are bit for bit those of an undisturbed run. So are they under the other command, or on more ranks.
-
 It saves to two places in turn, so if a disk alters the last checkpoint, the run goes on from the one before.
 
 It is exact because batch and dropout follow from the number of the step. The checkpoint holds all else: parameters,
@@ -53,8 +52,7 @@ def connect() -> None:
 
 def begin(pipe: fpipe.Pipeline, path: Path) -> fpipe.Checkpoint:
     """Return the run as it was last saved, or a new one."""
-    saved = [place for place in (path / "even", path / "odd") if fpipe.is_checkpoint(place)]
-    if saved:
+    if saved := [place for place in (path / "even", path / "odd") if fpipe.is_checkpoint(place)]:
         return fpipe.load(pipe, saved)
     return fpipe.Checkpoint(*pipe.init(build_model()), state=None, step=0, data=None)
 
@@ -74,9 +72,8 @@ def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
             place = path / ("odd" if i // every % 2 else "even")
             fpipe.save(pipe, place, params=params, buffers=buffers, state=state, step=i + 1)
             if 0 in pipe.ranks.ranks:
-                print(
-                    f"step {i + 1:4}  loss {out.loss.item():.6f}  norm {norm.item():.6f}  saved in {place}", flush=True
-                )
+                figures = f"loss {out.loss.item():.6f}  norm {norm.item():.6f}"
+                print(f"step {i + 1:4}  {figures}  saved in {place}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -309,6 +309,7 @@ def run(drill: Drill, folder: Path) -> dict:
     folder.mkdir()
     rank, children = fork(drill.ranks)
     if rank is not None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, shells ignore it
         try:
             be_rank(drill, rank, folder)
         except SystemExit as exit:

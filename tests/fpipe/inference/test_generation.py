@@ -206,7 +206,7 @@ def test_bad_arguments_are_refused(small):
     _, pipe, state = small
     with pytest.raises(fpipe.InputError, match="length: got 0"):
         fpipe.generate(pipe, 0)
-    with pytest.raises(fpipe.InputError, match=r"schedule: got .*, with stages on ranks \[0\]"):
+    with pytest.raises(fpipe.InputError, match=r"schedule: got .*, with stages on ranks \(0,\)"):
         fpipe.generate(pipe, 10, schedule=gpipe(ranks=1, microbatches=2))
     with pytest.raises(fpipe.InputError, match=r"schedule: .* each stage on one rank"):
         fpipe.generate(pipe, 10, schedule=dualpipe(ranks=2, microbatches=4))

@@ -270,5 +270,5 @@ def test_replicas_add_in_float32():
 def test_a_dtype_in_which_nothing_can_be_added_is_refused(sums):
     pipe, *_ = build(ZOO["mlp"], HOW["zb_h1"], ROWS, capture="trace")
     for use in (fpipe.value_and_grad, fpipe.reference):
-        with pytest.raises(fpipe.InputError, match=r"sums: got .*, expected a dtype of floating-point numbers"):
+        with pytest.raises(fpipe.InputError, match=r"sums: got .*, expected a dtype"):
             use(pipe, sums=sums)

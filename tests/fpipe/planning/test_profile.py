@@ -110,7 +110,7 @@ def test_cuts_are_names_or_numbers():
 
 
 def test_a_placement_of_other_stages_is_refused():
-    with pytest.raises(InputError, match=r"placement: got one of 4 stages, expected one of 2 stages"):
+    with pytest.raises(InputError, match=r"placement: got one of 4 stages, expected 2, as the cuts make"):
         plain_profile(4).sizes([1], gpipe(4, 4).placement)
 
 

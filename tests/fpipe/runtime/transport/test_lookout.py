@@ -116,6 +116,14 @@ def test_the_one_who_keeps_all_waiting_is_given_up(start):
 
 
 def test_control_c_ends_a_wait(start):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, shells ignore it
+    try:
+        wait_for_control_c(start)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def wait_for_control_c(start):
     lookout, posted, _ = start()
     Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt), lookout.on_duty("a step (call 1)"):
