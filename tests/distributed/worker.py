@@ -39,11 +39,14 @@ def groups() -> set[dist.ProcessGroup]:
     return set(distributed_c10d._world.pg_map)
 
 
-def end(made: set[dist.ProcessGroup]) -> None:
-    """Destroy the channels of a case's pipelines: each has threads, and a thousand slow down all later cases."""
-    if made and dist.is_initialized():
+def end(before: set[dist.ProcessGroup]) -> None:
+    """Destroy the channels of a case's pipelines: each has threads, and a thousand slow down all later cases.
+
+    Which of them are left depends on what a rank has collected already, so all ranks meet, whatever is left on one.
+    """
+    if dist.is_initialized():
         dist.barrier()
-        for group in made:
+        for group in groups() - before:
             if not group.group_desc.startswith(("control group", "mesh_")):  # DTensor keeps meshes for ever
                 dist.destroy_process_group(group)
 
@@ -66,7 +69,7 @@ def run(rank: int, size: int, report: str, chosen: Sequence[str] = ()) -> None:
         for name in chosen or names(size):
             start, busy, before = time.perf_counter(), time.process_time(), groups()
             CASES[name](rank, size)
-            end(groups() - before)
+            end(before)
             took, busy = time.perf_counter() - start, time.process_time() - busy
             results[name] = f"passed in {took:.2f} s, of which it computed {busy:.2f} s"
             path.write_text(json.dumps(results))

@@ -77,7 +77,8 @@ def density(x):
 
 @BACKWARDS
 @pytest.mark.parametrize("between", [Sampled(), density], ids=["in a module", "in the model itself"])
-def test_distributions_check_their_arguments_in_every_step(between, backward):
+def test_distributions_check_their_arguments_in_every_step(between, backward, monkeypatch):
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # dynamo turns it off for good
     pipe, inputs, targets = build(model := Two(between), backward=backward)
     assert fpipe.verify(pipe, model, inputs, targets, seed=1).reference
     params, buffers = pipe.init(model)
