@@ -30,7 +30,7 @@ class CriticalBlock(NamedTuple):
 
 
 class Climb:
-    """PassOrders on their way: where they are now, and the `best` so far."""
+    """Orders on their way: where they are now, and the `best` so far."""
 
     def __init__(self, instance: Instance, contender: Contender, random: Random) -> None:
         self.instance, self.random, self.best = instance, random, contender

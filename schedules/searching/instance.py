@@ -32,7 +32,7 @@ PassOrders: TypeAlias = list[list[Job]]
 
 
 class Contender(NamedTuple):
-    """PassOrders, the makespan that they take, and where they come from."""
+    """Orders, the makespan that they take, and where they come from."""
 
     makespan: float
     orders: PassOrders

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PassOrders by rule: every microbatch wants to run like the first one, one period later than the one before.
+"""Orders by rule: every microbatch wants to run like the first one, one period later than the one before.
 
 The time at which a pass would run if its microbatch were alone, plus so many periods, is its priority. A few numbers
 bend that: how soon backwards and weight halves become urgent, and how far ranks run ahead. `draw_rule` finds them by

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PassOrders from a repeating unit: the passes of one microbatch on a circle.
+"""Orders from a repeating unit: the passes of one microbatch on a circle.
 
 Let every stage run one pass of each kind per period. Then a schedule is the times of one microbatch alone, and all that
 matters on a rank is that those times, taken modulo the period, do not overlap, and that what is held at once fits
