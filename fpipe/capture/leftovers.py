@@ -34,11 +34,14 @@ LIBRARY_PACKAGES: Final = LIBRARIES.union(
 CONTAINERS: Final = (dict, list, set, deque)
 NOT_OPENED: Final = (type, ModuleType, FunctionType, Tensor, nn.Module)
 CONTAINER_DEPTH: Final = 4
+SET_BY_IMPORT: Final = frozenset({"__builtins__", "__loader__", "__spec__", "__path__"})
+"""Globals that Python's import system sets in each file: no forward writes to what they hold, which is large."""
 
 
 def remove_fakes(files: Iterable[str], kinds: Iterable[type], others: Iterable[Any] = ()) -> list[Any]:
     """Remove fake tensors from containers in these files and classes, and from `others`; return those that held any."""
-    found = [one for one in (*_containers(files, kinds), *others) if _is_or_holds_fake(one)]
+    searched = {id(one): one for one in (*_containers(files, kinds), *others)}  # many files import the same ones
+    found = [one for one in searched.values() if _is_or_holds_fake(one)]
     for one in found:
         _empty(one)
     return found
@@ -84,6 +87,8 @@ def _containers(files: Iterable[str], kinds: Iterable[type]) -> Iterator[Any]:
 def _of_file(module: ModuleType) -> Iterator[Any]:
     table = vars(module)
     for name, value in list(table.items()):
+        if name in SET_BY_IMPORT:
+            continue
         if isinstance(value, type):
             yield from _of_class(value) if value.__module__ == module.__name__ else ()
         elif type(value) is FakeTensor:
