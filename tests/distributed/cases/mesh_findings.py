@@ -16,6 +16,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, recompute, zb_v
 from tests.common import tensor_parallel
 from tests.common.cases import mse
+from tests.common.gates import Marked
 from tests.common.tensor_parallel import GPT, MICROBATCHES, local, plain_loop, require_same_gradients, whole, words
 from tests.distributed.cases.checks import gather, raises
 from tests.distributed.cases.meshes import mesh_of
@@ -126,25 +127,11 @@ def one_by_one(model, x, y):
         yield {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-class Asking(nn.Module):
-    """A layer that only batches with a mark go through."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.rare, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
-
-    def forward(self, x, marks):
-        x = self.first(x).tanh()
-        if marks.any():
-            x = self.rare(x)
-        return self.last(x)
-
-
 @case
 def a_branch_of_one_replica_is_refused_on_a_mesh(rank, size):
     """The rows of one replica answer the model's question otherwise: all processes raise; alike, all go on."""
     torch.manual_seed(0)
-    mesh, model = mesh_of(pp=2, dp=2), Asking()
+    mesh, model = mesh_of(pp=2, dp=2), Marked()
     x, y, marks = torch.randn(4, 4), torch.randn(4, 1), torch.zeros(4, 1, dtype=torch.bool)
     pipe = fpipe.pipeline(
         model,

@@ -15,6 +15,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import gpipe, one_f_one_b, zb_h1, zb_v
 from tests.common import experts
 from tests.common.cases import mse
+from tests.common.gates import Marked
 from tests.common.meshes import SHAPES, loop_over_copies, options
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import by_day, covering, in_turn
@@ -199,20 +200,6 @@ def test_gradients_in_bfloat16_are_added_in_float32(shape):
         torch.testing.assert_close(grad.double(), exact, rtol=0, atol=1e-6)
 
 
-class Asking(nn.Module):
-    """A layer that only batches with a mark go through."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.rare, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
-
-    def forward(self, x, marks):
-        x = self.first(x).tanh()
-        if marks.any():
-            x = self.rare(x)
-        return self.last(x)
-
-
 class Rare(nn.Module):
     """A layer that only large values go through."""
 
@@ -255,7 +242,7 @@ def require_loop(pipe, shape, model, batch, **options):
 def test_copies_take_the_same_branch_or_are_refused(shape):
     """The batch decides: all microbatches alike, whichever copy they are of."""
     torch.manual_seed(0)
-    model, x, y, marks = Asking(), torch.randn(12, 4), torch.randn(12, 1), torch.zeros(12, 1, dtype=torch.bool)
+    model, x, y, marks = Marked(), torch.randn(12, 4), torch.randn(12, 1), torch.zeros(12, 1, dtype=torch.bool)
     pipe = split_over(shape, model, (x, marks, y), cuts=["last"])
     assert "rare.weight" not in require_loop(pipe, shape, model, (x, marks, y))
     assert "rare.weight" in require_loop(pipe, shape, model, (x, ~marks, y))

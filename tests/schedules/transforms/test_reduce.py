@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`reduce_gradients` reduces the gradient of every stage once, as early as its rank has it."""
 
-from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import (
-    KINDS,
     Action,
     SizeError,
     chain,
@@ -18,28 +15,28 @@ from schedules import (
     connect,
     defer_weights,
     dualpipe,
-    families,
     forwards,
     gpipe,
     lower,
-    merge_backward,
     mirror,
     one_f_one_b,
-    overlap,
     pipedream,
-    recompute,
     reduce_gradients,
     split_backward,
     update_weights,
     zb_v,
 )
-from schedules.proof.interpreter import ideal, interpret, prove
-from schedules.proof.networks import fifo
+from schedules.proof.interpreter import prove
 from schedules.testing import conformance, orders, schedules
 from tests.common.rows import edit, rows
-
-TRANSFORMS = [split_backward, merge_backward, recompute, overlap, mirror]
-FAMILIES = [getattr(families, name) for name in families.__all__ if not name.startswith("pipedream")]
+from tests.common.transforms import (
+    FAMILIES,
+    TRANSFORMS,
+    require_correct_among,
+    require_proved,
+    require_right_after_the_last_gradient,
+    require_updates_of_the_whole_gradient,
+)
 
 test_reduced_1f1b_conforms = conformance(lambda ranks, microbatches: reduce_gradients(one_f_one_b(ranks, microbatches)))
 test_reduced_v_conforms = conformance(lambda ranks, microbatches: reduce_gradients(zb_v(ranks, microbatches)))
@@ -52,44 +49,25 @@ test_updated_and_reduced_replicas_conform = conformance(
 )
 
 
-def require_correct(s, graph):
-    check(s, graph)
-    check(lower(s, graph))
-    prove(s, graph)
-
-
 @settings(deadline=None)
 @given(orders())
 def test_any_correct_order_stays_correct(case):
     s, graph = case
     s = connect(edit(s, rows(s, without="U")), graph)
-    require_correct(reduce_gradients(s), graph)
-    both = update_weights(reduce_gradients(s))
-    require_correct(both, graph)
-    for meaning in (ideal(both, graph), interpret(lower(both, graph), fifo)):
-        assert meaning.updates == (meaning.sums if s.backward else ((),) * s.stages)
+    require_proved(reduce_gradients(s), graph)
+    require_updates_of_the_whole_gradient(update_weights(reduce_gradients(s)), graph)
 
 
 @settings(deadline=None)
 @given(schedules(FAMILIES), st.lists(st.sampled_from(TRANSFORMS), max_size=2), st.sampled_from([*TRANSFORMS, None]))
-def test_families_stay_correct_under_transforms_before_and_after(s, several, last):
-    for change in several:
-        with suppress(SizeError):  # what cannot be mirrored
-            s = change(s)
-    s = reduce_gradients(s)
-    require_correct(s, chain(s.stages))
-    if last not in (mirror, None):
-        require_correct(last(s), chain(s.stages))
+def test_families_stay_correct_under_transforms_before_and_after(s, before, after):
+    require_correct_among(reduce_gradients, require_proved, s, before, after)
 
 
 @settings(deadline=None)
 @given(schedules(FAMILIES))
 def test_a_reduction_comes_right_after_the_last_gradient(s):
-    for before, after in zip(rows(s), rows(reduce_gradients(s)), strict=True):
-        assert [a for a in after if a.kind != "REDUCE_GRAD"] == before
-        made = [(a, b) for a, b in pairwise(after) if b.kind == "REDUCE_GRAD"]
-        assert len(made) == len({b.stage for _, b in made}) == len({a.stage for a in before if s.backward})
-        assert all(a.stage == b.stage and (a.kind == "G" or KINDS[a.kind].after == "done") for a, b in made)
+    require_right_after_the_last_gradient("REDUCE_GRAD", reduce_gradients, s)
 
 
 def test_deferred_weight_gradients_come_before_the_reduction():

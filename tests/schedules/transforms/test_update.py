@@ -2,16 +2,13 @@
 """`update_weights` updates every stage once, with its whole gradient, as early as its rank has it."""
 
 import io
-from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import (
-    KINDS,
     Costs,
     ProgramError,
     ScheduleError,
@@ -23,17 +20,11 @@ from schedules import (
     defer_weights,
     drawing,
     dualpipe,
-    families,
     forwards,
     gpipe,
     interleaved_1f1b,
-    lower,
-    merge_backward,
-    mirror,
     one_f_one_b,
-    overlap,
     pipedream,
-    recompute,
     simulate,
     split_backward,
     update_weights,
@@ -41,27 +32,22 @@ from schedules import (
     zb_v,
 )
 from schedules.files.csv import read_csv, write_csv
-from schedules.proof.interpreter import ideal, interpret, prove
-from schedules.proof.networks import fifo
+from schedules.proof.interpreter import ideal
 from schedules.testing import conformance, orders, schedules
 from tests.common.rows import edit, rows
+from tests.common.transforms import (
+    FAMILIES,
+    TRANSFORMS,
+    require_correct_among,
+    require_right_after_the_last_gradient,
+    require_updates_of_the_whole_gradient,
+)
 
-TRANSFORMS = [split_backward, merge_backward, recompute, overlap, mirror]
-FAMILIES = [getattr(families, name) for name in families.__all__ if not name.startswith("pipedream")]
 TIED = replace(chain(4), gradients=frozenset({(0, 3)}))
 
 test_updated_1f1b_conforms = conformance(lambda ranks, microbatches: update_weights(one_f_one_b(ranks, microbatches)))
 test_updated_v_conforms = conformance(lambda ranks, microbatches: update_weights(zb_v(ranks, microbatches)))
 test_updated_copies_conform = conformance(lambda ranks, microbatches: update_weights(dualpipe(ranks, microbatches)))
-
-
-def require_updates_of_the_whole_gradient(s, graph):
-    """It is correct, and what every update applies is the sum of all gradient terms, on every rank."""
-    check(s, graph)
-    check(lower(s, graph))
-    prove(s, graph)
-    for meaning in (ideal(s, graph), interpret(lower(s, graph), fifo)):
-        assert meaning.updates == (meaning.sums if s.backward else ((),) * s.stages)
 
 
 @settings(deadline=None)
@@ -73,24 +59,14 @@ def test_any_correct_order_stays_correct_and_updates_with_the_whole_gradient(cas
 
 @settings(deadline=None)
 @given(schedules(FAMILIES), st.lists(st.sampled_from(TRANSFORMS), max_size=3), st.sampled_from([*TRANSFORMS, None]))
-def test_families_stay_correct_under_transforms_before_and_after(s, several, last):
-    for change in several:
-        with suppress(SizeError):  # what cannot be mirrored
-            s = change(s)
-    s = update_weights(s)
-    require_updates_of_the_whole_gradient(s, chain(s.stages))
-    if last not in (mirror, None):
-        require_updates_of_the_whole_gradient(last(s), chain(s.stages))
+def test_families_stay_correct_under_transforms_before_and_after(s, before, after):
+    require_correct_among(update_weights, require_updates_of_the_whole_gradient, s, before, after)
 
 
 @settings(deadline=None)
 @given(schedules(FAMILIES))
 def test_an_update_comes_right_after_the_last_gradient(s):
-    for before, after in zip(rows(s), rows(update_weights(s)), strict=True):
-        assert [a for a in after if a.kind != "U"] == before
-        made = [(a, b) for a, b in pairwise(after) if b.kind == "U"]
-        assert len(made) == len({b.stage for _, b in made}) == len({a.stage for a in before if s.backward})
-        assert all(a.stage == b.stage and (a.kind == "G" or KINDS[a.kind].after == "done") for a, b in made)
+    require_right_after_the_last_gradient("U", update_weights, s)
 
 
 def test_a_stage_that_waits_for_a_shared_gradient_is_updated_at_the_end():
