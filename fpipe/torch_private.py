@@ -11,9 +11,9 @@ attributes of torch's objects (`ATTRIBUTES`), and operators whose names begin wi
 
 Differences between versions of torch are handled here, too.
 
-`torch._dynamo` is imported with fpipe, since fake tensors import it, and numpy's generators, when they are first used. If
-a data loader forks its workers while another thread builds a pipeline, each worker would find these modules half
-imported, and wait forever for the thread that imports them, which the worker does not have.
+`torch._dynamo` is imported with fpipe, since the first fake tensor imports it, and it numpy's generators. If a data
+loader forks its workers while another thread builds a first pipeline, each worker would find these modules half
+imported, and wait forever for a thread that it does not have.
 
 Runs when fpipe is imported; its functions run where they are used.
 """
