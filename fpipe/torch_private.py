@@ -11,6 +11,10 @@ attributes of torch's objects (`ATTRIBUTES`), and operators whose names begin wi
 
 Differences between versions of torch are handled here, too.
 
+`torch._dynamo` is imported with fpipe, since the first fake tensor imports it, and it numpy's generators. If a data
+loader forks its workers while another thread builds a first pipeline, each worker would find these modules half
+imported, and wait forever for a thread that it does not have.
+
 Runs when fpipe is imported; its functions run where they are used.
 """
 
@@ -27,6 +31,7 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch._dynamo
 from torch import Tensor
 
 __all__ = [
@@ -403,7 +408,7 @@ def timeout_of(group: Any, device: torch.device) -> timedelta:
 
 
 def list_compilers() -> list[str]:
-    """Return the names of the backends of torch.compile; the first call imports `torch._dynamo`."""
+    """Return the names of the backends of torch.compile."""
     names: list[str] = torch._dynamo.list_backends(exclude_tags=())
     return names
 

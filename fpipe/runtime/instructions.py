@@ -232,8 +232,9 @@ class _Collectives:
         elif kind == "REDUCE_GRAD":
             found = list(self._advance(list(self.reducing)))
             self.reducing[s] = instruction, 1
-        elif s in self.reducing and (kind == "U" or (kind == "SEND_G" and peer != s)):
-            found = list(self.finish([s]))
+        elif kind == "U" or (kind == "SEND_G" and peer != s):
+            shared = instruction.stage.shared_by if kind == "U" else ()
+            found = list(self.finish([one for one in (s, *(own.source for own in shared)) if one in self.reducing]))
         return found
 
     def finish(self, stages: Sequence[int] | None = None) -> Iterator[Instruction]:

@@ -160,9 +160,11 @@ class _SpanIndex:
             for rank in self.schedule.placement.replicas(s):
                 yield self.gradients[s, rank], "G", s
         if action.kind == "U":
-            for owner in self.graph.shared_by[s]:
-                for rank in self.schedule.placement.replicas(owner):
-                    yield self.sums.get((owner, rank)) or self.gradients[owner, rank], "G", owner
+            mine = self.schedule.placement.home(s, i)
+            for homes in (homes for homes in self.schedule.placement.routes if homes[s] == mine):
+                for owner in self.graph.shared_by[s]:  # another replica of it may be later
+                    found = owner, homes[owner]
+                    yield self.sums.get(found) or self.gradients[found], "G", owner
         for second in self._find_partner(action):
             yield from self._inputs(second)
 

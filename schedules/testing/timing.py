@@ -67,10 +67,7 @@ class _Clock:
         self.schedule, self.placement = program.schedule, program.schedule.placement
         self.draw = Random(f"{costs.seed}/{rank}").uniform
         self.now, self.posted, self.spans = 0.0, set[Parcel](), list[Span]()
-        self.free, self.results = (
-            0.0,
-            dict[tuple[str, int], float](),
-        )  # of collectives: when the last one ends, and each
+        self.free, self.results = 0.0, dict[tuple[str, int], float]()  # when the last collective ends, and each
 
     def run(self) -> Iterator[Parcel]:
         """Execute the program, yielding any message it waits for until that has been sent."""
@@ -108,9 +105,8 @@ class _Clock:
         for message in (message for action in step for message in self._messages_for(action)):
             assert message in self.posted, f"{step[0]} takes {message}, whose receive is not posted"
             yield from self._await(message)
-        for kind, s, *_ in step:
-            used = "REDUCE_GRAD" if kind == "U" else "UNSHARD" if KINDS[kind].reads else ""
-            self.now = max(self.now, self.results.get((used, s), 0))
+        for result in (result for action in step for result in self._results_for(action)):
+            self.now = max(self.now, self.results.get(result, 0))
         for action in step:
             share = self.schedule.slices if KINDS[action.kind].after else 1
             start, self.now = self.now, self.now + self._time(action) / share
@@ -126,6 +122,16 @@ class _Clock:
     def _time(self, action: Action) -> float:
         jitter = self.draw(1 - self.costs.jitter, 1 + self.costs.jitter) if self.costs.jitter else 1
         return self.costs.time(action.kind, action.stage) * jitter
+
+    def _results_for(self, action: Action) -> Iterator[tuple[str, int]]:
+        """Yield the collectives of this rank, by kind and stage, whose results an action takes if they are there."""
+        kind, s, *_ = action
+        if kind == "U":
+            here = [homes for homes in self.placement.routes if homes[s] == self.rank]
+            owners = [t for homes in here for t in self.program.graph.shared_by[s] if homes[t] == self.rank]
+            yield from (("REDUCE_GRAD", t) for t in (s, *owners))
+        elif KINDS[kind].reads:
+            yield "UNSHARD", s
 
     def _messages_for(self, action: Action) -> Iterator[Parcel]:
         """Yield the messages from other ranks that an action takes."""

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from schedules import (
     Costs,
+    Graph,
     Sizes,
+    chain,
     check,
     critical_path,
     drawing,
@@ -78,6 +80,16 @@ def test_the_critical_path_is_as_long_as_the_step(case, gather, reduce):
     path = critical_path(schedule, times, graph)
     length = sum(span.end - span.start + transfer for span, transfer in path.stretches)
     assert length == pytest.approx(simulate(schedule, times, graph).makespan)
+
+
+def test_the_critical_path_of_an_update_goes_through_its_own_replica_of_a_shared_gradient():
+    """2U0 takes 1G0 from rank 2. It starts while 1G1, of the other replica, is still on its way to 2U1."""
+    s = table(rows=("1F1,2F0,2B0,1B1,1G1,1U1,2G0,2U0", "0F0,0F1,2F1,2B1,2G1,2U1,0B1,0B0,0U1", "1F0,1B0,1G0,1U0"))
+    times = Costs(F=2, B=0, comm=1, U=1)
+    graph = Graph(3, chain(3).values, chain(3).cotangents, frozenset({(0, 1), (1, 2)}))
+    path = critical_path(s, times, graph)
+    length = sum(span.end - span.start + transfer for span, transfer in path.stretches)
+    assert length == simulate(s, times, graph).makespan == 16
 
 
 @settings(deadline=None)

@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe.runtime.executor import Execution, Inputs
+from fpipe.runtime.handlers import take_reduced
 from fpipe.runtime.instructions import link
 from schedules import (
     Costs,
+    Graph,
     Link,
     SizeError,
     chain,
@@ -87,6 +89,30 @@ def test_every_family_and_transform_takes_as_long_as_its_program(s, changes, dat
     if not any(a.kind == "U" for rank in range(s.ranks) for a in s.actions(rank)):
         graph = data.draw(st.just(graph) | graphs(s.stages))
     require_same_times(s, graph, data.draw(every_cost(s.stages)))
+
+
+TIED_ON_ONE_RANK = (
+    table(rows=("0F0,1F0,1B0,1REDUCE_GRAD0,0B0,0REDUCE_GRAD0,1U0,0U0",)),
+    Graph(2, chain(2).values, chain(2).cotangents, frozenset({(0, 1)})),
+)
+
+
+def test_an_update_waits_for_the_reduced_gradient_of_another_stage_on_its_rank():
+    """1U0 uses the gradient of stage 0, too, which is reduced later than that of stage 1."""
+    schedule, graph = TIED_ON_ONE_RANK
+    costs = Costs(REDUCE_GRAD=3, U=1)
+    require_same_times(schedule, graph, costs)
+    starts = {str(span.action): span.start for span in time_program(lower(schedule, graph), costs)}
+    assert (starts["0REDUCE_GRAD0"], starts["1U0"]) == (7, 10)
+
+
+def test_the_executor_takes_all_reduced_gradients_that_an_update_uses():
+    schedule, graph = TIED_ON_ONE_RANK
+    stages = {s: Symbolic(graph, s) for s in range(2)}
+    linked = link(lower(schedule, graph).actions(0), stages, schedule.placement, phases=2).instructions
+    taken = [one.action.stage for one in linked if one.handler is take_reduced]
+    first = next(at for at, one in enumerate(linked) if one.action.kind == "U")
+    assert taken == [one.action.stage for one in linked[:first] if one.handler is take_reduced] == [1, 0]
 
 
 def test_values_of_a_fused_pair_are_sent_when_it_ends():
