@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damage to the newest checkpoint of a run, and the book of it: which step can still be loaded.
 
-A run is a folder with `run/step-*`. None of this uses the code of fpipe.
+A run is a folder with checkpoints in `run`, and the book beside it. None of this uses the code of fpipe.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ KINDS = ("flip", "cut", "remove")
 
 
 def damage_newest(folder: Path, kind: str, seed: int) -> str:
-    """Damage a file of the newest checkpoint, if the one before it is whole; return which file, or nothing."""
+    """Damage a file of the newest checkpoint that is whole, if there is another; return which file, or nothing."""
     whole = find_whole(folder)
-    if not kind or len(whole) < 2 or whole[max(whole)] != max(folder.glob("run/step-*")):
+    if not kind or len(whole) < 2:
         return ""
     place, book = whole[max(whole)], read_book(folder)
     file = damage(place, kind, random.Random(seed))
@@ -32,7 +32,7 @@ def newest_step(folder: Path) -> int:
 
 def find_whole(folder: Path) -> dict[int, Path]:
     """Return the checkpoints that were saved and not damaged, by step."""
-    places = [marker.parent for marker in folder.glob("run/step-*/checkpoint.json")]
+    places = [marker.parent for marker in folder.glob("run/*/checkpoint.json")]
     whole = [place for place in places if sign(place) not in read_book(folder)]
     return {read_marker(place)["step"]: place for place in whole}
 

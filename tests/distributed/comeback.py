@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import fpipe
 from fpipe.tensors.tree import same_bits
-from tests.common.damage import KINDS
+from tests.common.damage import KINDS, find_whole, read_marker
 from tests.common.examples import load_example
 from tests.distributed import comeback_worker
 from tests.distributed.comeback_worker import SCHEDULES, Death, Start
@@ -48,7 +48,7 @@ MOST = {
     "step": {"calls": 3000, "clock": 40_000},
     "update": {"calls": 1500, "clock": 15_000},
     "save": {"calls": 10_000, "clock": 50_000, "files": 22},
-    "end": {"calls": 50, "clock": 20_000},
+    "end": {"calls": 50, "clock": 2000},
 }
 """About how many calls, microseconds, and operations on files each phase takes. A death may come after its phase."""
 AGAIN = {"step": 4, "update": 4, "save": 3}
@@ -62,10 +62,19 @@ class Launch(NamedTuple):
     starts: list[Start]
 
 
-def draw(seed: int, kills: int) -> list[Launch]:
-    """Draw the launches of a case; the last start of the last one lives."""
+class Case(NamedTuple):
+    """One training run: how long it is, whether it saves to two places in turn, and how it is launched."""
+
+    steps: int
+    every: int
+    in_turn: bool
+    launches: list[Launch]
+
+
+def draw(seed: int, kills: int) -> Case:
+    """Draw a case; the last start of its last launch lives."""
     drawn = random.Random(seed)
-    launches, left = list[Launch](), kills
+    in_turn, launches, left = drawn.random() < 0.4, list[Launch](), kills
     while left:
         ranks, some = drawn.choice([1, 2, 2, 3, 3, 4]), min(left, drawn.randint(1, 6))
         left -= some
@@ -75,7 +84,7 @@ def draw(seed: int, kills: int) -> list[Launch]:
         launches.append(Launch(ranks, [draw_start(drawn, ranks, phase) for phase in phases]))
     last = draw_start(drawn, launches[-1].ranks, "start")
     launches[-1].starts.append(last._replace(death=None))
-    return launches
+    return Case(count_steps(kills), EVERY, in_turn, launches)
 
 
 def draw_phase(drawn: random.Random) -> str:
@@ -105,11 +114,10 @@ def launch(folder: Path, number: int, one: Launch) -> bool:
 
 def run(seed: int, kills: int, folder: Path) -> dict[str, Any]:
     """Run a case; return how its launches have ended, and all that has happened."""
-    launches = draw(seed, kills)
+    case = draw(seed, kills)
     folder.mkdir()
-    case = {"steps": count_steps(kills), "every": EVERY, "launches": [one._asdict() for one in launches]}
     (folder / "case.json").write_text(json.dumps(case))
-    ended = [launch(folder, number, one) for number, one in enumerate(launches)]
+    ended = [launch(folder, number, one) for number, one in enumerate(case.launches)]
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return {"seed": seed, "ended": ended, "events": events}
 
@@ -131,14 +139,14 @@ def judge(found: dict[str, Any], folder: Path, undisturbed: Path) -> str:
     for one in found["events"]:
         if one["event"] == "begin" and one["rank"] == 0 and one["step"] != one["expected"]:
             return f"launch {one['launch']}, start {one['restart']}: began at step {one['step']}, not {one['expected']}"
-    return compare(saved(folder / "run"), saved(undisturbed))
+    return compare(saved(folder), saved(undisturbed))
 
 
-def saved(path: Path) -> dict[str, Any]:
-    """Return every tensor of the newest checkpoint in a folder, by name."""
-    newest = max(path.glob("step-*"))
-    marker = json.loads((newest / "checkpoint.json").read_text())
-    return {"step": marker["step"], **fpipe.safetensors(newest / f"save-{marker['save']}")}
+def saved(folder: Path) -> dict[str, Any]:
+    """Return the step of the newest checkpoint of a run, and every tensor by name."""
+    whole = find_whole(folder)
+    place = whole[max(whole)]
+    return {"step": max(whole), **fpipe.safetensors(place / f"save-{read_marker(place)['save']}")}
 
 
 def compare(got: dict[str, Any], want: dict[str, Any]) -> str:
@@ -152,7 +160,7 @@ def compare(got: dict[str, Any], want: dict[str, Any]) -> str:
 def train_undisturbed(steps: int, folder: Path) -> None:
     """Run the example in this process, with a checkpoint at its end."""
     with load_example("resume") as resume:
-        resume.main(["--path", str(folder), "--steps", str(steps), "--every", str(steps)])
+        resume.main(["--path", f"{folder}/run", "--steps", str(steps), "--every", str(steps)])
 
 
 def count(events: list[dict[str, Any]]) -> Counter[str]:

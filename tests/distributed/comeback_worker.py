@@ -19,7 +19,8 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -156,24 +157,30 @@ def describe(frame: FrameType | None, call: str) -> dict[str, Any]:
     return {"where": where, "call": call, "action": action}
 
 
-def kill_by_clock(log: Log, phases: Phases, microseconds: int) -> Callable[[], object]:
-    """Return what has another process kill this one, so long after it is called.
+class Clock:
+    """Another process, which kills this one so many microseconds after it was told to, unless it is told to stop.
 
-    That process knows this one by a descriptor, so it can't hit another that has its number by then.
+    It knows this one by a descriptor, so it can't hit another that has its number by then.
     """
-    me, (told, tell) = os.pidfd_open(os.getpid()), os.pipe()
-    if not os.fork():
-        os.close(tell)
-        if os.read(told, 1) and not select.select([me], [], [], microseconds / 1e6)[0]:
-            signal.pidfd_send_signal(me, signal.SIGKILL)
-            log.add("death", phase=phases.name, unit="clock")
-        os._exit(0)
-    os.close(told)
-    return lambda: os.write(tell, b"!")
+
+    def __init__(self, log: Log, phases: Phases, microseconds: int) -> None:
+        me, (told, self.told) = os.pidfd_open(os.getpid()), os.pipe()
+        if not os.fork():
+            os.close(self.told)
+            if os.read(told, 1) and not select.select([me, told], [], [], microseconds / 1e6)[0]:
+                signal.pidfd_send_signal(me, signal.SIGKILL)
+                log.add("death", phase=phases.name, unit="clock")
+            os._exit(0)
+        os.close(told)
+
+    def tell(self) -> None:
+        """Start the clock, or stop it."""
+        os.write(self.told, b"!")
 
 
-def arm(log: Log, death: Death | None) -> Phases:
-    """Return the phases of this rank; it dies in one of them if the death is its own."""
+@contextmanager
+def arm(log: Log, death: Death | None) -> Iterator[Phases]:
+    """Return the context with the phases of this rank; it dies in one of them if the death is its own."""
     phases = Phases()
 
     def kill(frame: FrameType, call: str) -> None:
@@ -181,10 +188,19 @@ def arm(log: Log, death: Death | None) -> Phases:
         log.add("death", phase=phases.name, unit=death.unit, **describe(frame, call))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if death and death.rank == int(os.environ["RANK"]):
-        by_clock, phases.death = death.unit == "clock", death
-        phases.spring = kill_by_clock(log, phases, death.amount) if by_clock else Tripwire(death, kill).set
-    return phases
+    if not death or death.rank != int(os.environ["RANK"]):
+        yield phases
+        return
+    phases.death = death
+    if death.unit == "clock":
+        clock = Clock(log, phases, death.amount)
+        phases.spring = clock.tell
+        yield phases
+        clock.tell()  # torchrun waits for ever for one that dies after it has told it that it is done
+    else:
+        phases.spring = Tripwire(death, kill).set
+        yield phases
+        sys.setprofile(None)
 
 
 def watch(resume: ModuleType, phases: Phases, log: Log, newest: int) -> None:
@@ -231,11 +247,31 @@ def save_in_background(resume: ModuleType, phases: Phases) -> None:
     resume.fpipe.save, resume.fpipe.clip, resume.train = save, clip, train
 
 
+def take_turns(resume: ModuleType, every: int) -> None:
+    """Have the example save to two places in turn, each over the checkpoint before the last."""
+
+    def save(pipe: fpipe.Pipeline, place: Path, **options: Any) -> None:
+        save_here(pipe, place.with_name(f"step-{'even' if options['step'] // every % 2 else 'odd'}"), **options)
+
+    save_here, resume.fpipe.save = resume.fpipe.save, save
+
+
+def note_end(resume: ModuleType, phases: Phases) -> None:
+    """Have the example enter its last phase when it has trained."""
+
+    def train(*arguments: Any) -> None:
+        train_here(*arguments)
+        phases.enter("end")
+
+    train_here, resume.train = resume.train, train
+
+
 def main(folder: Path, number: int) -> None:
     """Be one rank of one launch."""
-    case = json.loads((folder / "case.json").read_text())
+    steps, every, in_turn, launches = json.loads((folder / "case.json").read_text())
     rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    start = Start.of(*case["launches"][number]["starts"][restart])
+    _, starts = launches[number]
+    start = Start.of(*starts[restart])
     log = Log(folder, launch=number, restart=restart, rank=rank)
     newest = 0
     if rank == 0:  # torchrun may end it when another rank dies, but not in between
@@ -245,16 +281,16 @@ def main(folder: Path, number: int) -> None:
             log.add("damage", kind=start.damage, what=damaged)
         newest = newest_step(folder)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    phases = arm(log, start.death)
-    with load_example("resume") as resume:
+    with load_example("resume") as resume, arm(log, start.death) as phases:
         watch(resume, phases, log, newest)
         if start.in_background:
             save_in_background(resume, phases)
+        if in_turn:
+            take_turns(resume, every)
+        note_end(resume, phases)
         resume.one_f_one_b = SCHEDULES[start.schedule]
         phases.enter("start")
-        resume.main(["--path", f"{folder}/run", "--steps", str(case["steps"]), "--every", str(case["every"])])
-    phases.enter("end")
-    log.add("end")
+        resume.main(["--path", f"{folder}/run", "--steps", str(steps), "--every", str(every)])
 
 
 if __name__ == "__main__":
