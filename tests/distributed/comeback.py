@@ -137,7 +137,7 @@ def judge(found: dict[str, Any], folder: Path, undisturbed: Path) -> str:
         if starts != deaths + ended:
             return f"launch {number}: {starts} starts for {deaths} deaths"
     for one in found["events"]:
-        if one["event"] == "begin" and one["rank"] == 0 and one["step"] != one["expected"]:
+        if one["event"] == "begin" and one["step"] != one["expected"]:
             return f"launch {one['launch']}, start {one['restart']}: began at step {one['step']}, not {one['expected']}"
     return compare(saved(folder), saved(undisturbed))
 

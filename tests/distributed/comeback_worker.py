@@ -203,13 +203,14 @@ def arm(log: Log, death: Death | None) -> Iterator[Phases]:
         sys.setprofile(None)
 
 
-def watch(resume: ModuleType, phases: Phases, log: Log, newest: int) -> None:
-    """Have the example enter phases, and log at which step it begins beside the one at which it must."""
+def watch(resume: ModuleType, phases: Phases, log: Log, newest: int | None) -> None:
+    """Have the example enter phases, and the first rank log at which step it begins beside the one at which it must."""
 
     def begin(*arguments: Any) -> Any:
         phases.enter("load")
         found = begin_here(*arguments)
-        log.add("begin", step=found.step, expected=newest)
+        if newest is not None:
+            log.add("begin", step=found.step, expected=newest)
         return found
 
     begin_here, resume.begin = resume.begin, begin
@@ -273,7 +274,7 @@ def main(folder: Path, number: int) -> None:
     _, starts = launches[number]
     start = Start.of(*starts[restart])
     log = Log(folder, launch=number, restart=restart, rank=rank)
-    newest = 0
+    newest = None
     if rank == 0:  # torchrun may end it when another rank dies, but not in between
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         log.add("start", ranks=int(os.environ["WORLD_SIZE"]), schedule=start.schedule)
