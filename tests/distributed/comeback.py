@@ -139,7 +139,10 @@ def judge(found: dict[str, Any], folder: Path, undisturbed: Path) -> str:
     for one in found["events"]:
         if one["event"] == "begin" and one["step"] != one["expected"]:
             return f"launch {one['launch']}, start {one['restart']}: began at step {one['step']}, not {one['expected']}"
-    return compare(saved(folder), saved(undisturbed))
+    try:
+        return compare(saved(folder), saved(undisturbed))
+    except fpipe.InputError as error:
+        return str(error)
 
 
 def saved(folder: Path) -> dict[str, Any]:
