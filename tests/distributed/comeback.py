@@ -63,18 +63,18 @@ class Launch(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One training run: how long it is, whether it saves to two places in turn, and how it is launched."""
+    """One training run: how long it is, to how many places it saves in turn, and how it is launched."""
 
     steps: int
     every: int
-    in_turn: bool
+    places: int
     launches: list[Launch]
 
 
 def draw(seed: int, kills: int) -> Case:
     """Draw a case; the last start of its last launch lives."""
     drawn = random.Random(seed)
-    in_turn, launches, left = drawn.random() < 0.4, list[Launch](), kills
+    places, launches, left = drawn.choice([1, 2, count_steps(kills)]), list[Launch](), kills
     while left:
         ranks, some = drawn.choice([1, 2, 2, 3, 3, 4]), min(left, drawn.randint(1, 6))
         left -= some
@@ -84,7 +84,7 @@ def draw(seed: int, kills: int) -> Case:
         launches.append(Launch(ranks, [draw_start(drawn, ranks, phase) for phase in phases]))
     last = draw_start(drawn, launches[-1].ranks, "start")
     launches[-1].starts.append(last._replace(death=None))
-    return Case(count_steps(kills), EVERY, in_turn, launches)
+    return Case(count_steps(kills), EVERY, places, launches)
 
 
 def draw_phase(drawn: random.Random) -> str:

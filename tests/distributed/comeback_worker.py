@@ -248,11 +248,11 @@ def save_in_background(resume: ModuleType, phases: Phases) -> None:
     resume.fpipe.save, resume.fpipe.clip, resume.train = save, clip, train
 
 
-def take_turns(resume: ModuleType, every: int) -> None:
-    """Have the example save to two places in turn, each over the checkpoint before the last."""
+def take_turns(resume: ModuleType, every: int, places: int) -> None:
+    """Have the example save to so many places in turn, each time over what is there."""
 
     def save(pipe: fpipe.Pipeline, place: Path, **options: Any) -> None:
-        save_here(pipe, place.with_name(f"step-{'even' if options['step'] // every % 2 else 'odd'}"), **options)
+        save_here(pipe, place.with_name(f"step-{options['step'] // every % places:06}"), **options)
 
     save_here, resume.fpipe.save = resume.fpipe.save, save
 
@@ -269,7 +269,7 @@ def note_end(resume: ModuleType, phases: Phases) -> None:
 
 def main(folder: Path, number: int) -> None:
     """Be one rank of one launch."""
-    steps, every, in_turn, launches = json.loads((folder / "case.json").read_text())
+    steps, every, places, launches = json.loads((folder / "case.json").read_text())
     rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     _, starts = launches[number]
     start = Start.of(*starts[restart])
@@ -286,8 +286,7 @@ def main(folder: Path, number: int) -> None:
         watch(resume, phases, log, newest)
         if start.in_background:
             save_in_background(resume, phases)
-        if in_turn:
-            take_turns(resume, every)
+        take_turns(resume, every, places)
         note_end(resume, phases)
         resume.one_f_one_b = SCHEDULES[start.schedule]
         phases.enter("start")
