@@ -39,7 +39,7 @@ SCHEDULES = {
 }
 
 PHASES = ("start", "build", "load", "step", "update", "save", "end")
-"""What a rank does, in this order: the three in the middle again and again. A phase lasts until the next begins."""
+"""What a rank does, in this order; it steps, updates and saves again and again. A phase lasts until the next begins."""
 WIDEST = max(map(len, PHASES))
 
 
