@@ -4,12 +4,10 @@
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py    # one process per rank, over Gloo
     python examples/resume.py                                                       # both ranks in this process
 
-Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all again, they load the checkpoint, and the
-final parameters are bit for bit those of an undisturbed run. So are they under the other command, or on more ranks.
-It keeps the last three checkpoints, so if a disk alters the newest, the run goes on from the one before.
-
-It is exact because batch and dropout follow from the number of the step. The checkpoint holds all else: parameters,
-BatchNorm's buffers, and the state of the optimizer.
+Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all again, they load the newest checkpoint that
+is whole, and the final parameters are bit for bit those of an undisturbed run, under either command, on any number of
+ranks. It is exact because batch and dropout follow from the number of the step, and the checkpoint holds all else:
+parameters, BatchNorm's buffers, and the state of the optimizer.
 """
 
 from __future__ import annotations
@@ -58,12 +56,6 @@ def begin(pipe: fpipe.Pipeline, path: Path) -> fpipe.Checkpoint:
     return fpipe.Checkpoint(*pipe.init(build_model()), state=None, step=0, data=None)
 
 
-def remove_old(path: Path) -> None:
-    """Remove all checkpoints but the newest few; one rank does."""
-    for place in sorted(path.glob("step-*"))[:-KEPT]:
-        shutil.rmtree(place)
-
-
 def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
     """Run what is left of the steps, and save the run every so many."""
     params, buffers, state, done, _ = begin(pipe, path)
@@ -79,9 +71,9 @@ def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
             place = path / f"step-{i + 1:06}"
             fpipe.save(pipe, place, params=params, buffers=buffers, state=state, step=i + 1)
             if 0 in pipe.ranks.ranks:
-                remove_old(path)
-                figures = f"loss {out.loss.item():.6f}  norm {norm.item():.6f}"
-                print(f"step {i + 1:4}  {figures}  saved in {place}", flush=True)
+                for old in sorted(path.glob("step-*"))[:-KEPT]:
+                    shutil.rmtree(old)
+                print(f"step {i + 1:4}  loss {out.loss.item():.6f}  norm {norm.item():.6f}  saved {place}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
