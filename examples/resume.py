@@ -4,18 +4,17 @@
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py    # one process per rank, over Gloo
     python examples/resume.py                                                       # both ranks in this process
 
-Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all again, they load the checkpoint, and the
-final parameters are bit for bit those of an undisturbed run. So are they under the other command, or on more ranks.
-It saves to two places in turn, so if a disk alters the last checkpoint, the run goes on from the one before.
-
-It is exact because batch and dropout follow from the number of the step. The checkpoint holds all else: parameters,
-BatchNorm's buffers, and the state of the optimizer.
+Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all again, they load the newest checkpoint that
+is whole, and the final parameters are bit for bit those of an undisturbed run, under either command, on any number of
+ranks. It is exact because batch and dropout follow from the number of the step, and the checkpoint holds all else:
+parameters, BatchNorm's buffers, and the state of the optimizer.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 import fpipe
 from schedules import one_f_one_b
 
-WIDTH, ROWS, MICROBATCHES = 16, 32, 4
+WIDTH, ROWS, MICROBATCHES, KEPT = 16, 32, 4, 3
 
 
 def build_model() -> nn.Module:
@@ -52,8 +51,8 @@ def connect() -> None:
 
 def begin(pipe: fpipe.Pipeline, path: Path) -> fpipe.Checkpoint:
     """Return the run as it was last saved, or a new one."""
-    if saved := [place for place in (path / "even", path / "odd") if fpipe.is_checkpoint(place)]:
-        return fpipe.load(pipe, saved)
+    if saved := [place for place in sorted(path.glob("step-*")) if fpipe.is_checkpoint(place)]:
+        return fpipe.load(pipe, saved)  # the newest that is whole
     return fpipe.Checkpoint(*pipe.init(build_model()), state=None, step=0, data=None)
 
 
@@ -69,11 +68,12 @@ def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
         grads, norm = fpipe.clip(pipe, grads, 1.0)
         params, state = update(grads, state, params)
         if (i + 1) % every == 0 or i + 1 == steps:
-            place = path / ("odd" if i // every % 2 else "even")
+            place = path / f"step-{i + 1:06}"
             fpipe.save(pipe, place, params=params, buffers=buffers, state=state, step=i + 1)
             if 0 in pipe.ranks.ranks:
-                figures = f"loss {out.loss.item():.6f}  norm {norm.item():.6f}"
-                print(f"step {i + 1:4}  {figures}  saved in {place}", flush=True)
+                for old in sorted(path.glob("step-*"))[:-KEPT]:
+                    shutil.rmtree(old)
+                print(f"step {i + 1:4}  loss {out.loss.item():.6f}  norm {norm.item():.6f}  saved {place}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
