@@ -37,8 +37,9 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
 from fpipe.pipelines.step import ValueAndGrad, make_evaluation_step, make_training_step, training_variant
 from fpipe.planning.plan import Plan, take_plan
-from fpipe.runtime.launch import join_ranks
+from fpipe.runtime.launch import enter_job, find_group
 from fpipe.runtime.recording import Record
+from fpipe.runtime.transport.agreement import Field
 from fpipe.stages.ties import Tied
 from fpipe.verification.comparison import Verification
 from fpipe.verification.reference import make_reference_step
@@ -147,20 +148,23 @@ def pipeline(
     >>> bool(torch.isclose(step.loss, torch.nn.functional.mse_loss(model(x), y))), list(grads)
     (True, ['0.weight', '0.bias', '2.weight', '2.bias'])
     """
-    module = as_module(model)
-    schedule, cuts = take_plan(plan, schedule, cuts, stages)
-    schedule = require_buildable(module, example, loss, schedule)
-    require_arguments(pipeline, locals())
-    require_count("plans", plans)
-    where = parse_cuts(cuts, stages, unsplittable, schedule)
-    home = find_home(example, targets)
-    place = find_place(MeshOptions(mesh, pp, dp, shard, rows, reduce), group, schedule.ranks, home)
-    copies = place.copies
-    count, over = schedule.microbatches * copies.pieces, schedule.microbatches * (copies.count if copies.mean else 1)
-    batchings = make_batchings(example, targets, batch_dims, count, weight, over)
-    batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
-    ranks = join_ranks(schedule.ranks, place.group, home, place.members)
-    require_collectives(schedule, copies)
+    with enter_job("pipeline") as job:
+        module = as_module(model)
+        schedule, cuts = take_plan(plan, schedule, cuts, stages)
+        schedule = require_buildable(module, example, loss, schedule)
+        require_arguments(pipeline, locals())
+        require_count("plans", plans)
+        where, how = parse_cuts(cuts, stages, unsplittable, schedule), backend_of(backward)
+        home, along = find_home(example, targets), MeshOptions(mesh, pp, dp, shard, rows, reduce)
+        job.agree(lambda: [Field.of("ranks", [str(schedule.ranks)]), Field.of("mesh", along.describe())])
+        place = find_place(along, group, schedule.ranks, home)
+        copies = place.copies
+        require_collectives(schedule, copies)
+        pieces, over = copies.pieces, copies.count if copies.mean else 1
+        sizes = schedule.microbatches * pieces, weight, schedule.microbatches * over
+        batchings = make_batchings(example, targets, batch_dims, *sizes)
+        batch = batchings[True].split_batch(example, targets)
+        ranks = job.join(schedule.ranks, find_group(place.group), home, place.members)
     schedule, caches = copies.train(schedule), Caches(plans)
     builder = Builder(loss, schedule, batchings, where, capture, how, tied, output_dims, ranks, caches, copies)
     return builder.build(module, batch)

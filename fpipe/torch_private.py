@@ -402,6 +402,11 @@ def timeout_of(group: Any, device: torch.device) -> timedelta:
     return timeout
 
 
+def device_types(group: Any) -> list[torch.device]:
+    """Return the kinds of devices whose tensors a process group moves."""
+    return list(group._device_types)
+
+
 def list_compilers() -> list[str]:
     """Return the names of the backends of torch.compile; the first call imports `torch._dynamo`."""
     names: list[str] = torch._dynamo.list_backends(exclude_tags=())
