@@ -30,8 +30,10 @@ from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded, find_place, require_collectives
 from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
+from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.builder import Builder, make_batchings
 from fpipe.pipelines.caches import Caches
+from fpipe.pipelines.handshake import agree_on_arguments, agree_on_plan, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
@@ -156,7 +158,8 @@ def pipeline(
         require_count("plans", plans)
         where, how = parse_cuts(cuts, stages, unsplittable, schedule), backend_of(backward)
         home, along = find_home(example, targets), MeshOptions(mesh, pp, dp, shard, rows, reduce)
-        job.agree(lambda: [Field.of("ranks", [str(schedule.ranks)]), Field.of("mesh", along.describe())])
+        same = {"ranks": [str(schedule.ranks)], "mesh": along.describe()}
+        job.agree(lambda: [Field.of(name, lines) for name, lines in same.items()])
         place = find_place(along, group, schedule.ranks, home)
         copies = place.copies
         require_collectives(schedule, copies)
@@ -216,9 +219,13 @@ def value_and_grad(
     >>> step.loss.shape, step.outputs.shape, {name: list(grad.shape) for name, grad in grads.items()}
     (torch.Size([]), torch.Size([6, 1]), {'weight': [1, 4], 'bias': [1]})
     """
-    require_arguments(value_and_grad, locals())
-    require_backward(pipe.schedule)
-    return make_training_step(pipe, training_variant(outputs, sums), record)
+    with call_together(value_and_grad, locals()):
+        require_backward(pipe.schedule)
+        variant = training_variant(outputs, sums)
+        agree_on_arguments(pipe, outputs=outputs, sums=sums)
+        with suspend_autocast(variant):
+            agree_on_plan(pipe, variant)
+    return make_training_step(pipe, variant, record)
 
 
 def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step]:
@@ -237,7 +244,8 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
     >>> bool(torch.isclose(step.loss, model(x).mean())), step.outputs.shape
     (True, torch.Size([6, 1]))
     """
-    require_arguments(evaluate, locals())
+    with call_together(evaluate, locals()):
+        agree_on_arguments(pipe)
     return make_evaluation_step(pipe, record)
 
 
@@ -298,7 +306,10 @@ def verify(
     >>> fpipe.verify(pipe, model, (x,))  # a loss, the outputs and four gradients
     Verification(reference=6, eager=6)
     """
-    require_arguments(verify, locals())
-    require_backward(pipe.schedule)
-    trial = Trial(pipe, as_module(model), (inputs, targets), tolerance)
+    with call_together(verify, locals()):
+        require_backward(pipe.schedule)
+        trial = Trial(pipe, as_module(model), (inputs, targets), tolerance)
+        trial.require_steps(steps)
+        given = {"params": params is not None, "buffers": buffers is not None}
+        agree_on_arguments(pipe, **given, seed=seed, steps=steps, tolerance=tolerance)
     return verify_steps(trial, params, buffers, seed, steps)

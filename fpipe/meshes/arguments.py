@@ -64,7 +64,6 @@ class MeshOptions(NamedTuple):
     rows: str = "whole"
     reduce: str = "mean"
 
-
     def describe(self) -> list[str]:
         """Return lines that are the same in all processes of a job; raise `InputError` for anything but a mesh."""
         if self.mesh is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions that a user calls in every step: check the arguments, agree with all ranks, run, and collect.
 
-Runs when `value_and_grad` or `evaluate` is called; the functions that they return run in every step.
+Runs in every step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fpipe.meshes.border import unwrap_state, wrap_state
 from fpipe.pipelines.autocast import require_gradients, require_recordable, suspend_autocast
 from fpipe.pipelines.earlier_sums import add_reduced, assign_sums, join_sums, require_sums
 from fpipe.pipelines.fields import CommonArguments
-from fpipe.pipelines.handshake import agree_on_plan, agree_to_step
+from fpipe.pipelines.handshake import agree_to_step
 from fpipe.pipelines.inputs import State, start_backward
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, collect_gradients, gather
@@ -58,9 +58,7 @@ def training_variant(outputs: bool, sums: torch.dtype | None) -> Variant:
 
 
 def make_training_step(pipe: Pipeline, variant: Variant, record: Record | None) -> ValueAndGrad:
-    """Return the function that `fpipe.value_and_grad` returns, once all ranks have agreed on the example's plan."""
-    with suspend_autocast(variant), pipe.ranks.enter_call("value_and_grad"):
-        agree_on_plan(pipe, variant)
+    """Return the function that `fpipe.value_and_grad` returns."""
 
     def step(
         params: State,

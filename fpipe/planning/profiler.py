@@ -152,9 +152,7 @@ def _require_profile(given: Mapping[str, Any]) -> None:
     require_arguments(profile, given)
     require_gradients()
     if given["seconds"] < 0:
-        raise InputError(
-            f"seconds: got {given['seconds']}, expected a number of at least 0. Pass how long to measure."
-        )
+        raise InputError(f"seconds: got {given['seconds']}, expected a number of at least 0. Pass how long to measure.")
 
 
 def _join(job: Job, device: torch.device, group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:

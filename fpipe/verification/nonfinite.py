@@ -25,6 +25,7 @@ from torch import Tensor
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.fields import CommonArguments
+from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import Start, begin_step, training_variant
@@ -83,7 +84,9 @@ def find_nonfinite(pipe: Pipeline) -> Callable[..., NonFinite | None]:
     >>> print(fpipe.find_nonfinite(pipe)(*pipe.init(model), (x,)))
     rank 1, 1F1: got nan in the loss
     """
-    require_backward(pipe.schedule)
+    with call_together(find_nonfinite, locals()):
+        require_backward(pipe.schedule)
+        agree_on_arguments(pipe)
     variant = training_variant(False, None)
 
     def find(

@@ -37,6 +37,14 @@ class Trial(NamedTuple):
     batch: tuple[Any, Any]
     tolerance: float
 
+    def require_steps(self, steps: int) -> None:
+        """Raise `InputError` unless so many steps can be compared."""
+        require_integer("steps", steps, least=1)
+        if not 0 <= self.tolerance < inf:
+            raise InputError(
+                f"tolerance: got {self.tolerance}, expected a finite number of at least 0. Pass 1e-5, say."
+            )
+
     @property
     def variant(self) -> Variant:
         """The variant to run: with outputs, if they are a tree that can be compared, and this process gets them all."""
@@ -48,9 +56,6 @@ def verify_steps(
     trial: Trial, params: State | None, buffers: State | None, seed: int | None, steps: int
 ) -> Verification:
     """Verify `steps` steps of gradient descent from this process's share of the state, by default the module's own."""
-    require_integer("steps", steps, least=1)
-    if not 0 <= trial.tolerance < inf:
-        raise InputError(f"tolerance: got {trial.tolerance}, expected a finite number of at least 0. Pass 1e-5, say.")
     pipe, module = trial.pipe, trial.module
     share = _initial_share(pipe, module, params, buffers)
     whole = gather_state(pipe, module, *share) if (params, buffers) != (None, None) else read_state(module)
