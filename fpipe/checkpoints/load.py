@@ -30,7 +30,7 @@ from fpipe.checkpoints.shards import read_into, read_specs
 from fpipe.checkpoints.slots import STATE_PREFIX, find_parameter, unflatten_slots
 from fpipe.errors import InputError
 from fpipe.meshes.holdings import whole_specs
-from fpipe.pipelines.handshake import call_together
+from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.transport.agreement import Field
@@ -70,7 +70,9 @@ def load(pipe: Pipeline, path: AnyPath | Sequence[AnyPath]) -> Checkpoint:
     See `save` for an example.
     """
     with call_together(load, locals()):
-        saved = _open(pipe, as_path(path)) if isinstance(path, str | os.PathLike) else _choose(pipe, path)
+        paths = as_path(path) if isinstance(path, str | os.PathLike) else [*map(as_path, path)]
+        agree_on_arguments(pipe, path=str(paths) if isinstance(paths, Path) else [*map(str, paths)])
+        saved = _open(pipe, paths) if isinstance(paths, Path) else _choose(pipe, paths)
         _require_names(saved, pipe)
         _require_specs(saved, pipe)
         pipe.ranks.agree(lambda: [Field.of("checkpoint", [str(saved.path), str(saved.manifest), *saved.sums])])
@@ -142,10 +144,10 @@ def _open(pipe: Pipeline, path: Path) -> _Saved:
     return _Saved.open(path, own_index(pipe), count_processes(pipe))
 
 
-def _choose(pipe: Pipeline, paths: Sequence[AnyPath]) -> _Saved:
+def _choose(pipe: Pipeline, paths: Sequence[Path]) -> _Saved:
     """Return the checkpoint with the most steps of those that are whole for all ranks; raise `InputError` for none."""
     steps, errors = dict[Path, int](), list[str]()
-    for path in map(as_path, paths):
+    for path in paths:
         try:
             steps[path] = read_manifest(path).step
         except InputError as error:

@@ -57,6 +57,27 @@ def agree_on_arguments(pipe: Pipeline, **arguments: object) -> None:
     pipe.ranks.agree(lambda: [Field.of(name, describe_value(value)) for name, value in arguments.items()])
 
 
+def require_same(pipe: Pipeline, /, **values: Any) -> None:
+    """Raise `TransportError`, on every rank, unless all ranks pass the same values, by the same names.
+
+    Steps compare what they are passed. What only your script knows of, an optimizer that updates outside of
+    `fpipe.train_step` for one, can be compared here, once or as often as you like: it costs one small message. Every
+    rank must call this.
+
+    Numbers, strings, containers and tensors are compared by value, optimizers, functions and modules by their code and
+    what they hold, other objects by their class.
+
+    >>> import torch, fpipe
+    >>> from schedules import gpipe
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 2),), loss=torch.mean, schedule=gpipe(1, 2))
+    >>> adam = fpipe.optimizer(torch.optim.AdamW, lr=3e-4)
+    >>> fpipe.require_same(pipe, optimizer=adam, first_seed=17)
+    """
+    with call_together(require_same, {"pipe": pipe}):
+        agree_on_arguments(pipe, values=values)
+
+
 def agree_to_build(ranks: Ranks, schedule: Schedule, batching: Batching, plans: int, copies: PipelineCopies) -> None:
     """Raise `TransportError` on all ranks unless all of them build a pipeline with these arguments."""
     ranks.agree(lambda: argument_fields(schedule, batching, plans, copies), "its arguments")

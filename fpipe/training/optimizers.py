@@ -167,7 +167,13 @@ def _step(
             listed.append({"params": members, **groups.merge(pattern)})
     if not listed:
         return {}
-    instance = cls(listed, **groups.options)
+    try:
+        instance = cls(listed, **groups.options)
+    except (TypeError, ValueError) as error:
+        got = [dict(groups.merge(pattern)) for pattern in (None, *groups.own)]
+        raise InputError(
+            f"options: got {got}, which {cls.__name__} refuses ({error}), expected options that it takes. Correct them."
+        ) from error
     for name, leaf in leaves.items():
         if state[name]:
             instance.state[leaf] = state[name]
