@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from datetime import timedelta
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,16 @@ from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.runtime.ranks import Fields, Ranks
-from fpipe.runtime.transport.calls import Calls, ControlGroup
+from fpipe.runtime.transport.calls import Calls
 from fpipe.runtime.transport.control import GRACE, Control, list_replicas
 from fpipe.runtime.transport.distributed import DistributedRanks
+from fpipe.runtime.transport.lookout import SLICE
 from fpipe.runtime.transport.waiting import Awaited, PendingWorks, Waitable, await_all, break_group, reporting
 from fpipe.runtime.turns import claim_turn
 from fpipe.torch_private import device_types, timeout_of
+
+EARLIER: Final = timedelta(seconds=4 * SLICE)
+"""How much earlier than the default group a process gives up, so that it has time to find out why."""
 
 
 class World(NamedTuple):
@@ -109,14 +114,16 @@ def _make_control(world: World) -> Control:
 
 def _open_calls(world: World, known: Control | None) -> Calls:
     """Return the calls over the control group of the job, or over the default group if there is none yet."""
-    table: ControlGroup = world if known is None else known
-    own = [] if known is None else [known.group]
+    timeout = timeout_of(world.group, world.device)
+    table, own = (world, []) if known is None else (known, [known.group])
+    if known is None:
+        timeout -= min(EARLIER, timeout / 4)
 
     def release(awaited: Awaited | None) -> None:
         for one in own:
             break_group(one)
 
-    return Calls(table, timeout_of(world.group, world.device), release, lambda: own)
+    return Calls(table, timeout, release, lambda: own)
 
 
 def _require_size(group: dist.ProcessGroup, ranks: int) -> None:

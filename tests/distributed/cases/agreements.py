@@ -19,8 +19,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import l1_loss, mse_loss
 
 import fpipe
 from fpipe.tensors.tree import same_bits
@@ -43,7 +43,7 @@ class Run:
         self.size, self.x, self.y = size, *torch.randn(2, 8, WIDTH)
         self.model = linears(*[nn.Tanh] * (size - 1))
         self.schedule = one_f_one_b(ranks=size, microbatches=4)
-        self.batch = {"example": (self.x,), "targets": self.y, "loss": F.mse_loss}
+        self.batch = {"example": (self.x,), "targets": self.y, "loss": mse_loss}
         self.pipe = fpipe.pipeline(self.model, **self.batch, schedule=self.schedule)
         self.held = dict(zip(("params", "buffers"), self.pipe.init(self.model), strict=True))
         self.step = fpipe.value_and_grad(self.pipe)
@@ -80,7 +80,7 @@ def build(run: Run, **options: Any) -> Any:
 
 def profile(run: Run, **options: Any) -> Any:
     model = options.pop("model", run.model)
-    return fpipe.profile(model, (run.x,), run.y, **{"loss": F.mse_loss, "microbatches": 2, "seconds": 0, **options})
+    return fpipe.profile(model, (run.x,), run.y, **{"loss": mse_loss, "microbatches": 2, "seconds": 0, **options})
 
 
 def profile_pipe(run: Run, **options: Any) -> Any:
@@ -88,7 +88,7 @@ def profile_pipe(run: Run, **options: Any) -> Any:
 
 
 def plan(run: Run, **options: Any) -> Any:
-    return fpipe.plan(run.model, (run.x,), run.y, loss=F.mse_loss, microbatches=2, **{"ranks": run.size, **options})
+    return fpipe.plan(run.model, (run.x,), run.y, loss=mse_loss, microbatches=2, **{"ranks": run.size, **options})
 
 
 def train(run: Run, **options: Any) -> Any:
@@ -139,7 +139,7 @@ def list_rows(run: Run) -> dict[str, Row]:
                 "schedule": (gpipe(run.size, 4), run.schedule),
                 "mesh": ({"pp": run.size}, None),
                 "model": (linears(*[nn.ReLU] * (run.size - 1)), run.model),
-                "loss": (F.l1_loss, F.mse_loss),
+                "loss": (l1_loss, mse_loss),
                 "plans": (3, 4),
             },
             {"schedule": one_f_one_b, "cuts": "x", "plans": "x", "model": nn.Linear(3, 3), "example": 3, "mesh": 3},
@@ -165,9 +165,7 @@ def list_rows(run: Run) -> dict[str, Row]:
             {"outputs": (True, False), "max_norm": (1.0, 2.0)},
             {"optimizer": 3, "max_norm": -1.0, "record": 3},
         ),
-        "a training step": Row(
-            train, {**seeds, "lr": (0.1, 0.2)}, {**wrong, "state": {}, "lr": "x", "onto": {"x": x}}
-        ),
+        "a training step": Row(train, {**seeds, "lr": (0.1, 0.2)}, {**wrong, "state": {}, "lr": "x", "onto": {"x": x}}),
         "clip": Row(
             clip,
             {"max_norm": (1.0, 2.0), "order": (1.0, 2.0), "names": ("*.bias", "*")},
