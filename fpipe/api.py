@@ -233,8 +233,8 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
 
     It takes the same arguments as the function that `value_and_grad` returns. A model that computes its own loss always
     returns one. Outputs are merged in microbatch order and are returned on the rank of the last stage. Under
-    torch.distributed every rank must call the function in the same order, and at least one of them must pass the
-    targets if there are any. `record` is as in `value_and_grad`. Raise `InputError` as that function does.
+    torch.distributed every rank must call this, and then the function, in the same order, and at least one of them must
+    pass the targets if there are any. `record` is as in `value_and_grad`. Raise `InputError` as that function does.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe

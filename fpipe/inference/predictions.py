@@ -40,7 +40,7 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
     passed whole batches; where only the rank of the last stage needs them,
     `fpipe.evaluate` sends nothing.
 
-    Under torch.distributed every rank must call the function in the same order. Raise `InputError` for arguments that
+    Under torch.distributed every rank must call this, and then the function, in the same order. Raise `InputError` for arguments that
     don't fit the pipeline, before anything is sent.
 
     >>> import torch, fpipe
@@ -71,6 +71,8 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., No
     computes them, as soon as they exist: with one rank for the last stage, in the order of the schedule's forwards. On
     a mesh, microbatches are numbered copy by copy. fpipe keeps no reference to the outputs. The function takes the
     arguments of the one that `fpipe.predict` returns; it returns nothing.
+
+    Under torch.distributed every rank must call this, and then the function, in the same order.
 
     If `take` raises, the rest of the batch still runs, because other ranks wait for it; `take` is not called again, and
     the error is raised at the end. Raise `InputError` for arguments that don't fit the pipeline, before anything is

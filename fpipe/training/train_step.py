@@ -86,7 +86,8 @@ def train_step(
     are, bit for bit, those of `value_and_grad`, then `clip`, then `optimizer.update`.
 
     - `optimizer`: a pair `(init, update)`, as `fpipe.optimizer` returns. The update of a parameter must depend on its
-      own gradient and state only.
+      own gradient and state only, and all ranks must pass the same pair: they compare classes, options and groups, and
+      what the functions of a pair of your own hold.
     - `max_norm`: as in `fpipe.clip`. Stages are updated before the norm is known. If it turns out to exceed the limit,
       or isn't finite, all ranks do their updates again, with clipped gradients.
     - `outputs`, `record`: as in `value_and_grad`; the spans include those of updates.

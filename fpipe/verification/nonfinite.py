@@ -68,7 +68,7 @@ def find_nonfinite(pipe: Pipeline) -> Callable[..., NonFinite | None]:
     Call it once `fpipe.all_finite` has said no, or the loss is nan, with the arguments of that step: `params` and
     `buffers` as they were before it, the batch, `seed`, `scale` and `total`. It returns the same `NonFinite` on every
     rank, or `None` if loss and gradients of this step, without those of earlier ones, are finite. Under
-    torch.distributed every rank must call it. It costs one step, and modifies nothing.
+    torch.distributed every rank must call this, and then the function. It costs one step, and modifies nothing.
 
     Values without a gradient, such as masks, may be infinite.
 
