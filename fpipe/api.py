@@ -28,20 +28,18 @@ from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import CutsArgument, parse_cuts
 from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
-from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded, find_place, require_collectives
+from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded
 from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
-from fpipe.pipelines.autocast import suspend_autocast
-from fpipe.pipelines.builder import Builder, make_batchings
+from fpipe.pipelines.builder import Builder, agree_on_place, make_batchings
 from fpipe.pipelines.caches import Caches
-from fpipe.pipelines.handshake import agree_on_arguments, agree_on_plan, call_together
+from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
-from fpipe.pipelines.step import ValueAndGrad, make_evaluation_step, make_training_step, training_variant
+from fpipe.pipelines.step import ValueAndGrad, agree_to_train, make_evaluation_step, training_variant
 from fpipe.planning.plan import Plan, take_plan
-from fpipe.runtime.launch import enter_job, find_group
+from fpipe.runtime.launch import enter_job, resolve_group
 from fpipe.runtime.recording import Record
-from fpipe.runtime.transport.agreement import Field
 from fpipe.stages.ties import Tied
 from fpipe.verification.comparison import Verification
 from fpipe.verification.reference import make_reference_step
@@ -156,18 +154,13 @@ def pipeline(
         schedule = require_buildable(module, example, loss, schedule)
         require_arguments(pipeline, locals())
         require_count("plans", plans)
-        where, how = parse_cuts(cuts, stages, unsplittable, schedule), backend_of(backward)
-        home, along = find_home(example, targets), MeshOptions(mesh, pp, dp, shard, rows, reduce)
-        same = {"ranks": [str(schedule.ranks)], "mesh": along.describe()}
-        job.agree(lambda: [Field.of(name, lines) for name, lines in same.items()])
-        place = find_place(along, group, schedule.ranks, home)
-        copies = place.copies
-        require_collectives(schedule, copies)
-        pieces, over = copies.pieces, copies.count if copies.mean else 1
-        sizes = schedule.microbatches * pieces, weight, schedule.microbatches * over
-        batchings = make_batchings(example, targets, batch_dims, *sizes)
-        batch = batchings[True].split_batch(example, targets)
-        ranks = job.join(schedule.ranks, find_group(place.group), home, place.members)
+        where, home = parse_cuts(cuts, stages, unsplittable, schedule), find_home(example, targets)
+        place = agree_on_place(job, MeshOptions(mesh, pp, dp, shard, rows, reduce), group, schedule, home)
+        copies, count = place.copies, schedule.microbatches
+        over = count * (copies.count if copies.mean else 1)
+        batchings = make_batchings(example, targets, batch_dims, count * copies.pieces, weight, over)
+        batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
+        ranks = job.join(schedule.ranks, resolve_group(place.group), home, place.members)
     schedule, caches = copies.train(schedule), Caches(plans)
     builder = Builder(loss, schedule, batchings, where, capture, how, tied, output_dims, ranks, caches, copies)
     return builder.build(module, batch)
@@ -220,12 +213,7 @@ def value_and_grad(
     (torch.Size([]), torch.Size([6, 1]), {'weight': [1, 4], 'bias': [1]})
     """
     with call_together(value_and_grad, locals()):
-        require_backward(pipe.schedule)
-        variant = training_variant(outputs, sums)
-        agree_on_arguments(pipe, outputs=outputs, sums=sums)
-        with suspend_autocast(variant):
-            agree_on_plan(pipe, variant)
-    return make_training_step(pipe, variant, record)
+        return agree_to_train(pipe, outputs, sums, record)
 
 
 def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step]:
@@ -307,9 +295,6 @@ def verify(
     Verification(reference=6, eager=6)
     """
     with call_together(verify, locals()):
-        require_backward(pipe.schedule)
         trial = Trial(pipe, as_module(model), (inputs, targets), tolerance)
-        trial.require_steps(steps)
-        given = {"params": params is not None, "buffers": buffers is not None}
-        agree_on_arguments(pipe, **given, seed=seed, steps=steps, tolerance=tolerance)
+        trial.agree(steps, seed, params is not None, buffers is not None)
     return verify_steps(trial, params, buffers, seed, steps)

@@ -137,6 +137,7 @@ NAMES: Final = (
     # process groups
     Name("torch.distributed.distributed_c10d._world", "pipelines of the same processes that share a control group"),
     Name("torch.distributed.ProcessGroup._get_backend", "the timeout of a pipeline's process groups"),
+    Name("torch.distributed.ProcessGroup._device_types", "the device over which a job agrees before its first build"),
     # settings that choose kernels
     *(
         Name(f"torch._C._get_{setting}", "comparing torch's settings")

@@ -80,8 +80,9 @@ def generate(
       stops, so there may be fewer than `count` tokens.
     - `seed`: an integer, if `choose` draws tokens; the same seed draws the same tokens on any ranks.
 
-    Every rank must call this, and then the function, with the same arguments; `choose` runs on the last rank only. Raise `InputError` or `TransportError` for arguments that
-    don't fit, before anything is sent, and `TransportError` on the other ranks if `choose` fails on the last.
+    Every rank must call this, and then the function, with the same arguments; `choose` runs on the last rank only.
+    Raise `InputError` or `TransportError` for arguments that don't fit, before anything is sent, and `TransportError`
+    on the other ranks if `choose` fails on the last.
 
     >>> import torch, fpipe
     >>> from torch.nn.functional import cross_entropy

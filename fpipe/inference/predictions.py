@@ -40,8 +40,8 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
     passed whole batches; where only the rank of the last stage needs them,
     `fpipe.evaluate` sends nothing.
 
-    Under torch.distributed every rank must call this, and then the function, in the same order. Raise `InputError` for arguments that
-    don't fit the pipeline, before anything is sent.
+    Under torch.distributed every rank must call this, and then the function, in the same order. Raise `InputError` for
+    arguments that don't fit the pipeline, before anything is sent.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe

@@ -43,7 +43,7 @@ from fpipe.planning.profile import Profile
 from fpipe.planning.roofline import Roofline, calibrate
 from fpipe.planning.standalone import ModelArguments, take_alone, training_variant_here
 from fpipe.runtime.fingerprint import describe_value
-from fpipe.runtime.launch import Job, enter_job, find_group
+from fpipe.runtime.launch import JobProcesses, enter_job, resolve_group
 from fpipe.runtime.ranks import Ranks
 from fpipe.runtime.transport.agreement import Field
 from fpipe.runtime.transport.local import LocalRanks
@@ -133,7 +133,7 @@ def profile(
 
 
 class Asked(NamedTuple):
-    """What is asked of a profile, beside its model: the arguments of `profile`."""
+    """The arguments of `profile`, beside the model."""
 
     batch: tuple[Any, Any]
     cuts: CutsArgument
@@ -155,11 +155,11 @@ def _require_profile(given: Mapping[str, Any]) -> None:
         raise InputError(f"seconds: got {given['seconds']}, expected a number of at least 0. Pass how long to measure.")
 
 
-def _join(job: Job, device: torch.device, group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
+def _join(job: JobProcesses, device: torch.device, group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
     """Return this process's place among those that profile a model together."""
     if not (dist.is_available() and dist.is_initialized()):
         return LocalRanks(1)
-    return job.join(dist.get_world_size() if group is None else group.size(), find_group(group), device)
+    return job.join(dist.get_world_size() if group is None else group.size(), resolve_group(group), device)
 
 
 def _has_values(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from fpipe.runtime.transport.job import enter_distributed_job
 from fpipe.runtime.transport.local import LocalRanks
 
 
-class Job(Protocol):
+class JobProcesses(Protocol):
     """The processes that begin to build together: all of the job, or this one."""
 
     def agree(self, fields: Fields) -> None:
@@ -52,7 +52,7 @@ class LocalJob:
 
 
 @contextmanager
-def enter_job(call: str) -> Iterator[Job]:
+def enter_job(call: str) -> Iterator[JobProcesses]:
     """Return the context in which all processes of the job begin to build; an error on one of them is raised on all.
 
     They agree, and then join.
@@ -64,7 +64,7 @@ def enter_job(call: str) -> Iterator[Job]:
         yield job
 
 
-def find_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
     """Return the process group; raise `InputError` for a mesh of several dimensions."""
     return take_dimension(group) if isinstance(group, DeviceMesh) else group
 

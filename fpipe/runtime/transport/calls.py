@@ -51,7 +51,7 @@ class ControlGroup(Protocol):
         """Return the tensor that each process passes, in order; `wait` waits for the others."""
 
 
-class Calls:
+class SharedCalls:
     """The calls of one pipeline, or of a build, as this process makes them.
 
     - `owned`: returns the groups that nobody else uses, which are broken and destroyed if a call fails.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import TransportError
-from fpipe.runtime.transport.calls import Calls
+from fpipe.runtime.transport.calls import SharedCalls
 from fpipe.runtime.transport.waiting import Awaited, PendingWorks, Waitable, reporting
 from fpipe.torch_private import process_groups, timeout_of
 
@@ -139,7 +139,7 @@ def find_mesh_group(
     return found
 
 
-def list_replicas(world: list[int], job: Calls) -> list[list[int]]:
+def list_replicas(world: list[int], job: SharedCalls) -> list[list[int]]:
     """Return the processes of every pipeline in the job, in the same order everywhere; `world` is this pipeline's.
 
     `job` are the calls of all processes.

@@ -26,7 +26,7 @@ from fpipe.errors import TransportError
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.ranks import Fields, require_unclosed
 from fpipe.runtime.transport import clocks, speeds
-from fpipe.runtime.transport.calls import Calls
+from fpipe.runtime.transport.calls import SharedCalls
 from fpipe.runtime.transport.channels import DistributedTransport
 from fpipe.runtime.transport.control import GRACE, Control, choose_timeout, find_mesh_group
 from fpipe.runtime.transport.interface import Route, Transport
@@ -68,7 +68,7 @@ class DistributedRanks:
         self.transport = DistributedTransport(group, device, replicas, timeout + GRACE)
         release = partial(self.transport.release, self.own_groups)
         own, transport = self.own_groups, self.transport
-        self.calls = Calls(self.control, timeout, release, lambda: [*own, *transport.groups])
+        self.calls = SharedCalls(self.control, timeout, release, lambda: [*own, *transport.groups])
         weakref.finalize(self, self.calls.lookout.stop)
         made = [group for group in (self.everyone,) if group not in {*before, self.results, self.control.group}]
         self.connection = weakref.finalize(self, self.transport.close, made)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.runtime.ranks import Fields, Ranks
-from fpipe.runtime.transport.calls import Calls
+from fpipe.runtime.transport.calls import SharedCalls
 from fpipe.runtime.transport.control import GRACE, Control, list_replicas
 from fpipe.runtime.transport.distributed import DistributedRanks
 from fpipe.runtime.transport.lookout import SLICE
@@ -67,7 +67,7 @@ class World(NamedTuple):
 class DistributedJob:
     """The processes of a job that begin to build: `calls` are what they do together."""
 
-    def __init__(self, calls: Calls, world: World) -> None:
+    def __init__(self, calls: SharedCalls, world: World) -> None:
         self.calls, self.world = calls, world
 
     def agree(self, fields: Fields) -> None:
@@ -112,7 +112,7 @@ def _make_control(world: World) -> Control:
     return Control.of(every, [every], timeout_of(world.group, world.device) + GRACE)
 
 
-def _open_calls(world: World, known: Control | None) -> Calls:
+def _open_calls(world: World, known: Control | None) -> SharedCalls:
     """Return the calls over the control group of the job, or over the default group if there is none yet."""
     timeout = timeout_of(world.group, world.device)
     table, own = (world, []) if known is None else (known, [known.group])
@@ -123,7 +123,7 @@ def _open_calls(world: World, known: Control | None) -> Calls:
         for one in own:
             break_group(one)
 
-    return Calls(table, timeout, release, lambda: own)
+    return SharedCalls(table, timeout, release, lambda: own)
 
 
 def _require_size(group: dist.ProcessGroup, ranks: int) -> None:
