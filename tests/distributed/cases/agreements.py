@@ -137,7 +137,7 @@ def list_rows(run: Run) -> dict[str, Row]:
             build,
             {
                 "schedule": (gpipe(run.size, 4), run.schedule),
-                "mesh": ({"pp": run.size}, None),
+                "mesh": ({"pp": run.size, "dp": 1}, None),
                 "model": (linears(*[nn.ReLU] * (run.size - 1)), run.model),
                 "loss": (l1_loss, mse_loss),
                 "plans": (3, 4),
