@@ -28,6 +28,7 @@ from fpipe.inference.predictions import predict, stream
 from fpipe.inference.sampling import choose_likeliest, sample
 from fpipe.meshes.arguments import Sharded
 from fpipe.model.parts import ModuleGraph, Part
+from fpipe.pipelines.handshake import require_same
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
 from fpipe.planning.make import plan
@@ -99,6 +100,7 @@ __all__ = [
     "generate",
     "sample",
     "reference",
+    "require_same",
     "safetensors",
     "save",
     "stream",

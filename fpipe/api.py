@@ -28,16 +28,17 @@ from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import CutsArgument, parse_cuts
 from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
-from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded, find_place, require_collectives
+from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded
 from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
-from fpipe.pipelines.builder import Builder, make_batchings
+from fpipe.pipelines.builder import Builder, agree_on_place, make_batchings
 from fpipe.pipelines.caches import Caches
+from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
-from fpipe.pipelines.step import ValueAndGrad, make_evaluation_step, make_training_step, training_variant
+from fpipe.pipelines.step import ValueAndGrad, agree_to_train, make_evaluation_step, training_variant
 from fpipe.planning.plan import Plan, take_plan
-from fpipe.runtime.launch import join_ranks
+from fpipe.runtime.launch import enter_job, resolve_group
 from fpipe.runtime.recording import Record
 from fpipe.stages.ties import Tied
 from fpipe.verification.comparison import Verification
@@ -147,20 +148,19 @@ def pipeline(
     >>> bool(torch.isclose(step.loss, torch.nn.functional.mse_loss(model(x), y))), list(grads)
     (True, ['0.weight', '0.bias', '2.weight', '2.bias'])
     """
-    module = as_module(model)
-    schedule, cuts = take_plan(plan, schedule, cuts, stages)
-    schedule = require_buildable(module, example, loss, schedule)
-    require_arguments(pipeline, locals())
-    require_count("plans", plans)
-    where = parse_cuts(cuts, stages, unsplittable, schedule)
-    home = find_home(example, targets)
-    place = find_place(MeshOptions(mesh, pp, dp, shard, rows, reduce), group, schedule.ranks, home)
-    copies = place.copies
-    count, over = schedule.microbatches * copies.pieces, schedule.microbatches * (copies.count if copies.mean else 1)
-    batchings = make_batchings(example, targets, batch_dims, count, weight, over)
-    batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
-    ranks = join_ranks(schedule.ranks, place.group, home, place.members)
-    require_collectives(schedule, copies)
+    with enter_job("pipeline") as job:
+        module = as_module(model)
+        schedule, cuts = take_plan(plan, schedule, cuts, stages)
+        schedule = require_buildable(module, example, loss, schedule)
+        require_arguments(pipeline, locals())
+        require_count("plans", plans)
+        where, home = parse_cuts(cuts, stages, unsplittable, schedule), find_home(example, targets)
+        place = agree_on_place(job, MeshOptions(mesh, pp, dp, shard, rows, reduce), group, schedule, home)
+        copies, count = place.copies, schedule.microbatches
+        over = count * (copies.count if copies.mean else 1)
+        batchings = make_batchings(example, targets, batch_dims, count * copies.pieces, weight, over)
+        batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
+        ranks = job.join(schedule.ranks, resolve_group(place.group), home, place.members)
     schedule, caches = copies.train(schedule), Caches(plans)
     builder = Builder(loss, schedule, batchings, where, capture, how, tied, output_dims, ranks, caches, copies)
     return builder.build(module, batch)
@@ -212,9 +212,8 @@ def value_and_grad(
     >>> step.loss.shape, step.outputs.shape, {name: list(grad.shape) for name, grad in grads.items()}
     (torch.Size([]), torch.Size([6, 1]), {'weight': [1, 4], 'bias': [1]})
     """
-    require_arguments(value_and_grad, locals())
-    require_backward(pipe.schedule)
-    return make_training_step(pipe, training_variant(outputs, sums), record)
+    with call_together(value_and_grad, locals()):
+        return agree_to_train(pipe, outputs, sums, record)
 
 
 def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step]:
@@ -222,8 +221,8 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
 
     It takes the same arguments as the function that `value_and_grad` returns. A model that computes its own loss always
     returns one. Outputs are merged in microbatch order and are returned on the rank of the last stage. Under
-    torch.distributed every rank must call the function in the same order, and at least one of them must pass the
-    targets if there are any. `record` is as in `value_and_grad`. Raise `InputError` as that function does.
+    torch.distributed every rank must call this, and then the function, in the same order, and at least one of them must
+    pass the targets if there are any. `record` is as in `value_and_grad`. Raise `InputError` as that function does.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe
@@ -233,7 +232,8 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
     >>> bool(torch.isclose(step.loss, model(x).mean())), step.outputs.shape
     (True, torch.Size([6, 1]))
     """
-    require_arguments(evaluate, locals())
+    with call_together(evaluate, locals()):
+        agree_on_arguments(pipe)
     return make_evaluation_step(pipe, record)
 
 
@@ -294,7 +294,7 @@ def verify(
     >>> fpipe.verify(pipe, model, (x,))  # a loss, the outputs and four gradients
     Verification(reference=6, eager=6)
     """
-    require_arguments(verify, locals())
-    require_backward(pipe.schedule)
-    trial = Trial(pipe, as_module(model), (inputs, targets), tolerance)
+    with call_together(verify, locals()):
+        trial = Trial(pipe, as_module(model), (inputs, targets), tolerance)
+        trial.agree(steps, seed, params is not None, buffers is not None)
     return verify_steps(trial, params, buffers, seed, steps)

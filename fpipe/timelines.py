@@ -18,8 +18,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fpipe.arguments import require_arguments, require_pipeline
+from fpipe.arguments import require_arguments
 from fpipe.errors import InputError
+from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.pipeline import Pipeline
 from schedules import KINDS, Action, Costs, Span, estimate
 from schedules.replay.timelines import read_spans
@@ -52,9 +53,7 @@ def timeline(pipe: Pipeline, spans: Iterable[Span]) -> tuple[Span, ...]:
     >>> simulated = spans(pipe.schedule, fpipe.costs(pipe, measured), pipe.program.graph)
     >>> picture = drawing.svg({"measured": measured, "simulated": simulated})
     """
-    require_pipeline("timeline", pipe)
-    with pipe.ranks.enter_call("timeline"):
-        require_arguments(timeline, locals())
+    with call_together(timeline, locals()):
         mine = list(read_spans(spans))
         _require_own(mine, pipe.ranks.ranks)
         pipe.ranks.agree()

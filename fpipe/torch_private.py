@@ -142,6 +142,7 @@ NAMES: Final = (
     # process groups
     Name("torch.distributed.distributed_c10d._world", "pipelines of the same processes that share a control group"),
     Name("torch.distributed.ProcessGroup._get_backend", "the timeout of a pipeline's process groups"),
+    Name("torch.distributed.ProcessGroup._device_types", "the device over which a job agrees before its first build"),
     # settings that choose kernels
     *(
         Name(f"torch._C._get_{setting}", "comparing torch's settings")
@@ -405,6 +406,11 @@ def timeout_of(group: Any, device: torch.device) -> timedelta:
     """Return the timeout of a process group's backend for `device`."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
+
+
+def device_types(group: Any) -> list[torch.device]:
+    """Return the kinds of devices whose tensors a process group moves."""
+    return list(group._device_types)
 
 
 def list_compilers() -> list[str]:

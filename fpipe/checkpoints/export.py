@@ -16,11 +16,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fpipe.arguments import require_arguments, require_pipeline
 from fpipe.checkpoints.manifest import write_durably
 from fpipe.checkpoints.save import count_processes, own_index, owned_names, require_whole_state
 from fpipe.checkpoints.shards import copy_to_host, shard_name, write_shard
 from fpipe.errors import InputError
+from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.transport.agreement import Field
@@ -48,9 +48,7 @@ def export(pipe: Pipeline, path: str | os.PathLike[str], params: State, buffers:
     ...     sorted(fpipe.safetensors(folder))
     ['0.bias', '0.weight', '1.bias', '1.weight']
     """
-    require_pipeline("export", pipe)
-    with pipe.ranks.enter_call("export"):
-        require_arguments(export, {"path": path, "params": params})
+    with call_together(export, {"pipe": pipe, "path": path, "params": params}):
         home, index, count = as_path(path), own_index(pipe), count_processes(pipe)
         held = {**params, **require_whole_state(pipe, params, buffers)}
         _require_no_weights(home)

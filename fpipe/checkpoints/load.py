@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe.arguments import require_arguments, require_pipeline
 from fpipe.checkpoints.json_trees import DATA_PREFIX, decode_tree
 from fpipe.checkpoints.manifest import Manifest, read_manifest, read_sidecars
 from fpipe.checkpoints.save import count_processes, own_index
@@ -31,6 +30,7 @@ from fpipe.checkpoints.shards import read_into, read_specs
 from fpipe.checkpoints.slots import STATE_PREFIX, find_parameter, unflatten_slots
 from fpipe.errors import InputError
 from fpipe.meshes.holdings import whole_specs
+from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.transport.agreement import Field
@@ -69,13 +69,13 @@ def load(pipe: Pipeline, path: AnyPath | Sequence[AnyPath]) -> Checkpoint:
 
     See `save` for an example.
     """
-    require_pipeline("load", pipe)
-    with pipe.ranks.enter_call("load"):
-        require_arguments(load, locals())
-        saved = _open(pipe, as_path(path)) if isinstance(path, str | os.PathLike) else _choose(pipe, path)
+    with call_together(load, locals()):
+        paths = as_path(path) if isinstance(path, str | os.PathLike) else [*map(as_path, path)]
+        agree_on_arguments(pipe, path=str(paths) if isinstance(paths, Path) else [*map(str, paths)])
+        saved = _open(pipe, paths) if isinstance(paths, Path) else _choose(pipe, paths)
         _require_names(saved, pipe)
         _require_specs(saved, pipe)
-        pipe.ranks.agree(lambda: [Field.of("checkpoint", [str(saved.path), str(saved.manifest)])])
+        pipe.ranks.agree(lambda: [Field.of("checkpoint", [str(saved.path), str(saved.manifest), *saved.sums])])
         values = saved.read(pipe)
         pipe.ranks.agree(about="its values")
         return _divide(saved, pipe, values)
@@ -83,10 +83,14 @@ def load(pipe: Pipeline, path: AnyPath | Sequence[AnyPath]) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A checkpoint, before any value is read: its manifest, every tensor's spec, and what is not a tensor."""
+    """A checkpoint, before any value is read: its manifest, every tensor's spec, and what is not a tensor.
+
+    `sums` are lines with the size and checksum of each file of tensors.
+    """
 
     path: Path
     manifest: Manifest
+    sums: Sequence[str]
     specs: Mapping[str, Spec]
     numbers: Mapping[str, float]
     on_device: frozenset[str]
@@ -101,7 +105,8 @@ class _Saved:
         sidecars = [*read_sidecars(path, manifest, index, count)]
         numbers = {name: value for sidecar in sidecars for name, value in sidecar.numbers.items()}
         on_device = frozenset(name for sidecar in sidecars for name in sidecar.on_device)
-        return cls(path, manifest, read_specs(manifest.folder(path)), numbers, on_device)
+        sums = [f"file {k}: {one.size} bytes, checksum {one.checksum:08x}" for k, one in enumerate(sidecars)]
+        return cls(path, manifest, sums, read_specs(manifest.folder(path)), numbers, on_device)
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of tensors and numbers that begin with `prefix`, without it."""
@@ -139,10 +144,10 @@ def _open(pipe: Pipeline, path: Path) -> _Saved:
     return _Saved.open(path, own_index(pipe), count_processes(pipe))
 
 
-def _choose(pipe: Pipeline, paths: Sequence[AnyPath]) -> _Saved:
+def _choose(pipe: Pipeline, paths: Sequence[Path]) -> _Saved:
     """Return the checkpoint with the most steps of those that are whole for all ranks; raise `InputError` for none."""
     steps, errors = dict[Path, int](), list[str]()
-    for path in map(as_path, paths):
+    for path in paths:
         try:
             steps[path] = read_manifest(path).step
         except InputError as error:

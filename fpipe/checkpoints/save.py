@@ -24,13 +24,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe.arguments import require_arguments, require_pipeline
 from fpipe.checkpoints.json_trees import encode_tree
 from fpipe.checkpoints.manifest import Manifest, commit, next_save, write_sidecar
 from fpipe.checkpoints.shards import copy_to_host, require_savable, write_shard
 from fpipe.checkpoints.slots import flatten_slots, require_slots
 from fpipe.errors import InputError
 from fpipe.meshes.border import require_plain
+from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import Start, unwrap_start
@@ -112,9 +112,7 @@ def begin_save(
     ...     began, fpipe.is_checkpoint(folder)
     (False, True)
     """
-    require_pipeline("begin_save", pipe)
-    with pipe.ranks.enter_call("begin_save"):
-        require_arguments(begin_save, {"path": path})
+    with call_together(begin_save, {"pipe": pipe, "path": path}):
         home = as_path(path)
         held = require_whole_state(pipe, params, buffers)
         require_slots({} if state is None else state, params)

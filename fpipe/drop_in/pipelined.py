@@ -110,10 +110,12 @@ class Pipelined(nn.Module):
         super().__init__()
         join_launched()
         pipe = pipeline(model, example=example, targets=targets, loss=loss, schedule=schedule, **options)
-        require_plain("Pipelined", pipe.training.placed, "Use fpipe.pipeline and fpipe.value_and_grad.")
-        require_parameters_everywhere(pipe)
-        require_free_names(example)
-        root = pipe.module(*pipe.init(model if weights is None else weights))
+        with pipe.ranks.enter_call("Pipelined"):
+            require_plain("Pipelined", pipe.training.placed, "Use fpipe.pipeline and fpipe.value_and_grad.")
+            require_parameters_everywhere(pipe)
+            require_free_names(example)
+            root = pipe.module(*pipe.init(model if weights is None else weights))
+            pipe.ranks.agree()
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"):
             vars(self)[table] = vars(root)[table]  # not by `register_parameter`: a model may have a parameter `scale`
         frozen = frozenset(name for name, p in pipe.model.named_parameters() if not p.requires_grad)

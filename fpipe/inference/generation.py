@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fpipe.arguments import describe_argument, require_arguments, require_integer, require_seed
+from fpipe.arguments import describe_argument, require_integer, require_seed
 from fpipe.errors import InputError
 from fpipe.inference.decoders import MakeDecoder, StaticDecoder
 from fpipe.inference.decoding import PREFIX, build_decoding
@@ -37,6 +37,7 @@ from fpipe.ir.variant import EVALUATION
 from fpipe.meshes.border import require_plain
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.fields import CommonArguments, call_fields
+from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.fingerprint import digest_tensor
@@ -79,8 +80,9 @@ def generate(
       stops, so there may be fewer than `count` tokens.
     - `seed`: an integer, if `choose` draws tokens; the same seed draws the same tokens on any ranks.
 
-    Every rank must call the function with the same arguments. Raise `InputError` or `TransportError` for arguments that
-    don't fit, before anything is sent, and `TransportError` on the other ranks if `choose` fails on the last.
+    Every rank must call this, and then the function, with the same arguments; `choose` runs on the last rank only.
+    Raise `InputError` or `TransportError` for arguments that don't fit, before anything is sent, and `TransportError`
+    on the other ranks if `choose` fails on the last.
 
     >>> import torch, fpipe
     >>> from torch.nn.functional import cross_entropy
@@ -97,11 +99,12 @@ def generate(
     >>> generate(params, buffers, words[:, :4], 8).shape
     torch.Size([4, 8])
     """
-    require_arguments(generate, locals())
-    require_plain("generate", pipe.training.placed, "Call fpipe.predict, which returns outputs.")
-    how = forwards(pipe.schedule if schedule is None else schedule)
-    _require_single_copy(pipe)
-    _require_arguments(pipe, length, how)
+    with call_together(generate, locals()):
+        require_plain("generate", pipe.training.placed, "Call fpipe.predict, which returns outputs.")
+        how = forwards(pipe.schedule if schedule is None else schedule)
+        _require_single_copy(pipe)
+        _require_arguments(pipe, length, how)
+        agree_on_arguments(pipe, length=length, schedule=repr(how))
     decodings: dict[tuple[int, bool], Pipeline] = {}
 
     def run(

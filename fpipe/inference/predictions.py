@@ -17,12 +17,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fpipe.arguments import require_arguments
 from fpipe.ir.captured import Tensors
 from fpipe.ir.variant import EVALUATION, Variant
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.fields import CommonArguments
-from fpipe.pipelines.handshake import agree_to_step
+from fpipe.pipelines.handshake import agree_on_arguments, agree_to_step, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import broadcast_results, merge_results, spread_results
@@ -41,8 +40,8 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
     passed whole batches; where only the rank of the last stage needs them,
     `fpipe.evaluate` sends nothing.
 
-    Under torch.distributed every rank must call the function in the same order. Raise `InputError` for arguments that
-    don't fit the pipeline, before anything is sent.
+    Under torch.distributed every rank must call this, and then the function, in the same order. Raise `InputError` for
+    arguments that don't fit the pipeline, before anything is sent.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe
@@ -52,8 +51,8 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
     >>> y.shape, y.requires_grad
     (torch.Size([6, 1]), False)
     """
-
-    require_arguments(predict, locals())
+    with call_together(predict, locals()):
+        agree_on_arguments(pipe)
 
     def run(params: State, buffers: State, inputs: Any, *, seed: int | None = None) -> Any:
         with suspend_autocast(EVALUATION) as variant, pipe.ranks.enter_call("a prediction"):
@@ -73,6 +72,8 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., No
     a mesh, microbatches are numbered copy by copy. fpipe keeps no reference to the outputs. The function takes the
     arguments of the one that `fpipe.predict` returns; it returns nothing.
 
+    Under torch.distributed every rank must call this, and then the function, in the same order.
+
     If `take` raises, the rest of the batch still runs, because other ranks wait for it; `take` is not called again, and
     the error is raised at the end. Raise `InputError` for arguments that don't fit the pipeline, before anything is
     sent.
@@ -86,8 +87,8 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., No
     >>> seen
     [(0, [2, 1]), (1, [2, 1]), (2, [2, 1])]
     """
-
-    require_arguments(stream, locals())
+    with call_together(stream, locals()):
+        agree_on_arguments(pipe)
 
     def run(params: State, buffers: State, inputs: Any, *, seed: int | None = None) -> None:
         errors: list[Exception] = []

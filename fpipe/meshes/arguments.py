@@ -64,6 +64,16 @@ class MeshOptions(NamedTuple):
     rows: str = "whole"
     reduce: str = "mean"
 
+    def describe(self) -> list[str]:
+        """Return lines that are the same in all processes of a job; raise `InputError` for anything but a mesh."""
+        if self.mesh is None:
+            return ["no mesh"]
+        sizes = _list_sizes(self.mesh)
+        if isinstance(self.mesh, DeviceMesh):  # processes may be in meshes of different shapes
+            return ["a DeviceMesh"]
+        used = {"pp": self.pp, "dp": self.dp, "shard": self.shard, "rows": self.rows, "reduce": self.reduce}
+        return [str(sizes), *(f"{name}={value!r}" for name, value in used.items())]
+
 
 class MeshPlace(NamedTuple):
     """The place of this process in a mesh.

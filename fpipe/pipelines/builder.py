@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.autodiff.backends import Backend
 from fpipe.batching.batch import Batching, SplitBatch
@@ -22,6 +24,7 @@ from fpipe.cutting.partition import Cuts
 from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.ir.variant import TRAINING
+from fpipe.meshes.arguments import MeshOptions, MeshPlace, find_place, require_collectives
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.model.copying import require_own_buffers
 from fpipe.model.gradient_hooks import collect_gradient_hooks, require_exact_hooks
@@ -35,7 +38,9 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.preparation import prepare_steps
 from fpipe.pipelines.resolver import Resolver
+from fpipe.runtime.launch import JobProcesses
 from fpipe.runtime.ranks import Ranks
+from fpipe.runtime.transport.agreement import Field
 from fpipe.stages.ties import Tied, parameters_to_sum
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.watching.model_state import ModelState
@@ -55,6 +60,21 @@ def make_batchings(
         True: Batching.of(example, targets, batch_dims, microbatches, weight, divisor),
         False: Batching.of(example, None, of_inputs, microbatches),
     }
+
+
+def agree_on_place(
+    job: JobProcesses,
+    options: MeshOptions,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    schedule: Schedule,
+    home: torch.device,
+) -> MeshPlace:
+    """Return the place of this process in the mesh, or in the group, once all processes of the job have agreed."""
+    same = {"ranks": [str(schedule.ranks)], "mesh": options.describe()}
+    job.agree(lambda: [Field.of(name, lines) for name, lines in same.items()])
+    place = find_place(options, group, schedule.ranks, home)
+    require_collectives(schedule, place.copies)
+    return place
 
 
 @dataclass(frozen=True)

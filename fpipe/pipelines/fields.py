@@ -14,7 +14,7 @@ import dataclasses
 import platform
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -59,17 +59,20 @@ def batch_fields(pipe: Pipeline, kind: BatchKind, known: int = 0) -> tuple[Field
     )
 
 
+NO_UPDATE: Final = Field.of("update", ())
+
+
 class CommonArguments(NamedTuple):
     """The arguments of a call that are the same on every rank.
 
-    `onto`: whether it adds to earlier sums; `update`: lines that describe the update within a training step, if any.
+    `onto`: whether it adds to earlier sums; `update`: the field of the update within a training step, if there is one.
     """
 
     seed: int | None = None
     scale: float | None = None
     total: float | None = None
     onto: bool = False
-    update: tuple[str, ...] = ()
+    update: Field = NO_UPDATE
 
     def __str__(self) -> str:
         return f"scale={self.scale}, total={self.total}, {'with' if self.onto else 'without'} onto"
@@ -82,7 +85,7 @@ def call_fields(call: CommonArguments) -> tuple[Field, ...]:
         Field("seed", digest([seed]), lambda: [seed]),
         Field("scale, total and onto", _cached_digest((others,)), lambda: [others]),
         Field("settings", _cached_digest(settings), lambda: settings),
-        Field("update", digest(call.update), lambda: call.update),
+        call.update,
     )
 
 

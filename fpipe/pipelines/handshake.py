@@ -11,13 +11,14 @@ Runs when a pipeline is built, at the first batch of a kind, and in every step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fpipe.arguments import require_seed
+from fpipe.arguments import require_arguments, require_pipeline, require_seed
 from fpipe.batching.batch import Batching, SplitBatch
 from fpipe.batching.signature import Signature
 from fpipe.errors import TransportError
@@ -29,12 +30,52 @@ from fpipe.pipelines.inputs import State, scatter
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Inputs
-from fpipe.runtime.fingerprint import digest, digest_tensor
+from fpipe.runtime.fingerprint import describe_value, digest, digest_tensor
 from fpipe.runtime.ranks import Ranks
 from fpipe.runtime.transport.agreement import Field
 from schedules import Schedule
 
 NO_ARGUMENTS: Final = CommonArguments()
+
+
+@contextmanager
+def call_together(function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[Pipeline]:
+    """Return the context of a public function that all ranks of `given["pipe"]` call, with its arguments checked.
+
+    An error in it is raised on all ranks, until they have agreed. Raise `InputError` for an argument that is not of the
+    type that the function is annotated with.
+    """
+    name, pipe = function.__name__, given["pipe"]
+    require_pipeline(name, pipe)
+    with pipe.ranks.enter_call(name):
+        require_arguments(function, given)
+        yield pipe
+
+
+def agree_on_arguments(pipe: Pipeline, **arguments: object) -> None:
+    """Raise `TransportError` on all ranks unless they call the same function with the same values of these."""
+    pipe.ranks.agree(lambda: [Field.of(name, describe_value(value)) for name, value in arguments.items()])
+
+
+def require_same(pipe: Pipeline, /, **values: Any) -> None:
+    """Raise `TransportError`, on every rank, unless all ranks pass the same values, by the same names.
+
+    Steps compare what they are passed. What only your script knows of, an optimizer that updates outside of
+    `fpipe.train_step` for one, can be compared here, once or as often as you like: it costs one small message. Every
+    rank must call this.
+
+    Numbers, strings, containers and tensors are compared by value, optimizers, functions and modules by their code and
+    what they hold, other objects by their class.
+
+    >>> import torch, fpipe
+    >>> from schedules import gpipe
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 2),), loss=torch.mean, schedule=gpipe(1, 2))
+    >>> adam = fpipe.optimizer(torch.optim.AdamW, lr=3e-4)
+    >>> fpipe.require_same(pipe, optimizer=adam, first_seed=17)
+    """
+    with call_together(require_same, {"pipe": pipe}):
+        agree_on_arguments(pipe, values=values)
 
 
 def agree_to_build(ranks: Ranks, schedule: Schedule, batching: Batching, plans: int, copies: PipelineCopies) -> None:

@@ -243,7 +243,6 @@ class Pipeline(Closable):
         Every rank must call this, with the same shapes, and under the autocast of the steps. Raise `InputError` for
         more kinds of batches than the pipeline keeps plans for.
         """
-        require_arguments(Pipeline.prepare, locals())
         self.plan_ahead(self, examples)
 
     @cached_property

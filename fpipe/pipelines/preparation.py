@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fpipe.arguments import require_arguments
 from fpipe.batching.signature import Signature
 from fpipe.errors import InputError
 from fpipe.ir.variant import EVALUATION, TRAINING, Variant
@@ -27,8 +28,9 @@ def prepare_steps(pipe: Pipeline, examples: Iterable[tuple[Any, Any]]) -> None:
 
     Raise `InputError` if the pipeline keeps fewer plans, or if the model can't take a batch.
     """
-    known = [_require_pair(k, example) for k, example in enumerate(examples)]
     with torch.inference_mode(False), suspend_autocast(TRAINING) as training, pipe.ranks.enter_call("pipe.prepare"):
+        require_arguments(Pipeline.prepare, {"examples": examples})
+        known = [_require_pair(k, example) for k, example in enumerate(examples)]
         pipe.ranks.agree(lambda: [Field.of("examples", [f"{len(known)} examples"])])
         batches = [(_variant(pipe, targets, training), inputs, targets) for inputs, targets in known]
         _require_room(pipe, {(variant, _signature(pipe, variant, *given)) for variant, *given in batches})

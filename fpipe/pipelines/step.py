@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions that a user calls in every step: check the arguments, agree with all ranks, run, and collect.
 
-Runs when `value_and_grad` or `evaluate` is called; the functions that they return run in every step.
+Runs in every step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import Tensor
 from fpipe.errors import InputError
 from fpipe.ir.variant import EVALUATION, Variant
 from fpipe.meshes.border import unwrap_state, wrap_state
+from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.autocast import require_gradients, require_recordable, suspend_autocast
 from fpipe.pipelines.earlier_sums import add_reduced, assign_sums, join_sums, require_sums
 from fpipe.pipelines.fields import CommonArguments
-from fpipe.pipelines.handshake import agree_on_plan, agree_to_step
+from fpipe.pipelines.handshake import agree_on_arguments, agree_on_plan, agree_to_step
 from fpipe.pipelines.inputs import State, start_backward
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, collect_gradients, gather
@@ -57,10 +58,18 @@ def training_variant(outputs: bool, sums: torch.dtype | None) -> Variant:
     return Variant(training=True, loss=True, outputs=outputs, sums=sums)
 
 
-def make_training_step(pipe: Pipeline, variant: Variant, record: Record | None) -> ValueAndGrad:
+def agree_to_train(pipe: Pipeline, outputs: bool, sums: torch.dtype | None, record: Record | None) -> ValueAndGrad:
     """Return the function that `fpipe.value_and_grad` returns, once all ranks have agreed on the example's plan."""
-    with suspend_autocast(variant), pipe.ranks.enter_call("value_and_grad"):
+    require_backward(pipe.schedule)
+    variant = training_variant(outputs, sums)
+    agree_on_arguments(pipe, outputs=outputs, sums=sums)
+    with suspend_autocast(variant):
         agree_on_plan(pipe, variant)
+    return make_training_step(pipe, variant, record)
+
+
+def make_training_step(pipe: Pipeline, variant: Variant, record: Record | None) -> ValueAndGrad:
+    """Return the function that runs training steps of a variant."""
 
     def step(
         params: State,

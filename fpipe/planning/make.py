@@ -7,6 +7,7 @@ Runs when it is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from math import inf, isnan
 from typing import Any
 
@@ -26,6 +27,9 @@ from fpipe.planning.pins import pin
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.planning.profiler import profile as measure
+from fpipe.runtime.fingerprint import describe_value
+from fpipe.runtime.launch import LocalJob, enter_job
+from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.tree import flatten
 from schedules import Schedule, SizeError
 from schedules.language.arguments import each
@@ -83,18 +87,23 @@ def plan(
     (2, 4, True)
     >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, plan=found)
     """
-    require_arguments(plan, {name: value for name, value in locals().items() if name not in ("schedules", "memory")})
-    as_module(model)
-    count = _count_ranks(ranks)
-    caps, factories = parse_caps(memory, count), _read_schedules(schedules, count)
-    numbers = _read_microbatches(microbatches, factories, schedules, example, targets, count)
-    _require_positive("weights", weights)
-    _require_positive("seconds", seconds)
-    if profile is not None and len(numbers) != 1:
-        raise InputError(
-            f"microbatches: got {numbers} with a profile, expected one number: a profile is of microbatches of one "
-            "size. Pass the number that it was measured for."
-        )
+    given = {name: value for name, value in locals().items() if name not in ("schedules", "memory")}
+    with enter_job("plan") if profile is None else nullcontext(LocalJob()) as job:
+        require_arguments(plan, given)
+        as_module(model)
+        count = _count_ranks(ranks)
+        caps, factories = parse_caps(memory, count), _read_schedules(schedules, count)
+        numbers = _read_microbatches(microbatches, factories, schedules, example, targets, count)
+        _require_positive("weights", weights)
+        _require_positive("seconds", seconds)
+        if profile is not None and len(numbers) != 1:
+            raise InputError(
+                f"microbatches: got {numbers} with a profile, expected one number: a profile is of microbatches of one "
+                "size. Pass the number that it was measured for."
+            )
+        limits = {"weights": weights, "seconds": seconds}
+        same = {"ranks": count, "memory": caps, "microbatches": numbers, "schedules": factories, **limits}
+        job.agree(lambda: [Field.of(name, describe_value(value)) for name, value in same.items()])
     if profile is not None:
         require_profile_of(profile, model, example, targets, numbers[0], **options)
     profiles = {
@@ -106,7 +115,6 @@ def plan(
     first = next(iter(profiles.values()))
     room = pin(Room(caps, find_starts(first)), first, tuple(cuts), tuple(stages))
     report = progress if progress is not None else _ignore
-    limits = {"weights": weights, "seconds": seconds}
     return choose(profiles, factories, count, room, **limits, report=report, ordered=schedules is None)
 
 

@@ -7,11 +7,11 @@ Runs when it is called.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from fpipe.ir.objective import Loss
 from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.autocast import require_gradients, suspend_autocast
 from fpipe.pipelines.builder import Model
+from fpipe.pipelines.handshake import agree_on_arguments
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import make_training_step
@@ -41,8 +42,10 @@ from fpipe.planning.links import MESSAGE_SIZES, fit_link
 from fpipe.planning.profile import Profile
 from fpipe.planning.roofline import Roofline, calibrate
 from fpipe.planning.standalone import ModelArguments, take_alone, training_variant_here
-from fpipe.runtime.launch import join_ranks
+from fpipe.runtime.fingerprint import describe_value
+from fpipe.runtime.launch import JobProcesses, enter_job, resolve_group
 from fpipe.runtime.ranks import Ranks
+from fpipe.runtime.transport.agreement import Field
 from fpipe.runtime.transport.local import LocalRanks
 from fpipe.stages.ties import Tied
 from fpipe.weights.loading import ValueSource
@@ -110,28 +113,53 @@ def profile(
     >>> simulate(gpipe(ranks=2, microbatches=3), measured.costs(["2"])).makespan > 0
     True
     """
-    require_arguments(profile, locals())
     given = ModelArguments(loss, microbatches, unsplittable, capture, backward, tied, batch_dims, weight)
-    require_gradients()
-    if seconds < 0:
-        raise InputError(f"seconds: got {seconds}, expected a number of at least 0. Pass how long to measure.")
+    asked = Asked((example, targets), cuts, source, device, link, seconds)
     if isinstance(model, Pipeline):
-        given.require_defaults()
         with model.ranks.enter_call("profile"):
-            alone = take_alone(model, example, targets)
-            return _profile_together(model.ranks, alone, (example, targets), cuts, source, device, link, seconds)
-    module, ranks = as_module(model), _join(find_home(example, targets), group)
+            _require_profile(locals())
+            given.require_defaults()
+            agree_on_arguments(model, **asked.describe())
+            return _profile_together(model.ranks, take_alone(model, example, targets), asked)
+    with enter_job("profile") as job:
+        _require_profile(locals())
+        module = as_module(model)
+        job.agree(lambda: [Field.of("arguments", describe_value({"microbatches": microbatches, **asked.describe()}))])
+        ranks = _join(job, find_home(example, targets), group)
     with ranks.enter_call("profile"):
         alone = given.build(module, example, targets)
         values = module if source is None and _has_values(module) else source
-        return _profile_together(ranks, alone, (example, targets), cuts, values, device, link, seconds)
+        return _profile_together(ranks, alone, asked._replace(source=values))
 
 
-def _join(device: torch.device, group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
+class Asked(NamedTuple):
+    """The arguments of `profile`, beside the model."""
+
+    batch: tuple[Any, Any]
+    cuts: CutsArgument
+    source: ValueSource | None
+    device: Roofline | None
+    link: Link | None
+    seconds: float
+
+    def describe(self) -> dict[str, object]:
+        """Return what must be the same on every rank, since it decides on the messages that they exchange."""
+        return {"link": self.link is not None, "device": self.device is not None, "source": self.source is not None}
+
+
+def _require_profile(given: Mapping[str, Any]) -> None:
+    """Raise `InputError` for arguments of `profile` that nothing can be measured with."""
+    require_arguments(profile, given)
+    require_gradients()
+    if given["seconds"] < 0:
+        raise InputError(f"seconds: got {given['seconds']}, expected a number of at least 0. Pass how long to measure.")
+
+
+def _join(job: JobProcesses, device: torch.device, group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
     """Return this process's place among those that profile a model together."""
     if not (dist.is_available() and dist.is_initialized()):
         return LocalRanks(1)
-    return join_ranks(dist.get_world_size() if group is None else group.size(), group, device)
+    return job.join(dist.get_world_size() if group is None else group.size(), resolve_group(group), device)
 
 
 def _has_values(module: nn.Module) -> bool:
@@ -141,20 +169,15 @@ def _has_values(module: nn.Module) -> bool:
 def _profile_together(
     ranks: Ranks,
     alone: Pipeline,
-    batch: tuple[Any, Any],
-    cuts: CutsArgument,
-    source: ValueSource | None,
-    device: Roofline | None,
-    link: Link | None,
-    seconds: float,
+    asked: Asked,
 ) -> Profile:
     """Return the profile that all ranks find together: that of the slowest, and the time of transfers between them."""
-    found = _profile(alone, batch, cuts, source, device, seconds)
+    found = _profile(alone, asked.batch, asked.cuts, asked.source, asked.device, asked.seconds)
     if len(ranks.processes) > 1:
-        found = found if device is not None or source is None else _add_messages(found, ranks)
+        found = found if asked.device is not None or asked.source is None else _add_messages(found, ranks)
         every = [Profile.parse(text) for text in ranks.exchange_text(write_fields(found), "profiles")]
         found = every[0].merge(*every[1:])
-    measured = fit_link(ranks.measure_transfers(MESSAGE_SIZES)) if link is None else link
+    measured = fit_link(ranks.measure_transfers(MESSAGE_SIZES)) if asked.link is None else asked.link
     return replace(found, link=replace(measured, bytes=0, back=None))
 
 

@@ -7,34 +7,66 @@ Runs when a pipeline is built.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import InputError, TransportError
-from fpipe.runtime.ranks import Ranks
-from fpipe.runtime.transport.distributed import DistributedRanks
+from fpipe.runtime.ranks import Fields, Ranks
+from fpipe.runtime.transport.job import enter_distributed_job
 from fpipe.runtime.transport.local import LocalRanks
 
 
-def join_ranks(
-    ranks: int, group: dist.ProcessGroup | DeviceMesh | None, device: torch.device, members: Sequence[int] = ()
-) -> Ranks:
-    """Return the ranks of a schedule that this process runs; `group` holds the ranks' processes, by default all.
+class JobProcesses(Protocol):
+    """The processes that begin to build together: all of the job, or this one."""
 
-    `members` are all processes that agree on every call: those of a mesh, by default the group's. Raise
-    `TransportError` if the processes and the ranks do not match, `InputError` for a mesh of several dimensions.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
+    def agree(self, fields: Fields) -> None:
+        """Raise `TransportError` on all processes unless all of them begin the same, with the same fields."""
+
+    def join(
+        self, ranks: int, group: dist.ProcessGroup | None, device: torch.device, members: Sequence[int] = ()
+    ) -> Ranks:
+        """Return the ranks of a schedule that this process runs; `group` holds the ranks' processes, by default all.
+
+        `members` are all processes that agree on every call: those of a mesh, by default the group's. Raise
+        `TransportError` if the processes and the ranks do not match.
+        """
+
+
+class LocalJob:
+    """A job of this process alone."""
+
+    def agree(self, fields: Fields) -> None:
+        """Do nothing: there is no other process."""
+
+    def join(
+        self, ranks: int, group: dist.ProcessGroup | None, device: torch.device, members: Sequence[int] = ()
+    ) -> Ranks:
+        """Return all ranks; raise `TransportError` if a launcher has started other processes."""
         require_process_group(os.environ)
         return LocalRanks(ranks)
-    if isinstance(group, DeviceMesh):
-        group = take_dimension(group)
-    group = dist.group.WORLD if group is None else group
-    assert group is not None, "torch.distributed is initialized"
-    return DistributedRanks(ranks, group, device, members)
+
+
+@contextmanager
+def enter_job(call: str) -> Iterator[JobProcesses]:
+    """Return the context in which all processes of the job begin to build; an error on one of them is raised on all.
+
+    They agree, and then join.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        yield LocalJob()
+        return
+    with enter_distributed_job(call) as job:
+        yield job
+
+
+def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Return the process group; raise `InputError` for a mesh of several dimensions."""
+    return take_dimension(group) if isinstance(group, DeviceMesh) else group
 
 
 def take_dimension(mesh: DeviceMesh) -> dist.ProcessGroup:

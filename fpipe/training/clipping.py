@@ -18,8 +18,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
-from fpipe.arguments import describe_argument, require_arguments, require_pipeline, require_tensors
+from fpipe.arguments import describe_argument, require_arguments, require_tensors
 from fpipe.errors import InputError
+from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.placed import local_part, without_partial
@@ -55,9 +56,7 @@ def clip(
     >>> norm, fpipe.norm(pipe, clipped)
     (tensor(2.), tensor(1.0000))
     """
-    require_pipeline("clip", pipe)
-    with pipe.ranks.enter_call("clip"):
-        require_arguments(clip, {"order": order, "names": names, "donate": donate})
+    with call_together(clip, {"pipe": pipe, "order": order, "names": names, "donate": donate}):
         limit, chosen = require_bound("max_norm", max_norm), choose_gradients(pipe, grads, names)
         total = compute_total(pipe, chosen, order, f"names={names!r}", f"max_norm={limit}")
     scaled = scale_to_norm({name: grad if donate else grad.clone() for name, grad in chosen.items()}, limit, total)

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-from fpipe.arguments import require_arguments, require_pipeline
 from fpipe.errors import InputError
 from fpipe.meshes.border import require_same_placement
+from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.norm_table import NormTable, list_gradients
 from fpipe.pipelines.pipeline import Pipeline
@@ -65,9 +65,7 @@ def norm(pipe: Pipeline, grads: State, order: float = 2.0, names: str | Iterable
     >>> fpipe.norm(pipe, grads, order=float("inf"), names="1.bias")
     tensor(1.)
     """
-    require_pipeline("norm", pipe)
-    with pipe.ranks.enter_call("norm"):
-        require_arguments(norm, {"order": order, "names": names})
+    with call_together(norm, {"pipe": pipe, "order": order, "names": names}):
         return compute_total(pipe, choose_gradients(pipe, grads, names), order, f"names={names!r}")
 
 
@@ -83,8 +81,7 @@ def all_finite(pipe: Pipeline, grads: State) -> Tensor:
     >>> fpipe.all_finite(pipe, {"weight": torch.ones(1, 2), "bias": torch.full((1,), torch.inf)})
     tensor(False)
     """
-    require_pipeline("all_finite", pipe)
-    with pipe.ranks.enter_call("all_finite"):
+    with call_together(all_finite, {"pipe": pipe}):
         require_gradients_of(pipe, grads)
         ends = [end for grad in grads.values() for end in _find_ends(local_part(grad))]
         finite = torch.stack(ends).isfinite().all() if ends else torch.tensor(True, device=pipe.device)

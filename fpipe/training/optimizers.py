@@ -90,7 +90,9 @@ def optimizer(
     The rule is that of `fpipe.optimizer` itself: options by name are for all parameters whose group has no value of its
     own, and `groups={pattern: {...}}` are for a group.
 
-    The update needs nothing of other ranks. Ranks that hold no parameters call it like all others.
+    The update needs nothing of other ranks. Ranks that hold no parameters call it like all others. So ranks do not
+    notice if they have different optimizers: compare them with `fpipe.require_same`, or use `fpipe.train_step`, which
+    does.
 
     Raise `InputError` for a class that combines parameters or keeps state elsewhere (LBFGS does both), for options
     that it doesn't have, for patterns that overlap or match nothing, and for state of another optimizer.
@@ -167,7 +169,13 @@ def _step(
             listed.append({"params": members, **groups.merge(pattern)})
     if not listed:
         return {}
-    instance = cls(listed, **groups.options)
+    try:
+        instance = cls(listed, **groups.options)
+    except (TypeError, ValueError) as error:
+        got = [dict(groups.merge(pattern)) for pattern in (None, *groups.own)]
+        raise InputError(
+            f"options: got {got}, which {cls.__name__} refuses ({error}), expected options that it takes. Correct them."
+        ) from error
     for name, leaf in leaves.items():
         if state[name]:
             instance.state[leaf] = state[name]

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fpipe.arguments import require_arguments
 from fpipe.errors import InputError
 from fpipe.ir.captured import Tensors
 from fpipe.ir.variant import Variant
@@ -36,7 +35,7 @@ from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.earlier_sums import join_sums
 from fpipe.pipelines.fields import CommonArguments
-from fpipe.pipelines.handshake import agree_on_plan
+from fpipe.pipelines.handshake import agree_on_arguments, agree_on_plan, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, sum_terms
@@ -44,8 +43,9 @@ from fpipe.pipelines.running import run_copies
 from fpipe.pipelines.step import Start, begin_step, finish_step
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Outcome
-from fpipe.runtime.fingerprint import describe_value
+from fpipe.runtime.fingerprint import describe_value, digest
 from fpipe.runtime.recording import Record
+from fpipe.runtime.transport.agreement import Field
 from fpipe.training.argument_checks import require_fitting
 from fpipe.training.clipping import require_bound, scale_to_norm
 from fpipe.training.norms import compute_total
@@ -86,7 +86,8 @@ def train_step(
     are, bit for bit, those of `value_and_grad`, then `clip`, then `optimizer.update`.
 
     - `optimizer`: a pair `(init, update)`, as `fpipe.optimizer` returns. The update of a parameter must depend on its
-      own gradient and state only.
+      own gradient and state only, and all ranks must pass the same pair: they compare classes, options and groups, and
+      what the functions of a pair of your own hold.
     - `max_norm`: as in `fpipe.clip`. Stages are updated before the norm is known. If it turns out to exceed the limit,
       or isn't finite, all ranks do their updates again, with clipped gradients.
     - `outputs`, `record`: as in `value_and_grad`; the spans include those of updates.
@@ -111,13 +112,16 @@ def train_step(
     >>> out.loss.shape, norm.shape, list(state["1.bias"])
     (torch.Size([]), torch.Size([]), ['step', 'exp_avg', 'exp_avg_sq'])
     """
-    require_arguments(train_step, locals())
-    require_backward(pipe.schedule)
-    require_plain("train_step", pipe.training.placed, "Call value_and_grad, clip and optimizer.update.")
-    limit = None if max_norm is None else require_bound("max_norm", max_norm)
-    variant = Variant(training=True, loss=True, outputs=outputs)
-    with suspend_autocast(variant), pipe.ranks.enter_call("train_step"):
-        agree_on_plan(pipe, variant).plan.updating.names_by_update  # noqa: B018 - what can fail fails here
+    with call_together(train_step, locals()):
+        require_backward(pipe.schedule)
+        require_plain("train_step", pipe.training.placed, "Call value_and_grad, clip and optimizer.update.")
+        limit = None if max_norm is None else require_bound("max_norm", max_norm)
+        variant = Variant(training=True, loss=True, outputs=outputs)
+        agree_on_arguments(pipe, outputs=outputs, max_norm=limit, optimizer=optimizer._asdict())
+        with suspend_autocast(variant):
+            agree_on_plan(pipe, variant).plan.updating.names_by_update  # noqa: B018 - what can fail fails here
+    fixed = describe_value({"max_norm": limit, "optimizer": optimizer._asdict()})
+    known = str(digest(fixed))
 
     def step(
         params: State,
@@ -135,8 +139,9 @@ def train_step(
             old, start = Version(params, state), Start(params, buffers, {} if onto is None else onto)
             update = Updater(optimizer, old, options)
             update.require_fit(pipe, limit)
-            lines = f"max_norm={limit}", *describe_value(options)
-            call = CommonArguments(seed, total=total, onto=onto is not None, update=lines)
+            given_now = describe_value(options)
+            agreed = Field("update", digest([known, *given_now]), lambda: [*fixed, *given_now])
+            call = CommonArguments(seed, total=total, onto=onto is not None, update=agreed)
             plan, given = begin_step(pipe, cast, start, (inputs, targets), call)
             if len(given) == 1:  # else every copy would update the same parameters
                 ((copy, own),), plan = given.items(), plan.updating

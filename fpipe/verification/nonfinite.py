@@ -25,6 +25,7 @@ from torch import Tensor
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.fields import CommonArguments
+from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import Start, begin_step, training_variant
@@ -67,7 +68,7 @@ def find_nonfinite(pipe: Pipeline) -> Callable[..., NonFinite | None]:
     Call it once `fpipe.all_finite` has said no, or the loss is nan, with the arguments of that step: `params` and
     `buffers` as they were before it, the batch, `seed`, `scale` and `total`. It returns the same `NonFinite` on every
     rank, or `None` if loss and gradients of this step, without those of earlier ones, are finite. Under
-    torch.distributed every rank must call it. It costs one step, and modifies nothing.
+    torch.distributed every rank must call this, and then the function. It costs one step, and modifies nothing.
 
     Values without a gradient, such as masks, may be infinite.
 
@@ -83,7 +84,9 @@ def find_nonfinite(pipe: Pipeline) -> Callable[..., NonFinite | None]:
     >>> print(fpipe.find_nonfinite(pipe)(*pipe.init(model), (x,)))
     rank 1, 1F1: got nan in the loss
     """
-    require_backward(pipe.schedule)
+    with call_together(find_nonfinite, locals()):
+        require_backward(pipe.schedule)
+        agree_on_arguments(pipe)
     variant = training_variant(False, None)
 
     def find(

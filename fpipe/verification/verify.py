@@ -17,7 +17,9 @@ from fpipe.arguments import require_integer
 from fpipe.errors import InputError
 from fpipe.ir.variant import Variant
 from fpipe.model.snapshot import restore_model
+from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.autocast import suspend_autocast
+from fpipe.pipelines.handshake import agree_on_arguments
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import merge_results
@@ -37,6 +39,17 @@ class Trial(NamedTuple):
     batch: tuple[Any, Any]
     tolerance: float
 
+    def agree(self, steps: int, seed: int | None, has_params: bool, has_buffers: bool) -> None:
+        """Raise `InputError` unless so many steps can be compared, and `TransportError` if ranks differ."""
+        require_backward(self.pipe.schedule)
+        require_integer("steps", steps, least=1)
+        if not 0 <= self.tolerance < inf:
+            raise InputError(
+                f"tolerance: got {self.tolerance}, expected a finite number of at least 0. Pass 1e-5, say."
+            )
+        given = {"params": has_params, "buffers": has_buffers}
+        agree_on_arguments(self.pipe, **given, seed=seed, steps=steps, tolerance=self.tolerance)
+
     @property
     def variant(self) -> Variant:
         """The variant to run: with outputs, if they are a tree that can be compared, and this process gets them all."""
@@ -48,9 +61,6 @@ def verify_steps(
     trial: Trial, params: State | None, buffers: State | None, seed: int | None, steps: int
 ) -> Verification:
     """Verify `steps` steps of gradient descent from this process's share of the state, by default the module's own."""
-    require_integer("steps", steps, least=1)
-    if not 0 <= trial.tolerance < inf:
-        raise InputError(f"tolerance: got {trial.tolerance}, expected a finite number of at least 0. Pass 1e-5, say.")
     pipe, module = trial.pipe, trial.module
     share = _initial_share(pipe, module, params, buffers)
     whole = gather_state(pipe, module, *share) if (params, buffers) != (None, None) else read_state(module)

@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
+from fpipe.runtime.transport import clocks
 from fpipe.torch_private import process_groups
 from schedules import Schedule, gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from tests.common.ranks import fork, redirect
@@ -135,6 +136,8 @@ ACTS = {
 }
 """What a rank does at a place. After `recover` all ranks go on with new pipelines."""
 PLACES = ("action", "stage", "hook", "loss", "join")
+STARTING, BUILDING, MEASURING = "start", "build", "clock"
+"""Places outside of steps: before the first build, in its capture, and among the messages that compare clocks."""
 CALLS = ("less", "evaluate", "outputs", "batch")
 """What a rank does in place of the step of the others."""
 SILENT = ("stop", "hang")
@@ -167,7 +170,7 @@ class Trap:
             self.act()
 
 
-TRAPS = {place: Trap() for place in PLACES}
+TRAPS = {place: Trap() for place in (*PLACES, STARTING, BUILDING, MEASURING)}
 
 
 def report_time() -> None:
@@ -182,6 +185,7 @@ class Trapped(nn.Module):
         self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
+        step_on(BUILDING)
         step_on("stage")
         y = torch.tanh(self.inner(x))
         if y.requires_grad:
@@ -233,8 +237,15 @@ def build(drill: Drill):
 
 def take_part(drill: Drill, rank: int) -> None:
     """Train, and fail if it is this rank's turn."""
+    if drill.place in (STARTING, BUILDING):
+        arm(drill, rank)
+    step_on(STARTING)
     pipe, model, x, y = build(drill)
     state, groups = pipe.init(model), len(process_groups())
+    if drill.place == MEASURING:
+        arm(drill, rank)
+        clocks.perf_counter = watched_clock
+        fpipe.timeline(pipe, [])
     train = fpipe.value_and_grad(pipe, outputs=True, record=lambda span: step_on("action"))
     losses = []
     try:
@@ -252,6 +263,12 @@ def take_part(drill: Drill, rank: int) -> None:
         loss = fpipe.value_and_grad(again)(*again.init(model), (x,), y)[0].loss
         assert not losses or torch.equal(loss, losses[0])
         assert not any(one.data_ptr() == 0 for one in model.parameters())
+
+
+def watched_clock() -> float:
+    """Return the time between two messages of clocks."""
+    step_on(MEASURING)
+    return time.perf_counter()
 
 
 def arm(drill: Drill, rank: int) -> bool:
@@ -364,6 +381,9 @@ def judge_rank(drill: Drill, said: dict, code: int, began: float) -> str:
     """Return what is wrong with what a rank says that did not fail itself."""
     if code != 1:
         return f"it ended with code {code}"
+    if drill.place == BUILDING and drill.act in ("raise", "memory"):
+        good = said["kind"] == "TransportError" and f"- rank {drill.rank}: " in said["said"]
+        return "" if good and "on purpose" in said["said"] else "it does not say what another rank refused"
     if drill.act in DIFFERENT:
         good = said["kind"] == "TransportError" and "got ranks that differ" in said["said"]
         return "" if good else "it does not say how ranks differ"

@@ -21,6 +21,8 @@ NEEDS_TWO = {
     "profiles_of_different_models_are_refused",
     "batches_of_other_shapes",
     "state_of_another_rank",
+    *("arguments_that_differ_on_one_rank", "arguments_that_are_wrong_on_one_rank", "calls_that_one_rank_leaves_out"),
+    *("optimizers_that_differ_on_one_rank", "checkpoints_that_one_rank_sees_otherwise"),
     *("dropped_and_closed_pipelines_leave_nothing", "a_closed_pipeline_leaves_the_group_of_the_user"),
     "two_thousand_steps_do_not_grow_or_slow_down",
     *(name for name in CASES if name.startswith(("gpt_dropout", "all_frozen", "constants", "own_loss", "recurrent"))),

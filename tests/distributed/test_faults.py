@@ -21,6 +21,10 @@ BY_DAY = [
     "recover-stage-interleaved_1f1b-2-1-3-1-file",
     "control_c-action-one_f_one_b-2-1-1-1-file",
     "less-action-gpipe-2-0-1-2-file",
+    "kill-start-gpipe-4-2-1-0-file",
+    "kill-build-one_f_one_b-4-2-2-0-file",
+    "raise-build-one_f_one_b-4-1-1-0-file",
+    "kill-clock-one_f_one_b-4-2-5-0-file",
 ]
 DRAWN = 200
 

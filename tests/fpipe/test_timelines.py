@@ -123,13 +123,13 @@ class Queued:
     def __init__(self, monkeypatch):
         self.now, self.sent = 0.0, []
         monkeypatch.setattr(clocks, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(clocks, "dist", self)
+        self.device = torch.device("cpu")
         monkeypatch.setattr(clocks.torch, "zeros", lambda *shape, **options: self)
 
-    def send(self, tensor, dst, group):
+    def send(self, tensor, other):
         self.sent.append(tensor)
 
-    def recv(self, tensor, src, group):
+    def receive(self, tensor, other):
         assert tensor is self
 
     def item(self):
@@ -139,8 +139,8 @@ class Queued:
 
 def test_clocks_are_read_once_a_message_has_arrived_on_the_device(monkeypatch):
     queue = Queued(monkeypatch)
-    assert list(clocks._ask(0, None, torch.device("cpu")))[:2] == [(0.0, 77.0, 5.0), (5.0, 77.0, 10.0)]
+    assert list(clocks._ask(queue))[:2] == [(0.0, 77.0, 5.0), (5.0, 77.0, 10.0)]
     queue.sent.clear()
     queue.now = 0.0
-    clocks._answer(1, None, torch.device("cpu"))
+    clocks._answer(queue, 1)
     assert [answer.item() for answer in queue.sent[:2]] == [5.0, 10.0]

@@ -29,7 +29,7 @@ from fpipe.torch_private import (
 
 HOME = Path(__file__).parents[2]
 OURS = Path(torch_private.__file__)
-PYTHON = {"_replace", "_fields", "_getframe", "_thread"}
+PYTHON = {"_replace", "_fields", "_asdict", "_getframe", "_thread"}
 """Private names of Python's own, and of its library."""
 NODES = ("_saved_", "_raw_saved_")
 """What autograd's nodes save: see `SAVED`."""

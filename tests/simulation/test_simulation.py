@@ -8,7 +8,7 @@ import pytest
 
 from fpipe.runtime import instructions
 from fpipe.runtime.handlers import HANDLERS
-from fpipe.runtime.transport.distributed import DistributedRanks
+from fpipe.runtime.transport.calls import SharedCalls
 from tests.common.sizes import NIGHTLY, by_night
 from tests.common.world.network import Room
 from tests.common.world.verdicts import simulate
@@ -65,7 +65,7 @@ def lose_last(run, action, stage, arrived):
 
 BROKEN = {
     "a channel delivers out of order": mock.patch.object(Room, "_carry", reordered),
-    "a failure is not told": mock.patch.object(DistributedRanks, "_tell", return_value=None),
+    "a failure is not told": mock.patch.object(SharedCalls, "_tell", return_value=None),
     "a gradient is dropped": mock.patch.object(instructions, "HANDLERS", {**HANDLERS, "B": lose_last}),
 }
 

@@ -96,7 +96,8 @@ def _raise_difference(rank: int, gather: Gather, call: str, fields: Sequence[Fie
             "computed on any rank. Repair these and call it again:\n" + "\n".join(said)
         )
     if len({row[CALL] for row in rows}) > 1:
-        lines = _compare("call", [[text] for text in exchange_texts(gather, call)])
+        texts = exchange_texts(gather, "\n".join([call, *(f"{call}, {field.name}" for field in fields)]))
+        lines = _compare("call", [text.split("\n") for text in texts])
         repair = "Call the same functions in the same order on every rank."
     else:
         apart = [k for k in range(len(fields)) if len({row[FIRST + k] for row in rows}) > 1]

@@ -18,20 +18,20 @@ from time import perf_counter
 from typing import Final, TypeAlias
 
 import torch
-import torch.distributed as dist
+
+from fpipe.runtime.transport.waiting import Line
 
 TRIPS: Final = 16
 Trip: TypeAlias = tuple[float, float, float]
 """The time of the question by our clock, the time by their clock, and the time of the answer by ours."""
 
 
-def measure_offset(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return how many seconds our clock is ahead of the group's first process's; every process must call this."""
-    world, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-    if rank:
-        return difference(_ask(world[0], group, device))
-    for other in world[1:]:
-        _answer(other, group, device)
+def measure_offset(line: Line) -> float:
+    """Return how many seconds our clock is ahead of the first process's; every process of the line must call this."""
+    if line.group.rank():
+        return difference(_ask(line))
+    for other in range(1, line.group.size()):
+        _answer(line, other)
     return 0.0
 
 
@@ -45,21 +45,21 @@ def difference(trips: Iterable[Trip]) -> float:
     return 0.0 if asked <= theirs <= back else (asked + back) / 2 - theirs
 
 
-def _ask(first: int, group: dist.ProcessGroup, device: torch.device) -> Iterator[Trip]:
+def _ask(line: Line) -> Iterator[Trip]:
     """Yield round trips to the first process."""
-    time = torch.zeros(1, dtype=torch.float64, device=device)
+    time = torch.zeros(1, dtype=torch.float64, device=line.device)
     for _ in range(TRIPS):
         asked = perf_counter()
-        dist.send(time, dst=first, group=group)
-        dist.recv(time, src=first, group=group)
+        line.send(time, 0)
+        line.receive(time, 0)
         theirs = time.item()
         yield asked, theirs, perf_counter()
 
 
-def _answer(other: int, group: dist.ProcessGroup, device: torch.device) -> None:
+def _answer(line: Line, other: int) -> None:
     """Send another process our time, `TRIPS` times."""
-    question = torch.zeros(1, dtype=torch.float64, device=device)
+    question = torch.zeros(1, dtype=torch.float64, device=line.device)
     for _ in range(TRIPS):
-        dist.recv(question, src=other, group=group)
+        line.receive(question, other)
         question.item()  # waits for its arrival, even if receives are only enqueued
-        dist.send(torch.tensor([perf_counter()], dtype=torch.float64, device=device), dst=other, group=group)
+        line.send(torch.tensor([perf_counter()], dtype=torch.float64, device=line.device), other)

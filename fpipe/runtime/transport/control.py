@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import TransportError
+from fpipe.runtime.transport.calls import SharedCalls
 from fpipe.runtime.transport.waiting import Awaited, PendingWorks, Waitable, reporting
 from fpipe.torch_private import process_groups, timeout_of
 
@@ -45,14 +46,22 @@ class Control(NamedTuple):
         Pipelines on the same processes share the group, so that ranks that call different pipelines notice. It is
         looked up by its description in torch's own table of process groups.
         """
-        names = [f"control group of {ranks} in {replicas}" for ranks in replicas]
-        mine, rank = replicas.index(world), world.index(dist.get_rank())
-        for known in process_groups():
-            if known.group_desc == names[mine]:
-                return cls(known, rank, tuple(world))
-        pairs = zip(replicas, names, strict=True)
-        made = [dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=name) for ranks, name in pairs]
-        return cls(cast("dist.ProcessGroup", made[mine]), rank, tuple(world))
+        known = cls.find(world, replicas)
+        if known is not None:
+            return known
+        made = [
+            dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=_describe(ranks, replicas))
+            for ranks in replicas
+        ]
+        group = cast("dist.ProcessGroup", made[replicas.index(world)])
+        return cls(group, world.index(dist.get_rank()), tuple(world))
+
+    @classmethod
+    def find(cls, world: list[int], replicas: list[list[int]]) -> Control | None:
+        """Return the group of these processes, if there is one."""
+        name = _describe(world, replicas)
+        groups = [known for known in process_groups() if known.group_desc == name]
+        return cls(groups[0], world.index(dist.get_rank()), tuple(world)) if groups else None
 
     @property
     def is_alive(self) -> bool:
@@ -94,6 +103,11 @@ class Control(NamedTuple):
         return Awaited(f"agreement on {call}", (self.processes[other],), self.group)
 
 
+def _describe(world: list[int], replicas: list[list[int]]) -> str:
+    """Return the description by which a control group is found."""
+    return f"control group of {world} in {replicas}"
+
+
 def choose_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return how long a rank may keep others waiting: the group's timeout.
 
@@ -104,8 +118,13 @@ def choose_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout_of(world if group.group_desc.startswith("mesh_") else group, device)
 
 
-def find_mesh_group(control: Control, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return the group, on the device's backend, of all processes that agree; `group` if those are its own."""
+def find_mesh_group(
+    control: Control, group: dist.ProcessGroup, everyone: list[list[int]], device: torch.device
+) -> dist.ProcessGroup:
+    """Return the group, on the device's backend, of all processes that agree; `group` if those are its own.
+
+    `everyone` lists these processes for each pipeline of the job.
+    """
     if control.size == dist.get_world_size(group):
         return group
     if control.size == dist.get_world_size():
@@ -113,30 +132,28 @@ def find_mesh_group(control: Control, group: dist.ProcessGroup, device: torch.de
         assert world is not None, "torch.distributed is initialized"
         return world
     found: dist.ProcessGroup | None = None
-    mine = torch.tensor([*dist.get_process_group_ranks(control.group)], device=device)
-    for members in list_replicas(mine.tolist(), device):
+    for members in everyone:
         made = dist.new_group(members, timeout=timeout_of(group, device), backend=dist.get_backend(group))
         found = made if dist.get_rank() in members else found
     assert found is not None, "this process is a member"
     return found
 
 
-def list_replicas(world: list[int], device: torch.device) -> list[list[int]]:
-    """Return the processes of every pipeline in the job, in the same order everywhere; `world` is this pipeline's."""
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(world)], device=device))
-    if len({size.item() for size in sizes}) > 1:
+def list_replicas(world: list[int], job: SharedCalls) -> list[list[int]]:
+    """Return the processes of every pipeline in the job, in the same order everywhere; `world` is this pipeline's.
+
+    `job` are the calls of all processes.
+    """
+    sizes = job.agree(about="the processes of its pipelines", note=len(world))
+    if len({*sizes}) > 1:
         raise TransportError(
-            f"group: got groups of {sorted({int(size.item()) for size in sizes})} processes, expected the same size "
-            "for every pipeline of the job. Build all pipelines at the same time, over groups of the same size."
+            f"group: got groups of {sorted({*sizes})} processes, expected the same size for every pipeline of the job. "
+            "Build all pipelines at the same time, over groups of the same size."
         )
-    mine = torch.tensor(world, device=device)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    lists = sorted({tuple(other.tolist()): other.tolist() for other in found}.values())
+    lists = sorted({tuple(other.tolist()) for other in job.gather(torch.tensor(world))})
     if sorted(rank for ranks in lists for rank in ranks) != list(range(dist.get_world_size())):
         raise TransportError(
-            f"group: got groups of the processes {lists}, expected each process in exactly one of them. Pass every "
-            "process the group, or the mesh, that it belongs to."
+            f"group: got groups of the processes {[*map(list, lists)]}, expected each process in exactly one of them. "
+            "Pass every process the group, or the mesh, that it belongs to."
         )
-    return lists
+    return [*map(list, lists)]

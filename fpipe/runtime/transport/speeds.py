@@ -18,8 +18,9 @@ from time import perf_counter, sleep
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from fpipe.runtime.transport.waiting import Line
 
 WARM_UP, ROUND_TRIPS, POSTED = 2, 11, 25
 PAUSE: Final = 2e-3
@@ -43,87 +44,82 @@ def pair_up(players: int) -> Iterator[list[tuple[int, int]]]:
         order = [order[0], order[-1], *order[1:-1]]
 
 
-def measure_transfers(group: dist.ProcessGroup, device: torch.device, sizes: Sequence[int]) -> Tensor:
+def measure_transfers(line: Line, sizes: Sequence[int]) -> Tensor:
     """Return rows of this rank, another one, bytes, and the seconds of a transfer; every process must call this."""
-    rank, world = dist.get_rank(group), dist.get_process_group_ranks(group)
-    rows = []
-    for pairs in pair_up(len(world)):
+    rank, rows = line.group.rank(), []
+    for pairs in pair_up(line.group.size()):
         for first, second in pairs:
             if rank in (first, second):
                 other = second if rank == first else first
-                rows += [
-                    (rank, other, size, _measure_transfer(group, world[other], device, size, rank == first))
-                    for size in sizes
-                ]
+                rows += [(rank, other, size, _measure_transfer(line, other, size, rank == first)) for size in sizes]
     return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 4)
 
 
-def measure_posting(group: dist.ProcessGroup, device: torch.device) -> float:
+def measure_posting(line: Line) -> float:
     """Return the seconds that this process takes to post a send and a receive; every process must call this.
 
     Return 0 for an accelerator, whose host posts ahead of time, and for a process that is left without a partner.
     """
-    rank, world = dist.get_rank(group), dist.get_process_group_ranks(group)
-    partners = {one: other for pair in next(pair_up(len(world))) for one, other in (pair, pair[::-1])}
-    if device.type != "cpu" or rank not in partners:
+    rank = line.group.rank()
+    partners = {one: other for pair in next(pair_up(line.group.size())) for one, other in (pair, pair[::-1])}
+    if line.device.type != "cpu" or rank not in partners:
         return 0.0
-    return _measure_posting(group, world[partners[rank]])
+    return _measure_posting(line, partners[rank])
 
 
-def _measure_posting(group: dist.ProcessGroup, other: int) -> float:
+def _measure_posting(line: Line, other: int) -> float:
     """Return the median seconds to post a receive from the other process, and a send to it, each after a pause."""
     sent, got, times = torch.zeros(1), torch.zeros(1), []
     for _ in range(WARM_UP + POSTED):
         sleep(PAUSE)
         start = perf_counter()
-        arriving = dist.irecv(got, src=other, group=group)
+        arriving = line.post_receive(got, other)
         received = perf_counter() - start
         sleep(PAUSE)
         start = perf_counter()
-        leaving = dist.isend(sent, dst=other, group=group)
+        leaving = line.post_send(sent, other)
         times.append(received + perf_counter() - start)
-        for work in (arriving, leaving):
-            assert work is not None, "this process is in the group"
-            work.wait()
+        for one in (arriving, leaving):
+            line.wait(one)
     return median(times[WARM_UP:])
 
 
-def _measure_transfer(group: dist.ProcessGroup, other: int, device: torch.device, size: int, begins: bool) -> float:
+def _measure_transfer(line: Line, other: int, size: int, begins: bool) -> float:
     """Return the median seconds that a message of `size` bytes takes; the process that `begins` sends first."""
-    message, times = torch.zeros(size, dtype=torch.uint8, device=device), []
+    message, times = torch.zeros(size, dtype=torch.uint8, device=line.device), []
     trip = _begin_trip if begins else _answer_trip
     for _ in range(WARM_UP + max(3, min(ROUND_TRIPS, MOST_SENT // max(1, size)))):
-        times.append(trip(group, other, message))
-    mine = torch.tensor(times, dtype=torch.float64, device=device)
+        times.append(trip(line, other, message))
+    mine = torch.tensor(times, dtype=torch.float64, device=line.device)
     theirs = torch.zeros_like(mine)
     for sends in (begins, not begins):
         if sends:
-            dist.send(mine, dst=other, group=group)
+            line.send(mine, other)
         else:
-            dist.recv(theirs, src=other, group=group)
+            line.receive(theirs, other)
     trips: list[float] = (mine + theirs)[WARM_UP:].tolist()
     return median(trips) / 2
 
 
-def _begin_trip(group: dist.ProcessGroup, other: int, message: Tensor) -> float:
+def _begin_trip(line: Line, other: int, message: Tensor) -> float:
     """Send a message after a pause, and return the seconds until it has come back."""
     sleep(PAUSE)
     start = perf_counter()
-    dist.send(message, dst=other, group=group)
-    _receive(group, other, message)
+    line.send(message, other)
+    _receive(line, other, message)
     return perf_counter() - start
 
 
-def _answer_trip(group: dist.ProcessGroup, other: int, message: Tensor) -> float:
+def _answer_trip(line: Line, other: int, message: Tensor) -> float:
     """Send a message back after a pause, and return the seconds that the pause took, as a negative number."""
-    _receive(group, other, message)
+    _receive(line, other, message)
     start = perf_counter()
     sleep(PAUSE)
     paused = perf_counter() - start
-    dist.send(message, dst=other, group=group)
+    line.send(message, other)
     return -paused
 
 
-def _receive(group: dist.ProcessGroup, other: int, message: Tensor) -> None:
-    dist.recv(message, src=other, group=group)
+def _receive(line: Line, other: int, message: Tensor) -> None:
+    line.receive(message, other)
     message[:1].cpu()  # waits for its arrival, even if receives are only enqueued

@@ -9,13 +9,14 @@ Runs in every step, if ranks are separate processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.torch_private import destroy_group, process_groups
@@ -70,6 +71,41 @@ class PendingWorks:
         with reporting(self.awaited):
             for work in self.works:
                 work.wait()
+
+
+class Line(NamedTuple):
+    """Messages between any two processes of a group, one at a time.
+
+    - `device`: where their tensors are; `what`: what they are, for errors; `wait` waits for them.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    what: str
+    wait: Callable[[Waitable], None]
+
+    def send(self, tensor: Tensor, other: int) -> None:
+        """Send a tensor to number `other` of the group, and wait until it is sent."""
+        self.wait(self.post_send(tensor, other))
+
+    def receive(self, tensor: Tensor, other: int) -> None:
+        """Receive a tensor from number `other` of the group, and wait until it is there."""
+        self.wait(self.post_receive(tensor, other))
+
+    def post_send(self, tensor: Tensor, other: int) -> PendingWorks:
+        """Post a send, and return it."""
+        awaited = self._awaited(other)
+        with reporting(awaited):
+            return PendingWorks([self.group.send([tensor], other, 0)], awaited)
+
+    def post_receive(self, tensor: Tensor, other: int) -> PendingWorks:
+        """Post a receive, and return it."""
+        awaited = self._awaited(other)
+        with reporting(awaited):
+            return PendingWorks([self.group.recv([tensor], other, 0)], awaited)
+
+    def _awaited(self, other: int) -> Awaited:
+        return Awaited(self.what, (dist.get_global_rank(self.group, other),), self.group)
 
 
 def await_all(what: str, group: dist.ProcessGroup) -> Awaited:

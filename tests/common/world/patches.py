@@ -17,12 +17,12 @@ from torch import Tensor
 from fpipe.checkpoints import manifest, save
 from fpipe.meshes import arguments
 from fpipe.runtime import executor, launch, turns
-from fpipe.runtime.transport import board, channels, control, distributed, lookout, waiting
+from fpipe.runtime.transport import board, calls, channels, control, distributed, job, lookout, waiting
 from fpipe.training import optimizers
 from tests.common.world.fibers import Lock, Queue, Signal, World
 from tests.common.world.network import Group, Network, Works
 
-USERS = (launch, board, channels, control, distributed, waiting, optimizers, arguments)
+USERS = (launch, board, calls, channels, control, distributed, job, waiting, optimizers, arguments)
 
 
 class Distributed:
@@ -189,6 +189,8 @@ def inhabit(network: Network) -> Iterator[None]:
         (distributed, "process_groups", lambda: list(world.process.open)),
         (control, "process_groups", lambda: list(world.process.open)),
         (control, "timeout_of", lambda group, device: group.room.timeout),
+        (job, "timeout_of", lambda group, device: group.room.timeout),
+        (job, "device_types", lambda group: [torch.device("cpu")]),
         (save, "ThreadPoolExecutor", lambda **options: Writer(world)),
         (manifest, "os", Files(world)),
         (executor.Execution, "__init__", observe(world, executor.Execution.__init__)),
