@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repair orders that a move broke, and keep the move where that is possible.
+
+A moved pass may need more memory than there is, may come before what it needs, or may make ranks wait for each other.
+Refusing all such moves would leave many good orders out of reach: in little memory, hardly any pass can move on one rank
+alone. So the others follow: on the rank of the move, passes that can't run yet are put off (`put_off`); on other ranks,
+those that the moved one waits for run out of turn (`untangle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from schedules.searching.instance import FORWARD, Instance, Job, PassOrders
+
+
+def put_off(instance: Instance, order: list[Job]) -> list[Job] | None:
+    """Return the order of a rank with each pass that can't run yet put off until it can; `None` if some never can.
+
+    A forward waits for memory, and a half for the pass before it. So a move that would need more memory than there is
+    takes the passes along that free it.
+    """
+    held, done = 0.0, [[0] * len(instance.rank) for _ in range(3)]
+    found, left, at = list[Job](), list(order), 0
+    while at < len(left):
+        kind, n, k = left[at]
+        if not instance.has_room(n, held, done) if kind == FORWARD else done[kind - 1][n] <= k:
+            at += 1
+            continue
+        found.append(left.pop(at))
+        done[kind][n] += 1
+        held, at = held + instance.growth[kind][n], 0
+    return None if left else found
+
+
+def make_room(instance: Instance, order: list[Job], spared: tuple[int, int]) -> list[Job]:
+    """Return the order of a rank with passes that free memory brought forward to where a forward would wait for it.
+
+    Passes of the `spared` kind and stage stay where they are.
+    """
+    held, done = 0.0, [[0] * len(instance.rank) for _ in range(3)]
+    found, left = list[Job](), list(order)
+    while left:
+        at, (kind, n, _) = 0, left[0]
+        if kind == FORWARD and not instance.has_room(n, held, done):
+            halves = (
+                (instance.growth[kind][n] >= 0, j)
+                for j, (kind, n, k) in enumerate(left)
+                if kind != FORWARD and done[kind][n] == k < done[kind - 1][n] and (kind, n) != spared
+            )
+            at = min(halves, default=(False, 0))[1]
+        kind, n, _ = one = left.pop(at)
+        found.append(one)
+        done[kind][n] += 1
+        held += instance.growth[kind][n]
+    return found
+
+
+def untangle(instance: Instance, orders: PassOrders, rank: int) -> PassOrders | None:
+    """Return orders in which ranks do not wait for each other; what `rank` waits for runs out of turn elsewhere.
+
+    Return `None` if memory runs out, as it may in a graph with skips.
+    """
+    tangle = Tangle(instance, orders)
+    while any(tangle.left):
+        if not tangle.advance():
+            job = tangle.find_cause(rank if tangle.left[rank] else next(r for r, row in enumerate(tangle.left) if row))
+            if job is None:
+                return None
+            tangle.run(job)
+    return tangle.orders
+
+
+class Tangle:
+    """Orders that are run without times: what is `left` of them, the passes `done`, and the `orders` they ran in."""
+
+    def __init__(self, instance: Instance, orders: PassOrders) -> None:
+        self.instance, self.left = instance, [list(order) for order in orders]
+        self.orders: PassOrders = [[] for _ in orders]
+        self.done = [[0] * len(instance.rank) for _ in range(3)]
+        self.held = [0.0] * instance.ranks
+
+    def advance(self) -> bool:
+        """Run each rank as far as it gets in its order; return whether any pass ran."""
+        before = sum(map(len, self.left))
+        for row in self.left:
+            while row and self.can_run(row[0]):
+                self.run(row[0])
+        return sum(map(len, self.left)) < before
+
+    def can_run(self, job: Job) -> bool:
+        """Return whether a pass has its inputs and its memory."""
+        return self._find_missing(job) is None and self._fits(job)
+
+    def run(self, job: Job) -> None:
+        """Run a pass now."""
+        kind, n, _ = job
+        rank = self.instance.rank[n]
+        self.left[rank].remove(job)
+        self.orders[rank].append(job)
+        self.done[kind][n] += 1
+        self.held[rank] += self.instance.growth[kind][n]
+
+    def find_cause(self, rank: int) -> Job | None:
+        """Return a pass that can run, and that the next one of a rank waits for, directly or not."""
+        job, seen = self.left[rank][0], set[Job]()
+        while job not in seen:
+            seen.add(job)
+            missing = self._find_missing(job)
+            if missing is None and self._fits(job):
+                return job
+            job = missing or next(self._list_halves(self.instance.rank[job[1]]), job)
+        return next((one for row in self.left for one in row if self.can_run(one)), None)
+
+    def _fits(self, job: Job) -> bool:
+        kind, n, _ = job
+        return kind != FORWARD or self.instance.has_room(n, self.held[self.instance.rank[n]], self.done)
+
+    def _find_missing(self, job: Job) -> Job | None:
+        """Return a pass that comes before another and has not run."""
+        kind, n, k = job
+        if self.done[kind][n] < k:
+            return kind, n, self.done[kind][n]
+        if kind and self.done[kind - 1][n] <= k:
+            return kind - 1, n, k
+        return next(((kind, m, k) for m, _ in self.instance.needs[kind][n] if self.done[kind][m] <= k), None)
+
+    def _list_halves(self, rank: int) -> Iterator[Job]:
+        return (job for job in self.left[rank] if job[0] != FORWARD)
