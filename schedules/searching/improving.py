@@ -16,7 +16,7 @@ from schedules.language.costs import ROUNDING
 from schedules.searching.dispatching import Priorities, dispatch
 from schedules.searching.instance import Contender, Instance, Job, PassOrders
 from schedules.searching.playing import Played, play, read_priorities
-from schedules.searching.repairing import make_room, put_off, untangle
+from schedules.searching.repairing import free_early, put_off, take_late, untangle
 
 if TYPE_CHECKING:
     from random import Random
@@ -59,8 +59,11 @@ class Climb:
         moved = list(order)
         moved.insert(target, moved.pop(source))
         moved = _renumber(moved)
-        if self.random.random() < 0.5:
-            moved = make_room(self.instance, moved, order[source][:2])
+        way = self.random.random()
+        if way < 0.3:
+            moved = free_early(self.instance, moved, order[source][:2])
+        elif way < 0.6:
+            moved = take_late(self.instance, moved)
         return put_off(self.instance, moved)
 
     def _try(self, rank: int, order: list[Job], warmth: float) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schedules.searching.instance import FORWARD, Instance, Job, PassOrders
+from schedules.searching.instance import FORWARD, INPUT_HALF, Instance, Job, PassOrders
 
 
 def put_off(instance: Instance, order: list[Job]) -> list[Job] | None:
@@ -33,27 +33,77 @@ def put_off(instance: Instance, order: list[Job]) -> list[Job] | None:
     return None if left else found
 
 
-def make_room(instance: Instance, order: list[Job], spared: tuple[int, int]) -> list[Job]:
+def free_early(instance: Instance, order: list[Job], spared: tuple[int, int]) -> list[Job]:
     """Return the order of a rank with passes that free memory brought forward to where a forward would wait for it.
 
     Passes of the `spared` kind and stage stay where they are.
     """
-    held, done = 0.0, [[0] * len(instance.rank) for _ in range(3)]
-    found, left = list[Job](), list(order)
+    rank = RankMemory(instance)
+    left = list(order)
     while left:
-        at, (kind, n, _) = 0, left[0]
-        if kind == FORWARD and not instance.has_room(n, held, done):
+        at = 0
+        if not rank.can_take(left[0]):
             halves = (
                 (instance.growth[kind][n] >= 0, j)
                 for j, (kind, n, k) in enumerate(left)
-                if kind != FORWARD and done[kind][n] == k < done[kind - 1][n] and (kind, n) != spared
+                if kind != FORWARD and rank.done[kind][n] == k < rank.done[kind - 1][n] and (kind, n) != spared
             )
             at = min(halves, default=(False, 0))[1]
-        kind, n, _ = one = left.pop(at)
-        found.append(one)
-        done[kind][n] += 1
-        held += instance.growth[kind][n]
-    return found
+        rank.run(left.pop(at))
+    return rank.order
+
+
+def take_late(instance: Instance, order: list[Job]) -> list[Job]:
+    """Return the order of a rank with forwards put off that would take the memory of a later one."""
+    rank = RankMemory(instance)
+    left, kept = list(order), set[Job]()
+    while left:
+        one = left[0]
+        taker = None if rank.can_take(one) else rank.find_taker(one, kept)
+        if taker is None:
+            rank.run(left.pop(0))
+        else:
+            kept.add(one)
+            rank.take_back(taker)
+            left.insert(1, taker)
+    return rank.order
+
+
+class RankMemory:
+    """A rank that has run some passes in `order`: their number in `done`, per kind and stage, and what it holds."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance, self.order, self.held = instance, list[Job](), 0.0
+        self.done = [[0] * len(instance.rank) for _ in range(3)]
+
+    def run(self, job: Job) -> None:
+        """Run a pass."""
+        kind, n, _ = job
+        self.order.append(job)
+        self.done[kind][n] += 1
+        self.held += self.instance.growth[kind][n]
+
+    def take_back(self, job: Job) -> None:
+        """Undo a forward that nothing came after on its stage."""
+        kind, n, _ = job
+        self.order.remove(job)
+        self.done[kind][n] -= 1
+        self.held -= self.instance.growth[kind][n]
+
+    def can_take(self, job: Job) -> bool:
+        """Return whether the memory suffices for a pass."""
+        return job[0] != FORWARD or self.instance.has_room(job[1], self.held, self.done)
+
+    def find_taker(self, job: Job, kept: set[Job]) -> Job | None:
+        """Return the last forward that has run of another microbatch, which has not gone on since."""
+        row = self.instance.on[self.instance.rank[job[1]]]
+        for one in reversed(self.order):
+            kind, n, k = one
+            if kind != FORWARD or k == job[2] or one in kept or self.done[FORWARD][n] != k + 1:
+                continue
+            if all(self.done[FORWARD][m] <= k for m in row[row.index(n) + 1 :]) and self.done[INPUT_HALF][n] <= k:
+                return one
+        return None
 
 
 def untangle(instance: Instance, orders: PassOrders, rank: int) -> PassOrders | None:
