@@ -92,8 +92,8 @@ def _bound_chain(times: _Times, ranks: int, copies: int) -> Reason:
     """Return the time of one microbatch alone: every block forward, and back through all of them.
 
     Proof. Each pass needs the one before. With at least `ranks / copies` stages, there are as many fixed times. If each
-    stage is on one rank, the microbatch visits all ranks, with a transfer between any two, forward and back, over the fastest
-    link at best.
+    stage is on one rank, the microbatch visits all ranks, with a transfer between any two, forward and back; the
+    fastest link is the least that it takes.
     """
     blocks = float(times.forward[-1] + times.input_half[-1])
     fixed = -(-ranks // copies) * (times.fixed_forward + times.fixed_input)

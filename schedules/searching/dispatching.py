@@ -5,8 +5,8 @@ A rank that is free runs, of the passes whose inputs are there and that fit into
 priority value. If a more urgent one arrives before that would end, the rank may wait for it, and fill the gap with a
 weight half that fits. This needs no search, and keeps the memory at every moment.
 
-A forward begins only if afterwards every microbatch that the rank holds can still go through its later stages there, the
-furthest one first (`Instance.has_room`). Then nothing ever gets stuck. Proof: suppose all ranks are, and take, of the
+A forward begins only if, after it, every microbatch that the rank holds can still go through its later stages there,
+the furthest one first (`Instance.has_room`). Then nothing ever gets stuck. Proof: suppose all ranks are, and take, of the
 microbatches whose forwards are not finished, the one that is furthest, about to enter stage `s`. Backwards free memory
 and so are never stuck themselves; hence what the rank of `s` holds belongs to microbatches that have not been through
 `s`, nor through a later stage of the rank. When the last of it was begun, it left room for `s`. Nor is any schedule of

@@ -2,9 +2,12 @@
 """Repair orders that a move broke, and keep the move where that is possible.
 
 A moved pass may need more memory than there is, may come before what it needs, or may make ranks wait for each other.
-Refusing all such moves would leave many good orders out of reach: in little memory, hardly any pass can move on one rank
-alone. So the others follow: on the rank of the move, passes that can't run yet are put off (`put_off`); on other ranks,
-those that the moved one waits for run out of turn (`untangle`).
+If all such moves were refused, or undone by putting the pass off again, good orders would stay out of reach: in little
+memory, hardly any pass can move alone. So others move with it:
+
+- passes that free memory come earlier (`free_early`), or forwards that would take it come later (`take_late`);
+- passes that still can't run are put off until they can (`put_off`);
+- on other ranks, the passes that the moved one waits for run out of turn (`untangle`).
 """
 
 from __future__ import annotations
@@ -20,17 +23,14 @@ def put_off(instance: Instance, order: list[Job]) -> list[Job] | None:
     A forward waits for memory, and a half for the pass before it. So a move that would need more memory than there is
     takes the passes along that free it.
     """
-    held, done = 0.0, [[0] * len(instance.rank) for _ in range(3)]
-    found, left, at = list[Job](), list(order), 0
+    rank, left, at = RankMemory(instance), list(order), 0
     while at < len(left):
-        kind, n, k = left[at]
-        if not instance.has_room(n, held, done) if kind == FORWARD else done[kind - 1][n] <= k:
+        if rank.can_run(left[at]):
+            rank.run(left.pop(at))
+            at = 0
+        else:
             at += 1
-            continue
-        found.append(left.pop(at))
-        done[kind][n] += 1
-        held, at = held + instance.growth[kind][n], 0
-    return None if left else found
+    return None if left else rank.order
 
 
 def free_early(instance: Instance, order: list[Job], spared: tuple[int, int]) -> list[Job]:
@@ -38,11 +38,10 @@ def free_early(instance: Instance, order: list[Job], spared: tuple[int, int]) ->
 
     Passes of the `spared` kind and stage stay where they are.
     """
-    rank = RankMemory(instance)
-    left = list(order)
+    rank, left = RankMemory(instance), list(order)
     while left:
         at = 0
-        if not rank.can_take(left[0]):
+        if left[0][0] == FORWARD and not rank.can_run(left[0]):
             halves = (
                 (instance.growth[kind][n] >= 0, j)
                 for j, (kind, n, k) in enumerate(left)
@@ -55,11 +54,10 @@ def free_early(instance: Instance, order: list[Job], spared: tuple[int, int]) ->
 
 def take_late(instance: Instance, order: list[Job]) -> list[Job]:
     """Return the order of a rank with forwards put off that would take the memory of a later one."""
-    rank = RankMemory(instance)
-    left, kept = list(order), set[Job]()
+    rank, left, kept = RankMemory(instance), list(order), set[Job]()
     while left:
         one = left[0]
-        taker = None if rank.can_take(one) else rank.find_taker(one, kept)
+        taker = None if one[0] != FORWARD or rank.can_run(one) else rank.find_taker(one, kept)
         if taker is None:
             rank.run(left.pop(0))
         else:
@@ -90,9 +88,10 @@ class RankMemory:
         self.done[kind][n] -= 1
         self.held -= self.instance.growth[kind][n]
 
-    def can_take(self, job: Job) -> bool:
-        """Return whether the memory suffices for a pass."""
-        return job[0] != FORWARD or self.instance.has_room(job[1], self.held, self.done)
+    def can_run(self, job: Job) -> bool:
+        """Return whether there is room for a forward, or the pass before a half has run."""
+        kind, n, k = job
+        return self.instance.has_room(n, self.held, self.done) if kind == FORWARD else self.done[kind - 1][n] > k
 
     def find_taker(self, job: Job, kept: set[Job]) -> Job | None:
         """Return the last forward that has run of another microbatch, which has not gone on since."""
