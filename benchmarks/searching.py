@@ -113,9 +113,9 @@ def draw_small(seed: int) -> tuple[Costs, Placement, int, dict[str, Any]]:
     random = Random(seed)
     ranks, chunks = random.randint(2, 4), random.choice((1, 2, 2))
     placement = linear(ranks) if chunks == 1 else random.choice((looped(ranks, 2), vee(ranks)))
-    times = {kind: tuple(float(random.randint(1, 8)) for _ in range(placement.stages)) for kind in "FIW"}
-    whole = tuple(map(sum, zip(times["I"], times["W"], strict=True)))
-    costs = Costs(**times, B=whole, comm=random.choice((0, 0, 1, 2, 4)))
+    forward, half, rest = (tuple(float(random.randint(1, 8)) for _ in range(placement.stages)) for _ in range(3))
+    whole = tuple(map(sum, zip(half, rest, strict=True)))
+    costs = Costs(F=forward, I=half, W=rest, B=whole, comm=random.choice((0, 0, 1, 2, 4)))
     memory = random.choice((1, 1.5, 2, 2.5, 3, inf) if chunks == 2 else (1, 2, 3, inf))
     return costs, placement, random.randint(2, 8), {"memory": memory, "split": random.random() < 0.8}
 

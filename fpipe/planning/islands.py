@@ -11,7 +11,7 @@ Runs when a plan is made.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Final, TypeAlias
 
 from fpipe.planning.candidates import Candidate, Room
@@ -61,8 +61,8 @@ def list_placements(islands: Islands) -> Iterator[Placement]:
     """
     if len(islands) > 1:
         ranks = sum(map(len, islands))
-        for route in ((lambda one: one), (lambda one: one * 2), (lambda one: one + one[::-1])):
-            yield Placement(ranks, tuple(rank for one in islands for rank in route(one)))
+        for routes in (islands, [one * 2 for one in islands], [one + one[::-1] for one in islands]):
+            yield Placement(ranks, tuple(chain.from_iterable(routes)))
 
 
 def place_on_islands(predictor: Predictor, microbatches: int, ranks: int, room: Room) -> Iterator[Candidate]:

@@ -6,10 +6,11 @@ priority value. If a more urgent one arrives before that would end, the rank may
 weight half that fits. This needs no search, and keeps the memory at every moment.
 
 A forward begins only if, after it, every microbatch that the rank holds can still go through its later stages there,
-the furthest one first (`Instance.has_room`). Then nothing ever gets stuck. Proof: suppose all ranks are, and take, of the
-microbatches whose forwards are not finished, the one that is furthest, about to enter stage `s`. Backwards free memory
-and so are never stuck themselves; hence what the rank of `s` holds belongs to microbatches that have not been through
-`s`, nor through a later stage of the rank. When the last of it was begun, it left room for `s`. Nor is any schedule of
+the furthest one first (`Instance.has_room`). Then nothing ever gets stuck. Proof: suppose all ranks are, and take, of
+the microbatches whose forwards are not finished, the furthest one, about to enter stage `s`. Backwards free memory and
+so are never stuck themselves; hence what the rank of `s` holds belongs to microbatches that have not been through `s`,
+nor through a later stage of the rank. When the last of it was begun, it left room for `s`.
+Nor is any schedule of
 a chain on one route excluded: a microbatch gives nothing back before it has been through all stages of a rank.
 """
 
@@ -33,11 +34,12 @@ class Dispatch:
     - `held`, `free`: per rank, its memory and when it is free; `alarms`: when it looks for a pass next.
     """
 
-    def __init__(self, instance: Instance, priorities: Priorities, patience: float) -> None:
+    def __init__(self, instance: Instance, priorities: Priorities, patience: float, cautious: bool) -> None:
         self.instance, self.priorities, self.patience = instance, priorities, patience
         self.ends: list[list[list[float]]] = [[[] for _ in instance.counts] for _ in range(3)]
         self.orders: PassOrders = [[] for _ in range(instance.ranks)]
         self.held, self.free = [0.0] * instance.ranks, [0.0] * instance.ranks
+        self.reserve = instance.reserve if cautious else (0.0,) * len(instance.rank)
         self.done = [[0] * len(instance.counts) for _ in range(3)]
         self.alarms = [0.0] * instance.ranks
         self.queue = [(0.0, rank) for rank in range(instance.ranks)]
@@ -86,7 +88,7 @@ class Dispatch:
         """Return when the inputs of the next pass of this kind are there; infinity if that is not known yet."""
         k, ready = len(self.ends[kind][n]), 0.0
         if kind == FORWARD:
-            held = self.held[self.instance.rank[n]]
+            held = self.held[self.instance.rank[n]] + self.reserve[n]
             if k == self.instance.counts[n] or not self.instance.has_room(n, held, self.done):
                 return inf
         elif k == len(self.ends[kind - 1][n]):
@@ -130,12 +132,15 @@ class Dispatch:
             heappush(self.queue, (time, rank))
 
 
-def dispatch(instance: Instance, priorities: Priorities, origin: str, patience: float = 0.0) -> Contender | None:
+def dispatch(
+    instance: Instance, priorities: Priorities, origin: str, patience: float = 0.0, cautious: bool = False
+) -> Contender | None:
     """Return the orders that follow from the priorities, or `None` if memory ran out, as it may in a graph with skips.
 
     `patience` is the share of a pass by which a more urgent one may come late, from 0, wait for it whenever it arrives
-    before the pass would end, to 1, never wait.
+    before the pass would end, to 1, never wait. If `cautious`, a forward begins only if its own microbatch could go on
+    at once, whatever others give back: good orders in little memory are often like that.
     """
-    played = Dispatch(instance, priorities, patience)
+    played = Dispatch(instance, priorities, patience, cautious)
     makespan = played.run()
     return None if makespan is None else Contender(makespan, played.orders, origin)

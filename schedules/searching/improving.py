@@ -53,32 +53,33 @@ class Climb:
                 self._try(block.rank, order, warmth)
 
     def _rearrange(self, block: CriticalBlock) -> list[Job] | None:
-        """Return the order of a block's rank with one pass moved; in half of all cases others make room for it."""
+        """Return the order of a block's rank with one pass moved, and others with it if it can't run there alone."""
         order = self.orders[block.rank]
         source, target = _draw_move(block, self.random)
         moved = list(order)
         moved.insert(target, moved.pop(source))
         moved = _renumber(moved)
-        way = self.random.random()
-        if way < 0.3:
-            moved = free_early(self.instance, moved, order[source][:2])
-        elif way < 0.6:
-            moved = take_late(self.instance, moved)
-        return put_off(self.instance, moved)
+        fitting, way = put_off(self.instance, moved), self.random.random()
+        if fitting == moved or way > 0.6:
+            return fitting
+        early = way < 0.3
+        repaired = free_early(self.instance, moved, order[source][:2]) if early else take_late(self.instance, moved)
+        return put_off(self.instance, repaired)
 
     def _try(self, rank: int, order: list[Job], warmth: float) -> None:
-        orders: PassOrders | None = [order if r == rank else row for r, row in enumerate(self.orders)]
+        orders = [order if r == rank else row for r, row in enumerate(self.orders)]
         played = play(self.instance, orders)
         if played is None:
-            orders = untangle(self.instance, orders, rank)
-            played = None if orders is None or orders == self.orders else play(self.instance, orders)
-        if orders is None or played is None or not self._is_kept(played.makespan - self.played.makespan, warmth):
+            orders = untangle(self.instance, orders, rank) or self.orders
+            played = self.played if orders is self.orders else play(self.instance, orders)
+        if played is None or orders == self.orders or not self._is_kept(played.makespan, warmth):
             return
         self.orders, self.played, self.blocks = orders, played, []
         if played.makespan <= self.best.makespan:  # of equals the last: it lies further away
             self.best = Contender(played.makespan, orders, self.best.origin)
 
-    def _is_kept(self, worse: float, warmth: float) -> bool:
+    def _is_kept(self, makespan: float, warmth: float) -> bool:
+        worse = makespan - self.played.makespan
         return worse <= 0 or (warmth > 0 and self.random.random() < exp(-worse / warmth))
 
 
@@ -132,7 +133,7 @@ def shake(instance: Instance, contender: Contender, tries: int, random: Random) 
     priorities = read_priorities(instance, best)
     for _ in range(tries):
         bent = _bend(instance, priorities, best.makespan, random)
-        found = dispatch(instance, bent, best.origin, random.choice((0.0, 0.0, 0.0, 0.3, 0.7)))
+        found = dispatch(instance, bent, best.origin, random.choice((0.0, 0.0, 0.0, 0.3, 0.7)), random.random() < 0.5)
         if found is not None and found.makespan <= best.makespan * (1 + ROUNDING):
             best = found
             priorities = read_priorities(instance, best)

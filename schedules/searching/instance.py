@@ -140,6 +140,15 @@ class Instance:
             parts = tuple((m, (INPUT_HALF, m) if (a := follow[m]) is None else (FORWARD, a), sizes[m]) for m in behind)
             yield Fence(self.caps[rank] - sum(sizes[m] for m in ahead), parts)
 
+    @cached_property
+    def reserve(self) -> tuple[float, ...]:
+        """Per stage, the memory of one microbatch on all later stages of the same rank."""
+        sizes = self.growth[FORWARD]
+        return tuple(
+            sum(sizes[later] for later in self.on[rank][self.on[rank].index(n) + 1 :])
+            for n, rank in enumerate(self.rank)
+        )
+
     def has_room(self, n: int, held: float, done: Sequence[Sequence[int]]) -> bool:
         """Return whether a rank that holds so much may begin a forward of stage `n`, and never gets stuck by that.
 

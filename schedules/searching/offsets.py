@@ -26,7 +26,7 @@ class PriorityRule:
     - `stretch`: how much slower a microbatch runs than alone, and `ahead`: the same for forwards only.
     - `backward`, `weight`: periods by which input halves and weight halves are put off; negative if preferred.
     - `noise`: the deviation of a random time that is added for each stage and kind, in periods.
-    - `patience`: as in `dispatch`.
+    - `patience`, `cautious`: as in `dispatch`.
     """
 
     stretch: float
@@ -35,6 +35,7 @@ class PriorityRule:
     weight: float
     noise: float
     patience: float
+    cautious: bool
 
 
 def draw_rule(random: Random) -> PriorityRule:
@@ -46,6 +47,7 @@ def draw_rule(random: Random) -> PriorityRule:
         weight=random.choice((0.0, 0.3, 1.0, 2.0, 4.0)),
         noise=random.choice((0.0, 0.0, 0.1, 0.3)),
         patience=random.choice((0.0, 0.0, 0.3, 0.6, 0.9)),
+        cautious=random.random() < 0.5,
     )
 
 
@@ -71,7 +73,7 @@ def follow(instance: Instance, rule: PriorityRule, random: Random) -> Contender 
         back = start + rule.stretch * (alone.input_half[n] - alone.forward[n]) + rule.backward * period
         for kind, time in enumerate((start, back, back + halves + rule.weight * period)):
             kinds[kind].append(time + random.gauss(0, rule.noise * period))
-    return dispatch(instance, repeat_times(instance, kinds), "rules", rule.patience)
+    return dispatch(instance, repeat_times(instance, kinds), "rules", rule.patience, rule.cautious)
 
 
 def repeat_times(instance: Instance, times: list[list[float]]) -> Priorities:

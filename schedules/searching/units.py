@@ -79,7 +79,7 @@ def find_unit(instance: Instance, random: Random) -> Contender | None:
     rigid = _time(instance, unroll(instance, unit), "repeating unit")
     if rigid is None:
         return None
-    eager = dispatch(instance, read_priorities(instance, rigid), rigid.origin)
+    eager = dispatch(instance, read_priorities(instance, rigid), rigid.origin, cautious=random.random() < 0.5)
     return rigid if eager is None or rigid.makespan <= eager.makespan else eager
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where links differ, a plan keeps consecutive stages among ranks that fast links connect."""
 
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import pytest
 from hypothesis import given
@@ -35,7 +35,7 @@ def plan(profile, cap, ordered=True):
 @given(st.permutations(range(6)), st.sampled_from([(3, 3), (2, 4), (1, 5), (2, 2, 2)]), st.booleans())
 def test_islands_are_found_whatever_their_ranks_and_whichever_links_are_noted(ranks, sizes, usual_is_slow):
     ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
-    islands = tuple(sorted(tuple(sorted(ranks[a:b])) for a, b in zip(ends, ends[1:], strict=False)))
+    islands = tuple(sorted(tuple(sorted(ranks[a:b])) for a, b in pairwise(ends)))
     link = link_of(islands, 1.0, 10.0)
     if usual_is_slow:
         noted = dict(link.slow)
@@ -54,7 +54,7 @@ def test_a_value_crosses_between_islands_once_in_each_direction():
     islands = ((0, 2), (1, 3))
     home = {0: 0, 2: 0, 1: 1, 3: 1}
     for placement in list_placements(islands):
-        crossings = [a for a, b in zip(placement.homes, placement.homes[1:], strict=False) if home[a] != home[b]]
+        crossings = [a for a, b in pairwise(placement.homes) if home[a] != home[b]]
         assert len(crossings) == 1
         assert sorted(set(placement.homes)) == [0, 1, 2, 3]
 
