@@ -9,9 +9,8 @@ A forward begins only if, after it, every microbatch that the rank holds can sti
 the furthest one first (`Instance.has_room`). Then nothing ever gets stuck. Proof: suppose all ranks are, and take, of
 the microbatches whose forwards are not finished, the furthest one, about to enter stage `s`. Backwards free memory and
 so are never stuck themselves; hence what the rank of `s` holds belongs to microbatches that have not been through `s`,
-nor through a later stage of the rank. When the last of it was begun, it left room for `s`.
-Nor is any schedule of
-a chain on one route excluded: a microbatch gives nothing back before it has been through all stages of a rank.
+nor through a later stage of the rank. When the last of it was begun, it left room for `s`. Nor is any schedule of a
+chain on one route excluded: a microbatch gives nothing back before it has been through all stages of a rank.
 """
 
 from __future__ import annotations

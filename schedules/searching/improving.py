@@ -3,8 +3,9 @@
 
 The makespan is the length of a chain of passes in which each waits for the one before: on the same rank, or for what it
 made. A stretch of the chain on one rank is a block. Only a move that changes the order within a block can shorten the
-chain (as in job shops: Nowicki and Smutnicki, Management Science 42, 1996). Each move is played from the start. One
-that makes things a little worse may be kept, the more seldom the worse (simulated annealing).
+chain (as in job shops: Nowicki and Smutnicki, Management Science 42, 1996). A pass that can't run where it goes takes
+others along (`repairing`). Each move is played from the start. One that makes things a little worse may be kept, the
+more seldom the worse (simulated annealing).
 """
 
 from __future__ import annotations

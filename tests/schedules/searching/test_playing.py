@@ -26,7 +26,7 @@ def instances(draw):
     placement = draw(st.sampled_from(PLACEMENTS))
     each = TIMES | st.tuples(*[TIMES] * placement.stages)
     costs = draw(st.builds(Costs, **dict.fromkeys("FIW", each), B=st.just(100), comm=TIMES))
-    memory = draw(st.sampled_from([inf, 2.0, 3.0, 4.0]))
+    memory = draw(st.sampled_from([inf, 1.0, 1.5, 2.0, 3.0]))
     split = draw(st.booleans())
     return costs, make_instance(costs, placement, draw(st.integers(1, 6)), memory, None, split, True, None)
 
