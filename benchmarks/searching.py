@@ -9,6 +9,8 @@
    per microbatch, over placements that know of the link and others that do not. The times that are reported there come
    from another model of transfers; I and W are fitted to the first row.
 3. Uneven stages: random costs, on a line and on a vee, in the memory of 1F1B and in half of it.
+4. Small random problems (p <= 4, m <= 8), in memory from the least to plenty: against CP-SAT, which begins at one
+   microbatch at a time and gets a minute for each.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from math import inf
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.common.rows import most, row
 from schedules import (
@@ -26,6 +29,7 @@ from schedules import (
     Placement,
     Schedule,
     SearchResult,
+    cp_sat,
     linear,
     looped,
     one_f_one_b,
@@ -37,6 +41,8 @@ from schedules import (
     zb_h2,
     zb_v,
 )
+from schedules.searching.instance import make_instance
+from schedules.searching.units import take_turns
 
 MEASURED = (
     (24, 18.522, 18.086, 9.337, 0.601),
@@ -102,6 +108,35 @@ def uneven(seconds: float) -> Iterator[Cell]:
             yield compete(family, costs, split, seconds)
 
 
+def draw_small(seed: int) -> tuple[Costs, Placement, int, dict[str, Any]]:
+    """Return the arguments of a search for a small random problem."""
+    random = Random(seed)
+    ranks, chunks = random.randint(2, 4), random.choice((1, 2, 2))
+    placement = linear(ranks) if chunks == 1 else random.choice((looped(ranks, 2), vee(ranks)))
+    forward, half, rest = (tuple(float(random.randint(1, 8)) for _ in range(placement.stages)) for _ in range(3))
+    whole = tuple(map(sum, zip(half, rest, strict=True)))
+    costs = Costs(F=forward, I=half, W=rest, B=whole, comm=random.choice((0, 0, 1, 2, 4)))
+    memory = random.choice((1, 1.5, 2, 2.5, 3, inf) if chunks == 2 else (1, 2, 3, inf))
+    return costs, placement, random.randint(2, 8), {"memory": memory, "split": random.random() < 0.8}
+
+
+def compare_small(number: int, seconds: float) -> float:
+    """Print what a search finds alone, and CP-SAT alone; return the worst of their ratios."""
+    print("\n### Small problems\n\n| problem | searched | CP-SAT | proved |\n|---|---|---|---|")
+    worst = 0.0
+    for seed in range(number):
+        costs, placement, M, more = draw_small(seed)
+        found = search(costs, placement, M, **more, seconds=seconds)
+        instance = make_instance(costs, placement, M, more["memory"], None, more["split"], True, None)
+        solved = cp_sat(instance, take_turns(instance), 60.0, 0)
+        best = solved.contender.makespan
+        worst = max(worst, found.makespan / best)
+        proved = "yes" if solved.bound >= best * (1 - 1e-9) else f"at least {solved.bound:g}"
+        name = f"{seed}: {placement.homes}, {M} microbatches, memory {more['memory']:g}"
+        print(f"| {name} | {found.makespan:g} | {best:g} | {proved} |", flush=True)
+    return worst
+
+
 def print_cells(title: str, cells: Iterator[Cell]) -> list[Cell]:
     print(f"\n### {title}\n\n| family | its time | searched | gap to the bound | seconds | from |")
     print("|---|---|---|---|---|---|")
@@ -139,6 +174,7 @@ if __name__ == "__main__":
     print("\n## Searched schedules")
     literature = print_cells("Published costs", published(options.seconds))
     print_cells("Uneven stages", uneven(options.seconds))
+    small = compare_small(60, min(options.seconds, 5.0))
     best = slow_links(options.seconds)
     worst = max(one.found.makespan / one.makespan for one in literature)
     print()
@@ -147,3 +183,4 @@ if __name__ == "__main__":
     print(row(f"gap to the bound, worst of {len(literature)} cells", "%", gap, None, most(2)))
     over = max(best[delays] / REPORTED[delays] for delays in best)
     print(row("slow links, worst of 5 against the best reported", "ratio", over, None, most(1.0)))
+    print(row("small problems, worst of 60 against CP-SAT", "ratio", round(small, 9), None, most(1.0)))

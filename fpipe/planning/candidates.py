@@ -147,7 +147,7 @@ def fit_memory(candidate: Candidate, room: Room) -> Candidate:
     if candidate.predicted.fits(room.caps):
         return candidate
     base, stages = candidate.schedule, frozenset[int]()
-    sizes = candidate.predictor.sizes(base, candidate.cuts)
+    sizes = candidate.predictor.sizes(base.placement, candidate.cuts)
     for rank, cap in enumerate(room.caps):
         stages = _recompute_on(rank, base, sizes, cap, stages)
     return Candidate.of(candidate.predictor, _recompute(base, stages), candidate.cuts) if stages else candidate

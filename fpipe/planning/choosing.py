@@ -23,6 +23,7 @@ from fpipe.planning.candidates import (
     list_candidates,
 )
 from fpipe.planning.floor import bound_plans
+from fpipe.planning.islands import place_on_islands
 from fpipe.planning.loads import splits
 from fpipe.planning.ordering import list_orderable, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds, name_schedule
@@ -103,7 +104,8 @@ def choose(
 ) -> Plan:
     """Return the best plan found for a model, given its profile for each number of microbatches.
 
-    If `ordered`, the best candidates may get an order of their own, beyond those of the factories.
+    If `ordered`, the best candidates may get an order of their own, beyond those of the factories, and where links
+    differ, a placement of its own.
 
     Stop after about `seconds`, or at a KeyboardInterrupt, with the best so far. Raise `InputError` if nothing fits.
     """
@@ -116,6 +118,10 @@ def choose(
             search.refused.append(one) if isinstance(one, str) else search.add(one, "trying schedules")
             if room.is_closed() and search.found:
                 break
+        if ordered:
+            for count, predictor in predictors.items():
+                for candidate in place_on_islands(predictor, count, ranks, room):
+                    search.add(candidate, "placing stages where links are fast")
         _improve_all(search)
         if ordered:
             _order_all(search)

@@ -44,7 +44,8 @@ class _Times:
 
     def __init__(self, profile: Profile, split: bool) -> None:
         sums, fixed = profile.ranges.sums, profile.fixed
-        self.latency, self.outside = profile.link.latency, profile.step
+        fastest = min((factor for _, factor in profile.link.slow), default=1.0)
+        self.latency, self.outside = profile.link.latency * min(1.0, fastest), profile.step
         self.forward, whole = sums["F"], sums["B"]
         halves = sums["I"] + sums["W"]
         self.backward = _least(whole, halves) if split else whole
@@ -91,7 +92,8 @@ def _bound_chain(times: _Times, ranks: int, copies: int) -> Reason:
     """Return the time of one microbatch alone: every block forward, and back through all of them.
 
     Proof. Each pass needs the one before. With at least `ranks / copies` stages, there are as many fixed times. If each
-    stage is on one rank, the microbatch visits all ranks, with a transfer between any two, forward and back.
+    stage is on one rank, the microbatch visits all ranks, with a transfer between any two, forward and back; the
+    fastest link is the least that it takes.
     """
     blocks = float(times.forward[-1] + times.input_half[-1])
     fixed = -(-ranks // copies) * (times.fixed_forward + times.fixed_input)

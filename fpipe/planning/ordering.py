@@ -16,7 +16,8 @@ from typing import Final
 
 from fpipe.planning.candidates import Candidate, Room, replace_schedule
 from fpipe.planning.loads import splits
-from schedules import Schedule, search
+from fpipe.planning.prediction import Predictor
+from schedules import Graph, Placement, Schedule, SizeError, search
 
 ORDERED: Final = 3
 """The number of candidates that get an order of their own."""
@@ -45,21 +46,52 @@ def _is_plain(schedule: Schedule) -> bool:
 
 def reorder(candidate: Candidate, room: Room) -> Candidate | None:
     """Return the candidate with a faster order of the same stages, or `None` if none is found."""
-    schedule, predictor = candidate.schedule, candidate.predictor
-    seconds = room.end - monotonic()
-    if seconds <= 0 or not candidate.predicted.fits(room.caps):
+    schedule = candidate.schedule
+    if not candidate.predicted.fits(room.caps):
         return None
-    found = search(
-        predictor.costs(candidate.cuts),
+    found = find_order(
+        candidate.predictor,
         schedule.placement,
         schedule.microbatches,
-        memory=tuple(cap * (1 - MARGIN) for cap in room.caps),
-        sizes=predictor.sizes(schedule, candidate.cuts),
+        candidate.cuts,
+        room,
+        ORDER_TRIES,
         split=splits(schedule),
         graph=schedule.graph,
-        seconds=seconds,
-        tries=ORDER_TRIES,
     )
-    ordered = replace_schedule(candidate, found.schedule)
+    if found is None:
+        return None
+    ordered = replace_schedule(candidate, found)
     faster = ordered.predicted.seconds < candidate.predicted.seconds
     return ordered if faster and ordered.predicted.fits(room.caps) else None
+
+
+def find_order(
+    predictor: Predictor,
+    placement: Placement,
+    microbatches: int,
+    cuts: Sequence[int],
+    room: Room,
+    tries: int,
+    *,
+    split: bool = True,
+    graph: Graph | None = None,
+) -> Schedule | None:
+    """Return the best order found of stages placed like this, or `None` if none fits or time has run out."""
+    seconds = room.end - monotonic()
+    if seconds <= 0:
+        return None
+    try:
+        return search(
+            predictor.costs(cuts),
+            placement,
+            microbatches,
+            memory=tuple(cap * (1 - MARGIN) for cap in room.caps),
+            sizes=predictor.sizes(placement, cuts),
+            split=split,
+            graph=graph,
+            seconds=seconds,
+            tries=tries,
+        ).schedule
+    except SizeError:  # one microbatch does not fit
+        return None

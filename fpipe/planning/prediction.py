@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fpipe.planning.profile import Profile
-from schedules import Costs, Schedule, Sizes, critical_path, simulate
+from schedules import Costs, Placement, Schedule, Sizes, critical_path, simulate
 from schedules.language.costs import of_stage
 
 
@@ -50,14 +50,14 @@ class Predictor:
         """Return the costs of the stages, in seconds."""
         return self.profile.costs(cuts)
 
-    def sizes(self, schedule: Schedule, cuts: Sequence[int]) -> Sizes:
+    def sizes(self, placement: Placement, cuts: Sequence[int]) -> Sizes:
         """Return the sizes of the stages, in bytes; weights with what is held beside them."""
-        found = self.profile.sizes(cuts, schedule.placement)
-        return replace(found, weight=tuple(self.weights * of_stage(found.weight, s) for s in range(schedule.stages)))
+        found = self.profile.sizes(cuts, placement)
+        return replace(found, weight=tuple(self.weights * of_stage(found.weight, s) for s in range(placement.stages)))
 
     def predict(self, schedule: Schedule, cuts: Sequence[int]) -> Prediction:
         """Return the prediction of a step."""
-        timeline = simulate(schedule, self.costs(cuts), sizes=self.sizes(schedule, cuts))
+        timeline = simulate(schedule, self.costs(cuts), sizes=self.sizes(schedule.placement, cuts))
         memory = tuple(int(-(-held // 1)) for held in timeline.peak_memory)
         return Prediction(timeline.makespan + self.profile.step, timeline.bubble, memory)
 

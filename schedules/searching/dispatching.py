@@ -5,10 +5,12 @@ A rank that is free runs, of the passes whose inputs are there and that fit into
 priority value. If a more urgent one arrives before that would end, the rank may wait for it, and fill the gap with a
 weight half that fits. This needs no search, and keeps the memory at every moment.
 
-A cautious dispatch begins a forward only if one microbatch could still go through all later stages of the rank. Then it
-never gets stuck. Proof: suppose it is, and take, of the microbatches whose forwards are not finished, the one that is
-furthest, about to enter stage `s`. Backwards free memory and so are never stuck themselves; hence no later stage of the
-rank holds anything. What the rank holds was begun when there was still room for stage `s`.
+A forward begins only if, after it, every microbatch that the rank holds can still go through its later stages there,
+the furthest one first (`Instance.has_room`). Then nothing ever gets stuck. Proof: suppose all ranks are, and take, of
+the microbatches whose forwards are not finished, the furthest one, about to enter stage `s`. Backwards free memory and
+so are never stuck themselves; hence what the rank of `s` holds belongs to microbatches that have not been through `s`,
+nor through a later stage of the rank. When the last of it was begun, it left room for `s`. Nor is any schedule of a
+chain on one route excluded: a microbatch gives nothing back before it has been through all stages of a rank.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Priorities: TypeAlias = list[list[list[float]]]
 class Dispatch:
     """All ranks, played forward in time.
 
-    - `ends`: per kind and stage, the ends of the passes run so far.
+    - `ends`, `done`: per kind and stage, the ends of the passes run so far, and their number.
     - `held`, `free`: per rank, its memory and when it is free; `alarms`: when it looks for a pass next.
     """
 
@@ -36,11 +38,8 @@ class Dispatch:
         self.ends: list[list[list[float]]] = [[[] for _ in instance.counts] for _ in range(3)]
         self.orders: PassOrders = [[] for _ in range(instance.ranks)]
         self.held, self.free = [0.0] * instance.ranks, [0.0] * instance.ranks
-        sizes = instance.growth[FORWARD]
-        self.room = [
-            instance.caps[rank] - sizes[n] - (instance.reserve[n] if cautious else 0.0)
-            for n, rank in enumerate(instance.rank)
-        ]
+        self.reserve = instance.reserve if cautious else (0.0,) * len(instance.rank)
+        self.done = [[0] * len(instance.counts) for _ in range(3)]
         self.alarms = [0.0] * instance.ranks
         self.queue = [(0.0, rank) for rank in range(instance.ranks)]
 
@@ -88,7 +87,8 @@ class Dispatch:
         """Return when the inputs of the next pass of this kind are there; infinity if that is not known yet."""
         k, ready = len(self.ends[kind][n]), 0.0
         if kind == FORWARD:
-            if k == self.instance.counts[n] or self.held[self.instance.rank[n]] > self.room[n]:
+            held = self.held[self.instance.rank[n]] + self.reserve[n]
+            if k == self.instance.counts[n] or not self.instance.has_room(n, held, self.done):
                 return inf
         elif k == len(self.ends[kind - 1][n]):
             return inf
@@ -117,6 +117,7 @@ class Dispatch:
         end = now + self.instance.times[kind][n]
         self.orders[rank].append(chosen)
         self.ends[kind][n].append(end)
+        self.done[kind][n] += 1
         self.held[rank] += self.instance.growth[kind][n]
         self.free[rank] = end
         for other, transfer in self.instance.gives[kind][n]:
@@ -131,12 +132,13 @@ class Dispatch:
 
 
 def dispatch(
-    instance: Instance, priorities: Priorities, origin: str, patience: float = 0.0, cautious: bool = True
+    instance: Instance, priorities: Priorities, origin: str, patience: float = 0.0, cautious: bool = False
 ) -> Contender | None:
-    """Return the orders that follow from the priorities, or `None` if memory ran out, as it may if not `cautious`.
+    """Return the orders that follow from the priorities, or `None` if memory ran out, as it may in a graph with skips.
 
     `patience` is the share of a pass by which a more urgent one may come late, from 0, wait for it whenever it arrives
-    before the pass would end, to 1, never wait.
+    before the pass would end, to 1, never wait. If `cautious`, a forward begins only if its own microbatch could go on
+    at once, whatever others give back: good orders in little memory are often like that.
     """
     played = Dispatch(instance, priorities, patience, cautious)
     makespan = played.run()

@@ -3,8 +3,9 @@
 
 The makespan is the length of a chain of passes in which each waits for the one before: on the same rank, or for what it
 made. A stretch of the chain on one rank is a block. Only a move that changes the order within a block can shorten the
-chain (as in job shops: Nowicki and Smutnicki, Management Science 42, 1996). Each move is played from the start. One
-that makes things a little worse may be kept, the more seldom the worse (simulated annealing).
+chain (as in job shops: Nowicki and Smutnicki, Management Science 42, 1996). A pass that can't run where it goes takes
+others along (`repairing`). Each move is played from the start. One that makes things a little worse may be kept, the
+more seldom the worse (simulated annealing).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from schedules.language.costs import ROUNDING
 from schedules.searching.dispatching import Priorities, dispatch
-from schedules.searching.instance import FORWARD, Contender, Instance, Job, PassOrders
+from schedules.searching.instance import Contender, Instance, Job, PassOrders
 from schedules.searching.playing import Played, play, read_priorities
+from schedules.searching.repairing import free_early, put_off, take_late, untangle
 
 if TYPE_CHECKING:
     from random import Random
@@ -37,30 +39,48 @@ class Climb:
         self.orders = list(contender.orders)
         played = play(instance, self.orders)
         assert played is not None, "contenders can be played"
-        self.played = played
+        self.played, self.blocks = played, list[CriticalBlock]()
 
     def move(self, moves: int, warmth: float) -> None:
         """Make so many moves. One that makes the makespan worse by `warmth` is kept in one case of e."""
         for _ in range(moves):
-            blocks = _find_blocks(self.instance, self.orders, self.played, self.random)
-            if not blocks:
+            if not self.blocks:
+                self.blocks = _find_blocks(self.instance, self.orders, self.played, self.random)
+            if not self.blocks:
                 return
-            block = self.random.choice(blocks)
-            order = _put_off(self.instance, block.rank, _move(self.orders[block.rank], block, self.random))
+            block = self.random.choice(self.blocks)
+            order = self._rearrange(block)
             if order is not None and order != self.orders[block.rank]:
                 self._try(block.rank, order, warmth)
 
+    def _rearrange(self, block: CriticalBlock) -> list[Job] | None:
+        """Return the order of a block's rank with one pass moved, and others with it if it can't run there alone."""
+        order = self.orders[block.rank]
+        source, target = _draw_move(block, self.random)
+        moved = list(order)
+        moved.insert(target, moved.pop(source))
+        moved = _renumber(moved)
+        fitting, way = put_off(self.instance, moved), self.random.random()
+        if fitting == moved or way > 0.6:
+            return fitting
+        early = way < 0.3
+        repaired = free_early(self.instance, moved, order[source][:2]) if early else take_late(self.instance, moved)
+        return put_off(self.instance, repaired)
+
     def _try(self, rank: int, order: list[Job], warmth: float) -> None:
-        orders = list(self.orders)
-        orders[rank] = order
+        orders = [order if r == rank else row for r, row in enumerate(self.orders)]
         played = play(self.instance, orders)
-        if played is None or not self._is_kept(played.makespan - self.played.makespan, warmth):
+        if played is None:
+            orders = untangle(self.instance, orders, rank) or self.orders
+            played = self.played if orders is self.orders else play(self.instance, orders)
+        if played is None or orders == self.orders or not self._is_kept(played.makespan, warmth):
             return
-        self.orders, self.played = orders, played
+        self.orders, self.played, self.blocks = orders, played, []
         if played.makespan <= self.best.makespan:  # of equals the last: it lies further away
             self.best = Contender(played.makespan, orders, self.best.origin)
 
-    def _is_kept(self, worse: float, warmth: float) -> bool:
+    def _is_kept(self, makespan: float, warmth: float) -> bool:
+        worse = makespan - self.played.makespan
         return worse <= 0 or (warmth > 0 and self.random.random() < exp(-worse / warmth))
 
 
@@ -84,44 +104,18 @@ def _find_blocks(instance: Instance, orders: PassOrders, played: Played, random:
     return blocks
 
 
-def _move(order: list[Job], block: CriticalBlock, random: Random) -> list[Job]:
-    """Return the order with one pass of a block moved: to its front or end, anywhere in it, or by one place."""
+def _draw_move(block: CriticalBlock, random: Random) -> tuple[int, int]:
+    """Return where a pass of a block is and goes: to the block's front or end, anywhere in it, or by one place."""
     _, first, last = block
     choice = random.random()
     if choice < 0.4:
         source = random.randint(first + 1, last)
-        target = first if random.random() < 0.5 else random.randint(first, source - 1)
-    elif choice < 0.8:
+        return source, first if random.random() < 0.5 else random.randint(first, source - 1)
+    if choice < 0.8:
         source = random.randint(first, last - 1)
-        target = last if random.random() < 0.5 else random.randint(source + 1, last)
-    else:
-        target = first if random.random() < 0.5 else last - 1
-        source = target + 1
-    moved = list(order)
-    moved.insert(target, moved.pop(source))
-    return _renumber(moved)
-
-
-def _put_off(instance: Instance, rank: int, order: list[Job]) -> list[Job] | None:
-    """Return the order with each pass that can't run yet put off until it can; `None` if some never can.
-
-    A forward waits for memory, and a half for the pass before it. So a move that would need more memory than there is
-    takes the passes along that free it.
-    """
-    held, cap, done = 0.0, instance.caps[rank], dict[tuple[int, int], int]()
-    found, waiting = list[Job](), list[Job]()
-    for one in order:
-        waiting.append(one)
-        at = 0
-        while at < len(waiting):
-            kind, n, k = waiting[at]
-            growth = instance.growth[kind][n]
-            if (held + growth > cap) if kind == FORWARD else (done.get((kind - 1, n), 0) <= k):
-                at += 1
-                continue
-            found.append(waiting.pop(at))
-            held, done[kind, n], at = held + growth, k + 1, 0
-    return None if waiting else found
+        return source, last if random.random() < 0.5 else random.randint(source + 1, last)
+    target = first if random.random() < 0.5 else last - 1
+    return target + 1, target
 
 
 def _renumber(order: list[Job]) -> list[Job]:

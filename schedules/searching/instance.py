@@ -9,9 +9,10 @@ needs no names (`schedules.analysis.bounds.problem`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Final, NamedTuple, TypeAlias
 
 from schedules.analysis.bounds.problem import Hops, Problem, pose
@@ -37,6 +38,17 @@ class Contender(NamedTuple):
     makespan: float
     orders: PassOrders
     origin: str
+
+
+class Fence(NamedTuple):
+    """A limit on what microbatches hold that have not been through the later stages of a rank.
+
+    `parts` are the earlier stages: each with the kind and stage that a microbatch has run once it no longer counts, and
+    the memory that it holds.
+    """
+
+    limit: float
+    parts: tuple[tuple[int, tuple[int, int], float], ...]
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,22 @@ class Instance:
         return tuple(most * (1 + ROUNDING) for most in self.problem.memory)
 
     @cached_property
+    def fences(self) -> tuple[tuple[Fence, ...], ...]:
+        """Per stage, what a rank's memory must still have room for once a forward of the stage began."""
+        return tuple(tuple(self._fence(rank, n)) for n, rank in enumerate(self.rank))
+
+    def _fence(self, rank: int, n: int) -> Iterator[Fence]:
+        """Yield a fence for each stage of the rank from `n` on that others come after."""
+        row, sizes, S = self.on[rank], self.growth[FORWARD], self.placement.stages
+        if self.caps[rank] == inf:
+            return
+        for at in range(row.index(n) + 1, len(row)):
+            behind, ahead = row[:at], row[at:]
+            follow = {m: next((later for later in ahead if later // S == m // S), None) for m in behind}
+            parts = tuple((m, (INPUT_HALF, m) if (a := follow[m]) is None else (FORWARD, a), sizes[m]) for m in behind)
+            yield Fence(self.caps[rank] - sum(sizes[m] for m in ahead), parts)
+
+    @cached_property
     def reserve(self) -> tuple[float, ...]:
         """Per stage, the memory of one microbatch on all later stages of the same rank."""
         sizes = self.growth[FORWARD]
@@ -120,6 +148,22 @@ class Instance:
             sum(sizes[later] for later in self.on[rank][self.on[rank].index(n) + 1 :])
             for n, rank in enumerate(self.rank)
         )
+
+    def has_room(self, n: int, held: float, done: Sequence[Sequence[int]]) -> bool:
+        """Return whether a rank that holds so much may begin a forward of stage `n`, and never gets stuck by that.
+
+        `done` are the passes run so far, per kind and stage.
+        """
+        size = self.growth[FORWARD][n]
+        if held + size > self.caps[self.rank[n]]:
+            return False
+        for limit, parts in self.fences[n]:
+            taken = size
+            for m, (kind, later), each in parts:
+                taken += each * (done[FORWARD][m] - done[kind][later])
+            if taken > limit:
+                return False
+        return True
 
     @cached_property
     def period(self) -> float:

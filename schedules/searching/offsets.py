@@ -47,7 +47,7 @@ def draw_rule(random: Random) -> PriorityRule:
         weight=random.choice((0.0, 0.3, 1.0, 2.0, 4.0)),
         noise=random.choice((0.0, 0.0, 0.1, 0.3)),
         patience=random.choice((0.0, 0.0, 0.3, 0.6, 0.9)),
-        cautious=random.choice((True, True, False)),
+        cautious=random.random() < 0.5,
     )
 
 

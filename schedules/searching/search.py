@@ -28,7 +28,7 @@ from schedules.errors import SizeError
 from schedules.language.arguments import require_types
 from schedules.language.costs import ROUNDING, Costs, Sizes
 from schedules.language.graph import Graph
-from schedules.language.placement import Placement
+from schedules.language.placement import Placement, linear
 from schedules.language.schedule import Schedule
 from schedules.searching.instance import Contender, Instance, make_instance
 from schedules.searching.race import Race
@@ -229,6 +229,7 @@ def search(
     can be off. It holds whole microbatches, and neither recomputes nor fuses actions.
 
     Raise `SizeError` or `GraphError` as `bound` does, and `SizeError` for a negative number of seconds or no tries.
+    Raise `SolverError`, before the search, if the solver is not installed.
 
     >>> from schedules import linear
     >>> found = search(Costs(F=(1, 3), B=(2, 6), I=(1, 3), W=(1, 3)), linear(ranks=2), microbatches=3)
@@ -239,6 +240,8 @@ def search(
     from random import Random  # it is rarely needed, and slow to import
 
     require_limits(seconds, tries)
+    if solver is not None:
+        require_solver(solver)
     problem = SearchProblem(costs, placement, microbatches, memory, sizes, split, backward, graph)
     quest = Quest(problem, problem.find_bound(), progress)
     begin = monotonic()
@@ -264,3 +267,9 @@ def require_limits(seconds: float, tries: int) -> None:
     for name, value in (("seconds", seconds), ("tries", tries)):
         if not value > 0:
             raise SizeError.of("search", name, value, "a number above 0", f"Choose {name} > 0.")
+
+
+def require_solver(solver: Solver) -> None:
+    """Let a solver solve the smallest problem there is, so that one that can't run says so before the search."""
+    smallest = make_instance(Costs(), linear(1), 1, inf, None, True, True, None)
+    solver(smallest, take_turns(smallest), 1.0, 0)

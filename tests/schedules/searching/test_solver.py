@@ -41,8 +41,10 @@ def test_times_that_are_not_whole_are_rounded_down_for_the_bound():
     assert found.gap < 1e-3
 
 
-def test_a_solver_that_is_not_installed_is_named(monkeypatch):
+def test_a_solver_that_is_not_installed_is_refused_before_the_search(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools", None)
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    calls = []
     with pytest.raises(SolverError, match=r"solver: got cp_sat, expected OR-Tools to be installed. Run pip install"):
-        search(EQUAL, vee(4), 8, memory=4 / 3 + 1, tries=20, solver=cp_sat)
+        search(EQUAL, vee(4), 8, memory=4 / 3 + 1, tries=20, solver=cp_sat, progress=calls.append)
+    assert not calls
