@@ -22,6 +22,7 @@ from tests.common.world.drawing import OPTIMIZERS, TIMEOUT, Case
 from tests.common.world.fibers import Process, World
 from tests.common.world.network import Network
 from tests.common.world.patches import inhabit
+from tests.common.world.sharing import Shelf
 
 PROMPT = 8.0  # simulated seconds within which ranks that are alive learn of what is not silent
 
@@ -36,78 +37,83 @@ class Finding(AssertionError):  # noqa: N818 - what the simulation looks for
 
 @dataclass
 class Script:
-    """The training loop of a case, as a user writes it; every rank runs it, and so does one device."""
+    """The training loop of a case, as a user writes it; every rank runs it, and so does one device.
+
+    - `results`: what each step of each rank returned. `states`: its parameters, buffers and optimizer state after it.
+    - `final`: the same at the end, of each rank that came so far. `saved`: the last step that was saved.
+    """
 
     case: Case
     path: Path
+    shelf: Shelf
     results: dict[tuple[int, int], Result] = field(default_factory=dict)
+    states: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
     final: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
     saved: int = 0
 
-    def build(self) -> tuple[Any, Any]:
-        """Return the model and its pipeline."""
-        case = self.case
-        model, inputs, targets = self.make()
-        pipe = fpipe.pipeline(
-            model,
-            example=inputs,
-            targets=targets,
-            loss=case_of(case.model).loss,
-            schedule=case.schedule,
-            backward=case.backward,
-        )
-        return model, pipe
+    def build(self) -> tuple[Any, Any, Any]:
+        """Return the model, its batch, and its pipeline."""
+        model, batch, loss = self.shelf.keep("model", self.make) if not self.case.is_apart else self.make()
+        how = {"schedule": self.case.schedule, "backward": self.case.setup.backward}
+        return model, batch, fpipe.pipeline(model, example=batch[0], targets=batch[1], loss=loss, **how)
 
-    def make(self) -> tuple[Any, Any, Any]:
-        """Return the model and the batch, always the same."""
-        found = case_of(self.case.model).make(2 * self.case.schedule.microbatches)
-        model, inputs, targets = found
-        if self.case.dtype != torch.float32:
-            model = model.to(self.case.dtype)
+    def make(self) -> tuple[Any, tuple[Any, Any], Any]:
+        """Return the model, the batch and the loss, always the same."""
+        setup = self.case.setup
+        found = case_of(setup.model)
+        model, inputs, targets = found.make(2 * setup.schedule.microbatches)
+        if setup.dtype != torch.float32:
+            model = model.to(setup.dtype)
             inputs, targets = optree.tree_map(self._cast, (inputs, targets), none_is_leaf=True)
-        return model, inputs, targets
+        return model, (inputs, targets), found.loss
 
     def _cast(self, leaf: Any) -> Any:
-        return leaf.to(self.case.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        return leaf.to(self.case.setup.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     def train(self, rank: int, ready: Callable[[], None], between: Callable[[int], bool]) -> None:
         """Build, resume if there is a checkpoint, and train; `between` says whether to go on after a step."""
-        case, (model, pipe) = self.case, self.build()
-        init, update = fpipe.optimizer(OPTIMIZERS[case.optimizer][0], **OPTIMIZERS[case.optimizer][1])
-        step = fpipe.value_and_grad(pipe, outputs=case.outputs)
+        model, batch, pipe = self.build()
+        init, update = self.optimizer()
+        step = fpipe.value_and_grad(pipe, outputs=self.case.setup.outputs)
         ready()
         if fpipe.is_checkpoint(self.path):
             params, buffers, state, first, _ = fpipe.load(pipe, self.path)
         else:
             params, buffers = pipe.init(model)
             state, first = init(params), 0
-        self.loop(rank, pipe, step, (params, buffers, state, first), update, between)
+        self.loop(rank, pipe, partial(step, inputs=batch[0], targets=batch[1]), (params, buffers, state, first), update, between)
+
+    def optimizer(self) -> Any:
+        """Return the optimizer's functions."""
+        made, options = OPTIMIZERS[self.case.setup.optimizer]
+        return fpipe.optimizer(made, **options)
 
     def loop(self, rank: int, pipe: Any, step: Any, start: Any, update: Any, between: Callable[[int], bool]) -> None:
         """Train from where a run is."""
         case, (params, buffers, state, first) = self.case, start
-        _, inputs, targets = self.make()
         for i in range(first, case.steps):
-            out, grads = step(params, buffers, inputs, targets, seed=i)
+            out, grads = step(params, buffers, seed=i)
             self.results[rank, i] = Result(out.loss, out.outputs, dict(grads), out.buffers)
             buffers = out.buffers
-            if case.clips:
+            if case.setup.clips:
                 grads, _ = fpipe.clip(pipe, grads, 0.1)
             params, state = update(grads, state, params)
             if not between(i):
                 return
-            if case.saves and rank >= 0:
+            if rank < 0:
+                self.states[i] = params, buffers, state
+            elif case.saves:
                 fpipe.save(pipe, self.path, params=params, buffers=buffers, state=state, step=i + 1)
                 self.saved = max(self.saved, i + 1)
         self.final[rank] = params, buffers, state
 
     def run_alone(self) -> None:
         """Train on one device, as rank -1."""
-        case, (model, pipe) = self.case, self.build()
-        init, update = fpipe.optimizer(OPTIMIZERS[case.optimizer][0], **OPTIMIZERS[case.optimizer][1])
+        model, batch, pipe = self.build()
+        init, update = self.optimizer()
         params, buffers = pipe.init(model)
-        start = params, buffers, init(params), 0
-        self.loop(-1, pipe, fpipe.reference(pipe, outputs=case.outputs), start, update, lambda i: True)
+        step = partial(fpipe.reference(pipe, outputs=self.case.setup.outputs), inputs=batch[0], targets=batch[1])
+        self.loop(-1, pipe, step, (params, buffers, init(params), 0), update, lambda i: True)
 
 
 class Verdict(NamedTuple):

@@ -31,6 +31,11 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
 }
 TIMEOUT = 30.0
+STEPS = 2
+BLOCK, SETUPS = 128, 8
+"""So many seeds, one after the other, draw from so many setups."""
+APART = 0.02
+"""The share of cases in which every rank captures the model itself."""
 
 
 @dataclass(frozen=True)
@@ -50,67 +55,98 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Case:
-    """Everything that was drawn; `world` is the seed of what happens, `again` that of what happens after a restart."""
+class Setup:
+    """What one device would train, and the pipeline that does: drawn once for many cases."""
 
-    seed: int
     model: Description = field(repr=False)
     schedule: Schedule
     dtype: torch.dtype
     backward: str
     optimizer: str
-    steps: int
     clips: bool
-    saves: bool
     outputs: bool
+
+    def __str__(self) -> str:
+        kinds = sorted({leaf.kind for leaf in self.model.leaves})
+        return (
+            f"{self.schedule}\n"
+            f"  {self.dtype}, backward={self.backward}, {len(self.model.leaves)} layers ({', '.join(kinds)}), "
+            f"{self.model.returns}{', sequence' if self.model.sequence else ''}, {self.optimizer}"
+            f"{', clipped' * self.clips}{', outputs' * self.outputs}"
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that was drawn.
+
+    - `is_apart`: every rank captures the model itself, as real processes do; otherwise what one has made serves all.
+    - `delay`: the seconds that a message takes, on average. `is_kept`: rank 0 keeps the store.
+    """
+
+    seed: int
+    setup: Setup
+    is_apart: bool
+    steps: int
+    saves: bool
     is_kept: bool
     delay: float
     fault: Fault
 
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the setup."""
+        return self.setup.schedule
+
     def __str__(self) -> str:
-        kinds = sorted({leaf.kind for leaf in self.model.leaves})
         fault = self.fault
         lost = f"{fault.kind} of message {fault.count}" if fault.kind == "lose" else ""
         where = lost or f"{fault.kind} on rank {fault.rank}, at {fault.what} step {fault.count}"
         return (
-            f"seed {self.seed}: {self.schedule}\n"
-            f"  {self.dtype}, backward={self.backward}, {len(self.model.leaves)} layers ({', '.join(kinds)}), "
-            f"{self.model.returns}{', sequence' if self.model.sequence else ''}\n"
-            f"  {self.steps} steps of {self.optimizer}{', clipped' * self.clips}{', saved' * self.saves}"
-            f"{', outputs' * self.outputs}; messages take {self.delay:g} s; "
-            f"the store is kept by {'rank 0' if self.is_kept else 'the launcher'}\n"
+            f"seed {self.seed}: {self.setup}\n"
+            f"  {self.steps} steps{', saved' * self.saves}{', captured apart' * self.is_apart}; "
+            f"messages take {self.delay:g} s; the store is kept by {'rank 0' if self.is_kept else 'the launcher'}\n"
             f"  fault: {'none' if fault.kind == 'none' else where}"
         )
 
 
 def draw(seed: int) -> Case:
-    """Return the case of a seed."""
+    """Return the case of a seed; the cases of a block of seeds share a few setups."""
     random = Random(seed)
-    how = draw_schedule(random)
-    backward = random.choice(["autograd", "autograd", "autograd", "graph"])
-    dtype = random.choice([torch.float32] * 4 + [torch.float64, torch.bfloat16])
-    kind, steps = random.choices([*FAULTS], [*FAULTS.values()])[0], random.choice([1, 1, 2])
+    setup = draw_setup(Random(f"setup {random.randrange(SETUPS)} of block {seed // BLOCK}"))
+    kind, steps = random.choices([*FAULTS], [*FAULTS.values()])[0], random.randint(1, STEPS)
     saves = kind == "disk" or random.random() < 0.4
     fault = Fault(
         kind,
-        random.randrange(how.ranks),
+        random.randrange(setup.schedule.ranks),
         "fsync" if kind == "disk" else "compute" if kind in ("raise", "interrupt", "exit") else random.choice(WHERE),
-        draw_count(random, kind, how, steps),
+        draw_count(random, kind, setup.schedule, steps),
     )
     return Case(
         seed,
+        setup,
+        random.random() < APART,
+        steps,
+        saves,
+        random.random() < 0.5,
+        random.choice([1e-5, 1e-3, 0.03]),
+        fault,
+    )
+
+
+def draw_setup(random: Random) -> Setup:
+    """Return a model and its pipeline."""
+    how = draw_schedule(random)
+    backward = random.choice(["autograd", "autograd", "autograd", "graph"])
+    dtype = random.choice([torch.float32] * 4 + [torch.float64, torch.bfloat16])
+    return Setup(
         draw_model(random, how.stages, dtype, backward),
         how,
         dtype,
         backward,
         random.choice(list(OPTIMIZERS)),
-        steps,
-        random.random() < 0.5,
-        saves,
         random.random() < 0.5,
         random.random() < 0.5,
-        random.choice([1e-5, 1e-3, 0.03]),
-        fault,
     )
 
 

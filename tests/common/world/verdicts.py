@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -13,32 +13,56 @@ from typing import Any
 from torch import Tensor
 
 import fpipe
+from fpipe.pipelines.garbage import postpone_collection
 from fpipe.tensors.tree import same_bits
 from tests.common.comparison import Result, differences
 from tests.common.world.cases import PROMPT, Finding, InjectedError, Script, Trial, Verdict
-from tests.common.world.drawing import TIMEOUT, Case, draw, draw_layout
+from tests.common.world.drawing import BLOCK, STEPS, TIMEOUT, Case, draw, draw_layout
 from tests.common.world.fibers import Killed
+from tests.common.world.sharing import Shelf
+
+
+class Simulator:
+    """Runs cases one after the other; keeps what the cases of a block of seeds share until the next block begins."""
+
+    def __init__(self) -> None:
+        self.block, self.shelves = -1, dict[Any, Shelf]()
+
+    def simulate(self, seed: int) -> Verdict:
+        """Run the case of a seed; raise `Finding`, or whatever was raised, unless it ends as promised."""
+        case = draw(seed)
+        if seed // BLOCK != self.block:
+            self.block, self.shelves = seed // BLOCK, {}
+        shelf = self.shelves.setdefault(case.setup, Shelf())
+        with (
+            postpone_collection(),  # what is collected when must not depend on what ran before
+            tempfile.TemporaryDirectory() as folder,
+            nullcontext() if case.is_apart else shelf.lent(),
+        ):
+            return judge(case, Path(folder), shelf)
 
 
 def simulate(seed: int) -> Verdict:
-    """Run the case of a seed; raise `Finding`, or whatever was raised, unless it ends as promised."""
-    case = draw(seed)
-    gc.disable()  # what is collected when must not depend on what ran before
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            return judge(case, Path(folder))
-    finally:
-        gc.enable()
+    """Run the case of a seed alone; see `Simulator`."""
+    return Simulator().simulate(seed)
 
 
-def judge(case: Case, folder: Path) -> Verdict:
-    """Run a case and its restart."""
-    alone = Script(case, folder / "alone")
+def run_alone(case: Case, shelf: Shelf) -> Script | str:
+    """Return the run of a setup on one device, of as many steps as any case has; or why fpipe refuses the model."""
+    alone = Script(replace(case, steps=STEPS), Path(), shelf)
     try:
         alone.run_alone()
     except (fpipe.CutError, fpipe.CaptureError, fpipe.InputError) as error:
-        return Verdict(f"refused: {type(error).__name__}", False, 0, 0.0)
-    script, random = Script(case, folder / "run"), Random(case.seed + 1)
+        return f"refused: {type(error).__name__}"
+    return alone
+
+
+def judge(case: Case, folder: Path, shelf: Shelf) -> Verdict:
+    """Run a case and its restart."""
+    alone = shelf.keep(("alone", case.is_apart), lambda: run_alone(case, shelf))
+    if isinstance(alone, str):
+        return Verdict(alone, False, 0, 0.0)
+    script, random = Script(case, folder / "run", shelf), Random(case.seed + 1)
     trial = Trial(script, random, has_fault=True)
     errors = trial.run()
     require_results(script, alone)
@@ -46,13 +70,14 @@ def judge(case: Case, folder: Path) -> Verdict:
     if ended == "exact":
         require_final(script, alone)
         return Verdict(ended, False, trial.world.switches, trial.world.now)
-    restart(replace(case, schedule=draw_layout(random, case.schedule)), script, alone, random)
+    setup = replace(case.setup, schedule=draw_layout(random, case.schedule))
+    restart(replace(case, setup=setup), script, alone, random)
     return Verdict(ended, True, trial.world.switches, trial.world.now)
 
 
 def restart(case: Case, script: Script, alone: Script, random: Random) -> None:
     """Run a script again from its last checkpoint, perhaps on another layout; raise unless nothing is lost."""
-    again = Script(case, script.path)
+    again = Script(case, script.path, script.shelf)
     found = [error for error in Trial(again, random, has_fault=False).run() if error is not None]
     if any(isinstance(error, fpipe.CutError) for error in found) and case.schedule != script.case.schedule:
         restart(script.case, script, alone, random)  # this model can't be cut in so many stages
@@ -93,7 +118,7 @@ def require_final(script: Script, alone: Script) -> None:
     if len(script.final) != script.case.schedule.ranks:
         raise Finding(f"got the ranks {sorted(script.final)} at the end, expected all")
     for rank, parts in script.final.items():
-        for what, mine, theirs in zip(("parameter", "buffer", "state"), parts, alone.final[-1], strict=True):
+        for what, mine, theirs in zip(("parameter", "buffer", "state"), parts, alone.states[script.case.steps - 1], strict=True):
             for name, value in mine.items():
                 if not is_same(value, theirs[name]):
                     raise Finding(f"rank {rank}, at the end: {what} {name} is {value}, expected {theirs[name]}")
