@@ -120,6 +120,11 @@ class Group:
     def __init__(self, room: Room, process: Process, group_desc: str) -> None:
         self.room, self.process, self.group_desc = room, process, group_desc
         self.collectives = 0
+        self.number = len(process.open)
+
+    def __hash__(self) -> int:
+        """Return a number that is the same in every replay: sets of groups are walked in its order."""
+        return self.number
 
     def rank(self) -> int:
         """Return the number of this process in the group."""
