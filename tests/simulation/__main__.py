@@ -41,8 +41,8 @@ def main() -> int:
 
 
 def run_many(seeds: range) -> int:
-    """Run the cases of these seeds until Ctrl-C; print failures, and every thousand cases how they have ended."""
-    ends, failed, simulator = Counter[str](), list[int](), Simulator()
+    """Run the cases of these seeds until Ctrl-C; print failures, and now and then how cases have ended."""
+    began, ends, failed, simulator = time.process_time(), Counter[str](), list[int](), Simulator()
     gc.freeze()
     with postpone_collection(), suppress(KeyboardInterrupt):
         for seed in seeds:
@@ -55,17 +55,17 @@ def run_many(seeds: range) -> int:
             done = ends.total() + len(failed)
             if done % EVERY == 0:
                 gc.collect()
-            if done % 1000 == 0:
-                print(report(ends, failed), flush=True)
-    print(report(ends, failed))
+            if done % (8 * EVERY) == 0:
+                print(report(ends, failed, began), flush=True)
+    print(report(ends, failed, began))
     return min(len(failed), 1)
 
 
-def report(ends: Counter[str], failed: list[int]) -> str:
+def report(ends: Counter[str], failed: list[int], began: float) -> str:
     """Return how cases have ended."""
     done = ends.total() + len(failed)
     return (
-        f"{done} cases, {time.process_time() / max(1, done):.3f} CPU seconds each; "
+        f"{done} cases, {(time.process_time() - began) / max(1, done):.3f} CPU seconds each; "
         f"ended: {dict(ends.most_common())}; failed: {failed}"
     )
 

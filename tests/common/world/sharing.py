@@ -46,9 +46,7 @@ class Shelf:
         def find_captures(builder: Builder, module: Any) -> CaptureCache:
             key = "captures", id(module), builder.backend is None, builder.schedule.backward
             found = self.keep(key, lambda: (captures(builder, module), module))[0]
-            empty: dict[str, Any] = {
-                name: {} for name in ("captured", "reads", "positions", "questions", "watches")
-            }
+            empty: dict[str, Any] = {name: {} for name in ("captured", "reads", "positions", "questions", "watches")}
             return replace(found, batchings=builder.batchings, cuts=builder.cuts, **empty)
 
         def find_capture(cache: CaptureCache, variant: Variant, microbatch: Any, ask: Ask) -> Any:
