@@ -55,7 +55,7 @@ def run_many(seeds: range) -> int:
             done = ends.total() + len(failed)
             if done % EVERY == 0:
                 gc.collect()
-            if done % (8 * EVERY) == 0:
+            if done % (4 * EVERY) == 0:
                 print(report(ends, failed, began), flush=True)
     print(report(ends, failed, began))
     return min(len(failed), 1)

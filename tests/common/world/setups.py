@@ -101,7 +101,11 @@ def draw_schedule(random: Random) -> Schedule:
         return draw_order(random)
     while True:
         made = getattr(schedules, random.choice(FAMILIES))
-        sizes = {"ranks": random.randint(1, 3), "microbatches": random.randint(1, 4), "memory": random.randint(1, 4)}
+        sizes = {
+            "ranks": random.choice([1, 2, 2, 2, 3, 3]),
+            "microbatches": random.randint(1, 4),
+            "memory": random.randint(1, 4),
+        }
         known = {name: sizes.get(name, random.randint(1, 2)) for name in numbers_of(made)}
         try:
             how = made(**known)
@@ -123,7 +127,7 @@ def numbers_of(made: Any) -> list[str]:
 
 def draw_order(random: Random) -> Schedule:
     """Return a schedule that runs, again and again, any action whose inputs are there; any rank holds any stages."""
-    S, M = random.randint(1, 4), random.randint(1, 3)
+    S, M = random.randint(2, 4), random.randint(1, 3)
     homes = [random.randrange(3) for _ in range(S)]
     used = sorted(set(homes))
     rows: list[list[str]] = [[] for _ in used]
