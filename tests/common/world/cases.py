@@ -18,6 +18,9 @@ from tests.common.world.scripts import Script
 PROMPT = 8.0  # simulated seconds within which ranks that are alive learn of what is not silent
 
 
+NAP = TIMEOUT / 4
+
+
 class InjectedError(ValueError):
     """The fault of a case."""
 
@@ -102,7 +105,7 @@ class Trial:
             world.kill(process)
         elif kind in ("stop", "nap"):
             process.is_stopped = True
-            pause = TIMEOUT / 4 if kind == "nap" else 6 * TIMEOUT
+            pause = NAP if kind == "nap" else 6 * TIMEOUT
             world.at(world.now + pause, partial(setattr, process, "is_stopped", False))
         else:
             raise {"raise": InjectedError("injected"), "interrupt": KeyboardInterrupt(), "exit": SystemExit(0)}[kind]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import fpipe
-from tests.common.world.cases import PROMPT, Finding, InjectedError, Strike, Trial
+from tests.common.world.cases import NAP, PROMPT, Finding, InjectedError, Strike, Trial
 from tests.common.world.drawing import TIMEOUT
 from tests.common.world.fibers import Killed
 
@@ -68,7 +68,8 @@ def require_time(trial: Trial, rank: int) -> None:
     struck = trial.struck
     last = max(one.time for one in struck if one.time is not None and one.time <= trial.ended[rank])
     silent = any(one.fault.kind in SILENT for one in struck)
-    limit = PROMPT + 2 * TIMEOUT * silent + BUILD * is_building(trial)
+    naps = sum(one.time is not None and one.fault.kind == "nap" for one in trial.strikes)
+    limit = PROMPT + NAP * naps + 2 * TIMEOUT * silent + BUILD * is_building(trial)
     if trial.ended[rank] - last > limit:
         faults = ", ".join(str(one.fault) for one in struck)
         raise Finding(f"rank {rank}: got an error {trial.ended[rank] - last:.1f} s after {faults}, expected {limit}")

@@ -62,25 +62,24 @@ class Script:
     def train(self, rank: int, ready: Callable[[], None], between: Callable[[int], bool]) -> None:
         """Build, resume if there is a checkpoint, and train; `between` says whether to go on after a step."""
         model, batch, pipe = self.build()
-        step = fpipe.value_and_grad(pipe, outputs=self.case.setup.outputs)
+        (init, update), step = self.optimizer(), fpipe.value_and_grad(pipe, outputs=self.case.setup.outputs)
         ready()
         saved = [path for path in (self.path / "0", self.path / "1") if fpipe.is_checkpoint(path)]
         if saved:
             params, buffers, state, first, _ = fpipe.load(pipe, saved)
         else:
             params, buffers = pipe.init(model)
-            state, first = self.optimizer[0](params), 0
-        self.loop(rank, pipe, step, batch, (params, buffers, state, first), between)
+            state, first = init(params), 0
+        self.loop(rank, pipe, (step, update), batch, (params, buffers, state, first), between)
 
-    @property
     def optimizer(self) -> Any:
-        """The functions of the optimizer."""
+        """Return the functions of the optimizer."""
         made, options = OPTIMIZERS[self.case.setup.optimizer]
         return fpipe.optimizer(made, **options)
 
-    def loop(self, rank: int, pipe: Any, step: Any, batch: Any, start: Any, between: Callable[[int], bool]) -> None:
+    def loop(self, rank: int, pipe: Any, how: Any, batch: Any, start: Any, between: Callable[[int], bool]) -> None:
         """Train from where a run is."""
-        case, update, finish = self.case, self.optimizer[1], list[Callable[[], None]]()
+        case, (step, update), finish = self.case, how, list[Callable[[], None]]()
         params, buffers, state, first = start
         for i in range(first, case.steps):
             out, grads = step(params, buffers, *batch, seed=i)
@@ -127,6 +126,6 @@ class Script:
     def run_alone(self) -> None:
         """Train on one device, as rank -1."""
         model, batch, pipe = self.build()
+        (init, update), step = self.optimizer(), fpipe.reference(pipe, outputs=self.case.setup.outputs)
         params, buffers = pipe.init(model)
-        start = params, buffers, self.optimizer[0](params), 0
-        self.loop(-1, pipe, fpipe.reference(pipe, outputs=self.case.setup.outputs), batch, start, lambda i: True)
+        self.loop(-1, pipe, (step, update), batch, (params, buffers, init(params), 0), lambda i: True)
