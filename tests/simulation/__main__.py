@@ -8,47 +8,66 @@ python -m tests.simulation --seed 0 --cases 1000
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import sys
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 
 import torch
 
+from fpipe.pipelines.garbage import postpone_collection
 from tests.common.world.drawing import draw
-from tests.common.world.verdicts import simulate
+from tests.common.world.verdicts import Simulator, simulate
+
+EVERY = 32  # cases between collections of garbage
 
 
 def main() -> int:
-    """Run the cases that the command line asks for; return the number of those that did not end as promised."""
+    """Run the cases that the command line asks for; return 1 if any did not end as promised."""
     parser = argparse.ArgumentParser("python -m tests.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--cases", type=int, default=1, help="how many seeds")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("fpipe").setLevel(logging.ERROR)
-    began, ends, failed = time.monotonic(), Counter[str](), list[int]()
-    for seed in range(arguments.seed, arguments.seed + arguments.cases):
-        if arguments.cases == 1:
-            print(draw(seed))
-        try:
-            verdict = simulate(seed)
-        except BaseException as error:
-            failed.append(seed)
-            if arguments.cases > 1:
+    if arguments.cases == 1:
+        print(draw(arguments.seed))
+        print(f"  ended: {simulate(arguments.seed)}")
+        return 0
+    return run_many(range(arguments.seed, arguments.seed + arguments.cases))
+
+
+def run_many(seeds: range) -> int:
+    """Run the cases of these seeds until Ctrl-C; print failures, and now and then how cases have ended."""
+    began, ends, failed, simulator = time.process_time(), Counter[str](), list[int](), Simulator()
+    gc.freeze()
+    with postpone_collection(), suppress(KeyboardInterrupt):
+        for seed in seeds:
+            try:
+                ends[simulator.simulate(seed).ended] += 1
+            except Exception as error:
+                failed.append(seed)
                 print(draw(seed))
-            traceback.print_exception(error)
-            if isinstance(error, KeyboardInterrupt):
-                break
-            continue
-        ends[verdict.ended] += 1
-        if arguments.cases == 1:
-            print(f"  ended: {verdict}")
-    if arguments.cases > 1:
-        seconds = time.monotonic() - began
-        print(f"{arguments.cases} cases in {seconds:.0f} s; ended: {dict(ends.most_common())}; failed: {failed}")
+                traceback.print_exception(error, file=sys.stdout)
+            done = ends.total() + len(failed)
+            if done % EVERY == 0:
+                gc.collect()
+            if done % (4 * EVERY) == 0:
+                print(report(ends, failed, began), flush=True)
+    print(report(ends, failed, began))
     return min(len(failed), 1)
+
+
+def report(ends: Counter[str], failed: list[int], began: float) -> str:
+    """Return how cases have ended."""
+    done = ends.total() + len(failed)
+    return (
+        f"{done} cases, {(time.process_time() - began) / max(1, done):.3f} CPU seconds each; "
+        f"ended: {dict(ends.most_common())}; failed: {failed}"
+    )
 
 
 if __name__ == "__main__":

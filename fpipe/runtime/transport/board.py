@@ -133,9 +133,12 @@ class Board:
             return default
         query = StoreQuery(ask)
         self.queries.put(query)
-        if not query.done.wait(PATIENCE):
-            self.late = query
-            return default
+        asked = time.monotonic()
+        while not query.done.wait(PATIENCE):
+            if time.monotonic() - asked < 2 * PATIENCE:
+                self.late = query
+                return default
+            asked = time.monotonic()  # this process was stopped itself: the answer may be there at once
         self.is_gone = self.is_gone or query.error is not None
         return default if self.is_gone else cast(T, query.answer)
 

@@ -1,29 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a case: the same training loop on one device and in a simulated world, and again after a fault."""
+"""Run the script of a case in a simulated world, and let faults strike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-import optree
-import torch
-from torch import Tensor
-
-import fpipe
-from tests.common.comparison import Result
-from tests.common.random_models import case_of
-from tests.common.world.drawing import OPTIMIZERS, TIMEOUT, Case
+from tests.common.world.drawing import RAISED, TIMEOUT, Fault
 from tests.common.world.fibers import Process, World
 from tests.common.world.network import Network
 from tests.common.world.patches import inhabit
+from tests.common.world.scripts import Script
 
 PROMPT = 8.0  # simulated seconds within which ranks that are alive learn of what is not silent
+
+
+NAP = TIMEOUT / 4
 
 
 class InjectedError(ValueError):
@@ -34,134 +29,74 @@ class Finding(AssertionError):  # noqa: N818 - what the simulation looks for
     """A case did not end as promised."""
 
 
-@dataclass
-class Script:
-    """The training loop of a case, as a user writes it; every rank runs it, and so does one device."""
-
-    case: Case
-    path: Path
-    results: dict[tuple[int, int], Result] = field(default_factory=dict)
-    final: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
-    saved: int = 0
-
-    def build(self) -> tuple[Any, Any]:
-        """Return the model and its pipeline."""
-        case = self.case
-        model, inputs, targets = self.make()
-        pipe = fpipe.pipeline(
-            model,
-            example=inputs,
-            targets=targets,
-            loss=case_of(case.model).loss,
-            schedule=case.schedule,
-            backward=case.backward,
-        )
-        return model, pipe
-
-    def make(self) -> tuple[Any, Any, Any]:
-        """Return the model and the batch, always the same."""
-        found = case_of(self.case.model).make(2 * self.case.schedule.microbatches)
-        model, inputs, targets = found
-        if self.case.dtype != torch.float32:
-            model = model.to(self.case.dtype)
-            inputs, targets = optree.tree_map(self._cast, (inputs, targets), none_is_leaf=True)
-        return model, inputs, targets
-
-    def _cast(self, leaf: Any) -> Any:
-        return leaf.to(self.case.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    def train(self, rank: int, ready: Callable[[], None], between: Callable[[int], bool]) -> None:
-        """Build, resume if there is a checkpoint, and train; `between` says whether to go on after a step."""
-        case, (model, pipe) = self.case, self.build()
-        init, update = fpipe.optimizer(OPTIMIZERS[case.optimizer][0], **OPTIMIZERS[case.optimizer][1])
-        step = fpipe.value_and_grad(pipe, outputs=case.outputs)
-        ready()
-        if fpipe.is_checkpoint(self.path):
-            params, buffers, state, first, _ = fpipe.load(pipe, self.path)
-        else:
-            params, buffers = pipe.init(model)
-            state, first = init(params), 0
-        self.loop(rank, pipe, step, (params, buffers, state, first), update, between)
-
-    def loop(self, rank: int, pipe: Any, step: Any, start: Any, update: Any, between: Callable[[int], bool]) -> None:
-        """Train from where a run is."""
-        case, (params, buffers, state, first) = self.case, start
-        _, inputs, targets = self.make()
-        for i in range(first, case.steps):
-            out, grads = step(params, buffers, inputs, targets, seed=i)
-            self.results[rank, i] = Result(out.loss, out.outputs, dict(grads), out.buffers)
-            buffers = out.buffers
-            if case.clips:
-                grads, _ = fpipe.clip(pipe, grads, 0.1)
-            params, state = update(grads, state, params)
-            if not between(i):
-                return
-            if case.saves and rank >= 0:
-                fpipe.save(pipe, self.path, params=params, buffers=buffers, state=state, step=i + 1)
-                self.saved = max(self.saved, i + 1)
-        self.final[rank] = params, buffers, state
-
-    def run_alone(self) -> None:
-        """Train on one device, as rank -1."""
-        case, (model, pipe) = self.case, self.build()
-        init, update = fpipe.optimizer(OPTIMIZERS[case.optimizer][0], **OPTIMIZERS[case.optimizer][1])
-        params, buffers = pipe.init(model)
-        start = params, buffers, init(params), 0
-        self.loop(-1, pipe, fpipe.reference(pipe, outputs=case.outputs), start, update, lambda i: True)
-
-
 class Verdict(NamedTuple):
-    """How a case ended, and what it took: `exact`, or the name of an error, or that the model was refused."""
+    """How a case ended, and what it took: `exact`, or the kinds of the faults, or that the model was refused."""
 
     ended: str
-    restarted: bool
+    runs: int
     switches: int
     seconds: float
 
 
-class Trial:
-    """One run of a script in a world, with or without the fault of its case."""
+@dataclass
+class Strike:
+    """A fault, how many of its steps have passed, and when and where it struck."""
 
-    def __init__(self, script: Script, random: Random, has_fault: bool) -> None:
+    fault: Fault
+    count: int = 0
+    time: float | None = None
+    place: str = ""
+
+    def is_due(self) -> bool:
+        """Count a step; return whether the fault strikes at it."""
+        self.count += 1
+        return self.count == self.fault.count + 1
+
+
+class Trial:
+    """One run of a script in a world, and the faults in it."""
+
+    def __init__(self, script: Script, random: Random, faults: tuple[Fault, ...]) -> None:
         self.script, self.case, self.random = script, script.case, random
-        self.fault = script.case.fault if has_fault else None
+        self.strikes = [Strike(fault) for fault in faults]
         self.world = World(random)
-        ranks = self.case.schedule.ranks
+        processes = self.case.setup.processes
         limit = timedelta(seconds=TIMEOUT)
-        self.network = Network(self.world, ranks, limit, self.case.is_kept, self.delay)
+        self.network = Network(self.world, processes, limit, self.case.is_kept, self.delay)
         self.world.on_step = self.on_step
-        self.counts = [0] * ranks
-        self.armed, self.messages = [False] * ranks, 0
-        self.struck: float | None = None
-        self.place = ""
+        self.armed = [False] * processes
         self.ended: dict[int, float] = {}
 
+    @property
+    def struck(self) -> list[Strike]:
+        """The faults that have struck and that others notice."""
+        return [one for one in self.strikes if one.time is not None and one.fault.kind != "nap"]
+
     def delay(self, ends: tuple[int, int], tag: Any) -> float | None:
-        """Return how long a message takes; lose the one that the fault names."""
-        if self.fault and self.fault.kind == "lose" and all(self.armed):
-            self.messages += 1
-            if self.messages == self.fault.count + 1:
-                self.strike(f"message of {ends[0]} to {ends[1]}")
+        """Return how long a message takes; lose those that a fault names."""
+        for one in self.strikes:
+            if one.fault.kind == "lose" and one.fault.builds != all(self.armed) and one.is_due():
+                self.strike(one, f"message of {ends[0]} to {ends[1]}")
                 return None
         return self.random.expovariate(1) * self.case.delay
 
-    def strike(self, place: str) -> None:
-        """Note that the fault strikes now."""
-        self.struck, self.place = self.world.now, place
+    def strike(self, one: Strike, place: str) -> None:
+        """Note that a fault strikes now."""
+        one.time, one.place = self.world.now, place
 
     def on_step(self, process: Process, what: str) -> None:
-        """Let computing take time, and let the fault strike if it is time for it."""
+        """Let computing take time, and let faults strike if it is time for them."""
         if what == "compute":
             self.world.sleep(self.random.random() * self.case.delay)
-        fault = self.fault
-        if fault is None or process.rank != fault.rank or not self.armed[process.rank] or self.struck is not None:
-            return
-        if fault.kind in ("none", "lose", "leave") or fault.what not in ("any", what):
-            return
-        self.counts[process.rank] += 1
-        if self.counts[process.rank] == fault.count + 1:
-            self.strike(process.place)
-            self.afflict(process, fault.kind)
+        for one in self.strikes:
+            fault = one.fault
+            if fault.kind in ("lose", "leave") or fault.rank != process.rank or fault.what not in ("any", what):
+                continue
+            if fault.builds == self.armed[process.rank] or (fault.kind in RAISED and not self.world.is_main):
+                continue
+            if one.is_due():
+                self.strike(one, process.place)
+                self.afflict(process, fault.kind)
 
     def afflict(self, process: Process, kind: str) -> None:
         """Let a fault happen to the process that runs."""
@@ -170,18 +105,18 @@ class Trial:
             world.kill(process)
         elif kind in ("stop", "nap"):
             process.is_stopped = True
-            pause = TIMEOUT / 4 if kind == "nap" else 6 * TIMEOUT
+            pause = NAP if kind == "nap" else 6 * TIMEOUT
             world.at(world.now + pause, partial(setattr, process, "is_stopped", False))
         else:
             raise {"raise": InjectedError("injected"), "interrupt": KeyboardInterrupt(), "exit": SystemExit(0)}[kind]
 
     def between(self, rank: int, i: int) -> bool:
         """Return whether a rank's script goes on after a step."""
-        fault = self.fault
-        if fault is None or fault.kind != "leave" or fault.rank != rank or fault.count % self.case.steps != i:
-            return True
-        self.strike("between calls")
-        return False
+        for one in self.strikes:
+            if one.fault.kind == "leave" and one.fault.rank == rank and one.fault.count % self.case.steps == i:
+                self.strike(one, "between calls")
+                return False
+        return True
 
     def run(self) -> list[BaseException | None]:
         """Run it; return how each rank's script ended."""
@@ -200,5 +135,5 @@ class Trial:
         return [fiber.error for fiber in mains]
 
     def arm(self, rank: int) -> None:
-        """Let the fault strike from now on."""
+        """Note that a rank has built its pipeline."""
         self.armed[rank] = True

@@ -1,36 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw a case: a model, a schedule, a training loop, and one fault, all of it from one seed."""
+"""Draw a case: a setup, a training loop, and what goes wrong in each of its runs, all of it from one seed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
-from typing import Any
 
-import torch
+from schedules import Schedule
+from tests.common.world.setups import Setup, draw_setup
 
-import schedules
-from schedules import KINDS as ACTIONS
-from schedules import Schedule, SizeError, recompute, split_backward
-from schedules.files.csv import table
-from tests.common.random_models.description import GRAPH_NESTS, NESTS, Again, Description, Leaf, Nest, Part
-from tests.common.random_models.kinds import KINDS
-
-FAMILIES = (
-    *("gpipe", "one_f_one_b", "one_f_one_b", "eager_1f1b", "kfkb", "zb_h1", "zb_h2", "zb_auto", "zb_v", "v_half"),
-    *("v_min", "v_1f1b", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble", "hanayo"),
-    *("dualpipe", "dualpipe_v", "chimera"),
-)
-FAULTS = {
-    "none": 2, "raise": 3, "interrupt": 1, "exit": 1, "die": 4, "stop": 2, "nap": 2, "lose": 2, "leave": 1, "disk": 2,
-}  # fmt: skip
+FAULTS = {"raise": 3, "interrupt": 1, "exit": 1, "die": 4, "stop": 2, "nap": 2, "lose": 2, "leave": 1, "disk": 2}
 """Kinds of faults, and how often each is drawn."""
-WHERE = ("any", "any", "compute", "store", "wait")
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
-}
+BUILD_FAULTS = {"raise": 1, "interrupt": 1, "exit": 1, "die": 3, "stop": 2, "nap": 1, "lose": 1}
+RAISED = ("raise", "interrupt", "exit")
 TIMEOUT = 30.0
+STEPS = 3
+BLOCK, SETUPS = 128, 8
+"""So many seeds, one after the other, draw from so many setups."""
+APART = 0.02
+"""The share of cases in which every rank captures the model itself."""
 
 
 @dataclass(frozen=True)
@@ -38,80 +26,106 @@ class Fault:
     """One thing that goes wrong.
 
     - `kind`: an exception (`raise`, `interrupt`, `exit`), a death, a long stop, a short one (`nap`), a lost message, a
-      script that ends early (`leave`), or a death while files are written (`disk`); or nothing.
-    - `rank`, `what`, `count`: it strikes this rank at its step number `count` of this sort after building; a lost
-      message counts all messages.
+      script that ends early (`leave`), or a death while files are written (`disk`).
+    - `builds`: it strikes while the pipeline is built, instead of later.
+    - `rank`, `what`, `count`: it strikes this process at its step number `count` of this sort; a lost message counts
+      all messages.
     """
 
     kind: str
+    builds: bool
     rank: int
     what: str
     count: int
 
+    def __str__(self) -> str:
+        when = " of the build" if self.builds else ""
+        if self.kind == "lose":
+            return f"lose message {self.count}{when}"
+        return f"{self.kind} on rank {self.rank}, at {self.what} step {self.count}{when}"
+
 
 @dataclass(frozen=True)
 class Case:
-    """Everything that was drawn; `world` is the seed of what happens, `again` that of what happens after a restart."""
+    """Everything that was drawn.
+
+    - `is_apart`: every rank captures the model itself, as real processes do; otherwise what one has made serves all.
+    - `saves`: how each step is saved: not at all (""), to one path ("save"), to two in turn ("turns"), or in the
+      background ("begin"). `damages`: a file of the newest checkpoint is damaged before each restart.
+    - `looks`: what else is computed after each step: nothing (""), an evaluation or a prediction.
+    - `delay`: the seconds that a message takes, on average. `is_kept`: rank 0 keeps the store.
+    - `runs`: the faults of each run of the job but the last, which nothing disturbs.
+    """
 
     seed: int
-    model: Description = field(repr=False)
-    schedule: Schedule
-    dtype: torch.dtype
-    backward: str
-    optimizer: str
+    setup: Setup
+    is_apart: bool
     steps: int
-    clips: bool
-    saves: bool
-    outputs: bool
+    saves: str
+    damages: bool
+    looks: str
     is_kept: bool
     delay: float
-    fault: Fault
+    runs: tuple[tuple[Fault, ...], ...]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the setup."""
+        return self.setup.schedule
 
     def __str__(self) -> str:
-        kinds = sorted({leaf.kind for leaf in self.model.leaves})
-        fault = self.fault
-        lost = f"{fault.kind} of message {fault.count}" if fault.kind == "lose" else ""
-        where = lost or f"{fault.kind} on rank {fault.rank}, at {fault.what} step {fault.count}"
+        saves = {"save": ", saved", "turns": ", saved to two paths", "begin": ", saved in the background"}
+        faults = "\n".join(f"  faults: {' and '.join(map(str, run)) or 'none'}" for run in self.runs)
         return (
-            f"seed {self.seed}: {self.schedule}\n"
-            f"  {self.dtype}, backward={self.backward}, {len(self.model.leaves)} layers ({', '.join(kinds)}), "
-            f"{self.model.returns}{', sequence' if self.model.sequence else ''}\n"
-            f"  {self.steps} steps of {self.optimizer}{', clipped' * self.clips}{', saved' * self.saves}"
-            f"{', outputs' * self.outputs}; messages take {self.delay:g} s; "
-            f"the store is kept by {'rank 0' if self.is_kept else 'the launcher'}\n"
-            f"  fault: {'none' if fault.kind == 'none' else where}"
+            f"seed {self.seed}: {self.setup}\n"
+            f"  {self.steps} steps{saves.get(self.saves, '')}{', damaged' * self.damages}"
+            f"{f', {self.looks} after each' * bool(self.looks)}{', captured apart' * self.is_apart}; "
+            f"messages take {self.delay:g} s; the store is kept by {'rank 0' if self.is_kept else 'the launcher'}\n"
+            f"{faults}"
         )
 
 
 def draw(seed: int) -> Case:
-    """Return the case of a seed."""
+    """Return the case of a seed; the cases of a block of seeds share a few setups."""
     random = Random(seed)
-    how = draw_schedule(random)
-    backward = random.choice(["autograd", "autograd", "autograd", "graph"])
-    dtype = random.choice([torch.float32] * 4 + [torch.float64, torch.bfloat16])
-    kind, steps = random.choices([*FAULTS], [*FAULTS.values()])[0], random.choice([1, 1, 2])
-    saves = kind == "disk" or random.random() < 0.4
-    fault = Fault(
-        kind,
-        random.randrange(how.ranks),
-        "fsync" if kind == "disk" else "compute" if kind in ("raise", "interrupt", "exit") else random.choice(WHERE),
-        draw_count(random, kind, how, steps),
-    )
+    setup = draw_setup(Random(f"setup {random.randrange(SETUPS)} of block {seed // BLOCK}"))
+    steps = random.choice([1, 1, 2, STEPS])
+    runs = tuple(draw_faults(random, setup, steps) for _ in range(random.choice([1, 1, 1, 1, 2, 3])))
+    is_saved = random.random() < 0.4 or any(fault.kind == "disk" for run in runs for fault in run)
     return Case(
         seed,
-        draw_model(random, how.stages, dtype, backward),
-        how,
-        dtype,
-        backward,
-        random.choice(list(OPTIMIZERS)),
+        setup,
+        random.random() < APART,
         steps,
+        random.choice(["save", "turns", "turns", "begin"]) if is_saved else "",
         random.random() < 0.5,
-        saves,
-        random.random() < 0.5,
+        random.choice(["", "", "", "evaluation", "prediction"]),
         random.random() < 0.5,
         random.choice([1e-5, 1e-3, 0.03]),
-        fault,
+        runs,
     )
+
+
+def draw_faults(random: Random, setup: Setup, steps: int) -> tuple[Fault, ...]:
+    """Return what goes wrong in a run: often one thing, sometimes nothing, or two on different ranks."""
+    faults = [draw_fault(random, setup, steps) for _ in range(random.choice([0, 1, 1, 1, 1, 1, 1, 2]))]
+    return tuple({fault.rank: fault for fault in faults}.values())
+
+
+def draw_fault(random: Random, setup: Setup, steps: int) -> Fault:
+    """Return one thing that goes wrong."""
+    builds = random.random() < 0.15
+    kinds = BUILD_FAULTS if builds else FAULTS
+    (kind,) = random.choices([*kinds], [*kinds.values()])
+    what = random.choice(["any", "any", "compute", "store", "wait"])
+    if kind in RAISED:
+        what = "compute"
+    if builds:
+        what = "capture" if kind in ("raise", "exit") else "any"
+    count = draw_count(random, kind, setup.schedule, steps)
+    if builds:
+        count = random.randrange(1 if what == "capture" else 60)
+    return Fault(kind, builds, random.randrange(setup.processes), "fsync" if kind == "disk" else what, count)
 
 
 def draw_count(random: Random, kind: str, how: Schedule, steps: int) -> int:
@@ -119,104 +133,6 @@ def draw_count(random: Random, kind: str, how: Schedule, steps: int) -> int:
     if kind == "disk":
         return random.randrange(6 * steps)
     computed = 2 * how.stages * how.microbatches // how.ranks * steps
-    if kind in ("raise", "interrupt", "exit"):
+    if kind in RAISED:
         return random.randrange(max(1, computed))
     return random.randrange(random.choice([3, 8 * computed]) + 1)
-
-
-def draw_schedule(random: Random) -> Schedule:
-    """Return a schedule of a family, perhaps transformed, or one in any correct order."""
-    if random.random() < 0.3:
-        return draw_order(random)
-    while True:
-        made = getattr(schedules, random.choice(FAMILIES))
-        sizes = {"ranks": random.randint(1, 3), "microbatches": random.randint(1, 4), "memory": random.randint(1, 4)}
-        known = {name: sizes.get(name, random.randint(1, 2)) for name in numbers_of(made)}
-        try:
-            how = made(**known)
-            if random.random() < 0.2:
-                how = split_backward(how)
-            if random.random() < 0.3:
-                chosen = [s for s in range(how.stages) if random.random() < 0.5]
-                how = recompute(how, tuple(chosen)) if chosen else how
-        except SizeError:
-            continue
-        if how.stages <= 5:
-            return how
-
-
-def numbers_of(made: Any) -> list[str]:
-    """Return the names of the numbers that a family takes."""
-    return [name for name, one in made.signature.parameters.items() if one.annotation in (int, "int")]
-
-
-def draw_order(random: Random) -> Schedule:
-    """Return a schedule that runs, again and again, any action whose inputs are there; any rank holds any stages."""
-    S, M = random.randint(1, 4), random.randint(1, 3)
-    homes = [random.randrange(3) for _ in range(S)]
-    used = sorted(set(homes))
-    rows: list[list[str]] = [[] for _ in used]
-    left = {}
-    for s in range(S):
-        for i in range(M):
-            kinds = random.choice(["F", "F", "CR"]) + random.choice(["B", "IW"])
-            left[s, i] = list(kinds)
-    forwards, backwards = set[tuple[int, int]](), set[tuple[int, int]]()
-    ascends = random.random() < 0.7  # else a model that modifies buffers is refused
-    while left:
-        able = [
-            (s, i)
-            for (s, i), kinds in left.items()
-            if (kinds[0] not in "FC" or s == 0 or (s - 1, i) in forwards)
-            and (kinds[0] not in "FC" or i == 0 or not ascends or (s, i - 1) in forwards)
-            and (kinds[0] not in "BI" or s == S - 1 or (s + 1, i) in backwards)
-        ]
-        s, i = random.choice(able)
-        kind = left[s, i].pop(0)
-        rows[used.index(homes[s])].append(f"{s}{kind}{i}")
-        if kind in "FC":
-            forwards.add((s, i))
-        if kind in "BI":
-            backwards.add((s, i))
-        if not left[s, i]:
-            del left[s, i]
-    return table(rows=tuple(",".join(row) for row in rows))
-
-
-def draw_layout(random: Random, how: Schedule) -> Schedule:
-    """Return a schedule on which to go on: another one, if both add gradients in ascending order, or the same."""
-    for stage in range(how.stages):
-        ranks = how.placement.replicas(stage)
-        order = [a.microbatch for a in how.actions(ranks[0]) if a.stage == stage and ACTIONS[a.kind].after == "done"]
-        if len(ranks) > 1 or order != sorted(order):
-            return how
-    made = random.choice([schedules.one_f_one_b, schedules.gpipe, schedules.zb_h1])
-    return made(ranks=random.randint(1, min(3, how.stages)), microbatches=how.microbatches)
-
-
-def draw_model(random: Random, stages: int, dtype: torch.dtype, backward: str) -> Description:
-    """Return a model with some layers per stage."""
-    plain = dtype != torch.float32
-    kinds = (
-        ["plain", "relu_", "mul_", "dropout", "norm", "sliced", "masked", "words"]
-        if plain
-        else [name for name, kind in KINDS.items() if backward == "autograd" or kind.graph]
-    )
-    nests = GRAPH_NESTS if plain or backward == "graph" else NESTS
-    sequence = random.random() < 0.15
-
-    def feeds() -> tuple[int, ...]:
-        return tuple(random.randrange(10) for _ in range(random.choice([0, 0, 1, 2])))
-
-    def part(depth: int) -> Part:
-        if depth and random.random() < 0.2:
-            return Nest(random.choice(nests), tuple(part(depth - 1) for _ in range(random.randint(1, 2))), feeds())
-        if random.random() < 0.1:
-            return Again(random.randrange(10), feeds())
-        kind = random.choice([one for one in kinds if one != "noted" or not sequence])
-        return Leaf(kind, feeds(), random.random() < 0.15, random.random() < 0.15)
-
-    parts = tuple(part(1) for _ in range(max(2, stages + random.randint(0, 1))))
-    ties = tuple((random.randrange(10), random.randrange(10)) for _ in range(random.choice([0, 0, 1])))
-    returns = "tensor" if sequence else random.choice(["tensor", "tree", "loss"])
-    return Description(parts, ties, returns, random.random() < 0.5, sequence)

@@ -159,6 +159,11 @@ class World:
         """The process that runs."""
         return self.fiber().process
 
+    @property
+    def is_main(self) -> bool:
+        """True if the main thread of its process runs."""
+        return self.fiber().name == "script"
+
     def block(self) -> None:
         """Give the turn away until somebody wakes this fiber."""
         fiber = self.fiber()

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.common.world.fibers import Process, Signal, World
 
-HOUR = timedelta(hours=1)
+HALF_AN_HOUR = timedelta(minutes=30)  # the timeout of groups of a mesh, whatever that of the job
 
 
 class Work:
@@ -120,6 +121,11 @@ class Group:
     def __init__(self, room: Room, process: Process, group_desc: str) -> None:
         self.room, self.process, self.group_desc = room, process, group_desc
         self.collectives = 0
+        self.number = len(process.open)
+
+    def __hash__(self) -> int:
+        """Return a number that is the same in every replay: sets of groups are walked in its order."""
+        return self.number
 
     def rank(self) -> int:
         """Return the number of this process in the group."""
@@ -142,6 +148,58 @@ class Group:
     def get_group_store(self) -> Store:
         """Return the store."""
         return Store(self.room.network)
+
+
+class Mesh(DeviceMesh):
+    """One process's view of a mesh whose processes are those of the job, in order."""
+
+    def __init__(self, network: Network, sizes: Sequence[int], names: Sequence[str]) -> None:
+        self.names, self.grid = tuple(names), torch.arange(network.size).reshape(*sizes)
+        self.groups = {name: self._join(network, dim) for dim, name in enumerate(names)}
+
+    def _join(self, network: Network, dim: int) -> Group:
+        """Return the process's group along a dimension."""
+        rows = self.grid.movedim(dim, -1).reshape(-1, self.grid.shape[dim]).tolist()
+        made = [network.create(row, HALF_AN_HOUR, f"mesh_{self.names[dim]}") for row in rows]
+        return next(group for group in made if group is not None)
+
+    def __hash__(self) -> int:
+        """Return the number of one of its groups."""
+        return hash(self.groups[self.names[0]])
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether it is this one."""
+        return self is other
+
+    def __repr__(self) -> str:
+        """Return names and sizes."""
+        return f"Mesh({self.names}, {tuple(self.grid.shape)})"
+
+    @property
+    def mesh(self) -> Tensor:
+        """The numbers of the processes."""
+        return self.grid
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """The names of the dimensions."""
+        return self.names
+
+    def size(self) -> int:
+        """Return the number of processes."""
+        return self.grid.numel()
+
+    def get_group(self, name: str) -> Group:
+        """Return the group along a dimension."""
+        return self.groups[name]
+
+    def get_local_rank(self, name: str) -> int:
+        """Return the number of this process along a dimension."""
+        return self.groups[name].rank()
+
+    def __getitem__(self, name: str) -> Group:
+        """Return the group along a dimension, which knows its size."""
+        return self.groups[name]
 
 
 class Store:
@@ -201,7 +259,7 @@ class Network:
         is_kept: bool,
         delay: Callable[[tuple[int, int], Any], float | None],
     ) -> None:
-        self.world, self.timeout, self.is_kept, self.delay = world, timeout, is_kept, delay
+        self.world, self.size, self.timeout, self.is_kept, self.delay = world, size, timeout, is_kept, delay
         self.arrived: Callable[[Work], None] = lambda work: None
         self.values: dict[str, Any] = {}
         self.rooms: dict[Any, Room] = {}

@@ -15,14 +15,15 @@ import torch.distributed
 from torch import Tensor
 
 from fpipe.checkpoints import manifest, save
-from fpipe.meshes import arguments
+from fpipe.meshes import arguments, peers
+from fpipe.pipelines import builder
 from fpipe.runtime import executor, launch, turns
 from fpipe.runtime.transport import board, calls, channels, control, distributed, job, lookout, waiting
 from fpipe.training import optimizers
 from tests.common.world.fibers import Lock, Queue, Signal, World
-from tests.common.world.network import Group, Network, Works
+from tests.common.world.network import Group, Mesh, Network, Works
 
-USERS = (launch, board, calls, channels, control, distributed, job, waiting, optimizers, arguments)
+USERS = (launch, board, calls, channels, control, distributed, job, waiting, optimizers, arguments, peers)
 
 
 class Distributed:
@@ -78,6 +79,20 @@ class Distributed:
             else:
                 works += [group.recv([row], other, tag), group.send([mine], other, tag)]
         return Works(works) if async_op else Works(works).wait()
+
+    def P2POp(self, kind: str, data: Tensor, group: Group, group_peer: int) -> Any:
+        return kind, data, group, group_peer
+
+    isend, irecv = "send", "recv"
+
+    def batch_isend_irecv(self, operations: Sequence[Any]) -> list[Any]:
+        return [getattr(group, kind)([data], peer, "p2p") for kind, data, group, peer in operations]
+
+    def gather_flat(self, rows: Tensor, mine: Tensor, group: Group) -> Works:
+        return self.all_gather([*rows.view(group.size(), -1)], mine, group, async_op=True)
+
+    def init_device_mesh(self, device: str, sizes: Sequence[int], mesh_dim_names: Sequence[str]) -> Mesh:
+        return Mesh(self.network, sizes, mesh_dim_names)
 
     def broadcast(self, data: Tensor, src: int, group: Group, async_op: bool = True) -> Works:
         group.collectives += 1
@@ -191,6 +206,9 @@ def inhabit(network: Network) -> Iterator[None]:
         (control, "timeout_of", lambda group, device: group.room.timeout),
         (job, "timeout_of", lambda group, device: group.room.timeout),
         (job, "device_types", lambda group: [torch.device("cpu")]),
+        (arguments, "init_device_mesh", one.init_device_mesh),
+        (peers, "post_all_gather", one.gather_flat),
+        (builder.Builder, "_captures", stepped(world, "capture", builder.Builder._captures)),
         (save, "ThreadPoolExecutor", lambda **options: Writer(world)),
         (manifest, "os", Files(world)),
         (executor.Execution, "__init__", observe(world, executor.Execution.__init__)),
@@ -203,6 +221,16 @@ def inhabit(network: Network) -> Iterator[None]:
                 continue  # not every module uses every kind of lock
             stack.enter_context(mock.patch.object(target, name, value))
         yield
+
+
+def stepped(world: World, what: str, function: Any) -> Any:
+    """Return a function whose calls are steps of their process."""
+
+    def step(*arguments: Any) -> Any:
+        world.step(what)
+        return function(*arguments)
+
+    return step
 
 
 def observe(world: World, init: Any) -> Any:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judge how a case ended: bitwise as on one device, or with errors that name the fault that struck."""
+"""Run cases, and judge how they ended: bitwise as on one device, in the end, whatever has struck."""
 
 from __future__ import annotations
 
-import gc
+import shutil
 import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -13,57 +15,113 @@ from typing import Any
 from torch import Tensor
 
 import fpipe
+from fpipe.checkpoints.manifest import read_manifest
+from fpipe.pipelines.garbage import postpone_collection
 from fpipe.tensors.tree import same_bits
 from tests.common.comparison import Result, differences
-from tests.common.world.cases import PROMPT, Finding, InjectedError, Script, Trial, Verdict
-from tests.common.world.drawing import TIMEOUT, Case, draw, draw_layout
-from tests.common.world.fibers import Killed
+from tests.common.world.cases import Finding, Trial, Verdict
+from tests.common.world.drawing import BLOCK, STEPS, Case, draw
+from tests.common.world.ends import require_ends
+from tests.common.world.fibers import World
+from tests.common.world.scripts import Script
+from tests.common.world.setups import Setup, draw_layout
+from tests.common.world.sharing import Shelf
+
+
+class Simulator:
+    """Runs cases one after the other; keeps what the cases of a block of seeds share until the next block begins."""
+
+    def __init__(self) -> None:
+        self.block, self.shelves = -1, dict[Setup, Shelf]()
+
+    def simulate(self, seed: int) -> Verdict:
+        """Run the case of a seed; raise `Finding`, or whatever was raised, unless it ends as promised."""
+        case = draw(seed)
+        if seed // BLOCK != self.block:
+            self.block, self.shelves = seed // BLOCK, {}
+        shelf = self.shelves.setdefault(case.setup, Shelf())
+        with (
+            postpone_collection(),  # what is collected when must not depend on what ran before
+            tempfile.TemporaryDirectory() as folder,
+            nullcontext() if case.is_apart else shelf.lent(),
+        ):
+            return judge(case, Path(folder), shelf)
 
 
 def simulate(seed: int) -> Verdict:
-    """Run the case of a seed; raise `Finding`, or whatever was raised, unless it ends as promised."""
-    case = draw(seed)
-    gc.disable()  # what is collected when must not depend on what ran before
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            return judge(case, Path(folder))
-    finally:
-        gc.enable()
+    """Run the case of a seed alone; see `Simulator`."""
+    return Simulator().simulate(seed)
 
 
-def judge(case: Case, folder: Path) -> Verdict:
-    """Run a case and its restart."""
-    alone = Script(case, folder / "alone")
+def run_alone(case: Case, shelf: Shelf) -> Script | str:
+    """Return the run of a setup on one device, of as many steps as any case has; or why fpipe refuses the model."""
+    alone = Script(replace(case, steps=STEPS), Path(), shelf)
     try:
         alone.run_alone()
     except (fpipe.CutError, fpipe.CaptureError, fpipe.InputError) as error:
-        return Verdict(f"refused: {type(error).__name__}", False, 0, 0.0)
-    script, random = Script(case, folder / "run"), Random(case.seed + 1)
-    trial = Trial(script, random, has_fault=True)
-    errors = trial.run()
-    require_results(script, alone)
-    ended = require_ends(trial, errors)
-    if ended == "exact":
-        require_final(script, alone)
-        return Verdict(ended, False, trial.world.switches, trial.world.now)
-    restart(replace(case, schedule=draw_layout(random, case.schedule)), script, alone, random)
-    return Verdict(ended, True, trial.world.switches, trial.world.now)
+        return f"refused: {type(error).__name__}"
+    return alone
 
 
-def restart(case: Case, script: Script, alone: Script, random: Random) -> None:
-    """Run a script again from its last checkpoint, perhaps on another layout; raise unless nothing is lost."""
-    again = Script(case, script.path)
-    found = [error for error in Trial(again, random, has_fault=False).run() if error is not None]
-    if any(isinstance(error, fpipe.CutError) for error in found) and case.schedule != script.case.schedule:
-        restart(script.case, script, alone, random)  # this model can't be cut in so many stages
-        return
-    if found:
-        raise Finding(f"after a restart on {case.schedule}: got {found[0]!r}, expected a whole run") from found[0]
-    done = min((i for _, i in again.results), default=case.steps)
-    if done < script.saved:
-        raise Finding(f"after a restart: got step {done}, expected to go on from {script.saved}, which was saved")
-    require_results(again, alone)
-    require_final(again, alone)
+def judge(case: Case, folder: Path, shelf: Shelf) -> Verdict:
+    """Run a case: once for each lot of faults, and then undisturbed, until a run comes to its end."""
+    alone = shelf.keep(("alone", case.is_apart), lambda: run_alone(case, shelf))
+    if isinstance(alone, str):
+        return Verdict(alone, 0, 0, 0.0)
+    random, ended, worlds, least, layout = Random(case.seed + 1), list[str](), list[World](), 0, case
+    for k, faults in enumerate([*case.runs, ()]):
+        script = Script(layout, folder, shelf)
+        trial = Trial(script, random, faults)
+        errors = trial.run()
+        if k and layout.schedule != case.schedule and is_refused(errors):
+            script, layout = Script(case, folder, shelf), case  # this model can't be cut in so many stages
+            trial = Trial(script, random, faults)
+            errors = trial.run()
+        worlds.append(trial.world)
+        require_results(script, alone)
+        ended.append(require_ends(trial, errors))
+        first = min((i for _, i in script.results), default=least)
+        if first < least:
+            raise Finding(f"run {k}: got step {first}, expected to go on from {least}, which was saved")
+        if ended[-1] == "exact":
+            require_final(script, alone)
+            break
+        least = max(least, script.saved)
+        if case.damages and least:
+            least = damage(folder, random)
+        setup = replace(case.setup, schedule=draw_layout(random, case.schedule))
+        layout = replace(case, setup=setup)
+    switches, seconds = sum(world.switches for world in worlds), sum(world.now for world in worlds)
+    return Verdict(", ".join(ended), len(ended), switches, seconds)
+
+
+def is_refused(errors: Sequence[BaseException | None]) -> bool:
+    """Return whether fpipe refused the layout of a run."""
+    return any(isinstance(error, fpipe.CutError) for error in errors)
+
+
+def damage(folder: Path, random: Random) -> int:
+    """Damage a file of the newest checkpoint; return the step of the one before, from which the job can go on.
+
+    If there is none, the user removes what is left, and starts anew.
+    """
+    steps = {path: read_manifest(path).step for path in sorted(folder.iterdir()) if fpipe.is_checkpoint(path)}
+    newest = max(steps, key=steps.__getitem__)
+    files = sorted(file for file in read_manifest(newest).folder(newest).iterdir())
+    file = random.choice(files)
+    data = bytearray(file.read_bytes())
+    how = random.choice(["flip", "cut", "remove"])
+    if how == "flip":
+        data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+        file.write_bytes(data)
+    elif how == "cut":
+        file.write_bytes(data[: random.randrange(len(data))])
+    else:
+        file.unlink()
+    del steps[newest]
+    if not steps:
+        shutil.rmtree(newest)
+    return max(steps.values(), default=0)
 
 
 def require_results(script: Script, alone: Script) -> None:
@@ -72,10 +130,9 @@ def require_results(script: Script, alone: Script) -> None:
         want = alone.results[-1, i]
         for name in got.grads.keys() - want.grads.keys():
             raise Finding(f"rank {rank}, step {i}: got a gradient of {name}, expected none")
-        outputs = got.outputs if got.outputs is None else want.outputs
         part = Result(
             want.loss,
-            outputs,
+            find_outputs(script, got, want),
             {name: want.grads[name] for name in got.grads},
             {name: want.buffers[name] for name in got.buffers},
         )
@@ -84,19 +141,30 @@ def require_results(script: Script, alone: Script) -> None:
     for i in {i for _, i in script.results}:
         ranks = {rank for rank, j in script.results if i == j}
         held = {name for rank in ranks for name in script.results[rank, i].grads}
-        if len(ranks) == script.case.schedule.ranks and held != alone.results[-1, i].grads.keys():
+        if len(ranks) == script.case.setup.processes and held != alone.results[-1, i].grads.keys():
             raise Finding(f"step {i}: got gradients of {sorted(held)}, expected {sorted(alone.results[-1, i].grads)}")
+    for (rank, i), (what, got) in script.looked.items():
+        want = alone.looked[-1, i][1]
+        outputs = want.outputs if what == "prediction" else find_outputs(script, got, want)
+        for difference in differences(got, Result(got.loss if got.loss is None else want.loss, outputs, {}, {})):
+            raise Finding(f"rank {rank}, {what} after step {i}: {difference}")
+
+
+def find_outputs(script: Script, got: Result, want: Result) -> Any:
+    """Return the outputs that a rank should have: those of a copy's own rows can't be told from the batch's."""
+    return got.outputs if got.outputs is None or script.case.setup.replicas > 1 else want.outputs
 
 
 def require_final(script: Script, alone: Script) -> None:
     """Raise unless the parameters, buffers and optimizer state at the end are those of one device."""
-    if len(script.final) != script.case.schedule.ranks:
+    if len(script.final) != script.case.setup.processes:
         raise Finding(f"got the ranks {sorted(script.final)} at the end, expected all")
     for rank, parts in script.final.items():
-        for what, mine, theirs in zip(("parameter", "buffer", "state"), parts, alone.final[-1], strict=True):
+        theirs = alone.states[script.case.steps - 1]
+        for what, mine, wanted in zip(("parameter", "buffer", "state"), parts, theirs, strict=True):
             for name, value in mine.items():
-                if not is_same(value, theirs[name]):
-                    raise Finding(f"rank {rank}, at the end: {what} {name} is {value}, expected {theirs[name]}")
+                if not is_same(value, wanted[name]):
+                    raise Finding(f"rank {rank}, at the end: {what} {name} is {value}, expected {wanted[name]}")
 
 
 def is_same(mine: Any, theirs: Any) -> bool:
@@ -104,81 +172,3 @@ def is_same(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, dict):
         return mine.keys() == theirs.keys() and all(is_same(mine[key], theirs[key]) for key in mine)
     return same_bits(mine, theirs) if isinstance(mine, Tensor) else mine == theirs
-
-
-def require_ends(trial: Trial, errors: list[BaseException | None]) -> str:
-    """Return how the ranks ended; raise unless each that did not finish says why, and all name the same."""
-    fault, finished = trial.fault, set(trial.script.final)
-    assert fault is not None, "this is the run with the fault"
-    if trial.network.aborted:
-        raise Finding(f"got a message of the wrong size on rank {trial.network.aborted[0]}")
-    victims = {fault.rank} if fault.kind != "lose" else set[int]()
-    others = {rank: error for rank, error in enumerate(errors) if rank not in victims and rank not in finished}
-    if trial.struck is None or fault.kind in ("none", "nap"):
-        if wrong := [error for error in errors if error is not None]:
-            raise Finding(f"nothing went wrong, but got {wrong[0]!r}") from wrong[0]
-        return "exact"
-    if not others and (fault.kind == "lose" or fault.rank in finished):
-        return "exact"
-    for rank, error in others.items():
-        if not isinstance(error, fpipe.RankError):
-            raise Finding(f"rank {rank}: got {error!r}, expected a RankError that names {fault}") from error
-        if error.rank != rank or not error.place or not error.awaited:
-            raise Finding(f"rank {rank}: got {error!r}, expected its own place and what it waited for") from error
-    causes = {error.cause for error in others.values() if isinstance(error, fpipe.RankError)}
-    if len(causes) > 1:
-        raise Finding(f"got the causes {sorted(map(str, causes))}, expected one")
-    require_time(trial, others)
-    for cause in causes:
-        require_cause(trial, cause)
-    require_victim(trial, errors)
-    return fault.kind
-
-
-def require_cause(trial: Trial, cause: fpipe.Cause) -> None:
-    """Raise unless the cause is the fault."""
-    fault = trial.fault
-    assert fault is not None, "this is the run with the fault"
-    if fault.kind == "lose":
-        if cause.rank is None:
-            raise Finding(f"got the cause {cause}, expected a rank, for the lost {trial.place}")
-        return
-    if cause.rank != fault.rank:
-        raise Finding(f"got the cause {cause}, expected rank {fault.rank}: {fault}")
-    named = {"raise": "InjectedError", "interrupt": "KeyboardInterrupt", "exit": "SystemExit"}.get(fault.kind)
-    if named and not (cause.problem.startswith(named) and cause.place.endswith(trial.place)):
-        raise Finding(f"got the cause {cause}, expected {named} at {trial.place}")
-
-
-def require_time(trial: Trial, others: dict[int, BaseException | None]) -> None:
-    """Raise unless those who wait learn of the fault soon, or, if it is silent, once the timeout is over."""
-    fault, struck = trial.fault, trial.struck
-    assert fault is not None, "this is the run with the fault"
-    assert struck is not None, "it struck"
-    limit = PROMPT + (2 * TIMEOUT if fault.kind in ("stop", "lose") else 0)
-    for rank in others:
-        if trial.ended[rank] - struck > limit:
-            raise Finding(
-                f"rank {rank}: got an error {trial.ended[rank] - struck:.1f} s after {fault}, expected {limit}"
-            )
-
-
-def require_victim(trial: Trial, errors: list[BaseException | None]) -> None:
-    """Raise unless the rank that the fault struck says so itself, if it can."""
-    fault = trial.fault
-    assert fault is not None, "this is the run with the fault"
-    expected: dict[str, type[BaseException]] = {
-        "raise": InjectedError,
-        "interrupt": KeyboardInterrupt,
-        "exit": fpipe.TransportError,
-        "stop": fpipe.TransportError,
-        "die": Killed,
-        "disk": Killed,
-    }
-    error = errors[fault.rank]
-    if fault.kind in expected and not isinstance(error, expected[fault.kind]):
-        raise Finding(f"rank {fault.rank}: got {error!r}, expected {expected[fault.kind].__name__}") from error
-    if fault.kind in ("raise", "interrupt"):
-        notes = getattr(error, "__notes__", [])
-        if not any("the first failure" in note and trial.place in note for note in notes):
-            raise Finding(f"rank {fault.rank}: got the notes {notes}, expected its place, {trial.place}") from error

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """All ranks read the same first cause off the board, and none waits for a board that is lost."""
 
+import json
+from itertools import count
+from threading import Event, Timer
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -51,6 +55,17 @@ def test_a_cause_is_published_once_by_whoever_is_first():
     assert zero.publish(SECOND) == SECOND
     assert one.publish(FIRST) == SECOND
     assert one.publish(FIRST) == SECOND
+
+
+def test_a_rank_that_was_stopped_itself_asks_again(monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.02)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=count(0, 100).__next__))
+    store, going_on = dist.HashStore(), Event()
+    store.set("cause", json.dumps(FIRST))
+    (board,) = boards(1, Stopped(store, going_on))
+    Timer(0.2, going_on.set).start()
+    assert board.read() == FIRST
+    assert not board.is_lost
 
 
 def test_a_rank_lingers_until_all_know(monkeypatch):

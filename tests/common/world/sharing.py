@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Share what many cases compute alike: the model of a setup, its captures and stages, and its run on one device.
+
+Capturing and cutting a model take most of the time of a case, and depend on neither faults nor time. So they are done
+once for each setup, by whichever rank comes first.
+
+Invariant: a case takes the same course whether something is made or found. A capture that is found asks the same
+questions about its batch again, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from fpipe.capture.eager_types import hide_fakes
+from fpipe.ir.questions import Ask
+from fpipe.ir.variant import Variant
+from fpipe.pipelines import planner, resolver
+from fpipe.pipelines.builder import Builder
+from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.planner import Planner
+
+
+class Shelf:
+    """What was made so far for one setup, by what determines it."""
+
+    def __init__(self) -> None:
+        self.made: dict[Any, Any] = {}
+
+    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made for this key; make it if it is not there."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Return the context in which pipelines take captures and stages from the shelf."""
+        captures, watch = Builder._captures, CaptureCache._watch
+        explore, assemble = CaptureCache.explore, Planner._assemble
+
+        def find_captures(builder: Builder, module: Any) -> CaptureCache:
+            key = "captures", id(module), builder.backend is None, builder.schedule.backward
+            found = self.keep(key, lambda: (captures(builder, module), module))[0]
+            empty: dict[str, Any] = {name: {} for name in ("captured", "reads", "positions", "questions", "watches")}
+            return replace(found, batchings=builder.batchings, cuts=builder.cuts, **empty)
+
+        def find_capture(cache: CaptureCache, variant: Variant, microbatch: Any, ask: Ask) -> Any:
+            model, mode = id(cache.model), variant.capture
+            told, known = replace(microbatch, answers=()), iter(microbatch.answers)
+            while ("question", model, mode, told) in self.made:
+                cache.questions[mode, told] = question = self.made["question", model, mode, told]
+                told = told.with_answer(next(known, None) or ask(question))
+            if ("captured", model, mode, told) not in self.made:
+                with hide_fakes():
+                    told = explore(cache, variant, told, ask)
+                for asked, question in cache.questions.items():
+                    self.made["question", model, *asked] = question
+                self.made["captured", model, mode, told] = cache.captured[mode, told], cache.reads[mode, told]
+            cache.captured[mode, told], cache.reads[mode, told] = self.made["captured", model, mode, told]
+            return told
+
+        def find_watch(cache: CaptureCache, variant: Variant, microbatch: Any) -> Any:
+            key = "watch", id(cache.model), variant, microbatch, cache.positions[variant, microbatch]
+            return self.keep(key, lambda: watch(cache, variant, microbatch))
+
+        def find_assembly(made: Planner, variant: Variant, microbatch: Any) -> Any:
+            model, positions = id(made.captures.model), made.captures.of(variant, microbatch)[1]
+            ranks = () if made.backend is None else made.ranks
+            key = "stages", model, variant, microbatch, positions, made.schedule.placement, made.summed, ranks
+            with nullcontext() if key in self.made else hide_fakes():
+                return self.keep(key, lambda: assemble(made, variant, microbatch))
+
+        with (
+            mock.patch.object(planner, "hide_fakes", nullcontext),
+            mock.patch.object(resolver, "hide_fakes", nullcontext),
+            mock.patch.object(Builder, "_captures", find_captures),
+            mock.patch.object(CaptureCache, "explore", find_capture),
+            mock.patch.object(CaptureCache, "_watch", find_watch),
+            mock.patch.object(Planner, "_assemble", find_assembly),
+        ):
+            yield
