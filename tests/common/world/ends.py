@@ -19,8 +19,6 @@ OWN: dict[str, type[BaseException]] = {
     "disk": Killed,
 }
 """What the rank raises that a fault strikes."""
-BUILD = 2 * (TIMEOUT + 60)
-"""Seconds within which a build ends that something disturbed, by the timeouts of torch."""
 NAMED = {"raise": "InjectedError", "interrupt": "KeyboardInterrupt", "exit": "SystemExit"}
 """What the others say of it."""
 
@@ -48,19 +46,22 @@ def require_ends(trial: Trial, errors: list[BaseException | None]) -> str:
     return " and ".join(f"{one.fault.kind}{' in a build' * one.fault.builds}" for one in struck)
 
 
-def is_building(trial: Trial) -> bool:
-    """Return whether a fault struck while the pipeline was built, where not all is promised."""
-    return any(one.fault.builds for one in trial.struck)
-
-
 def require_error(trial: Trial, rank: int, error: BaseException | None) -> None:
     """Raise unless a rank that did not finish says what it was doing and what it waited for."""
-    if is_building(trial) and isinstance(error, RuntimeError) and not isinstance(error, fpipe.RankError):
-        return  # torch's own, or that the ranks did not agree
+    if is_refusal(trial, error):
+        return
     if not isinstance(error, fpipe.RankError):
         raise Finding(f"rank {rank}: got {error!r}, expected a RankError") from error
     if error.rank != rank or not error.place or not error.awaited:
         raise Finding(f"rank {rank}: got {error!r}, expected its own place and what it waited for") from error
+
+
+def is_refusal(trial: Trial, error: BaseException | None) -> bool:
+    """Return whether all ranks refused to build together, because of an exception in the build of one of them."""
+    if not isinstance(error, fpipe.TransportError):
+        return False
+    raised = [one.fault for one in trial.struck if one.fault.builds and one.fault.kind == "raise"]
+    return any(f"- rank {one.rank}: {NAMED[one.kind]}" in str(error) for one in raised)
 
 
 def require_time(trial: Trial, rank: int) -> None:
@@ -69,7 +70,7 @@ def require_time(trial: Trial, rank: int) -> None:
     last = max(one.time for one in struck if one.time is not None and one.time <= trial.ended[rank])
     silent = any(one.fault.kind in SILENT for one in struck)
     naps = sum(one.time is not None and one.fault.kind == "nap" for one in trial.strikes)
-    limit = PROMPT + NAP * naps + 2 * TIMEOUT * silent + BUILD * is_building(trial)
+    limit = PROMPT + NAP * naps + 2 * TIMEOUT * silent
     if trial.ended[rank] - last > limit:
         faults = ", ".join(str(one.fault) for one in struck)
         raise Finding(f"rank {rank}: got an error {trial.ended[rank] - last:.1f} s after {faults}, expected {limit}")
@@ -82,7 +83,7 @@ def require_causes(trial: Trial, causes: list[fpipe.Cause]) -> None:
     can't be told from one that died at the same time.
     """
     is_lost = trial.case.is_kept and any(one.fault.rank == 0 for one in trial.struck)
-    if len(set(causes)) > 1 and not (is_lost and len(trial.struck) > 1) and not is_building(trial):
+    if len(set(causes)) > 1 and not (is_lost and len(trial.struck) > 1):
         raise Finding(f"got the causes {sorted(map(str, causes))}, expected one")
     for cause in causes:
         if cause.rank not in trial.script.final and not any(is_named(one, cause) for one in trial.struck):
@@ -96,13 +97,14 @@ def is_named(one: Strike, cause: fpipe.Cause) -> bool:
     if cause.rank != one.fault.rank:
         return False
     named = NAMED.get(one.fault.kind)
-    return named is None or one.fault.builds or (cause.problem.startswith(named) and cause.place.endswith(one.place))
+    is_placed = one.fault.builds or cause.place.endswith(one.place)  # a build has no positions
+    return named is None or (cause.problem.startswith(named) and is_placed)
 
 
 def require_victim(one: Strike, error: BaseException | None) -> None:
     """Raise unless the rank that a fault struck says so itself, if it can."""
     rank, kind = one.fault.rank, one.fault.kind
-    own = RuntimeError if one.fault.builds and kind == "stop" else OWN.get(kind)  # torch's own
+    own = OWN.get(kind)
     if own is not None and not isinstance(error, own):
         raise Finding(f"rank {rank}: got {error!r}, expected {own.__name__}") from error
     if kind in ("raise", "interrupt") and not one.fault.builds:
