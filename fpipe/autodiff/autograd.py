@@ -62,6 +62,7 @@ class Autograd:
     - `hooks`: per parameter, the hooks to call with the gradient of each microbatch.
     - `remark`: why autograd differentiates the stage, if another backend was requested.
     - `in_place`: whether autograd may add to the sums itself: they have the dtypes of the parameters.
+    - `enabled`: whether the model runs with gradients enabled, even if this stage has none.
     """
 
     function: Function
@@ -74,6 +75,7 @@ class Autograd:
     hooks: Mapping[ArgumentIndex, tuple[Hook, ...]] = field(default_factory=dict)
     remark: str = ""
     in_place: bool = True
+    enabled: bool = True
 
     @property
     def below_autograd(self) -> bool:
@@ -109,7 +111,7 @@ class Autograd:
         for k in wiring.modified:
             arguments[k] = arguments[k].clone()
         before = [tensor._version for tensor in arguments] if self.varying else []
-        with torch.set_grad_enabled(bool(wiring.leaves)):
+        with torch.set_grad_enabled(self.enabled):
             made = self.function.run(key, *arguments)
         if before:
             self._require_unwritten(arguments, before)

@@ -25,23 +25,34 @@ from fpipe.ir.variant import Casts
 class Modes(NamedTuple):
     """The modes in force around a torch call: grad mode, and autocast by device type.
 
-    `region` numbers the outermost autocast contexts, each with its own cache of casts; it is 0 outside of all.
+    - `grad`, `ambient`: whether gradients are enabled, here and around the whole model.
+    - `region`: the number of the outermost autocast context, which has its own cache of casts; 0 outside of all.
     """
 
     grad: bool
+    ambient: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
     region: int
+
+    @property
+    def in_ambient(self) -> Modes:
+        """The same autocast, in the ambient grad mode."""
+        return self._replace(grad=self.ambient)
 
 
 Items: TypeAlias = Sequence[tuple[Modes, Operation]]
 Contexts: TypeAlias = Sequence[Callable[[], AbstractContextManager[Any]]]
 
 
-def current_modes() -> tuple[bool, Casts]:
-    """Return whether grad mode is on, and the autocast dtype of each device type for which autocast is on."""
+def current_casts() -> Casts:
+    """Return the autocast dtype of each device type for which autocast is on."""
     kinds = ("cpu", "cuda")
-    casts = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)])
-    return torch.is_grad_enabled(), casts
+    return tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)])
+
+
+def current_modes() -> tuple[bool, Casts]:
+    """Return whether grad mode is on, and the casts of autocast."""
+    return torch.is_grad_enabled(), current_casts()
 
 
 def apply_modes(items: Items, outputs: tuple[Value, ...]) -> list[Operation]:
@@ -55,7 +66,7 @@ def apply_modes(items: Items, outputs: tuple[Value, ...]) -> list[Operation]:
         for group, needed in _group(region, lambda modes: modes, later):
             inner += _join(contexts(group[0][0]), [operation for _, operation in group], needed)
         modes = region[0][0]
-        operations += _join(contexts(modes._replace(grad=True)) if modes.region else (), inner, later)
+        operations += _join(contexts(modes.in_ambient) if modes.region else (), inner, later)
     return operations
 
 
@@ -71,10 +82,11 @@ def _group(items: Items, key: Callable[[Modes], Any], outputs: Collection[Value]
 
 
 def contexts(modes: Modes) -> Contexts:
-    """Return the contexts that establish these modes; none for grad mode without autocast."""
+    """Return the contexts that establish these modes; none for the ambient grad mode without autocast."""
     casts = [partial(torch.autocast, kind, dtype) for kind, dtype in modes.autocast]
     off = [partial(torch.autocast, "cpu", enabled=False)] if modes.region and not casts else []
-    return [*([] if modes.grad else [torch.no_grad]), *casts, *off]
+    grads = [] if modes.grad == modes.ambient else [partial(torch.set_grad_enabled, modes.grad)]
+    return [*grads, *casts, *off]
 
 
 def _join(around: Contexts, operations: list[Operation], needed: Collection[Value]) -> list[Operation]:

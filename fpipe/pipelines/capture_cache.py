@@ -167,10 +167,12 @@ class CaptureCache:
         with torch.inference_mode(False), fake_mode():
             leaves = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in microbatch.leaves]
         objective = replace(self.objective(variant, microbatch), ask=ask)
-        with torch.inference_mode(False), nullcontext() if variant.training else evaluation(self.model):
+        backward = variant.training and self.backward
+        mode = nullcontext() if variant.training else evaluation(self.model)
+        with torch.inference_mode(False), torch.set_grad_enabled(backward), mode:
             captured = self.front_end(self.model, objective, leaves)
-        require_valid(captured, name_of(self.front_end), self.model, objective, leaves)
-        return replace(captured, backward=variant.training and self.backward, hooks=self.hooks)
+            require_valid(captured, name_of(self.front_end), self.model, objective, leaves)
+        return replace(captured, backward=backward, hooks=self.hooks)
 
     def _positions(self, captured: Captured, variant: Variant, microbatch: Microbatch) -> tuple[int, ...]:
         """Return the positions of the cuts: at the same modules as for the example's first microbatch in training."""

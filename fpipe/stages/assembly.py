@@ -207,7 +207,17 @@ class _Builder:
         fresh = frozenset(k for k, value in weights if value in metadata.fresh[s])
         hooks = self._hooks(s)
         unrecordable = metadata.unrecordable[s] or ("gradients have hooks" if hooks else "")
-        return Autograd(function, wiring, constants, undeferred, fresh, s in metadata.varying, unrecordable, hooks)
+        return Autograd(
+            function,
+            wiring,
+            constants,
+            undeferred,
+            fresh,
+            s in metadata.varying,
+            unrecordable,
+            hooks,
+            enabled=self.captured.backward,
+        )
 
     def _hooks(self, s: int) -> Mapping[ArgumentIndex, tuple[Hook, ...]]:
         """Return the hooks on gradients of the parameters that a stage owns, by argument."""

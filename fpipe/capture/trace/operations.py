@@ -89,7 +89,7 @@ class Operations:
         seats = self._parameters(frame)
         invocation = copy(frame.invocation)
         invocation.function = Reentrant(
-            modes=contexts(frame.modes._replace(grad=True)),
+            modes=contexts(frame.modes.in_ambient),
             devices=self._devices(frame),
             parameters=lambda: [table[name] for table, name in seats],
         )

@@ -36,7 +36,7 @@ from fpipe.capture.trace.torch_calls import AutocastRegions, Questions, RunningC
 from fpipe.capture.trace.values import Values
 from fpipe.errors import PipelineError
 from fpipe.ir.captured import Source, Unit, Value
-from fpipe.ir.modes import Modes, current_modes
+from fpipe.ir.modes import Modes, current_casts, current_modes
 from fpipe.ir.questions import Ask, refuse_questions
 from fpipe.ir.tape import CallResult, Frame, Invocation, constants_at, pick, tensors_at
 from fpipe.runtime.segments.selection import count_selected, deciding_masks, result_on_fakes
@@ -57,7 +57,8 @@ class Recorder(TorchFunctionMode):
     """Records the run made while it is entered, inside a fake mode.
 
     - `values`: the run's tensors. `reassignments`: the buffers that it reassigns.
-    - `stack`: its module calls. `autocast`: the autocast region that it is in.
+    - `stack`: its module calls. `autocast`: the autocast region that it is in. `ambient`: whether gradients are enabled
+      around it.
     - `torch_calls`: all of its torch calls. `history`: those recorded as units. `hooked`: positions of the units before
       which saved-tensor hooks were installed.
     - `effects`: the side effects of operators. `draws`: the torch calls that draw random numbers.
@@ -84,6 +85,7 @@ class Recorder(TorchFunctionMode):
         self.effects.observer = self._check_operator
         self.questions = Questions(ask)
         self.fake_errors: list[PipelineError] = []
+        self.ambient = torch.is_grad_enabled()
 
     # ----------------------------------------------------------------------------------------------------- torch calls
 
@@ -95,7 +97,7 @@ class Recorder(TorchFunctionMode):
     @property
     def modes(self) -> Modes:
         """The modes in force."""
-        return Modes(*current_modes(), self.autocast.current)
+        return Modes(torch.is_grad_enabled(), self.ambient, current_casts(), self.autocast.current)
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         require_answerable(func, args, self.values.parameter, self.stack.here)

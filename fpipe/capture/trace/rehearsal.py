@@ -73,7 +73,7 @@ class Rehearsal:
     def prepare(self) -> Iterator[Rehearse]:
         """Yield the function that makes calls again; not reentrant."""
         before = [one._replace(contents=contents(one.container)) for one in self.state]
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False):
             yield partial(self._rehearse, self.replay(), before)
 
     def _rehearse(self, replay: Replay, before: Sequence[ContainerState], frames: Sequence[Frame]) -> Rehearsed:
@@ -85,16 +85,19 @@ class Rehearsal:
         if not frames:
             return Rehearsed({}, ())
         try:
-            with replay.prepare():
-                found = copy_context().run(_run_up_to_twice, before, lambda: self._replay_all(replay, frames))
-            if found.differing:
-                comparison = Comparison(self.tape, self.recorder())
-                with self.watch(comparison.recorder):
-                    found = copy_context().run(
-                        _run_up_to_twice, before, lambda: self._find_differing(comparison, frames)
-                    )
+            with torch.set_grad_enabled(frames[0].modes.ambient):
+                return self._compare(replay, before, frames)
         finally:
             self.empty()
+
+    def _compare(self, replay: Replay, before: Sequence[ContainerState], frames: Sequence[Frame]) -> Rehearsed:
+        """Return which calls differed: none if a replay proves it, else those that a second recording finds."""
+        with replay.prepare():
+            found = copy_context().run(_run_up_to_twice, before, lambda: self._replay_all(replay, frames))
+        if found.differing:
+            comparison = Comparison(self.tape, self.recorder())
+            with self.watch(comparison.recorder):
+                found = copy_context().run(_run_up_to_twice, before, lambda: self._find_differing(comparison, frames))
         return found
 
     def _replay_all(self, replay: Replay, frames: Sequence[Frame]) -> dict[Frame, str]:

@@ -161,7 +161,7 @@ class Replay(TorchFunctionMode):
         try:
             with ExitStack() as stack:
                 stack.enter_context(restore_attributes(frame.touched))
-                stack.enter_context(torch.enable_grad())  # restored however a forward exits
+                stack.enter_context(torch.set_grad_enabled(frame.modes.ambient))  # restored however a forward exits
                 for context in contexts(frame.modes):
                     stack.enter_context(context())
                 out = self._run(frame)
