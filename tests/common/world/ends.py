@@ -79,14 +79,18 @@ def require_time(trial: Trial, rank: int) -> None:
 def require_causes(trial: Trial, causes: list[fpipe.Cause]) -> None:
     """Raise unless all ranks name one cause, and that is a fault.
 
-    If two things go wrong and the store is lost with one of them, ranks may name either. A rank whose script has ended
-    can't be told from one that died at the same time.
+    If two things go wrong and the store is lost with one of them, ranks may name either. A short stop is such a thing:
+    meanwhile, the keeper of the store may have left with the others, or be the one that does not answer. A rank whose
+    script has ended can't be told from one that died at the same time.
     """
-    is_lost = trial.case.is_kept and any(one.fault.rank == 0 for one in trial.struck)
-    if len(set(causes)) > 1 and not (is_lost and len(trial.struck) > 1):
+    happened = [one.fault for one in trial.strikes if one.time is not None]
+    naps = trial.case.is_kept and len(happened) > 1 and any(fault.kind == "nap" for fault in happened)
+    is_lost = naps or (trial.case.is_kept and any(one.fault.rank == 0 for one in trial.struck))
+    if len(set(causes)) > 1 and not (is_lost and len(happened) > 1):
         raise Finding(f"got the causes {sorted(map(str, causes))}, expected one")
+    known = {*trial.script.final, *((0, *(fault.rank for fault in happened)) if naps else ())}
     for cause in causes:
-        if cause.rank not in trial.script.final and not any(is_named(one, cause) for one in trial.struck):
+        if cause.rank not in known and not any(is_named(one, cause) for one in trial.struck):
             raise Finding(f"got the cause {cause}, expected one of {[str(one.fault) for one in trial.struck]}")
 
 
