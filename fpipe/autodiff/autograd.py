@@ -245,10 +245,7 @@ class Autograd:
     def _walk(
         self, residuals: Residuals, ends: tuple[Tensor | GradientEdge, ...], cotangents: Gradients, into_leaves: bool
     ) -> tuple[Any, ...]:
-        """Call autograd's engine as `torch.autograd.grad` or, with `into_leaves`, `backward` does, but without checks.
-
-        The checks cost as much as a layer.
-        """
+        """Call autograd's engine as `grad` or, with `into_leaves`, `backward` does, but without their costly checks."""
         roots: tuple[Any, ...] = residuals.roots
         with self._backward_scope(residuals.arguments):
             return run_backward(roots, cotangents, False, False, ends, True, accumulate_grad=into_leaves)

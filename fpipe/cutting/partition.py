@@ -3,7 +3,8 @@
 
 A partition is a tuple of ascending positions: stage `s + 1` begins at unit `partition[s]`. The user says where each
 stage begins (`Explicit`), or leaves the choice to fpipe (`Evenly`): then the stages' parameter counts are as even as
-the allowed places permit. No stage may begin inside a call that is sealed or unsplittable.
+the allowed places permit. No stage may begin inside a call that is sealed or unsplittable; and none that fpipe chooses
+inside one that torch may run as a single operator in evaluation, if there is another choice.
 
 Runs when a pipeline is built; `cut_at_marks` runs when the model is captured for another kind of microbatch.
 """
@@ -28,6 +29,8 @@ from fpipe.ir.observation import observe
 from schedules import Schedule
 
 SLACK = 1.1
+FUSED_MODULES = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""Modules that torch may run as a single operator where gradients are disabled."""
 Item: TypeAlias = str | int
 CutsArgument: TypeAlias = Item | type[nn.Module] | Iterable[Item | type[nn.Module]] | None
 
@@ -78,7 +81,8 @@ class Cuts(NamedTuple):
         calls, end = Calls.of(captured, model), _end_of_model(captured)
         barriers = _barriers(calls, self.unsplittable)
         found = [k for k in _places(calls, self.where.among) if k < end]
-        return tuple(k for k in found if not any(barrier.holds(k) for barrier in barriers))
+        allowed = [k for k in found if not any(barrier.holds(k) for barrier in barriers)]
+        return tuple(_outside_fused(calls, allowed) or allowed)
 
     def whole(self, model: nn.Module, loss: Any) -> tuple[str, ...]:
         """Return the names of the unsplittable modules, including the loss if it is one."""
@@ -194,7 +198,8 @@ def cut_evenly(
     sizes = [size + 1 for size in _parameters(captured)]
     crossing, slack = (_crossing(captured, pure), SLACK) if not where.among else ([0] * len(sizes), 1.0)
     refusal, end, reason = refusing(captured), _end_of_model(captured), ""
-    for allowed in ([k for k in places if k < end], places):
+    inside = [k for k in places if k < end]
+    for allowed in (_outside_fused(calls, inside), inside, places):
         chosen = balance(allowed, sizes, where.stages, refusal, crossing, slack)
         if not isinstance(chosen, Refusal):
             return chosen
@@ -220,10 +225,27 @@ def cut_at_marks(calls: Calls, stages: Sequence[Sequence[Mark]], what: str) -> P
             raise CutError(
                 f"stage {stage}, {what}: got no operations, or no beginning at {' or '.join(map(str, marks))}, "
                 "where it begins in the example; expected the same modules to run. Cut between modules that run in "
-                "training and in evaluation, for every batch."
+                f"training and in evaluation, for every batch.{_advise_on_fused(calls, marks)}"
             )
         found.append(place)
     return tuple(found)
+
+
+def _outside_fused(calls: Calls, places: Sequence[int]) -> list[int]:
+    """Return the places that are not inside a call that torch may run as a single operator."""
+    fused = [call for call in calls.listed if issubclass(call.kind, FUSED_MODULES)]
+    return [k for k in places if not any(call.start < k < call.stop for call in fused)]
+
+
+def _advise_on_fused(calls: Calls, marks: Sequence[Mark]) -> str:
+    """Return what helps if a mark is inside a call that torch runs as a single operator here; else nothing."""
+    for call in calls.listed:
+        if issubclass(call.kind, FUSED_MODULES) and any(mark.path.startswith(f"{call.path}.") for mark in marks):
+            return (
+                f" Without gradients, torch runs {call.path!r} ({call.kind.__name__}) as one operator: cut outside of "
+                "it, or call torch.backends.mha.set_fastpath_enabled(False) before you build the pipeline."
+            )
+    return ""
 
 
 def _barriers(calls: Calls, unsplittable: Iterable[Selector]) -> list[Barrier]:

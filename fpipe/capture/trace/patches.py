@@ -225,7 +225,9 @@ class Replacements:
 
     def note_nesting(self) -> None:
         """Seal the running module: it makes nested tensors of real inputs, but not of fake ones."""
-        self.stack.seal("an encoder with a padding mask, which nests tensors")
+        self.stack.seal(
+            "a padding mask in an encoder that nests tensors (TransformerEncoder(enable_nested_tensor=False) does not)"
+        )
 
     def _refuse_seeding(self, *_: object) -> None:
         raise seeding_error(self.stack.here())

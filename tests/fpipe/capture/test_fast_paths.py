@@ -118,8 +118,40 @@ def test_an_encoder_that_nests_is_not_recorded():
 
 
 def test_no_stage_begins_inside_an_encoder_that_nests():
-    with pytest.raises(fpipe.CutError, match=r"inside '0.encoder' .*: an encoder with a padding mask"):
+    with pytest.raises(fpipe.CutError, match=r"inside '0.encoder' .*: a padding mask in an encoder that nests"):
         build(MODELS["nested"][0], ["0.encoder.layers.1"], "autograd")
+
+
+def build_encoder(layers, nested=False, **how):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(D, 4, 2 * D, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, layers, enable_nested_tensor=nested), nn.Linear(D, D))
+    x = torch.randn(ROWS, 6, D)
+    return fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=HOW, **how), model, x
+
+
+@pytest.mark.parametrize(("layers", "begins"), [(3, "0.layers.2"), (1, "1")])
+def test_balanced_stages_begin_outside_of_what_runs_as_one_operator_in_evaluation(layers, begins):
+    pipe, model, x = build_encoder(layers)
+    assert pipe.stages[1].parameters[0].startswith(begins)
+    with torch.no_grad(), Fused() as fused:
+        wanted = torch.cat([model.eval()(rows) for rows in x.tensor_split(2)])
+    assert fused.calls
+    assert same_bits(fpipe.predict(pipe)(*pipe.init(model), (x,)), wanted)
+
+
+def test_an_evaluation_cut_inside_of_what_runs_as_one_operator_is_refused():
+    pipe, model, x = build_encoder(2, cuts=["0.layers.1.norm2"])
+    with pytest.raises(fpipe.CutError, match=r"torch runs '0\.layers\.1' .* as one operator: cut outside of it, or"):
+        fpipe.predict(pipe)(*pipe.init(model), (x,))
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        pipe, model, x = build_encoder(2, cuts=["0.layers.1.norm2"])
+        with torch.no_grad():
+            wanted = torch.cat([model.eval()(rows) for rows in x.tensor_split(2)])
+        assert same_bits(fpipe.predict(pipe)(*pipe.init(model), (x,)), wanted)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
 
 
 def test_modules_that_draw_do_not_prevent_the_fast_path_of_others():
