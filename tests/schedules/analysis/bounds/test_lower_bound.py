@@ -23,6 +23,7 @@ from schedules import (
     one_f_one_b,
     overlap,
     simulate,
+    v_half,
     v_schedule,
     vee,
     zb_auto,
@@ -68,6 +69,34 @@ def test_no_schedule_takes_less_time(data):
     sizes = data.draw(st.none() | st.builds(Sizes, residual=st.sampled_from([0, 0.25, 1]), weight=st.integers(0, 3)))
     least = bound_like(schedule, costs, graph, sizes)
     assert least.makespan <= simulate(schedule, costs, graph).makespan * ROUNDING
+
+
+FRACTIONS = st.sampled_from([0, 0.001, 0.1, 1, 37.123, 2.0**30])
+
+
+@given(st.data())
+def test_no_schedule_takes_less_time_for_sizes_whose_sums_are_not_exact(data):
+    schedule, graph = data.draw(plain_orders())
+    costs = data.draw(any_costs(schedule.stages))
+    each = FRACTIONS | st.tuples(*[FRACTIONS] * schedule.stages)
+    sizes = data.draw(st.builds(Sizes, activation=each, residual=st.none() | each, weight=each))
+    least = bound_like(schedule, costs, graph, sizes)
+    assert least.makespan <= simulate(schedule, costs, graph).makespan * ROUNDING
+
+
+def test_rounding_makes_no_pass_wait():
+    """One rank holds 4.001, the sum of which comes out a little lower."""
+    slow = (((0, 1), 4), ((0, 2), 2.25), ((1, 0), 5), ((1, 2), 1.5))
+    schedule, link = v_half(3, 2), Link(latency=2.25, bandwidth=2.1, bytes=3.5, slow=slow)
+    F, halves = (4.25, 1, 3.5, 4.75, 0.25, 0.25), (0.5, 0.5, 1.5, 0.25, 4, 3.5)
+    costs = Costs(F=F, B=(3.25, 4.5, 6, 4.75, 8.5, 6.5), I=halves, W=(2.75, 4, 4.5, 4.5, 4.5, 3), comm=link)
+    sizes = Sizes(activation=(1, 37.123, 0, 1, 0.001, 0.001), weight=1)
+    held = simulate(schedule, costs, sizes=sizes).peak_memory
+    assert held[0] < 4.001 == pytest.approx(held[0])
+    least, more = (
+        bound(costs, schedule.placement, 2, memory=memory, sizes=sizes) for memory in (held, (4.001, *held[1:]))
+    )
+    assert least.makespan == more.makespan <= simulate(schedule, costs).makespan
 
 
 @given(st.data())
