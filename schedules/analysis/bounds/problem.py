@@ -177,16 +177,21 @@ def _read_memory(memory: float | tuple[float, ...], ranks: int) -> tuple[float, 
 
 
 def require_room(problem: Problem, least: tuple[float, ...], placement: Placement, sizes: Sizes | None) -> None:
-    """Raise `SizeError` if a rank has less than the `least` room for activations that one microbatch needs."""
+    """Raise `SizeError` if a rank has less than the `least` room for activations that one microbatch needs.
+
+    The message is about the rank that lacks most.
+    """
+    both = zip(problem.memory, least, strict=True)
+    short = [(needs - has, rank) for rank, (has, needs) in enumerate(both) if needs > has * (1 + ROUNDING)]
+    if not short:
+        return
+    rank = max(short, key=lambda one: one[0])[1]
     unit = placement.ranks / placement.stages if sizes is None else 1.0
-    for rank, (has, needs) in enumerate(zip(problem.memory, least, strict=True)):
-        if needs > has * (1 + ROUNDING):
-            weight = 0.0 if sizes is None else _weigh(placement, sizes, rank)
-            got = has * unit + weight * (1 - ROUNDING)
-            raise SizeError.of(
-                "bound",
-                "memory",
-                float(f"{got:.12g}"),
-                f"at least the {needs * unit + weight:.10g} that rank {rank} needs for one microbatch",
-                "Choose more memory, or smaller stages.",
-            )
+    weight = 0.0 if sizes is None else _weigh(placement, sizes, rank)
+    raise SizeError.of(
+        "bound",
+        "memory",
+        float(f"{problem.memory[rank] * unit + weight * (1 - ROUNDING):.12g}"),
+        f"at least the {least[rank] * unit + weight:.10g} that rank {rank} needs for one microbatch",
+        "Choose more memory, or smaller stages.",
+    )

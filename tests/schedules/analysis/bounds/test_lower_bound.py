@@ -232,6 +232,10 @@ def test_more_memory_than_one_microbatch_needs_is_asked_for():
     sizes = Sizes(activation=(1, 2, 3, 4), weight=10)
     with pytest.raises(SizeError, match=r"got memory=24\.0?, expected at least the 25 that rank 1 needs"):
         bound(Costs(), vee(2), 4, memory=(25, 24.0), sizes=sizes)
+    with pytest.raises(SizeError, match=r"got memory=3\.0, expected at least the 8\.5 that rank 2 needs"):
+        bound(Costs(), linear(4), 4, memory=3, sizes=Sizes(activation=(4, 5, 6.5, 1), weight=2))
+    with pytest.raises(SizeError, match=r"got memory=79999999999\.0, expected at least the 80123456789 that rank 1"):
+        bound(Costs(), linear(2), 4, memory=(9e10, 79999999999), sizes=Sizes(activation=(1, 123456789), weight=8e10))
     assert bound(Costs(), vee(2), 4, memory=25, sizes=sizes).makespan < inf
 
 
