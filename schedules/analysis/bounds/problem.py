@@ -192,6 +192,6 @@ def require_room(problem: Problem, least: tuple[float, ...], placement: Placemen
         "bound",
         "memory",
         float(f"{problem.memory[rank] * unit + weight * (1 - ROUNDING):.12g}"),
-        f"at least the {least[rank] * unit + weight:.10g} that rank {rank} needs for one microbatch",
+        f"at least the {least[rank] * unit + weight:.12g} that rank {rank} needs for one microbatch",
         "Choose more memory, or smaller stages.",
     )
