@@ -23,7 +23,7 @@ from schedules import (
     one_f_one_b,
     overlap,
     simulate,
-    v_half,
+    v_min,
     v_schedule,
     vee,
     zb_auto,
@@ -85,18 +85,11 @@ def test_no_schedule_takes_less_time_for_sizes_whose_sums_are_not_exact(data):
 
 
 def test_rounding_makes_no_pass_wait():
-    """One rank holds 4.001, the sum of which comes out a little lower."""
-    slow = (((0, 1), 4), ((0, 2), 2.25), ((1, 0), 5), ((1, 2), 1.5))
-    schedule, link = v_half(3, 2), Link(latency=2.25, bandwidth=2.1, bytes=3.5, slow=slow)
-    F, halves = (4.25, 1, 3.5, 4.75, 0.25, 0.25), (0.5, 0.5, 1.5, 0.25, 4, 3.5)
-    costs = Costs(F=F, B=(3.25, 4.5, 6, 4.75, 8.5, 6.5), I=halves, W=(2.75, 4, 4.5, 4.5, 4.5, 3), comm=link)
-    sizes = Sizes(activation=(1, 37.123, 0, 1, 0.001, 0.001), weight=1)
-    held = simulate(schedule, costs, sizes=sizes).peak_memory
-    assert held[0] < 4.001 == pytest.approx(held[0])
-    least, more = (
-        bound(costs, schedule.placement, 2, memory=memory, sizes=sizes) for memory in (held, (4.001, *held[1:]))
-    )
-    assert least.makespan == more.makespan <= simulate(schedule, costs).makespan
+    """Four times 37.123 is a little more than the sum of four, less one, and so on."""
+    schedule, link = v_min(2, 16), Link(latency=2, bandwidth=1.6, bytes=(0.25, 2.25, 3.25, 3))
+    costs = Costs(F=1.5, B=3.5, I=(1.25, 1, 1.5, 3.25), W=(2.25, 0.25, 3, 1), comm=link)
+    exact, rounded = (bound(costs, vee(2), 16, memory=4 * a, sizes=Sizes(activation=a)) for a in (1, 37.123))
+    assert rounded.makespan == exact.makespan <= simulate(schedule, costs).makespan
 
 
 @given(st.data())
