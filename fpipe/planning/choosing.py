@@ -184,8 +184,8 @@ def _require_fitting(search: Search) -> Candidate:
     if not best.predicted.fits(search.room.caps):
         held, cap = max(zip(best.predicted.memory, search.room.caps, strict=True), key=lambda pair: pair[0] - pair[1])
         raise InputError(
-            f"memory: got {format_bytes(cap)}, expected at least {format_bytes(held)}, which is the least that a rank "
-            f"holds of all that was tried ({best.schedule!r}, everything recomputed). Use more ranks, more "
+            f"memory: got {format_bytes(cap)}, expected at least {format_bytes(held)} ({held} bytes), which is the least "
+            f"that a rank holds of all that was tried ({name_schedule(best.schedule)}). Use more ranks, more "
             "microbatches, or a smaller batch."
         )
     return best

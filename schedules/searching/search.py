@@ -171,7 +171,8 @@ class Quest:
 
     def run(self, instance: Instance, tries: float, end: float, random: Random) -> None:
         """Search one instance."""
-        contenders = [take_turns(instance)]
+        turns = take_turns(instance)
+        contenders = [turns] if instance.fits(turns.orders) else []
         for schedule in list_families(instance, self.problem.costs, self.problem.graph):
             self.offer(schedule, repr(schedule))
             contenders += filter(None, [read_seed(instance, schedule)])
@@ -182,8 +183,9 @@ class Quest:
             race.explore()
             race.compete()
         finally:
-            self.contenders[instance] = race.contenders[0]
-            self._take(instance, race.contenders[0])
+            if race.contenders:
+                self.contenders[instance] = race.contenders[0]
+                self._take(instance, race.contenders[0])
 
     def prove(self, solver: Solver, end: float, seed: int) -> None:
         """Let a solver improve the best orders of each instance, and the bound if all schedules are in one."""
