@@ -177,15 +177,15 @@ def _conclude(search: Search, predictors: Mapping[int, Predictor], ranks: int) -
 def _require_fitting(search: Search) -> Candidate:
     if not search.found:
         raise InputError(
-            f"schedules: got none that can run this model: {'; '.join(dict.fromkeys(search.refused))} Use fewer ranks, "
-            "other schedules, or more microbatches."
+            f"schedules: got none that can run this model: {' '.join(dict.fromkeys(search.refused))} Use fewer ranks, "
+            "fewer pins, other schedules, or more microbatches."
         )
     best = search.found[0]
     if not best.predicted.fits(search.room.caps):
         held, cap = max(zip(best.predicted.memory, search.room.caps, strict=True), key=lambda pair: pair[0] - pair[1])
         raise InputError(
-            f"memory: got {format_bytes(cap)}, expected at least {format_bytes(held)} ({held} bytes), which is the least "
-            f"that a rank holds of all that was tried ({name_schedule(best.schedule)}). Use more ranks, more "
+            f"memory: got {format_bytes(cap)}, expected at least {format_bytes(held)} ({held} bytes), which is the "
+            f"least that a rank holds of all that was tried ({name_schedule(best.schedule)}). Use more ranks, more "
             "microbatches, or a smaller batch."
         )
     return best

@@ -27,10 +27,12 @@ from schedules import (
     check,
     chimera,
     dualpipe,
+    forward_only,
     interleaved_1f1b,
     one_f_one_b,
     pipedream,
     recompute,
+    seq_1f1b,
     simulate,
     zb_h1,
     zb_v,
@@ -160,7 +162,7 @@ def test_pins_that_contradict_one_another_are_refused():
         pin(room, profile, (), (("2", "7"), ("5", None)))
     with pytest.raises(InputError, match=r"stages\[0\]: got '27', expected two names of modules"):
         pin(room, profile, (), ("27",))
-    with pytest.raises(InputError, match="expected at least one of the 8 blocks in each stage"):
+    with pytest.raises(InputError, match=r"stages\[0\]: got \(.7., .2.\), expected a second module that comes after"):
         pin(room, profile, (), (("7", "2"),))
 
 
@@ -339,7 +341,22 @@ def test_a_plan_replaces_other_arguments(planned, given, words):
         ({"schedules": [3]}, r"schedules\[0\]: got 3"),
         ({"schedules": one_f_one_b(3, 4)}, "expected a schedule of 2 ranks"),
         ({"cuts": ["9"]}, "got '9'"),
-        ({"cuts": ["1", "2"], "schedules": one_f_one_b}, "schedules: got none that can run this model"),
+        ({"cuts": ["1", "2"], "schedules": one_f_one_b}, "2 stages, and the pins make at least 3"),
+        ({"schedules": one_f_one_b(2, 8)}, "expected 2 ranks and 4 microbatches"),
+        (
+            {"schedules": lambda ranks, microbatches: one_f_one_b(ranks, microbatches + 1)},
+            "expected 2 ranks and 4 micr",
+        ),
+        (
+            {"schedules": lambda ranks, microbatches: 3},
+            "which made 3 of 2 ranks and 4 microbatches, expected a Schedule",
+        ),
+        ({"schedules": pipedream}, "got 0U0 on rank 0, expected no updates"),
+        ({"schedules": seq_1f1b}, "of 2 slices, expected whole microbatches"),
+        ({"schedules": forward_only(2, 4)}, "which has no backward, expected one that computes"),
+        ({"stages": [("2", "1")]}, r"stages\[0\]: got .*, expected a second module that comes after the first"),
+        ({"stages": [(None, None)]}, "needs 1 cuts, and the model has too few places for them: 0"),
+        ({"microbatch": 4}, "microbatch: got an argument that neither"),
         ({"weights": 0}, "weights: got 0"),
         ({"seconds": float("nan")}, "seconds: got nan"),
         ({"profile": "profile.json"}, "profile: got 'profile.json', expected a Profile"),
