@@ -30,7 +30,7 @@ from fpipe.planning.plan import Plan, RunnerUp, format_seconds, name_schedule
 from fpipe.planning.prediction import Predictor
 from fpipe.planning.profile import Profile
 from fpipe.report.description import format_bytes
-from schedules import Bound
+from schedules import Bound, recompute
 
 IMPROVED: Final = 6
 """The number of candidates whose cuts are improved."""
@@ -192,12 +192,13 @@ def _require_fitting(search: Search) -> Candidate:
 
 
 def _bound_all(found: Sequence[Candidate], predictors: Mapping[int, Predictor], ranks: int) -> Bound:
-    """Return the bound for all plans that do no more than some candidates: split backwards, or hold stages twice."""
+    """Return the bound for all plans that do no more than some candidates: split, recompute, or hold stages twice."""
     schedules = [one.schedule for one in found]
     split, single = any(map(splits, schedules)), all(how.stages == how.ranks for how in schedules)
+    recomputed = any(how.factory is recompute for how in schedules)
     copies = max(len(how.placement.replicas(s)) for how in schedules for s in range(how.stages))
     bounds = [
-        bound_plans(one.profile, ranks, count, split=split, single=single, copies=copies)
+        bound_plans(one.profile, ranks, count, split=split, single=single, copies=copies, recomputed=recomputed)
         for count, one in predictors.items()
     ]
     return min(bounds, key=lambda one: one.makespan)

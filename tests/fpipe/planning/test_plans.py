@@ -74,6 +74,22 @@ def test_no_cuts_by_hand_are_much_faster_and_none_is_below_the_bound(forward, ra
     check(plan.schedule)
 
 
+def test_the_bound_knows_that_checkpointed_forwards_may_end_earlier():
+    profile = chain_profile([1] * 8)
+    profile = replace(profile, times=tuple(one._replace(C=0.1) for one in profile.times))
+    plan = find(profile, [one_f_one_b], ranks=8, microbatches=2, caps=(20.0,) * 8)
+    assert plan.schedule.factory is recompute
+    assert plan.bound <= plan.predicted.seconds
+
+
+def test_the_bound_names_everything_that_it_consists_of():
+    profile = replace(chain_profile([1] * 8, link=Link(latency=10)), step=3.0)
+    text = bound_plans(profile, 4, 1, split=False, single=True).because
+    assert (
+        text == "one microbatch takes 24 s from end to end, and its transfers 60 s, and a step 3 s besides its actions"
+    )
+
+
 @settings(max_examples=30, deadline=None)
 @given(FORWARDS, st.integers(2, 4), st.integers(1, 6), st.sampled_from([0.0, 0.5]))
 def test_plans_with_a_stage_per_rank_are_not_below_their_bound(forward, ranks, microbatches, fixed):
@@ -172,7 +188,10 @@ def test_a_pinned_cut_is_kept():
 
 def test_without_times_parameters_are_balanced():
     profile = chain_profile([0.0] * 6, weights=[50, 10, 10, 10, 10, 10])
-    assert find(profile, [one_f_one_b], ranks=2).cuts == ("1",)
+    plan = find(profile, [one_f_one_b], ranks=2)
+    assert plan.cuts == ("1",)
+    assert "not predicted: the profile has no times" in str(plan)
+    assert "from the best" not in str(plan)
 
 
 def test_it_says_when_data_parallelism_is_faster():
