@@ -78,7 +78,7 @@ class Demand:
 
     @property
     def slack(self) -> float:
-        """What counts as nothing missing: sums of sizes are not exact."""
+        """The amount that may be missing: sums of sizes are not exact."""
         return self.room * ROUNDING
 
     def at(self, k: int) -> tuple[float, list[Offer]]:
