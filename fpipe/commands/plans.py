@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
+from shutil import get_terminal_size
 from textwrap import fill
 from time import monotonic
 from typing import Any
@@ -148,14 +149,15 @@ class ProgressLine:
     """A line of standard error that says how far the search is; nothing if that is not a terminal."""
 
     def __init__(self) -> None:
-        self.shown = sys.stderr.isatty()
+        self.shown = sys.stderr is not None and sys.stderr.isatty()
+        self.width = min(WIDTH, max(1, get_terminal_size().columns - 1))
 
     def __call__(self, progress: PlanProgress) -> None:
         """Rewrite the line."""
         if self.shown:
-            print(f"\r{describe_progress(progress)[:WIDTH]:<{WIDTH}}", end="", file=sys.stderr, flush=True)
+            print(f"\r{describe_progress(progress)[: self.width]:<{self.width}}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Clear the line."""
         if self.shown:
-            print(f"\r{'':<{WIDTH}}\r", end="", file=sys.stderr, flush=True)
+            print(f"\r{'':<{self.width}}\r", end="", file=sys.stderr, flush=True)

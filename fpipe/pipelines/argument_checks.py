@@ -52,7 +52,7 @@ def require_buildable(model: nn.Module, example: Any, loss: Loss | None, schedul
     require_no_parameters(loss)
     require_plain_tensors(model)
     require_registered(model)
-    _require_runnable(schedule)
+    require_runnable(schedule)
     return schedule
 
 
@@ -85,7 +85,7 @@ def require_trained(assembly: Assembly, schedule: Schedule) -> None:
     )
 
 
-def _require_runnable(schedule: Schedule) -> None:
+def require_runnable(schedule: Schedule) -> None:
     """Raise `InputError` for a schedule that can be checked and simulated, but not run yet."""
     repair = "It can be checked and simulated, but not run yet. To run, choose a synchronous one of whole microbatches."
     if schedule.slices > 1:

@@ -18,8 +18,12 @@ from typing import Final, TypeAlias
 
 import torch
 
+from fpipe.arguments import describe_argument
+from fpipe.errors import InputError
+from fpipe.pipelines.argument_checks import require_backward, require_runnable
 from fpipe.planning.chain import partition_chain
 from fpipe.planning.loads import Loads
+from fpipe.planning.plan import name_schedule
 from fpipe.planning.prediction import Prediction, Predictor, find_peak
 from fpipe.planning.profile import Profile
 from schedules import (
@@ -221,11 +225,37 @@ def list_candidates(
     for microbatches, predictor in predictors.items():
         for factory in factories:
             try:
-                found = start(predictor, factory(ranks, microbatches), room)
+                schedule = _make(factory, ranks, microbatches)
             except SizeError as error:
                 yield str(error)
                 continue
-            yield found if found is not None else f"{factory}: the model has too few places for cuts"
+            yield start(predictor, schedule, room) or _explain(schedule, room)
+
+
+def _make(factory: ScheduleFactory, ranks: int, microbatches: int) -> Schedule:
+    """Return what a factory makes.
+
+    Raise `SizeError` for other sizes, and `InputError` for what can't train a model in a pipeline.
+    """
+    made = factory(ranks, microbatches)
+    if not isinstance(made, Schedule):
+        raise InputError(
+            f"schedules: got {factory!r}, which made {describe_argument(made)} of {ranks} ranks and {microbatches} "
+            "microbatches, expected a Schedule. Return one."
+        )
+    require_runnable(made)
+    require_backward(made)
+    if (made.ranks, made.microbatches) != (ranks, microbatches):
+        raise SizeError.of("plan", "schedules", made, f"{ranks} ranks and {microbatches} microbatches", "Drop it.")
+    return made
+
+
+def _explain(schedule: Schedule, room: Room) -> str:
+    """Return why no cuts make the stages of a schedule."""
+    name, stages = name_schedule(schedule), schedule.stages
+    if len(room.pinned) >= stages:
+        return f"{name} has {stages} stages, and the pins make at least {len(room.pinned) + 1}."
+    return f"{name} needs {stages - 1} cuts, and the model has too few places for them: {len(room.places)}."
 
 
 def keep_best(candidates: Iterable[Candidate], room: Room, most: int) -> list[Candidate]:

@@ -30,7 +30,7 @@ from fpipe.planning.plan import Plan, RunnerUp, format_seconds, name_schedule
 from fpipe.planning.prediction import Predictor
 from fpipe.planning.profile import Profile
 from fpipe.report.description import format_bytes
-from schedules import Bound
+from schedules import Bound, recompute
 
 IMPROVED: Final = 6
 """The number of candidates whose cuts are improved."""
@@ -177,27 +177,28 @@ def _conclude(search: Search, predictors: Mapping[int, Predictor], ranks: int) -
 def _require_fitting(search: Search) -> Candidate:
     if not search.found:
         raise InputError(
-            f"schedules: got none that can run this model: {'; '.join(dict.fromkeys(search.refused))} Use fewer ranks, "
-            "other schedules, or more microbatches."
+            f"schedules: got none that can run this model: {' '.join(dict.fromkeys(search.refused))} Use fewer ranks, "
+            "fewer pins, other schedules, or more microbatches."
         )
     best = search.found[0]
     if not best.predicted.fits(search.room.caps):
         held, cap = max(zip(best.predicted.memory, search.room.caps, strict=True), key=lambda pair: pair[0] - pair[1])
         raise InputError(
-            f"memory: got {format_bytes(cap)}, expected at least {format_bytes(held)}, which is the least that a rank "
-            f"holds of all that was tried ({best.schedule!r}, everything recomputed). Use more ranks, more "
+            f"memory: got {format_bytes(cap)}, expected at least {format_bytes(held)} ({held} bytes), which is the "
+            f"least that a rank holds of all that was tried ({name_schedule(best.schedule)}). Use more ranks, more "
             "microbatches, or a smaller batch."
         )
     return best
 
 
 def _bound_all(found: Sequence[Candidate], predictors: Mapping[int, Predictor], ranks: int) -> Bound:
-    """Return the bound for all plans that do no more than some candidates: split backwards, or hold stages twice."""
+    """Return the bound for all plans that do no more than some candidates: split, recompute, or hold stages twice."""
     schedules = [one.schedule for one in found]
     split, single = any(map(splits, schedules)), all(how.stages == how.ranks for how in schedules)
+    recomputed = any(how.factory is recompute for how in schedules)
     copies = max(len(how.placement.replicas(s)) for how in schedules for s in range(how.stages))
     bounds = [
-        bound_plans(one.profile, ranks, count, split=split, single=single, copies=copies)
+        bound_plans(one.profile, ranks, count, split=split, single=single, copies=copies, recomputed=recomputed)
         for count, one in predictors.items()
     ]
     return min(bounds, key=lambda one: one.makespan)

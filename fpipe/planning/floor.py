@@ -4,8 +4,9 @@
 `schedules.bound` is about given stages. Here the stages are free, too, so only what holds for all of them counts: each
 block runs for every microbatch on some rank, and blocks run one after the other.
 
-Each bound is proved in its function's docstring. Recomputation only adds work. Costs are those of the profile: an
-action takes a fixed time, and the sum over its blocks.
+Each bound is proved in its function's docstring. Recomputation only adds work, but a checkpointed forward may end
+earlier than another. Costs are those of the profile: an action takes a fixed time, and the sum over its blocks. What a
+step takes outside of its actions comes on top of each bound.
 
 Runs when a plan is made.
 """
@@ -21,48 +22,53 @@ from schedules.analysis.bounds.rough import Reason
 
 
 def bound_plans(
-    profile: Profile, ranks: int, microbatches: int, *, split: bool, single: bool, copies: int = 1
+    profile: Profile,
+    ranks: int,
+    microbatches: int,
+    *,
+    split: bool,
+    single: bool,
+    copies: int = 1,
+    recomputed: bool = True,
 ) -> Bound:
     """Return a lower bound on the seconds of a step, of every plan.
 
     - `split`: true if backwards may be split.
     - `single`: true if every rank holds a single stage; then a bound may not hold for plans with more.
     - `copies`: the most ranks that hold a stage: two in a bidirectional schedule, which share its microbatches.
+    - `recomputed`: true if stages may be recomputed.
     """
-    times = _Times(profile, split)
+    times = _Times(profile, split, recomputed)
     parts = [
         _bound_work(times, ranks, microbatches, copies),
         _bound_chain(times, ranks, copies),
         _bound_block(times, -(-microbatches // copies), split),
         *([_bound_stages(times, ranks, microbatches, split)] if single and copies == 1 else []),
     ]
-    return Bound(tuple(sorted(parts, key=lambda part: -part.makespan)))
+    step = f", and a step {profile.step:.6g} s besides its actions" if profile.step else ""
+    whole = [Reason(part.makespan + profile.step, part.because + step) for part in parts]
+    return Bound(tuple(sorted(whole, key=lambda part: -part.makespan)))
 
 
 class _Times:
-    """The least times of the first k blocks: of a forward, an input half, and all three passes; and what is fixed."""
+    """The least times of the first k blocks, and what is fixed.
 
-    def __init__(self, profile: Profile, split: bool) -> None:
+    `forward` is that of a forward that others wait for, `input_half` likewise, and `work` that of all passes.
+    """
+
+    def __init__(self, profile: Profile, split: bool, recomputed: bool) -> None:
         sums, fixed = profile.ranges.sums, profile.fixed
         fastest = min((factor for _, factor in profile.link.slow), default=1.0)
-        self.latency, self.outside = profile.link.latency * min(1.0, fastest), profile.step
-        self.forward, whole = sums["F"], sums["B"]
+        self.latency = profile.link.latency * min(1.0, fastest)
+        self.forward = _least(sums["F"], sums["C"]) if recomputed else sums["F"]
+        whole = sums["B"]
         halves = sums["I"] + sums["W"]
         self.backward = _least(whole, halves) if split else whole
+        self.work = sums["F"] + self.backward
         self.input_half = _least(whole, sums["I"]) if split else whole
-        self.fixed_forward = fixed.F
-        self.fixed_backward = min(fixed.B, fixed.I + fixed.W) if split else fixed.B
+        self.fixed_forward = min(fixed.F, fixed.C) if recomputed else fixed.F
+        self.fixed = fixed.F + (min(fixed.B, fixed.I + fixed.W) if split else fixed.B)
         self.fixed_input = min(fixed.B, fixed.I) if split else fixed.B
-
-    @property
-    def work(self) -> Tensor:
-        """The time of all passes of the first k blocks, for one microbatch."""
-        return self.forward + self.backward
-
-    @property
-    def fixed(self) -> float:
-        """The fixed time of all passes of a stage."""
-        return self.fixed_forward + self.fixed_backward
 
 
 def _least(*sums: Tensor) -> Tensor:
@@ -85,7 +91,7 @@ def _bound_work(times: _Times, ranks: int, microbatches: int, copies: int) -> Re
     work = microbatches * (float(times.work[-1]) + -(-ranks // copies) * times.fixed)
     wait = sum(float(times.forward[min(k // copies, len(times.forward) - 1)]) for k in range(ranks))
     text = f"{ranks} ranks share {work:.6g} s of work, and wait {wait:.6g} s for their first inputs"
-    return Reason((work + wait) / ranks + times.outside, text)
+    return Reason((work + wait) / ranks, text)
 
 
 def _bound_chain(times: _Times, ranks: int, copies: int) -> Reason:
@@ -98,8 +104,8 @@ def _bound_chain(times: _Times, ranks: int, copies: int) -> Reason:
     blocks = float(times.forward[-1] + times.input_half[-1])
     fixed = -(-ranks // copies) * (times.fixed_forward + times.fixed_input)
     transfers = 2 * (ranks - 1) * times.latency if copies == 1 else 0.0
-    text = f"one microbatch takes {blocks + fixed:.6g} s from end to end"
-    return Reason(blocks + fixed + transfers + times.outside, text)
+    text = f"one microbatch takes {blocks + fixed:.6g} s from end to end, and its transfers {transfers:.6g} s"
+    return Reason(blocks + fixed + transfers, text)
 
 
 def _bound_block(times: _Times, microbatches: int, split: bool) -> Reason:
@@ -115,7 +121,7 @@ def _bound_block(times: _Times, microbatches: int, split: bool) -> Reason:
     total = times.forward[:-1] + passes + (tail if split else tail[:-1])
     k = int(total.argmax())
     text = f"block {k} takes {float(passes[k]):.6g} s, after {float(times.forward[k]):.6g} s until its first input"
-    return Reason(float(total[k]) + times.outside, text)
+    return Reason(float(total[k]), text)
 
 
 def _bound_stages(times: _Times, ranks: int, microbatches: int, split: bool) -> Reason:
@@ -129,4 +135,4 @@ def _bound_stages(times: _Times, ranks: int, microbatches: int, split: bool) -> 
     cost = times.forward[:, None] + microbatches * (work + times.fixed)
     cost = cost if split else cost + times.backward[:, None]
     text = "for any cuts, a rank's wait for its first input and its work take that long"
-    return Reason(bottleneck(cost, ranks) + times.outside, text)
+    return Reason(bottleneck(cost, ranks), text)

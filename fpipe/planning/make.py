@@ -6,8 +6,9 @@ Runs when it is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from inspect import signature
 from math import inf, isnan
 from typing import Any
 
@@ -31,7 +32,7 @@ from fpipe.runtime.fingerprint import describe_value
 from fpipe.runtime.launch import LocalJob, enter_job
 from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.tree import flatten
-from schedules import Schedule, SizeError
+from schedules import Schedule
 from schedules.language.arguments import each
 
 PER_RANK = (1, 2, 4, 8)
@@ -90,6 +91,7 @@ def plan(
     given = {name: value for name, value in locals().items() if name not in ("schedules", "memory")}
     with enter_job("plan") if profile is None else nullcontext(LocalJob()) as job:
         require_arguments(plan, given)
+        _require_options(options)
         as_module(model)
         count = _count_ranks(ranks)
         caps, factories = parse_caps(memory, count), _read_schedules(schedules, count)
@@ -120,6 +122,16 @@ def plan(
 
 def _ignore(progress: PlanProgress) -> None:
     """Report nothing."""
+
+
+def _require_options(options: Mapping[str, Any]) -> None:
+    """Raise `InputError` for arguments that `profile` does not have."""
+    for name in options:
+        if name not in signature(measure).parameters:
+            raise InputError(
+                f"{name}: got an argument that neither fpipe.plan nor fpipe.profile has, expected one of theirs. "
+                "Drop it, or correct its name."
+            )
 
 
 def _count_ranks(ranks: Any) -> int:
@@ -160,19 +172,8 @@ def _read_schedules(schedules: Any, ranks: int) -> tuple[ScheduleFactory, ...]:
 
 
 def _as_given(schedule: Schedule) -> ScheduleFactory:
-    """Return the factory that makes this schedule, and refuses other sizes."""
-
-    def make(ranks: int, microbatches: int) -> Schedule:
-        require_sizes(schedule, ranks, microbatches)
-        return schedule
-
-    return make
-
-
-def require_sizes(schedule: Schedule, ranks: int, microbatches: int) -> None:
-    """Raise `SizeError` unless a schedule has these sizes."""
-    if (schedule.ranks, schedule.microbatches) != (ranks, microbatches):
-        raise SizeError.of("plan", "schedules", schedule, f"{ranks} ranks and {microbatches} microbatches", "Drop it.")
+    """Return the factory that makes this schedule, whatever the sizes; others are refused later."""
+    return lambda ranks, microbatches: schedule
 
 
 def _read_microbatches(

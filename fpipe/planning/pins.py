@@ -44,7 +44,10 @@ def _find_blocks(profile: Profile, k: int, stage: StageEnds) -> tuple[int, int]:
         raise InputError(
             f'stages[{k}]: got {stage!r}, expected two names of modules, or None. Pass ("blocks.4", "blocks.8"), say.'
         )
-    names = [name for name in stage if name is not None]
-    starts = [start for start, _ in profile.stages(names)[1:]]
-    begin = starts[0] if stage[0] is not None else 0
-    return begin, starts[-1] if stage[1] is not None else len(profile.blocks)
+    begin, end = (None if name is None else profile.stages([name])[1][0] for name in stage)
+    if begin is not None and end is not None and begin >= end:
+        raise InputError(
+            f"stages[{k}]: got {stage}, expected a second module that comes after the first. Give them in the order of "
+            "execution."
+        )
+    return begin or 0, len(profile.blocks) if end is None else end

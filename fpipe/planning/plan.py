@@ -128,6 +128,7 @@ def take_plan(plan: Plan | None, schedule: Schedule | None, cuts: Any, stages: A
 
 LONGEST: Final = 200
 """Characters of a schedule that are shown."""
+UNTIMED: Final = "  a step      not predicted: the profile has no times, so stages are balanced by their parameters"
 TEXTS: Final = ("model", "microbatch", "device", "limits", "because", "advice")
 
 
@@ -220,6 +221,15 @@ def name_schedule(schedule: Schedule) -> str:
     return f"an order of its own ({schedule.stages} stages, {schedule.microbatches} microbatches)"
 
 
+def _describe_time(plan: Plan) -> list[str]:
+    step = format_seconds(plan.predicted.seconds)
+    return [
+        f"  a step      {step} predicted, bubble {100 * plan.predicted.bubble:.1f} %",
+        f"  limited by  {plan.limits}",
+        f"  bound       {format_seconds(plan.bound)}, so at most {100 * plan.gap:.1f} % from the best: {plan.because}",
+    ]
+
+
 def _describe(plan: Plan) -> list[str]:
     held = ", ".join(format_bytes(one) for one in plan.predicted.memory)
     finite = [cap for cap in plan.caps if isfinite(cap)]
@@ -228,14 +238,12 @@ def _describe(plan: Plan) -> list[str]:
         f"Plan for {plan.model} on {plan.schedule.ranks} ranks",
         f"  schedule    {name_schedule(plan.schedule)}",
         f"  cuts        {', '.join(plan.cuts) or 'none'}",
-        f"  a step      {format_seconds(plan.predicted.seconds)} predicted, bubble {100 * plan.predicted.bubble:.1f} %",
+        *(_describe_time(plan) if plan.predicted.seconds else [UNTIMED]),
         f"  memory      {held}{of}",
-        f"  limited by  {plan.limits}",
-        f"  bound       {format_seconds(plan.bound)}, so at most {100 * plan.gap:.1f} % from the best: {plan.because}",
         f"  one device  {plan.alone}",
         f"  copies      {plan.copies}",
         *[f"  next best   {one}" for one in plan.others],
-        f"  measured    {plan.microbatch} on {plan.device}",
+        f"  profile     {plan.microbatch}, {plan.device}",
     ]
     if not plan.complete:
         lines.append("  The search was stopped early; this is the best plan found by then.")

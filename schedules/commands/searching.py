@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from shutil import get_terminal_size
 from typing import Final
 
 from schedules import drawing
@@ -12,6 +13,8 @@ from schedules.analysis.simulation import simulate, spans
 from schedules.commands.options import costs_of, fit, parse_number, sizes_of, subject_of
 from schedules.commands.output_files import write_files
 from schedules.commands.terminal import choose_paint, terminal_width
+from schedules.errors import SizeError
+from schedules.language.schedule import Schedule
 from schedules.searching.search import TRIES, SearchProgress, search
 from schedules.searching.solver import cp_sat
 
@@ -35,6 +38,7 @@ def report_search(options: argparse.Namespace) -> int:
     Ctrl-C ends the search with the best so far.
     """
     schedule = subject_of(options).make()
+    _require_comparable(schedule)
     costs, sizes = fit(costs_of(options), schedule), fit(sizes_of(options), schedule)
     timeline, line = simulate(schedule, costs, sizes=sizes), SearchLine()
     try:
@@ -63,20 +67,33 @@ def report_search(options: argparse.Namespace) -> int:
     return 0
 
 
+def _require_comparable(schedule: Schedule) -> None:
+    """Raise `SizeError` for a schedule with slices or recomputation: what is found could not be compared with it."""
+    kinds = {action.kind for rank in range(schedule.ranks) for action in schedule.actions(rank)}
+    if schedule.slices > 1 or "R" in kinds:
+        expected = (
+            "one with neither slices nor recomputation, which a search does not know and its bound does not cover"
+        )
+        raise SizeError.of(
+            "search", "NAME", schedule, expected, "Name it without, and say how much memory: --memory X."
+        )
+
+
 class SearchLine:
     """A line of standard error that says how far the search is; nothing if that is not a terminal."""
 
     def __init__(self) -> None:
-        self.shown = sys.stderr.isatty()
+        self.shown = sys.stderr is not None and sys.stderr.isatty()
+        self.width = min(WIDTH, max(1, get_terminal_size().columns - 1))
 
     def show(self, progress: SearchProgress) -> None:
         """Rewrite the line."""
         if self.shown:
             done = round(20 * progress.share)
             text = f"[{'#' * done}{' ' * (20 - done)}] best {progress.best:g}, no less than {progress.bound:g}"
-            print(f"\r{text[:WIDTH]:<{WIDTH}}", end="", file=sys.stderr, flush=True)
+            print(f"\r{text[: self.width]:<{self.width}}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Clear the line."""
         if self.shown:
-            print(f"\r{'':<{WIDTH}}\r", end="", file=sys.stderr, flush=True)
+            print(f"\r{'':<{self.width}}\r", end="", file=sys.stderr, flush=True)

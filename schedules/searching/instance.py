@@ -171,6 +171,10 @@ class Instance:
         work = [sum(self.problem.stages[n].work for n in numbers) for numbers in self.on]
         return max(work) / self.microbatches
 
+    def fits(self, orders: PassOrders) -> bool:
+        """Return whether all ranks can run their passes in these orders."""
+        return all(self.is_possible(rank, order) for rank, order in enumerate(orders))
+
     def is_possible(self, rank: int, order: Sequence[Job]) -> bool:
         """Return whether a rank can run its passes in this order: within its memory, each after the one it needs."""
         held, cap, done = 0.0, self.caps[rank], dict[tuple[int, int], int]()

@@ -60,7 +60,7 @@ class Race:
 
     def is_over(self, tries: float) -> bool:
         """Return whether so many tries are made, time has run out, or the target is reached."""
-        best = self.contenders[0].makespan
+        best = self.contenders[0].makespan if self.contenders else inf
         self.report(min(1.0, self.spent / self.tries), best)
         return self.spent >= tries or self.is_late or best <= self.target * (1 + ROUNDING)
 
@@ -90,7 +90,7 @@ class Race:
         """Collect new contenders by rules and by units."""
         rule: PriorityRule | None = None
         best, surplus = inf, 0.0
-        while not self.is_over(EXPLORED * self.tries):
+        while not self.is_over((EXPLORED if self.contenders else 1.0) * self.tries):
             if surplus <= 0:
                 tried = self._propose(rule)
                 found, cost = follow(self.instance, tried, self.random), 1.0
@@ -114,7 +114,7 @@ class Race:
         left = list(self.contenders)
         rounds = max(1, (len(left) - 1).bit_length())
         share = (self.tries - self.spent) / rounds
-        while not self.is_over(self.tries):
+        while left and not self.is_over(self.tries):
             left = sorted((self.improve(one, share / len(left)) for one in left), key=lambda one: one.makespan)
             left = left[: (len(left) + 1) // 2]
 

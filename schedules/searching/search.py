@@ -26,7 +26,7 @@ from schedules.analysis.bounds.rough import Reason
 from schedules.analysis.simulation import simulate
 from schedules.errors import SizeError
 from schedules.language.arguments import require_types
-from schedules.language.costs import ROUNDING, Costs, Sizes
+from schedules.language.costs import ROUNDING, UNITS, Costs, Sizes
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement, linear
 from schedules.language.schedule import Schedule
@@ -112,9 +112,13 @@ class SearchProblem:
         )
 
     def list_instances(self) -> list[Instance]:
-        """Return the instances to search: with halves, and, where a whole backward takes less time, with whole ones."""
-        stages, time = range(self.placement.stages), self.costs.time
+        """Return the instances to search: with halves, and, where a whole backward takes less, with whole ones.
+
+        It may take less time, or less memory: an input half may keep more than its forward did.
+        """
+        stages, time, sizes = range(self.placement.stages), self.costs.time, self.sizes or UNITS
         pays = any(time("B", s) < (time("I", s) + time("W", s)) * (1 - ROUNDING) for s in stages)
+        pays = pays or any(sizes.growth("I", s) > 0 for s in stages)
         kinds = (True, False) if self.split and self.backward and pays else (self.split,)
         return [
             make_instance(
@@ -167,7 +171,8 @@ class Quest:
 
     def run(self, instance: Instance, tries: float, end: float, random: Random) -> None:
         """Search one instance."""
-        contenders = [take_turns(instance)]
+        turns = take_turns(instance)
+        contenders = [turns] if instance.fits(turns.orders) else []
         for schedule in list_families(instance, self.problem.costs, self.problem.graph):
             self.offer(schedule, repr(schedule))
             contenders += filter(None, [read_seed(instance, schedule)])
@@ -178,8 +183,9 @@ class Quest:
             race.explore()
             race.compete()
         finally:
-            self.contenders[instance] = race.contenders[0]
-            self._take(instance, race.contenders[0])
+            if race.contenders:
+                self.contenders[instance] = race.contenders[0]
+                self._take(instance, race.contenders[0])
 
     def prove(self, solver: Solver, end: float, seed: int) -> None:
         """Let a solver improve the best orders of each instance, and the bound if all schedules are in one."""
@@ -228,8 +234,8 @@ def search(
     literature that has this placement and fits, but it may still not be the best possible; `gap` says by how much it
     can be off. It holds whole microbatches, and neither recomputes nor fuses actions.
 
-    Raise `SizeError` or `GraphError` as `bound` does, and `SizeError` for a negative number of seconds or no tries.
-    Raise `SolverError`, before the search, if the solver is not installed.
+    Raise `SizeError` or `GraphError` as `bound` does, and `SizeError` if no order is found that fits, for a negative
+    number of seconds, and for no tries. Raise `SolverError`, before the search, if the solver is not installed.
 
     >>> from schedules import linear
     >>> found = search(Costs(F=(1, 3), B=(2, 6), I=(1, 3), W=(1, 3)), linear(ranks=2), microbatches=3)
@@ -258,8 +264,17 @@ def search(
         if quest.best is None:
             raise
         complete = False
-    assert quest.best is not None, "one microbatch at a time fits"
+    if quest.best is None:
+        raise _no_room(problem, instances[-1])
     return SearchResult(quest.best.schedule, quest.best.makespan, quest.bound, quest.best.origin, complete)
+
+
+def _no_room(problem: SearchProblem, instance: Instance) -> SizeError:
+    """Return the error if not even one microbatch at a time fits: branches of a graph may have to take turns."""
+    one = spell(instance, take_turns(instance).orders, problem.costs, problem.graph)
+    held = simulate(one, problem.costs, problem.graph, problem.sizes).peak_memory
+    expected = f"at least {held}, what ranks hold with one microbatch at a time: no order was found that holds less"
+    return SizeError.of("search", "memory", problem.memory, expected, "Choose more memory, or smaller stages.")
 
 
 def require_limits(seconds: float, tries: int) -> None:

@@ -94,7 +94,7 @@ def _read_rank(instance: Instance, schedule: Schedule, rank: int) -> Iterator[Jo
 def read_seed(instance: Instance, schedule: Schedule) -> Contender | None:
     """Return the orders of a schedule as a contender, or `None` if it needs too much memory."""
     orders = read_orders(instance, schedule)
-    if not all(instance.is_possible(rank, order) for rank, order in enumerate(orders)):
+    if not instance.fits(orders):
         return None
     played = play(instance, orders)
     return None if played is None else Contender(played.makespan, orders, repr(schedule))

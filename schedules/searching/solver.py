@@ -122,8 +122,7 @@ class IntegerModel:
         for job in sorted(self.starts, key=lambda job: (value(self.starts[job]), last[job[0]])):
             orders[self.instance.rank[job[1]]].append(job)
         played = play(self.instance, orders)
-        fits = all(self.instance.is_possible(rank, order) for rank, order in enumerate(orders))
-        if played is None or not fits:
+        if played is None or not self.instance.fits(orders):
             return self.contender
         return Contender(played.makespan, orders, f"{self.contender.origin}, improved by CP-SAT")
 

@@ -54,20 +54,36 @@ def unroll(instance: Instance, unit: RepeatingUnit) -> PassOrders:
 
 
 def take_turns(instance: Instance) -> Contender:
-    """Return the orders that finish each microbatch before the next begins: they fit wherever one microbatch does."""
-    halves = instance.kinds[1:]
-    orders: PassOrders = []
-    for row in instance.on:
-        order = list[Job]()
-        for k in range(max(instance.counts)):
-            for route in range(instance.routes):
-                mine = [n for n in row if n // instance.placement.stages == route and k < instance.counts[n]]
-                order += [(FORWARD, n, k) for n in mine]
-                order += [(kind, n, k) for n in reversed(mine) for kind in halves]
-        orders.append(order)
+    """Return the orders that finish each microbatch before the next begins.
+
+    They fit wherever one microbatch of a chain does. Of another graph, branches in another order may need less memory.
+    """
+    orders: PassOrders = [[] for _ in range(instance.ranks)]
+    alone = [_list_passes(instance, route) for route in range(instance.routes)]
+    for k in range(max(instance.counts)):
+        for kind, n in (one for passes in alone for one in passes if k < instance.counts[one[1]]):
+            orders[instance.rank[n]].append((kind, n, k))
     found = _time(instance, orders, "one at a time")
     assert found is not None, "a microbatch waits for those before it only"
     return found
+
+
+def _list_passes(instance: Instance, route: int) -> list[tuple[int, int]]:
+    """Return the passes of one microbatch, one after another: backward as soon as possible, which gives memory back."""
+    S, halves = instance.placement.stages, instance.kinds[1:]
+    passes, begun, ended = list[tuple[int, int]](), set[int](), set[int]()
+    for n in range(route * S, (route + 1) * S):
+        passes.append((FORWARD, n))
+        begun.add(n)
+        back = [n]
+        while back:
+            m = back.pop()
+            stage = instance.problem.stages[m]
+            if m in begun and m not in ended and all(other in ended for other, _ in stage.pulled_by):
+                passes += [(kind, m) for kind in halves]
+                ended.add(m)
+                back += [other for other, _ in stage.pulls]
+    return passes
 
 
 def find_unit(instance: Instance, random: Random) -> Contender | None:

@@ -77,12 +77,12 @@ def _wait_for_memory(row: Row, demand: Demand, k: int, heads: Heads, times: list
     need, offers = demand.at(k)
     if not need:
         return head
-    head = max(head, find_release(offers, need, heads, times))
+    head = max(head, find_release(offers, need, demand.slack, heads, times))
     starts = {row.tightest, *row.busy.resumed[-2:]}
     for step in (step for offer in offers for step in offer if step is not None):
         starts.update(heads[step.queue][step.done : step.done + 1])
     for start in starts:
-        work = find_least_work(offers, need, heads, times, start)
+        work = find_least_work(offers, need, demand.slack, heads, times, start)
         for u, lag in row.same:
             n = k + 1 - lag
             if n > 0:

@@ -63,8 +63,8 @@ def find_memory_lag(network: QueueNetwork, c: int, u: int) -> float:
             once_now += amount
     if not times:
         return inf
-    room = (network.memory[rank] - max(once_now, once_later)) / times
-    return max(1, floor(room + ROUNDING)) if room < inf else inf
+    room = (network.memory[rank] * (1 + ROUNDING) - max(once_now, once_later)) / times
+    return max(1, floor(room)) if room < inf else inf
 
 
 def _add_up(steps: list[dict[int, int]], start: int) -> dict[int, int]:

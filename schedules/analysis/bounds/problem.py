@@ -154,10 +154,13 @@ def _held(sizes: Sizes, stage: int, backward: bool) -> tuple[float, float]:
 
 
 def _find_room(placement: Placement, sizes: Sizes | None, memory: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the memory of each rank for activations, in units of the stages' sizes, without that for weights."""
+    """Return the memory of each rank for activations, in units of the stages' sizes, without that for weights.
+
+    Weights count a little less than they are: what is left is not exact if they fill most of a rank.
+    """
     if sizes is None:
         return tuple(most * placement.stages / placement.ranks for most in memory)
-    return tuple(most - _weigh(placement, sizes, rank) for rank, most in enumerate(memory))
+    return tuple(most - (1 - ROUNDING) * _weigh(placement, sizes, rank) for rank, most in enumerate(memory))
 
 
 def _weigh(placement: Placement, sizes: Sizes, rank: int) -> float:
@@ -174,19 +177,21 @@ def _read_memory(memory: float | tuple[float, ...], ranks: int) -> tuple[float, 
 
 
 def require_room(problem: Problem, least: tuple[float, ...], placement: Placement, sizes: Sizes | None) -> None:
-    """Raise `SizeError` if a rank has less than the `least` room for activations that one microbatch needs."""
-    for rank, (has, needs) in enumerate(zip(problem.memory, least, strict=True)):
-        if needs > has * (1 + ROUNDING):
-            got, expected = (_in_given_units(room, placement, sizes, rank) for room in (has, needs))
-            raise SizeError.of(
-                "bound",
-                "memory",
-                got,
-                f"at least the {expected:g} that rank {rank} needs for one microbatch",
-                "Choose more memory, or smaller stages.",
-            )
+    """Raise `SizeError` if a rank has less than the `least` room for activations that one microbatch needs.
 
-
-def _in_given_units(room: float, placement: Placement, sizes: Sizes | None, rank: int) -> float:
-    """Return the memory that leaves this room for activations, in the units of `Timeline.peak_memory`."""
-    return room * placement.ranks / placement.stages if sizes is None else room + _weigh(placement, sizes, rank)
+    The message is about the rank that lacks most.
+    """
+    both = zip(problem.memory, least, strict=True)
+    short = [(needs - has, rank) for rank, (has, needs) in enumerate(both) if needs > has * (1 + ROUNDING)]
+    if not short:
+        return
+    rank = max(short, key=lambda one: one[0])[1]
+    unit = placement.ranks / placement.stages if sizes is None else 1.0
+    weight = 0.0 if sizes is None else _weigh(placement, sizes, rank)
+    raise SizeError.of(
+        "bound",
+        "memory",
+        float(f"{problem.memory[rank] * unit + weight * (1 - ROUNDING):.12g}"),
+        f"at least the {least[rank] * unit + weight:.12g} that rank {rank} needs for one microbatch",
+        "Choose more memory, or smaller stages.",
+    )

@@ -76,6 +76,11 @@ class Demand:
     holds: tuple[tuple[float, float], ...]
     offers: tuple[tuple[RepaymentLags | None, RepaymentLags], ...]
 
+    @property
+    def slack(self) -> float:
+        """The amount that may be missing: sums of sizes are not exact."""
+        return self.room * ROUNDING
+
     def at(self, k: int) -> tuple[float, list[Offer]]:
         """Return how much must be given back before pass `k` starts, besides what certainly was, and by whom.
 
@@ -83,7 +88,7 @@ class Demand:
         `amount (n - min(m, n))` at least: `m` is never larger than the number of passes of `t`.
         """
         need = sum(amount * _count(k, lag) for lag, amount in self.holds) - self.room
-        if need <= self.room * ROUNDING:
+        if need <= self.slack:
             return 0.0, []
         offers = list[Offer]()
         for low, high in self.offers:
@@ -92,7 +97,7 @@ class Demand:
             for step in offer:
                 if step is not None:
                     need -= sum(amount * min(step.done, n) for n, amount in step.gives)
-        return (need, offers) if need > self.room * ROUNDING else (0.0, [])
+        return (need, offers) if need > self.slack else (0.0, [])
 
 
 def find_demand(network: QueueNetwork, c: int, lags: dict[int, int]) -> Demand | None:
@@ -124,8 +129,11 @@ def _find_offer(
     return (None if low is None else step(low)), step(high)
 
 
-def find_release(offers: list[Offer], need: float, heads: Heads, times: list[float]) -> float:
-    """Return the least time at which enough passes can have ended that give back `need`, were they alone."""
+def find_release(offers: list[Offer], need: float, slack: float, heads: Heads, times: list[float]) -> float:
+    """Return the least time at which enough passes can have ended that give back `need` less `slack`, were they alone.
+
+    Both functions stop at the `slack` of the `Demand`: rounding must not make a pass wait for one more.
+    """
     ends = list[tuple[float, float]]()
     for step in (step for offer in offers for step in offer if step is not None):
         starts, time = heads[step.queue], times[step.queue]
@@ -134,7 +142,6 @@ def find_release(offers: list[Offer], need: float, heads: Heads, times: list[flo
             ends += [(starts[j] + time, amount) for j in range(step.done, known)]
             ends += [(0.0, amount)] * (n - max(known, step.done))
     ends.sort()
-    slack = need * ROUNDING
     for end, amount in ends:
         need -= amount
         if need <= slack:
@@ -142,8 +149,10 @@ def find_release(offers: list[Offer], need: float, heads: Heads, times: list[flo
     return inf
 
 
-def find_least_work(offers: list[Offer], need: float, heads: Heads, times: list[float], start: float) -> float:
-    """Return the least time of passes that cannot start before `start` and must end to give back `need`.
+def find_least_work(
+    offers: list[Offer], need: float, slack: float, heads: Heads, times: list[float], start: float
+) -> float:
+    """Return the least time of passes that cannot start before `start` and must end to give back `need`, up to `slack`.
 
     Passes that can start earlier are free. A `high` gives its amounts for its own time, plus that of its `low` unless
     that is free, too; a `low` may do so alone. Filling the need in the order of time per amount, with a fraction of the
@@ -157,14 +166,12 @@ def find_least_work(offers: list[Offer], need: float, heads: Heads, times: list[
             if step is not None:
                 need -= sum(amount * (min(n, free) - min(n, step.done)) for n, amount in step.gives)
         prices += _list_prices(low, high, (low_free, high_free), times)
-    if need <= 0:
-        return 0.0
     cost = 0.0
     for price, amount in sorted(prices):
+        if need <= slack:
+            break
         cost += price * min(amount, need)
         need -= amount
-        if need <= 0:
-            break
     return cost
 
 

@@ -64,7 +64,7 @@ def _find_most_work(rows: list[Started], memory: float, until: float) -> float:
     amounts = {row.takes for row in rows if row.takes}
     if len(amounts) == 1 and room < inf:
         amount = amounts.pop()
-        room = amount * floor(room / amount + ROUNDING)
+        room = amount * floor(room / amount * (1 + ROUNDING))
     work, priced = 0.0, list[tuple[float, float]]()
     for row in rows:
         last = row.find_last_work(until)

@@ -27,10 +27,12 @@ from schedules import (
     check,
     chimera,
     dualpipe,
+    forward_only,
     interleaved_1f1b,
     one_f_one_b,
     pipedream,
     recompute,
+    seq_1f1b,
     simulate,
     zb_h1,
     zb_v,
@@ -70,6 +72,22 @@ def test_no_cuts_by_hand_are_much_faster_and_none_is_below_the_bound(forward, ra
     assert best.predicted.seconds * 1.03 >= plan.predicted.seconds
     assert plan.bound <= best.predicted.seconds * (1 + 1e-9)
     check(plan.schedule)
+
+
+def test_the_bound_knows_that_checkpointed_forwards_may_end_earlier():
+    profile = chain_profile([1] * 8)
+    profile = replace(profile, times=tuple(one._replace(C=0.1) for one in profile.times))
+    plan = find(profile, [one_f_one_b], ranks=8, microbatches=2, caps=(20.0,) * 8)
+    assert plan.schedule.factory is recompute
+    assert plan.bound <= plan.predicted.seconds
+
+
+def test_the_bound_names_everything_that_it_consists_of():
+    profile = replace(chain_profile([1] * 8, link=Link(latency=10)), step=3.0)
+    text = bound_plans(profile, 4, 1, split=False, single=True).because
+    assert (
+        text == "one microbatch takes 24 s from end to end, and its transfers 60 s, and a step 3 s besides its actions"
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -160,7 +178,7 @@ def test_pins_that_contradict_one_another_are_refused():
         pin(room, profile, (), (("2", "7"), ("5", None)))
     with pytest.raises(InputError, match=r"stages\[0\]: got '27', expected two names of modules"):
         pin(room, profile, (), ("27",))
-    with pytest.raises(InputError, match="expected at least one of the 8 blocks in each stage"):
+    with pytest.raises(InputError, match=r"stages\[0\]: got \(.7., .2.\), expected a second module that comes after"):
         pin(room, profile, (), (("7", "2"),))
 
 
@@ -170,7 +188,10 @@ def test_a_pinned_cut_is_kept():
 
 def test_without_times_parameters_are_balanced():
     profile = chain_profile([0.0] * 6, weights=[50, 10, 10, 10, 10, 10])
-    assert find(profile, [one_f_one_b], ranks=2).cuts == ("1",)
+    plan = find(profile, [one_f_one_b], ranks=2)
+    assert plan.cuts == ("1",)
+    assert "not predicted: the profile has no times" in str(plan)
+    assert "from the best" not in str(plan)
 
 
 def test_it_says_when_data_parallelism_is_faster():
@@ -339,7 +360,22 @@ def test_a_plan_replaces_other_arguments(planned, given, words):
         ({"schedules": [3]}, r"schedules\[0\]: got 3"),
         ({"schedules": one_f_one_b(3, 4)}, "expected a schedule of 2 ranks"),
         ({"cuts": ["9"]}, "got '9'"),
-        ({"cuts": ["1", "2"], "schedules": one_f_one_b}, "schedules: got none that can run this model"),
+        ({"cuts": ["1", "2"], "schedules": one_f_one_b}, "2 stages, and the pins make at least 3"),
+        ({"schedules": one_f_one_b(2, 8)}, "expected 2 ranks and 4 microbatches"),
+        (
+            {"schedules": lambda ranks, microbatches: one_f_one_b(ranks, microbatches + 1)},
+            "expected 2 ranks and 4 micr",
+        ),
+        (
+            {"schedules": lambda ranks, microbatches: 3},
+            "which made 3 of 2 ranks and 4 microbatches, expected a Schedule",
+        ),
+        ({"schedules": pipedream}, "got 0U0 on rank 0, expected no updates"),
+        ({"schedules": seq_1f1b}, "of 2 slices, expected whole microbatches"),
+        ({"schedules": forward_only(2, 4)}, "which has no backward, expected one that computes"),
+        ({"stages": [("2", "1")]}, r"stages\[0\]: got .*, expected a second module that comes after the first"),
+        ({"stages": [(None, None)]}, "needs 1 cuts, and the model has too few places for them: 0"),
+        ({"microbatch": 4}, "microbatch: got an argument that neither"),
         ({"weights": 0}, "weights: got 0"),
         ({"seconds": float("nan")}, "seconds: got nan"),
         ({"profile": "profile.json"}, "profile: got 'profile.json', expected a Profile"),

@@ -362,3 +362,10 @@ def test_a_search_in_too_little_memory_says_how_much_it_takes(capsys):
     code, out, err = answer(capsys, "search", "zb_h1", "--memory", "0.5")
     assert (code, out) == (2, "")
     assert "got memory=0.5, expected at least the 1 that rank 0 needs for one microbatch" in err
+
+
+@pytest.mark.parametrize("words", [("one_f_one_b", "recompute"), ("seq_1f1b",)])
+def test_a_search_is_refused_where_its_bound_does_not_hold(capsys, words):
+    code, out, err = answer(capsys, "search", *words)
+    assert (code, out) == (2, "")
+    assert "expected one with neither slices nor recomputation" in err

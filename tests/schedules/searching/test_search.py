@@ -190,3 +190,25 @@ def test_every_rank_has_something_to_do(placement, microbatches):
 def test_the_least_memory_is_asked_for():
     with pytest.raises(SizeError, match="at least the 1 that rank 0 needs for one microbatch"):
         search(EQUAL, vee(2), 2, memory=0.75)
+
+
+def test_whole_backwards_are_found_where_an_input_half_keeps_more_than_its_forward():
+    sizes = Sizes(activation=1, residual=3)
+    found = search(EQUAL, linear(2), 4, memory=2, sizes=sizes, tries=50)
+    assert max(simulate(found.schedule, EQUAL, sizes=sizes).peak_memory) <= 2
+    assert "W" not in {action.kind for action in found.schedule.actions(0)}
+
+
+def test_branches_of_a_graph_take_turns_in_little_memory():
+    links = frozenset({(0, 1), (0, 2)})
+    found = search(EQUAL, linear(1, 3), 4, memory=2, sizes=Sizes(), graph=Graph(3, links, links), tries=50)
+    assert simulate(found.schedule, EQUAL).peak_memory == (2 / 3,)
+
+
+def test_memory_is_asked_for_if_no_order_is_found():
+    links = frozenset({(0, 1), (0, 2), (1, 3), (2, 4)})
+    more = {"sizes": Sizes(), "graph": Graph(5, links, links), "tries": 50}
+    with pytest.raises(
+        SizeError, match=r"got memory=3, expected at least \(4\.0,\), what ranks hold with one microbatch"
+    ):
+        search(EQUAL, linear(1, 5), 4, memory=3, **more)

@@ -6,7 +6,7 @@ import sys
 import pytest
 from hypothesis import assume, given
 
-from schedules import Costs, SolverError, check, cp_sat, linear, search, simulate, v_min, vee
+from schedules import Costs, Graph, Link, SolverError, check, cp_sat, linear, looped, search, simulate, v_min, vee
 from tests.common.optimum import find_optimum
 from tests.common.small_problems import cases, is_searchable
 
@@ -39,6 +39,17 @@ def test_times_that_are_not_whole_are_rounded_down_for_the_bound():
     assert found.makespan == simulate(found.schedule, costs).makespan
     assert found.bound.makespan <= found.makespan * (1 + 1e-9)
     assert found.gap < 1e-3
+
+
+def test_the_solver_begins_at_orders_that_fit():
+    """It would stop the whole process if it began at a schedule that holds more than there is."""
+    links, half = frozenset({(0, 1), (0, 2), (1, 2), (0, 3)}), (1.25, 0.5, 4, 4)
+    link = Link(latency=4, bandwidth=2.35, bytes=(4.25, 3.75, 2, 2.25))
+    costs = Costs(F=4.5, B=(3.25, 1, 3.25, 5), I=half, W=(1.5, 4, 0.25, 3.5), comm=link)
+    more = {"graph": Graph(4, links, links), "tries": 30, "solver": cp_sat}
+    found = search(costs, looped(2, 2), 2, memory=(2, 0.75), **more)
+    assert max(simulate(found.schedule, costs).peak_memory) <= 2
+    assert simulate(found.schedule, costs).peak_memory[1] <= 0.75
 
 
 def test_a_solver_that_is_not_installed_is_refused_before_the_search(monkeypatch):

@@ -23,6 +23,7 @@ from schedules import (
     one_f_one_b,
     overlap,
     simulate,
+    v_min,
     v_schedule,
     vee,
     zb_auto,
@@ -68,6 +69,27 @@ def test_no_schedule_takes_less_time(data):
     sizes = data.draw(st.none() | st.builds(Sizes, residual=st.sampled_from([0, 0.25, 1]), weight=st.integers(0, 3)))
     least = bound_like(schedule, costs, graph, sizes)
     assert least.makespan <= simulate(schedule, costs, graph).makespan * ROUNDING
+
+
+FRACTIONS = st.sampled_from([0, 0.001, 0.1, 1, 37.123, 2.0**30])
+
+
+@given(st.data())
+def test_no_schedule_takes_less_time_for_sizes_whose_sums_are_not_exact(data):
+    schedule, graph = data.draw(plain_orders())
+    costs = data.draw(any_costs(schedule.stages))
+    each = FRACTIONS | st.tuples(*[FRACTIONS] * schedule.stages)
+    sizes = data.draw(st.builds(Sizes, activation=each, residual=st.none() | each, weight=each))
+    least = bound_like(schedule, costs, graph, sizes)
+    assert least.makespan <= simulate(schedule, costs, graph).makespan * ROUNDING
+
+
+def test_rounding_makes_no_pass_wait():
+    """Four times 37.123 is a little more than the sum of four, less one, and so on."""
+    schedule, link = v_min(2, 16), Link(latency=2, bandwidth=1.6, bytes=(0.25, 2.25, 3.25, 3))
+    costs = Costs(F=1.5, B=3.5, I=(1.25, 1, 1.5, 3.25), W=(2.25, 0.25, 3, 1), comm=link)
+    exact, rounded = (bound(costs, vee(2), 16, memory=4 * a, sizes=Sizes(activation=a)) for a in (1, 37.123))
+    assert rounded.makespan == exact.makespan <= simulate(schedule, costs).makespan
 
 
 @given(st.data())
@@ -203,6 +225,10 @@ def test_more_memory_than_one_microbatch_needs_is_asked_for():
     sizes = Sizes(activation=(1, 2, 3, 4), weight=10)
     with pytest.raises(SizeError, match=r"got memory=24\.0?, expected at least the 25 that rank 1 needs"):
         bound(Costs(), vee(2), 4, memory=(25, 24.0), sizes=sizes)
+    with pytest.raises(SizeError, match=r"got memory=3\.0, expected at least the 8\.5 that rank 2 needs"):
+        bound(Costs(), linear(4), 4, memory=3, sizes=Sizes(activation=(4, 5, 6.5, 1), weight=2))
+    with pytest.raises(SizeError, match=r"got memory=79999999999\.0, expected at least the 80123456789 that rank 1"):
+        bound(Costs(), linear(2), 4, memory=(9e10, 79999999999), sizes=Sizes(activation=(1, 123456789), weight=8e10))
     assert bound(Costs(), vee(2), 4, memory=25, sizes=sizes).makespan < inf
 
 
