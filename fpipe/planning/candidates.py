@@ -18,6 +18,7 @@ from typing import Final, TypeAlias
 
 import torch
 
+from fpipe.errors import InputError
 from fpipe.planning.chain import partition_chain
 from fpipe.planning.loads import Loads
 from fpipe.planning.prediction import Prediction, Predictor, find_peak
@@ -38,6 +39,7 @@ from schedules import (
     zb_h2,
     zb_v,
 )
+from schedules.errors import quote
 from schedules.language.costs import of_stage
 
 ScheduleFactory: TypeAlias = Callable[[int, int], Schedule]
@@ -214,6 +216,17 @@ def _neighbors(cuts: tuple[int, ...], candidate: Candidate, room: Room) -> Itera
                 yield (*cuts[:k], moved, *cuts[k + 1 :])
 
 
+def _make(factory: ScheduleFactory, ranks: int, microbatches: int) -> Schedule:
+    """Return the schedule that a factory makes; raise `InputError` for anything else."""
+    made: object = factory(ranks, microbatches)
+    if isinstance(made, Schedule):
+        return made
+    raise InputError(
+        f"schedules: got {quote(made)} from {quote(factory)}, expected a Schedule. Return one, or raise SizeError "
+        "where there is none."
+    )
+
+
 def list_candidates(
     predictors: dict[int, Predictor], factories: Iterable[ScheduleFactory], ranks: int, room: Room
 ) -> Iterator[Candidate | str]:
@@ -221,7 +234,7 @@ def list_candidates(
     for microbatches, predictor in predictors.items():
         for factory in factories:
             try:
-                found = start(predictor, factory(ranks, microbatches), room)
+                found = start(predictor, _make(factory, ranks, microbatches), room)
             except SizeError as error:
                 yield str(error)
                 continue
