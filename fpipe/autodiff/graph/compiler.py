@@ -39,8 +39,8 @@ def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
 
     if not callable(run):
         raise InputError(
-            f"backward: got {quote(run)} from the backend {quote(compiler)}, expected a function that computes what the "
-            "module does. Return one, such as module.forward."
+            f"backward: got {quote(run)} from the backend {quote(compiler)}, expected a function that computes what "
+            "the module does. Return one, such as module.forward."
         )
 
     def call(*groups: Any) -> Any:
