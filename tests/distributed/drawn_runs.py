@@ -52,6 +52,8 @@ TICK = 0.002  # seconds between the steps at which a fault strikes by the clock
 DEADLY = ("die", "disk", "stop")
 OWN = {"raise": "InjectedError", "interrupt": "KeyboardInterrupt", "exit": "TransportError"}
 """What the rank raises that a fault strikes."""
+NAMED = {"raise": "InjectedError", "exit": "SystemExit"}
+"""What the others say of it, if it can only strike in a call."""
 
 
 class Trap:
@@ -265,8 +267,10 @@ def judge_rank(said: dict[str, Any] | None, code: int, kind: str, struck: dict[i
     if kind in OWN and said["kind"] == OWN[kind]:
         return ""
     refused = said["kind"] == "TransportError" and any(f"- rank {rank}: " in said["said"] for rank in struck)
-    named = said["kind"] == "RankError" and said["cause"][0] in struck
-    return "" if named or refused else "it names no rank at which a fault struck"
+    if said["kind"] != "RankError" or said["cause"][0] not in struck:
+        return "" if refused else "it names no rank at which a fault struck"
+    kind = struck[said["cause"][0]][0]
+    return "" if said["cause"][2].startswith(NAMED.get(kind, "")) else f"it does not say that the fault was {kind}"
 
 
 def run_case(seed: int, folder: Path) -> dict[str, Any]:
