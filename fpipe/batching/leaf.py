@@ -23,8 +23,8 @@ from fpipe.errors import InputError
 from fpipe.tensors.placed import is_placed
 from fpipe.tensors.spec import Spec
 
-Split: TypeAlias = Callable[[Tensor, int], Iterable[Tensor]]
-SplitDim: TypeAlias = int | Split | None
+SplitFunction: TypeAlias = Callable[[Tensor, int], Iterable[Tensor]]
+SplitDim: TypeAlias = int | SplitFunction | None
 """A dimension, `None` for the whole leaf, or a function of the leaf and the number of microbatches."""
 
 META = torch.device("meta")
@@ -75,7 +75,7 @@ class Leaf:
         whole = replace(spec, device=META).allocate() if tensor.device == META else spec.like(tensor.detach())
         return self._split_by_function(self.dim, whole, microbatches) if callable(self.dim) else (whole,)
 
-    def _split_by_function(self, function: Split, whole: Tensor, microbatches: int) -> tuple[Tensor, ...]:
+    def _split_by_function(self, function: SplitFunction, whole: Tensor, microbatches: int) -> tuple[Tensor, ...]:
         try:
             found = tuple(islice(function(whole, microbatches), microbatches + 1))
         except Exception as error:

@@ -19,7 +19,7 @@ from fpipe.errors import InputError
 from schedules.errors import quote
 
 DATA_PREFIX = "data."
-DEEPEST: Final = 100
+MOST_LEVELS: Final = 100
 """More levels than any tree of a user has; a reader of JSON takes some hundred."""
 MOST_BITS: Final = 4096
 """More than any integer of a user has; Python reads no text of some thousand digits as one."""
@@ -35,7 +35,7 @@ def encode_tree(tree: object) -> tuple[Any, dict[str, Tensor]]:
     ({'epoch': 3, 'shape': {'$tuple': [2, 4]}, 'noise': {'$tensor': 'data.0'}}, {'data.0': tensor([0.])})
     """
     tensors: dict[str, Tensor] = {}
-    return _encode("data", tree, tensors, DEEPEST), tensors
+    return _encode("data", tree, tensors, MOST_LEVELS), tensors
 
 
 def _encode(path: str, value: object, tensors: dict[str, Tensor], left: int) -> Any:
@@ -45,7 +45,7 @@ def _encode(path: str, value: object, tensors: dict[str, Tensor], left: int) -> 
         return value
     if not left:
         raise InputError(
-            f"{path[:100]}...: got more than {DEEPEST} levels of lists, tuples and dicts, expected fewer, and none "
+            f"{path[:100]}...: got more than {MOST_LEVELS} levels of lists, tuples and dicts, expected fewer, and none "
             "that holds itself. Save a flatter tree."
         )
     if isinstance(value, Tensor):

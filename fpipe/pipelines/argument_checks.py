@@ -21,7 +21,7 @@ from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly
 from schedules import KINDS, Schedule
 
-MOST_MICROBATCHES: Final = 2**16
+MOST_IN_STEP: Final = 2**16
 """More microbatches than any step has; a plan of so many still fits into memory."""
 WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 
@@ -95,10 +95,10 @@ def _require_runnable(schedule: Schedule) -> None:
             f"schedule: got {describe_argument(schedule)} of {schedule.slices} slices, expected whole microbatches. "
             f"{repair}"
         )
-    if schedule.microbatches > MOST_MICROBATCHES:
+    if schedule.microbatches > MOST_IN_STEP:
         raise InputError(
             f"schedule: got {describe_argument(schedule)} of {schedule.microbatches} microbatches, expected at most "
-            f"{MOST_MICROBATCHES} in a step. Take several steps, and add their gradients up with onto=."
+            f"{MOST_IN_STEP} in a step. Take several steps, and add their gradients up with onto=."
         )
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):
