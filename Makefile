@@ -19,7 +19,7 @@ test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
 # Simulated cases run by night, from a seed of the day.
-CASES ?= 2000
+CASES ?= 100000
 
 nightly: .venv/installed
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly SIMULATION_CASES=$(CASES) SIMULATION_SEED=$$(date +%Y%m%d)000000 \

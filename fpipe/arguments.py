@@ -8,10 +8,12 @@ Runs when a public function is called.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
@@ -20,7 +22,9 @@ from schedules.language.arguments import TYPES, ArgumentCheck, ArgumentType, is_
 
 
 def _is_number(value: Any) -> bool:
-    return is_number(value) or (isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex())
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not value.is_complex()
+    return is_number(value) and (not isinstance(value, int) or abs(value) <= sys.float_info.max)
 
 
 def _has_ranks(value: object) -> bool:
@@ -34,7 +38,7 @@ def describe_argument(value: object) -> str:
     >>> describe_argument(torch.ones(2, 3)), describe_argument("x" * 3)
     ('a tensor float32[2, 3]', "'xxx'")
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not value.is_nested:
         return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return quote(value)
 
@@ -81,6 +85,19 @@ def require_tensors(what: str, tensors: object) -> None:
             raise InputError(
                 f"{what}[{name!r}]: got {got}, expected a tensor under its name. Pass what a step returned."
             )
+
+
+def require_dense(what: str, tensor: Tensor, device: torch.device | None = None) -> None:
+    """Raise `InputError` unless a tensor can be scaled in place: dense, of floating-point numbers, on this device."""
+    numbers = tensor.is_floating_point() or tensor.is_complex()
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    if not numbers or not dense or tensor.device != (device or tensor.device):
+        got = describe_argument(tensor) if dense else f"a tensor of layout {tensor.layout}"
+        place = "" if device is None else f" on {device}"
+        raise InputError(
+            f"{what}: got {got} on {tensor.device}, expected a dense tensor of floating-point numbers{place}. Pass "
+            "what a step returned."
+        )
 
 
 def require_seed(seed: object) -> None:

@@ -11,6 +11,7 @@ from reprlib import Repr
 from typing import Final
 
 LONGEST_QUOTE: Final = 160
+LONGEST_ERROR: Final = 2000
 
 
 def quote(value: object) -> str:
@@ -36,6 +37,21 @@ def printable(text: str) -> str:
     name \x1b[2J\n
     """
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def describe_error(error: BaseException) -> str:
+    r"""Return the type and the text of an error, as other processes show it: cut off, printable, and never an error.
+
+    >>> print(describe_error(ValueError("red \x1b[31m")), describe_error(KeyboardInterrupt()))
+    ValueError: red \x1b[31m KeyboardInterrupt
+    """
+    kind = type(error).__name__
+    try:
+        text = str(error)[:LONGEST_ERROR]
+    except Exception:
+        text = "its text can't be made"
+    lines = "\n".join(map(printable, text.split("\n")))
+    return f"{kind}: {lines}" if text else kind
 
 
 class PipelineError(Exception):

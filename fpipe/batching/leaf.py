@@ -11,8 +11,9 @@ Runs when a pipeline is built and in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TypeAlias
 
 import torch
@@ -22,7 +23,8 @@ from fpipe.errors import InputError
 from fpipe.tensors.placed import is_placed
 from fpipe.tensors.spec import Spec
 
-SplitDim: TypeAlias = int | Callable[[Tensor, int], Sequence[Tensor]] | None
+SplitFunction: TypeAlias = Callable[[Tensor, int], Iterable[Tensor]]
+SplitDim: TypeAlias = int | SplitFunction | None
 """A dimension, `None` for the whole leaf, or a function of the leaf and the number of microbatches."""
 
 META = torch.device("meta")
@@ -71,10 +73,16 @@ class Leaf:
             )
         spec = spec.resize(tuple(tensor.shape))
         whole = replace(spec, device=META).allocate() if tensor.device == META else spec.like(tensor.detach())
-        return self._split_by_function(self.dim(whole, microbatches), microbatches) if callable(self.dim) else (whole,)
+        return self._split_by_function(self.dim, whole, microbatches) if callable(self.dim) else (whole,)
 
-    def _split_by_function(self, parts: Sequence[Tensor], microbatches: int) -> tuple[Tensor, ...]:
-        found = tuple(parts)
+    def _split_by_function(self, function: SplitFunction, whole: Tensor, microbatches: int) -> tuple[Tensor, ...]:
+        try:
+            found = tuple(islice(function(whole, microbatches), microbatches + 1))
+        except Exception as error:
+            raise InputError(
+                f"{self.name}: got {type(error).__name__}: {error} from the function in batch_dims, expected "
+                f"{microbatches} tensors. Write it as f(tensor, microbatches), and return one for each."
+            ) from error
         if len(found) != microbatches or not all(isinstance(part, Tensor) for part in found):
             kinds = [str(Spec.of(part)) if isinstance(part, Tensor) else repr(part) for part in found]
             raise InputError(
@@ -145,11 +153,12 @@ def split_evenly(size: int, microbatches: int) -> list[int]:
 
 def _require_dense(name: str, tensor: Tensor) -> None:
     """Raise `InputError` for a DTensor, and for a tensor whose memory has no strides."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         what = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+        what = "a quantized tensor" if tensor.is_quantized else what
         raise InputError(
             f"{name}: got {what}, expected a dense one: batches are split along dimensions, and sent as they are in "
-            "memory. Pass tensor.to_dense(), or a padded tensor with its mask."
+            "memory. Pass tensor.to_dense() or tensor.dequantize(), or a padded tensor with its mask."
         )
     if is_placed(tensor):
         raise InputError(

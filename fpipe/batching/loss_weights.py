@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from sys import float_info
 from typing import Any, Final, TypeAlias
 
 from torch import Tensor
@@ -57,7 +58,7 @@ def count_weight(weight: Weight, microbatches: Iterable[tuple[Any, Any]]) -> flo
 
 def require_total(total: object, here: float) -> None:
     """Raise `InputError` unless the total is a number, and at least the weight of the microbatches `here`."""
-    if not isinstance(total, int | float) or isinstance(total, bool) or not (math.isfinite(total) and total > 0):
+    if not isinstance(total, int | float) or isinstance(total, bool) or not 0 < total <= float_info.max:
         raise InputError(f"total: got {total!r}, expected a finite number above 0. {WHOLE}")
     if here > total * (1 + 1e-9):  # sums of fractions are rounded
         raise InputError(

@@ -13,9 +13,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fpipe.arguments import describe_argument
 from fpipe.errors import InputError
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import Structure, broadcast
+from schedules.language.arguments import takes
 
 MergeDim: TypeAlias = int | Callable[[Sequence[Tensor]], Any] | None
 """A dimension, `None` to take the first microbatch's, or a function of those of all microbatches."""
@@ -58,8 +60,13 @@ def merge(parts: Sequence[Tensor], dim: MergeDim = 0) -> Any:
 
 
 def _require_joinable(name: str, dim: object, specs: Sequence[Spec]) -> None:
-    if dim is None or callable(dim):
+    if dim is None or takes(dim, 1):
         return
+    if callable(dim):
+        raise InputError(
+            f"{name}: got {describe_argument(dim)} in output_dims, expected a function of one argument, the sequence "
+            "of all microbatches. Write it as f(parts)."
+        )
     shapes = list(dict.fromkeys(spec.shape for spec in specs))
     rank = len(shapes[0])
     if not isinstance(dim, int) or isinstance(dim, bool) or (rank and not -rank <= dim < rank):

@@ -17,6 +17,7 @@ from fpipe.capture.modules import modules
 from fpipe.capture.trace.front_end import trace_model
 from fpipe.errors import InputError
 from fpipe.ir.captured import FrontEnd
+from schedules.language.arguments import takes
 
 FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType(
     {"trace": trace_model, "export": export_model, "fx": fx, "dynamo": dynamo, "modules": modules}
@@ -32,7 +33,7 @@ def find_front_end(capture: str | FrontEnd, whole: tuple[str, ...] = ()) -> Fron
         return partial(trace_model, opaque=whole)
     if isinstance(capture, str) and capture in FRONT_ENDS:
         return FRONT_ENDS[capture]
-    if isinstance(capture, str) or not callable(capture):
+    if isinstance(capture, str) or not takes(capture, 3):
         raise InputError(
             f"capture: got {capture!r}, expected one of {list(FRONT_ENDS)}, or your own front end: a function "
             "(model, objective, leaves) -> Captured. Name one of them."

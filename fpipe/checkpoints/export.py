@@ -24,7 +24,7 @@ from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.transport.agreement import Field
-from fpipe.weights.files import as_path
+from fpipe.weights.files import as_path, make_folder
 from fpipe.weights.loading import list_transient_buffers
 from fpipe.weights.safetensors import INDEX
 
@@ -65,7 +65,7 @@ def export(pipe: Pipeline, path: str | os.PathLike[str], params: State, buffers:
 
 
 def _write(home: Path, tensors: Mapping[str, Tensor], index: int, count: int) -> None:
-    home.mkdir(parents=True, exist_ok=True)
+    make_folder(home)
     write_shard(home, tensors, index, count)
 
 

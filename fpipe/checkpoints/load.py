@@ -146,6 +146,8 @@ def _open(pipe: Pipeline, path: Path) -> _Saved:
 
 def _choose(pipe: Pipeline, paths: Sequence[Path]) -> _Saved:
     """Return the checkpoint with the most steps of those that are whole for all ranks; raise `InputError` for none."""
+    if not paths:
+        raise InputError("path: got no path in the list, expected at least one. Pass those that the run saved to.")
     steps, errors = dict[Path, int](), list[str]()
     for path in paths:
         try:

@@ -38,7 +38,8 @@ from fpipe.runtime.fingerprint import describe_value
 from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.spec import Spec
 from fpipe.training.optimizers import OptimizerState
-from fpipe.weights.files import as_path
+from fpipe.weights.files import as_path, make_folder
+from schedules.errors import quote
 
 
 def save(
@@ -116,7 +117,8 @@ def begin_save(
         home = as_path(path)
         held = require_whole_state(pipe, params, buffers)
         require_slots({} if state is None else state, params)
-        fields, tree = _compare(home, state is not None, step, data), encode_tree(data)
+        tree = encode_tree(data)
+        fields = _compare(home, state is not None, step, data)
         number = pipe.ranks.agree(lambda: fields, note=next_save(home))[0]
         share = _collect(pipe, params, held, state, tree)
         manifest = Manifest(number, count_processes(pipe), step, state is not None, share.data)
@@ -197,8 +199,11 @@ def owned_names(pipe: Pipeline, held: State) -> list[str]:
 
 def _compare(home: Path, has_state: bool, step: object, data: object) -> list[Field]:
     """Return what must be the same on every rank."""
-    if type(step) is not int:
-        raise InputError(f"step: got {step!r}, expected an int. Pass the number of steps done, and others in data=.")
+    if type(step) is not int or not 0 <= step < 2**63:
+        raise InputError(
+            f"step: got {quote(step)}, expected an int from 0 to 2**63 - 1. Pass the number of steps done, and others "
+            "in data=."
+        )
     return [
         Field.of("path", [str(home)]),
         Field.of("step", [str(step)]),
@@ -213,7 +218,7 @@ def _start(share: _Share, folder: Path, index: int, count: int, writes: bool) ->
     def write() -> None:
         if not writes:
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_shard(folder, share.tensors, index, count)
         write_sidecar(folder, index, count, share.numbers, share.on_device)
 

@@ -58,9 +58,10 @@ def require_savable(where: str, tensor: Tensor) -> None:
             f"{where}: got {Spec.of(tensor)}, expected a dtype that safetensors files have. Convert it; for a complex "
             "one, take torch.view_as_real."
         ) from None
-    if tensor.is_meta or tensor.layout is not torch.strided:
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"a tensor on {tensor.device} of layout {tensor.layout}"
         raise InputError(
-            f"{where}: got a tensor on {tensor.device} of layout {tensor.layout}, expected a dense one with values. "
+            f"{where}: got {kind}, expected a dense one with values. "
             "Pass tensor.to_dense(), and make what is on the meta device first."
         )
 

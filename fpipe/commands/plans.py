@@ -97,7 +97,14 @@ def _make_plan(options: argparse.Namespace, progress: ProgressLine) -> Plan:
     arguments = {**_call(Path(file), function), **given}
     if "ranks" not in arguments:
         raise InputError("ranks: got none, expected their number. Pass --ranks 4, say.")
-    return plan(**{"seconds": options.seconds, "progress": progress, **arguments})
+    whole = {"seconds": options.seconds, "progress": progress, **arguments}
+    missing = [name for name in ("model", "example") if name not in whole]
+    if missing or not all(isinstance(name, str) for name in whole):
+        raise InputError(
+            f"{options.subject}: got {quote(sorted(map(str, arguments)))}, expected a dict of the arguments of "
+            f"fpipe.plan by name{f', {missing} among them' if missing else ''}. Return them all."
+        )
+    return plan(**whole)
 
 
 def _call(path: Path, function: str) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ from fpipe.errors import CutError
 from fpipe.ir.captured import Call, Captured, Parameter
 from fpipe.ir.observation import observe
 from schedules import Schedule
+from schedules.language.arguments import each
 
 SLACK = 1.1
 FUSED_MODULES = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -59,6 +60,14 @@ class Cuts(NamedTuple):
 
     where: Explicit | Evenly | Marked
     unsplittable: tuple[Selector, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        where = self.where
+        if isinstance(where, Evenly):
+            return where.stages
+        return len(where.marks if isinstance(where, Marked) else where.at) + 1
 
     def positions(self, captured: Captured, model: nn.Module) -> Positions:
         """Return the positions at which stages after the first begin; raise `CutError` if none are possible."""
@@ -112,7 +121,7 @@ def parse_cuts(
     where = parsed.where
     if stages is not None and isinstance(where, Explicit):
         raise CutError("cuts, stages: got both, expected one of them. Drop stages; cuts determine it.")
-    count = where.stages if isinstance(where, Evenly) else len(_items(cuts)) + 1
+    count = parsed.stages
     if count != schedule.stages:
         raise CutError(
             f"cuts: got {count} stages, expected {schedule.stages} for {describe_argument(schedule)}. Pass "
@@ -123,7 +132,7 @@ def parse_cuts(
 
 def parse_places(cuts: CutsArgument, unsplittable: Selector | Iterable[Selector], stages: int) -> Cuts:
     """Parse the arguments that say where stages may begin, for a balanced choice of `stages`; raise `CutError`."""
-    items, whole = _items(cuts), _items(unsplittable)
+    items, whole = _items("cuts", cuts), _items("unsplittable", unsplittable)
     if not all(isinstance(item, str | type) for item in whole):
         raise CutError(
             f"unsplittable: got {list(whole)!r}, expected names, classes and patterns. Write unsplittable=['blocks.1', "
@@ -139,12 +148,12 @@ def parse_places(cuts: CutsArgument, unsplittable: Selector | Iterable[Selector]
     return Cuts(Explicit(items), whole)
 
 
-def _items(argument: Any) -> tuple[Any, ...]:
+def _items(name: str, argument: Any) -> tuple[Any, ...]:
     """Return one item, an iterable of items, or `None`, as a tuple of items."""
     if argument is None:
         return ()
     several = isinstance(argument, Iterable) and not isinstance(argument, str | type)
-    return tuple(argument) if several else (argument,)
+    return tuple(each(name, argument, object, CutError)) if several else (argument,)
 
 
 def cut_explicitly(calls: Calls, at: Sequence[Item], barriers: Sequence[Barrier]) -> Positions:

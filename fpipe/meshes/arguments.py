@@ -18,6 +18,7 @@ from fpipe.arguments import require_arguments, require_integer
 from fpipe.errors import InputError
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from schedules import Schedule
+from schedules.language.arguments import MOST_STAGES
 
 MeshArgument: TypeAlias = DeviceMesh | Mapping[str, int] | None
 """A device mesh, or the size of each of its dimensions by name."""
@@ -109,6 +110,11 @@ def find_place(
     _require_dimensions(sizes, dims)
     _require_pipeline_size(sizes, dims.pp, ranks)
     replicas, shards = (1 if name is None else sizes[name] for name in (dims.dp, dims.shard))
+    if replicas * shards > MOST_STAGES:
+        raise InputError(
+            f"mesh: got {replicas} replicas of {shards} shards, expected at most {MOST_STAGES} copies of a pipeline. "
+            "Pass the sizes of a mesh that there is."
+        )
     copies = PipelineCopies(
         replicas,
         shards,
@@ -214,7 +220,7 @@ def _require_dimensions(sizes: Mapping[str, int], dims: Dimensions) -> None:
         if other is not None:
             raise InputError(
                 f"{what}: got {name!r}, as for {other}, expected another dimension of {list(sizes)}: parameters can't "
-                "be replicated, or sharded, over a dimension that has another use."
+                "be replicated, or sharded, over a dimension that has another use. Choose another for one of the two."
             )
 
 

@@ -6,7 +6,7 @@ Runs when a pipeline is built, and when `value_and_grad`, `reference` or `verify
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly
 from schedules import KINDS, Schedule
 
+MOST_IN_STEP: Final = 2**16
+"""More microbatches than any step has; a plan of so many still fits into memory."""
 WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 
 
@@ -92,6 +94,11 @@ def require_runnable(schedule: Schedule) -> None:
         raise InputError(
             f"schedule: got {describe_argument(schedule)} of {schedule.slices} slices, expected whole microbatches. "
             f"{repair}"
+        )
+    if schedule.microbatches > MOST_IN_STEP:
+        raise InputError(
+            f"schedule: got {describe_argument(schedule)} of {schedule.microbatches} microbatches, expected at most "
+            f"{MOST_IN_STEP} in a step. Take several steps, and add their gradients up with onto=."
         )
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):

@@ -21,6 +21,7 @@ from fpipe.pipelines.caches import BatchKind
 from fpipe.pipelines.handshake import agree_on_plan
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.transport.agreement import Field
+from schedules.language.arguments import each
 
 
 def prepare_steps(pipe: Pipeline, examples: Iterable[tuple[Any, Any]]) -> None:
@@ -30,7 +31,7 @@ def prepare_steps(pipe: Pipeline, examples: Iterable[tuple[Any, Any]]) -> None:
     """
     with torch.inference_mode(False), suspend_autocast(TRAINING) as training, pipe.ranks.enter_call("pipe.prepare"):
         require_arguments(Pipeline.prepare, {"examples": examples})
-        known = [_require_pair(k, example) for k, example in enumerate(examples)]
+        known = [_require_pair(k, example) for k, example in enumerate(each("examples", examples, object, InputError))]
         pipe.ranks.agree(lambda: [Field.of("examples", [f"{len(known)} examples"])])
         batches = [(_variant(pipe, targets, training), inputs, targets) for inputs, targets in known]
         _require_room(pipe, {(variant, _signature(pipe, variant, *given)) for variant, *given in batches})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import isfinite
+from sys import float_info
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -167,7 +167,7 @@ def scale_variant(variant: Variant, scale: object) -> Variant:
     """Return the variant for losses scaled by `scale`, if not `None`; raise `InputError` unless it is a number."""
     if scale is None:
         return variant
-    if not isinstance(scale, int | float) or isinstance(scale, bool) or not (isfinite(scale) and scale > 0):
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 < scale <= float_info.max:
         raise InputError(
             f"scale: got {scale!r}, expected a finite number above 0, the same on every rank. Pass a float; for a "
             "tensor, its .item()."

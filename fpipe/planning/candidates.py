@@ -18,7 +18,6 @@ from typing import Final, TypeAlias
 
 import torch
 
-from fpipe.arguments import describe_argument
 from fpipe.errors import InputError
 from fpipe.pipelines.argument_checks import require_backward, require_runnable
 from fpipe.planning.chain import partition_chain
@@ -42,6 +41,7 @@ from schedules import (
     zb_h2,
     zb_v,
 )
+from schedules.errors import quote
 from schedules.language.costs import of_stage
 
 ScheduleFactory: TypeAlias = Callable[[int, int], Schedule]
@@ -237,11 +237,11 @@ def _make(factory: ScheduleFactory, ranks: int, microbatches: int) -> Schedule:
 
     Raise `SizeError` for other sizes, and `InputError` for what can't train a model in a pipeline.
     """
-    made = factory(ranks, microbatches)
+    made: object = factory(ranks, microbatches)
     if not isinstance(made, Schedule):
         raise InputError(
-            f"schedules: got {factory!r}, which made {describe_argument(made)} of {ranks} ranks and {microbatches} "
-            "microbatches, expected a Schedule. Return one."
+            f"schedules: got {quote(made)} from {quote(factory)}, expected a Schedule of {ranks} ranks and "
+            f"{microbatches} microbatches. Return one, or raise SizeError where there is none."
         )
     require_runnable(made)
     require_backward(made)

@@ -33,7 +33,7 @@ from fpipe.runtime.launch import LocalJob, enter_job
 from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.tree import flatten
 from schedules import Schedule
-from schedules.language.arguments import each
+from schedules.language.arguments import MOST_STAGES, each, takes
 
 PER_RANK = (1, 2, 4, 8)
 
@@ -94,8 +94,10 @@ def plan(
         _require_options(options)
         as_module(model)
         count = _count_ranks(ranks)
-        caps, factories = parse_caps(memory, count), _read_schedules(schedules, count)
-        numbers = _read_microbatches(microbatches, factories, schedules, example, targets, count)
+        cuts, stages = (tuple(each(name, given[name], object, InputError)) for name in ("cuts", "stages"))
+        listed = _list_schedules(schedules, count)
+        caps, factories = parse_caps(memory, count), _make_factories(listed)
+        numbers = _read_microbatches(microbatches, listed, example, targets, count)
         _require_positive("weights", weights)
         _require_positive("seconds", seconds)
         if profile is not None and len(numbers) != 1:
@@ -115,7 +117,7 @@ def plan(
         for number in numbers
     }
     first = next(iter(profiles.values()))
-    room = pin(Room(caps, find_starts(first)), first, tuple(cuts), tuple(stages))
+    room = pin(Room(caps, find_starts(first)), first, cuts, stages)
     report = progress if progress is not None else _ignore
     return choose(profiles, factories, count, room, **limits, report=report, ordered=schedules is None)
 
@@ -138,6 +140,8 @@ def _count_ranks(ranks: Any) -> int:
     """Return the number of ranks; raise `InputError` for a mesh without a dimension `pp`."""
     if not isinstance(ranks, DeviceMesh):
         require_count("ranks", ranks)
+        if ranks > MOST_STAGES:
+            raise InputError(f"ranks: got {ranks}, expected at most {MOST_STAGES}. Pass how many processes there are.")
         return int(ranks)
     if "pp" not in (ranks.mesh_dim_names or ()):
         raise InputError(
@@ -147,14 +151,14 @@ def _count_ranks(ranks: Any) -> int:
     return ranks["pp"].size()
 
 
-def _read_schedules(schedules: Any, ranks: int) -> tuple[ScheduleFactory, ...]:
-    """Return factories; a schedule becomes one that makes it for its own sizes."""
+def _list_schedules(schedules: Any, ranks: int) -> list[Any]:
+    """Return the schedules and factories to choose from; raise `InputError` for anything else."""
     if schedules is None:
-        return FACTORIES
+        return [*FACTORIES]
     several = isinstance(schedules, Iterable) and not isinstance(schedules, Schedule) and not callable(schedules)
     listed = list(each("schedules", schedules, object, InputError)) if several else [schedules]
     for k, one in enumerate(listed):
-        if not isinstance(one, Schedule) and not callable(one):
+        if not isinstance(one, Schedule) and not takes(one, 2):
             raise InputError(
                 f"schedules[{k}]: got {one!r}, expected a schedule or a function (ranks, microbatches) that makes one. "
                 "Pass one_f_one_b, say."
@@ -168,6 +172,11 @@ def _read_schedules(schedules: Any, ranks: int) -> tuple[ScheduleFactory, ...]:
         raise InputError(
             "schedules: got none, expected at least one. Leave the argument out to try all that are built in."
         )
+    return listed
+
+
+def _make_factories(listed: Sequence[Any]) -> tuple[ScheduleFactory, ...]:
+    """Return factories; a schedule becomes one that makes it for its own sizes."""
     return tuple(_as_given(one) if isinstance(one, Schedule) else one for one in listed)
 
 
@@ -177,27 +186,23 @@ def _as_given(schedule: Schedule) -> ScheduleFactory:
 
 
 def _read_microbatches(
-    microbatches: Any, factories: Sequence[ScheduleFactory], schedules: Any, example: Any, targets: Any, ranks: int
+    microbatches: Any, schedules: Sequence[Any], example: Any, targets: Any, ranks: int
 ) -> list[int]:
     """Return the numbers of microbatches to choose from, ascending."""
     if microbatches is None:
-        given = [one.microbatches for one in _schedules_in(schedules)]
-        if given and len(given) == len(factories):
+        given = [one.microbatches for one in schedules if isinstance(one, Schedule)]
+        if given and len(given) == len(schedules):
             return sorted(set(given))
         rows = min((len(one) for one in flatten((example, targets))[0] if one.ndim), default=1)
         numbers = [ranks * k for k in PER_RANK if ranks * k <= rows]
         return numbers or [rows]
-    numbers = [microbatches] if isinstance(microbatches, int) else list(microbatches)
+    several = [microbatches] if isinstance(microbatches, int) else microbatches
+    numbers = [*each("microbatches", several, object, InputError)]
     for number in numbers:
         require_count("microbatches", number)
     if not numbers:
         raise InputError("microbatches: got none, expected at least one number. Leave the argument out for a choice.")
     return sorted(set(numbers))
-
-
-def _schedules_in(schedules: Any) -> list[Schedule]:
-    listed = schedules if isinstance(schedules, Iterable) else [schedules]
-    return [one for one in listed if isinstance(one, Schedule)]
 
 
 def _require_positive(name: str, number: Any) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from sys import float_info
 from time import perf_counter
 from typing import Any, Final
 
@@ -63,7 +63,7 @@ class Roofline:
     def __post_init__(self) -> None:
         for name in ("flops", "bandwidth", "overhead"):
             got, least = getattr(self, name), "at least 0" if name == "overhead" else "above 0"
-            if not is_number(got) or not 0 <= got < inf or (got == 0 and name != "overhead"):
+            if not is_number(got) or not 0 <= got <= float_info.max or (got == 0 and name != "overhead"):
                 raise InputError(f"Roofline: got {name}={got!r}, expected a finite number {least}. Correct {name}.")
 
     def seconds(self, flops: float, traffic: float) -> float:

@@ -24,6 +24,7 @@ from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import first_names
 from schedules import Schedule, Sizes
+from schedules.errors import printable
 from schedules.language.costs import of_stage
 
 COLUMNS = 98
@@ -55,7 +56,7 @@ def describe(
         ]
     tied = _shorten(list(_tied_lines(assembly.stages, model)), "... {} more")
     lines += ["", "tied parameters"] if tied else []
-    return "\n".join([*lines, *[line for one in tied for line in _wrap_lines(one, "  ", "    ")]])
+    return "\n".join(map(printable, [*lines, *[line for one in tied for line in _wrap_lines(one, "  ", "    ")]]))
 
 
 class _StageText:

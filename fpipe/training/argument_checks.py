@@ -56,12 +56,15 @@ def require_fitting(grads: Named, state: Named, params: Named) -> None:
 
 def require_gradient(name: str, grad: object, p: Tensor) -> None:
     """Raise `InputError` unless a gradient has its parameter's shape and dtype."""
-    if isinstance(grad, Tensor) and (grad.shape, grad.dtype) == (p.shape, p.dtype):
+    if isinstance(grad, Tensor) and (grad.shape, grad.dtype, grad.device) == (p.shape, p.dtype, p.device):
         return
     got = f"{grad.dtype} of shape {list(grad.shape)}" if isinstance(grad, Tensor) else type(grad).__name__
+    want = f"{p.dtype} of shape {list(p.shape)}"
+    if got == want:
+        got, want = (f"a gradient on {one.device}" for one in (grad, p) if isinstance(one, Tensor))
     raise InputError(
-        f"grads[{name!r}]: got {got}, expected {p.dtype} of shape {list(p.shape)}, as the parameter. Pass the "
-        "gradients that a step returned; for gradients in float32 of parameters in less, see fpipe.masters."
+        f"grads[{name!r}]: got {got}, expected {want}, as the parameter. Pass the gradients that a step returned; for "
+        "gradients in float32 of parameters in less, see fpipe.masters."
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
-from fpipe.arguments import describe_argument, require_arguments, require_tensors
+from fpipe.arguments import describe_argument, require_arguments, require_dense, require_tensors
 from fpipe.errors import InputError
 from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
@@ -81,6 +81,8 @@ def clip_value(grads: State, value: float, donate: bool = False) -> State:
     """
     require_arguments(clip_value, {"donate": donate})
     require_tensors("grads", grads)
+    for name, grad in grads.items():
+        require_dense(f"grads[{name!r}]", grad)
     limit = require_bound("value", value)
     clamped = {name: grad if donate else grad.clone() for name, grad in _add_parts(grads).items()}
     clip_grad_value_(_hold(clamped.values()), limit)

@@ -33,7 +33,9 @@ class Groups:
     def of(cls, options: Options, groups: Mapping[str, Options] | None) -> Groups:
         """Return the groups of an optimizer; raise `InputError` unless `groups` maps patterns to options."""
         own = {} if groups is None else groups
-        if not isinstance(own, Mapping) or not all(isinstance(one, Mapping) for one in own.values()):
+        if not (
+            isinstance(own, Mapping) and all(isinstance(k, str) and isinstance(v, Mapping) for k, v in own.items())
+        ):
             raise InputError(
                 f"groups: got {groups!r}, expected a dict from pattern to options. Write groups={{'*.bias': "
                 "{'weight_decay': 0.0}}."

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fpipe.arguments import require_arguments, require_tensors
+from fpipe.arguments import describe_argument, require_arguments, require_tensors
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
 
@@ -80,6 +80,10 @@ class LossScale:
     def next(self, finite: bool | Tensor) -> LossScale:
         """Return the scale for the next step, given whether all gradients of this one were finite, on all ranks."""
         require_arguments(LossScale.next, locals())
+        if isinstance(finite, Tensor) and finite.numel() != 1:
+            raise InputError(
+                f"finite: got {describe_argument(finite)}, expected one value. Pass what fpipe.all_finite returned."
+            )
         if not finite:
             return replace(self, scale=_as_float32(self.scale * self.backoff), good=0)
         if self.good + 1 < self.interval:

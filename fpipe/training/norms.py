@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
+from fpipe.arguments import require_dense
 from fpipe.errors import InputError
 from fpipe.meshes.border import require_same_placement
 from fpipe.pipelines.handshake import call_together
@@ -152,6 +153,7 @@ def require_gradients_of(pipe: Pipeline, grads: State) -> None:
                 f"grads[{name!r}]: got {got}, expected a {kind} of shape {list(shape)}. Pass the gradients that a step "
                 "of this pipeline returned."
             )
+        require_dense(f"grads[{name!r}]", grad, params[name].device)
         if isinstance(grad, DTensor) and grad.device_mesh != placed[name].mesh:
             require_same_placement(f"grads[{name!r}]", grad, pipe.holdings.placed_gradients.get(name))
 

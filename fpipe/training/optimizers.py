@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.arguments import require_arguments
+from fpipe.arguments import require_arguments, require_tensors
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
 from fpipe.training.argument_checks import require_fitting, require_gradient, require_options, require_own_slots
@@ -119,6 +119,7 @@ def optimizer(
 
     def init(params: State) -> OptimizerState:
         """Return the state before the first update."""
+        require_tensors("params", params)
         parts.require_partition(params, whole is None and not dist.is_initialized())
         return {name: {} for name in params}
 
@@ -179,7 +180,15 @@ def _step(
     for name, leaf in leaves.items():
         if state[name]:
             instance.state[leaf] = state[name]
-    instance.step()
+    try:
+        instance.step()
+    except RuntimeError as error:
+        if "gradients" not in str(error):  # of another kind than the class takes, before anything was updated
+            raise
+        raise InputError(
+            f"grads: got gradients that {cls.__name__} refuses ({error}), expected those that it takes. Choose another "
+            "optimizer, or convert them."
+        ) from error
     return {name: dict(instance.state.get(leaf, {})) for name, leaf in leaves.items()}
 
 

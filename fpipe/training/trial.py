@@ -63,7 +63,8 @@ def try_optimizer(cls: type[torch.optim.Optimizer], options: Mapping[str, Any], 
                 trials.append(_try_steps(*instances, alone, pair))
     if not trials:
         raise InputError(
-            f"{where}: got {dict(options)}, which {cls.__name__} refuses: {errors[0]} Pass options that it takes."
+            f"{where}: got {dict(options)}, which {cls.__name__} refuses ({errors[0]}), expected options that it "
+            "takes. Correct them."
         ) from errors[0]
     slots = frozenset(kept for one in trials for kept in one.slots)
     return Traits(trials[0].options, slots, frozenset.intersection(*(one.alike for one in trials)))

@@ -28,7 +28,28 @@ def as_path(path: AnyPath) -> Path:
     """Return a path; raise `InputError` for anything else, and for a text that no file system takes."""
     if not isinstance(path, str | os.PathLike) or "\0" in str(path):
         raise InputError(f"path: got {quote(path)}, expected a path without null characters. Pass that of a file.")
+    try:
+        str(path).encode()
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass  # it may be made, or nothing is there
+    except (OSError, UnicodeError) as error:
+        raise InputError(
+            f"path: got {quote(path)}, which no file can have ({type(error).__name__}), expected the path of one. "
+            "Correct it."
+        ) from error
     return Path(path)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those around it, unless they are there; raise `InputError` if there can be none."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{path}: got {type(error).__name__}: {error}, expected a folder that can be made and written. Choose "
+            "another path, or change its owner."
+        ) from error
 
 
 def require_regular(path: Path) -> int:

@@ -79,9 +79,11 @@ def require_flags(params: Mapping[str, Tensor], trainable: Collection[str], retu
 
 def require_leaf(what: str, name: str, leaf: object, spec: Spec) -> None:
     """Raise `InputError` unless `leaf` is a tensor with values and with the spec's shape and dtype, on any device."""
+    where = f"{what}[{name!r}]: got"
+    if isinstance(leaf, Tensor) and leaf.is_nested:  # it has no shape to compare
+        raise InputError(f"{where} a nested tensor, expected a tensor {spec}. Pass the tensor that the pipeline has.")
     if isinstance(leaf, Tensor) and (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype) and not leaf.is_meta:
         return
-    where = f"{what}[{name!r}]: got"
     if not isinstance(leaf, Tensor):
         raise InputError(f"{where} {type(leaf).__name__}, expected a tensor {spec}. Pass the tensor itself.")
     if leaf.device.type == "meta":

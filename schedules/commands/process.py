@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from textwrap import fill
 
-from schedules.errors import PipelineError, printable
+from schedules.errors import PipelineError, describe_error, printable
 
 INTERRUPTED = 130
 """The exit code after an interrupt, as shells have it."""
@@ -40,7 +40,7 @@ def run_command(name: str, work: Callable[[], int]) -> int:
         where = _find_users_line(error)
         if where is None:
             raise
-        return _complain(name, f"{where}: got {type(error).__name__}: {error}, expected a file that runs. Repair it.")
+        return _complain(name, f"{where}: got {describe_error(error)}, expected a file that runs. Repair it.")
 
 
 def _complain(name: str, text: str, code: int = 2) -> int:

@@ -19,13 +19,14 @@ file is executed.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Concatenate, Final, TextIO, TypeAlias
 
-from schedules.errors import GraphError, TableError, quote
+from schedules.errors import GraphError, TableError, printable, quote
 from schedules.files.cells import Notation, ScheduleOrProgram, has_transfers, own, read_row
 from schedules.language.actions import GATHERINGS, KINDS, Action
 from schedules.language.arguments import MOST_MICROBATCHES, MOST_STAGES, require_types
@@ -264,5 +265,10 @@ def write_csv(plan: ScheduleOrProgram, file: File, words: Notation = own) -> Non
 
 def _open_text(file: File, mode: str) -> AbstractContextManager[TextIO]:
     if isinstance(file, str | os.PathLike):
+        if mode == "r" and not stat.S_ISREG(os.stat(file).st_mode) and not os.path.isdir(file):
+            raise TableError(
+                f"{printable(os.fspath(file))}: got what is no regular file, expected one: a pipe may never end. Check "
+                "the path, or pass an open file."
+            )
         return open(file, mode, encoding="ascii", errors="backslashreplace", newline="")  # type: ignore[return-value]
     return nullcontext(file)

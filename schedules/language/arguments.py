@@ -13,6 +13,7 @@ Invariant: what passes is of its annotated type, and no number is nan.
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,6 +55,25 @@ def is_number(value: object) -> bool:
         if not isinstance(value, Real):
             return False
     return bool(value == value)  # noqa: PLR0124 - false for nan; isnan() fails for large integers
+
+
+def takes(function: object, count: int) -> bool:
+    """Return whether a function can be called with so many arguments; true if it doesn't say.
+
+    >>> [takes(one, 2) for one in (max, lambda x: x, lambda x, *more: x, dict, 3)]
+    [True, False, True, False, False]
+    """
+    if not callable(function):
+        return False
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a built-in one
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def is_size(value: object, least: int = 1, most: int = MOST_STAGES) -> bool:
@@ -135,6 +155,11 @@ def _choices(hint: Any, known: Mapping[str, ArgumentType]) -> list[ArgumentType]
         return [ArgumentType(f"one of {list(values)}", f"Pass one of {list(values)}.", lambda x: x in values)]
     if hint is Any or not isinstance(origin, type):
         return []
+    taken = next(iter(get_args(hint)), None)
+    if origin.__name__ == "Callable" and isinstance(taken, list):
+        count = len(taken)
+        expected = f"a function of {count} argument{'s' * (count != 1)}"
+        return [known["Callable"]._replace(expected=expected, accepts=lambda x: takes(x, count))]
     return [] if origin is object else [_row_of(origin, known)]
 
 

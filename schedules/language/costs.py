@@ -38,7 +38,8 @@ def require_stages(values: Costs | Link | Sizes, stages: int) -> None:
 def _require_costs(values: Costs | Link | Sizes, *names: str) -> None:
     for name in names:
         cost = getattr(values, name)
-        if cost == () or not all(map(_is_cost, cost if isinstance(cost, tuple) else (cost,))):
+        parts = cost if isinstance(cost, tuple) else (cost,)
+        if not parts or not all(map(_is_cost, parts)):
             raise _size_error(values, name, "a finite number of at least 0, or a tuple with one for each stage")
 
 
@@ -48,7 +49,10 @@ def _require_number(values: Costs | Link, name: str) -> None:
 
 
 def _is_cost(number: object) -> bool:
-    return is_number(number) and 0 <= float(number) < inf  # type: ignore[arg-type]
+    try:
+        return is_number(number) and 0 <= float(number) < inf  # type: ignore[arg-type]
+    except OverflowError:  # an integer
+        return False
 
 
 def _is_slow(entry: object) -> bool:

@@ -261,7 +261,7 @@ def without_rank(generator: Callable[..., Actions], *first: str) -> inspect.Sign
 
 def require_function(decorator: str, generator: object) -> None:
     """Raise `ArgumentError` unless a decorator was given a function."""
-    if not callable(generator) or not hasattr(generator, "__name__"):
+    if not callable(generator) or not hasattr(generator, "__name__") or isinstance(generator, type):
         raise ArgumentError(
             f"{decorator}: got {quote(generator)}, expected a generator function (rank, ...). Put @{decorator} above "
             "its def."

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every wrong argument of the public functions is refused, at once, with an error that says how to repair it."""
 
+import functools
 import itertools
 import math
 
@@ -12,7 +13,9 @@ import fpipe
 from schedules import gpipe, linear, one_f_one_b
 from tests.common.wrong_calls import Known, complain
 
-NAN, MANY = math.nan, itertools.count
+NAN, MANY, FOREVER = math.nan, itertools.count, itertools.repeat
+HUGE = 10**400  # more than any float
+DEEP = functools.reduce(lambda tree, _: [tree], range(1000), 0)
 X = torch.ones(4, 4)
 
 
@@ -39,21 +42,24 @@ def known(tmp_path_factory):
     measured_step = fpipe.timeline(pipe, spans)
     saving = {"pipe": pipe, "path": path / "run", "params": params}
     sparse, nested = X.to_sparse(), torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged)
-    numbers, missing = (-1, 0, NAN, math.inf), path / "missing"
+    numbers, missing = (-1, 0, NAN, math.inf, HUGE), path / "missing"
+    paths = ("\0", "a" * 5000, "a\udcff")
+    unscalable = [{**grads, "0.weight": one} for one in (sparse, nested, X.long(), X.to("meta"))]
     batches = {
-        "params": ({}, {**params, "0.bias": params["0.bias"].double()}),
+        "params": ({}, {**params, "0.bias": params["0.bias"].double()}, {**params, "0.weight": nested}),
         "inputs": ((X.double(),), (sparse,), (nested,), (3,), X, None),
         "targets": (X,),
     }
-    files = {"path": ("\0", missing)}
+    files = {"path": (*paths, missing)}
     return {
-        "all_finite": Known(fpipe.all_finite, {"pipe": pipe, "grads": grads}, {"grads": ({"x": X},)}),
+        "all_finite": Known(fpipe.all_finite, {"pipe": pipe, "grads": grads}, {"grads": ({"x": X}, *unscalable)}),
         "begin_save": Known(
             fpipe.begin_save,
             {**saving, "path": path / "other"},
             {
-                "path": ("\0", path / "profile.json"),
-                "data": ({1: 2}, object(), nn.Linear(1, 1)),
+                "path": (*paths, path / "profile.json"),
+                "data": ({1: 2}, object(), nn.Linear(1, 1), DEEP, 2**20000, [nested]),
+                "step": (-1, 10**30),
                 "state": ({"x": {}}, {"0.bias": {"a": object()}}),
                 "params": ({}, {"x": X}),
             },
@@ -64,31 +70,33 @@ def known(tmp_path_factory):
             {"pipe": pipe, "grads": grads, "max_norm": 1.0},
             {
                 "max_norm": (-1, NAN),
-                "names": ("nothing", itertools.repeat("*"), ()),
-                "grads": ({"x": X},),
-                "order": (NAN,),
+                "names": ("nothing", FOREVER("*"), ()),
+                "grads": ({"x": X}, *unscalable),
+                "order": (NAN, HUGE),
             },
         ),
         "clip_value": Known(
-            fpipe.clip_value, {"grads": grads, "value": 1.0}, {"value": (-1, NAN), "grads": ({"x": "y"},)}
+            fpipe.clip_value,
+            {"grads": grads, "value": 1.0},
+            {"value": (-1, NAN), "grads": ({"x": "y"}, *unscalable[:3])},
         ),
         "costs": Known(fpipe.costs, {"pipe": pipe, "timelines": measured_step}, {"timelines": ([3], MANY())}),
         "evaluate": Known(fpipe.evaluate, {"pipe": pipe}),
         "export": Known(
             fpipe.export,
             {"pipe": pipe, "path": path / "new", "params": params},
-            {"path": ("\0", path / "model"), "params": ({},)},
+            {"path": (*paths, path / "model", path / "profile.json" / "x"), "params": ({},)},
         ),
         "generate": Known(fpipe.generate, {"pipe": pipe, "length": 4}, {"length": (0, -1), "schedule": (gpipe(4, 2),)}),
         "is_checkpoint": Known(fpipe.is_checkpoint, {"path": path}),
-        "load": Known(fpipe.load, {"pipe": pipe, "path": path / "run"}, files),
+        "load": Known(fpipe.load, {"pipe": pipe, "path": path / "run"}, {"path": (*files["path"], [])}),
         "LossScale": Known(
             fpipe.LossScale,
             {},
             {"scale": numbers, "growth": (1, *numbers), "backoff": (1, *numbers), "interval": (0,), "good": (-1,)},
         ),
         "LossScale.unscale": Known(fpipe.LossScale().unscale, {"grads": grads}),
-        "LossScale.next": Known(fpipe.LossScale().next, {"finite": True}),
+        "LossScale.next": Known(fpipe.LossScale().next, {"finite": True}, {"finite": (torch.ones(2),)}),
         "masters": Known(fpipe.masters, {"optimizer": adam}, {"dtype": (torch.int32,)}),
         "ModuleGraph": Known(
             fpipe.ModuleGraph,
@@ -103,12 +111,17 @@ def known(tmp_path_factory):
         "optimizer": Known(
             fpipe.optimizer,
             {"cls": torch.optim.SGD},
-            {"cls": (torch.optim.LBFGS, nn.Linear), "groups": ({"a": 3},), "names": (MANY(),)},
+            {
+                "cls": (torch.optim.LBFGS, torch.optim.Optimizer, nn.Linear),
+                "groups": ({"a": 3}, {3: {}}, {"*": {"x": 1}}),
+                "names": (MANY(),),
+                "options": ({"x": 1}, {"lr": "x"}),
+            },
         ),
         "update": Known(
             adam.update,
             {"grads": grads, "state": state, "params": params},
-            {"grads": ({"x": X},), "state": ({},), "groups": ({"x": {}},)},
+            {"grads": ({"x": X}, unscalable[0], unscalable[3]), "state": ({},), "groups": ({"x": {}},)},
         ),
         "pipeline": Known(
             fpipe.pipeline,
@@ -116,12 +129,14 @@ def known(tmp_path_factory):
             {
                 "model": ([], [3], nn.DataParallel(model)),
                 "stages": (3, 0),
-                "cuts": ("x", 3),
+                "schedule": (gpipe(2, 10**12),),
+                "cuts": ("x", 3, FOREVER("2")),
+                "unsplittable": (FOREVER("2"),),
                 "plans": (0, -1),
                 "example": ((sparse,), (nested,), ()),
-                "batch_dims": (9, "x"),
+                "batch_dims": (9, "x", lambda x: x, lambda x, count: FOREVER(x), lambda x, count: 3),
                 "mesh": ({"pp": 3}, {"pp": 0}),
-                "capture": ("x",),
+                "capture": ("x", lambda: 0),
                 "backward": ("x",),
                 "tied": ("x", {"0.bias": "x"}),
                 "dp": ("dp",),
@@ -134,12 +149,13 @@ def known(tmp_path_factory):
             {"model": model, **batch, "ranks": 2, "microbatches": 2, "profile": measured, "seconds": 0.1},
             {
                 "memory": (-1, "x", (1,)),
-                "microbatches": (0, (), (0,)),
+                "microbatches": (0, (), (0,), FOREVER(2)),
                 "weights": numbers,
-                "seconds": (-1, NAN),
-                "ranks": (0, -1),
-                "schedules": ((), (3,)),
-                "cuts": (("x",),),
+                "seconds": (-1, NAN, HUGE),
+                "ranks": (0, -1, 10**12),
+                "schedules": ((), (3,), (lambda: 0,), (lambda ranks, microbatches: None,)),
+                "cuts": (("x",), FOREVER("2")),
+                "stages": (FOREVER(("2", None)),),
             },
         ),
         "Plan.read": Known(fpipe.Plan.read, {"path": path / "plan.json"}, files),
@@ -148,7 +164,12 @@ def known(tmp_path_factory):
         "profile": Known(
             fpipe.profile,
             {"model": model, **batch, "microbatches": 2, "seconds": 0},
-            {"microbatches": (0, -1), "cuts": ("x",), "seconds": (-1, NAN), "source": ({},)},
+            {
+                "microbatches": (0, -1, 10**12),
+                "cuts": ("x", FOREVER("2")),
+                "seconds": (-1, NAN),
+                "source": ({},),
+            },
         ),
         "Profile.read": Known(fpipe.Profile.read, {"path": path / "profile.json"}, files),
         "Profile.save": Known(measured.save, {"path": path / "again.json"}, {"path": ("\0", path)}),
@@ -158,7 +179,9 @@ def known(tmp_path_factory):
         "Pipeline.initialise": Known(pipe.initialise, {"seed": 0}),
         "Pipeline.module": Known(pipe.module, {"params": params, "buffers": buffers}, {"params": ({"x": X},)}),
         "Pipeline.prepare": Known(
-            pipe.prepare, {"examples": [((X,), None)]}, {"examples": ([3], [((X.double(),), None)])}
+            pipe.prepare,
+            {"examples": [((X,), None)]},
+            {"examples": ([3], [((X.double(),), None)], FOREVER(((X,), None)))},
         ),
         "Pipeline.rebuilt": Known(pipe.rebuilt, {"model": model}),
         "Pipelined": Known(fpipe.Pipelined, {"model": model, **batch, "schedule": how}, {"weights": ({},)}),
@@ -172,12 +195,14 @@ def known(tmp_path_factory):
         "safetensors": Known(fpipe.safetensors, {"paths": path / "model"}, {"paths": ("\0", missing, [missing], [3])}),
         "save": Known(fpipe.save, saving),
         "Sharded": Known(fpipe.Sharded, {"dim": "fsdp"}, {"gathered": (0, -1)}),
-        "stream": Known(fpipe.stream, {"pipe": pipe, "take": print}),
+        "stream": Known(fpipe.stream, {"pipe": pipe, "take": print}, {"take": (lambda: 0,)}),
         "timeline": Known(
-            fpipe.timeline, {"pipe": pipe, "spans": spans}, {"spans": (MANY(), [3], [spans[0]._replace(rank=9)])}
+            fpipe.timeline,
+            {"pipe": pipe, "spans": spans},
+            {"spans": (MANY(), [3], [spans[0]._replace(rank=9)])},
         ),
         "train_step": Known(fpipe.train_step, {"pipe": pipe, "optimizer": adam}, {"max_norm": (-1, NAN)}),
-        "value_and_grad": Known(fpipe.value_and_grad, {"pipe": pipe}, {"sums": (torch.int32,)}),
+        "value_and_grad": Known(fpipe.value_and_grad, {"pipe": pipe}, {"sums": (torch.int32,), "record": (lambda: 0,)}),
         "verify": Known(
             fpipe.verify,
             {"pipe": pipe, "model": model, "inputs": (X,)},

@@ -32,8 +32,12 @@ NEVER = (0, -1, 10**30)
 NAN = math.nan
 
 
+def list_nothing(rank, ranks, microbatches):
+    return []
+
+
 def numbers(*names):
-    return dict.fromkeys(names, ((), (1, "x"), -1, NAN, math.inf))
+    return dict.fromkeys(names, ((), (1, "x"), -1, NAN, math.inf, 10**400))
 
 
 FACTORIES = [
@@ -97,6 +101,7 @@ CALLS = {
     "reduce_gradients": Known(schedules.reduce_gradients, {"schedule": S}),
     "repeat": Known(schedules.repeat, {"schedule": S, "times": 2}, {"times": NEVER}),
     "schedule": Known(schedules.schedule, {}),
+    "the decorator": Known(schedules.schedule(), {"generator": list_nothing}, {"generator": (int, 3, None)}),
     "shard": Known(schedules.shard, {"schedule": S, "limit": 1}, {"limit": NEVER}),
     "simulate": Known(schedules.simulate, {"schedule": S}, {"costs": [Costs(F=(1, 2, 3))], "graph": [chain(3)]}),
     "Sizes": Known(Sizes, {}, numbers("activation", "inputs", "residual", "weight", "gathered")),

@@ -21,8 +21,10 @@ from fpipe.autodiff.accumulation import own_all
 from fpipe.autodiff.graph.codegen import PhaseFunction, generate_function
 from fpipe.autodiff.graph.joint_graph import CONSTANT
 from fpipe.autodiff.graph.phases import Phase
+from fpipe.errors import InputError
 from fpipe.tensors import random
 from fpipe.torch_private import FakeTensor, foreach_add_
+from schedules.errors import quote
 
 Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[Any]]]
 """`compiler(module, examples)` returns a function equivalent to the module, as backends of `torch.compile` do."""
@@ -34,6 +36,12 @@ def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
         return generate_function(phase)
     takes = [node for node in phase.inputs if "val" in node.meta]
     run, plain = compiler(_module(phase, takes), [node.meta["val"] for node in takes]), generate_function(phase)
+
+    if not callable(run):
+        raise InputError(
+            f"backward: got {quote(run)} from the backend {quote(compiler)}, expected a function that computes what "
+            "the module does. Return one, such as module.forward."
+        )
 
     def call(*groups: Any) -> Any:
         taken = [value for group in groups if isinstance(group, tuple | list) for value in group]

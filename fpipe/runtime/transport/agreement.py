@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.runtime.fingerprint import digest
+from schedules.errors import describe_error
 
 Gather: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
 """Returns the tensors of all ranks; every rank passes one, of the same shape and dtype."""
@@ -64,7 +65,7 @@ def announce_refusal(gather: Gather, call: str, error: BaseException) -> None:
     """Tell the other ranks, which wait for this one's row, that the call failed here."""
     mine = [1, digest([call]), 0]
     _exchange_rows(gather, mine)
-    exchange_texts(gather, f"{type(error).__name__}: {error}")
+    exchange_texts(gather, describe_error(error))
 
 
 def _exchange_rows(gather: Gather, mine: list[int]) -> list[list[int]]:

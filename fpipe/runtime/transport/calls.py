@@ -27,9 +27,9 @@ from fpipe.runtime.transport.agreement import agree, announce_refusal, exchange_
 from fpipe.runtime.transport.board import Board
 from fpipe.runtime.transport.lookout import Lookout
 from fpipe.runtime.transport.waiting import Awaited, BrokenWaitError, Waitable, destroy_groups, find_closed
+from schedules.errors import describe_error
 
 DIED: Final = "it died, or left: its connection ended, and it left no word. Look at the last lines that it printed"
-MOST_SAID: Final = 2000
 
 
 class ControlGroup(Protocol):
@@ -138,8 +138,8 @@ class SharedCalls:
 
     def _tell(self, error: BaseException) -> None:
         """Tell the other ranks of an error midway in a call, and end their waits for this one."""
-        said = f"{type(error).__name__}: {error}".removesuffix(": ")
-        mine = Cause(self.table.rank, self.lookout.place, said[:MOST_SAID])
+        said = describe_error(error)
+        mine = Cause(self.table.rank, self.lookout.place, said)
         first = self.lookout.board.publish(mine)
         self._fail(said)
         order = "the first failure; the other ranks were told" if first == mine else f"after the first failure: {first}"

@@ -170,11 +170,11 @@ def find_cause(before: Mapping[int, Sign | None], now: Mapping[int, Sign | None]
 
     >>> waits, works = Sign(3.0, "a step (call 2), position 4, 1B0", (2,)), Sign(3.0, "a step (call 2)", ())
     >>> print(find_cause({1: None, 2: works}, {1: waits, 2: works}, "4 s"))
-    rank 2, a step (call 2): no sign of life from it within the timeout of 4 s
+    rank 2, a step (call 2): no sign of life from it since, within the timeout of 4 s
     >>> print(find_cause({1: None, 2: None}, {1: waits, 2: works}, "4 s"))
     rank 2, a step (call 2): it is alive, but was not done within the timeout of 4 s
     >>> print(find_cause({}, {2: None}, "4 s"))
-    rank 2, outside of fpipe, or stopped: no sign of life from it within the timeout of 4 s
+    rank 2, outside of fpipe, or stopped: no sign of life from it since, within the timeout of 4 s
     """
     silent = [rank for rank, sign in now.items() if sign == before.get(rank)]
     busy = [rank for rank, sign in now.items() if sign is not None and not sign.peers]
@@ -182,7 +182,7 @@ def find_cause(before: Mapping[int, Sign | None], now: Mapping[int, Sign | None]
     sign = None if rank is None else now[rank]
     place = "outside of fpipe, or stopped" if sign is None else sign.doing
     if rank in silent or rank is None:
-        return Cause(rank, place, f"no sign of life from it within the timeout of {timeout}")
+        return Cause(rank, place, f"no sign of life from it since, within the timeout of {timeout}")
     if rank in busy:
         return Cause(rank, place, f"it is alive, but was not done within the timeout of {timeout}")
     return Cause(rank, place, f"it waited for others, and they for it, until the timeout of {timeout}")

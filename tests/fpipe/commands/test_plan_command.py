@@ -16,6 +16,9 @@ def task():
     model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
     return {"model": model, "example": (torch.ones(8, 8),), "loss": torch.mean}
 
+def half():
+    return {"model": torch.nn.Linear(8, 8)}
+
 def nothing():
     return 3
 """
@@ -64,6 +67,7 @@ def test_a_task_is_measured_and_planned(script, capsys):
         (["{script}:task"], "ranks: got none"),
         (["{script}:nothing", "--ranks", "2"], "got int, expected a function that returns the arguments"),
         (["{script}:other", "--ranks", "2"], "got NoneType"),
+        (["{script}:half", "--ranks", "2"], "['example'] among them"),
         (["{script}", "--ranks", "2"], "expected a profile that fpipe saved"),
         (["missing.json", "--ranks", "2"], "missing.json: "),
     ],

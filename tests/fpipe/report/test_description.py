@@ -131,3 +131,13 @@ def test_a_long_chain_is_one_entry():
 def test_gradients_that_are_summed_are_printed():
     pipe, *_ = build(ZOO["one_weight"], gpipe(ranks=4, microbatches=2), 4, tied="sum", capture="trace")
     assert "6.weight: stages 0, 1, 2, 3, gradients summed once a step" in str(pipe)
+
+
+def test_names_of_modules_do_not_control_the_terminal():
+    model = nn.Sequential()
+    model.add_module("a\x1b[2J", nn.Linear(WIDTH, WIDTH))
+    model.add_module("b", nn.Linear(WIDTH, WIDTH))
+    x = torch.ones(4, WIDTH)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(ranks=2, microbatches=2))
+    assert "a\\x1b[2J" in str(pipe)
+    assert "\x1b" not in str(pipe)

@@ -237,7 +237,7 @@ def test_what_is_no_function_of_one_parameter_is_refused(cls, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"lr": -1.0}, "options: got {'lr': -1.0}, which AdamW refuses: Invalid learning rate: -1.0"),
+        ({"lr": -1.0}, "options: got {'lr': -1.0}, which AdamW refuses (Invalid learning rate: -1.0"),
         ({"rate": 1.0}, "options: got {'rate': 1.0}, which AdamW refuses"),
         ({"groups": {"*": {"momentum": 1}}}, "groups['*']: got {'momentum': 1}, which AdamW refuses"),
         ({"groups": ["*.bias"]}, "groups: got ['*.bias'], expected a dict from pattern to options"),

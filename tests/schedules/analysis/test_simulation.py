@@ -278,3 +278,9 @@ def test_the_peak_is_the_highest_level_over_time(case, times):
         assert peaks == pytest.approx(simulate(schedule, times, graph, some).peak_memory)
         assert all(rank[-1][1] == pytest.approx(0) for rank in levels if rank)
         assert all(a[0] < b[0] for rank in levels for a, b in pairwise(rank))
+
+
+def test_costs_may_be_numbers_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    how = one_f_one_b(ranks=2, microbatches=2)
+    assert simulate(how, Costs(F=numpy.float32(1), B=(numpy.int64(2), 2))).makespan == simulate(how).makespan

@@ -16,6 +16,10 @@ FAILING = {
     "in its generator": (START + "yield F(rank, [][0])\n", "line 4: got IndexError: list index out of range"),
     "no Python": ("def mine(:\n", "line 1: got SyntaxError"),
     "an exit": ("import sys\nsys.exit(0)\n", "line 2: got SystemExit: 0"),
+    "an error without a text": (
+        "class Mine(Exception):\n    def __str__(self): raise ValueError\nraise Mine\n",
+        "line 3: got Mine: its text can't be made",
+    ),
     "a control character": ("raise ValueError('\\x1b[2J')\n", "got ValueError: \\x1b[2J"),
 }
 

@@ -3,6 +3,7 @@
 
 import io
 import json
+import os
 import time
 
 import pytest
@@ -101,6 +102,12 @@ def test_a_hundred_thousand_lines_are_read_in_about_a_second():
     start = time.process_time()
     assert read_csv(io.StringIO(text)).ranks == 10**5
     assert time.process_time() - start < 20
+
+
+def test_a_pipe_in_place_of_a_table_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "a.csv")
+    with pytest.raises(TableError, match="no regular file, expected one"):
+        read_csv(tmp_path / "a.csv")
 
 
 def test_errors_do_not_repeat_files():

@@ -111,7 +111,7 @@ def test_the_one_who_keeps_all_waiting_is_given_up(start):
     assert lookout.board.found == (
         2,
         "outside of fpipe, or stopped",
-        "no sign of life from it within the timeout of 0.5 s",
+        "no sign of life from it since, within the timeout of 0.5 s",
     )
 
 
