@@ -27,6 +27,9 @@ from tests.common.world.scripts import Script
 from tests.common.world.setups import Setup, draw_layout
 from tests.common.world.sharing import Shelf
 
+MEMORY = Path("/dev/shm")
+"""Where files are written, if it is there: a sync of a disk is slow, and tells a simulation nothing."""
+
 
 class Simulator:
     """Runs cases one after the other; keeps what the cases of a block of seeds share until the next block begins."""
@@ -42,7 +45,7 @@ class Simulator:
         shelf = self.shelves.setdefault(case.setup, Shelf())
         with (
             postpone_collection(),  # what is collected when must not depend on what ran before
-            tempfile.TemporaryDirectory() as folder,
+            tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder,
             nullcontext() if case.is_apart else shelf.lent(),
         ):
             return judge(case, Path(folder), shelf)
