@@ -22,7 +22,7 @@ from fpipe.pipelines.garbage import postpone_collection
 from tests.common.world.drawing import draw
 from tests.common.world.verdicts import Simulator, simulate
 
-EVERY = 128  # cases between collections of garbage
+EVERY = 120  # cases between collections of garbage
 
 
 def main() -> int:

@@ -10,13 +10,13 @@ from fpipe.runtime import instructions
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.runtime.transport.calls import SharedCalls
 from tests.common.sizes import NIGHTLY, by_night
-from tests.common.world.drawing import draw
+from tests.common.world.drawing import BLOCK, draw
 from tests.common.world.network import Room
 from tests.common.world.verdicts import Simulator, simulate
 
 FIRST, CASES = int(os.environ.get("SIMULATION_SEED", "0")), int(os.environ.get("SIMULATION_CASES", "2000"))
-CHUNK = 128
-BY_DAY = (18, 42, 80, 98, 103)
+CHUNK = BLOCK
+BY_DAY = (18, 60, 98, 105, 119)
 
 
 def find_broken(seeds):
