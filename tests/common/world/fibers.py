@@ -121,12 +121,12 @@ class World:
     def _choose(self) -> Fiber:
         """Return one of the fibers that can run; while there is none, let time pass until the next event."""
         while True:
-            able = [fiber for fiber in self.ready if fiber.process.is_dead or not fiber.process.is_stopped]
+            able = [fiber for fiber in self.ready if not fiber.process.is_stopped or fiber.process.is_dead]
             if able:
                 self.switches += 1
                 if self.switches > LIMIT:
                     raise StuckError(f"got {LIMIT} switches, expected an end: {self._report()}")
-                fiber = able[self.random.randrange(len(able))]
+                fiber = self.random.choice(able)
                 self.ready.remove(fiber)
                 if not fiber.is_over:
                     return fiber

@@ -79,20 +79,21 @@ class Shelf:
                 return self.keep(key, lambda: assemble(made, variant, microbatch))
 
         def find_plan(made: Planner, variant: Variant, signature: Signature) -> StepPlan:
-            if made.copies is not ALONE or made.extra is not None:
+            if made.extra is not None:
                 return plan(made, variant, signature)
-            cache = made.captures
-            filled: tuple[dict[Any, Any], ...] = made.assemblies, cache.captured, cache.reads, cache.positions
-            filled = (*filled, cache.watches, cache.questions)
+            cache, copies = made.captures, made.copies
+            caches = cache.captured, cache.reads, cache.positions, cache.watches, cache.questions
+            filled: list[dict[Any, Any]] = [made.assemblies, *caches]
 
             def make() -> tuple[StepPlan, list[dict[Any, Any]]]:
                 return plan(made, variant, signature), [dict(one) for one in filled]
 
-            key = "plan", id(cache.model), variant, signature, made.schedule, made.summed, made.ranks
+            layout = copies.replicas, copies.shards, copies.here, copies.own_rows, copies.mean, copies.gathered
+            key = "plan", id(cache.model), variant, signature, made.schedule, made.summed, made.ranks, layout
             found, contents = self.keep((*key, made.backend is None), make)
             for one, more in zip(filled, contents, strict=True):
                 one.update(more)
-            return found
+            return found if copies is ALONE else replace(found, copies=copies)
 
         with (
             mock.patch.object(Planner, "_plan", find_plan),
