@@ -16,7 +16,7 @@ from tests.common.world.verdicts import Simulator, simulate
 
 FIRST, CASES = int(os.environ.get("SIMULATION_SEED", "0")), int(os.environ.get("SIMULATION_CASES", "2000"))
 CHUNK = BLOCK
-BY_DAY = (18, 60, 98, 105, 119)
+BY_DAY = (18, 60, 98, 105, 119, 4566)
 
 
 def find_broken(seeds):

@@ -136,7 +136,7 @@ def require_results(script: Script, alone: Script) -> None:
         part = Result(
             want.loss,
             find_outputs(script, got, want),
-            {name: want.grads[name] for name in got.grads},
+            {name: find_part(script, rank, want.grads[name]) for name in got.grads},
             {name: want.buffers[name] for name in got.buffers},
         )
         for difference in differences(got, part):
@@ -155,7 +155,19 @@ def require_results(script: Script, alone: Script) -> None:
 
 def find_outputs(script: Script, got: Result, want: Result) -> Any:
     """Return the outputs that a rank should have: those of a copy's own rows can't be told from the batch's."""
-    return got.outputs if got.outputs is None or script.case.setup.replicas > 1 else want.outputs
+    return got.outputs if got.outputs is None or script.case.setup.copies > 1 else want.outputs
+
+
+def find_part(script: Script, rank: int, value: Any) -> Any:
+    """Return the rows that a rank should hold of a parameter, of a gradient, or of all tensors of an optimizer's."""
+    setup = script.case.setup
+    if isinstance(value, dict):
+        return {name: find_part(script, rank, one) for name, one in value.items()}
+    if setup.copies == 1 or not setup.is_sharded or not isinstance(value, Tensor) or not value.dim():
+        return value
+    chunks = value.chunk(setup.copies)
+    shard = rank % setup.copies
+    return chunks[shard] if shard < len(chunks) else value[:0]
 
 
 def require_final(script: Script, alone: Script) -> None:
@@ -166,8 +178,9 @@ def require_final(script: Script, alone: Script) -> None:
         theirs = alone.states[script.case.steps - 1]
         for what, mine, wanted in zip(("parameter", "buffer", "state"), parts, theirs, strict=True):
             for name, value in mine.items():
-                if not is_same(value, wanted[name]):
-                    raise Finding(f"rank {rank}, at the end: {what} {name} is {value}, expected {wanted[name]}")
+                want = wanted[name] if what == "buffer" else find_part(script, rank, wanted[name])
+                if not is_same(value, want):
+                    raise Finding(f"rank {rank}, at the end: {what} {name} is {value}, expected {want}")
 
 
 def is_same(mine: Any, theirs: Any) -> bool:
