@@ -113,9 +113,10 @@ def damage(folder: Path, random: Random) -> int:
     files = sorted(file for file in read_manifest(newest).folder(newest).iterdir())
     file = random.choice(files)
     data = bytearray(file.read_bytes())
-    how = random.choice(["flip", "cut", "remove"])
+    how = random.choice(["flip", "flip", "cut", "remove"])
     if how == "flip":
-        data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+        start = random.choice([0, find_values(file, data)])
+        data[random.randrange(start, len(data))] ^= 1 << random.randrange(8)
         file.write_bytes(data)
     elif how == "cut":
         file.write_bytes(data[: random.randrange(len(data))])
@@ -125,6 +126,14 @@ def damage(folder: Path, random: Random) -> int:
     if not steps:
         shutil.rmtree(newest)
     return max(steps.values(), default=0)
+
+
+def find_values(file: Path, data: bytearray) -> int:
+    """Return where the values of tensors begin in a file, which nothing but a checksum can tell from others."""
+    if file.suffix != ".safetensors":
+        return 0
+    start = 8 + int.from_bytes(data[:8], "little")
+    return start if start < len(data) else 0
 
 
 def require_results(script: Script, alone: Script) -> None:
