@@ -123,7 +123,8 @@ class Leaf:
             return (whole,) * microbatches
         before, after = whole.shape[: self.dim], whole.shape[self.dim + 1 :]
         sizes = split_evenly(whole.shape[self.dim], microbatches)
-        return tuple([replace(whole, shape=(*before, size, *after)) for size in sizes])
+        made = {size: replace(whole, shape=(*before, size, *after)) for size in set(sizes)}
+        return tuple([made[size] for size in sizes])
 
     def piece_sizes(self, known: Sequence[Spec], microbatches: int) -> list[int]:
         """Return the sizes of pieces along the split dimension (for a function, the first); none for a whole leaf."""

@@ -55,7 +55,7 @@ def export(pipe: Pipeline, path: str | os.PathLike[str], params: State, buffers:
         pipe.ranks.agree(lambda: [Field.of("path", [str(home)])])
         transient = list_transient_buffers(pipe.model)
         mine, writes = [n for n in owned_names(pipe, held) if n not in transient], pipe.copies.is_first
-        tensors = copy_to_host({name: held[name] for name in mine}, writes)
+        tensors = copy_to_host(pipe.ranks, pipe.copies, {name: held[name] for name in mine})
         if writes:
             _write(home, tensors, index, count)
         pipe.ranks.agree(about="its files")

@@ -168,7 +168,7 @@ def _collect(
         **(extra if own_index(pipe) == 0 else {}),
     }
     scalars = [name for name, value in kept.items() if not value.dim() and value.device.type != "cpu"]
-    return _Share(copy_to_host(tensors, pipe.copies.is_first), numbers, scalars, data)
+    return _Share(copy_to_host(pipe.ranks, pipe.copies, tensors), numbers, scalars, data)
 
 
 def require_whole_state(pipe: Pipeline, params: State, buffers: State | None) -> State:

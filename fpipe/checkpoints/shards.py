@@ -21,8 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fpipe.errors import InputError
+from fpipe.meshes.copies import PipelineCopies
+from fpipe.runtime.ranks import Ranks
+from fpipe.runtime.transport.waiting import Awaited, await_all, reporting
 from fpipe.tensors.placed import whole_tensor
 from fpipe.tensors.spec import Spec
 from fpipe.weights.safetensors import open_safetensors, require_library, wrap_read_errors
@@ -37,12 +41,37 @@ def shard_name(index: int, count: int) -> str:
     return f"model-{index + 1:05}-of-{count:05}.safetensors"
 
 
-def copy_to_host(tensors: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
+class ShardedTensor:
+    """A tensor whose shards are still to be gathered from all processes of a group, which wait for them together."""
+
+    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
+        self.tensor, self.group = tensor, group
+
+    @property
+    def awaited(self) -> Awaited:
+        """The shards of the others."""
+        return await_all("a shard to save", self.group)
+
+    def wait(self) -> None:
+        """Gather the shards; raise `BrokenWaitError` if one does not come."""
+        with reporting(self.awaited):
+            self.tensor = whole_tensor(self.tensor)
+
+
+def copy_to_host(ranks: Ranks, copies: PipelineCopies, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous copies in host memory, none of which shares memory with another: a file has no strides.
 
-    Shards are gathered one by one, which all their holders must do, also those that `keep` nothing.
+    Shards are gathered one by one, which all their holders must do. Only the first of all copies keeps what it gathers.
     """
-    wholes = ((name, whole_tensor(tensor.detach())) for name, tensor in tensors.items())
+
+    def gather(tensor: Tensor) -> Tensor:
+        if copies.groups[0] is None:
+            return whole_tensor(tensor)
+        ranks.wait(sharded := ShardedTensor(tensor, copies.groups[0]))
+        return sharded.tensor
+
+    keep = copies.is_first
+    wholes = ((name, gather(tensor.detach())) for name, tensor in tensors.items())
     return {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in wholes if keep}
 
 

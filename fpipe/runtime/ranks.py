@@ -16,6 +16,7 @@ from fpipe.errors import InputError
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.transport.agreement import Field
 from fpipe.runtime.transport.interface import Route, Transport
+from fpipe.runtime.transport.waiting import Waitable
 from fpipe.tensors.spec import Spec
 
 Fields: TypeAlias = Callable[[], Sequence[Field]]
@@ -78,6 +79,9 @@ class Ranks(Protocol):
 
     def spread(self, tensor: Tensor | None, spec: Spec, member: int) -> Tensor:
         """Return on every process of the mesh the tensor that number `member` of them passes."""
+
+    def wait(self, posted: Waitable) -> None:
+        """Wait for what other processes do; raise `BrokenWaitError` if one of them fails, dies or falls silent."""
 
     def agree_if_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""

@@ -22,7 +22,7 @@ from fpipe.pipelines.garbage import postpone_collection
 from tests.common.world.drawing import draw
 from tests.common.world.verdicts import Simulator, simulate
 
-EVERY = 32  # cases between collections of garbage
+EVERY = 120  # cases between collections of garbage
 
 
 def main() -> int:
@@ -55,7 +55,6 @@ def run_many(seeds: range) -> int:
             done = ends.total() + len(failed)
             if done % EVERY == 0:
                 gc.collect()
-            if done % (4 * EVERY) == 0:
                 print(report(ends, failed, began), flush=True)
     print(report(ends, failed, began))
     return min(len(failed), 1)

@@ -30,7 +30,7 @@ from fpipe.runtime.transport.calls import SharedCalls
 from fpipe.runtime.transport.channels import DistributedTransport
 from fpipe.runtime.transport.control import GRACE, Control, choose_timeout, find_mesh_group
 from fpipe.runtime.transport.interface import Route, Transport
-from fpipe.runtime.transport.waiting import Line, PendingWorks, await_all, reporting
+from fpipe.runtime.transport.waiting import Line, PendingWorks, Waitable, await_all, reporting
 from fpipe.runtime.turns import claim_turn
 from fpipe.tensors.spec import Spec
 from fpipe.torch_private import process_groups
@@ -151,6 +151,10 @@ class DistributedRanks:
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return rank `source`'s tensor on every rank."""
         return self._broadcast(self.results, tensor, spec, source)
+
+    def wait(self, posted: Waitable) -> None:
+        """Wait for it, in sight of the thread that looks out for other ranks."""
+        self.calls.lookout.wait(posted)
 
     def spread(self, tensor: Tensor | None, spec: Spec, member: int) -> Tensor:
         """Return on every process that agrees the tensor of number `member` among them."""

@@ -25,6 +25,7 @@ from fpipe.errors import DeadlockError, TransportError
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.ranks import Fields, require_unclosed
 from fpipe.runtime.transport.interface import MessageKey, Payload, Route, Transport, transfer_text
+from fpipe.runtime.transport.waiting import Waitable
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.tensors.spec import Spec
 
@@ -164,6 +165,10 @@ class LocalRanks:
         """Return the tensor: every rank is here."""
         assert tensor is not None, "the source rank is in this process"
         return tensor
+
+    def wait(self, posted: Waitable) -> None:
+        """Wait for it."""
+        posted.wait()
 
     def spread(self, tensor: Tensor | None, spec: Spec, member: int) -> Tensor:
         """Return the tensor: every process is this one."""

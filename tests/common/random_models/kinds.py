@@ -43,7 +43,7 @@ def viewed(layer, h, batch):
 def averaged(layer, h, batch):
     layer.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
     layer.count += 1
-    return h - layer.mean / layer.count
+    return h * (1 - layer.mean / layer.count)  # so the backward reads what the forward has made of the buffers
 
 
 def stopped(layer, h, batch):

@@ -15,9 +15,9 @@ BUILD_FAULTS = {"raise": 1, "interrupt": 1, "exit": 1, "die": 3, "stop": 2, "nap
 RAISED = ("raise", "interrupt", "exit")
 TIMEOUT = 30.0
 STEPS = 3
-BLOCK, SETUPS = 128, 8
+BLOCK, SETUPS = 120, 5
 """So many seeds, one after the other, draw from so many setups."""
-APART = 0.02
+APART = 0.01
 """The share of cases in which every rank captures the model itself."""
 
 

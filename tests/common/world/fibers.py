@@ -61,7 +61,7 @@ class Fiber:
         except BaseException as error:
             self.error = error
         self.is_over = True
-        self.world.main.release()
+        self.world.leave(self)
 
 
 class World:
@@ -76,6 +76,8 @@ class World:
         self.main = RealLock()
         self.main.acquire()
         self.current: Fiber | None = None
+        self.left = set[Fiber]()
+        self.failure: BaseException | None = None
         self.log: list[str] = []
         self.on_death: list[Callable[[Process], None]] = []
         self.on_step: Callable[[Process, str], None] = lambda process, what: None
@@ -90,47 +92,68 @@ class World:
 
     def run(self, mains: list[Fiber]) -> None:
         """Run until these fibers are over; then kill every process, and end what is left of all fibers."""
-        left = list(mains)
+        self.left = set(mains)
         try:
-            while left:
-                self._step()
-                for fiber in [one for one in left if one.is_over]:
-                    left.remove(fiber)
-                    self.kill(fiber.process)
+            self._pass_on(None)
+            self.main.acquire()
+            if self.failure is not None:
+                raise self.failure
         finally:
+            self.left.clear()
             for process in self.processes:
                 self.kill(process)
             self._bury()
 
-    def _step(self) -> None:
-        """Let one fiber run that can; if there is none, let time pass until the next event."""
-        able = [fiber for fiber in self.ready if fiber.process.is_dead or not fiber.process.is_stopped]
-        if able:
-            self.switches += 1
-            if self.switches > LIMIT:
-                raise StuckError(f"got {LIMIT} switches, expected an end: {self._report()}")
-            fiber = able[self.random.randrange(len(able))]
-            self.ready.remove(fiber)
-            self._give_turn(fiber)
-        elif self.events:
-            self.now, _, event = heapq.heappop(self.events)
-            event()
-        else:
-            raise StuckError(f"got no event, expected all ranks to end: {self._report()}")
-
-    def _give_turn(self, fiber: Fiber) -> None:
-        if fiber.is_over:
-            return
-        self.current = fiber
-        fiber.turn.release()
-        self.main.acquire()
+    def _pass_on(self, giver: Fiber | None) -> bool:
+        """Give the turn to a fiber that can run, or back to `run` if that fails; return whether it is the giver."""
         self.current = None
+        try:
+            fiber = self._choose()
+        except BaseException as error:
+            self.failure = error
+            self.main.release()
+            return False
+        self.current = fiber
+        if fiber is not giver:
+            fiber.turn.release()
+        return fiber is giver
+
+    def _choose(self) -> Fiber:
+        """Return one of the fibers that can run; while there is none, let time pass until the next event."""
+        while True:
+            able = [fiber for fiber in self.ready if not fiber.process.is_stopped or fiber.process.is_dead]
+            if able:
+                self.switches += 1
+                if self.switches > LIMIT:
+                    raise StuckError(f"got {LIMIT} switches, expected an end: {self._report()}")
+                fiber = self.random.choice(able)
+                self.ready.remove(fiber)
+                if not fiber.is_over:
+                    return fiber
+            elif self.events:
+                self.now, _, event = heapq.heappop(self.events)
+                event()
+            else:
+                raise StuckError(f"got no event, expected all ranks to end: {self._report()}")
+
+    def leave(self, fiber: Fiber) -> None:
+        """Pass the turn on from a fiber that is over, and whose process ends with it if it is the main one."""
+        self.current = None
+        if fiber in self.left:
+            self.left.remove(fiber)
+            self.kill(fiber.process)
+        if self.left:
+            self._pass_on(fiber)
+        else:
+            self.main.release()
 
     def _bury(self) -> None:
         """End all fibers: each raises `Killed` wherever it is, as often as it takes."""
         for fiber in self.fibers:
             while not fiber.is_over:
-                self._give_turn(fiber)
+                self.current = fiber
+                fiber.turn.release()
+                self.main.acquire()
             fiber.thread.join()
 
     def _report(self) -> str:
@@ -167,8 +190,8 @@ class World:
     def block(self) -> None:
         """Give the turn away until somebody wakes this fiber."""
         fiber = self.fiber()
-        self.main.release()
-        fiber.turn.acquire()
+        if not self._pass_on(fiber):
+            fiber.turn.acquire()
         if fiber.process.is_dead:
             raise Killed
 

@@ -151,55 +151,53 @@ class Group:
 
 
 class Mesh(DeviceMesh):
-    """One process's view of a mesh whose processes are those of the job, in order."""
+    """One process's view of a mesh; those of the job are in order.
 
-    def __init__(self, network: Network, sizes: Sequence[int], names: Sequence[str]) -> None:
-        self.names, self.grid = tuple(names), torch.arange(network.size).reshape(*sizes)
-        self.groups = {name: self._join(network, dim) for dim, name in enumerate(names)}
+    DTensors on it are torch's own. What they do without communication they do here, too.
+    """
 
-    def _join(self, network: Network, dim: int) -> Group:
-        """Return the process's group along a dimension."""
-        rows = self.grid.movedim(dim, -1).reshape(-1, self.grid.shape[dim]).tolist()
-        made = [network.create(row, HALF_AN_HOUR, f"mesh_{self.names[dim]}") for row in rows]
-        return next(group for group in made if group is not None)
+    def __init__(self, rank: int, grid: Tensor, groups: dict[str, Group]) -> None:
+        super().__init__("cpu", grid, mesh_dim_names=tuple(groups), _init_backend=False, _rank=rank)
+        self.groups, self.parts = groups, dict[tuple[str, ...], Mesh]()
+
+    @classmethod
+    def join(cls, network: Network, sizes: Sequence[int], names: Sequence[str]) -> Mesh:
+        """Return the running process's view of a new mesh of all processes, which all create."""
+        rank, grid = network.world.process.rank, torch.arange(network.size).reshape(*sizes)
+        groups = {}
+        for dim, name in enumerate(names):
+            rows = grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()
+            made = [network.create(row, HALF_AN_HOUR, f"mesh_{name}") for row in rows]
+            groups[name] = next(group for group in made if group is not None)
+        return cls(rank, grid, groups)
 
     def __hash__(self) -> int:
         """Return the number of one of its groups."""
-        return hash(self.groups[self.names[0]])
+        return hash(next(iter(self.groups.values())))
 
     def __eq__(self, other: object) -> bool:
-        """Return whether it is this one."""
+        """Return whether it is this one: what torch caches must not lead to a mesh of another process."""
         return self is other
 
-    def __repr__(self) -> str:
-        """Return names and sizes."""
-        return f"Mesh({self.names}, {tuple(self.grid.shape)})"
-
-    @property
-    def mesh(self) -> Tensor:
-        """The numbers of the processes."""
-        return self.grid
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...]:
-        """The names of the dimensions."""
-        return self.names
-
-    def size(self) -> int:
-        """Return the number of processes."""
-        return self.grid.numel()
-
-    def get_group(self, name: str) -> Group:
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """Return the group along a dimension."""
-        return self.groups[name]
+        return self.groups[mesh_dim] if isinstance(mesh_dim, str) else [*self.groups.values()][mesh_dim or 0]
 
-    def get_local_rank(self, name: str) -> int:
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Return the number of this process along a dimension."""
-        return self.groups[name].rank()
+        rank: int = self.get_group(mesh_dim).rank()
+        return rank
 
-    def __getitem__(self, name: str) -> Group:
-        """Return the group along a dimension, which knows its size."""
-        return self.groups[name]
+    def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:
+        """Return the part of the mesh along some dimensions."""
+        names = (names,) if isinstance(names, str) else names
+        if names not in self.parts:
+            at = tuple(
+                slice(None) if name in names else k
+                for name, k in zip(self.groups, self.get_coordinate() or (), strict=True)
+            )
+            self.parts[names] = Mesh(self._rank, self.mesh[at], {name: self.groups[name] for name in names})
+        return self.parts[names]
 
 
 class Store:

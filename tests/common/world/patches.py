@@ -13,9 +13,10 @@ from unittest import mock
 
 import torch.distributed
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fpipe.checkpoints import manifest, save
-from fpipe.meshes import arguments, peers
+from fpipe.checkpoints import manifest, save, shards
+from fpipe.meshes import arguments, holdings, peers
 from fpipe.pipelines import builder
 from fpipe.runtime import executor, launch, turns
 from fpipe.runtime.transport import board, calls, channels, control, distributed, job, lookout, waiting
@@ -91,8 +92,19 @@ class Distributed:
     def gather_flat(self, rows: Tensor, mine: Tensor, group: Group) -> Works:
         return self.all_gather([*rows.view(group.size(), -1)], mine, group, async_op=True)
 
+    def whole_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the whole of a tensor sharded along one dimension of a mesh, which all its holders ask for."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        group, mine = tensor.device_mesh.get_group(), tensor.to_local()
+        sizes = [len(rows) for rows in torch.empty(tensor.shape, device="meta").chunk(group.size())]
+        sizes += [0] * (group.size() - len(sizes))
+        parts = [mine.new_empty(size, *mine.shape[1:]) for size in sizes]
+        self.all_gather(parts, mine.contiguous(), group)
+        return torch.cat(parts)
+
     def init_device_mesh(self, device: str, sizes: Sequence[int], mesh_dim_names: Sequence[str]) -> Mesh:
-        return Mesh(self.network, sizes, mesh_dim_names)
+        return Mesh.join(self.network, sizes, mesh_dim_names)
 
     def broadcast(self, data: Tensor, src: int, group: Group, async_op: bool = True) -> Works:
         group.collectives += 1
@@ -207,6 +219,9 @@ def inhabit(network: Network) -> Iterator[None]:
         (job, "timeout_of", lambda group, device: group.room.timeout),
         (job, "device_types", lambda group: [torch.device("cpu")]),
         (arguments, "init_device_mesh", one.init_device_mesh),
+        (holdings, "get_rank", one.get_rank),
+        (holdings, "get_process_group_ranks", one.get_process_group_ranks),
+        (shards, "whole_tensor", one.whole_tensor),
         (peers, "post_all_gather", one.gather_flat),
         (builder.Builder, "_captures", stepped(world, "capture", builder.Builder._captures)),
         (save, "ThreadPoolExecutor", lambda **options: Writer(world)),

@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 
 import fpipe
+from fpipe.tensors.placed import local_part
 from tests.common.comparison import Result
 from tests.common.world.drawing import Case
 from tests.common.world.setups import OPTIMIZERS
 from tests.common.world.sharing import Shelf
+
+
+def take_parts(tree: Any) -> Any:
+    """Return a tree of tensors with what this process holds of each DTensor."""
+    return optree.tree_map(local_part, tree, none_is_leaf=True)
 
 
 @dataclass
@@ -42,8 +48,10 @@ class Script:
         """Return the model, its batch, and its pipeline."""
         setup = self.case.setup
         model, batch, loss = self.make() if self.case.is_apart else self.shelf.keep("model", self.make)
-        mesh = {"mesh": {"pp": setup.schedule.ranks, "dp": setup.replicas}, "dp": "dp"} if setup.replicas > 1 else {}
-        how: dict[str, Any] = {"schedule": setup.schedule, "backward": setup.backward, **mesh}
+        how: dict[str, Any] = {"schedule": setup.schedule, "backward": setup.backward}
+        if setup.copies > 1:
+            how |= {"mesh": {"pp": setup.schedule.ranks, "copies": setup.copies}}
+            how |= {"shard" if setup.is_sharded else "dp": "copies"}
         return model, batch, fpipe.pipeline(model, example=batch[0], targets=batch[1], loss=loss, **how)
 
     def make(self) -> tuple[Any, tuple[Any, Any], Any]:
@@ -83,7 +91,7 @@ class Script:
         params, buffers, state, first = start
         for i in range(first, case.steps):
             out, grads = step(params, buffers, *batch, seed=i)
-            self.results[rank, i] = Result(out.loss, out.outputs, dict(grads), out.buffers)
+            self.results[rank, i] = Result(out.loss, out.outputs, take_parts(dict(grads)), out.buffers)
             buffers = out.buffers
             if case.setup.clips:
                 grads, _ = fpipe.clip(pipe, grads, 0.1)
@@ -97,7 +105,7 @@ class Script:
                 self.save(i, pipe, finish, {"params": params, "buffers": buffers, "state": state})
         while finish:
             finish.pop()()
-        self.final[rank] = params, buffers, state
+        self.final[rank] = take_parts((params, buffers, state))
 
     def look(self, rank: int, i: int, pipe: Any, params: Any, buffers: Any, batch: Any) -> None:
         """Compute what a user wants to know after a step."""

@@ -28,6 +28,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
 }
+SHARDS = ("replicas", "shards")
 MODIFYING = ("norm", "average")
 """Kinds of layers that modify buffers."""
 
@@ -36,27 +37,29 @@ MODIFYING = ("norm", "average")
 class Setup:
     """What one device would train, and the pipeline that does: drawn once for many cases.
 
-    - `model`: a random one, or the name of one of the zoo. `replicas`: the copies of the pipeline, on a mesh.
+    - `model`: a random one, or the name of one of the zoo. `copies`: those of the pipeline, on a mesh: replicas, or
+      shards if `is_sharded`.
     """
 
     model: Description | str = field(repr=False)
     schedule: Schedule
-    replicas: int
+    copies: int
     dtype: torch.dtype
     backward: str
     optimizer: str
     clips: bool
     outputs: bool
+    is_sharded: bool
 
     @property
     def processes(self) -> int:
         """The number of processes, unless a restart changes it."""
-        return self.schedule.ranks * self.replicas
+        return self.schedule.ranks * self.copies
 
     @property
     def rows(self) -> int:
         """The number of rows of the batch: two in each microbatch."""
-        return 2 * self.schedule.microbatches * self.replicas
+        return 2 * self.schedule.microbatches * self.copies
 
     def find(self) -> Model:
         """Return the model, with its batch and its loss."""
@@ -70,7 +73,8 @@ class Setup:
         return (
             f"{self.schedule}\n"
             f"  {model}, {self.dtype}, backward={self.backward}, {self.optimizer}{', clipped' * self.clips}"
-            f"{', outputs' * self.outputs}{f', {self.replicas} replicas' * (self.replicas > 1)}"
+            f"{', outputs' * self.outputs}"
+            f"{f', {self.copies} {SHARDS[self.is_sharded]}' * (self.copies > 1)}"
         )
 
 
@@ -90,6 +94,7 @@ def draw_setup(random: Random) -> Setup:
         dtype,
         backward,
         random.choice(list(OPTIMIZERS)),
+        random.random() < 0.5,
         random.random() < 0.5,
         random.random() < 0.5,
     )

@@ -16,13 +16,16 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from fpipe.batching.signature import Signature
 from fpipe.capture.eager_types import hide_fakes
 from fpipe.ir.questions import Ask
 from fpipe.ir.variant import Variant
+from fpipe.meshes.copies import ALONE
 from fpipe.pipelines import planner, resolver
 from fpipe.pipelines.builder import Builder
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.planner import Planner
+from fpipe.pipelines.step_plan import StepPlan
 
 
 class Shelf:
@@ -41,7 +44,7 @@ class Shelf:
     def lent(self) -> Iterator[None]:
         """Return the context in which pipelines take captures and stages from the shelf."""
         captures, watch = Builder._captures, CaptureCache._watch
-        explore, assemble = CaptureCache.explore, Planner._assemble
+        explore, assemble, plan = CaptureCache.explore, Planner._assemble, Planner._plan
 
         def find_captures(builder: Builder, module: Any) -> CaptureCache:
             key = "captures", id(module), builder.backend is None, builder.schedule.backward
@@ -75,7 +78,25 @@ class Shelf:
             with nullcontext() if key in self.made else hide_fakes():
                 return self.keep(key, lambda: assemble(made, variant, microbatch))
 
+        def find_plan(made: Planner, variant: Variant, signature: Signature) -> StepPlan:
+            if made.extra is not None:
+                return plan(made, variant, signature)
+            cache, copies = made.captures, made.copies
+            caches = cache.captured, cache.reads, cache.positions, cache.watches, cache.questions
+            filled: list[dict[Any, Any]] = [made.assemblies, *caches]
+
+            def make() -> tuple[StepPlan, list[dict[Any, Any]]]:
+                return plan(made, variant, signature), [dict(one) for one in filled]
+
+            layout = copies.replicas, copies.shards, copies.here, copies.own_rows, copies.mean, copies.gathered
+            key = "plan", id(cache.model), variant, signature, made.schedule, made.summed, made.ranks, layout
+            found, contents = self.keep((*key, made.backend is None), make)
+            for one, more in zip(filled, contents, strict=True):
+                one.update(more)
+            return found if copies is ALONE else replace(found, copies=copies)
+
         with (
+            mock.patch.object(Planner, "_plan", find_plan),
             mock.patch.object(planner, "hide_fakes", nullcontext),
             mock.patch.object(resolver, "hide_fakes", nullcontext),
             mock.patch.object(Builder, "_captures", find_captures),
