@@ -58,11 +58,12 @@ def look_ahead(table: QueueTable, clock: Clock, floor: float, limit: float) -> O
         found = _find_starts(table, clock, found.release, limit)
     if found is None:
         return None
-    done = max([floor, *[end for end, left in zip(clock.free, clock.left, strict=True) if not left]])
+    tails = [table.find_tail(rank, clock.counts) for rank in range(len(clock.free))]
+    done = max([floor, *[end for end, tail in zip(clock.free, tails, strict=True) if tail is None]])
     free, ends = list[float](), list[float]()
-    for rank, left in enumerate(clock.left):
-        start = found.first[rank] if left else done
-        end = start + left + table.find_tail(rank, clock.counts) if left else done
+    for rank, tail in enumerate(tails):
+        start = done if tail is None else found.first[rank]
+        end = done if tail is None else start + clock.left[rank] + tail
         if end > limit:
             return None
         free.append(start)

@@ -173,9 +173,12 @@ class QueueTable:
         rows = ([(q, self.count[q], self.tails[q][-1]) for q in row] for row in self.on)
         return tuple(tuple(sorted(row, key=lambda one: one[2])) for row in rows)
 
-    def find_tail(self, rank: int, counts: bytes) -> float:
-        """Return the least time that follows the last pass of a rank that has some left."""
-        return next(tail for q, passes, tail in self.by_tail[rank] if counts[q] < passes)
+    def find_tail(self, rank: int, counts: bytes) -> float | None:
+        """Return the least time that follows the last pass of a rank, or `None` if it has run all."""
+        for q, passes, tail in self.by_tail[rank]:
+            if counts[q] < passes:
+                return tail
+        return None
 
     def is_crowded(self, rank: int, held: float, counts: bytes) -> bool:
         """Return whether a forward that runs early may take the room of one of another stage of its rank."""

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Let contenders at one problem compete: collect many, improve the best, drop the slower half, and repeat.
 
+If the problem is small, beams go through its partial orders before and after that: first narrow ones, which often try
+every order and so solve it at once; at last, with the best orders known, wider ones.
+
 Invariant: the same seed and tries give the same contenders, unless time runs out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from schedules.language.costs import ROUNDING
+from schedules.searching.beam import Beam
 from schedules.searching.improving import Climb, shake
 from schedules.searching.instance import Contender, Instance
 from schedules.searching.offsets import PriorityRule, draw_rule, follow, vary_rule
@@ -42,11 +47,25 @@ MOVE: Final = 0.1
 """The time of a move, in tries: it is played faster than it is dispatched."""
 
 
+SMALL: Final = 200
+"""A problem of so many passes is small."""
+NARROW: Final = 0.25
+"""The part of a race, in tries and time, at whose end contenders begin to compete, if the problem is small."""
+RACED: Final = 0.5
+"""The part at whose end they stop."""
+NARROWEST: Final = 4
+"""The width of the first beam; each is twice as wide as the last."""
+SWEEP: Final = 4
+"""The time to extend a partial order by a pass, in that to dispatch a pass."""
+
+
 @dataclass
 class Race:
     """The contenders of one search, best first, and what it has spent.
 
-    `tries` and `spent` count schedules that were played; `end` is in seconds of `time.monotonic`.
+    - `tries`, `spent`: they count schedules that were played; `begin` and `end` are seconds of `time.monotonic`.
+    - `part`: the share of the tries and of the time that may be spent by now.
+    - `is_complete`: true once every order was tried that may be faster than the best contender.
     """
 
     instance: Instance
@@ -57,22 +76,50 @@ class Race:
     report: Callable[[float, float], None]
     contenders: list[Contender] = field(default_factory=list)
     spent: float = 0.0
+    begin: float = field(default_factory=monotonic)
+    part: float = 1.0
+    is_complete: bool = False
+
+    def run(self) -> None:
+        """Spend the tries."""
+        if self.passes > SMALL:
+            self.explore()
+            self.compete()
+            return
+        beam, widths = Beam(self.instance, self.target), (NARROWEST << i for i in count())
+        self.part = NARROW
+        self.sweep(beam, widths)
+        self.part = RACED
+        self.explore()
+        self.compete()
+        self.part = 1.0
+        self.sweep(beam, widths)
 
     def is_over(self, tries: float) -> bool:
-        """Return whether so many tries are made, time has run out, or the target is reached."""
+        """Return whether so many tries are made, time has run out, the target is reached, or every order was tried."""
         best = self.contenders[0].makespan
         self.report(min(1.0, self.spent / self.tries), best)
-        return self.spent >= tries or self.is_late or best <= self.target * (1 + ROUNDING)
+        return self.spent >= tries or self.is_late or self.is_complete or best <= self.target * (1 + ROUNDING)
 
     @property
     def is_late(self) -> bool:
-        """True if time has run out."""
-        return monotonic() > self.end
+        """True if the time for this part has run out."""
+        return monotonic() > self.begin + self.part * (self.end - self.begin)
+
+    @property
+    def most(self) -> float:
+        """The tries that may be made by the end of this part."""
+        return self.part * self.tries
+
+    @property
+    def passes(self) -> int:
+        """The number of passes."""
+        return len(self.instance.kinds) * sum(self.instance.counts)
 
     @property
     def unit_cost(self) -> float:
         """The time to find a unit, in tries: it depends on the number of stages, not on that of microbatches."""
-        return 1 + 600 * len(self.instance.rank) / (len(self.instance.kinds) * sum(self.instance.counts))
+        return 1 + 600 * len(self.instance.rank) / self.passes
 
     def add(self, contender: Contender | None) -> None:
         """Add a contender; of those that take equally long, one is kept, and of each origin, the best few."""
@@ -86,11 +133,20 @@ class Race:
                 kept.append(one)
         self.contenders[:] = kept[:FIELD]
 
+    def sweep(self, beam: Beam, widths: Iterator[int]) -> None:
+        """Send out one beam after the other."""
+        while not self.is_over(self.most):
+            swept = beam.sweep(self.contenders[0], next(widths), lambda: self.is_over(inf))
+            self.is_complete = swept.complete
+            self.spent += SWEEP * swept.extended / self.passes
+            self.add(swept.best)
+
     def explore(self) -> None:
         """Collect new contenders by rules and by units."""
+        tries = self.spent + EXPLORED * (self.most - self.spent)
         rule: PriorityRule | None = None
         best, surplus = inf, 0.0
-        while not self.is_over(EXPLORED * self.tries):
+        while not self.is_over(tries):
             if surplus <= 0:
                 tried = self._propose(rule)
                 found, cost = follow(self.instance, tried, self.random), 1.0
@@ -113,8 +169,8 @@ class Race:
         """Improve the contenders, and drop the slower half again and again, until one is left."""
         left = list(self.contenders)
         rounds = max(1, (len(left) - 1).bit_length())
-        share = (self.tries - self.spent) / rounds
-        while not self.is_over(self.tries):
+        share = (self.most - self.spent) / rounds
+        while not self.is_over(self.most):
             left = sorted((self.improve(one, share / len(left)) for one in left), key=lambda one: one.makespan)
             left = left[: (len(left) + 1) // 2]
 
