@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a partial order leaves: which passes can run next, how early each queue goes on, and the least time to the end.
+"""The outlook of a partial order: which passes can run next, how early each queue goes on, and the least time to the end.
 
 The next pass of a queue starts when its rank is free, and what it waits for has arrived or, if that is not done, can
 arrive. A forward without room starts once a pass of its rank can have ended that gives memory back. From then on at
@@ -17,12 +17,12 @@ from typing import NamedTuple, TypeAlias
 
 from schedules.searching.queues import QueueTable
 
-Trail: TypeAlias = "tuple[Trail, int] | None"
+PassTrail: TypeAlias = "tuple[PassTrail, int] | None"
 """The queues of the passes that ran, last first, as pairs."""
 
 
 class Clock(NamedTuple):
-    """What has happened: the number of passes done per queue, in `counts`, and when each rank is `free`.
+    """The past of a partial order: the number of passes done per queue, in `counts`, and when each rank is `free`.
 
     - `arrivals`: per link, in order, when what is on its way arrives; no earlier than the rank there is free.
     - `held`, `left`: per rank, its memory, and the work to do.
@@ -35,11 +35,11 @@ class Clock(NamedTuple):
     held: tuple[float, ...]
     left: tuple[float, ...]
     barred: int
-    trail: Trail
+    trail: PassTrail
 
 
 class Outlook(NamedTuple):
-    """What is to come: per queue, the earliest start of its next pass; `ready`, the queues whose next pass can run.
+    """The future of a partial order: per queue, the earliest start of its next pass; `ready`, the queues whose next pass can run.
 
     `free` is when each rank can start something, and `ends` when it can be done at the earliest, with what follows; for
     ranks that are done, both are the earliest end of the schedule.

@@ -22,7 +22,7 @@ from schedules.language.costs import ROUNDING
 from schedules.searching.instance import LETTERS, Instance, Job, PassOrders
 
 
-class Link(NamedTuple):
+class RankLink(NamedTuple):
     """A way between ranks: what `source` makes reaches the passes of `user`, on `rank`, after `transfer`."""
 
     source: int
@@ -31,8 +31,8 @@ class Link(NamedTuple):
     transfer: float
 
 
-class Step(NamedTuple):
-    """What the passes of a queue wait for: how many `passes` it has, and the `time` of each.
+class QueueStep(NamedTuple):
+    """The needs of the passes of a queue: how many `passes` it has, and the `time` of each.
 
     `sources` are queues that pass `k` comes after with theirs: each with the link to here, -1 if there is none, and the
     time from the start of the one to that of the other.
@@ -115,10 +115,10 @@ class QueueTable:
         return tuple(sum(self.time[q] * self.count[q] for q in row) for row in self.on)
 
     @cached_property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[RankLink, ...]:
         """All ways between ranks, and those on one rank that take time."""
         return tuple(
-            Link(source, q, self.rank[q], transfer)
+            RankLink(source, q, self.rank[q], transfer)
             for q in range(self.size)
             for source, transfer in self._list_needs(q)
             if transfer or self.rank[source] != self.rank[q]
@@ -145,17 +145,17 @@ class QueueTable:
         return tuple(tuple(e for e, one in enumerate(self.links) if one.user == q) for q in range(self.size))
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
-        """What each queue waits for; each comes after those that it waits for."""
+    def steps(self) -> tuple[QueueStep, ...]:
+        """The needs of each queue; each comes after those that it waits for."""
         stages = range(self.stages)
         order = [*stages, *(n + self.stages for n in reversed(stages)), *(n + 2 * self.stages for n in stages)]
         return tuple(self._step(q) for q in order[: self.size])
 
-    def _step(self, q: int) -> Step:
+    def _step(self, q: int) -> QueueStep:
         number = {(one.source, one.user): e for e, one in enumerate(self.links)}
         needs = [*([(q - self.stages, 0.0)] if q >= self.stages else []), *self._list_needs(q)]
         sources = tuple((m, number.get((m, q), -1), self.time[m] + transfer) for m, transfer in needs)
-        return Step(q, self.rank[q], self.count[q], self.time[q], sources)
+        return QueueStep(q, self.rank[q], self.count[q], self.time[q], sources)
 
     @cached_property
     def tails(self) -> tuple[tuple[float, ...], ...]:

@@ -50,7 +50,7 @@ MOVE: Final = 0.1
 SMALL: Final = 200
 """A problem of so many passes is small."""
 NARROW: Final = 0.25
-"""The part of a race, in tries and time, at whose end contenders begin to compete, if the problem is small."""
+"""The part of the time at whose end contenders begin to compete at the latest, if the problem is small."""
 RACED: Final = 0.5
 """The part at whose end they stop."""
 NARROWEST: Final = 4
@@ -64,7 +64,8 @@ class Race:
     """The contenders of one search, best first, and what it has spent.
 
     - `tries`, `spent`: they count schedules that were played; `begin` and `end` are seconds of `time.monotonic`.
-    - `part`: the share of the tries and of the time that may be spent by now.
+    - `swept`: what beams have spent, in tries; they get as many again as the contenders.
+    - `part`: the share of the time, and of the beams' tries, that may be spent by now.
     - `is_complete`: true once every order was tried that may be faster than the best contender.
     """
 
@@ -76,13 +77,14 @@ class Race:
     report: Callable[[float, float], None]
     contenders: list[Contender] = field(default_factory=list)
     spent: float = 0.0
+    swept: float = 0.0
     begin: float = field(default_factory=monotonic)
     part: float = 1.0
     is_complete: bool = False
 
     def run(self) -> None:
-        """Spend the tries."""
-        if self.passes > SMALL:
+        """Spend the tries, and on a small problem as much again for beams."""
+        if not self.is_small:
             self.explore()
             self.compete()
             return
@@ -98,7 +100,7 @@ class Race:
     def is_over(self, tries: float) -> bool:
         """Return whether so many tries are made, time has run out, the target is reached, or every order was tried."""
         best = self.contenders[0].makespan
-        self.report(min(1.0, self.spent / self.tries), best)
+        self.report(min(1.0, (self.spent + self.swept) / (self.tries * (1 + self.is_small))), best)
         return self.spent >= tries or self.is_late or self.is_complete or best <= self.target * (1 + ROUNDING)
 
     @property
@@ -107,9 +109,9 @@ class Race:
         return monotonic() > self.begin + self.part * (self.end - self.begin)
 
     @property
-    def most(self) -> float:
-        """The tries that may be made by the end of this part."""
-        return self.part * self.tries
+    def is_small(self) -> bool:
+        """True if beams may go through the partial orders."""
+        return self.passes <= SMALL
 
     @property
     def passes(self) -> int:
@@ -135,18 +137,17 @@ class Race:
 
     def sweep(self, beam: Beam, widths: Iterator[int]) -> None:
         """Send out one beam after the other."""
-        while not self.is_over(self.most):
+        while self.swept < self.part * self.tries and not self.is_over(inf):
             swept = beam.sweep(self.contenders[0], next(widths), lambda: self.is_over(inf))
             self.is_complete = swept.complete
-            self.spent += SWEEP * swept.extended / self.passes
+            self.swept += SWEEP * swept.extended / self.passes
             self.add(swept.best)
 
     def explore(self) -> None:
         """Collect new contenders by rules and by units."""
-        tries = self.spent + EXPLORED * (self.most - self.spent)
         rule: PriorityRule | None = None
         best, surplus = inf, 0.0
-        while not self.is_over(tries):
+        while not self.is_over(EXPLORED * self.tries):
             if surplus <= 0:
                 tried = self._propose(rule)
                 found, cost = follow(self.instance, tried, self.random), 1.0
@@ -169,8 +170,8 @@ class Race:
         """Improve the contenders, and drop the slower half again and again, until one is left."""
         left = list(self.contenders)
         rounds = max(1, (len(left) - 1).bit_length())
-        share = (self.most - self.spent) / rounds
-        while not self.is_over(self.most):
+        share = (self.tries - self.spent) / rounds
+        while not self.is_over(self.tries):
             left = sorted((self.improve(one, share / len(left)) for one in left), key=lambda one: one.makespan)
             left = left[: (len(left) + 1) // 2]
 

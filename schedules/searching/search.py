@@ -226,8 +226,8 @@ def search(
     """Return the fastest schedule found for these costs, on this placement, within the memory, and its lower bound.
 
     - `memory`, `sizes`, `split`, `backward`, `graph`: as for `bound`.
-    - `seconds`, `tries`: when to stop, whichever comes first; a try is one schedule. A search ends early if it reaches
-      the bound.
+    - `seconds`, `tries`: when to stop, whichever comes first; a try is one schedule, and on small problems also the
+      time of one for partial orders. A search ends early if it reaches the bound.
     - `seed`: the same seed and tries give the same schedule, unless the seconds run out.
     - `solver` improves the result and the bound in the second half of the time, such as `cp_sat`.
     - `progress` is called from time to time.
