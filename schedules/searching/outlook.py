@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outlook of a partial order: which passes can run next, how early each queue goes on, and the least time to the end.
+"""The outlook of a partial order: which passes can run next, how early each queue goes on, and the earliest end.
 
 The next pass of a queue starts when its rank is free, and what it waits for has arrived or, if that is not done, can
 arrive. A forward without room starts once a pass of its rank can have ended that gives memory back. From then on at
@@ -39,7 +39,7 @@ class Clock(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """The future of a partial order: per queue, the earliest start of its next pass; `ready`, the queues whose next pass can run.
+    """The future of a partial order: per queue, the earliest start of its next pass, and which are `ready` to run.
 
     `free` is when each rank can start something, and `ends` when it can be done at the earliest, with what follows; for
     ranks that are done, both are the earliest end of the schedule.
