@@ -25,6 +25,7 @@ FORWARD: Final = 0
 INPUT_HALF: Final = 1
 WEIGHT_HALF: Final = 2
 LETTERS: Final = "FIW"
+FACTORS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 Job: TypeAlias = tuple[int, int, int]
 """A kind, the number of a stage, and the number of a microbatch among those of the stage."""
@@ -99,6 +100,17 @@ class Instance:
             tuple(one.input_half for one in stages),
             tuple(one.weight_half for one in stages),
         )
+
+    @property
+    def all_times(self) -> list[float]:
+        """The times of all passes and transfers."""
+        transfers = (transfer for rows in self.needs for row in rows for _, transfer in row)
+        return [*(time for row in self.times for time in row), *transfers]
+
+    @cached_property
+    def factor(self) -> int | None:
+        """The least of some factors that makes all times whole, or `None`."""
+        return next((f for f in FACTORS if all(abs(t * f - round(t * f)) < 1e-9 for t in self.all_times)), None)
 
     @cached_property
     def growth(self) -> tuple[tuple[float, ...], ...]:

@@ -5,9 +5,10 @@ Problem. Families of schedules are made for stages that cost the same and links 
 links are slow in places, and ranks have unequal memory.
 
 Idea. Collect orders from everywhere: the families with this placement (`seeds`), rules that a few numbers bend
-(`offsets`), and repeating units (`units`). Then let the best ones compete: each is improved for a while, half of them
-are dropped, and so on until one is left, which gets the rest of the time (`improving`). Stop as soon as a lower bound
-is reached: then the result is the best possible.
+(`offsets`), and repeating units (`units`); if the problem is small, go through partial orders, if possible through all
+(`beam`). Then let the best ones compete: each is improved for a while, half of them are dropped, and so on until one is
+left, which gets the rest of the time (`improving`). Stop as soon as a lower bound is reached, or every order was tried:
+then the result is the best possible.
 
 Invariants. No result is slower than any schedule of the literature on the same placement in the same memory. The same
 arguments give the same result, unless time runs out.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -46,7 +48,7 @@ TRIES: Final = 20_000
 class SearchResult:
     """The best schedule found, its `makespan`, and the lower `bound` on that of all schedules.
 
-    - `origin`: what the schedule began as: a schedule of the literature, rules, or a repeating unit.
+    - `origin`: what the schedule began as: a schedule of the literature, rules, a repeating unit, or partial orders.
     - `complete`: false if time ran out, or the search was interrupted, before all tries were made.
     """
 
@@ -111,8 +113,9 @@ class SearchProblem:
             graph=self.graph,
         )
 
-    def list_instances(self) -> list[Instance]:
-        """Return the instances to search: with halves, and, where a whole backward takes less, with whole ones.
+    @cached_property
+    def instances(self) -> tuple[Instance, ...]:
+        """The instances to search: with halves, and, where a whole backward takes less, with whole ones.
 
         It may take less time, or less memory: an input half may keep more than its forward did.
         """
@@ -120,7 +123,7 @@ class SearchProblem:
         pays = any(time("B", s) < (time("I", s) + time("W", s)) * (1 - ROUNDING) for s in stages)
         pays = pays or any(sizes.growth("I", s) > 0 for s in stages)
         kinds = (True, False) if self.split and self.backward and pays else (self.split,)
-        return [
+        return tuple(
             make_instance(
                 self.costs,
                 self.placement,
@@ -132,7 +135,7 @@ class SearchProblem:
                 self.graph,
             )
             for split in kinds
-        ]
+        )
 
     @property
     def is_plain(self) -> bool:
@@ -180,12 +183,13 @@ class Quest:
         for contender in contenders:
             race.add(contender)
         try:
-            race.explore()
-            race.compete()
+            race.run()
         finally:
             if race.contenders:
                 self.contenders[instance] = race.contenders[0]
                 self._take(instance, race.contenders[0])
+        if race.is_complete and race.contenders:
+            self._raise_bound(race.contenders[0].makespan, "every order was tried")
 
     def prove(self, solver: Solver, end: float, seed: int) -> None:
         """Let a solver improve the best orders of each instance, and the bound if all schedules are in one."""
@@ -194,9 +198,13 @@ class Quest:
                 return
             solution = solver(instance, contender, end - monotonic(), seed)
             self._take(instance, solution.contender)
-            if len(self.contenders) == 1 and self.problem.is_plain and solution.bound > self.bound.makespan:
-                reason = Reason(solution.bound, "the solver proved that there is no faster schedule")
-                self.bound = Bound((reason, *self.bound.parts))
+            self._raise_bound(solution.bound, "the solver proved that there is no faster schedule")
+
+    def _raise_bound(self, makespan: float, because: str) -> None:
+        """Take a lower bound on the makespan of an instance, if all schedules are in one."""
+        alone = len(self.problem.instances) == 1 and self.problem.is_plain
+        if alone and makespan > self.bound.makespan * (1 + ROUNDING):
+            self.bound = Bound((Reason(makespan, because), *self.bound.parts))
 
     def _take(self, instance: Instance, contender: Contender) -> None:
         self.offer(spell(instance, contender.orders, self.problem.costs, self.problem.graph), contender.origin)
@@ -224,15 +232,16 @@ def search(
     """Return the fastest schedule found for these costs, on this placement, within the memory, and its lower bound.
 
     - `memory`, `sizes`, `split`, `backward`, `graph`: as for `bound`.
-    - `seconds`, `tries`: when to stop, whichever comes first; a try is one schedule. A search ends early if it reaches
-      the bound.
+    - `seconds`, `tries`: when to stop, whichever comes first; a try is one schedule, and on small problems also the
+      time of one for partial orders. A search ends early if it reaches the bound.
     - `seed`: the same seed and tries give the same schedule, unless the seconds run out.
     - `solver` improves the result and the bound in the second half of the time, such as `cp_sat`.
     - `progress` is called from time to time.
 
     A KeyboardInterrupt ends the search with the best schedule so far. The result is never slower than a schedule of the
     literature that has this placement and fits, but it may still not be the best possible; `gap` says by how much it
-    can be off. It holds whole microbatches, and neither recomputes nor fuses actions.
+    can be off: by nothing if every order was tried, as happens where the problem is small. The schedule holds whole
+    microbatches, and neither recomputes nor fuses actions.
 
     Raise `SizeError` or `GraphError` as `bound` does, and `SizeError` if no order is found that fits, for a negative
     number of seconds, and for no tries. Raise `SolverError`, before the search, if the solver is not installed.
@@ -253,10 +262,9 @@ def search(
     begin = monotonic()
     end = begin + (seconds if solver is None else seconds / 2)
     try:
-        instances = problem.list_instances()
-        for instance in instances:
+        for instance in problem.instances:
             if not quest.is_solved:
-                quest.run(instance, tries / len(instances), end, Random(seed))
+                quest.run(instance, tries / len(problem.instances), end, Random(seed))
         if solver is not None:
             quest.prove(solver, begin + seconds, seed)
         complete = quest.is_solved or monotonic() <= end
@@ -265,7 +273,7 @@ def search(
             raise
         complete = False
     if quest.best is None:
-        raise _no_room(problem, instances[-1])
+        raise _no_room(problem, problem.instances[-1])
     return SearchResult(quest.best.schedule, quest.best.makespan, quest.bound, quest.best.origin, complete)
 
 

@@ -18,7 +18,6 @@ from schedules.errors import SolverError
 from schedules.searching.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Contender, Instance, Job
 from schedules.searching.playing import play
 
-FACTORS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 FINEST: Final = 1_000_000
 """Times that no factor makes whole are counted in this many parts of the makespan."""
 
@@ -64,7 +63,7 @@ class IntegerModel:
 
     def __init__(self, model: Any, instance: Instance, contender: Contender) -> None:
         self.model, self.instance, self.contender = model, instance, contender
-        self.factor = _find_factor(instance, contender.makespan)
+        self.factor = instance.factor or FINEST / contender.makespan
         played = play(instance, contender.orders)
         assert played is not None, "contenders can be played"
         self.horizon = int(contender.makespan * self.factor) + 1
@@ -125,13 +124,3 @@ class IntegerModel:
         if played is None or not self.instance.fits(orders):
             return self.contender
         return Contender(played.makespan, orders, f"{self.contender.origin}, improved by CP-SAT")
-
-
-def _find_factor(instance: Instance, makespan: float) -> float:
-    """Return the least factor that makes all times whole, or one that is fine enough."""
-    times = [time for row in instance.times for time in row]
-    times += [transfer for rows in instance.needs for row in rows for _, transfer in row]
-    for factor in FACTORS:
-        if all(abs(time * factor - round(time * factor)) < 1e-9 for time in times):
-            return factor
-    return FINEST / makespan

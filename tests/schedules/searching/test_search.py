@@ -64,7 +64,8 @@ def test_what_is_found_is_correct_fits_and_takes_no_less_than_the_bound(question
     timeline = simulate(found.schedule, costs, sizes=more["sizes"])
     assert timeline.makespan == found.makespan
     assert max(timeline.peak_memory) <= more["memory"] * ROUNDING
-    assert bound(costs, placement, microbatches, **more) == found.bound
+    least = bound(costs, placement, microbatches, **more)
+    assert found.bound.parts[-len(least.parts) :] == least.parts
     assert found.bound.makespan <= found.makespan * ROUNDING
     assert (found.schedule.placement, found.schedule.microbatches) == (placement, microbatches)
     kinds = {action.kind for rank in range(placement.ranks) for action in found.schedule.actions(rank)}
@@ -121,7 +122,7 @@ def test_an_order_is_found_where_no_family_is_the_best():
     costs = Costs(F=(2, 1, 3, 1), B=(4, 2, 6, 2), I=(2, 1, 3, 1), W=(2, 1, 3, 1), comm=0.5)
     found = search(costs, linear(4), 8, memory=3)
     assert found.makespan < simulate(zb_auto(4, 8, memory=3, costs=costs, residual=1), costs).makespan
-    assert found.origin in ("rules", "repeating unit")
+    assert found.origin in ("rules", "repeating unit", "partial orders")
 
 
 def test_a_family_that_is_the_best_comes_back_itself():
