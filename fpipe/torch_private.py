@@ -108,6 +108,7 @@ NAMES: Final = (
     Name("torch._ops.OpOverload", "telling operators from functions"),
     Name("torch._C._nn.gelu", "calling recorded operators the fast way"),
     # what a capture replaces
+    Name("torch._dynamo.variables.builder.VariableBuilder._type_dispatch", "compiling modules during a capture"),
     Name("torch._check_tensor_all_with", "models that check their tensors"),
     Name("torch._is_all_true", "distributions that check their arguments"),
     Name("torch._transformer_encoder_layer_fwd", "the fast path of torch's attention modules"),
@@ -243,6 +244,7 @@ require_names((*NAMES, *ATTRIBUTES, *(Name(f"torch.ops.aten.{one}", "shapes of o
 
 # --------------------------------------------------------------------------------------------------------------- names
 
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._functorch import apis, eager_transforms
 from torch._guards import active_fake_mode
 from torch._meta_registrations import _create_grouped_mm_output_tensor
@@ -290,6 +292,7 @@ gelu: Any = torch._C._nn.gelu
 has_thread_local: Callable[[str], bool] = torch._C._is_key_in_tls
 get_thread_local: Callable[[str], Any] = torch._C._get_obj_in_tls
 FAKE_TENSOR: Final = Place(torch._subclasses, "FakeTensor")
+VariableBuilder._type_dispatch()  # a table of types, made once: later it might get the stand-in for fake tensors
 TENSOR_CHECK: Final = Place(torch, "_check_tensor_all_with")
 ARGUMENT_CHECK: Final = Place(torch, "_is_all_true")
 FUSED_ATTENTION: Final = Place(torch, "_native_multi_head_attention")
