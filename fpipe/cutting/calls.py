@@ -29,6 +29,8 @@ from fpipe.model.parts import ModuleGraph
 
 Selector: TypeAlias = str | type
 WILDCARDS = "*?["
+FUSED_MODULES = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""Modules that torch may run as a single operator where gradients are disabled."""
 
 
 class Mark(NamedTuple):
@@ -103,6 +105,24 @@ class Calls:
         sealed = tuple(call for call in listed if call.sealed)
         idle = tuple(call for call in listed if call.start == call.stop)
         return cls(tuple(_of_modules(listed)), idle, sealed, units, known, first, _sequence_parts(model, first))
+
+    @property
+    def fused(self) -> list[Call]:
+        """The calls that torch may run as a single operator where gradients are disabled."""
+        return [call for call in self.listed if issubclass(call.kind, FUSED_MODULES)]
+
+    def outside_fused(self, places: Iterable[int]) -> list[int]:
+        """Return the places that are not inside a call that torch may run as a single operator."""
+        return [k for k in places if not any(call.start < k < call.stop for call in self.fused)]
+
+    def advise_on_fused(self, marks: Iterable[Mark]) -> str:
+        """Return what helps if a mark is inside a call that torch runs as a single operator here; else nothing."""
+        inside = [call for call in self.fused if any(mark.path.startswith(f"{call.path}.") for mark in marks)]
+        return "".join(
+            f" Without gradients, torch runs {call.path!r} ({call.kind.__name__}) as one operator: cut outside of it, "
+            "or call torch.backends.mha.set_fastpath_enabled(False) before you build the pipeline."
+            for call in inside[:1]
+        )
 
     def calls_of(self, name: str) -> tuple[Call, ...]:
         """Return the calls of the module `name`; a container that is not called itself spans its first to last."""

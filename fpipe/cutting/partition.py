@@ -30,8 +30,6 @@ from schedules import Schedule
 from schedules.language.arguments import each
 
 SLACK = 1.1
-FUSED_MODULES = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
-"""Modules that torch may run as a single operator where gradients are disabled."""
 Item: TypeAlias = str | int
 CutsArgument: TypeAlias = Item | type[nn.Module] | Iterable[Item | type[nn.Module]] | None
 
@@ -91,7 +89,7 @@ class Cuts(NamedTuple):
         barriers = _barriers(calls, self.unsplittable)
         found = [k for k in _places(calls, self.where.among) if k < end]
         allowed = [k for k in found if not any(barrier.holds(k) for barrier in barriers)]
-        return tuple(_outside_fused(calls, allowed) or allowed)
+        return tuple(calls.outside_fused(allowed) or allowed)
 
     def whole(self, model: nn.Module, loss: Any) -> tuple[str, ...]:
         """Return the names of the unsplittable modules, including the loss if it is one."""
@@ -208,7 +206,7 @@ def cut_evenly(
     crossing, slack = (_crossing(captured, pure), SLACK) if not where.among else ([0] * len(sizes), 1.0)
     refusal, end, reason = refusing(captured), _end_of_model(captured), ""
     inside = [k for k in places if k < end]
-    for allowed in (_outside_fused(calls, inside), inside, places):
+    for allowed in (calls.outside_fused(inside), inside, places):
         chosen = balance(allowed, sizes, where.stages, refusal, crossing, slack)
         if not isinstance(chosen, Refusal):
             return chosen
@@ -234,27 +232,10 @@ def cut_at_marks(calls: Calls, stages: Sequence[Sequence[Mark]], what: str) -> P
             raise CutError(
                 f"stage {stage}, {what}: got no operations, or no beginning at {' or '.join(map(str, marks))}, "
                 "where it begins in the example; expected the same modules to run. Cut between modules that run in "
-                f"training and in evaluation, for every batch.{_advise_on_fused(calls, marks)}"
+                f"training and in evaluation, for every batch.{calls.advise_on_fused(marks)}"
             )
         found.append(place)
     return tuple(found)
-
-
-def _outside_fused(calls: Calls, places: Sequence[int]) -> list[int]:
-    """Return the places that are not inside a call that torch may run as a single operator."""
-    fused = [call for call in calls.listed if issubclass(call.kind, FUSED_MODULES)]
-    return [k for k in places if not any(call.start < k < call.stop for call in fused)]
-
-
-def _advise_on_fused(calls: Calls, marks: Sequence[Mark]) -> str:
-    """Return what helps if a mark is inside a call that torch runs as a single operator here; else nothing."""
-    for call in calls.listed:
-        if issubclass(call.kind, FUSED_MODULES) and any(mark.path.startswith(f"{call.path}.") for mark in marks):
-            return (
-                f" Without gradients, torch runs {call.path!r} ({call.kind.__name__}) as one operator: cut outside of "
-                "it, or call torch.backends.mha.set_fastpath_enabled(False) before you build the pipeline."
-            )
-    return ""
 
 
 def _barriers(calls: Calls, unsplittable: Iterable[Selector]) -> list[Barrier]:

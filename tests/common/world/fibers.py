@@ -155,6 +155,15 @@ class World:
                 fiber.turn.release()
                 self.main.acquire()
             fiber.thread.join()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what refers to the processes' objects, which would else live as long as the world."""
+        for fiber in self.fibers:
+            fiber.target = fiber.process.open.clear
+        for rows in (self.fibers, self.ready, self.events, self.on_death):
+            rows.clear()
+        self.on_step = lambda process, what: None
 
     def _report(self) -> str:
         return "; ".join(f"{one.name} of rank {one.process.rank}" for one in self.fibers if not one.is_over)
