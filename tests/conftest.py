@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 PHASES = [phase for phase in Phase if phase is not Phase.explain]  # which traces every line, and explains little
 EVERYWHERE = settings(deadline=None, suppress_health_check=SLOW, phases=PHASES)
-settings.register_profile("quick", EVERYWHERE, max_examples=15)
+settings.register_profile("quick", EVERYWHERE, max_examples=10)
 settings.register_profile("nightly", EVERYWHERE, max_examples=1500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 

@@ -18,6 +18,7 @@ import torch
 
 from fpipe.autodiff.autograd import Autograd
 from fpipe.autodiff.interface import ArgumentIndex, StageFunctions, WeightIndex, Wiring
+from fpipe.capture.eager_types import hide_fakes
 from fpipe.cutting.repetition import ExtraBuffers, Repetition, choose_repetitions
 from fpipe.cutting.routing import Section, route
 from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Parameter, Value
@@ -133,8 +134,11 @@ def assemble(
     devices = dict.fromkeys(device for keyed in observed.random.values() for device in keyed.devices)
 
     def whole() -> Stage:
-        again, section, function = build_whole(captured, observed, results, sections, functions, summed, repetitions)
-        (stage,), _ = _stages(again, [section], [function], linear(ranks=1))
+        with hide_fakes():  # once: what is inside enters it again and again, which is free
+            again, section, function = build_whole(
+                captured, observed, results, sections, functions, summed, repetitions
+            )
+            (stage,), _ = _stages(again, [section], [function], linear(ranks=1))
         return stage
 
     return Assembly(

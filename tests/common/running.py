@@ -11,12 +11,14 @@ from schedules import Schedule
 from tests.common.cases import Case
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop, loop_as_stated
+from tests.common.sizes import NIGHTLY
 
 SEED = 5
+FRONT_END = "export" if NIGHTLY else "trace"  # the slower one by night, where any will do
 
 
 def build(
-    case: Case, how: Schedule, rows: int, cuts: tuple[str, ...] | None = None, capture: str = "export", **options: Any
+    case: Case, how: Schedule, rows: int, cuts: tuple[str, ...] | None = None, capture: str = FRONT_END, **options: Any
 ):
     """A pipeline of a case: (pipe, model, inputs, targets). `options` are those of `fpipe.pipeline`."""
     model, inputs, targets = case.make(rows)
@@ -57,7 +59,7 @@ def require_exact(
     how: Schedule,
     rows: int | None = None,
     cuts: tuple[str, ...] | None = None,
-    capture: str = "export",
+    capture: str = FRONT_END,
     order: Iterable[int] | None = None,
 ) -> Result:
     """Raise unless a step of a case equals the reference and, if the model draws nothing, the plain loop.

@@ -18,7 +18,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.common.sizes import NIGHTLY
+
 WIDTH, HEADS, WORDS, LENGTH, MICROBATCHES = 16, 4, 32, 8, 4
+BLOCKS = 3 if NIGHTLY else 2
 
 
 class Attention(nn.Module):
@@ -66,7 +69,7 @@ class GPT(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([block() for _ in range(3)])
+        self.blocks = nn.ModuleList([block() for _ in range(BLOCKS)])
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:

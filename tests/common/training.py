@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-MICROBATCHES, STEPS, LIMIT = 4, 20, 0.1
+from tests.common.sizes import NIGHTLY
+
+MICROBATCHES, STEPS, LIMIT = 4, 20 if NIGHTLY else 10, 0.1
 LARGE = 2.0**26
 """A scale with which float16 overflows."""
 

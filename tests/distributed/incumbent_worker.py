@@ -2,8 +2,6 @@
 """One rank of a step that `torch.distributed.pipelining` runs from files that we wrote; test_incumbent.py starts it."""
 
 import copy
-import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -33,9 +31,11 @@ def step(path, rank):
             torch.testing.assert_close(got.grad, expected.grad)
 
 
-if __name__ == "__main__":
+def main(rank: int, store: str, *paths: str) -> None:
+    """Run the programs, one after the other, as one of two ranks."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for path in sys.argv[1:]:
-        step(path, int(os.environ["RANK"]))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for path in paths:
+        step(path, rank)
     dist.destroy_process_group()
+    print("passed")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -22,8 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
+from tests.common.sizes import NIGHTLY
 
 RANKS, M = int(os.environ.get("WORLD_SIZE", "2")), 4
+STEPS, EPOCHS = (20, 7) if NIGHTLY else (7, 3)
 
 
 def require_same(model, plain) -> None:
@@ -104,7 +107,7 @@ def with_transformers(folder) -> None:
         net.train(), loss=lambda out: out.loss, example=batch, schedule=one_f_one_b(RANKS, M), stages=RANKS
     )
     arguments = TrainingArguments(
-        output_dir=folder, per_device_train_batch_size=8, gradient_accumulation_steps=3, max_steps=20,
+        output_dir=folder, per_device_train_batch_size=8, gradient_accumulation_steps=3, max_steps=STEPS,
         learning_rate=0.01, warmup_steps=5, max_grad_norm=0.5, optim="adamw_torch", save_strategy="no", report_to=[],
         use_cpu=True, remove_unused_columns=False, logging_steps=1, disable_tqdm=True,
     )  # fmt: skip
@@ -118,7 +121,7 @@ def with_transformers(folder) -> None:
     trainer = Recorded(model, arguments, train_dataset=data, eval_dataset=data[:16])
     trainer.train()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0)
-    scheduler, norms = get_linear_schedule_with_warmup(optimizer, 5, 20), []
+    scheduler, norms = get_linear_schedule_with_warmup(optimizer, 5, STEPS), []
     for k, inputs in enumerate(seen):
         for i in range(M):
             part = plain(**{name: value.chunk(M)[i] for name, value in inputs.items()}).loss / M
@@ -128,7 +131,7 @@ def with_transformers(folder) -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    assert len(norms) == 20
+    assert len(norms) == STEPS
     assert [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line] == norms
     require_same(model, plain)
     assert abs(trainer.evaluate()["eval_loss"] - plain.eval()(rows[:16], labels=rows[:16]).loss.item()) < 1e-5
@@ -170,13 +173,13 @@ def with_lightning(folder) -> None:
 
     task = Task()
     trainer = lightning.Trainer(
-        strategy=PipelineStrategy(), accelerator="cpu", devices=1, max_epochs=7, accumulate_grad_batches=2,
+        strategy=PipelineStrategy(), accelerator="cpu", devices=1, max_epochs=EPOCHS, accumulate_grad_batches=2,
         gradient_clip_val=0.5, enable_checkpointing=False, logger=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(task, data, DataLoader(TensorDataset(x, y), batch_size=16))
     optimizer, expected = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), []
-    for _ in range(7):
+    for _ in range(EPOCHS):
         for k, (a, b) in enumerate(data):
             total = 0.0
             for c, d in zip(a.chunk(M), b.chunk(M), strict=True):
@@ -188,15 +191,30 @@ def with_lightning(folder) -> None:
                 nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
-    assert len(losses) == len(expected) == 42
+    assert len(losses) == len(expected) == 6 * EPOCHS
     assert all(same_bits(one, two) for one, two in zip(losses, expected, strict=True))
     require_same(task.model, plain)
     assert torch.equal(torch.cat(checked[-3:]), plain.eval()(x).argmax(1))
 
 
-if __name__ == "__main__":
+LIBRARIES = {"accelerate": with_accelerate, "lightning": with_lightning, "transformers": with_transformers}
+
+
+def main(rank: int, store: str, library: str, folder: str) -> None:
+    """Be one of two ranks that were started by hand, with what torchrun puts into the environment."""
+    warnings.resetwarnings()  # libraries use what others deprecate
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # the group exists already
+    run(library, folder)
+
+
+def run(library: str, folder: str) -> None:
+    """Train with a library."""
     torch.set_num_threads(1)
-    {"accelerate": with_accelerate, "lightning": with_lightning, "transformers": with_transformers}[sys.argv[1]](
-        sys.argv[2]
-    )
+    LIBRARIES[library](folder)
     print("passed")
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:])

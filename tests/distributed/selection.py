@@ -57,15 +57,28 @@ MESHES_BY_DAY |= {"experts_zb_v_on_2_pp_2_ep", "parts_of_sequences_zb_v_on_2_pp_
 
 # Front ends and models differ in what they capture, which processes do not see: by day, some are enough.
 ZOO_CASES = {name: name.split("-")[:2] for name in CASES if name.count("-") == 2}
-EXPORTED_BY_DAY = {"mlp", "skips", "chained"}
+EXPORTED_BY_DAY = {"skips-export-split_backward", "chained-export-one_f_one_b"}
+TRACED_BY_NIGHT = {
+    "gpt_dropout",
+    "recurrent",
+    "contexts",
+    "tied_sequence",
+    "normalised",
+    "constants",
+    "later",
+    "in_place",
+}
+MODULES_BY_DAY = {"dicts", "dropping", "tied_sequence", "normalised"}
 
 SCRIPTS_BY_DAY = {"a_script_that_can_classify_under_zb_v"}
 
 NEEDS_NIGHT = {name for name in CASES if name.startswith("a_script_that_can")} - SCRIPTS_BY_DAY
 NEEDS_NIGHT |= {name for name in CASES if "_on_2_pp_" in name} - MESHES_BY_DAY
 NEEDS_NIGHT |= {name for name, (_, front) in ZOO_CASES.items() if front in ("fx", "dynamo")}
+NEEDS_NIGHT |= {name for name, (_, front) in ZOO_CASES.items() if front == "export"} - EXPORTED_BY_DAY
+NEEDS_NIGHT |= {name for name, (model, front) in ZOO_CASES.items() if front == "trace" and model in TRACED_BY_NIGHT}
 NEEDS_NIGHT |= {
-    name for name, (model, front) in ZOO_CASES.items() if front == "export" and model not in EXPORTED_BY_DAY
+    name for name, (model, front) in ZOO_CASES.items() if front == "modules" and model not in MODULES_BY_DAY
 }
 NEEDS_NIGHT |= {
     *("updates_of_other_schedules_and_ties", "norms_count_experts_of_all_processes_on_a_mesh", "a_split_llama"),

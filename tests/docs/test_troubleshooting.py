@@ -25,7 +25,7 @@ def text(node):
 @pytest.fixture(scope="module")
 def literals():
     files = [file for package in ("fpipe", "schedules") for file in sorted((HOME / package).rglob("*.py"))]
-    return [text(node) for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    return {text(node) for file in files for node in ast.walk(ast.parse(file.read_text()))}
 
 
 @pytest.mark.parametrize("phrase", PHRASES)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from schedules import Schedule
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
-from tests.common.running import build, run, run_reference
+from tests.common.running import FRONT_END, build, run, run_reference
 from tests.common.zoo import ZOO
 
 
@@ -58,7 +58,7 @@ def require_whole(got: Result, want: Result, rank: int, size: int) -> None:
 
 
 def require_exact_across_ranks(
-    name: str, how: Schedule, rank: int, size: int, capture: str = "export", order=None, **options: str
+    name: str, how: Schedule, rank: int, size: int, capture: str = FRONT_END, order=None, **options: str
 ) -> Result:
     """Require that one step of a model of the zoo over all ranks equals one device."""
     one = ZOO[name]

@@ -31,7 +31,7 @@ from tests.distributed.cases.checks import gather, raises
 from tests.distributed.cases.registry import case
 
 FAMILIES = {"1f1b": one_f_one_b, "interleaved": interleaved_1f1b, "zb_h1": zb_h1, "zb_v": zb_v}
-STEPS, LIMIT, MICROBATCHES, RATE = 20 if NIGHTLY else 3, 0.3, 2, 0.01
+STEPS, LIMIT, MICROBATCHES, RATE = 20 if NIGHTLY else 2, 0.3, 2, 0.01
 
 
 class Run(NamedTuple):
@@ -321,7 +321,7 @@ def wrong_tensors_on_a_mesh_are_refused_on_all_ranks(rank, size):
 @case
 def a_run_on_a_mesh_goes_on_with_other_sizes(rank, size):
     """Saved from two shards of two ranks; loaded by two replicas of two ranks, and by one rank of four shards."""
-    one = ZOO["gpt"]
+    one = ZOO["gpt" if NIGHTLY else "mlp"]
     model, (x,), y = one.make(16)
     adam = fpipe.optimizer(torch.optim.SGD, lr=RATE, momentum=0.9)
     folder = f"{os.environ['REPORT']}/mesh"

@@ -9,6 +9,7 @@ import fpipe
 from schedules import dualpipe, one_f_one_b, zb_h1, zb_v
 from tests.common.running import build
 from tests.common.schedules import SCHEDULES
+from tests.common.sizes import NIGHTLY
 from tests.common.updates import require_same_updates, require_training_of_a_plain_loop
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import raises
@@ -18,7 +19,9 @@ from tests.distributed.cases.registry import case
 @case
 def updates_within_the_step(rank, size):
     """Training with updates in the drain is training on one device; of replicas, a step, a clip and an update."""
-    require_training_of_a_plain_loop(ZOO["gpt"], (zb_v if size == 2 else zb_h1)(ranks=size, microbatches=4))
+    require_training_of_a_plain_loop(
+        ZOO["gpt" if NIGHTLY else "mlp"], (zb_v if size == 2 else zb_h1)(ranks=size, microbatches=4)
+    )
     require_same_updates(ZOO["tied_sequence"], dualpipe(ranks=size, microbatches=4), None)
 
 

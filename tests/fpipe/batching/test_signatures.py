@@ -29,7 +29,7 @@ NAMES = ("gpt", "skips", "several", "chained", "in_place", "strides", "own_loss"
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, list(FOUR)[k % 6]) for k, name in enumerate(NAMES)), ("skips", "v"), ("chained", "1f1b")],
+    by_day([*((name, list(FOUR)[k % 6]) for k, name in enumerate(NAMES)), ("skips", "v"), ("chained", "1f1b")], 2),
 )
 def test_microbatches_may_differ_in_size(name, kind):
     how = FOUR[kind]

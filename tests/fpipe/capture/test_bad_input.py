@@ -17,7 +17,7 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import covering
+from tests.common.sizes import by_day, covering
 
 FRONTS = ["trace", "modules", "export", "fx", "dynamo"]
 
@@ -172,7 +172,7 @@ def build_model(what, front, loss=mse):
 
 
 @pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace")
-@pytest.mark.parametrize(("what", "front"), CASES)
+@pytest.mark.parametrize(("what", "front"), by_day(CASES, 2))
 def test_questionable_models_are_refused_or_exact(what, front):
     if (what, front) in REFUSED:
         with pytest.raises((fpipe.CaptureError, fpipe.CutError), match=f"(?s)^.*{REFUSED[what, front]}"):

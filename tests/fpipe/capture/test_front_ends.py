@@ -28,7 +28,7 @@ def capture_case(name, capture="export"):
     return pipe.training.assembly.captured, model
 
 
-@pytest.mark.parametrize(("name", "capture"), by_day(CASES, 5))
+@pytest.mark.parametrize(("name", "capture"), by_day(CASES, 8))
 def test_units_are_in_order_with_sources_in_the_model(name, capture):
     found, model = capture_case(name, capture)
     known = set(found.sources)

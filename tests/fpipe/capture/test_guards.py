@@ -230,7 +230,7 @@ def test_an_error_of_the_model_is_named():
             return super().forward(x[:, :2])
 
     with pytest.raises(fpipe.CaptureError, match=r"^module 2\.linear \(Linear\): torch.export could not trace it"):
-        build(case(Broken), one_f_one_b(ranks=4, microbatches=2), 4)
+        build(case(Broken), one_f_one_b(ranks=4, microbatches=2), 4, capture="export")
 
 
 @pytest.mark.parametrize("capture", FRONTS)

@@ -13,7 +13,7 @@ from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.programs import LAYERS, Aside, Program, programs, sided
 from tests.common.running import SEED, build, run, run_reference
-from tests.common.sizes import few
+from tests.common.sizes import few, in_turn
 
 SCHEDULES = [one_f_one_b, zb_h1, lambda **sizes: recompute(one_f_one_b(**sizes))]
 
@@ -53,25 +53,28 @@ def one(*kinds, operands=()):
 ONCE, EACH, NEVER = (1, 0), (0, 1), (0, 0)
 
 
-@pytest.mark.parametrize("capture", ["trace", "export"])
 @pytest.mark.parametrize(
-    ("program", "expected"),
-    [
-        (one("positions"), [ONCE] * 4),
-        (one("constant"), [ONCE] * 4),
-        (one("still"), [ONCE] * 4),
-        (one("leaf"), [NEVER, *[EACH] * 3]),
-        (one("still", "leaf", "sum", operands=(0, 1)), [NEVER, *[EACH] * 3]),
-        (one("leaf", "in place", operands=(0, 0)), [NEVER, *[EACH] * 3]),
-        (one("still", "through a view", operands=(0, 0)), [ONCE] * 4),
-        (one("weight"), [NEVER] * 4),
-        (one("moving"), [NEVER] * 4),
-        (one("random"), [NEVER] * 4),
-        (one("random", "leaf", "sum", operands=(0, 1)), [NEVER] * 4),
-    ],
-    ids=lambda value: "-".join(a.kind for a in value.asides) if isinstance(value, Program) else "",
+    ("case", "capture"),
+    in_turn(
+        [
+            (one("positions"), [ONCE] * 4),
+            (one("constant"), [ONCE] * 4),
+            (one("still"), [ONCE] * 4),
+            (one("leaf"), [NEVER, *[EACH] * 3]),
+            (one("still", "leaf", "sum", operands=(0, 1)), [NEVER, *[EACH] * 3]),
+            (one("leaf", "in place", operands=(0, 0)), [NEVER, *[EACH] * 3]),
+            (one("still", "through a view", operands=(0, 0)), [ONCE] * 4),
+            (one("weight"), [NEVER] * 4),
+            (one("moving"), [NEVER] * 4),
+            (one("random"), [NEVER] * 4),
+            (one("random", "leaf", "sum", operands=(0, 1)), [NEVER] * 4),
+        ],
+        ["trace", "export"],
+    ),
+    ids=lambda value: "-".join(a.kind for a in value[0].asides) if isinstance(value, tuple) else value,
 )
-def test_what_follows_from_the_batch_is_computed_for_each_microbatch_and_all_else_once(program, expected, capture):
+def test_what_follows_from_the_batch_is_computed_for_each_microbatch_and_all_else_once(case, capture):
+    program, expected = case
     pipe, model, inputs, targets = build(sided(program), one_f_one_b(ranks=LAYERS, microbatches=2), 4, capture=capture)
     assert computed(pipe) == expected
     assert sent(pipe) == [1 + (expected[1] == NEVER)] * 3 + [0]
@@ -178,8 +181,7 @@ REPEATED = {
 }
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("what", REPEATED)
+@pytest.mark.parametrize(("what", "backward"), in_turn(REPEATED, ["autograd", "graph"]))
 def test_these_are_computed_by_each_stage(what, backward):
     pipe, *given = built(REPEATED[what], backward=backward)
     assert computed(pipe)[1:] == [EACH] * 2

@@ -159,7 +159,7 @@ def test_values_that_no_later_stage_reads_may_change(what):
 def test_a_later_stage_reads_what_an_earlier_one_changed_by_name(change, use):
     """What the later stage reads is the changed value, which crosses the cut like any other."""
     one = case(change, use)
-    built = _, model, inputs, targets = build(one, gpipe(ranks=3, microbatches=2), 4, ("b", "c"))
+    built = _, model, inputs, targets = build(one, gpipe(ranks=3, microbatches=2), 4, ("b", "c"), capture="export")
     assert_same(run(*built), run_reference(*built))
     assert_same(run(*built), loop(model, one.loss, inputs, targets, 2))
 

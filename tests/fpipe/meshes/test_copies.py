@@ -26,7 +26,7 @@ from tests.common.cases import mse
 from tests.common.comparison import assert_same
 from tests.common.meshes import SHAPES, loop_over_copies, options
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import covering, few, in_turn
+from tests.common.sizes import by_day, covering, few, in_turn
 from tests.common.zoo import ZOO
 
 FAMILIES = {"1f1b": one_f_one_b, "interleaved": interleaved_1f1b, "zb_h1": zb_h1, "zb_v": zb_v}
@@ -47,7 +47,7 @@ def test_copies_equal_a_plain_loop(shape, family):
     assert all(same_bits(grads[name], wanted[name]) for name in wanted)
 
 
-@covering(name=[*MODELS], shape=[*SHAPES], backward=["autograd", "graph"])
+@covering(name=by_day(MODELS, 2), shape=[*SHAPES], backward=["autograd", "graph"])
 def test_any_model_equals_one_device(name, shape, backward):
     case, (replicas, shards) = ZOO[name], SHAPES[shape]
     how = zb_h1(ranks=2, microbatches=2)

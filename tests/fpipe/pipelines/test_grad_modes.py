@@ -8,6 +8,7 @@ from torch import nn
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
+from tests.common.sizes import covering
 
 CUTS = (["1"], ["1.inside"])
 
@@ -64,9 +65,7 @@ def test_an_evaluation_answers_as_without_gradients(cuts, options):
     assert same_bits(fpipe.predict(pipe)(*pipe.init(model), inputs), expected)
 
 
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("frozen", [("0",), ("0", "1.before")])
+@covering(cuts=CUTS, backward=["autograd", "graph"], frozen=[("0",), ("0", "1.before")])
 def test_training_answers_as_with_gradients_even_in_a_frozen_stage(cuts, backward, frozen):
     model, pipe, inputs, y = build(cuts, frozen=frozen, backward=backward)
     with torch.no_grad():  # around the build, which makes no difference

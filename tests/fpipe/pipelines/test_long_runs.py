@@ -82,7 +82,7 @@ def test_pipelines_that_are_built_and_dropped_leave_nothing():
         if k % 2:
             pipe.close()
 
-    grown = require_no_growth(run, 3, 1000 if NIGHTLY else 30)
+    grown = require_no_growth(run, 3, 1000 if NIGHTLY else 12)
     assert grown < 16 * MIB
 
 
@@ -95,7 +95,7 @@ def test_steps_of_changing_sizes_keep_as_many_plans_as_asked_for():
         sizes += [len(pipe.caches.agreements), len(pipe.caches.unquestioned)]
         assert max(sizes) <= 3, sizes
 
-    require_no_growth(run, 5, 300 if NIGHTLY else 10)
+    require_no_growth(run, 5, 300 if NIGHTLY else 5)
 
 
 def test_batches_that_are_refused_leave_nothing():

@@ -68,7 +68,7 @@ def without_onednn(off):
 HOWS = [*((how, "autograd") for how in SCHEDULES), ("ZB-V", "graph")]
 
 
-@pytest.mark.parametrize(("name", "way"), by_day(product(ZOO, HOWS), 7), ids=str)
+@pytest.mark.parametrize(("name", "way"), by_day(product(ZOO, HOWS), 11), ids=str)
 def test_memory_after_every_action_is_as_simulated(name, way):
     """The fake LSTM does not know of the workspace that oneDNN's real one keeps, so that is off."""
     how, backward = way
@@ -86,7 +86,7 @@ def test_memory_of_reassigned_buffers_is_as_simulated(how):
 RECOMPUTED = ["skips", "unet", "normalised", "in_place", "frozen_below", "gpt_dropout"]
 
 
-@pytest.mark.parametrize(("name", "how"), by_day(product(RECOMPUTED, SCHEDULES), 3))
+@pytest.mark.parametrize(("name", "how"), by_day(product(RECOMPUTED, SCHEDULES), 5))
 def test_memory_of_recomputed_stages_is_as_simulated(name, how):
     how = SCHEDULES[how]
     for stages in (range(how.stages), [1, 3]):
@@ -187,7 +187,7 @@ def test_the_number_of_receive_buffers_does_not_depend_on_microbatches(made, mos
     assert most == max(len(waiting) for rank in range(4) for _, waiting in receive_buffers(lower(how).actions(rank)))
 
 
-@covering(name=["mlp", "gpt", "skips", "unet", "dicts", "later", "several"], how=[*SCHEDULES])
+@covering(name=by_day(["mlp", "gpt", "skips", "unet", "dicts", "later", "several"], 2), how=[*SCHEDULES])
 def test_the_executor_posts_no_other_receives(name, how):
     """Handles of receives, whose buffers are made when they are posted, while each action runs."""
     pipe, model, inputs, targets = build_case(name, SCHEDULES[how])

@@ -18,7 +18,7 @@ from tests.common.cases import BACKWARDS, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
 from tests.common.running import build
-from tests.common.sizes import covering, in_turn
+from tests.common.sizes import by_day, covering, in_turn
 from tests.common.zoo import ZOO
 
 HOW = {"one_f_one_b": one_f_one_b(2, 4), "zb_h1": zb_h1(2, 4), "zb_v": zb_v(2, 4)}
@@ -40,7 +40,7 @@ def accumulate(pipe, model, inputs, targets, **options):
     return Result(None, None, grads, buffers)
 
 
-@pytest.mark.parametrize(("name", "way"), in_turn(CASES, product(HOW, BACKWARDS)), ids=str)
+@pytest.mark.parametrize(("name", "way"), in_turn(by_day(CASES, 2), product(HOW, BACKWARDS)), ids=str)
 def test_steps_go_on_from_earlier_sums(name, way):
     how, backward = way
     case, microbatches = ZOO[name], HOW[how].microbatches
@@ -120,7 +120,7 @@ def test_a_mean_over_tokens_is_exact_over_several_steps():
     assert_same(got, wanted._replace(loss=None, outputs=None))
 
 
-@pytest.mark.parametrize(("way", "scale"), in_turn(product(HOW, BACKWARDS), [1024.0, 3.7, 0.3]), ids=str)
+@pytest.mark.parametrize(("way", "scale"), in_turn(by_day(product(HOW, BACKWARDS), 3), [1024.0, 3.7, 0.3]), ids=str)
 def test_the_backward_starts_from_the_scale(way, scale):
     how, backward = way
     case, how = ZOO["tied_sequence"], HOW[how]

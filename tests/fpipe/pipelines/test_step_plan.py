@@ -97,7 +97,7 @@ def test_nothing_is_left_of_plans_that_are_forgotten(backward):
     kinds = (StepPlan, Assembly, Captured, Stage, Watch, Recorded)
     model, pipe = build(3, backward=backward)
     step, state = fpipe.value_and_grad(pipe), pipe.init(model)
-    count, found = 20 if NIGHTLY else 10, []
+    count, found = 20 if NIGHTLY else 7, []
     for length in range(3, 3 + count):
         step(*state, *batch(length))
         if length in (7, 2 + count):

@@ -21,22 +21,22 @@ from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, split_backward
 from tests.common.loops import loop
-from tests.common.running import build, run
-from tests.common.sizes import few
+from tests.common.running import FRONT_END, build, run
+from tests.common.sizes import by_day, few
 from tests.common.zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
 
-NAMES = [name for name in ZOO if name not in ("recurrent",)]
+NAMES = by_day((name for name in ZOO if name not in ("recurrent",)), 2)
 
 
 @cache
-def built(name, capture="export"):
+def built(name, capture=FRONT_END):
     """A pipeline of a case, with its model and batch."""
     return build(ZOO[name], one_f_one_b(ranks=4, microbatches=2), 4, capture=capture)
 
 
-def chain(name, capture="export"):
+def chain(name, capture=FRONT_END):
     """The stages of a case in order, each with what it is given for the first microbatch."""
     pipe, model, inputs, targets = built(name, capture)
     params, buffers = pipe.init(model)

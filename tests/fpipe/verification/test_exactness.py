@@ -31,7 +31,10 @@ SEED = 5
 
 @pytest.mark.parametrize(
     ("case", "way"),
-    in_turn(captured_by("trace", "modules"), [("one_f_one_b", 4), ("split_backward", 4), ("gpipe", 2)]),
+    in_turn(
+        [*captured_by("trace"), *by_day(captured_by("modules"), 3)],
+        [("one_f_one_b", 4), ("split_backward", 4), ("gpipe", 2)],
+    ),
     ids=str,
 )
 def test_every_model_of_the_zoo_is_exact(case, way):
@@ -39,7 +42,7 @@ def test_every_model_of_the_zoo_is_exact(case, way):
     require_exact(ZOO[name], SCHEDULES[kind](ranks=ranks, microbatches=3), capture=capture)
 
 
-@pytest.mark.parametrize(("name", "capture"), by_day(captured_by("export", "fx", "dynamo"), 4))
+@pytest.mark.parametrize(("name", "capture"), by_day(captured_by("export", "fx", "dynamo"), 7))
 def test_every_model_of_the_zoo_is_exact_through_a_graph(name, capture):
     require_exact(ZOO[name], SCHEDULES["split_backward"](ranks=4, microbatches=3), capture=capture)
 
@@ -56,7 +59,7 @@ def test_every_schedule_on_every_number_of_ranks(way, case):
 MORE = [("mlp", "export"), ("normalised", "modules"), ("tied_sequence", "modules"), ("dropping", "modules")]
 
 
-@pytest.mark.parametrize(("microbatches", "case"), in_turn(range(1, 10), MORE), ids=str)
+@pytest.mark.parametrize(("microbatches", "case"), in_turn(by_day(range(1, 10), 2), MORE), ids=str)
 def test_any_number_of_microbatches(microbatches, case):
     name, capture = case
     for how in (SCHEDULES["one_f_one_b"](2, microbatches), SCHEDULES["split_backward"](4, microbatches)):
@@ -113,7 +116,7 @@ def test_any_model_of_the_zoo_is_exact_under_any_schedule(which, kind, ranks, mi
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
-@pytest.mark.parametrize(("which", "targets_given"), in_turn(by_day(CASES, 5), [True, False]), ids=str)
+@pytest.mark.parametrize(("which", "targets_given"), in_turn(by_day(CASES, 8), [True, False]), ids=str)
 def test_an_evaluation_is_exact(which, targets_given):
     name, capture = which
     case = ZOO[name]

@@ -12,6 +12,7 @@ from schedules import forward_only, one_f_one_b
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run
+from tests.common.sizes import covering
 from tests.common.zoo import ZOO
 
 HOW = one_f_one_b(ranks=2, microbatches=2)
@@ -153,11 +154,11 @@ def without_grad(outputs):
         return outputs.mean()
 
 
-@pytest.mark.parametrize(
-    "loss", [lambda outputs: outputs.detach().mean(), lambda _: torch.zeros(()), without_grad], ids=range(3)
+@covering(
+    loss={"detached": lambda outputs: outputs.detach().mean(), "zero": lambda _: torch.zeros(()), "off": without_grad},
+    capture=["trace", "export"],
+    backward=["autograd", "graph"],
 )
-@pytest.mark.parametrize("capture", ["trace", "export"])
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
 def test_a_loss_that_trains_nothing_is_refused(loss, capture, backward):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(fpipe.CaptureError, match=r"loss: got one without a gradient for any parameter.*'0.bias', '0"):

@@ -17,7 +17,8 @@ from schedules.files.csv import read_csv, table, write_csv
 from schedules.proof.interpreter import interpret
 from schedules.proof.networks import fifo, receive_of, rendezvous
 from schedules.testing import schedules
-from tests.common.processes import run_under_torchrun
+from tests.common.processes import finish_ranks
+from tests.distributed import incumbent_worker
 
 LOOPED = [
     incumbent.ScheduleInterleaved1F1B,
@@ -25,7 +26,6 @@ LOOPED = [
     incumbent.ScheduleInterleavedZeroBubble,
 ]
 VEE = [incumbent.ScheduleZBVZeroBubble, incumbent.ScheduleDualPipeV]
-WORKER = Path(__file__).parents[2] / "distributed" / "incumbent_worker.py"
 SHARDING = {"UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD"}
 WAITS = hasattr(incumbent, "WAIT_SEND_F")  # as of torch 2.15
 WORDS = pipelining_2_15 if WAITS else pipelining
@@ -261,5 +261,6 @@ def test_torch_runs_our_programs(tmp_path):
     orders = [dump(kind(stages(2, 2), 4), "compute_only") for kind in (LOOPED[0], *VEE)]
     for plan, path in zip((split, *orders), paths, strict=True):
         write_csv(lower(plan), path, words=WORDS)
-    code, _, err = run_under_torchrun(WORKER, *paths)
-    assert code == 0, err
+    codes, printed = finish_ranks(incumbent_worker, 2, tmp_path, tmp_path / "store", *paths)
+    assert codes == [0, 0], "\n".join(printed)
+    assert printed == ["passed\n"] * 2

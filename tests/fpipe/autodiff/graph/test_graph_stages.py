@@ -39,7 +39,7 @@ def is_recorded(pipe):
     return all(isinstance(stage.functions, Recorded) for stage in pipe.stages)
 
 
-@pytest.mark.parametrize(("name", "how"), in_turn(by_day(ZOO, 2), HOWS))
+@pytest.mark.parametrize(("name", "how"), in_turn(by_day(ZOO, 3), HOWS))
 def test_every_model_of_the_zoo_is_exact_as_graphs(name, how):
     how = HOWS[how]
     built = build(ZOO[name], how, 4, capture="trace", backward="graph")

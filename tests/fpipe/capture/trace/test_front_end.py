@@ -39,7 +39,7 @@ def dropping():
     return model
 
 
-CUT = by_day(((name, cuts) for name, (_, *ways) in MODELS.items() for cuts in ways), 2)
+CUT = by_day(((name, cuts) for name, (_, *ways) in MODELS.items() for cuts in ways), 3)
 
 HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=3), "split": split_backward(gpipe(ranks=4, microbatches=3))}
 

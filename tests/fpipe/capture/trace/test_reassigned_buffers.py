@@ -30,7 +30,7 @@ from tests.common.reassigned_buffers import (
     state,
 )
 from tests.common.running import run
-from tests.common.sizes import covering, few
+from tests.common.sizes import by_day, covering, few
 
 
 @covering(change=CHANGES, how=[*HOWS], backward=["autograd", "graph"])
@@ -48,7 +48,7 @@ def test_a_module_that_is_cut_inside_reassigns_its_buffers(change, backward):
     assert_as_one_device(pipe, model, x, y)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", by_day(CHANGES, 2))
 def test_an_evaluation_reassigns_buffers_too(change):
     model = nn.Sequential(Block(after=change), Block(before=change))
     pipe, x, y = build(model, HOWS["1F1B"], ["1"])
@@ -123,7 +123,7 @@ def test_a_returned_buffer_has_its_own_memory(backward):
     assert held.tolist() == [1] * WIDTH
 
 
-@pytest.mark.parametrize("change", [*CACHES, average, remember])
+@pytest.mark.parametrize("change", by_day([*CACHES, average, remember], 2))
 def test_verify_compares_reassigned_buffers_and_restores_the_model(change):
     model = nn.Sequential(Block(after=change), Block(before=change))
     pipe, x, y = build(model, HOWS["1F1B"], ["1"])
