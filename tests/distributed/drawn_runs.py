@@ -190,10 +190,11 @@ def be_rank(case: Case, fault: Fault | None, rank: int, folder: Path, home: Path
 
 def compare(script: Script) -> str:
     """Return what a rank has computed wrong, or nothing."""
-    alone = run_alone(script.case, Shelf())
+    alone, setup = run_alone(script.case, Shelf()), script.case.setup
     if isinstance(alone, str):
         return ""
-    ended, one = script.final, SimpleNamespace(setup=SimpleNamespace(processes=1), steps=script.case.steps)
+    me = SimpleNamespace(processes=1, copies=setup.copies, is_sharded=setup.is_sharded)
+    ended, one = script.final, SimpleNamespace(setup=me, steps=script.case.steps)
     try:
         require_results(script, alone)
         if ended:
