@@ -12,7 +12,7 @@ from schedules.language.actions import KINDS, Action
 from schedules.language.arguments import MOST_STAGES, is_number, is_size
 from schedules.replay.engine import Span
 
-MOST_SPANS: Final = 2**21
+MOST_SPANS: Final = 2**22
 """More spans than a timeline in memory has; an iterator that yields more does not end."""
 
 
