@@ -91,3 +91,15 @@ def test_a_hook_on_what_requires_a_gradient_is_no_obstacle_to_an_evaluation(cuts
     with torch.no_grad():
         expected = run_alone(model, x)
     assert same_bits(fpipe.evaluate(pipe)(*pipe.init(model), (x,), y).outputs, expected)
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_a_module_that_is_a_frozen_stage_is_asked_with_gradients_enabled(backward):
+    torch.manual_seed(0)
+    model, (x, y) = nn.Sequential(Asking().requires_grad_(False), nn.Linear(8, 8)), torch.randn(2, 8, 8)
+    how = one_f_one_b(ranks=2, microbatches=4)
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=y, loss=nn.functional.mse_loss, schedule=how, cuts=["1"], backward=backward
+    )
+    out, _ = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), (x,), y)
+    assert same_bits(out.outputs, run_alone(model, x).detach())
