@@ -17,7 +17,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -65,12 +65,16 @@ class Board:
         keeper = _find_keeper(dist.get_process_group_ranks(group), os.environ)
         return cls(store, group.rank(), group.size(), keeper)
 
-    def publish(self, cause: Cause) -> Cause:
-        """Publish a cause unless there is one; return the one that all ranks name."""
+    def publish(self, cause: Cause, lost: Iterable[int] = ()) -> Cause:
+        """Publish a cause unless there is one; return the one that all ranks name.
+
+        `lost`: the ranks that died or hang. They will not learn of it, and nobody lingers for them.
+        """
         if self.found is None:
             first = self._ask(lambda: self.store.add(CLAIM, 1) == 1, default=False)
             if first:
-                self._note_learned(self.rank if cause.rank is None else cause.rank)  # who is lost will not
+                for rank in lost:
+                    self._note_learned(rank)
                 self._ask(lambda: self.store.set(CAUSE, json.dumps(cause)), default=None)
             limit = time.monotonic() + LINGER
             while self.read() is None and not self.is_lost and time.monotonic() < limit:

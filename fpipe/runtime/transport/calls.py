@@ -152,7 +152,8 @@ class SharedCalls:
         cause = board.read() or board.lost_cause
         if cause is None:
             lost = lookout.ranks_of(awaited._replace(peers=tuple(find_closed(awaited))))
-            cause = board.publish(Cause(lost[0] if lost else None, f"before {awaited.what}", DIED))
+            died = Cause(lost[0] if lost else None, f"before {awaited.what}", DIED)
+            cause = board.publish(died, lost[:1])
         self._fail(str(cause))
         return RankError(self.table.rank, place, lookout.name(awaited), cause)
 

@@ -138,8 +138,9 @@ class Lookout:
             is_near = waited >= max(self.timeout - SILENCE, self.timeout / 2)
             self.signs = self._collect_signs(awaited) if is_near else None
         elif waited >= self.timeout:
-            cause = find_cause(self.signs, self._collect_signs(awaited), f"{self.timeout:g} s")
-            self.board.publish(self.board.lost_cause or cause)
+            signs = self._collect_signs(awaited)
+            cause = find_cause(self.signs, signs, f"{self.timeout:g} s")
+            self.board.publish(self.board.lost_cause or cause, find_silent(self.signs, signs))
             self.release(awaited)
 
     def ranks_of(self, awaited: Awaited) -> tuple[int, ...]:
@@ -163,6 +164,15 @@ class Lookout:
         return found
 
 
+def find_silent(before: Mapping[int, Sign | None], now: Mapping[int, Sign | None]) -> list[int]:
+    """Return the ranks that have given no sign of life since.
+
+    >>> find_silent({1: Sign(3.0, "a step", ()), 2: None}, {1: Sign(3.5, "a step", ()), 2: None})
+    [2]
+    """
+    return [rank for rank, sign in now.items() if sign == before.get(rank)]
+
+
 def find_cause(before: Mapping[int, Sign | None], now: Mapping[int, Sign | None], timeout: str) -> Cause:
     """Return who keeps a rank waiting, given the signs of life of the others, nearest first, and those shortly before.
 
@@ -176,7 +186,7 @@ def find_cause(before: Mapping[int, Sign | None], now: Mapping[int, Sign | None]
     >>> print(find_cause({}, {2: None}, "4 s"))
     rank 2, outside of fpipe, or stopped: no sign of life from it since, within the timeout of 4 s
     """
-    silent = [rank for rank, sign in now.items() if sign == before.get(rank)]
+    silent = find_silent(before, now)
     busy = [rank for rank, sign in now.items() if sign is not None and not sign.peers]
     rank = next(iter([*silent, *busy, *now]), None)
     sign = None if rank is None else now[rank]

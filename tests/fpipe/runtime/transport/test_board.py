@@ -79,8 +79,21 @@ def test_a_rank_lingers_until_all_know(monkeypatch):
 def test_nobody_lingers_for_a_dead_rank(monkeypatch):
     monkeypatch.setattr(module, "LINGER", 60.0)
     zero, _, two = boards(3)
-    two.publish(FIRST)
+    two.publish(FIRST, [1])
     zero.read()
+    zero.linger()
+
+
+def test_a_rank_lingers_for_the_one_that_is_named_if_it_is_alive(monkeypatch):
+    """Rank 1 was too slow, or waits in a circle. It has yet to read why its wait ended."""
+    monkeypatch.setattr(module, "LINGER", 0.3)
+    zero, one = boards(2)
+    zero.publish(FIRST)
+    start = monotonic()
+    zero.linger()
+    assert monotonic() - start > 0.2, "rank 1 does not know yet"
+    monkeypatch.setattr(module, "LINGER", 60.0)
+    one.read()
     zero.linger()
 
 
