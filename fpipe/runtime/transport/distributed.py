@@ -215,7 +215,8 @@ class DistributedRanks:
 
     def _broadcast(self, group: dist.ProcessGroup, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return the tensor of number `source` in the group on all its processes."""
-        data = spec.buffer() if tensor is None else spec.pack(tensor)
+        mine = tensor if group.rank() == source else None  # else it may be the user's own, to receive into
+        data = spec.buffer() if mine is None else spec.pack(mine)
         awaited = await_all(f"result of {self.calls.call}", group)  # others may pass it on
         with reporting(awaited):
             sender = dist.get_process_group_ranks(group)[source]

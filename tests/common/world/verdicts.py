@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import optree
 from torch import Tensor
 
 import fpipe
@@ -71,6 +72,7 @@ def judge(case: Case, folder: Path, shelf: Shelf) -> Verdict:
     alone = shelf.keep(("alone", case.is_apart), lambda: run_alone(case, shelf))
     if isinstance(alone, str):
         return Verdict(alone, 0, 0, 0.0)
+    untouched = list_versions(shelf)
     random, ended, worlds, least, layout = Random(case.seed + 1), list[str](), list[World](), 0, case
     for k, faults in enumerate([*case.runs, ()]):
         script = Script(layout, folder, shelf)
@@ -81,6 +83,8 @@ def judge(case: Case, folder: Path, shelf: Shelf) -> Verdict:
             trial = Trial(script, random, faults)
             errors = trial.run()
         worlds.append(trial.world)
+        if list_versions(shelf) != untouched:
+            raise Finding("a rank has written to the user's batch")
         require_results(script, alone)
         ended.append(require_ends(trial, errors))
         first = min((i for _, i in script.results), default=least)
@@ -96,6 +100,12 @@ def judge(case: Case, folder: Path, shelf: Shelf) -> Verdict:
         layout = replace(case, setup=setup)
     switches, seconds = sum(world.switches for world in worlds), sum(world.now for world in worlds)
     return Verdict(", ".join(ended), len(ended), switches, seconds)
+
+
+def list_versions(shelf: Shelf) -> list[int]:
+    """Return how often each tensor of the batch, which all ranks share, has been written to."""
+    _, batch, _ = shelf.made.get("model", (None, (), None))
+    return [leaf._version for leaf in optree.tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def is_refused(errors: Sequence[BaseException | None]) -> bool:

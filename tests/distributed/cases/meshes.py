@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -416,6 +417,38 @@ def predictions_on_a_mesh_are_those_of_one_process(rank, size):
     assert all(same_bits(out, rows[i]) for i, out in seen.items())
     with raises(fpipe.InputError, "got one with 2 copies"):
         fpipe.generate(pipe, length=12)
+
+
+class Numbered(nn.Sequential):
+    """Layers that return the numbers of their rows, too."""
+
+    def forward(self, x, numbers):
+        return super().forward(x), numbers
+
+
+@case
+def predictions_on_a_mesh_leave_the_batch_alone(rank, size):
+    """An output that is an input comes to all processes, but never into the memory of the user's batch."""
+    x, numbers, received = torch.randn(8, 4), torch.arange(8), []
+    model = Numbered(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = fpipe.pipeline(
+        model,
+        example=(x, numbers),
+        loss=lambda outputs: outputs[0].square().mean(),
+        schedule=one_f_one_b(ranks=2, microbatches=2),
+        mesh=mesh_of(pp=2, dp=2),
+        dp="dp",
+    )
+
+    def broadcast(data, src, **options):
+        received.extend([data] * (src != rank))
+        return torch.distributed.distributed_c10d.broadcast(data, src, **options)
+
+    with mock.patch.object(dist, "broadcast", broadcast):
+        _, seen = fpipe.predict(pipe)(*pipe.init(model), (x, numbers))
+    assert same_bits(seen, numbers)
+    assert numbers.untyped_storage().data_ptr() not in {one.untyped_storage().data_ptr() for one in received}
+    assert received
 
 
 @case
