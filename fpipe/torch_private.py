@@ -399,6 +399,17 @@ def destroy_group(group: Any) -> None:
         del world.tags_to_pg[tag]
 
 
+def count_groups() -> int:
+    """Return how many process groups this process has created by its count, from which torch names the next one."""
+    count: int = torch.distributed.distributed_c10d._world.group_count
+    return count
+
+
+def name_groups_from(count: int) -> None:
+    """Let torch name the next process group by this number."""
+    torch.distributed.distributed_c10d._world.group_count = count
+
+
 def post_all_gather(rows: Tensor, data: Tensor, group: Any) -> Any:
     """Post an all-gather of `data` into `rows`, under the name that it has in this version; return its work."""
     gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from fpipe.errors import InputError
 from fpipe.meshes.copies import PipelineCopies
 from fpipe.runtime.ranks import Ranks
-from fpipe.runtime.transport.waiting import Awaited, await_all, reporting
+from fpipe.runtime.transport.waiting import Awaited, await_all, break_group, reporting
 from fpipe.tensors.placed import whole_tensor
 from fpipe.tensors.spec import Spec
 from fpipe.weights.safetensors import open_safetensors, require_library, wrap_read_errors
@@ -56,6 +56,10 @@ class ShardedTensor:
         """Gather the shards; raise `BrokenWaitError` if one does not come."""
         with reporting(self.awaited):
             self.tensor = whole_tensor(self.tensor)
+
+    def give_up(self) -> None:
+        """Break the group."""
+        break_group(self.group)
 
 
 def copy_to_host(ranks: Ranks, copies: PipelineCopies, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

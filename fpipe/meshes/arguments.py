@@ -6,8 +6,9 @@ Runs when a pipeline is built.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ from schedules.language.arguments import MOST_STAGES
 
 MeshArgument: TypeAlias = DeviceMesh | Mapping[str, int] | None
 """A device mesh, or the size of each of its dimensions by name."""
+Create: TypeAlias = Callable[[Callable[[], DeviceMesh], str, torch.device], DeviceMesh]
 ROWS, REDUCTIONS = ("whole", "own"), ("mean", "sum")
 
 
@@ -89,9 +91,15 @@ class MeshPlace(NamedTuple):
 
 
 def find_place(
-    options: MeshOptions, group: dist.ProcessGroup | DeviceMesh | None, ranks: int, device: torch.device
+    options: MeshOptions,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    ranks: int,
+    device: torch.device,
+    create: Create,
 ) -> MeshPlace:
     """Return the place of this process in the mesh, or in the `group`, for a schedule of so many ranks.
+
+    `create` returns what torch makes together with all processes.
 
     Raise `InputError`, naming the argument, if they do not fit together.
     """
@@ -123,7 +131,7 @@ def find_place(
         gathered=None if sharded is None else sharded.gathered,
     )
     if dist.is_available() and dist.is_initialized():
-        return _place_in(_make_mesh(options.mesh, device), dims, copies, options.rows == "own")
+        return _place_in(_make_mesh(options.mesh, device, create), dims, copies, options.rows == "own")
     _require_playable(sizes, dims)
     return MeshPlace(copies)
 
@@ -169,10 +177,11 @@ def _find_members(mesh: DeviceMesh, dims: Dimensions) -> tuple[int, ...]:
     return tuple(rows[..., 0].flatten().tolist())
 
 
-def _make_mesh(mesh: DeviceMesh | Mapping[str, int], device: torch.device) -> DeviceMesh:
+def _make_mesh(mesh: DeviceMesh | Mapping[str, int], device: torch.device, create: Create) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         return mesh
-    return init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    make = partial(init_device_mesh, device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    return create(make, f"mesh of {dict(mesh)}", device)
 
 
 def _list_sizes(mesh: Any) -> dict[str, int]:

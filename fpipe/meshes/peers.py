@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fpipe.runtime.transport.interface import Handle, MessageKey, Payload, transfer_text
 from fpipe.runtime.transport.local import LocalHandle
-from fpipe.runtime.transport.waiting import Awaited, BrokenWaitError, await_all, reporting
+from fpipe.runtime.transport.waiting import Awaited, BrokenWaitError, await_all, break_group, reporting
 from fpipe.torch_private import post_all_gather
 
 
@@ -75,6 +75,10 @@ class CollectiveHandle:
                 work.wait()
         except RuntimeError as error:
             raise BrokenWaitError(self.awaited) from error
+
+    def give_up(self) -> None:
+        """Break the group."""
+        break_group(self.group)
 
     def take(self) -> Payload:
         """Return what arrived, and drop it from the handle."""

@@ -72,7 +72,7 @@ def agree_on_place(
     """Return the place of this process in the mesh, or in the group, once all processes of the job have agreed."""
     same = {"ranks": [str(schedule.ranks)], "mesh": options.describe()}
     job.agree(lambda: [Field.of(name, lines) for name, lines in same.items()])
-    place = find_place(options, group, schedule.ranks, home)
+    place = find_place(options, group, schedule.ranks, home, job.create)
     require_collectives(schedule, place.copies)
     return place
 

@@ -7,9 +7,9 @@ Runs when a pipeline is built.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,17 @@ from fpipe.runtime.ranks import Fields, Ranks
 from fpipe.runtime.transport.job import enter_distributed_job
 from fpipe.runtime.transport.local import LocalRanks
 
+T = TypeVar("T")
+
 
 class JobProcesses(Protocol):
     """The processes that begin to build together: all of the job, or this one."""
 
     def agree(self, fields: Fields) -> None:
         """Raise `TransportError` on all processes unless all of them begin the same, with the same fields."""
+
+    def create(self, make: Callable[[], T], what: str, device: torch.device) -> T:
+        """Return what torch makes on the device as soon as all processes ask for it."""
 
     def join(
         self, ranks: int, group: dist.ProcessGroup | None, device: torch.device, members: Sequence[int] = ()
@@ -42,6 +47,10 @@ class LocalJob:
 
     def agree(self, fields: Fields) -> None:
         """Do nothing: there is no other process."""
+
+    def create(self, make: Callable[[], T], what: str, device: torch.device) -> T:
+        """Return what it makes."""
+        return make()
 
     def join(
         self, ranks: int, group: dist.ProcessGroup | None, device: torch.device, members: Sequence[int] = ()

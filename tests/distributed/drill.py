@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
@@ -136,11 +137,14 @@ ACTS = {
 }
 """What a rank does at a place. After `recover` all ranks go on with new pipelines."""
 PLACES = ("action", "stage", "hook", "loss", "join")
-STARTING, BUILDING, MEASURING = "start", "build", "clock"
-"""Places outside of steps: before the first build, in its capture, and among the messages that compare clocks."""
+STARTING, BUILDING, GROUPING, MEASURING = "start", "build", "group", "clock"
+"""Places outside of steps: before the first build, in its capture, before a process group that all create, and among
+the messages that compare clocks."""
 CALLS = ("less", "evaluate", "outputs", "batch")
 """What a rank does in place of the step of the others."""
 SILENT = ("stop", "hang")
+IN_GROUPS = ("kill", "stop", "interrupt", "leave", "exit", "raise", "memory", "recover")
+"""What a rank does instead of creating a process group."""
 PROBLEMS = {
     "kill": ("it died, or left",),
     "leave": ("it died, or left",),
@@ -170,7 +174,7 @@ class Trap:
             self.act()
 
 
-TRAPS = {place: Trap() for place in (*PLACES, STARTING, BUILDING, MEASURING)}
+TRAPS = {place: Trap() for place in (*PLACES, STARTING, BUILDING, GROUPING, MEASURING)}
 
 
 def report_time() -> None:
@@ -235,12 +239,24 @@ def build(drill: Drill):
     return pipe, model, x, y
 
 
+def build_at_last(drill: Drill):
+    """Build; after a build that failed on purpose, again."""
+    try:
+        return build(drill)
+    except (fpipe.RankError, PlannedError):
+        if drill.act != "recover":
+            raise
+        disarm()
+        return build(drill)
+
+
 def take_part(drill: Drill, rank: int) -> None:
     """Train, and fail if it is this rank's turn."""
-    if drill.place in (STARTING, BUILDING):
+    if drill.place in (STARTING, BUILDING, GROUPING):
         arm(drill, rank)
+    dist.new_group = watched_creation
     step_on(STARTING)
-    pipe, model, x, y = build(drill)
+    pipe, model, x, y = build_at_last(drill)
     state, groups = pipe.init(model), len(process_groups())
     if drill.place == MEASURING:
         arm(drill, rank)
@@ -263,6 +279,12 @@ def take_part(drill: Drill, rank: int) -> None:
         loss = fpipe.value_and_grad(again)(*again.init(model), (x,), y)[0].loss
         assert not losses or torch.equal(loss, losses[0])
         assert not any(one.data_ptr() == 0 for one in model.parameters())
+
+
+def watched_creation(*arguments, **options) -> dist.ProcessGroup | None:
+    """Return a new group."""
+    step_on(GROUPING)
+    return distributed_c10d.new_group(*arguments, **options)
 
 
 def watched_clock() -> float:
@@ -402,12 +424,12 @@ def draw(seed: int, count: int) -> Iterator[Drill]:
         act, ranks = drawn.choice([*ACTS, *CALLS, "control_c"]), drawn.choice([2, 4])
         name = drawn.choice([*SCHEDULES, *[ON_A_MESH] * (ranks == 4 and act != "recover")])
         how = make_schedule(Drill(act, "", name, ranks, 0, 0, 0))
-        place = drawn.choice(PLACES) if act in ACTS else "action"
+        place = drawn.choice([*PLACES, *[GROUPING] * (act in IN_GROUPS)]) if act in ACTS else "action"
         last = how.placement.home(how.stages - 1, 0)
         rank = last if place in ("loss", "join") else drawn.randrange(ranks)
         kinds = {"action": "FBIW", "stage": "F", "hook": "BI"}.get(place, "")
         most = sum(action.kind in kinds for action in how.actions(rank % how.ranks)) if kinds else 1
-        most = MICROBATCHES if place == "loss" else most
+        most = MICROBATCHES if place == "loss" else 3 if place == GROUPING else most
         position = drawn.randint(1, most) if act in ACTS else 1
         store = "file" if drawn.random() < 0.5 else "tcp"
         yield Drill(act, place, name, ranks, rank, position, drawn.randrange(STEPS), store)

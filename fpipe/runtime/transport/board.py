@@ -18,6 +18,8 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import count
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -40,20 +42,46 @@ class Sign(NamedTuple):
     peers: tuple[int, ...]
 
 
+class Link(NamedTuple):
+    """A connection to the store, and the number of failures of which this rank has learned from this board before.
+
+    The board of a group of the user's outlives a failure. Then each is about what happens next.
+    """
+
+    store: dist.Store
+    epoch: int
+
+    @classmethod
+    def to(cls, store: dist.Store, rank: int) -> Link:
+        """Return the connection of a rank."""
+        return next(link for link in map(partial(cls, store), count()) if not link.have_learned([rank]))
+
+    def key(self, name: str) -> str:
+        """Return the key under which ranks post something about the next failure."""
+        return f"{name}/{self.epoch}"
+
+    def have_learned(self, ranks: Iterable[int]) -> bool:
+        """Return whether these ranks have learned of the next failure."""
+        return self.store.check([f"{self.key(LEARNED)}/{rank}" for rank in ranks])
+
+
 class Board:
     """The board of the ranks that agree with each other, `size` of them, of which this process is number `rank`.
 
+    - `connect`: returns a connection to the store that no other call blocks. The thread that asks calls it.
     - `keeper`: the rank whose process keeps the store, if one of them does.
     - `found`: the first cause, once it is known here.
     - `is_gone`: whether the store has refused to answer; `late`: a question that it did not answer in time.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, keeper: int | None) -> None:
-        self.store, self.rank, self.size, self.keeper = store, rank, size, keeper
+    def __init__(self, connect: Callable[[], dist.Store], rank: int, size: int, keeper: int | None) -> None:
+        self.connect, self.rank, self.size, self.keeper = connect, rank, size, keeper
         self.found: Cause | None = None
+        self.made: Link | None = None
         self.is_gone = False
         self.late: StoreQuery | None = None
         self.queries: SimpleQueue[StoreQuery | None] = SimpleQueue()
+        self.queries.put(StoreQuery(lambda: self.link))  # connect now, but let nobody wait for it
         Thread(target=_answer_all, args=(self.queries,), name="fpipe board", daemon=True).start()
         weakref.finalize(self, self.queries.put, None)
 
@@ -61,9 +89,15 @@ class Board:
     def of(cls, group: dist.ProcessGroup) -> Board:
         """Return the board of the processes of a group."""
         shared: Any = group.get_group_store()
-        store = shared.clone()  # a connection of its own, which no other call blocks
         keeper = _find_keeper(dist.get_process_group_ranks(group), os.environ)
-        return cls(store, group.rank(), group.size(), keeper)
+        return cls(shared.clone, group.rank(), group.size(), keeper)
+
+    @property
+    def link(self) -> Link:
+        """The connection to the store, which only questions may use."""
+        if self.made is None:
+            self.made = Link.to(self.connect(), self.rank)
+        return self.made
 
     def publish(self, cause: Cause, lost: Iterable[int] = ()) -> Cause:
         """Publish a cause unless there is one; return the one that all ranks name.
@@ -71,11 +105,11 @@ class Board:
         `lost`: the ranks that died or hang. They will not learn of it, and nobody lingers for them.
         """
         if self.found is None:
-            first = self._ask(lambda: self.store.add(CLAIM, 1) == 1, default=False)
+            first = self._ask(lambda: self.link.store.add(self.link.key(CLAIM), 1) == 1, default=False)
             if first:
                 for rank in lost:
                     self._note_learned(rank)
-                self._ask(lambda: self.store.set(CAUSE, json.dumps(cause)), default=None)
+                self._ask(lambda: self.link.store.set(self.link.key(CAUSE), json.dumps(cause)), default=None)
             limit = time.monotonic() + LINGER
             while self.read() is None and not self.is_lost and time.monotonic() < limit:
                 time.sleep(PAUSE)  # another rank has claimed to publish, and is about to
@@ -83,8 +117,8 @@ class Board:
 
     def read(self) -> Cause | None:
         """Return the first cause, if one is published, and count as a rank that has learned of it."""
-        if self.found is None and self._ask(lambda: self.store.check([CAUSE]), default=False):
-            text = self._ask(lambda: self.store.get(CAUSE).decode(), default="")
+        if self.found is None and self._ask(lambda: self.link.store.check([self.link.key(CAUSE)]), default=False):
+            text = self._ask(lambda: self.link.store.get(self.link.key(CAUSE)).decode(), default="")
             self.found = Cause(*json.loads(text)) if text else None
             self._note_learned(self.rank)
         return self.found
@@ -111,24 +145,24 @@ class Board:
             return
         limit = time.monotonic() + LINGER
         while not self.is_lost and time.monotonic() < limit:
-            if self._ask(lambda: self.store.check([f"{LEARNED}/{rank}" for rank in range(self.size)]), default=True):
+            if self._ask(lambda: self.link.have_learned(range(self.size)), default=True):
                 return
             time.sleep(PAUSE)
 
     def _note_learned(self, rank: int) -> None:
-        self._ask(lambda: self.store.set(f"{LEARNED}/{rank}", ""), default=None)
+        self._ask(lambda: self.link.store.set(f"{self.link.key(LEARNED)}/{rank}", ""), default=None)
 
     def give_sign(self, doing: str, peers: tuple[int, ...]) -> None:
         """Post a sign of life of this rank."""
         text = json.dumps(Sign(time.monotonic(), doing, peers))
-        self._ask(lambda: self.store.set(f"{SIGN}/{self.rank}", text), default=None)
+        self._ask(lambda: self.link.store.set(f"{SIGN}/{self.rank}", text), default=None)
 
     def last_sign(self, rank: int) -> Sign | None:
         """Return the last sign of life that a rank has posted."""
         key = f"{SIGN}/{rank}"
-        if not self._ask(lambda: self.store.check([key]), default=False):
+        if not self._ask(lambda: self.link.store.check([key]), default=False):
             return None
-        text = self._ask(lambda: self.store.get(key).decode(), default="")
+        text = self._ask(lambda: self.link.store.get(key).decode(), default="")
         return Sign(*json.loads(text)) if text else None
 
     def _ask(self, ask: Callable[[], T], default: T) -> T:

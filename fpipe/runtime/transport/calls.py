@@ -64,7 +64,7 @@ class SharedCalls:
         self,
         table: ControlGroup,
         timeout: timedelta,
-        release: Callable[[Awaited | None], None],
+        release: Callable[[], None],
         owned: Callable[[], Iterable[dist.ProcessGroup]],
     ) -> None:
         self.table, self.owned = table, owned
@@ -160,7 +160,7 @@ class SharedCalls:
     def _fail(self, why: str) -> None:
         """Refuse later calls, end all waits of this process, and wait until all ranks that are left know why."""
         self.failure = why
-        self.lookout.release(None)
+        self.lookout.release()
         self.lookout.board.linger()
         with self.lookout.asking:  # the thread may be about to break them, too
             destroy_groups(self.owned())

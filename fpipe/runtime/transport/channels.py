@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fpipe.runtime.transport.creation import create_group
 from fpipe.runtime.transport.envelope import LINE, Envelope, Specs
 from fpipe.runtime.transport.interface import MessageKey, Payload, Route, transfer_text
 from fpipe.runtime.transport.waiting import (
@@ -71,6 +72,10 @@ class DistributedHandle:
         self.works = ()
         if self.end == "SEND":
             self.data = ()
+
+    def give_up(self) -> None:
+        """Break the channel."""
+        break_group(self.channel.group)
 
     def take(self) -> Payload:
         """Return the tensors that arrived, and drop the buffers; on CPU, raise `TransportError` for a wrong message."""
@@ -162,7 +167,7 @@ class DistributedTransport:
         for source, target in channels:
             if (source, target) not in self.channels:
                 replicas = [
-                    dist.new_group([world[source], world[target]], timeout=self.timeout, backend=self.backend)
+                    create_group([world[source], world[target]], wait, self.timeout, self.backend)
                     for world in self.replicas
                 ]
                 group = replicas[self.replicas.index(self.world)]
@@ -194,9 +199,9 @@ class DistributedTransport:
         for channel in self.channels.values():
             channel.envelopes.clear()
 
-    def release(self, others: Iterable[dist.ProcessGroup], awaited: Awaited | None) -> None:
-        """End all waits over these channels and over other groups; `awaited` says where else one waits."""
-        for group in {*self.groups, *others, *([awaited.group] if awaited else ())}:
+    def release(self, others: Iterable[dist.ProcessGroup]) -> None:
+        """End all waits over these channels and over other groups."""
+        for group in {*self.groups, *others}:
             break_group(group)
 
     def close(self, others: Iterable[dist.ProcessGroup]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.runtime.transport.calls import SharedCalls
+from fpipe.runtime.transport.creation import Wait, create_group
 from fpipe.runtime.transport.waiting import Awaited, PendingWorks, Waitable, reporting
 from fpipe.torch_private import process_groups, timeout_of
 
@@ -40,8 +41,10 @@ class Control(NamedTuple):
         return len(self.processes)
 
     @classmethod
-    def of(cls, world: list[int], replicas: list[list[int]], timeout: timedelta) -> Control:
+    def of(cls, world: list[int], replicas: list[list[int]], timeout: timedelta, wait: Wait) -> Control:
         """Return the group of the processes `world`, one of `replicas`; every process of the job must call this.
+
+        Raise `BrokenWaitError` if one does not.
 
         Pipelines on the same processes share the group, so that ranks that call different pipelines notice. It is
         looked up by its description in torch's own table of process groups.
@@ -49,12 +52,8 @@ class Control(NamedTuple):
         known = cls.find(world, replicas)
         if known is not None:
             return known
-        made = [
-            dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=_describe(ranks, replicas))
-            for ranks in replicas
-        ]
-        group = cast("dist.ProcessGroup", made[replicas.index(world)])
-        return cls(group, world.index(dist.get_rank()), tuple(world))
+        made = [create_group(ranks, wait, timeout, "gloo", _describe(ranks, replicas)) for ranks in replicas]
+        return cls(made[replicas.index(world)], world.index(dist.get_rank()), tuple(world))
 
     @classmethod
     def find(cls, world: list[int], replicas: list[list[int]]) -> Control | None:
@@ -119,7 +118,7 @@ def choose_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def find_mesh_group(
-    control: Control, group: dist.ProcessGroup, everyone: list[list[int]], device: torch.device
+    control: Control, group: dist.ProcessGroup, everyone: list[list[int]], device: torch.device, wait: Wait
 ) -> dist.ProcessGroup:
     """Return the group, on the device's backend, of all processes that agree; `group` if those are its own.
 
@@ -133,7 +132,7 @@ def find_mesh_group(
         return world
     found: dist.ProcessGroup | None = None
     for members in everyone:
-        made = dist.new_group(members, timeout=timeout_of(group, device), backend=dist.get_backend(group))
+        made = create_group(members, wait, timeout_of(group, device), dist.get_backend(group))
         found = made if dist.get_rank() in members else found
     assert found is not None, "this process is a member"
     return found

@@ -8,7 +8,8 @@ Idea. A build begins as every call does: all processes agree on it, over a contr
 the first build. Before that, there is only the user's default group, over which they gather one row each, in the same
 form; it is never broken, so there a wait ends when a connection ends, or by torch's timeout.
 
-Invariant: no process creates a group before all have agreed to build.
+Invariant: no process creates a group before all have agreed to build. Then all name new groups alike, by the number of
+groups that any of them has created: a build that failed may have left some with fewer.
 
 Runs when a pipeline is built, or a model is profiled, if ranks are separate processes.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,14 +29,24 @@ from fpipe.errors import TransportError
 from fpipe.runtime.ranks import Fields, Ranks
 from fpipe.runtime.transport.calls import SharedCalls
 from fpipe.runtime.transport.control import GRACE, Control, list_replicas
+from fpipe.runtime.transport.creation import Wait, create
 from fpipe.runtime.transport.distributed import DistributedRanks
 from fpipe.runtime.transport.lookout import SLICE
-from fpipe.runtime.transport.waiting import Awaited, PendingWorks, Waitable, await_all, break_group, reporting
+from fpipe.runtime.transport.waiting import PendingWorks, Waitable, await_all, break_group, reporting
 from fpipe.runtime.turns import claim_turn
-from fpipe.torch_private import device_types, timeout_of
+from fpipe.torch_private import count_groups, device_types, name_groups_from, timeout_of
+
+T = TypeVar("T")
 
 EARLIER: Final = timedelta(seconds=4 * SLICE)
 """How much earlier than the default group a process gives up, so that it has time to find out why."""
+
+
+class UnbreakableWorks(PendingWorks):
+    """Works over the user's group, which stays whole."""
+
+    def give_up(self) -> None:
+        """Do nothing: the wait ends as the description of this module says."""
 
 
 class World(NamedTuple):
@@ -60,7 +71,7 @@ class World(NamedTuple):
         rows, awaited = [torch.empty_like(sent) for _ in self.processes], await_all(f"agreement on {call}", self.group)
         with reporting(awaited):
             work = dist.all_gather(rows, sent, async_op=True)
-        wait(PendingWorks([work], awaited))
+        wait(UnbreakableWorks([work], awaited))
         return [row.cpu() for row in rows]
 
 
@@ -72,7 +83,17 @@ class DistributedJob:
 
     def agree(self, fields: Fields) -> None:
         """Raise `TransportError` on all processes unless all of them begin the same, with the same fields."""
-        self.calls.agree(fields, "its start")
+        counts = self.calls.agree(fields, "its start", count_groups())
+        name_groups_from(max(counts))
+
+    def create(self, make: Callable[[], T], what: str, device: torch.device) -> T:
+        """Return what torch makes on the device as soon as all processes ask for it."""
+        if device.type != "cpu":
+            return make()  # it may choose the current device, which is each thread's own
+        self.calls.begin()
+        made = create(make, what, self.world.processes, self.calls.lookout.wait)
+        self.calls.conclude(deciding=True)
+        return made
 
     def join(
         self, ranks: int, group: dist.ProcessGroup | None, device: torch.device, members: Sequence[int] = ()
@@ -85,8 +106,13 @@ class DistributedJob:
         _require_size(group, ranks)
         replicas = list_replicas(dist.get_process_group_ranks(group), self.calls)
         everyone = list_replicas(list(members), self.calls) if members else replicas
-        _make_control(self.world)
-        return DistributedRanks(group, device, replicas, everyone)
+        wait = self.calls.lookout.wait
+        self.calls.begin()
+        _make_control(self.world, wait)
+        joined = DistributedRanks(group, device, replicas, everyone, wait)
+        self.calls.conclude(deciding=True)
+        self.calls.agree(about="the groups of its pipelines")  # until then, all look at the board of the job
+        return joined
 
 
 @contextmanager
@@ -106,10 +132,10 @@ def enter_distributed_job(call: str) -> Iterator[DistributedJob]:
             calls.lookout.stop()
 
 
-def _make_control(world: World) -> Control:
+def _make_control(world: World, wait: Wait) -> Control:
     """Return the control group of the whole job; every process must call this."""
     every = [*world.processes]
-    return Control.of(every, [every], timeout_of(world.group, world.device) + GRACE)
+    return Control.of(every, [every], timeout_of(world.group, world.device) + GRACE, wait)
 
 
 def _open_calls(world: World, known: Control | None) -> SharedCalls:
@@ -119,7 +145,7 @@ def _open_calls(world: World, known: Control | None) -> SharedCalls:
     if known is None:
         timeout -= min(EARLIER, timeout / 4)
 
-    def release(awaited: Awaited | None) -> None:
+    def release() -> None:
         for one in own:
             break_group(one)
 

@@ -41,7 +41,7 @@ class Lookout:
     """The lookout of one rank.
 
     - `processes`: the numbers in the job of the ranks.
-    - `release`: breaks the groups of the pipeline, and the one of what is awaited.
+    - `release`: breaks the groups of the pipeline.
     - `call`: the call that is running, or nothing; `execution`: the program that it runs, if it has come to that.
     - `posted`: what the rank waits for, if it waits.
     - `seen`, `since`, `report`: the wait that was seen last, when it was first seen, and when to report it next.
@@ -53,7 +53,7 @@ class Lookout:
         board: Board,
         processes: Sequence[int],
         timeout: timedelta,
-        release: Callable[[Awaited | None], None],
+        release: Callable[[], None],
     ) -> None:
         self.board, self.processes, self.timeout = board, processes, timeout.total_seconds()
         self.release = release
@@ -119,17 +119,17 @@ class Lookout:
         is_failed = self.board.read() is not None
         awaited = None if posted is None else posted.awaited
         self.board.give_sign(self.place, () if awaited is None else self.ranks_of(awaited))
-        if awaited is None:
+        if posted is None or awaited is None:
             return
         if is_interrupted:  # others must not take it for a death
             self.board.publish(Cause(self.board.rank, self.place, KeyboardInterrupt.__name__))
-        if is_failed or is_interrupted:
-            self.release(awaited)
-        else:
-            self._judge(awaited, now - self.since)
+        is_over = is_failed or is_interrupted
+        if is_over or self._is_too_long(awaited, now - self.since):
+            posted.give_up()
+            self.release()
 
-    def _judge(self, awaited: Awaited, waited: float) -> None:
-        """Report a wait that is long, and end it once it is too long."""
+    def _is_too_long(self, awaited: Awaited, waited: float) -> bool:
+        """Report a wait that is long; once it is too long, publish why, and return true."""
         if waited >= self.report:
             where = f"rank {self.board.rank}, {self.place}"
             LOG.warning("%s: still waiting for %s, %d s", where, self.name(awaited), waited)
@@ -141,7 +141,8 @@ class Lookout:
             signs = self._collect_signs(awaited)
             cause = find_cause(self.signs, signs, f"{self.timeout:g} s")
             self.board.publish(self.board.lost_cause or cause, find_silent(self.signs, signs))
-            self.release(awaited)
+            return True
+        return False
 
     def ranks_of(self, awaited: Awaited) -> tuple[int, ...]:
         """Return the ranks that are awaited; of a group that holds other processes, too, those that are ranks."""

@@ -48,6 +48,9 @@ class Waitable(Protocol):
     def wait(self) -> None:
         """Block until it is there; raise `BrokenWaitError` if it will not come."""
 
+    def give_up(self) -> None:
+        """Let `wait` raise, from another thread."""
+
 
 class BrokenWaitError(TransportError):
     """A connection ended while this rank waited, or before it could post what it wanted to send or receive.
@@ -71,6 +74,10 @@ class PendingWorks:
         with reporting(self.awaited):
             for work in self.works:
                 work.wait()
+
+    def give_up(self) -> None:
+        """Break the group."""
+        break_group(self.awaited.group)
 
 
 class Line(NamedTuple):
@@ -146,13 +153,21 @@ def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def find_closed(awaited: Awaited) -> list[int]:
-    """Return which of the peers have closed their connection to this process, by their numbers in the job."""
-    if len(awaited.peers) == 1 or dist.get_backend(awaited.group) != "gloo":
-        return list(awaited.peers)
+    """Return which of the peers have closed their connection to this process, by their numbers in the job.
+
+    If that is not known, it may be any of them.
+    """
+    return (list_closed(awaited) if len(awaited.peers) > 1 else []) or list(awaited.peers)
+
+
+def list_closed(awaited: Awaited) -> list[int]:
+    """Return those of the peers of which it is known that they have closed their connection to this process."""
+    if dist.get_backend(awaited.group) != "gloo":
+        return []
     closed, byte = [], torch.empty(1, dtype=torch.uint8)
     for peer in awaited.peers:
         try:
             awaited.group.recv([byte], dist.get_group_rank(awaited.group, peer), NEVER_SENT)
         except RuntimeError:
             closed.append(peer)
-    return closed or list(awaited.peers)
+    return closed

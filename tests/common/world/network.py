@@ -64,6 +64,7 @@ class Room:
     def __init__(self, network: Network, ranks: tuple[int, ...], timeout: timedelta) -> None:
         self.network, self.ranks, self.timeout = network, ranks, timeout
         self.closed = set[frozenset[int]]()
+        self.present, self.is_complete = set[int](), Signal(network.world)
         self.pending: dict[Any, tuple[deque[Work], deque[Work]]] = defaultdict(lambda: (deque(), deque()))
         self.works: list[Work] = []
         self.arrivals = defaultdict[Any, float](float)
@@ -105,6 +106,15 @@ class Room:
         self.network.arrived(received)
         sent.finish()
         received.finish()
+
+    def gather(self, rank: int) -> None:
+        """Wait until all processes are here; raise `RuntimeError` if that takes too long."""
+        self.network.world.step("rendezvous")
+        self.present.add(rank)
+        if self.present == {*self.ranks}:
+            self.is_complete.set()
+        if not self.is_complete.wait(self.timeout.total_seconds()):
+            raise RuntimeError("Wait timeout")
 
     def close(self, rank: int) -> None:
         """Close all connections of a process in this room, at both ends."""
@@ -272,17 +282,22 @@ class Network:
                 room.close(process.rank)
 
     def _enter(self, process: Process, number: int, ranks: tuple[int, ...], timeout: timedelta, desc: str) -> Group:
-        room = self.rooms.setdefault((number, ranks), Room(self, ranks, timeout))
+        room = self._find_room(number, ranks, timeout)
         for other in ranks:
             if self.world.processes[other].is_dead:
                 room.close(other)
         process.open.append(group := Group(room, process, desc))
         return group
 
+    def _find_room(self, number: int, ranks: tuple[int, ...], timeout: timedelta) -> Room:
+        return self.rooms.setdefault((number, ranks), Room(self, ranks, timeout))
+
     def create(self, ranks: Sequence[int], timeout: timedelta | None, desc: str) -> Group | None:
-        """Return the running process's end of a new group, which all processes create."""
+        """Return the running process's end of a new group, which all processes create, and its members wait for."""
         process = self.world.process
         process.groups += 1
         if process.rank not in ranks:
             return None
-        return self._enter(process, process.groups, tuple(sorted(ranks)), timeout or self.timeout, desc)
+        place = process.groups, tuple(sorted(ranks)), timeout or self.timeout
+        self._find_room(*place).gather(process.rank)
+        return self._enter(process, *place, desc)

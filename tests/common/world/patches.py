@@ -19,12 +19,12 @@ from fpipe.checkpoints import manifest, save, shards
 from fpipe.meshes import arguments, holdings, peers
 from fpipe.pipelines import builder
 from fpipe.runtime import executor, launch, turns
-from fpipe.runtime.transport import board, calls, channels, control, distributed, job, lookout, waiting
+from fpipe.runtime.transport import board, calls, channels, control, creation, distributed, job, lookout, waiting
 from fpipe.training import optimizers
 from tests.common.world.fibers import Lock, Queue, Signal, World
 from tests.common.world.network import Group, Mesh, Network, Works
 
-USERS = (launch, board, calls, channels, control, distributed, job, waiting, optimizers, arguments, peers)
+USERS = (launch, board, calls, channels, control, creation, distributed, job, waiting, optimizers, arguments, peers)
 
 
 class Distributed:
@@ -62,8 +62,10 @@ class Distributed:
     def get_backend(self, group: Group) -> str:
         return "gloo"
 
-    def new_group(self, ranks: Sequence[int], timeout: Any = None, backend: str = "gloo", group_desc: str = "") -> Any:
-        return self.network.create(ranks, timeout, group_desc)
+    def new_group(
+        self, ranks: Sequence[int], timeout: Any = None, backend: str = "gloo", group_desc: str | None = None
+    ) -> Any:
+        return self.network.create(ranks, timeout, group_desc or "")
 
     def destroy_process_group(self, group: Group) -> None:
         self.world.step("destroy")
@@ -202,13 +204,14 @@ def inhabit(network: Network) -> Iterator[None]:
     one = Distributed(network)
     replaced: list[tuple[Any, str, Any]] = [(module, "dist", one) for module in USERS]
     replaced += [(turns, "TURN", Turn())]
-    for module in (board, lookout):
+    for module in (board, creation, lookout):
         replaced += [
             (module, "Thread", lambda **options: FiberThread(world, **options)),
             (module, "Lock", lambda: Lock(world)),
         ]
     replaced += [
         (board, "Event", lambda: Signal(world)),
+        (creation, "Event", lambda: Signal(world)),
         (board, "SimpleQueue", lambda: Queue(world)),
         (board, "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)),
         (lookout, "monotonic", lambda: world.now),
@@ -217,6 +220,8 @@ def inhabit(network: Network) -> Iterator[None]:
         (control, "process_groups", lambda: list(world.process.open)),
         (control, "timeout_of", lambda group, device: group.room.timeout),
         (job, "timeout_of", lambda group, device: group.room.timeout),
+        (job, "count_groups", lambda: world.process.groups),
+        (job, "name_groups_from", lambda count: setattr(world.process, "groups", count)),
         (job, "device_types", lambda group: [torch.device("cpu")]),
         (arguments, "init_device_mesh", one.init_device_mesh),
         (holdings, "get_rank", one.get_rank),

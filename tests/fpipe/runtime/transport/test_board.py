@@ -19,7 +19,7 @@ FIRST, SECOND = Cause(1, "a step (call 3), position 2, 1F1", "ValueError: one"),
 
 def boards(count, store=None, keeper=0):
     shared = dist.HashStore() if store is None else store
-    return [Board(shared, rank, count, keeper) for rank in range(count)]
+    return [Board(lambda: shared, rank, count, keeper) for rank in range(count)]
 
 
 class Dead:
@@ -61,7 +61,7 @@ def test_a_rank_that_was_stopped_itself_asks_again(monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.02)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=count(0, 100).__next__))
     store, going_on = dist.HashStore(), Event()
-    store.set("cause", json.dumps(FIRST))
+    store.set("cause/0", json.dumps(FIRST))
     (board,) = boards(1, Stopped(store, going_on))
     Timer(0.2, going_on.set).start()
     assert board.read() == FIRST
@@ -144,10 +144,19 @@ def test_a_dead_store_means_that_its_process_failed_first(keeper, named):
     zero.linger()  # returns at once
 
 
+def test_a_store_that_nobody_can_connect_to_is_lost():
+    def connect():
+        raise dist.DistNetworkError("The client socket has timed out")
+
+    board = Board(connect, 1, 2, 0)
+    assert board.publish(FIRST) == board.lost_cause
+    assert board.lost_cause.rank == 0
+
+
 def test_a_store_that_does_not_answer_is_lost_until_it_does(monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 0.05)
+    monkeypatch.setattr(module, "PATIENCE", 0.2)
     going_on, store = module.Event(), dist.HashStore()
-    zero, one = *boards(1, Stopped(store, going_on)), Board(store, 1, 2, 0)
+    zero, one = *boards(1, Stopped(store, going_on)), Board(lambda: store, 1, 2, 0)
     one.publish(FIRST)
     assert zero.read() is None
     assert "does not answer" in zero.lost_cause.problem

@@ -21,12 +21,12 @@ CAUSE = Cause(2, "a step (call 1), position 3, 2F1", "ValueError: one")
 
 
 class Posted:
-    """A wait for process 11, which is rank 1. It ends when it is released; like Gloo's, no signal interrupts it."""
+    """A wait for process 11, which is rank 1. It ends when it is given up; like Gloo's, no signal interrupts it."""
 
     def __init__(self):
         self.awaited, self.store = Awaited("1SEND_B0>0", (11,), None), dist.HashStore()
 
-    def release(self):
+    def give_up(self):
         self.store.set("released", "")
 
     def wait(self):
@@ -46,7 +46,7 @@ def start(quick):
 
     def begin(timeout=HOUR):
         posted, store = Posted(), dist.HashStore()
-        lookout = Lookout(Board(store, 0, 3, 0), (10, 11, 12), timeout, lambda awaited: posted.release())
+        lookout = Lookout(Board(lambda: store, 0, 3, 0), (10, 11, 12), timeout, lambda: None)
         started.append(lookout)
         return lookout, posted, store
 
@@ -57,7 +57,7 @@ def start(quick):
 
 def test_a_failure_elsewhere_ends_a_wait(start):
     lookout, posted, store = start()
-    Timer(0.1, Board(store, 2, 3, 0).publish, [CAUSE]).start()
+    Timer(0.1, Board(lambda: store, 2, 3, 0).publish, [CAUSE]).start()
     with lookout.on_duty("a step (call 1)"):
         lookout.wait(posted)
     assert lookout.board.found == CAUSE
@@ -65,11 +65,11 @@ def test_a_failure_elsewhere_ends_a_wait(start):
 
 def test_a_rank_that_waits_and_one_that_computes_give_signs_of_life(start):
     lookout, posted, store = start()
-    other, seen = Board(store, 1, 3, 0), []
+    other, seen = Board(lambda: store, 1, 3, 0), []
 
     def look():
         seen.append(other.last_sign(0))
-        posted.release()
+        posted.give_up()
 
     with lookout.on_duty("a step (call 1)"):
         Event().wait(0.2)
@@ -89,7 +89,7 @@ def test_nothing_is_posted_between_calls(start):
 def test_a_slow_peer_is_reported(start, caplog, monkeypatch):
     monkeypatch.setattr(module, "FIRST_REPORT", 0.1)
     lookout, posted, _ = start()
-    Timer(0.5, posted.release).start()
+    Timer(0.5, posted.give_up).start()
     with caplog.at_level(logging.WARNING), lookout.on_duty("a step (call 1)"):
         lookout.wait(posted)
     assert "rank 0, a step (call 1): still waiting for 1SEND_B0>0 from rank 1, 0 s" in caplog.messages
@@ -98,7 +98,7 @@ def test_a_slow_peer_is_reported(start, caplog, monkeypatch):
 def test_the_one_who_keeps_all_waiting_is_given_up(start):
     """Rank 1 waits for rank 2, which gives no sign of life."""
     lookout, posted, store = start(timedelta(seconds=0.5))
-    one, over = Board(store, 1, 3, 0), Event()
+    one, over = Board(lambda: store, 1, 3, 0), Event()
 
     def live():
         while not over.wait(0.05):
@@ -137,7 +137,7 @@ def test_a_signal_that_the_script_handles_ends_no_wait(start):
     before = signal.signal(signal.SIGINT, lambda *_: told.set())
     try:
         Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
-        Timer(0.5, lambda: lookout.posted is posted and posted.release()).start()
+        Timer(0.5, lambda: lookout.posted is posted and posted.give_up()).start()
         with lookout.on_duty("a step (call 1)"):
             lookout.wait(posted)
     finally:
