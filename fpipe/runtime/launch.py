@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import InputError, TransportError
 from fpipe.runtime.ranks import Fields, Ranks
+from fpipe.runtime.transport.creation import Made
 from fpipe.runtime.transport.job import enter_distributed_job
 from fpipe.runtime.transport.local import LocalRanks
-
-T = TypeVar("T")
 
 
 class JobProcesses(Protocol):
@@ -29,7 +28,7 @@ class JobProcesses(Protocol):
     def agree(self, fields: Fields) -> None:
         """Raise `TransportError` on all processes unless all of them begin the same, with the same fields."""
 
-    def create(self, make: Callable[[], T], what: str, device: torch.device) -> T:
+    def create(self, make: Callable[[], Made], what: str, device: torch.device) -> Made:
         """Return what torch makes on the device as soon as all processes ask for it."""
 
     def join(
@@ -48,7 +47,7 @@ class LocalJob:
     def agree(self, fields: Fields) -> None:
         """Do nothing: there is no other process."""
 
-    def create(self, make: Callable[[], T], what: str, device: torch.device) -> T:
+    def create(self, make: Callable[[], Made], what: str, device: torch.device) -> Made:
         """Return what it makes."""
         return make()
 

@@ -42,8 +42,8 @@ class Sign(NamedTuple):
     peers: tuple[int, ...]
 
 
-class Link(NamedTuple):
-    """A connection to the store, and the number of failures of which this rank has learned from this board before.
+class Connection(NamedTuple):
+    """A connection to the store, and the number of failures of which its rank has learned from this board before.
 
     The board of a group of the user's outlives a failure. Then each is about what happens next.
     """
@@ -52,17 +52,36 @@ class Link(NamedTuple):
     epoch: int
 
     @classmethod
-    def to(cls, store: dist.Store, rank: int) -> Link:
+    def of(cls, store: dist.Store, rank: int) -> Connection:
         """Return the connection of a rank."""
-        return next(link for link in map(partial(cls, store), count()) if not link.have_learned([rank]))
+        return next(one for one in map(partial(cls, store), count()) if not one.have_learned([rank]))
 
-    def key(self, name: str) -> str:
-        """Return the key under which ranks post something about the next failure."""
-        return f"{name}/{self.epoch}"
+    def claim(self) -> bool:
+        """Return whether this rank is the first that has something to publish about the next failure."""
+        return self.store.add(f"{CLAIM}/{self.epoch}", 1) == 1
+
+    def publish(self, cause: Cause, lost: Iterable[int]) -> None:
+        """Publish the cause of the next failure, of which lost ranks will not learn."""
+        for rank in lost:
+            self.note_learned(rank)
+        self.store.set(f"{CAUSE}/{self.epoch}", json.dumps(cause))
+
+    def read(self) -> Cause | None:
+        """Return the cause of the next failure, if there is one."""
+        text = self.find(f"{CAUSE}/{self.epoch}")
+        return None if text is None else Cause(*json.loads(text))
+
+    def note_learned(self, rank: int) -> None:
+        """Count a rank as one that has learned of the next failure."""
+        self.store.set(f"{LEARNED}/{self.epoch}/{rank}", "")
 
     def have_learned(self, ranks: Iterable[int]) -> bool:
         """Return whether these ranks have learned of the next failure."""
-        return self.store.check([f"{self.key(LEARNED)}/{rank}" for rank in ranks])
+        return self.store.check([f"{LEARNED}/{self.epoch}/{rank}" for rank in ranks])
+
+    def find(self, key: str) -> str | None:
+        """Return the text under a key, if there is one."""
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
 
 class Board:
@@ -77,11 +96,11 @@ class Board:
     def __init__(self, connect: Callable[[], dist.Store], rank: int, size: int, keeper: int | None) -> None:
         self.connect, self.rank, self.size, self.keeper = connect, rank, size, keeper
         self.found: Cause | None = None
-        self.made: Link | None = None
+        self.made: Connection | None = None
         self.is_gone = False
         self.late: StoreQuery | None = None
         self.queries: SimpleQueue[StoreQuery | None] = SimpleQueue()
-        self.queries.put(StoreQuery(lambda: self.link))  # connect now, but let nobody wait for it
+        self.queries.put(StoreQuery(self._connect))  # connect now, but let nobody wait for it
         Thread(target=_answer_all, args=(self.queries,), name="fpipe board", daemon=True).start()
         weakref.finalize(self, self.queries.put, None)
 
@@ -92,24 +111,14 @@ class Board:
         keeper = _find_keeper(dist.get_process_group_ranks(group), os.environ)
         return cls(shared.clone, group.rank(), group.size(), keeper)
 
-    @property
-    def link(self) -> Link:
-        """The connection to the store, which only questions may use."""
-        if self.made is None:
-            self.made = Link.to(self.connect(), self.rank)
-        return self.made
-
     def publish(self, cause: Cause, lost: Iterable[int] = ()) -> Cause:
         """Publish a cause unless there is one; return the one that all ranks name.
 
         `lost`: the ranks that died or hang. They will not learn of it, and nobody lingers for them.
         """
         if self.found is None:
-            first = self._ask(lambda: self.link.store.add(self.link.key(CLAIM), 1) == 1, default=False)
-            if first:
-                for rank in lost:
-                    self._note_learned(rank)
-                self._ask(lambda: self.link.store.set(self.link.key(CAUSE), json.dumps(cause)), default=None)
+            if self._ask(Connection.claim, default=False):
+                self._ask(lambda link: link.publish(cause, lost), default=None)
             limit = time.monotonic() + LINGER
             while self.read() is None and not self.is_lost and time.monotonic() < limit:
                 time.sleep(PAUSE)  # another rank has claimed to publish, and is about to
@@ -117,10 +126,9 @@ class Board:
 
     def read(self) -> Cause | None:
         """Return the first cause, if one is published, and count as a rank that has learned of it."""
-        if self.found is None and self._ask(lambda: self.link.store.check([self.link.key(CAUSE)]), default=False):
-            text = self._ask(lambda: self.link.store.get(self.link.key(CAUSE)).decode(), default="")
-            self.found = Cause(*json.loads(text)) if text else None
-            self._note_learned(self.rank)
+        if self.found is None and (found := self._ask(Connection.read, default=None)):
+            self.found = found
+            self._ask(lambda link: link.note_learned(self.rank), default=None)
         return self.found
 
     @property
@@ -145,31 +153,30 @@ class Board:
             return
         limit = time.monotonic() + LINGER
         while not self.is_lost and time.monotonic() < limit:
-            if self._ask(lambda: self.link.have_learned(range(self.size)), default=True):
+            if self._ask(lambda link: link.have_learned(range(self.size)), default=True):
                 return
             time.sleep(PAUSE)
-
-    def _note_learned(self, rank: int) -> None:
-        self._ask(lambda: self.link.store.set(f"{self.link.key(LEARNED)}/{rank}", ""), default=None)
 
     def give_sign(self, doing: str, peers: tuple[int, ...]) -> None:
         """Post a sign of life of this rank."""
         text = json.dumps(Sign(time.monotonic(), doing, peers))
-        self._ask(lambda: self.link.store.set(f"{SIGN}/{self.rank}", text), default=None)
+        self._ask(lambda link: link.store.set(f"{SIGN}/{self.rank}", text), default=None)
 
     def last_sign(self, rank: int) -> Sign | None:
         """Return the last sign of life that a rank has posted."""
-        key = f"{SIGN}/{rank}"
-        if not self._ask(lambda: self.link.store.check([key]), default=False):
-            return None
-        text = self._ask(lambda: self.link.store.get(key).decode(), default="")
-        return Sign(*json.loads(text)) if text else None
+        text = self._ask(lambda link: link.find(f"{SIGN}/{rank}"), default=None)
+        return None if text is None else Sign(*json.loads(text))
 
-    def _ask(self, ask: Callable[[], T], default: T) -> T:
+    def _connect(self) -> Connection:
+        if self.made is None:
+            self.made = Connection.of(self.connect(), self.rank)
+        return self.made
+
+    def _ask(self, ask: Callable[[Connection], T], default: T) -> T:
         """Return what the store answers; the default if it does not."""
         if self.is_lost:
             return default
-        query = StoreQuery(ask)
+        query = StoreQuery(lambda: ask(self._connect()))
         self.queries.put(query)
         asked = time.monotonic()
         while not query.done.wait(PATIENCE):

@@ -23,18 +23,18 @@ import torch.distributed as dist
 
 from fpipe.runtime.transport.waiting import Awaited, BrokenWaitError, Waitable, destroy_groups, list_closed
 
-T = TypeVar("T")
+Made = TypeVar("Made")
 Wait: TypeAlias = Callable[[Waitable], None]
 """Waits for something, in sight of the lookout."""
-SLICE: Final = 0.5  # seconds between two looks at the connections
+LOOK: Final = 0.5  # seconds between two looks at the connections
 
 
-class Creation(Generic[T]):
+class Creation(Generic[Made]):
     """Something that torch makes as soon as all processes ask for it, and that this one waits for."""
 
-    def __init__(self, make: Callable[[], T], awaited: Awaited) -> None:
+    def __init__(self, make: Callable[[], Made], awaited: Awaited) -> None:
         self.make, self.awaited = make, awaited
-        self.made: T | None = None
+        self.made: Made | None = None
         self.error: BaseException | None = None
         self.is_over = self.is_given_up = False
         self.woken = Event()
@@ -46,7 +46,7 @@ class Creation(Generic[T]):
         Raise what torch raised if none is gone.
         """
         try:
-            while not self.woken.wait(SLICE) and not list_closed(self.awaited):
+            while not self.woken.wait(LOOK) and not list_closed(self.awaited):
                 pass
         finally:
             self.is_given_up = not self.is_over
@@ -63,7 +63,7 @@ class Creation(Generic[T]):
         """Return whether a process that is needed is gone; torch may have noticed before its connection ended here."""
         if isinstance(self.error, dist.DistNetworkError):
             return True  # the one that keeps the store
-        return bool(list_closed(self.awaited)) or Event().wait(SLICE) or bool(list_closed(self.awaited))
+        return bool(list_closed(self.awaited)) or Event().wait(LOOK) or bool(list_closed(self.awaited))
 
     def _run(self) -> None:
         try:
@@ -76,7 +76,7 @@ class Creation(Generic[T]):
             destroy_groups([cast("dist.ProcessGroup", self.made)])
 
 
-def create(make: Callable[[], T], what: str, members: Sequence[int], wait: Wait) -> T:
+def create(make: Callable[[], Made], what: str, members: Sequence[int], wait: Wait) -> Made:
     """Return what torch makes as soon as all `members`, by their numbers in the job, ask for it.
 
     Raise `BrokenWaitError` if one of them does not, and what torch raises if that is not their fault.
@@ -86,7 +86,7 @@ def create(make: Callable[[], T], what: str, members: Sequence[int], wait: Wait)
     others = tuple(member for member in members if member != mine)
     creation = Creation(make, Awaited(what, others, group))
     wait(creation)
-    return cast("T", creation.made)
+    return cast("Made", creation.made)
 
 
 def create_group(

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,14 +29,12 @@ from fpipe.errors import TransportError
 from fpipe.runtime.ranks import Fields, Ranks
 from fpipe.runtime.transport.calls import SharedCalls
 from fpipe.runtime.transport.control import GRACE, Control, list_replicas
-from fpipe.runtime.transport.creation import Wait, create
+from fpipe.runtime.transport.creation import Made, Wait, create
 from fpipe.runtime.transport.distributed import DistributedRanks
 from fpipe.runtime.transport.lookout import SLICE
 from fpipe.runtime.transport.waiting import PendingWorks, Waitable, await_all, break_group, reporting
 from fpipe.runtime.turns import claim_turn
 from fpipe.torch_private import count_groups, device_types, name_groups_from, timeout_of
-
-T = TypeVar("T")
 
 EARLIER: Final = timedelta(seconds=4 * SLICE)
 """How much earlier than the default group a process gives up, so that it has time to find out why."""
@@ -86,7 +84,7 @@ class DistributedJob:
         counts = self.calls.agree(fields, "its start", count_groups())
         name_groups_from(max(counts))
 
-    def create(self, make: Callable[[], T], what: str, device: torch.device) -> T:
+    def create(self, make: Callable[[], Made], what: str, device: torch.device) -> Made:
         """Return what torch makes on the device as soon as all processes ask for it."""
         if device.type != "cpu":
             return make()  # it may choose the current device, which is each thread's own
