@@ -57,6 +57,18 @@ def test_a_cause_is_published_once_by_whoever_is_first():
     assert one.publish(FIRST) == SECOND
 
 
+def test_a_new_board_on_the_same_store_is_about_the_next_failure():
+    """A rank that has not learned of the first failure, because it is slow, still does."""
+    store = dist.HashStore()
+    zero, slow = boards(2, store)
+    zero.publish(FIRST)
+    again, _ = boards(2, store)
+    assert again.read() is None
+    again.publish(SECOND)
+    assert slow.read() == FIRST
+    assert boards(2, store)[1].read() == SECOND
+
+
 def test_a_rank_that_was_stopped_itself_asks_again(monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.02)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=count(0, 100).__next__))
