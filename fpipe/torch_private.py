@@ -142,6 +142,9 @@ NAMES: Final = (
     Name("torch.distributed.tensor.placement_types._StridedShard", "shards of what modules split, too"),
     # process groups
     Name("torch.distributed.distributed_c10d._world", "pipelines of the same processes that share a control group"),
+    Name("torch.distributed.distributed_c10d._World.group_count", "names of groups that are alike on all ranks"),
+    Name("torch.distributed.distributed_c10d._World.pg_to_tag", "the end of a process group"),
+    Name("torch.distributed.distributed_c10d._World.tags_to_pg", "the end of a process group"),
     Name("torch.distributed.ProcessGroup._get_backend", "the timeout of a pipeline's process groups"),
     Name("torch.distributed.ProcessGroup._device_types", "the device over which a job agrees before its first build"),
     # settings that choose kernels
@@ -397,6 +400,22 @@ def destroy_group(group: Any) -> None:
     torch.distributed.destroy_process_group(group)
     if not world.tags_to_pg.get(tag, [group]):
         del world.tags_to_pg[tag]
+
+
+def has_gloo(group: Any) -> bool:
+    """Return whether Gloo moves the host's tensors in a process group, perhaps besides another backend."""
+    try:
+        name: str = group._get_backend(torch.device("cpu")).name()
+    except RuntimeError:
+        return False
+    return name == "gloo"
+
+
+def renew_store() -> None:
+    """Let torch create process groups over a new connection to the store of the job."""
+    table: Any = torch.distributed.distributed_c10d._world.pg_map
+    backend, store = table[torch.distributed.group.WORLD]
+    table[torch.distributed.group.WORLD] = backend, store.clone()
 
 
 def count_groups() -> int:

@@ -31,7 +31,7 @@ from fpipe.errors import Cause
 T = TypeVar("T")
 PATIENCE: Final = 2.0  # seconds until a store that does not answer is lost
 LINGER, PAUSE = 3.0, 0.01  # seconds that a rank waits for the others to learn of a failure, and between two looks
-CLAIM, CAUSE, LEARNED, SIGN = "claim", "cause", "learned", "sign"
+CLAIM, CAUSE, READ, LEARNED, SIGN = "claim", "cause", "read", "learned", "sign"
 
 
 class Sign(NamedTuple):
@@ -43,7 +43,7 @@ class Sign(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """A connection to the store, and the number of failures of which its rank has learned from this board before.
+    """A connection to the store, and the number of failures that its rank has read from this board before.
 
     The board of a group of the user's outlives a failure. Then each is about what happens next.
     """
@@ -54,7 +54,7 @@ class Connection(NamedTuple):
     @classmethod
     def of(cls, store: dist.Store, rank: int) -> Connection:
         """Return the connection of a rank."""
-        return next(one for one in map(partial(cls, store), count()) if not one.have_learned([rank]))
+        return next(one for one in map(partial(cls, store), count()) if not one.has_read(rank))
 
     def claim(self) -> bool:
         """Return whether this rank is the first that has something to publish about the next failure."""
@@ -71,12 +71,21 @@ class Connection(NamedTuple):
         text = self.find(f"{CAUSE}/{self.epoch}")
         return None if text is None else Cause(*json.loads(text))
 
+    def note_read(self, rank: int) -> None:
+        """Note that a rank has read the cause of the next failure."""
+        self.store.set(f"{READ}/{self.epoch}/{rank}", "")
+        self.note_learned(rank)
+
+    def has_read(self, rank: int) -> bool:
+        """Return whether a rank has read it."""
+        return self.store.check([f"{READ}/{self.epoch}/{rank}"])
+
     def note_learned(self, rank: int) -> None:
-        """Count a rank as one that has learned of the next failure."""
+        """Count a rank as one for which nobody has to linger: it has read the cause, or never will."""
         self.store.set(f"{LEARNED}/{self.epoch}/{rank}", "")
 
     def have_learned(self, ranks: Iterable[int]) -> bool:
-        """Return whether these ranks have learned of the next failure."""
+        """Return whether nobody has to linger for any of these ranks."""
         return self.store.check([f"{LEARNED}/{self.epoch}/{rank}" for rank in ranks])
 
     def find(self, key: str) -> str | None:
@@ -128,7 +137,7 @@ class Board:
         """Return the first cause, if one is published, and count as a rank that has learned of it."""
         if self.found is None and (found := self._ask(Connection.read, default=None)):
             self.found = found
-            self._ask(lambda link: link.note_learned(self.rank), default=None)
+            self._ask(lambda link: link.note_read(self.rank), default=None)
         return self.found
 
     @property

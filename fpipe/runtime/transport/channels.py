@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.runtime.transport.creation import create_group
+from fpipe.runtime.transport.creation import Creator
 from fpipe.runtime.transport.envelope import LINE, Envelope, Specs
 from fpipe.runtime.transport.interface import MessageKey, Payload, Route, transfer_text
 from fpipe.runtime.transport.waiting import (
@@ -162,12 +162,12 @@ class DistributedTransport:
         self.channels: dict[Route, DistributedChannel] = {}
         self.unread: Unread = []
 
-    def setup(self, channels: Iterable[Route], wait: Callable[[Waitable], None]) -> None:
-        """Create a process group for each new channel, in ascending order, and warm it up; `wait` waits for that."""
+    def setup(self, channels: Iterable[Route], creator: Creator) -> None:
+        """Create a process group for each new channel, in ascending order, and warm it up."""
         for source, target in channels:
             if (source, target) not in self.channels:
                 replicas = [
-                    create_group([world[source], world[target]], wait, self.timeout, self.backend)
+                    creator.create_group([world[source], world[target]], self.timeout, self.backend, self.device)
                     for world in self.replicas
                 ]
                 group = replicas[self.replicas.index(self.world)]
@@ -175,7 +175,7 @@ class DistributedTransport:
                     group, self.world[source], self.world[target], self.device, self.unread
                 )
                 if self.rank in (source, target):
-                    self._warm_up(self.channels[source, target], self.rank == source, wait)
+                    self._warm_up(self.channels[source, target], self.rank == source, creator.wait)
 
     def _warm_up(self, channel: DistributedChannel, sends: bool, wait: Callable[[Waitable], None]) -> None:
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)

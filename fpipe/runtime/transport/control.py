@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.runtime.transport.calls import SharedCalls
-from fpipe.runtime.transport.creation import Wait, create_group
+from fpipe.runtime.transport.creation import Creator
 from fpipe.runtime.transport.waiting import Awaited, PendingWorks, Waitable, reporting
 from fpipe.torch_private import process_groups, timeout_of
 
@@ -41,7 +41,7 @@ class Control(NamedTuple):
         return len(self.processes)
 
     @classmethod
-    def of(cls, world: list[int], replicas: list[list[int]], timeout: timedelta, wait: Wait) -> Control:
+    def of(cls, world: list[int], replicas: list[list[int]], timeout: timedelta, creator: Creator) -> Control:
         """Return the group of the processes `world`, one of `replicas`; every process of the job must call this.
 
         Raise `BrokenWaitError` if one does not.
@@ -52,7 +52,8 @@ class Control(NamedTuple):
         known = cls.find(world, replicas)
         if known is not None:
             return known
-        made = [create_group(ranks, wait, timeout, "gloo", _describe(ranks, replicas)) for ranks in replicas]
+        cpu = torch.device("cpu")
+        made = [creator.create_group(one, timeout, "gloo", cpu, _describe(one, replicas)) for one in replicas]
         return cls(made[replicas.index(world)], world.index(dist.get_rank()), tuple(world))
 
     @classmethod
@@ -118,7 +119,7 @@ def choose_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def find_mesh_group(
-    control: Control, group: dist.ProcessGroup, everyone: list[list[int]], device: torch.device, wait: Wait
+    control: Control, group: dist.ProcessGroup, everyone: list[list[int]], device: torch.device, creator: Creator
 ) -> dist.ProcessGroup:
     """Return the group, on the device's backend, of all processes that agree; `group` if those are its own.
 
@@ -132,7 +133,7 @@ def find_mesh_group(
         return world
     found: dist.ProcessGroup | None = None
     for members in everyone:
-        made = create_group(members, wait, timeout_of(group, device), dist.get_backend(group))
+        made = creator.create_group(members, timeout_of(group, device), dist.get_backend(group), device)
         found = made if dist.get_rank() in members else found
     assert found is not None, "this process is a member"
     return found

@@ -5,28 +5,33 @@ Problem. torch.distributed returns a Gloo group once all of its processes have a
 call but its timeout: no signal, and no death of another process.
 
 Idea. Torch is called in a thread. The rank waits for the thread as for everything else: in sight of the lookout, which
-can give it up. Meanwhile it looks whether a process that it waits for is gone. A thread that was given up destroys the
-group that it may still get.
+can give it up. Meanwhile it looks whether a process that it waits for is gone. What comes after it was given up is
+destroyed. Until then, the thread may hold the connection to the job's store, so that the next group gets another.
+
+On an accelerator, torch is called without a thread: it may use the current device, which is each thread's own.
 
 Runs when a pipeline is built, and when channels are set up; if ranks are separate processes.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from threading import Event, Thread
-from typing import Final, Generic, TypeAlias, TypeVar, cast
+from threading import Event, Lock, Thread
+from typing import Final, Generic, NamedTuple, TypeVar, cast
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.runtime.transport.waiting import Awaited, BrokenWaitError, Waitable, destroy_groups, list_closed
+from fpipe.torch_private import renew_store
 
 Made = TypeVar("Made")
-Wait: TypeAlias = Callable[[Waitable], None]
-"""Waits for something, in sight of the lookout."""
 LOOK: Final = 0.5  # seconds between two looks at the connections
+NAME: Final = "fpipe creation"
 
 
 class Creation(Generic[Made]):
@@ -37,22 +42,28 @@ class Creation(Generic[Made]):
         self.made: Made | None = None
         self.error: BaseException | None = None
         self.is_over = self.is_given_up = False
-        self.woken = Event()
-        Thread(target=self._run, name="fpipe creation", daemon=True).start()
+        self.woken, self.deciding = Event(), Lock()
+        Thread(target=self._run, name=NAME, daemon=True).start()
 
     def wait(self) -> None:
         """Block until it is made; raise `BrokenWaitError` if it is given up, or if a process that it needs is gone.
 
         Raise what torch raised if none is gone.
         """
+        is_wanted = False
         try:
             while not self.woken.wait(LOOK) and not list_closed(self.awaited):
                 pass
+            is_wanted = True
         finally:
-            self.is_given_up = not self.is_over
+            with self.deciding:
+                self.is_given_up = not (is_wanted and self.is_over)
+                is_late = self.is_given_up and self.is_over
+            if is_late:
+                _discard(self.made)
         if self.error is not None and not self._is_anyone_gone():
             raise self.error
-        if self.error is not None or not self.is_over:
+        if self.error is not None or self.is_given_up:
             raise BrokenWaitError(self.awaited) from self.error
 
     def give_up(self) -> None:
@@ -70,31 +81,48 @@ class Creation(Generic[Made]):
             self.made = self.make()
         except BaseException as error:
             self.error = error
-        self.is_over = True
+        with self.deciding:
+            self.is_over, is_late = True, self.is_given_up
         self.woken.set()
-        if self.is_given_up and self.made is not None:
-            destroy_groups([cast("dist.ProcessGroup", self.made)])
+        if is_late:
+            _discard(self.made)
 
 
-def create(make: Callable[[], Made], what: str, members: Sequence[int], wait: Wait) -> Made:
-    """Return what torch makes as soon as all `members`, by their numbers in the job, ask for it.
+class Creator(NamedTuple):
+    """The way in which a rank creates what other processes create, too.
 
-    Raise `BrokenWaitError` if one of them does not, and what torch raises if that is not their fault.
+    - `wait`: waits in sight of the lookout.
+    - `group`: a group of all these processes, whose connections end if one of them is gone.
     """
-    group, mine = dist.group.WORLD, dist.get_rank()
-    assert group is not None, "torch.distributed is initialized"
-    others = tuple(member for member in members if member != mine)
-    creation = Creation(make, Awaited(what, others, group))
-    wait(creation)
-    return cast("Made", creation.made)
+
+    wait: Callable[[Waitable], None]
+    group: dist.ProcessGroup
+
+    def create(self, make: Callable[[], Made], what: str, members: Sequence[int], device: torch.device) -> Made:
+        """Return what torch makes as soon as all `members`, by their numbers in the job, ask for it.
+
+        Raise `BrokenWaitError` if one of them does not, and what torch raises if that is not their fault.
+        """
+        mine = dist.get_rank()
+        others = tuple(member for member in members if member != mine)
+        if any(thread.name == NAME for thread in threading.enumerate()):
+            renew_store()
+        if device.type != "cpu" or mine not in members or not others:
+            return make()
+        creation = Creation(make, Awaited(what, others, self.group))
+        self.wait(creation)
+        return cast("Made", creation.made)
+
+    def create_group(
+        self, members: list[int], timeout: timedelta, backend: str, device: torch.device, name: str | None = None
+    ) -> dist.ProcessGroup:
+        """Return what `dist.new_group` returns; see `create`. Every process of the job must call this."""
+        make = partial(dist.new_group, members, timeout=timeout, backend=backend, group_desc=name)
+        group: dist.ProcessGroup = self.create(make, f"process group of {members}", members, device)
+        return group
 
 
-def create_group(
-    members: list[int], wait: Wait, timeout: timedelta, backend: str, group_desc: str | None = None
-) -> dist.ProcessGroup:
-    """Return what `dist.new_group` returns; see `create`. Every process of the job must call this."""
-    make = partial(dist.new_group, members, timeout=timeout, backend=backend, group_desc=group_desc)
-    if backend != "gloo" or members == [dist.get_rank()] or dist.get_rank() not in members:
-        return cast("dist.ProcessGroup", make())  # nobody waits here
-    group: dist.ProcessGroup = create(make, f"process group of {members}", members, wait)
-    return group
+def _discard(made: object) -> None:
+    """Destroy a group, or those of a mesh, but the one of the whole job."""
+    groups = made.get_all_groups() if isinstance(made, DeviceMesh) else [made]
+    destroy_groups(cast("dist.ProcessGroup", one) for one in groups if one is not dist.group.WORLD)

@@ -29,7 +29,7 @@ from fpipe.runtime.transport import clocks, speeds
 from fpipe.runtime.transport.calls import SharedCalls
 from fpipe.runtime.transport.channels import DistributedTransport
 from fpipe.runtime.transport.control import GRACE, Control, choose_timeout, find_mesh_group
-from fpipe.runtime.transport.creation import Wait
+from fpipe.runtime.transport.creation import Creator
 from fpipe.runtime.transport.interface import Route, Transport
 from fpipe.runtime.transport.waiting import Line, PendingWorks, Waitable, await_all, reporting
 from fpipe.runtime.turns import claim_turn
@@ -41,7 +41,7 @@ class DistributedRanks:
     """One rank of a schedule: this process, in a `group` with as many processes as ranks.
 
     `replicas` lists the processes of every pipeline of the job; `everyone` lists those that agree on every call, which
-    are the same, or those of a mesh around each. `wait` waits for groups that they create.
+    are the same, or those of a mesh around each. `creator` creates their groups.
 
     - `calls`: the calls of the pipeline's functions.
     - `results`, `everyone`: the groups over which results go to all ranks, and to all processes that agree.
@@ -55,22 +55,22 @@ class DistributedRanks:
         device: torch.device,
         replicas: list[list[int]],
         everyone: list[list[int]],
-        wait: Wait,
+        creator: Creator,
     ) -> None:
         self.group, self.device, before = group, device, [*process_groups()]
         self.ranks = (dist.get_rank(group),)
         self.processes = tuple(dist.get_process_group_ranks(group))
         timeout = choose_timeout(group, device)
         (members,) = [one for one in everyone if dist.get_rank() in one]
-        self.control = Control.of(members, everyone, timeout + GRACE, wait)
+        self.control = Control.of(members, everyone, timeout + GRACE, creator)
         self.places = tuple(self.control.processes.index(process) for process in self.processes)
         self.own_groups = [self.control.group]
         if device.type == "cpu":
-            self.results = Control.of(list(self.processes), replicas, timeout + GRACE, wait).group
+            self.results = Control.of(list(self.processes), replicas, timeout + GRACE, creator).group
             self.everyone = self.control.group
             self.own_groups.append(self.results)
         else:
-            self.results, self.everyone = group, find_mesh_group(self.control, group, everyone, device, wait)
+            self.results, self.everyone = group, find_mesh_group(self.control, group, everyone, device, creator)
         self.transport = DistributedTransport(group, device, replicas, timeout + GRACE)
         release = partial(self.transport.release, self.own_groups)
         own, transport = self.own_groups, self.transport
@@ -123,7 +123,7 @@ class DistributedRanks:
     def connect(self, channels: Iterable[Route]) -> None:
         """Set up channels; every rank must pass the same ones."""
         self.calls.begin()
-        self.transport.setup(channels, self.calls.lookout.wait)
+        self.transport.setup(channels, Creator(self.calls.lookout.wait, self.control.group))
         self.calls.conclude(deciding=True)
 
     def forget_layouts(self) -> None:

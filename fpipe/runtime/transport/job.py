@@ -4,9 +4,9 @@
 Problem. Before a pipeline has process groups of its own, all processes of the job must create them, in the same order.
 One that refuses its arguments, dies, or does something else instead, would leave the others waiting in torch.
 
-Idea. A build begins as every call does: all processes agree on it, over a control group of the whole job. It is made by
-the first build. Before that, there is only the user's default group, over which they gather one row each, in the same
-form; it is never broken, so there a wait ends when a connection ends, or by torch's timeout.
+Idea. A build begins as every call does: all processes agree on it, over a control group of the whole job. It is what
+the first build makes first. Before that, there is only the user's default group, over which they gather one row each,
+in the same form; it is never broken, so there a wait ends when a connection ends, or by torch's timeout.
 
 Invariant: no process creates a group before all have agreed to build. Then all name new groups alike, by the number of
 groups that any of them has created: a build that failed may have left some with fewer.
@@ -29,7 +29,7 @@ from fpipe.errors import TransportError
 from fpipe.runtime.ranks import Fields, Ranks
 from fpipe.runtime.transport.calls import SharedCalls
 from fpipe.runtime.transport.control import GRACE, Control, list_replicas
-from fpipe.runtime.transport.creation import Made, Wait, create
+from fpipe.runtime.transport.creation import Creator, Made
 from fpipe.runtime.transport.distributed import DistributedRanks
 from fpipe.runtime.transport.lookout import SLICE
 from fpipe.runtime.transport.waiting import PendingWorks, Waitable, await_all, break_group, reporting
@@ -74,24 +74,34 @@ class World(NamedTuple):
 
 
 class DistributedJob:
-    """The processes of a job that begin to build: `calls` are what they do together."""
+    """The processes of a job that begin to build.
 
-    def __init__(self, calls: SharedCalls, world: World) -> None:
-        self.calls, self.world = calls, world
+    - `calls`: what they do together; `own`: the groups that nobody else uses.
+    """
+
+    def __init__(self, calls: SharedCalls, world: World, own: list[dist.ProcessGroup]) -> None:
+        self.calls, self.world, self.own = calls, world, own
 
     def agree(self, fields: Fields) -> None:
         """Raise `TransportError` on all processes unless all of them begin the same, with the same fields."""
         counts = self.calls.agree(fields, "its start", count_groups())
         name_groups_from(max(counts))
+        self.calls.begin()
+        timeout, every = timeout_of(self.world.group, self.world.device) + GRACE, [*self.world.processes]
+        self.calls.table = control = Control.of(every, [every], timeout, self._creator)
+        self.own[:] = [control.group]
+        self.calls.conclude(deciding=True)
 
     def create(self, make: Callable[[], Made], what: str, device: torch.device) -> Made:
         """Return what torch makes on the device as soon as all processes ask for it."""
-        if device.type != "cpu":
-            return make()  # it may choose the current device, which is each thread's own
         self.calls.begin()
-        made = create(make, what, self.world.processes, self.calls.lookout.wait)
+        made = self._creator.create(make, what, self.world.processes, device)
         self.calls.conclude(deciding=True)
         return made
+
+    @property
+    def _creator(self) -> Creator:
+        return Creator(self.calls.lookout.wait, self.calls.table.group)
 
     def join(
         self, ranks: int, group: dist.ProcessGroup | None, device: torch.device, members: Sequence[int] = ()
@@ -104,10 +114,8 @@ class DistributedJob:
         _require_size(group, ranks)
         replicas = list_replicas(dist.get_process_group_ranks(group), self.calls)
         everyone = list_replicas(list(members), self.calls) if members else replicas
-        wait = self.calls.lookout.wait
         self.calls.begin()
-        _make_control(self.world, wait)
-        joined = DistributedRanks(group, device, replicas, everyone, wait)
+        joined = DistributedRanks(group, device, replicas, everyone, self._creator)
         self.calls.conclude(deciding=True)
         self.calls.agree(about="the groups of its pipelines")  # until then, all look at the board of the job
         return joined
@@ -122,24 +130,18 @@ def enter_distributed_job(call: str) -> Iterator[DistributedJob]:
     world = World(group, torch.device("cpu") if torch.device("cpu") in kinds else kinds[0])
     with claim_turn(f"rank {world.rank}, {call}"):
         known = Control.find([*world.processes], [[*world.processes]])
-        calls = _open_calls(world, known)
+        own = [] if known is None else [known.group]
+        calls = _open_calls(world, known, own)
         try:
             with calls.enter(call):
-                yield DistributedJob(calls, world)
+                yield DistributedJob(calls, world, own)
         finally:
             calls.lookout.stop()
 
 
-def _make_control(world: World, wait: Wait) -> Control:
-    """Return the control group of the whole job; every process must call this."""
-    every = [*world.processes]
-    return Control.of(every, [every], timeout_of(world.group, world.device) + GRACE, wait)
-
-
-def _open_calls(world: World, known: Control | None) -> SharedCalls:
+def _open_calls(world: World, known: Control | None, own: list[dist.ProcessGroup]) -> SharedCalls:
     """Return the calls over the control group of the job, or over the default group if there is none yet."""
     timeout = timeout_of(world.group, world.device)
-    table, own = (world, []) if known is None else (known, [known.group])
     if known is None:
         timeout -= min(EARLIER, timeout / 4)
 
@@ -147,7 +149,7 @@ def _open_calls(world: World, known: Control | None) -> SharedCalls:
         for one in own:
             break_group(one)
 
-    return SharedCalls(table, timeout, release, lambda: own)
+    return SharedCalls(known or world, timeout, release, lambda: own)
 
 
 def _require_size(group: dist.ProcessGroup, ranks: int) -> None:

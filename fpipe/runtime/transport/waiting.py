@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import TransportError
-from fpipe.torch_private import destroy_group, process_groups
+from fpipe.torch_private import destroy_group, has_gloo, process_groups
 
 NEVER_SENT: Final = 2**20
 """A tag on which nothing is sent."""
@@ -138,6 +138,7 @@ def break_group(group: dist.ProcessGroup) -> None:
     """
     if dist.get_backend(group) != "gloo":
         group.abort()
+    if not has_gloo(group):
         return
     byte, mine = torch.empty(1, dtype=torch.uint8), group.rank()
     for peer in range(group.size()):
@@ -162,7 +163,7 @@ def find_closed(awaited: Awaited) -> list[int]:
 
 def list_closed(awaited: Awaited) -> list[int]:
     """Return those of the peers of which it is known that they have closed their connection to this process."""
-    if dist.get_backend(awaited.group) != "gloo":
+    if not has_gloo(awaited.group):
         return []
     closed, byte = [], torch.empty(1, dtype=torch.uint8)
     for peer in awaited.peers:

@@ -212,6 +212,8 @@ def inhabit(network: Network) -> Iterator[None]:
     replaced += [
         (board, "Event", lambda: Signal(world)),
         (creation, "Event", lambda: Signal(world)),
+        (waiting, "has_gloo", lambda group: True),
+        (creation, "renew_store", lambda: None),
         (board, "SimpleQueue", lambda: Queue(world)),
         (board, "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)),
         (lookout, "monotonic", lambda: world.now),
