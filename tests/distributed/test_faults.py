@@ -25,8 +25,9 @@ BY_DAY = [
     "kill-build-one_f_one_b-4-2-2-0-file",
     "raise-build-one_f_one_b-4-1-1-0-file",
     "kill-group-one_f_one_b-4-2-2-0-tcp",
+    "raise-group-replicated-4-2-2-0-tcp",
     "interrupt-group-one_f_one_b-4-3-4-0-file",
-    "recover-group-one_f_one_b-4-1-2-0-file",
+    "recover-group-one_f_one_b-4-1-2-0-tcp",
     "kill-clock-one_f_one_b-4-2-5-0-file",
 ]
 DRAWN = 200

@@ -26,7 +26,7 @@ from fpipe.runtime.ranks import Fields
 from fpipe.runtime.transport.agreement import agree, announce_refusal, exchange_texts
 from fpipe.runtime.transport.board import Board
 from fpipe.runtime.transport.lookout import Lookout
-from fpipe.runtime.transport.waiting import Awaited, BrokenWaitError, Waitable, destroy_groups, find_closed, list_closed
+from fpipe.runtime.transport.waiting import Awaited, BrokenWaitError, Waitable, destroy_groups, list_closed
 from schedules.errors import describe_error
 
 DIED: Final = "it died, or left: its connection ended, and it left no word. Look at the last lines that it printed"
@@ -151,9 +151,10 @@ class SharedCalls:
         board = lookout.board
         cause = board.read() or board.lost_cause
         if cause is None:
-            lost = lookout.ranks_of(awaited._replace(peers=tuple(find_closed(awaited))))
+            closed = tuple(list_closed(awaited))
+            lost = lookout.ranks_of(awaited._replace(peers=closed or awaited.peers))
             died = Cause(lost[0] if lost else None, f"before {awaited.what}", DIED)
-            cause = board.publish(died, lookout.ranks_of(awaited._replace(peers=tuple(list_closed(awaited))))[:1])
+            cause = board.publish(died, lost[:1] if closed else ())
         self._fail(str(cause))
         return RankError(self.table.rank, place, lookout.name(awaited), cause)
 

@@ -153,16 +153,11 @@ def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
         destroy_group(group)
 
 
-def find_closed(awaited: Awaited) -> list[int]:
+def list_closed(awaited: Awaited) -> list[int]:
     """Return which of the peers have closed their connection to this process, by their numbers in the job.
 
-    If that is not known, it may be any of them.
+    Of processes without Gloo this is not known.
     """
-    return (list_closed(awaited) if len(awaited.peers) > 1 else []) or list(awaited.peers)
-
-
-def list_closed(awaited: Awaited) -> list[int]:
-    """Return those of the peers of which it is known that they have closed their connection to this process."""
     if not has_gloo(awaited.group):
         return []
     closed, byte = [], torch.empty(1, dtype=torch.uint8)
