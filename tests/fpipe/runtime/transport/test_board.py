@@ -22,6 +22,12 @@ def boards(count, store=None, keeper=0):
     return [Board(lambda: shared, rank, count, keeper) for rank in range(count)]
 
 
+def seconds_of(function):
+    start = monotonic()
+    function()
+    return monotonic() - start
+
+
 class Dead:
     """A store whose process is gone."""
 
@@ -101,9 +107,7 @@ def test_a_rank_lingers_for_the_one_that_is_named_if_it_is_alive(monkeypatch):
     monkeypatch.setattr(module, "LINGER", 0.3)
     zero, one = boards(2)
     zero.publish(FIRST)
-    start = monotonic()
-    zero.linger()
-    assert monotonic() - start > 0.2, "rank 1 does not know yet"
+    assert seconds_of(zero.linger) > 0.2, "rank 1 does not know yet"
     monkeypatch.setattr(module, "LINGER", 60.0)
     one.read()
     zero.linger()
@@ -114,9 +118,7 @@ def test_a_rank_that_hangs_counts_once_though_it_reads(monkeypatch):
     zero, one, two = boards(3)
     zero.publish(FIRST)
     one.read()
-    start = monotonic()
-    zero.linger()
-    assert monotonic() - start > 0.2, "rank 2 does not know yet"
+    assert seconds_of(zero.linger) > 0.2, "rank 2 does not know yet"
     monkeypatch.setattr(module, "LINGER", 60.0)
     two.read()
     zero.linger()
