@@ -102,6 +102,13 @@ def test_nobody_lingers_for_a_dead_rank(monkeypatch):
     zero.linger()
 
 
+def test_a_rank_that_was_given_up_reads_the_cause_when_it_comes_after_all():
+    store = dist.HashStore()
+    zero, _ = boards(2, store)
+    zero.publish(FIRST, [1])
+    assert boards(2, store)[1].read() == FIRST
+
+
 def test_a_rank_lingers_for_the_one_that_is_named_if_it_is_alive(monkeypatch):
     """Rank 1 was too slow, or waits in a circle. It has yet to read why its wait ended."""
     monkeypatch.setattr(module, "LINGER", 0.3)
