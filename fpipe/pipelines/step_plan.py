@@ -57,11 +57,13 @@ class StepPlan:
         """The number of microbatches of each copy."""
         return self.program.schedule.microbatches
 
-    @cached_property
+    @property
     def parts(self) -> Mapping[int, StepPlan]:
         """The plan of each copy that this process plays, for its share of the microbatches."""
-        if self.copies is ALONE:
-            return {0: self}
+        return {0: self} if self.copies is ALONE else self._parts
+
+    @cached_property
+    def _parts(self) -> Mapping[int, StepPlan]:
         return {k: replace(self, assemblies=self.assemblies[self.rows_of(k)], copy=k) for k in self.copies.here}
 
     def rows_of(self, copy: int) -> slice:

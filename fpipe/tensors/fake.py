@@ -105,7 +105,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     torch's mode refuses grouped matrix multiplication, which mixtures of experts use, for dtypes other than bfloat16.
     It also gets the memory layout of some results wrong, which changes the last bits of a bias gradient.
 
-    - `results`: the cache of operator results. `states`: by device, the attributes of a fake tensor there.
+    - `results`: the cache of operator results. `states`: by device, the attributes of a fake tensor there, but for the mode.
     - `effects`: records the operators called, but not those that they decompose into; `None` to record nothing.
     - `answer_nonzero(tensor)`: returns an assumed result of `nonzero`, which depends on values; `None` to assume none.
     - `true_counts`: by memory, masks with a known number of true elements: that many values were assigned there.
@@ -114,7 +114,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False  # torch's own cache is one for all modes, and never forgets a shape
-        self.results = ResultCache(self, self.make)
+        self.results = ResultCache(self, Fakes.make)
         self.states: dict[torch.device, dict[str, Any]] = {}
         self.effects: Effects | None = None
         self.answer_nonzero: Callable[[Tensor], Tensor] | None = None
@@ -213,10 +213,11 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         torch makes the first one on each device; the others copy its attributes.
         """
         if device not in self.states:
-            self.states[device] = vars(FakeTensor(self, torch.empty(0, device="meta"), device))
+            attributes = vars(FakeTensor(self, torch.empty(0, device="meta"), device))
+            self.states[device] = {name: value for name, value in attributes.items() if value is not self}
         new: Any = Tensor._make_subclass(FakeTensor, meta, dispatch_device=True, device_for_backend_keys=device)
         set_warn_deprecated_on_mutable_data_ptr(new)  # as torch does
-        vars(new).update(self.states[device])
+        vars(new).update(self.states[device], fake_mode=self)
         return cast("FakeTensor", new)
 
     def _home(self, func: Any, args: Any, kwargs: Any) -> torch.device | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from fpipe.torch_private import (
 
 CacheKey: TypeAlias = tuple[object, ...]
 Operator: TypeAlias = Callable[[], Any]
-MakeFake: TypeAlias = Callable[[Tensor, torch.device], Tensor]
+MakeFake: TypeAlias = Callable[[Any, Tensor, torch.device], Tensor]
 
 CACHEABLE = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format})
 VALUES_DECIDE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
@@ -66,15 +67,22 @@ class CachedResult(NamedTuple):
 
 
 class ResultCache:
-    """A cache of operator results for one mode.
+    """A cache of operator results for the mode that owns it, held weakly: a mode goes with its last tensor, at once.
 
-    - `make(meta, device)`: returns a fake tensor on `device` with the metadata of `meta`.
+    - `make(mode, meta, device)`: returns a fake tensor on `device` with the metadata of `meta`.
     - `known`: results by operator and key; `None` for operators that are not cached.
     """
 
     def __init__(self, mode: FakeTensorMode, make: MakeFake) -> None:
-        self.mode, self.make = mode, make
+        self._mode, self.make = ref(mode), make
         self.known: dict[Any, dict[CacheKey, CachedResult] | None] = {}
+
+    @property
+    def mode(self) -> FakeTensorMode:
+        """The mode, which lives as long as it uses its cache."""
+        mode = self._mode()
+        assert mode is not None, "only the mode calls this"
+        return mode
 
     def result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], run: Operator) -> Any:
         """Return the result of `func(*args, **kwargs)`, from the cache or from `run()`, which calls it."""
@@ -161,7 +169,7 @@ class ResultCache:
         else:
             meta = torch.empty((0,), dtype=made.dtype, device="meta")
             meta.set_(tensors[made.argument].untyped_storage(), made.offset, made.shape, made.stride)
-        return self.make(meta, made.device)
+        return self.make(self.mode, meta, made.device)
 
 
 def is_plain(tensor: Any, mode: FakeTensorMode) -> bool:

@@ -11,6 +11,7 @@ Runs when a plan is made; the segments that it builds run in every step.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from fpipe.capture.trace.segment_builder import SegmentBuilder
 from fpipe.capture.trace.settled_run import SettledRun, Settling
 from fpipe.ir.captured import Call, Captured, Value
 from fpipe.ir.objective import Objective
+from fpipe.ir.questions import refuse_questions
 from fpipe.ir.tape import Frame, Tape
 from fpipe.runtime.segments.placing import find_placed, fuse_placed, has_holders
 from fpipe.tensors.fake import fake
@@ -48,9 +50,11 @@ def trace_model(
     branch on data; calls that do always run as a whole, too. `via(skeleton, recorder)` returns the callable to run in
     place of the skeleton.
     """
-    fake_model = FakeModel(model, objective, leaves, whole, opaque, via)
+    # What asks knows the cache that will hold this capture. So the capture does not keep it: a dropped pipeline would
+    # wait for Python's collector.
+    fake_model = FakeModel(model, replace(objective, ask=refuse_questions), leaves, whole, opaque, via)
     settling = Settling(fake_model)
-    run = settling.run()
+    run = settling.run(objective.ask)
     return _assemble(fake_model, settling, run)
 
 

@@ -97,7 +97,7 @@ class Replay(TorchFunctionMode):
     def __init__(self, model: nn.Module, tape: Tape, mode: Fakes) -> None:
         super().__init__()
         self.tape, self.mode = tape, mode
-        self.attributes = {PARAMETER_MARK, FINITE, MARKS}.union(*mode.states.values())
+        self.attributes = {"fake_mode", PARAMETER_MARK, FINITE, MARKS}.union(*mode.states.values())
         self._unmark()
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.call, self.assign, self.register = (current(nn.Module, name) for name in CHECKED)

@@ -69,30 +69,33 @@ class Settling:
         self.caches: list[ContainerState] = []
         self.filled: dict[int, ContainerState] = {}
 
-    def run(self) -> SettledRun:
-        """Return the settled run; if a run fails and has left fake tensors elsewhere, remove them and try again."""
+    def run(self, ask: Ask) -> SettledRun:
+        """Return the settled run, in which `ask` answers the model's questions.
+
+        If a run fails and has left fake tensors elsewhere, remove them and try again.
+        """
         try:
-            return self._settle()
+            return self._settle(ask)
         except CaptureError as error:
             classes = user_classes(self.model.model)
             near = defining_files(classes, self.model.objective.loss)
             self.left = remove_fakes(user_files() if isinstance(error, KeptError) else near, classes)
             if not self.left:
                 raise
-            return self._settle()
+            return self._settle(ask)
 
-    def _settle(self) -> SettledRun:
+    def _settle(self, ask: Ask) -> SettledRun:
         """Run the model twice, from the start again if some thread has drawn random numbers meanwhile."""
         suspects = Suspects(), Suspects()
         while True:
             with suppress(_UncertainError):
-                found = copy_context().run(self._run_twice, suspects)  # discards changes to context variables
+                found = copy_context().run(self._run_twice, ask, suspects)  # discards changes to context variables
                 seen = [drawing for one in suspects for drawing in one.common]
                 if seen and active_count() == 1:
                     raise drawing_error(seen[0])  # it drew once in this process: nothing else could have
                 return found
 
-    def _run_twice(self, suspects: tuple[Suspects, Suspects]) -> SettledRun:
+    def _run_twice(self, ask: Ask, suspects: tuple[Suspects, Suspects]) -> SettledRun:
         skeleton, mode = self.model.skeleton, self.model.mode
         original = Walk()
         original.follow([self.model.model])
@@ -101,7 +104,7 @@ class Settling:
         self.caches = [one for one in before.containers.values() if isinstance(one.container, CACHED)]
         try:
             answers: list[Answer] = []
-            first = self._run(remember_answers(self.model.objective.ask, answers), suspects[0]).recorder
+            first = self._run(remember_answers(ask, answers), suspects[0]).recorder
             plain = plain_state(skeleton)
             self._keep_constant_buffers(first)
             fill_caches(before, Snapshot.of(*roots), first, mode)
