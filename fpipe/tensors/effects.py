@@ -11,8 +11,9 @@ Runs when a pipeline is built, and when a new kind of batch first comes; `memory
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from torch.distributed.tensor import DTensor
 from fpipe.errors import CaptureError
 from fpipe.tensors.placed import HOLDERS, Placed, storage_holder
 from fpipe.torch_private import DisableTorchFunction, FakeTensor, OpOverload, TorchDispatchMode
+
+Observer: TypeAlias = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
+"""Called with an operator and its positional and keyword arguments, before it runs."""
 
 UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
@@ -50,7 +54,7 @@ class Effects:
     - `drawn`: the devices whose generators they drew from, in order.
     - `foreign`: whether one took a `torch.Generator`. `unregistered`: whether one wrote to a tensor that is not fake.
     - `communicates`: whether one communicated with other processes.
-    - `observer`: called with each operator and its arguments.
+    - `observer`: called with each operator and its arguments, inside `observe`.
     """
 
     def __init__(self) -> None:
@@ -59,11 +63,21 @@ class Effects:
         self.drawn: dict[torch.device, None] = {}
         self.foreign = False
         self.unregistered = self.communicates = False
-        self.observer: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = lambda func, args, kwargs: None
+        self.observer: Observer | None = None
+
+    @contextmanager
+    def observe(self, observer: Observer) -> Iterator[None]:
+        """Call `observer` with each operator, inside this context."""
+        self.observer = observer
+        try:
+            yield
+        finally:
+            self.observer = None
 
     def note_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record an operator call that is about to run."""
-        self.observer(func, args, kwargs)
+        if self.observer is not None:
+            self.observer(func, args, kwargs)
         for argument in written_arguments(func, args, kwargs):
             self._write(argument)
         if func is torch.ops.aten._to_copy.default:

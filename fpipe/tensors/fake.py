@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fpipe.tensors.attributes import MARKS, marks
 from fpipe.tensors.collectives import preserve_python_generator
-from fpipe.tensors.effects import Effects, is_collective, memory, require_same_draws
+from fpipe.tensors.effects import Effects, Observer, is_collective, memory, require_same_draws
 from fpipe.tensors.fake_cache import ResultCache, is_plain
 from fpipe.tensors.layouts import LAYOUT_RULES, apply_layout, aten
 from fpipe.tensors.placed import HOLDERS, Placed, local_part
@@ -151,9 +151,12 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self.results.result(func, args, kwargs, run)
 
     @contextmanager
-    def note(self, effects: Effects) -> Iterator[None]:
-        """Enter the mode and record operators in `effects`; code compiled by torch.compile runs eagerly."""
-        with torch.compiler.set_stance("force_eager"), self, note_effects(self, effects):
+    def note(self, effects: Effects, observer: Observer) -> Iterator[None]:
+        """Enter the mode, record operators in `effects`, and call `observer` with each.
+
+        Code compiled by torch.compile runs eagerly.
+        """
+        with torch.compiler.set_stance("force_eager"), self, note_effects(self, effects), effects.observe(observer):
             yield
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -82,7 +82,6 @@ class Recorder(TorchFunctionMode):
         self.hooked: list[int] = []
         self.torch_calls, self.autocast = TorchCalls(), AutocastRegions()
         self.effects, self.draws = Effects(), Draws()
-        self.effects.observer = self._check_operator
         self.questions = Questions(ask)
         self.fake_errors: list[PipelineError] = []
         self.ambient = torch.is_grad_enabled()
@@ -237,7 +236,7 @@ class Recorder(TorchFunctionMode):
             self.stack.path, reads, makes, lambda *tensors: pick(invocation(tensors), picks, where), f"{name}{data}"
         )
 
-    def _check_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def check_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Check an operator call; seal the module if it is a collective outside of any torch call."""
         if not is_collective(func):
             return

@@ -102,7 +102,6 @@ class Replay(TorchFunctionMode):
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.call, self.assign, self.register = (current(nn.Module, name) for name in CHECKED)
         self.effects = Effects()
-        self.effects.observer = self._end_at_operator
         self.expected: dict[int, list[Any]] = {}
         self.coming: list[Iterator[Frame]] = []
         self.tick = self.depth = 0
@@ -112,7 +111,7 @@ class Replay(TorchFunctionMode):
     def prepare(self) -> Iterator[None]:
         """Patch torch for the duration, in the places that a recording patches."""
         with ExitStack() as stack:
-            stack.enter_context(self.mode.note(self.effects))
+            stack.enter_context(self.mode.note(self.effects, self._end_at_operator))
             for owner, name, function in self._replacements():
                 stack.enter_context(replace(owner, name, function))
             stack.enter_context(hide_fakes())

@@ -95,13 +95,16 @@ def stream_frames(frames: Sequence[Frame]) -> list[ModuleFrames]:
     """Return all calls in `frames`, outside of streams, of each module of which at least one call is a stream."""
     found = defaultdict[nn.Module, list[Frame | None]](list)
 
-    def follow(frames: Sequence[Frame]) -> None:
-        for frame in frames:
-            function = frame.invocation.function
-            if isinstance(function, nn.Module):
-                found[function].append(None if frame.stream is None else frame)
-            if frame.stream is None:
-                follow(frame.inner)
-
-    follow(frames)
+    for frame in _outside_streams(frames):
+        function = frame.invocation.function
+        if isinstance(function, nn.Module):
+            found[function].append(None if frame.stream is None else frame)
     return [ModuleFrames(module, calls) for module, calls in found.items() if any(calls)]
+
+
+def _outside_streams(frames: Sequence[Frame]) -> Iterator[Frame]:
+    """Yield all frames that are in no stream, each before those inside it."""
+    for frame in frames:
+        yield frame
+        if frame.stream is None:
+            yield from _outside_streams(frame.inner)
