@@ -105,7 +105,8 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     torch's mode refuses grouped matrix multiplication, which mixtures of experts use, for dtypes other than bfloat16.
     It also gets the memory layout of some results wrong, which changes the last bits of a bias gradient.
 
-    - `results`: the cache of operator results. `states`: by device, the attributes of a fake tensor there, but for the mode.
+    - `results`: the cache of operator results.
+    - `states`: by device, the attributes that a fake tensor there has, other than the mode.
     - `effects`: records the operators called, but not those that they decompose into; `None` to record nothing.
     - `answer_nonzero(tensor)`: returns an assumed result of `nonzero`, which depends on values; `None` to assume none.
     - `true_counts`: by memory, masks with a known number of true elements: that many values were assigned there.

@@ -4,7 +4,9 @@
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +57,23 @@ def require_no_growth(run: Callable[[int], None], warm: int, times: int) -> int:
     assert now.descriptors <= before.descriptors, (before, now)
     assert now.objects < before.objects + max(times // 2, 4), (before, now)
     return resident() - bytes_before
+
+
+@contextmanager
+def uncollected() -> Iterator[Counter[type]]:
+    """Count by class, into the counter, what Python's collector has to free of what this context drops."""
+    found = Counter[type]()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield found
+        gc.collect()
+        found.update(map(type, gc.garbage))
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 def build_small(schedule, **options):

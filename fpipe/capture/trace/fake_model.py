@@ -115,7 +115,10 @@ class FakeModel:
     @contextmanager
     def watch(self, recorder: Recorder) -> Iterator[None]:
         """Report everything that the skeleton does inside to a recorder."""
-        with self.mode.note(recorder.effects, recorder.check_operator), watch_torch(recorder, self.skeleton, self.whole):
+        with (
+            self.mode.note(recorder.effects, recorder.check_operator),
+            watch_torch(recorder, self.skeleton, self.whole),
+        ):
             yield
 
     def _batch(self, recorder: Recorder) -> tuple[Tensor, ...]:

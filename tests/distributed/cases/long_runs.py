@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fpipe
 from schedules import one_f_one_b, zb_h1
-from tests.common.growth import build_small, require_no_growth
+from tests.common.growth import build_small, require_no_growth, uncollected
 from tests.common.sizes import NIGHTLY
 from tests.distributed.cases.checks import raises
 from tests.distributed.cases.registry import case
@@ -33,6 +33,23 @@ def dropped_and_closed_pipelines_leave_nothing(rank, size):
 
     grown = require_no_growth(run, 100 if NIGHTLY else 2, 1000 if NIGHTLY else 5)
     assert not NIGHTLY or grown < 16 * 2**20
+
+
+@case
+def a_dropped_pipeline_leaves_the_collector_nothing(rank, size):
+    """Channels, handshakes and the guards of a rank included."""
+
+    def use():
+        pipe, step = build_small(zb_h1(ranks=size, microbatches=3))
+        step()
+        step(6)
+        return pipe, step
+
+    use()
+    held = [use()]
+    with uncollected() as dropped:
+        held.clear()
+    assert not dropped
 
 
 @case

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that runs forever does not grow: pipelines end, and what they cache is bounded."""
 
-import gc
 import statistics
 import time
-import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import fpipe
-from schedules import gpipe, one_f_one_b
-from tests.common.growth import build_small, require_no_growth
+from schedules import gpipe, one_f_one_b, zb_h1
+from tests.common.averages import Average, AverageDecoder, texts, word_loss
+from tests.common.growth import build_small, require_no_growth, uncollected
 from tests.common.sizes import NIGHTLY, by_night
 
 HOW = one_f_one_b(ranks=2, microbatches=2)
@@ -64,15 +63,83 @@ def test_a_closed_module_refuses_forwards():
         model(x)
 
 
-def test_a_pipeline_that_nothing_refers_to_is_freed_at_once():
-    build_small(HOW)  # what torch imports on first use keeps the frames that called it
-    gc.collect()
+X = torch.ones(4, 4)
+
+
+class Asking(nn.Module):
+    """Asks about its batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.b(self.a(x if x.sum() > 0 else -x))
+
+
+def stepped():
     pipe, step = build_small(HOW)
     step()
     step(6)
-    held = weakref.ref(pipe)
-    del pipe, step
-    assert held() is None
+    return pipe, step
+
+
+def trained():
+    pipe, _ = build_small(HOW)
+    params, buffers = pipe.init(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    adam = fpipe.optimizer(torch.optim.AdamW, lr=0.1)
+    step = fpipe.train_step(pipe, adam, max_norm=1.0)
+    return pipe, step, step(params, buffers, adam.init(params), (X,))
+
+
+def asked():
+    model = Asking()
+    pipe = fpipe.pipeline(model, example=(X,), loss=torch.mean, schedule=HOW)
+    assert pipe.captures.questions
+    return pipe, [fpipe.value_and_grad(pipe)(*pipe.init(model), (x,)) for x in (X, -X)]
+
+
+def verified():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    pipe = fpipe.pipeline(model, example=(X,), loss=torch.mean, schedule=zb_h1(ranks=2, microbatches=2))
+    fpipe.verify(pipe, model, (X,))
+    return pipe, fpipe.evaluate(pipe)(*pipe.init(model), (X,))
+
+
+def dropped_in():
+    model = fpipe.Pipelined(nn.Linear(4, 1), example=(X,), loss=torch.mean, schedule=gpipe(1, 2))
+    model(X).backward()
+    return model
+
+
+def copied():
+    pipe, step = build_small(HOW, mesh={"pp": 2, "dp": 2}, dp="dp")
+    return pipe, step(8)
+
+
+def generated():
+    model, ids = Average(), texts(4, 5)
+    pipe = fpipe.pipeline(
+        model, example=(ids,), targets=ids, loss=word_loss, schedule=gpipe(ranks=2, microbatches=2), cuts=["mix"]
+    )
+    return pipe, fpipe.generate(pipe, 8, decoder=AverageDecoder)(*pipe.init(model), ids, 2)
+
+
+@pytest.mark.parametrize("use", [stepped, trained, asked, verified, dropped_in, copied, generated])
+def test_a_dropped_pipeline_is_freed_at_once_and_leaves_the_collector_nothing(use):
+    use()  # what torch imports on first use keeps the frames that called it
+    held = [use()]
+    with uncollected() as left:
+        held.clear()
+    assert not left
+
+
+def test_a_capture_leaves_the_collector_nothing_of_ours():
+    stepped()
+    with uncollected() as left:
+        held = stepped()
+    assert held
+    assert not [kind for kind in left if kind.__module__.startswith(("fpipe", "schedules"))], left
 
 
 def test_pipelines_that_are_built_and_dropped_leave_nothing():
