@@ -32,7 +32,7 @@ def dropped_and_closed_pipelines_leave_nothing(rank, size):
                 step(6)
 
     grown = require_no_growth(run, 100 if NIGHTLY else 2, 1000 if NIGHTLY else 5)
-    assert not NIGHTLY or grown < 16 * 2**20
+    assert not NIGHTLY or grown < 8 * 2**20
 
 
 @case

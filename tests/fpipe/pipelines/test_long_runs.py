@@ -150,7 +150,7 @@ def test_pipelines_that_are_built_and_dropped_leave_nothing():
             pipe.close()
 
     grown = require_no_growth(run, 3, 1000 if NIGHTLY else 12)
-    assert grown < 16 * MIB
+    assert grown < 8 * MIB
 
 
 def test_steps_of_changing_sizes_keep_as_many_plans_as_asked_for():
