@@ -276,8 +276,7 @@ class Told(TorchDispatchMode):
 def test_effects_are_those_of_the_called_operator():
     mode, effects, above = fake_mode(), Effects(), Told()
     called = []
-    effects.note_call = lambda func, args, kwargs: called.append(func)
-    with mode.note(effects), above:
+    with mode.note(effects, lambda func, args, kwargs: called.append(func)), above:
         x = torch.empty(2, 3, 4, dtype=torch.bfloat16, requires_grad=True)
         y = torch.layer_norm(x, (4,)) @ torch.empty(4, 4, dtype=torch.bfloat16)
         torch.nn.functional.huber_loss(y, torch.zeros_like(y)).backward()
