@@ -32,6 +32,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch._dynamo
+import torch._dynamo.eval_frame
 from torch import Tensor
 
 __all__ = [
@@ -109,6 +110,7 @@ NAMES: Final = (
     Name("torch._C._nn.gelu", "calling recorded operators the fast way"),
     # what a capture replaces
     Name("torch._dynamo.variables.builder.VariableBuilder._type_dispatch", "compiling modules during a capture"),
+    Name("torch._dynamo.eval_frame._callback_from_stance", "noticing compiled code, and running it as plain Python"),
     Name("torch._check_tensor_all_with", "models that check their tensors"),
     Name("torch._is_all_true", "distributions that check their arguments"),
     Name("torch._transformer_encoder_layer_fwd", "the fast path of torch's attention modules"),
@@ -298,6 +300,8 @@ FAKE_TENSOR: Final = Place(torch._subclasses, "FakeTensor")
 VariableBuilder._type_dispatch()  # a table of types, made once: later it might get the stand-in for fake tensors
 TENSOR_CHECK: Final = Place(torch, "_check_tensor_all_with")
 ARGUMENT_CHECK: Final = Place(torch, "_is_all_true")
+COMPILED: Final = Place(torch._dynamo.eval_frame, "_callback_from_stance")
+"""What code compiled by `torch.compile` asks each time it is called: `None` makes it run as plain Python."""
 FUSED_ATTENTION: Final = Place(torch, "_native_multi_head_attention")
 IS_TRACING: Final = Place(activation, "_is_make_fx_tracing")
 CHECKPOINT: Final = Place(checkpoint, GENERATOR)

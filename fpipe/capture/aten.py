@@ -80,7 +80,6 @@ def read_program(
         trainable=frozenset(name for name, p in model.named_parameters() if p.requires_grad),
         calls=graph.calls(dict(model.named_modules(remove_duplicate=False))),
         fuse=graph.fuse,
-        replay=graph.fuse,
     )
 
 

@@ -24,13 +24,13 @@ FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType(
 )
 
 
-def find_front_end(capture: str | FrontEnd, whole: tuple[str, ...] = ()) -> FrontEnd:
+def find_front_end(capture: str | FrontEnd, opaque: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> FrontEnd:
     """Return the front end of that name, or the user's own; raise `InputError` for anything else.
 
-    `whole`: names of the modules that are not to be cut; the front end "trace" lets modules in them branch on data.
+    The front end "trace" lets modules in those named in `opaque` branch on data, and keeps those in `whole` as Python.
     """
     if capture == "trace":
-        return partial(trace_model, opaque=whole)
+        return partial(trace_model, opaque=opaque, whole=whole)
     if isinstance(capture, str) and capture in FRONT_ENDS:
         return FRONT_ENDS[capture]
     if isinstance(capture, str) or not takes(capture, 3):

@@ -130,7 +130,7 @@ class Builder:
     def _captures(self, module: nn.Module) -> CaptureCache:
         """Return an empty cache for a model's captures; it holds none of the user's tensors."""
         see, mode, home = (
-            find_front_end(self.capture, self.cuts.whole(module, self.loss)),
+            find_front_end(self.capture, *self.cuts.names(module, self.loss)),
             fake_mode(),
             self.batchings[True].home,
         )

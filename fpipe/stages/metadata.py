@@ -274,7 +274,7 @@ def _grads(
         ) from error
     found = [None if one is None else finish_collective(one) for one in found]
     forward.watch.note(answers)
-    if effects.drawn and function.scope is None:  # else a checkpoint may redraw what it drew
+    if effects.drawn and not function.redraws:
         raise CaptureError(
             f"stage {s}: got a backward that draws random numbers, expected only forwards to draw them, since they "
             "follow from the step's seed. Draw them in the forward of the custom autograd function, and save them."

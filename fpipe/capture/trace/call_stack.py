@@ -16,6 +16,7 @@ from fpipe.capture.places import current_place, places
 from fpipe.capture.trace.values import Values
 from fpipe.ir.tape import Attribute, Frame
 from fpipe.tensors.settings import changes_since
+from fpipe.torch_private import count_dispatch_modes
 
 
 class CallStack:
@@ -46,6 +47,8 @@ class CallStack:
         """Push a call, and pop it on exit."""
         self._look()
         self.check_settings()
+        if not frame.checkpoint:  # one enters its own modes before the function is called
+            self.check_modes()
         self.begin(frame)
         try:
             yield
@@ -69,6 +72,11 @@ class CallStack:
         names = changes_since(self.frames[-1].settings) if self.frames else ""
         if names:
             self.seal(f"a change of torch's settings ({names}) around what it calls")
+
+    def check_modes(self) -> None:
+        """Seal the innermost module if it has entered a dispatch mode, which sees what torch calls do."""
+        if self.frames and count_dispatch_modes() != self.frames[-1].depth:
+            self.seal("a dispatch mode around what it calls")
 
     def note_assignment(self, module: nn.Module, name: str, value: object, values: Values) -> None:
         """Record an assignment to an attribute in every call in progress."""

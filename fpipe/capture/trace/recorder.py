@@ -119,6 +119,7 @@ class Recorder(TorchFunctionMode):
         if function in SEALING:
             self.stack.seal(SEALING[function])
         self.stack.check_settings()
+        self.stack.check_modes()
         invocation = Invocation(function, args, kwargs, self.values.read)
         self.effects.written.clear()
         self.effects.cast.clear()
