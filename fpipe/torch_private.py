@@ -111,6 +111,7 @@ NAMES: Final = (
     # what a capture replaces
     Name("torch._dynamo.variables.builder.VariableBuilder._type_dispatch", "compiling modules during a capture"),
     Name("torch._dynamo.eval_frame._callback_from_stance", "noticing compiled code, and running it as plain Python"),
+    Name("torch.autograd.function._SingleLevelFunction", "seeing calls of custom autograd functions"),
     Name("torch._check_tensor_all_with", "models that check their tensors"),
     Name("torch._is_all_true", "distributions that check their arguments"),
     Name("torch._transformer_encoder_layer_fwd", "the fast path of torch's attention modules"),
@@ -300,6 +301,8 @@ FAKE_TENSOR: Final = Place(torch._subclasses, "FakeTensor")
 VariableBuilder._type_dispatch()  # a table of types, made once: later it might get the stand-in for fake tensors
 TENSOR_CHECK: Final = Place(torch, "_check_tensor_all_with")
 ARGUMENT_CHECK: Final = Place(torch, "_is_all_true")
+APPLY: Final = Place(torch.autograd.function._SingleLevelFunction, "apply")
+"""What `apply` of a custom autograd function calls, also where user code has kept that method under another name."""
 COMPILED: Final = Place(torch._dynamo.eval_frame, "_callback_from_stance")
 """What code compiled by `torch.compile` asks each time it is called: `None` makes it run as plain Python."""
 FUSED_ATTENTION: Final = Place(torch, "_native_multi_head_attention")

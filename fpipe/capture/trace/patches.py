@@ -33,6 +33,7 @@ from fpipe.patching import current, original, replace
 from fpipe.runtime.segments.reentrant import CheckpointNode
 from fpipe.tensors.attributes import refuse_marks
 from fpipe.torch_private import (
+    APPLY,
     ARGUMENT_CHECK,
     CHECKPOINT,
     COMPILED,
@@ -92,7 +93,7 @@ class TorchFunctions(NamedTuple):
         """Return the functions that are in place now."""
         return cls(
             current(nn.Module, "__call__"),
-            original(torch.autograd.Function, "apply"),
+            original(*APPLY),
             current(nn.Module, "__setattr__"),
             current(nn.Module, "register_buffer"),
             current(torch.autograd.graph.saved_tensors_hooks, "__enter__"),
@@ -132,7 +133,7 @@ class Replacements:
         yield nn.Module, "__call__", self._call_module
         yield nn.Module, "__setattr__", self._set_attribute
         yield nn.Module, "register_buffer", self._register_buffer
-        yield torch.autograd.Function, "apply", self._apply
+        yield *APPLY, self._apply
         yield torch.autograd.graph.saved_tensors_hooks, "__enter__", self._enter_saved_hooks
         yield torch.autocast, "__enter__", self._enter_autocast
         yield torch.autocast, "__exit__", self._exit_autocast

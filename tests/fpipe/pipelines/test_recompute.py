@@ -2,6 +2,7 @@
 """Recomputation: a forward that keeps its inputs only and is run again before its backward changes no bit."""
 
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_the_first_forward_has_the_bits_of_the_second():
 class Noted(torch.autograd.Function):
     """The hyperbolic tangent; notes what it returns."""
 
-    made = []
+    made: ClassVar = []
 
     @staticmethod
     def forward(ctx, x):
