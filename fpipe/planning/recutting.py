@@ -54,8 +54,7 @@ def plan_cut(
     ):
         captured.differing(positions)  # finds all calls that can't run as a whole together, which takes less time
         assembly = assemble(captured, positions, variant.outputs, placement, planner.summed)
-        if planner.backend is not None:
-            assembly = differentiate(assembly, planner.backend, range(schedule.stages))
+        assembly = differentiate(assembly, planner.backend, True, range(schedule.stages))  # halves are measured, too
         check(schedule, assembly.graph)
         program = lower(schedule, assembly.graph)
     return StepPlan((assembly,) * schedule.microbatches, program, tuple(range(schedule.ranks)), None)

@@ -93,7 +93,7 @@ def test_python_runs_once_per_recording():
         return functional.linear(x, module.weight, module.bias)
 
     for backward, expected in (("graph", 0), ("autograd", 9)):
-        pipe, model, inputs, targets = written_layers.build(counted, backward)
+        pipe, model, inputs, targets = written_layers.build(counted, backward, how=one_f_one_b(3, 3))
         state, step = pipe.init(model), fpipe.value_and_grad(pipe)
         calls.clear()
         step(*state, inputs, targets)
