@@ -54,7 +54,7 @@ def plan_cut(
     ):
         captured.differing(positions)  # finds all calls that can't run as a whole together, which takes less time
         assembly = assemble(captured, positions, variant.outputs, placement, planner.summed)
-        assembly = differentiate(assembly, planner.backend, True, range(schedule.stages))  # halves are measured, too
+        assembly = differentiate(assembly, planner.backend, False, range(schedule.stages))
         check(schedule, assembly.graph)
         program = lower(schedule, assembly.graph)
     return StepPlan((assembly,) * schedule.microbatches, program, tuple(range(schedule.ranks)), None)
