@@ -172,6 +172,11 @@ def compose(
     return run
 
 
+NAMED, COMPILED_CODE = "named in whole", "code compiled by torch.compile"
+AS_PYTHON = frozenset({NAMED, COMPILED_CODE})
+"""The reasons for which a step must make a call as Python, even if its operators could be recorded."""
+
+
 class Call(NamedTuple):
     """A module call; units `start` (inclusive) to `stop` (exclusive) run inside it.
 

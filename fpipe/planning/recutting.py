@@ -53,8 +53,7 @@ def plan_cut(
         preserve_generators([torch.device("cpu")]),
     ):
         assembly = assemble(captured, positions, variant.outputs, placement, planner.summed)
-        if planner.backend is not None:
-            assembly = differentiate(assembly, planner.backend, range(schedule.stages))
+        assembly = differentiate(assembly, planner.backend, False, range(schedule.stages))
         check(schedule, assembly.graph)
         program = lower(schedule, assembly.graph)
     return StepPlan((assembly,) * schedule.microbatches, program, tuple(range(schedule.ranks)), None)

@@ -20,6 +20,7 @@ from fpipe.cutting.calls import Calls, call_name, outermost
 from fpipe.ir.captured import Call
 from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.assembly import Assembly
+from fpipe.stages.conversion import splits
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import first_names
@@ -43,7 +44,7 @@ def describe(
 
     `sizes` has the bytes that a microbatch holds on each stage; `leaf_name` returns the name of a leaf of the batch.
     """
-    split = any(action.kind == "W" for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    split = splits(schedule)
     held = _describe_leaves(assembly.parameters, assembly.parameters, assembly.captured.trainable, "parameter")
     shown = _StageText(assembly, Calls.of(assembly.captured, model), leaf_name)
     lines = [f"{_count(len(assembly.stages), 'stage')}, {held}"]

@@ -26,7 +26,7 @@ from fpipe.capture.trace.reruns import require_same_again
 from fpipe.capture.trace.segments import Segments
 from fpipe.capture.trace.settled_run import SettledRun, Settling
 from fpipe.capture.trace.whole import WholeCalls
-from fpipe.ir.captured import Call, Captured, Value
+from fpipe.ir.captured import NAMED, Call, Captured, Value
 from fpipe.ir.objective import Objective
 from fpipe.ir.questions import refuse_questions
 from fpipe.ir.tape import PART, Frame, Tape
@@ -61,7 +61,7 @@ def trace_model(
 
 def _seals(whole: Collection[str], parts: Collection[str]) -> Mapping[str, str]:
     """Return the reason why each of these modules is sealed, by name."""
-    return dict.fromkeys(parts, PART) | dict.fromkeys(whole, "a module named in whole")
+    return dict.fromkeys(parts, PART) | dict.fromkeys(whole, NAMED)
 
 
 def _assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured:

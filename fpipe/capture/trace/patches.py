@@ -28,6 +28,7 @@ from fpipe.capture.trace.checkpoint_frames import CheckpointFrames
 from fpipe.capture.trace.decisions import Decisions
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.errors import CaptureError
+from fpipe.ir.captured import COMPILED_CODE
 from fpipe.ir.refusals import seeding_error
 from fpipe.patching import current, original, replace
 from fpipe.runtime.segments.reentrant import CheckpointNode
@@ -238,7 +239,7 @@ class Replacements:
     def _run_compiled(self, callback: Any) -> Any:
         """Seal the running module, unless it is the model: compiled code computes something else than plain Python."""
         if self.active and self.stack.path and callable(callback):
-            self.stack.seal("code compiled by torch.compile")
+            self.stack.seal(COMPILED_CODE)
         return None if self.active else callback
 
     def _checkpoint(self, *args: Any, **kwargs: Any) -> Iterator[None]:
