@@ -30,13 +30,12 @@ from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.fields import CommonArguments, call_fields
 from fpipe.pipelines.handshake import agree_on_plan
 from fpipe.runtime.transport.envelope import Envelope
-from fpipe.runtime.transport.interface import MessageKey
 from fpipe.tensors.spec import Spec
-from schedules import one_f_one_b
+from schedules import one_f_one_b, parse
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH, ROWS, MICROBATCHES = 8, 64, 4, 256, 32, 16, 4
 STEPS, CALLS, STEP = 41, 400, 0.05
-MESSAGE: Final[MessageKey] = ("F", 0, 3, 1)
+MESSAGE: Final = parse("0SEND_F3>1")
 
 
 def measured() -> dict[str, float]:
