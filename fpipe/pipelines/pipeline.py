@@ -38,6 +38,7 @@ from fpipe.stages.stage import Stage
 from fpipe.weights.holder import hold
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
 from fpipe.weights.loading import ValueSource, load_values
+from fpipe.weights.state import Form, Forms
 from schedules import Program, Schedule, Sizes
 
 
@@ -283,6 +284,13 @@ class Pipeline(Closable):
         """The form of the parameters that this process holds."""
         plan = self.training
         return Holdings(self.copies, plan.params, plan.placed, plan.placed_gradients)
+
+    @cached_property
+    def forms(self) -> Forms:
+        """The forms of the parameters and buffers that a step takes."""
+        held, plan = self.holdings, self.training
+        params = Form("params", held.specs, held.placed, plan.assembly.captured.trainable)
+        return Forms(params, Form("buffers", plan.buffers, held.split))
 
     @property
     def device(self) -> torch.device:
