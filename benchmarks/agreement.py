@@ -52,14 +52,14 @@ def measured() -> dict[str, float]:
     step(*state, (tokens,), targets)
     times = _in_turns(pipe.ranks, lambda: step(*state, (tokens,), targets))
     with pipe.ranks.enter_call("a benchmark"):
-        assert agree_on_plan(pipe, TRAINING).plan is pipe.training
+        assert agree_on_plan(pipe, TRAINING) is pipe.training
         alone = _repeated(lambda: _agreed(pipe))
     return {**times, **alone, **_message()}
 
 
 def _agreed(pipe: Any) -> None:
     """Run the agreement of a step."""
-    fields = pipe.caches.agreements[pipe.planner.kind(TRAINING)].fields
+    fields = pipe.planner.agreements[pipe.planner.kind(TRAINING)].fields
     pipe.ranks.agree(lambda: [*fields, *call_fields(CommonArguments())])
 
 

@@ -116,7 +116,7 @@ def hold_for_backward(
 ) -> Held:
     """Return the plain tensors that a training step begins with; raise `InputError` if it can't use one of them."""
     require_gradients()
-    forms, returned, sums = pipe.forms, pipe.caches.trainable, {} if onto is None else onto
+    forms, returned, sums = pipe.forms, pipe.returned, {} if onto is None else onto
     sums = unwrap_state("onto", sums, pipe.holdings.placed_gradients)
     held = Held(
         forms.params.unwrap_for_backward(params, returned), forms.buffers.unwrap_for_backward(buffers, returned), sums

@@ -119,7 +119,7 @@ def train_step(
         variant = Variant(training=True, loss=True, outputs=outputs)
         agree_on_arguments(pipe, outputs=outputs, max_norm=limit, optimizer=optimizer._asdict())
         with suspend_autocast(variant):
-            agree_on_plan(pipe, variant).plan.updating.names_by_update  # noqa: B018 - what can fail fails here
+            agree_on_plan(pipe, variant).updating.names_by_update  # noqa: B018 - what can fail fails here
     fixed = describe_value({"max_norm": limit, "optimizer": optimizer._asdict()})
     known = str(digest(fixed))
 

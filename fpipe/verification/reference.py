@@ -85,9 +85,7 @@ def require_whole_batches(pipe: Pipeline) -> None:
 def _plan(pipe: Pipeline, variant: Variant, signature: Signature) -> StepPlan:
     """Return the plan for a kind of batch; of the plans on which ranks have not agreed, keep the last ones."""
     with wait_for_turn():
-        plan, agreements, most = pipe.plan(variant, signature), pipe.caches.agreements, pipe.caches.most
+        plan = pipe.plan(variant, signature)
         require_alike_uncut(plan.assemblies)
-        alone = [kind for kind in pipe.planner.plans if kind not in agreements]
-        if len(alone) > most:
-            pipe.planner.keep_only([*agreements, *alone[-most:]])
+        pipe.planner.keep_last(alone=pipe.planner.most)
         return plan
