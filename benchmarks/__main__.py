@@ -26,6 +26,7 @@ PAGE: Final = FOLDER.parent / "docs" / "benchmarks.md"
 NAMES: Final = (
     "splitting",
     "overhead",
+    "parameters",
     "throughput",
     "meshes",
     "llama",

@@ -30,13 +30,12 @@ from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.fields import CommonArguments, call_fields
 from fpipe.pipelines.handshake import agree_on_plan
 from fpipe.runtime.transport.envelope import Envelope
-from fpipe.runtime.transport.interface import MessageKey
 from fpipe.tensors.spec import Spec
-from schedules import one_f_one_b
+from schedules import one_f_one_b, parse
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH, ROWS, MICROBATCHES = 8, 64, 4, 256, 32, 16, 4
 STEPS, CALLS, STEP = 41, 400, 0.05
-MESSAGE: Final[MessageKey] = ("F", 0, 3, 1)
+MESSAGE: Final = parse("0SEND_F3>1")
 
 
 def measured() -> dict[str, float]:
@@ -53,14 +52,14 @@ def measured() -> dict[str, float]:
     step(*state, (tokens,), targets)
     times = _in_turns(pipe.ranks, lambda: step(*state, (tokens,), targets))
     with pipe.ranks.enter_call("a benchmark"):
-        assert agree_on_plan(pipe, TRAINING).plan is pipe.training
+        assert agree_on_plan(pipe, TRAINING) is pipe.training
         alone = _repeated(lambda: _agreed(pipe))
     return {**times, **alone, **_message()}
 
 
 def _agreed(pipe: Any) -> None:
     """Run the agreement of a step."""
-    fields = pipe.caches.agreements[pipe.planner.kind(TRAINING)].fields
+    fields = pipe.planner.agreements[pipe.planner.kind(TRAINING)].fields
     pipe.ranks.agree(lambda: [*fields, *call_fields(CommonArguments())])
 
 

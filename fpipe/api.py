@@ -31,7 +31,6 @@ from fpipe.ir.objective import Loss
 from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded
 from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
 from fpipe.pipelines.builder import Builder, agree_on_place, make_batchings
-from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
@@ -164,8 +163,8 @@ def pipeline(
         batchings = make_batchings(example, targets, batch_dims, count * copies.pieces, weight, over)
         batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
         ranks = job.join(schedule.ranks, resolve_group(place.group), home, place.members)
-    schedule, caches = copies.train(schedule), Caches(plans)
-    builder = Builder(loss, schedule, batchings, where, capture, how, tied, output_dims, ranks, caches, copies)
+    schedule = copies.train(schedule)
+    builder = Builder(loss, schedule, batchings, where, capture, how, tied, output_dims, ranks, plans, copies)
     return builder.build(module, batch)
 
 

@@ -33,7 +33,7 @@ from fpipe.meshes.border import require_plain
 from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.step import Start, unwrap_start
+from fpipe.pipelines.step import hold_plain
 from fpipe.runtime.fingerprint import describe_value
 from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.spec import Spec
@@ -186,7 +186,7 @@ def require_whole_state(pipe: Pipeline, params: State, buffers: State | None) ->
             "those of the last step, as in buffers=out.buffers."
         )
     buffers = {} if buffers is None else buffers
-    plain = unwrap_start(pipe, Start(params, buffers, {}))
+    plain = hold_plain(pipe, params, buffers)
     for name, value in {**plain.params, **plain.buffers}.items():
         require_savable(name, value)
     return buffers

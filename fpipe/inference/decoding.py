@@ -22,7 +22,6 @@ from fpipe.capture.registry import find_front_end
 from fpipe.cutting.partition import Cuts, Marked
 from fpipe.errors import InputError
 from fpipe.inference.decoders import MakeDecoder
-from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
@@ -62,8 +61,9 @@ def build_decoding(pipe: Pipeline, make: MakeDecoder, how: Schedule, inputs: Seq
         watching=known.watching,
     )
     held = tuple(frozenset(map(_prefixed, stage.buffers)) for stage in pipe.stages)
-    planner = Planner(how, captures, 0, pipe.ranks.ranks, frozenset(), pipe.planner.backend, extra=held)
-    return Pipeline(planner, pipe.ranks, pipe.rebuild, pipe.plan_ahead, Caches(max(2, pipe.caches.most)))
+    most, backend = max(2, pipe.planner.most), pipe.planner.backend
+    planner = Planner(how, captures, 0, pipe.ranks.ranks, frozenset(), backend, extra=held, most=most)
+    return Pipeline(planner, pipe.ranks, pipe.rebuild, pipe.plan_ahead)
 
 
 def _mode_of(model: nn.Module) -> AbstractContextManager[Any]:

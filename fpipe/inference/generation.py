@@ -40,10 +40,10 @@ from fpipe.pipelines.fields import CommonArguments, call_fields
 from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.step import hold_plain
 from fpipe.runtime.fingerprint import digest_tensor
 from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.spec import Spec
-from fpipe.weights.state import require_state
 from schedules import Schedule, forwards
 from schedules.errors import quote
 
@@ -118,8 +118,7 @@ def generate(
         seed: int | None = None,
     ) -> Tensor:
         with suspend_autocast(EVALUATION) as variant, pipe.ranks.enter_call("a generation"), torch.no_grad():
-            require_state("params", params, pipe.training.params)
-            require_state("buffers", buffers, pipe.training.buffers)
+            params, buffers, _ = hold_plain(pipe, params, buffers)
             require_seed(seed)
             if end is not None:
                 require_integer("end", end)
@@ -134,7 +133,7 @@ def generate(
                 decodings[key] = decodings.pop(key)  # the most recently used one
             else:
                 decodings[key] = build_decoding(pipe, decoder, how, first, length)
-                for old in [*decodings][: -pipe.caches.most]:
+                for old in [*decodings][: -pipe.planner.most]:
                     del decodings[old]
             held = {f"{PREFIX}{name}": value for name, value in {**params, **buffers}.items()}
             session = Session(decodings[key], variant, held, seed)

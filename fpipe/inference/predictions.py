@@ -26,7 +26,7 @@ from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import broadcast_results, merge_results, spread_results
 from fpipe.pipelines.running import run_copies
-from fpipe.pipelines.step import Start, unwrap_start
+from fpipe.pipelines.step import hold_plain
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Inputs
 
@@ -115,6 +115,6 @@ def _prepare(
     pipe: Pipeline, variant: Variant, params: State, buffers: State, inputs: Any, seed: int | None
 ) -> tuple[StepPlan, dict[int, Inputs]]:
     """Return the plan for a batch and the inputs of each copy here, once all ranks have agreed on the call."""
-    params, buffers, _ = unwrap_start(pipe, Start(params, buffers, {}))
+    params, buffers, _ = hold_plain(pipe, params, buffers)
     batch = pipe.batch(variant, inputs, None, pipe.ranks.exchange_text)
     return agree_to_step(pipe, variant, params, buffers, batch, CommonArguments(seed))

@@ -52,9 +52,9 @@ class Session:
     def plan(self, inputs: tuple[Tensor, ...]) -> tuple[StepPlan, SplitBatch]:
         """Return the plan for these inputs, cached for each kind of them, and the inputs split into groups."""
         batch = self.pipe.batch(self.variant, inputs, None, self.pipe.ranks.exchange_text)
-        agreement = agree_on_plan(self.pipe, self.variant, batch.signature, CommonArguments(self.seed))
-        self.pipe.caches.use((self.variant, batch.signature))
-        return agreement.plan, batch
+        plan = agree_on_plan(self.pipe, self.variant, batch.signature, CommonArguments(self.seed))
+        self.pipe.planner.use((self.variant, batch.signature))
+        return plan, batch
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[StepPlan, Tensor | None]:
         """Run the decoder; return its plan, and on the rank of the last stage the logits of all sequences."""

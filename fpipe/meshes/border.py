@@ -36,7 +36,7 @@ def unwrap_state(what: str, tensors: dict[str, Tensor], placed: Mapping[str, Pla
 
 def wrap_state(tensors: Mapping[str, Tensor], placed: Mapping[str, Placed]) -> dict[str, Tensor]:
     """Return the DTensors of local tensors that `placed` names, and the other tensors as they are."""
-    return {name: placed[name].place(tensor) if name in placed else tensor for name, tensor in tensors.items()}
+    return {**tensors, **{name: place.place(tensors[name]) for name, place in placed.items() if name in tensors}}
 
 
 def require_same_placement(where: str, tensor: Tensor, expected: Placed | None) -> None:

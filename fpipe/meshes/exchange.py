@@ -25,9 +25,10 @@ from fpipe.meshes.copies import CopyLinks
 from fpipe.meshes.flat_buffer import FlatBuffer
 from fpipe.meshes.peers import make_room
 from fpipe.meshes.pieces import Pieces
-from fpipe.runtime.transport.interface import Handle, MessageKey, Payload
+from fpipe.runtime.transport.interface import Handle, Payload
 from fpipe.runtime.transport.local import LocalHandle
 from fpipe.tensors.spec import Spec
+from schedules import Action
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Exchange:
 
     def unshard(self, stage: int, number: int) -> Handle:
         """Post an all-gather of the stage's weights."""
-        layout, message = self.layouts[stage], ("UNSHARD", stage, number, 0)
+        layout, message = self.layouts[stage], Action("UNSHARD", stage, number)
         if not layout.weights:
             return _nothing(message)
         data = layout.parameters.pack_one(layout.shard, self.shards[stage], layout.device)
@@ -106,7 +107,7 @@ class Exchange:
 
     def reduce(self, stage: int, microbatch: int, phase: int, values: Payload) -> Handle:
         """Post a phase of the reduction of the stage's gradients."""
-        layout, message = self.layouts[stage], ("REDUCE_GRAD", stage, microbatch, phase)
+        layout, message = self.layouts[stage], Action("REDUCE_GRAD", stage, microbatch)
         if not layout.totals:
             return _nothing(message)
         return self.phases[phase](layout, message, values if phase else self.complete(stage, values))
@@ -120,19 +121,19 @@ class Exchange:
             return layout.flat.unpack(values[0])
         return layout.rows.add(layout.shard, values)
 
-    def _scatter_rows(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
+    def _scatter_rows(self, layout: StageLayout, message: Action, values: Payload) -> Handle:
         peers, leaving = self.links.shards, [(one,) for one in layout.rows.pack(values, layout.device)]
         arriving = make_room(peers, leaving[peers.rank])
         return peers.exchange(message, leaving, arriving, tuple(piece for (piece,) in arriving))
 
-    def _scatter_portions(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
+    def _scatter_portions(self, layout: StageLayout, message: Action, values: Payload) -> Handle:
         local = layout.rows.add(layout.shard, values) if self.links.shards.count > 1 else values
         peers, buffer = self.links.replicas, layout.flat.pack(local, layout.device)
         leaving = layout.flat.parts(buffer)
         arriving = make_room(peers, leaving[peers.rank])
         return peers.exchange(message, leaving, arriving, (buffer, *arriving))
 
-    def _share_portions(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
+    def _share_portions(self, layout: StageLayout, message: Action, values: Payload) -> Handle:
         buffer, *arrived = values
         peers = self.links.replicas
         layout.flat.add(peers.rank, buffer, arrived)
@@ -140,7 +141,7 @@ class Exchange:
         return peers.exchange(message, [portions[peers.rank]] * peers.count, portions, (buffer,))
 
 
-def _nothing(message: MessageKey) -> LocalHandle:
+def _nothing(message: Action) -> LocalHandle:
     """Return the handle of a message without bytes, which is never sent."""
     handle = LocalHandle("GROUP", message)
     handle.finish(())

@@ -117,10 +117,10 @@ class Holdings:
         at = place.mesh.get_coordinate() or [0] * place.mesh.ndim
         return all(one.is_shard() or k == 0 for k, one in zip(at, place.placements, strict=True))
 
-    def locals(self, values: Mapping[str, Tensor], copy: int) -> dict[str, Tensor]:
+    def locals(self, values: dict[str, Tensor], copy: int) -> dict[str, Tensor]:
         """Return the plain tensors with which a copy computes, given those that this process holds."""
         if self.copies.shards == 1 or not self.copies.is_local:
-            return dict(values)
+            return values
         shards, k = self.copies.shards, self.copies.shard_of(copy)
         return {name: take_rows(value, shards, k) for name, value in values.items()}
 

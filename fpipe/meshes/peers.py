@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.runtime.transport.interface import Handle, MessageKey, Payload, transfer_text
+from fpipe.runtime.transport.interface import Handle, Payload
 from fpipe.runtime.transport.local import LocalHandle
 from fpipe.runtime.transport.waiting import Awaited, BrokenWaitError, await_all, break_group, reporting
 from fpipe.torch_private import post_all_gather
+from schedules import Action
 
 
 class Peers(Protocol):
@@ -36,11 +37,11 @@ class Peers(Protocol):
     def count(self) -> int:
         """The number of processes."""
 
-    def share(self, message: MessageKey, data: Tensor) -> Handle:
+    def share(self, message: Action, data: Tensor) -> Handle:
         """Post bytes for all; the handle gives those of every process. All pass as many."""
 
     def exchange(
-        self, message: MessageKey, leaving: Sequence[Payload], arriving: Sequence[Payload], result: Payload
+        self, message: Action, leaving: Sequence[Payload], arriving: Sequence[Payload], result: Payload
     ) -> Handle:
         """Post tensors for each process, and room for those of each; the handle gives `result` once all are there.
 
@@ -59,14 +60,14 @@ class CollectiveHandle:
     end, is_done = "GROUP", False
 
     def __init__(
-        self, message: MessageKey, group: dist.ProcessGroup, works: Sequence[dist.Work], sent: Payload, data: Payload
+        self, message: Action, group: dist.ProcessGroup, works: Sequence[dist.Work], sent: Payload, data: Payload
     ) -> None:
         self.message, self.group, self.works, self.sent, self.data = message, group, works, sent, data
 
     @property
     def awaited(self) -> Awaited:
         """The part of every other process of the group."""
-        return await_all(transfer_text(self.end, self.message), self.group)
+        return await_all(str(self.message), self.group)
 
     def wait(self) -> None:
         """Block until every process has sent its part; raise `BrokenWaitError` if one does not."""
@@ -103,15 +104,15 @@ class DistributedPeers:
         """The number of processes."""
         return dist.get_world_size(self.group)
 
-    def share(self, message: MessageKey, data: Tensor) -> CollectiveHandle:
+    def share(self, message: Action, data: Tensor) -> CollectiveHandle:
         """Post an all-gather."""
         rows = data.new_empty(self.count, len(data))
-        with reporting(await_all(transfer_text("GROUP", message), self.group)):
+        with reporting(await_all(str(message), self.group)):
             work = post_all_gather(rows.view(-1), data, self.group)
         return CollectiveHandle(message, self.group, (work,), (data,), rows.unbind())
 
     def exchange(
-        self, message: MessageKey, leaving: Sequence[Payload], arriving: Sequence[Payload], result: Payload
+        self, message: Action, leaving: Sequence[Payload], arriving: Sequence[Payload], result: Payload
     ) -> CollectiveHandle:
         """Post sends and receives: first those of the next process, so that no process is everyone's first."""
         operations = list[dist.P2POp]()
@@ -119,7 +120,7 @@ class DistributedPeers:
             target, source = (self.rank + step) % self.count, (self.rank - step) % self.count
             operations += [self._operation(dist.isend, tensor, target) for tensor in leaving[target] if len(tensor)]
             operations += [self._operation(dist.irecv, tensor, source) for tensor in arriving[source] if len(tensor)]
-        with reporting(await_all(transfer_text("GROUP", message), self.group)):
+        with reporting(await_all(str(message), self.group)):
             works = dist.batch_isend_irecv(operations) if operations else []
         return CollectiveHandle(message, self.group, works, (leaving, arriving), result)
 
@@ -141,12 +142,12 @@ class Posted(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
-    """The meeting point of a group within this process: what each member has posted for a message, until all have."""
+    """The meeting point of a group in this process: what each member has posted for a collective, until all have."""
 
     count: int
-    posted: dict[MessageKey, dict[int, Posted]] = field(default_factory=dict)
+    posted: dict[Action, dict[int, Posted]] = field(default_factory=dict)
 
-    def post(self, rank: int, message: MessageKey, leaving: Sequence[Payload], finish: OnArrival) -> LocalHandle:
+    def post(self, rank: int, message: Action, leaving: Sequence[Payload], finish: OnArrival) -> LocalHandle:
         """Post what member `rank` has for each; the last to come completes the handles of all."""
         there = self.posted.setdefault(message, {})
         assert rank not in there, "every member posts a message once"
@@ -170,12 +171,12 @@ class LocalPeers:
         """The number of members."""
         return self.meeting.count
 
-    def share(self, message: MessageKey, data: Tensor) -> LocalHandle:
+    def share(self, message: Action, data: Tensor) -> LocalHandle:
         """Post the same bytes for all."""
         return self.meeting.post(self.rank, message, [(data,)] * self.count, lambda all_: tuple(one for (one,) in all_))
 
     def exchange(
-        self, message: MessageKey, leaving: Sequence[Payload], arriving: Sequence[Payload], result: Payload
+        self, message: Action, leaving: Sequence[Payload], arriving: Sequence[Payload], result: Payload
     ) -> LocalHandle:
         """Post tensors for each; those of the others are copied into the room for them."""
 

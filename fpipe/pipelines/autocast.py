@@ -10,13 +10,12 @@ Runs when a pipeline is built and in every step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from fpipe.errors import InputError
 from fpipe.ir.variant import Casts, Variant
@@ -41,17 +40,6 @@ def require_gradients() -> None:
             "a step: got torch.inference_mode around it, expected grad mode: a training step computes gradients. Call "
             "it outside of inference mode, or call evaluate(pipe)."
         )
-
-
-def require_recordable(leaves: Mapping[str, object], what: str = "") -> None:
-    """Raise `InputError`, naming the leaf, for a tensor made in inference mode, which no backward can use."""
-    for name, leaf in leaves.items():
-        if isinstance(leaf, Tensor) and leaf.is_inference():
-            where = f"{what}[{name!r}]" if what else name
-            raise InputError(
-                f"{where}: got a tensor that was made in torch.inference_mode, expected a plain one: a training step "
-                "keeps it for the backward. Make it outside of inference mode, or pass its clone()."
-            )
 
 
 def active_casts() -> Casts:

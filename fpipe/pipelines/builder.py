@@ -7,12 +7,13 @@ Runs when a pipeline is built or rebuilt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.autodiff.backends import Backend
@@ -31,7 +32,6 @@ from fpipe.model.gradient_hooks import collect_gradient_hooks, require_exact_hoo
 from fpipe.model.stateless import skeleton
 from fpipe.pipelines.argument_checks import require_buildable, require_trained
 from fpipe.pipelines.autocast import suspend_autocast
-from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.handshake import agree_on_plan, agree_to_build
 from fpipe.pipelines.pipeline import Pipeline
@@ -83,7 +83,7 @@ class Builder:
     """A builder of pipelines, for one model and its later versions, from the same arguments of `fpipe.pipeline`.
 
     - `batchings`: how batches are split, with the loss and without.
-    - `caches`: the caches whose limit and record of trainable parameters all of the pipelines share.
+    - `plans`: how many plans a pipeline keeps besides its own; `returned`: as in `Pipeline`, for all of them.
     """
 
     loss: Loss | None
@@ -95,13 +95,14 @@ class Builder:
     tied: Tied
     output_dims: Any
     ranks: Ranks
-    caches: Caches
+    plans: int
     copies: PipelineCopies = ALONE
+    returned: WeakValueDictionary[int, Tensor] = field(default_factory=WeakValueDictionary)
 
     def build(self, module: nn.Module, example: SplitBatch) -> Pipeline:
         """Return the pipeline of a module for batches like the example; every rank must call this."""
         with torch.inference_mode(False), suspend_autocast(TRAINING), self.ranks.enter_call("pipeline"):
-            agree_to_build(self.ranks, self.schedule, self.batchings[True], self.caches.most, self.copies)
+            agree_to_build(self.ranks, self.schedule, self.batchings[True], self.plans, self.copies)
             return self._bind(module, example)
 
     def _rebuild(self, model: Model, example: SplitBatch) -> Pipeline:
@@ -116,9 +117,11 @@ class Builder:
         captures = captures.with_example(answers.resolve())
         kept = example if captures.batchings[True].example.answers else example.without_values()
         sums = parameters_to_sum(self.tied, module)
-        planner = Planner(self.schedule, captures, self.output_dims, self.ranks.ranks, sums, self.backend, self.copies)
-        caches = Caches(self.caches.most, trainable=self.caches.trainable)
-        pipe = Pipeline(planner, self.ranks, lambda model: self._rebuild(model, kept), prepare_steps, caches)
+        ranks = self.ranks.ranks
+        planner = Planner(
+            self.schedule, captures, self.output_dims, ranks, sums, self.backend, self.copies, most=self.plans
+        )
+        pipe = Pipeline(planner, self.ranks, lambda model: self._rebuild(model, kept), prepare_steps, self.returned)
         require_exact_hooks(captures.hooks, sums)
         pipe.holdings.require_rows()
         if pipe.training.placed:

@@ -32,7 +32,7 @@ from fpipe.errors import InputError
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.stages.stage import Stage
-from fpipe.tensors.spec import OptionalSpec, Spec
+from fpipe.tensors.spec import Spec
 from fpipe.weights.state import require_leaf
 
 EarlierSums: TypeAlias = Mapping[str, Tensor]
@@ -47,6 +47,8 @@ def require_sums(
             f"onto: got {type(onto).__name__}, expected a dict by name. Pass the gradients that the last step has "
             "returned."
         )
+    if not onto:
+        return
     trainable = [name for name in plan.params if name in plan.assembly.captured.trainable]
     unknown = [name for name in onto if name not in trainable]
     if unknown:
@@ -81,7 +83,7 @@ def assign_sums(onto: EarlierSums, plan: StepPlan, variant: Variant) -> dict[tup
     If gradients are added in a dtype of their own, all sums begin with something, which gives them their dtype.
     """
     found: dict[tuple[int, int], Gradients] = {}
-    for stage, names in _first_uses(plan):
+    for stage, names in _first_uses(plan) if onto or variant.sums is not None else ():
         first, *_ = plan.placement.replicas(stage.index)
         for rank in set(plan.ranks).intersection(plan.placement.replicas(stage.index)):
             earlier = {name: onto[name] for name in names if name in onto} if rank == first else {}
@@ -114,13 +116,8 @@ def join_sums(onto: EarlierSums, grads: EarlierSums, plan: StepPlan) -> dict[str
 
     Data may have decided that a parameter gets no gradient. If its sum began with -0, it is dropped.
     """
-    optional = {
-        name
-        for stage in plan.assembly.stages
-        for name, spec in zip(stage.grads, stage.totals, strict=True)
-        if isinstance(spec, OptionalSpec) and name not in onto
-    }
-    return {**onto, **{name: grad for name, grad in grads.items() if name not in optional or not is_untouched(grad)}}
+    dropped = {n for n in plan.optional if n in grads and n not in onto and is_untouched(grads[n])}
+    return {**onto, **(grads if not dropped else {name: grads[name] for name in grads if name not in dropped})}
 
 
 def add_reduced(onto: EarlierSums, grads: EarlierSums) -> dict[str, Tensor]:

@@ -24,8 +24,8 @@ from fpipe.ir.captured import Constant
 from fpipe.ir.variant import Variant
 from fpipe.meshes.copies import PipelineCopies
 from fpipe.pipelines.autocast import DEVICE_TYPES
-from fpipe.pipelines.caches import BatchKind
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.planner import BatchKind
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.fingerprint import describe_value, digest, digest_tensor
 from fpipe.runtime.transport.agreement import Field
@@ -49,7 +49,7 @@ def batch_fields(pipe: Pipeline, kind: BatchKind, known: int = 0) -> tuple[Field
     Make them once per kind: in every step, they would cost too much.
     """
     variant, signature = kind
-    first = next((agreement.digest for agreement in pipe.caches.agreements.values()), known)
+    first = next((agreement.digest for agreement in pipe.planner.agreements.values()), known)
     batching = pipe.captures.batchings[variant.loss]
     return (
         Field("pipeline", first, lambda: _pipeline_lines(pipe)),
@@ -91,7 +91,7 @@ def call_fields(call: CommonArguments) -> tuple[Field, ...]:
 
 def _pipeline_lines(pipe: Pipeline) -> list[str]:
     """Return all lines of the pipeline as it was first agreed on."""
-    kind = next(iter(pipe.caches.agreements), None)
+    kind = next(iter(pipe.planner.agreements), None)
     fields = () if kind is None else plan_fields(pipe, pipe.plan(*kind), *kind)
     return [f"{field.name}: {line}" for field in fields for line in field.lines()]
 

@@ -24,10 +24,10 @@ from fpipe.batching.signature import Signature
 from fpipe.errors import TransportError
 from fpipe.ir.variant import Variant
 from fpipe.meshes.copies import PipelineCopies
-from fpipe.pipelines.caches import Agreement
 from fpipe.pipelines.fields import CommonArguments, argument_fields, batch_fields, call_fields, plan_fields
 from fpipe.pipelines.inputs import State, scatter
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.planner import Agreement
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Inputs
 from fpipe.runtime.fingerprint import describe_value, digest, digest_tensor
@@ -85,13 +85,14 @@ def agree_to_build(ranks: Ranks, schedule: Schedule, batching: Batching, plans: 
 
 def agree_on_plan(
     pipe: Pipeline, variant: Variant, signature: Signature | None = None, call: CommonArguments = NO_ARGUMENTS
-) -> Agreement:
-    """Return the agreement on a kind of batch, once all ranks have agreed on its plan and connected its channels.
+) -> StepPlan:
+    """Return the plan for a kind of batch, once all ranks have agreed on it and connected its channels.
 
     Every rank must request the same plans in the same order. Raise `TransportError` on all of them if one doesn't.
     """
-    kind = pipe.planner.kind(variant, signature)
-    if kind not in pipe.caches.agreements:
+    planner = pipe.planner
+    kind = planner.kind(variant, signature)
+    if kind not in planner.agreements:
         pipe.ranks.agree(lambda: [*batch_fields(pipe, kind), *call_fields(call)])
         plan, fields = pipe.plan(*kind), list[Field]()
 
@@ -103,10 +104,9 @@ def agree_on_plan(
         pipe.ranks.connect(plan.program.channels)
         known = digest(f"{field.name} {field.digest}" for field in fields)
         user = weakref.proxy(pipe)  # what a pipeline caches must not keep it alive
-        pipe.caches.add(kind, Agreement(plan, known, batch_fields(user, kind, known)))
-        pipe.planner.keep_only(pipe.caches.agreements)
+        planner.agree(kind, Agreement(known, batch_fields(user, kind, known)))
         pipe.ranks.forget_layouts()
-    return pipe.caches.agreements[kind]
+    return planner.plans[kind]
 
 
 def agree_to_step(
@@ -115,19 +115,18 @@ def agree_to_step(
     """Return the plan for a batch and the inputs of each copy here, once all ranks have agreed on the step."""
     require_seed(call.seed)
     kind = variant, batch.signature
-    agreement = agree_on_plan(pipe, *kind, call)
-    plan = agreement.plan
+    plan = agree_on_plan(pipe, *kind, call)
     plan.watch.require_unchanged()
     links = pipe.copies.link() if pipe.copies.count > 1 else {}
     inputs = {
         copy: scatter(part, pipe.holdings.locals(params, copy), buffers, batch, call.seed, links.get(copy))
         for copy, part in plan.parts.items()
     }
-    pipe.ranks.agree(lambda: [*agreement.fields, *call_fields(call)])
-    pipe.caches.use(kind)
-    if not pipe.caches.compared:
+    pipe.ranks.agree(lambda: [*pipe.planner.agreements[kind].fields, *call_fields(call)])
+    pipe.planner.use(kind)
+    if not pipe.compared:
         _require_same_copies(pipe, plan, {**params, **buffers})
-        pipe.caches.compared.add(kind)
+        pipe.compared.add(kind)
     return plan, inputs
 
 

@@ -43,15 +43,19 @@ def scatter(
     """
     require_apart(batch.memories, plan.modified_leaves)
     local, count = plan.local_stages, plan.microbatches
-    require_state_names([name for stage in local for name in (*stage.parameters, *stage.buffers)], params, buffers)
     here = {cut: [cut.stages[stage.index] for stage in local] for cut in plan.cuts}
+    try:
+        weights = Weights(plan, params)
+        own = {stage.index: tuple([buffers[name] for name in stage.buffers]) for stage in local}
+    except KeyError:
+        require_state_names([name for stage in local for name in (*stage.parameters, *stage.buffers)], params, buffers)
+        raise
     leaves = _take_share(plan, batch, {leaf for stages in here.values() for stage in stages for leaf in stage.batch})
     feeds = {cut: {stage.index: feed(stage, leaves, buffers) for stage in stages} for cut, stages in here.items()}
     rows = [feeds[cut] for cut in plan.assemblies]
-    weights = Weights(plan, params)
     return Inputs(
         params=[weights.by_cut[cut] for cut in plan.assemblies],
-        buffers=[{stage.index: tuple([buffers[name] for name in stage.buffers]) for stage in local}] * count,
+        buffers=[own] * count,
         batch=lambda stage, i: rows[i][stage](i),
         keys=make_keys(plan, seed),
         group=None if links is None else weights.exchange(links),

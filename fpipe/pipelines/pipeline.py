@@ -3,15 +3,22 @@
 
 A `Pipeline` holds no parameters. Its planner makes a plan for every kind of batch; `fpipe.pipelines.running` runs one.
 
+A program may build thousands of pipelines, each with captures and with connections to other ranks. Destroying a process
+group is a local call, and when a call of fpipe returns, each rank has received everything that it needs. So each rank
+closes its pipelines at any time, or Python does once nothing refers to them. Groups that other pipelines on the same
+processes share, over which ranks agree, stay until `destroy_process_group()`: there are two for each set of processes.
+The user's groups are never destroyed.
+
 Runs when a pipeline is built, when its methods are called, and in every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +31,9 @@ from fpipe.ir.variant import TRAINING, Variant
 from fpipe.meshes.border import require_plain, wrap_state
 from fpipe.meshes.copies import PipelineCopies
 from fpipe.meshes.holdings import Holdings
-from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.capture_cache import CaptureCache
-from fpipe.pipelines.closing import Closable
-from fpipe.pipelines.planner import Planner
+from fpipe.pipelines.norm_table import NormTable
+from fpipe.pipelines.planner import BatchKind, Planner
 from fpipe.pipelines.resolver import ExchangeText, own_text
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.report.description import describe
@@ -38,24 +44,29 @@ from fpipe.stages.stage import Stage
 from fpipe.weights.holder import hold
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
 from fpipe.weights.loading import ValueSource, load_values
+from fpipe.weights.state import Form, Forms
 from schedules import Program, Schedule, Sizes
 
 
 @dataclass(frozen=True, eq=False)
-class Pipeline(Closable):
+class Pipeline:
     """A model, a loss, a schedule and a partition, checked to fit together. Made by `fpipe.pipeline`.
 
     - `planner`: the schedule, the captured model, and everything else that determines how a batch is run.
     - `ranks`: the pipeline ranks that this process runs: one under torch.distributed, else all.
     - `rebuild`: makes a pipeline of another model from the same arguments. `plan_ahead`: makes plans for examples.
-    - `caches`: values cached from one call to the next.
+    - `returned`: the trainable parameters that `init` and `initialise` returned, by id; of those rebuilt, too.
+    - `norm_tables`: where norms of gradients are exchanged, by the digests of all ranks' lists of gradients.
+    - `compared`: the kind of batch of the first step, when ranks have compared the tensors that several of them hold.
     """
 
     planner: Planner
     ranks: Ranks
     rebuild: Callable[[nn.Module | Sequence[Any]], Pipeline]
     plan_ahead: Callable[[Pipeline, Iterable[tuple[Any, Any]]], None]
-    caches: Caches
+    returned: WeakValueDictionary[int, Tensor] = field(default_factory=WeakValueDictionary)
+    norm_tables: dict[tuple[int, ...], NormTable] = field(default_factory=dict)
+    compared: set[BatchKind] = field(default_factory=set)
 
     @property
     def schedule(self) -> Schedule:
@@ -120,12 +131,7 @@ class Pipeline(Closable):
         With `exchange_text`, all ranks call this; without it, this process has every leaf that the model asks about.
         """
         batch = self.captures.batchings[variant.loss].split_batch(inputs, targets, total)
-        if (variant, batch.signature) in self.caches.unquestioned:
-            return batch
-        resolved = self.planner.resolve(variant, batch, exchange_text)
-        if resolved.signature == batch.signature:
-            self.caches.add_unquestioned((variant, batch.signature))
-        return resolved
+        return self.planner.resolve(variant, batch, exchange_text)
 
     def plan(self, variant: Variant, signature: Signature | None = None) -> StepPlan:
         """Return the plan for a signature, by default the example's; raise `InputError` if the model can't take it."""
@@ -197,7 +203,7 @@ class Pipeline(Closable):
         params = {
             name: self.holdings.adopt(name, values[name]).requires_grad_(name in trainable) for name in plan.params
         }
-        self.caches.trainable.update({id(p): p for p in params.values() if p.requires_grad})
+        self.returned.update({id(p): p for p in params.values() if p.requires_grad})
         return params, wrap_state({name: values[name] for name in plan.buffers}, plan.placed)
 
     def module(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
@@ -284,10 +290,47 @@ class Pipeline(Closable):
         plan = self.training
         return Holdings(self.copies, plan.params, plan.placed, plan.placed_gradients)
 
+    @cached_property
+    def forms(self) -> Forms:
+        """The forms of the parameters and buffers that a step takes."""
+        held, plan = self.holdings, self.training
+        params = Form("params", held.specs, held.placed, plan.assembly.captured.trainable)
+        return Forms(params, Form("buffers", plan.buffers, held.split))
+
     @property
     def device(self) -> torch.device:
         """The device that this process computes on."""
         return self.captures.batchings[True].home
+
+    def close(self) -> None:
+        """Release the plans and captures, and this process's connections to other ranks, which need not wait for it.
+
+        Process groups that you passed stay. Later calls of the pipeline's functions raise `InputError`; so do those of
+        pipelines rebuilt from it, since they share its connections. Closing again does nothing. A pipeline to which
+        nothing refers closes itself; in a `with` statement, the end of it does.
+
+        >>> import torch, fpipe
+        >>> from schedules import gpipe
+        >>> model, x = torch.nn.Linear(4, 1), torch.ones(2, 4)
+        >>> with fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(1, 2)) as pipe:
+        ...     step = fpipe.value_and_grad(pipe)
+        ...     loss = step(*pipe.init(model), (x,))[0].loss
+        >>> step({}, {}, (x,))
+        Traceback (most recent call last):
+        fpipe.errors.InputError: a step: got a closed pipeline, expected an open one. ...
+        """
+        with wait_for_turn():
+            self.ranks.close()
+            self.planner.clear()
+            self.norm_tables.clear()
+
+    def __enter__(self) -> Self:
+        """Return the pipeline."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the pipeline."""
+        self.close()
 
     def __str__(self) -> str:
         how, leaf_name = self.schedule, self.captures.batchings[True].leaf_name

@@ -1,48 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make plans: capture the model for a kind of batch, cut it into stages, and lower the schedule for them.
+"""Make plans, and keep those of the last kinds of batches.
 
-A plan is made for train or eval mode, with or without the loss and the outputs, and for batches of one signature. Its
-microbatches are captured separately if they differ in shape. Captures, stages and plans are made
-once and cached.
+Problem. A plan is made for train or eval mode, with or without the loss and the outputs, and for batches of one
+signature. Whoever trains on sequences of all lengths has a new kind of batch in nearly every step. Each has its plan,
+stages, captures and agreement, some megabytes together, which can't all be kept.
 
-Runs when a plan is made: once per kind of batch. In every step, the cached plan is looked up.
+Idea. For a new kind of batch, `Planner.plan` does what there is to do: it captures the model for each shape of its
+microbatches, cuts it into stages, and lowers the schedule for them. What it makes is kept as long as a plan needs it,
+and plans as `Planner.keep_last` says. The kind that the pipeline was built for stays: all others are cut where it is.
+
+Invariants. Nothing that is kept changes what a step computes; it only saves making, asking or comparing again. All
+ranks forget the same agreements: one is added, or used, right after all ranks have agreed, which either all of them do
+or none. So its place in the order of use is the same on every rank.
+
+Runs when a plan is made: once per kind of batch. In every step, the plan is looked up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple, TypeAlias
 
 from fpipe.autodiff.backends import Backend
 from fpipe.batching.batch import SplitBatch
 from fpipe.batching.merge import Merge
 from fpipe.batching.signature import Microbatch, Signature
-from fpipe.capture.eager_types import hide_fakes
 from fpipe.cutting.repetition import ExtraBuffers
 from fpipe.errors import CaptureError, CutError, InputError, PipelineError
 from fpipe.ir.variant import TRAINING, Variant
 from fpipe.meshes.copies import ALONE, PipelineCopies
-from fpipe.pipelines.autocast import suspend_autocast
-from fpipe.pipelines.caches import BatchKind
 from fpipe.pipelines.capture_cache import CaptureCache
-from fpipe.pipelines.garbage import postpone_collection
+from fpipe.pipelines.isolation import isolate
 from fpipe.pipelines.resolver import ExchangeText, Resolver
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.runtime.turns import wait_for_turn
+from fpipe.runtime.transport.agreement import Field
 from fpipe.stages.assembly import Assembly, assemble
 from fpipe.stages.conversion import differentiate, splits, take_scale, widen_sums
 from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import Stage
-from fpipe.tensors import random
 from schedules import KINDS, Schedule, check, lower
+
+BatchKind: TypeAlias = tuple[Variant, Signature]
+"""The kind of a batch: those of one kind run the same plan, and differ only in the values of their tensors."""
+
+
+class Agreement(NamedTuple):
+    """An agreement of all ranks on the plan for one kind of batch.
+
+    - `digest`: the digest of the plan's fields; there are none if all ranks are in this process.
+    - `fields`: the fields of the batch, which they compare again in every step.
+    """
+
+    digest: int
+    fields: tuple[Field, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """Everything that determines a pipeline's plans, and the plans made so far.
+    """Everything that determines a pipeline's plans, and the plans of the last kinds of batches.
 
     - `captures`: the captured model; it also knows how batches are split, and where the model is cut.
     - `output_dims`: how outputs are merged.
@@ -51,6 +68,9 @@ class Planner:
     - `backend`: differentiates the stages; `None` for autograd, except for backwards that the schedule splits.
     - `copies`: the copies of the pipeline, this process's among them.
     - `extra`: the buffers that stages may hold for what they repeat, if those of another pipeline do; else `None`.
+    - `most`: the largest number of agreements that are kept besides the one on the pipeline itself.
+    - `plans`: by kind of batch. `agreements`: on those that all ranks make; the first is the one on the pipeline
+      itself, then the least recently used. `assemblies`: the stages of the plans, by microbatch.
     """
 
     schedule: Schedule
@@ -61,7 +81,9 @@ class Planner:
     backend: Backend | None = None
     copies: PipelineCopies = ALONE
     extra: ExtraBuffers | None = None
+    most: int = 1
     plans: dict[BatchKind, StepPlan] = field(default_factory=dict)
+    agreements: OrderedDict[BatchKind, Agreement] = field(default_factory=OrderedDict)
     assemblies: dict[tuple[Variant, Microbatch], Assembly] = field(default_factory=dict)
 
     def kind(self, variant: Variant, signature: Signature | None = None) -> BatchKind:
@@ -69,16 +91,17 @@ class Planner:
         return variant, self.captures.batchings[variant.loss].example if signature is None else signature
 
     def plan(self, variant: Variant, signature: Signature | None = None) -> StepPlan:
-        """Return the plan for a kind of batch, by default the example's; cached.
+        """Return the plan for a kind of batch, by default the example's; make it for a new kind.
 
         Raise `InputError` if the model can't take a batch that differs from the example.
         """
         kind = self.kind(variant, signature)
         if kind not in self.plans:
             try:
-                self.plans[kind] = self._isolated_plan(*kind)
+                with isolate(variant):
+                    self.plans[kind] = self._plan(*kind)
             except PipelineError as error:
-                self.keep_only(self.plans)
+                self._drop_unused()
                 if kind == self.kind(variant):
                     raise
                 raise self._unfit(*kind, error) from error
@@ -86,10 +109,12 @@ class Planner:
 
     def resolve(self, variant: Variant, batch: SplitBatch, exchange_text: ExchangeText) -> SplitBatch:
         """Return the batch with the answers to the model's questions; raise `InputError` if the model can't take it."""
+        if (variant, batch.signature) in self.plans:
+            return batch  # a plan was made for it without an answer, so the model asks nothing about such batches
         try:
             return Resolver(self.captures, variant, batch, exchange_text).resolve()
         except CaptureError as error:
-            self.keep_only(self.plans)
+            self._drop_unused()
             raise self._unfit(variant, batch.signature, error) from error
 
     def _unfit(self, variant: Variant, signature: Signature, error: PipelineError) -> InputError:
@@ -100,22 +125,36 @@ class Planner:
             f"Building the pipeline for this batch failed: {error}"
         )
 
-    def _isolated_plan(self, variant: Variant, signature: Signature) -> StepPlan:
-        """Return a new plan; preserve torch's settings and generators, and make other threads wait."""
-        with (
-            torch.inference_mode(False),
-            suspend_autocast(variant),
-            wait_for_turn(),
-            postpone_collection(),
-            hide_fakes(),
-            random.preserve_generators([torch.device("cpu")]),
-        ):
-            return self._plan(variant, signature)
+    def agree(self, kind: BatchKind, agreement: Agreement) -> None:
+        """Add the agreement of all ranks on a plan, and forget the kinds of batches that are used no more."""
+        self.agreements[kind] = agreement
+        self.keep_last(alone=0)
 
-    def keep_only(self, kinds: Iterable[BatchKind]) -> None:
-        """Drop the plans of all other kinds of batches, and the stages and captures that only they use."""
-        for kind in self.plans.keys() - set(kinds):
+    def use(self, kind: BatchKind) -> None:
+        """Make a kind of batch the most recently used one."""
+        if kind != next(iter(self.agreements)):
+            self.agreements.move_to_end(kind)
+
+    def keep_last(self, alone: int) -> None:
+        """Forget all kinds of batches but the pipeline's own, the `most` agreed ones used last, and `alone` others.
+
+        Those are the last ones for which this process alone has made a plan.
+        """
+        _, *others = self.agreements or (None,)
+        for kind in others[: -self.most]:
+            del self.agreements[kind]
+        own = [kind for kind in self.plans if kind not in self.agreements]
+        for kind in own[: max(0, len(own) - alone)]:
             del self.plans[kind]
+        self._drop_unused()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.agreements.clear()
+        self.keep_last(alone=0)
+
+    def _drop_unused(self) -> None:
+        """Drop the stages and captures that no plan uses."""
         used = {(variant, one) for variant, signature in self.plans for one in self._microbatches(variant, signature)}
         for other in self.assemblies.keys() - used:
             del self.assemblies[other]

@@ -17,9 +17,9 @@ from fpipe.batching.signature import Signature
 from fpipe.errors import InputError
 from fpipe.ir.variant import EVALUATION, TRAINING, Variant
 from fpipe.pipelines.autocast import suspend_autocast
-from fpipe.pipelines.caches import BatchKind
 from fpipe.pipelines.handshake import agree_on_plan
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.planner import BatchKind
 from fpipe.runtime.transport.agreement import Field
 from schedules.language.arguments import each
 
@@ -37,8 +37,8 @@ def prepare_steps(pipe: Pipeline, examples: Iterable[tuple[Any, Any]]) -> None:
         _require_room(pipe, {(variant, _signature(pipe, variant, *given)) for variant, *given in batches})
         for variant, inputs, targets in batches:
             batch = pipe.batch(variant, inputs, targets, pipe.ranks.exchange_text)
-            agreement = agree_on_plan(pipe, variant, batch.signature)
-            assert agreement.plan.programs, "linked here, not in the first step"
+            plan = agree_on_plan(pipe, variant, batch.signature)
+            assert plan.programs, "linked here, not in the first step"
 
 
 def _require_pair(k: int, example: object) -> tuple[Any, Any]:
@@ -64,11 +64,11 @@ def _signature(pipe: Pipeline, variant: Variant, inputs: Any, targets: Any) -> S
 
 def _require_room(pipe: Pipeline, kinds: Collection[BatchKind]) -> None:
     """Raise `InputError` if there are more kinds of batches than plans are kept."""
-    own = next(iter(pipe.caches.agreements))
+    own = next(iter(pipe.planner.agreements))
     count = sum(kind != own for kind in kinds)
-    if count > pipe.caches.most:
+    if count > pipe.planner.most:
         raise InputError(
             f"examples: got {count} kinds of batches other than the pipeline's own example, expected at most "
-            f"{pipe.caches.most}, as many as it keeps plans for. Build it with plans={count} or more, or pad batches "
+            f"{pipe.planner.most}, as many as it keeps plans for. Build it with plans={count} or more, or pad batches "
             "to fewer lengths."
         )

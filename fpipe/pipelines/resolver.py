@@ -15,18 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import torch
-
 from fpipe.batching.batch import SplitBatch
 from fpipe.batching.signature import Microbatch
-from fpipe.capture.eager_types import hide_fakes
 from fpipe.errors import InputError
 from fpipe.ir.questions import Answer, Question
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.capture_cache import CaptureCache
-from fpipe.pipelines.garbage import postpone_collection
-from fpipe.runtime.turns import wait_for_turn
-from fpipe.tensors import random
+from fpipe.pipelines.isolation import isolate
 
 ExchangeText: TypeAlias = Callable[[str], Sequence[str]]
 """Sends a text to all ranks, and returns the texts of all ranks."""
@@ -78,12 +73,7 @@ class Resolver:
         while not self.captures.knows(self.variant, microbatch):
             question = self.captures.question(self.variant, microbatch)
             if question is None:
-                with (
-                    wait_for_turn(),
-                    postpone_collection(),
-                    hide_fakes(),
-                    random.preserve_generators([torch.device("cpu")]),
-                ):  # the model may seed the generator
+                with isolate(self.variant):
                     return self.captures.explore(self.variant, microbatch, ask)
             microbatch = microbatch.with_answer(ask(question))
         return microbatch

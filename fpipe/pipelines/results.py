@@ -6,7 +6,6 @@ Runs in every step, once the program is done.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import add
@@ -115,15 +114,18 @@ def collect_gradients(plan: StepPlan, outcomes: Mapping[int, Outcome]) -> State:
 def sum_terms(plan: StepPlan, held: Iterable[Terms], wanted: Container[str]) -> State:
     """Return the gradients of the `wanted` parameters from what ranks of this process hold of them."""
     stages = plan.assembly.stages
-    terms = defaultdict[str, dict[int, Tensor]](dict)
+    terms: dict[int, State] = {}
     for grads, shared in held:
         sums = [(s, stages[s].grads, stages[s].complete(total)) for s, total in grads.items() if total]
         sums += [(s, stages[s].names_for(t), total) for (s, t), total in shared.items()]
         for s, names, total in sums:
-            for name, grad in zip(names, total, strict=True):
-                if grad is not None and name in wanted:
-                    terms[name][s] = grad
-    return {name: reduce(add, [by_stage[s] for s in sorted(by_stage)]) for name, by_stage in terms.items()}
+            pairs = zip(names, total, strict=True)
+            terms.setdefault(s, {}).update({name: grad for name, grad in pairs if grad is not None and name in wanted})
+    found: State = {}
+    for s in sorted(terms):  # one dict for each stage, none for each name: thousands of them wake the collector
+        tied = found.keys() & terms[s].keys()
+        found |= terms[s] | {name: found[name] + terms[s][name] for name in tied} if tied else terms[s]
+    return found
 
 
 def merge_results(plan: StepPlan, results: Mapping[int, Tensors]) -> tuple[Tensor | None, Any]:

@@ -18,7 +18,7 @@ from fpipe.errors import InputError
 from fpipe.ir.variant import EVALUATION, Variant
 from fpipe.meshes.border import unwrap_state, wrap_state
 from fpipe.pipelines.argument_checks import require_backward
-from fpipe.pipelines.autocast import require_gradients, require_recordable, suspend_autocast
+from fpipe.pipelines.autocast import require_gradients, suspend_autocast
 from fpipe.pipelines.earlier_sums import add_reduced, assign_sums, join_sums, require_sums
 from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_arguments, agree_on_plan, agree_to_step
@@ -30,7 +30,7 @@ from fpipe.pipelines.step_plan import StepPlan
 from fpipe.pipelines.totals import find_weight_of_all
 from fpipe.runtime.executor import Inputs, Outcome
 from fpipe.runtime.recording import Record
-from fpipe.weights.state import require_flags, require_state
+from fpipe.weights.state import require_recordable
 
 
 class ValueAndGrad(Protocol):
@@ -83,38 +83,59 @@ def make_training_step(pipe: Pipeline, variant: Variant, record: Record | None) 
         total: float | None = None,
     ) -> tuple[Step, State]:
         with suspend_autocast(variant) as cast, pipe.ranks.enter_call("a step"):
-            start = Start(params, buffers, {} if onto is None else onto)
+            held = hold_for_backward(pipe, variant, params, buffers, onto)
             call = CommonArguments(seed, scale, total, onto is not None)
-            plan, given = begin_step(pipe, cast, start, (inputs, targets), call)
-            return finish_step(pipe, plan, start, run_copies(pipe, plan, given, record))
+            plan, given = begin_step(pipe, cast, held, (inputs, targets), call)
+            return finish_step(pipe, plan, held, run_copies(pipe, plan, given, record))
 
     return step
 
 
-class Start(NamedTuple):
-    """The tensors of this process that a step begins with; `onto`: earlier sums of gradients, if any."""
+class Held(NamedTuple):
+    """The plain tensors of this process that a step begins with, once they are checked.
+
+    `onto`: earlier sums of gradients, if any.
+    """
 
     params: State
     buffers: State
     onto: State
 
 
-def begin_step(
-    pipe: Pipeline, cast: Variant, start: Start, batch: tuple[Any, Any], call: CommonArguments
-) -> tuple[StepPlan, dict[int, Inputs]]:
-    """Check the arguments of a step and agree with all ranks; return its plan, and the inputs of each copy here."""
+def hold_plain(pipe: Pipeline, params: State, buffers: State) -> Held:
+    """Return the plain tensors of parameters and buffers.
+
+    Raise `InputError`, naming the leaf, unless these are the parameters and buffers that this process holds.
+    """
+    forms = pipe.forms
+    return Held(forms.params.unwrap(params), forms.buffers.unwrap(buffers), {})
+
+
+def hold_for_backward(
+    pipe: Pipeline, variant: Variant, params: State, buffers: State, onto: State | None = None
+) -> Held:
+    """Return the plain tensors that a training step begins with; raise `InputError` if it can't use one of them."""
     require_gradients()
-    given_params, start = start.params, unwrap_start(pipe, start)
-    require_flags(given_params, pipe.training.assembly.captured.trainable, pipe.caches.trainable)
+    forms, returned, sums = pipe.forms, pipe.returned, {} if onto is None else onto
+    sums = unwrap_state("onto", sums, pipe.holdings.placed_gradients)
+    held = Held(
+        forms.params.unwrap_for_backward(params, returned), forms.buffers.unwrap_for_backward(buffers, returned), sums
+    )
+    require_sums(sums, held.params, pipe.training, variant, pipe.holdings.specs)
+    require_recordable(sums, "onto")
+    return held
+
+
+def begin_step(
+    pipe: Pipeline, cast: Variant, held: Held, batch: tuple[Any, Any], call: CommonArguments
+) -> tuple[StepPlan, dict[int, Inputs]]:
+    """Agree with all ranks on a step; return its plan, and the inputs of each copy here."""
     variant = scale_variant(cast, call.scale)
-    require_sums(start.onto, start.params, pipe.training, variant, pipe.holdings.specs)
-    for what, leaves in (("params", start.params), ("buffers", start.buffers), ("onto", start.onto)):
-        require_recordable(leaves, what)
     total = find_weight_of_all(pipe, variant, *batch) if call.total is None else call.total
     split = pipe.batch(variant, *batch, pipe.ranks.exchange_text, total)
     require_recordable(split.named_leaves())
-    plan, given = agree_to_step(pipe, variant, start.params, start.buffers, split, call)
-    starts, onto = start_backward(plan.local_stages, call.scale), start.onto if plan.copies.count == 1 else {}
+    plan, given = agree_to_step(pipe, variant, held.params, held.buffers, split, call)
+    starts, onto = start_backward(plan.local_stages, call.scale), held.onto if plan.copies.count == 1 else {}
     return plan, {
         copy: inputs._replace(starts=starts, onto=assign_sums(onto, plan, variant))  # copies add to sums of their own
         for copy, inputs in given.items()
@@ -122,34 +143,18 @@ def begin_step(
 
 
 def finish_step(
-    pipe: Pipeline, plan: StepPlan, start: Start, outcomes: Mapping[int, Mapping[int, Outcome]]
+    pipe: Pipeline, plan: StepPlan, held: Held, outcomes: Mapping[int, Mapping[int, Outcome]]
 ) -> tuple[Step, State]:
     """Return what all ranks computed, and the gradients of this process, in the order of its parameters."""
-    grads = join_gradients(pipe, plan, unwrap_start(pipe, start).onto, outcomes)
-    step = gather(plan, pipe.ranks, outcomes, start.buffers)
-    ordered = {name: grads[name] for name in start.params if name in grads}
+    grads = join_gradients(pipe, plan, held.onto, outcomes)
+    step = gather(plan, pipe.ranks, outcomes, held.buffers)
+    ordered = {name: grads[name] for name in held.params if name in grads}
     return place_buffers(step, plan), wrap_state(ordered, pipe.holdings.placed_gradients)
 
 
 def place_buffers(step: Step, plan: StepPlan) -> Step:
     """Return the step with DTensors for those buffers that are DTensors in the model."""
     return step._replace(buffers=wrap_state(step.buffers, plan.placed))
-
-
-def unwrap_start(pipe: Pipeline, start: Start) -> Start:
-    """Return the plain tensors that a step begins with.
-
-    Raise `InputError`, naming the leaf, unless these are the parameters and buffers that this process holds.
-    """
-    held = pipe.holdings
-    plain = Start(
-        unwrap_state("params", start.params, held.placed),
-        unwrap_state("buffers", start.buffers, held.split),
-        unwrap_state("onto", start.onto, held.placed_gradients),
-    )
-    require_state("params", plain.params, held.specs)
-    require_state("buffers", plain.buffers, pipe.training.buffers)
-    return plain
 
 
 def join_gradients(
@@ -180,7 +185,7 @@ def make_evaluation_step(pipe: Pipeline, record: Record | None) -> Callable[...,
 
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
         with suspend_autocast(EVALUATION) as what, pipe.ranks.enter_call("an evaluation"):
-            params, buffers, _ = unwrap_start(pipe, Start(params, buffers, {}))
+            params, buffers, _ = hold_plain(pipe, params, buffers)
             has_loss = pipe.captures.computes_loss or pipe.ranks.agree_if_any(targets is not None)
             variant = replace(what, loss=has_loss)
             total = find_weight_of_all(pipe, variant, inputs, targets)

@@ -27,7 +27,7 @@ from fpipe.runtime.recording import add_timers
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from fpipe.tensors.placed import Placed
-from fpipe.tensors.spec import Spec
+from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.torch_private import bypass_autograd
 from fpipe.watching.watch import Watch
 from schedules import Placement, Program, check, connect, lower, update_weights
@@ -148,6 +148,12 @@ class StepPlan:
     def buffers(self) -> Mapping[str, Spec]:
         """The specs of the buffers that this process holds, by name."""
         return self._select(lambda stage: (*stage.buffers, *stage.unused), self.assembly.buffers)
+
+    @cached_property
+    def optional(self) -> frozenset[str]:
+        """The parameters of which data may decide that they get no gradient."""
+        pairs = [pair for stage in self.assembly.stages for pair in zip(stage.grads, stage.totals, strict=True)]
+        return frozenset(name for name, spec in pairs if isinstance(spec, OptionalSpec))
 
     @property
     def placed(self) -> Mapping[str, Placed]:

@@ -9,23 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from fpipe.batching.signature import Signature
-from fpipe.capture.eager_types import hide_fakes
 from fpipe.cutting.calls import Calls
 from fpipe.cutting.partition import Cuts, Explicit, Marked
 from fpipe.ir.captured import Captured
 from fpipe.ir.variant import Variant
 from fpipe.meshes.copies import ALONE
-from fpipe.pipelines.autocast import suspend_autocast
-from fpipe.pipelines.garbage import postpone_collection
+from fpipe.pipelines.isolation import isolate
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.assembly import assemble
 from fpipe.stages.conversion import differentiate
-from fpipe.tensors.random import preserve_generators
 from schedules import Schedule, check, lower
 
 
@@ -44,14 +38,7 @@ def plan_cut(
     Its microbatches are all like the one that was captured. It does not watch for changes of the model: run it at once.
     """
     placement = schedule.placement
-    with (
-        torch.inference_mode(False),
-        suspend_autocast(variant),
-        wait_for_turn(),
-        postpone_collection(),
-        hide_fakes(),
-        preserve_generators([torch.device("cpu")]),
-    ):
+    with isolate(variant):
         assembly = assemble(captured, positions, variant.outputs, placement, planner.summed)
         assembly = differentiate(assembly, planner.backend, False, range(schedule.stages))
         check(schedule, assembly.graph)

@@ -23,7 +23,6 @@ from fpipe.ir.variant import TRAINING, Variant
 from fpipe.pipelines.argument_checks import require_buildable, require_count
 from fpipe.pipelines.autocast import active_casts
 from fpipe.pipelines.builder import Builder, make_batchings
-from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.planning.recutting import captured_for, recut
 from fpipe.runtime.transport.local import LocalRanks
@@ -71,7 +70,7 @@ class ModelArguments:
             self.tied,
             0,
             LocalRanks(1),
-            Caches(1),
+            1,
         )
         return builder.build(module, batchings[True].split_batch(example, targets))
 
@@ -84,7 +83,7 @@ def take_alone(pipe: Pipeline, example: Any, targets: Any) -> Pipeline:
     captured = captured_for(pipe.planner, variant, signature)
     schedule = one_f_one_b(ranks=1, microbatches=pipe.captures.batchings[True].microbatches)
     planner = recut(pipe.planner, captured, (), schedule)
-    return Pipeline(planner, LocalRanks(1), pipe.rebuild, pipe.plan_ahead, Caches(1))
+    return Pipeline(planner, LocalRanks(1), pipe.rebuild, pipe.plan_ahead)
 
 
 def training_variant_here() -> Variant:

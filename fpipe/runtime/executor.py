@@ -23,8 +23,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from fpipe.runtime.transport.interface import Handle, MessageKey, Payload, Route, Transport
+from fpipe.runtime.transport.interface import Handle, Payload, Route, Transport
 from schedules import Action
+from schedules.language.actions import Message
 
 
 class StageCrossing(NamedTuple):
@@ -174,7 +175,7 @@ class Transfer(NamedTuple):
 
     number: int
     channel: int
-    message: MessageKey
+    message: Message
     specs: tuple[Any, ...]
 
 
@@ -183,7 +184,7 @@ class Instruction(NamedTuple):
 
     - `position`, `action`: the compute action and its position in the program; without one, those of the last transfer.
     - `receives`: receives to post first.
-    - `waits`: numbers of the sends to wait for and free. `awaited`: numbers of the messages, and keys of the
+    - `waits`: numbers of the sends to wait for and free. `awaited`: numbers of the messages, and the
       collectives, to wait for, in the order of the handler's arguments.
     - `outputs`: the number of each outgoing message, and its slice of the handler's return value.
     - `sends`: sends to post last.
@@ -195,7 +196,7 @@ class Instruction(NamedTuple):
     handler: ActionHandler
     receives: tuple[Transfer, ...]
     waits: tuple[int, ...]
-    awaited: tuple[int | MessageKey, ...]
+    awaited: tuple[int | Action, ...]
     outputs: tuple[tuple[int, slice], ...]
     sends: tuple[Transfer, ...]
 
@@ -235,8 +236,8 @@ class Execution:
         self.residuals: dict[tuple[int, int], Any] = {}
         self.deferred: dict[tuple[int, int], Any] = {}
         self.checkpoints: dict[tuple[int, int], tuple[Any, Payload]] = {}
-        self.kept: dict[int | MessageKey, Payload] = {}
-        self.posted: dict[int | MessageKey, Handle] = {}
+        self.kept: dict[int | Action, Payload] = {}
+        self.posted: dict[int | Action, Handle] = {}
 
     def run(self) -> Generator[Handle, None, Outcome]:
         """Interpret the program: yield each handle that must be waited for, then return the outcome."""

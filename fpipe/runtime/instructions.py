@@ -2,7 +2,7 @@
 """Link a lowered program to its stages: look up, once, everything that is known before a step.
 
 An instruction is at most one compute action with the transfers around it, `(WAIT | RECV)* compute? SEND*`. An action
-of an earlier phase than the action before it starts a new instruction. So any program runs as written, except that
+of an earlier place than the action before it starts a new instruction. So any program runs as written, except that
 receives may be posted before waits; on each channel, all posts stay in order.
 
 The first action of a fused pair gets an extra instruction before it, which waits for the cotangents that the second,
@@ -35,8 +35,9 @@ from fpipe.runtime.handlers import (
     reduce_further,
     take_reduced,
 )
-from fpipe.runtime.transport.interface import MessageKey, Route, message_of
+from fpipe.runtime.transport.interface import Route
 from schedules import KINDS, Action, Placement
+from schedules.language.actions import SENDS, Message, message_of
 
 BEFORE, COMPUTE, AFTER = range(3)
 NO_STAGES: Mapping[int, Mapping[int, StageLike]] = MappingProxyType({})
@@ -69,31 +70,33 @@ def _groups(actions: Iterable[Action]) -> Iterator[ActionGroup]:
     group: ActionGroup = []
     latest = BEFORE
     for position, action in enumerate(actions):
-        phase = _phase(action)
-        if phase < latest or phase == latest == COMPUTE:
+        place = _place(action)
+        if place < latest or place == latest == COMPUTE:
             yield group
             group = []
         group.append((position, action))
-        latest = phase
+        latest = place
     if group:
         yield group
 
 
-def _phase(action: Action) -> int:
-    """Return the phase of an action in its instruction; `SEND_G` computes what it sends."""
-    if action.kind.startswith(("WAIT", "RECV")):
-        return BEFORE
-    return AFTER if action.kind in ("SEND_F", "SEND_B") else COMPUTE
+def _place(action: Action) -> int:
+    """Return the place of an action in its instruction; `SEND_G` computes what it sends."""
+    word = KINDS.get(action.kind)
+    if word is None or not word.does or action.kind == "SEND_G":
+        return COMPUTE
+    return AFTER if word.does == "SEND" else BEFORE
 
 
-def channel(placement: Placement, carried: MessageKey) -> Route:
+def channel(placement: Placement, message: Message) -> Route:
     """Return the sending and the receiving rank of a message; a gradient for its own stage goes to the other replica.
 
-    >>> from schedules import bidirectional
-    >>> [channel(bidirectional(ranks=4), carried) for carried in (("F", 0, 1, 1), ("G", 0, 1, 0))]
+    >>> from schedules import bidirectional, parse
+    >>> [channel(bidirectional(ranks=4), parse(text)) for text in ("0SEND_F1>1", "0SEND_G1>0")]
     [(3, 2), (3, 0)]
     """
-    _, source, microbatch, target = carried
+    _, source, microbatch, target, _ = message
+    assert target is not None, "a message has a target stage"
     start = placement.home(source, microbatch)
     if source != target:
         return start, placement.home(target, microbatch)
@@ -118,7 +121,7 @@ class _Linker:
     ) -> None:
         self.usual, self.placement, self.collectives = (stages, _specs(stages)), placement, collectives
         self.uneven = {i: (others, _specs(others)) for i, others in uneven.items()}
-        self.numbers = defaultdict[MessageKey, int](count().__next__)
+        self.numbers = defaultdict[Message, int](count().__next__)
         self.channels = defaultdict[Route, int](count().__next__)
         self.partials = defaultdict[int, list[int]](list)
         self.arriving = defaultdict[int, list[Instruction]](list)
@@ -135,11 +138,11 @@ class _Linker:
 
     def _keep_cotangents(self, instruction: Instruction, following: ActionGroup) -> list[Instruction]:
         """Return what waits for the cotangents of a fused pair's second action, before its first, and keeps them."""
-        backward = next(action for _, action in following if _phase(action) == COMPUTE)
+        backward = next(action for _, action in following if _place(action) == COMPUTE)
         s, i, stage = backward.stage, backward.microbatch, self._stage(backward)
         awaited, kept, start = list[int](), list[tuple[int, slice]](), 0
         for crossing in stage.pulled_by:
-            awaited.append(self.numbers["B", crossing.source, i, s])
+            awaited.append(self.numbers[Action("SEND_B", crossing.source, i, s)])
             kept.append((awaited[-1], slice(start, start + len(crossing.specs))))
             start += len(crossing.specs)
         if not awaited:
@@ -152,15 +155,15 @@ class _Linker:
     def instruction(self, group: ActionGroup) -> Instruction:
         """Return the instruction of one group of actions."""
         actions = [action for _, action in group]
-        at, action = next((pair for pair in group if _phase(pair[1]) == COMPUTE), group[-1])
-        receives = [self._transfer(other) for other in actions if other.kind.startswith("RECV")]
-        waits = [self.numbers[message_of(other)] for other in actions if other.kind.startswith("WAIT")]
-        sends = [self._transfer(other) for other in actions if other.kind.startswith("SEND")]
+        at, action = next((pair for pair in group if _place(pair[1]) == COMPUTE), group[-1])
+        receives = [self._transfer(other) for other in actions if KINDS[other.kind].does == "RECV"]
+        waits = [self.numbers[message_of(other)] for other in actions if KINDS[other.kind].does == "WAIT"]
+        sends = [self._transfer(other) for other in actions if KINDS[other.kind].does == "SEND"]
         for position, other in group:
             if other.kind == "RECV_G":
                 self._take_later(position, other)
         taken, made = self._match_messages(action)
-        stage, handler = self._stage(action), HANDLERS[action.kind] if _phase(action) == COMPUTE else do_nothing
+        stage, handler = self._stage(action), HANDLERS[action.kind] if _place(action) == COMPUTE else do_nothing
         return Instruction(at, action, stage, handler, tuple(receives), tuple(waits), tuple(taken), made, tuple(sends))
 
     def _stage(self, action: Action) -> StageLike:
@@ -168,10 +171,10 @@ class _Linker:
         return stages[action.stage]
 
     def _transfer(self, action: Action) -> Transfer:
-        name = what, source, i, target = message_of(action)
-        _, specs = self.uneven.get(i, self.usual)
-        route = self.channels[channel(self.placement, name)]
-        return Transfer(self.numbers[name], route, name, specs[what, source, target])
+        message = message_of(action)
+        _, specs = self.uneven.get(message.microbatch, self.usual)
+        route = self.channels[channel(self.placement, message)]
+        return Transfer(self.numbers[message], route, message, specs[message.kind, message.stage, message.peer])
 
     def _take_later(self, position: int, action: Action) -> None:
         number = self.numbers[message_of(action)]
@@ -195,9 +198,10 @@ class _Linker:
         incoming, outgoing = (stage.gets, stage.gives) if what == "F" else (stage.pulled_by, stage.pulls)
         start, made = len(stage.results) if what == "F" else 0, []
         for crossing in outgoing:
-            made.append((self.numbers[what, s, i, crossing.target], slice(start, start + len(crossing.specs))))
+            number = self.numbers[Action(SENDS[what], s, i, crossing.target)]
+            made.append((number, slice(start, start + len(crossing.specs))))
             start += len(crossing.specs)
-        return [self.numbers[what, crossing.source, i, s] for crossing in incoming], tuple(made)
+        return [self.numbers[Action(SENDS[what], crossing.source, i, s)] for crossing in incoming], tuple(made)
 
 
 def _precede(others: Sequence[Instruction], last: Instruction) -> list[Instruction]:
@@ -226,7 +230,7 @@ class _Collectives:
         kind, s, _, peer, _ = instruction.action
         found: list[Instruction] = []
         if s in self.gathering and (kind == "RESHARD" or (kind in KINDS and KINDS[kind].reads)):
-            found = [_await(self.gathering.pop(s), enter_weights, 0)]
+            found = [_await(self.gathering.pop(s), enter_weights)]
         elif kind == "UNSHARD":
             self.gathering[s] = instruction
         elif kind == "REDUCE_GRAD":
@@ -243,35 +247,34 @@ class _Collectives:
         for _ in range(self.phases):
             yield from self._advance(stages)
         for s in stages:
-            posted, phase = self.reducing.pop(s)
-            yield _await(posted, take_reduced, phase - 1)
+            posted, _ = self.reducing.pop(s)
+            yield _await(posted, take_reduced)
 
     def _advance(self, stages: Sequence[int]) -> Iterator[Instruction]:
         """Yield the instructions that post the next phase of the reductions of these stages."""
         for s in stages:
             posted, phase = self.reducing[s]
             if phase < self.phases:
-                yield _await(posted, reduce_further(phase), phase - 1)
+                yield _await(posted, reduce_further(phase))
                 self.reducing[s] = posted, phase + 1
 
 
-def _await(posted: Instruction, handler: ActionHandler, phase: int) -> Instruction:
-    """Return an instruction that waits for a phase of a collective, and passes what it gave to the handler."""
-    kind, s, i, _, _ = posted.action
-    return posted._replace(handler=handler, receives=(), waits=(), awaited=((kind, s, i, phase),), outputs=(), sends=())
+def _await(posted: Instruction, handler: ActionHandler) -> Instruction:
+    """Return an instruction that waits for what a collective posted last, and passes what it gave to the handler."""
+    return posted._replace(handler=handler, receives=(), waits=(), awaited=(posted.action,), outputs=(), sends=())
 
 
-def _specs(stages: Mapping[int, StageLike]) -> dict[tuple[str, int, int], tuple[Any, ...]]:
+def _specs(stages: Mapping[int, StageLike]) -> dict[tuple[str, int, int | None], tuple[Any, ...]]:
     """Return the specs of all messages, by kind and both stages; replicas exchange all gradients of a stage."""
     specs = {edge: carried for stage in stages.values() for edge, carried in _edges(stage)}
-    return specs | {("G", s, s): tuple(stage.totals) for s, stage in stages.items()}
+    return specs | {("SEND_G", s, s): tuple(stage.totals) for s, stage in stages.items()}
 
 
-def _edges(stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tuple[Any, ...]]]:
+def _edges(stage: StageLike) -> Iterator[tuple[tuple[str, int, int | None], tuple[Any, ...]]]:
     """Yield the specs of what crosses each edge of a stage, by kind, source stage and target stage."""
     for what, crossings in (
-        ("F", (*stage.gives, *stage.gets)),
-        ("B", (*stage.pulls, *stage.pulled_by)),
-        ("G", (*stage.shares, *stage.shared_by)),
+        ("SEND_F", (*stage.gives, *stage.gets)),
+        ("SEND_B", (*stage.pulls, *stage.pulled_by)),
+        ("SEND_G", (*stage.shares, *stage.shared_by)),
     ):
         yield from (((what, one.source, one.target), one.specs) for one in crossings)

@@ -28,8 +28,9 @@ import torch
 
 from fpipe.runtime.executor import ActionHandler, Execution, Inputs, LinkedProgram, Outcome, StageLike
 from fpipe.runtime.ranks import Ranks
-from fpipe.runtime.transport.interface import Handle, Payload, Transport, wait_action
+from fpipe.runtime.transport.interface import Handle, Payload, Transport, posted_action
 from schedules import Action, Span
+from schedules.language.actions import wait_of
 
 Record: TypeAlias = Callable[[Span], None]
 """The user's function, which is called with each span; times are in seconds of `time.perf_counter`."""
@@ -138,7 +139,8 @@ class RecordedExecution(Execution):
                 return outcome
             start = mark()
             yield handle
-            lap(rank, wait_action(handle), start, mark())
+            end, message = handle.end, handle.message
+            lap(rank, wait_of(message) if end == "SEND" else posted_action(end, message), start, mark())
 
 
 def run_recorded(

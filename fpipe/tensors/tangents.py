@@ -18,13 +18,17 @@ from fpipe.errors import InputError
 from fpipe.torch_private import has_dual_level, is_transformed, transform_level
 
 
+def is_differentiated() -> bool:
+    """Return whether forward-mode differentiation or a transform of torch.func is active."""
+    return has_dual_level() or transform_level() is not None
+
+
 def require_primal(what: str, tensors: Mapping[str, Tensor] | Mapping[int, Tensor]) -> None:
     """Raise `InputError`, naming the leaf, for a dual tensor or one inside a transform of torch.func.
 
     No tensor is inspected unless one of the two is active.
     """
-    dual, transformed = has_dual_level(), transform_level() is not None
-    if not (dual or transformed):
+    if not is_differentiated():
         return
     unpack: Any = forward_ad.unpack_dual
     for name, tensor in tensors.items():

@@ -167,7 +167,7 @@ def _agree_on_table(
     """
     listed, known = (
         json.dumps([(*at, list_gradients(own.items())) for at, own in shards.items()]),
-        pipe.caches.norm_tables,
+        pipe.norm_tables,
     )
     notes = tuple(pipe.ranks.agree(lambda: [Field.of("arguments", arguments)], note=digest([listed])))
     if notes in known:

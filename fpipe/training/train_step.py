@@ -40,7 +40,7 @@ from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, sum_terms
 from fpipe.pipelines.running import run_copies
-from fpipe.pipelines.step import Start, begin_step, finish_step
+from fpipe.pipelines.step import begin_step, finish_step, hold_for_backward
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Outcome
 from fpipe.runtime.fingerprint import describe_value, digest
@@ -119,7 +119,7 @@ def train_step(
         variant = Variant(training=True, loss=True, outputs=outputs)
         agree_on_arguments(pipe, outputs=outputs, max_norm=limit, optimizer=optimizer._asdict())
         with suspend_autocast(variant):
-            agree_on_plan(pipe, variant).plan.updating.names_by_update  # noqa: B018 - what can fail fails here
+            agree_on_plan(pipe, variant).updating.names_by_update  # noqa: B018 - what can fail fails here
     fixed = describe_value({"max_norm": limit, "optimizer": optimizer._asdict()})
     known = str(digest(fixed))
 
@@ -136,18 +136,19 @@ def train_step(
         **options: Any,
     ) -> tuple[Step, State, OptimizerState, Tensor | None]:
         with suspend_autocast(variant) as cast, pipe.ranks.enter_call("a training step"):
-            old, start = Version(params, state), Start(params, buffers, {} if onto is None else onto)
+            old = Version(params, state)
             update = Updater(optimizer, old, options)
             update.require_fit(pipe, limit)
             given_now = describe_value(options)
             agreed = Field("update", digest([known, *given_now]), lambda: [*fixed, *given_now])
             call = CommonArguments(seed, total=total, onto=onto is not None, update=agreed)
-            plan, given = begin_step(pipe, cast, start, (inputs, targets), call)
+            held = hold_for_backward(pipe, variant, params, buffers, onto)
+            plan, given = begin_step(pipe, cast, held, (inputs, targets), call)
             if len(given) == 1:  # else every copy would update the same parameters
                 ((copy, own),), plan = given.items(), plan.updating
-                given = {copy: own._replace(update=update.within(pipe, plan, start.onto))}
+                given = {copy: own._replace(update=update.within(pipe, plan, {} if onto is None else onto))}
             outcomes = run_copies(pipe, plan, given, record)
-            out, grads = finish_step(pipe, plan, start, outcomes)
+            out, grads = finish_step(pipe, plan, held, outcomes)
             new = update.after(outcomes, grads)
             del outcomes
             norm = None if limit is None else compute_total(pipe, grads, 2.0)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fpipe.meshes.border import wrap_state
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.step import Start, unwrap_start
+from fpipe.pipelines.step import hold_plain
 from fpipe.tensors.placed import Placed, local_part, whole_tensor
 
 RATE = 2**-10  # the learning rate between steps; scaling by a power of two is exact
@@ -44,7 +44,7 @@ def _gather_one(tensor: Tensor, split: Placed | None) -> Tensor:
 def gather_state(pipe: Pipeline, module: nn.Module, params: State, buffers: State) -> tuple[State, State]:
     """Return the whole model's state, gathered from all processes; every rank must call this at the same time."""
     with pipe.ranks.enter_call("verify"):
-        unwrap_start(pipe, Start(params, buffers, {}))
+        hold_plain(pipe, params, buffers)
         pipe.ranks.agree(about="the state to verify from")
         known, homes, placed = pipe.training.assembly, pipe.schedule.placement.homes, pipe.training.placed
         owners: dict[str, int] = {}

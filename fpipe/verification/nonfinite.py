@@ -28,7 +28,7 @@ from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.step import Start, begin_step, training_variant
+from fpipe.pipelines.step import begin_step, hold_for_backward, training_variant
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import ActionHandler, Execution, Inputs, Instruction, LinkedProgram, StageLike
 from fpipe.runtime.handlers import HANDLERS
@@ -101,7 +101,8 @@ def find_nonfinite(pipe: Pipeline) -> Callable[..., NonFinite | None]:
     ) -> NonFinite | None:
         with suspend_autocast(variant) as cast_, pipe.ranks.enter_call("find_nonfinite"):
             call = CommonArguments(seed, scale, total)
-            plan, given = begin_step(pipe, cast_, Start(params, buffers, {}), (inputs, targets), call)
+            held = hold_for_backward(pipe, variant, params, buffers)
+            plan, given = begin_step(pipe, cast_, held, (inputs, targets), call)
             seen = _replay(pipe, plan, given)
             seen.look_at_arguments(pipe.ranks.ranks[0], params, inputs, targets)
             return _agree_on_first(pipe.ranks.exchange_text(json.dumps(seen), "what is not finite"))

@@ -14,7 +14,7 @@ from fpipe.batching.signature import Signature
 from fpipe.errors import InputError
 from fpipe.ir.variant import Variant
 from fpipe.meshes.border import unwrap_state, wrap_state
-from fpipe.pipelines.autocast import require_gradients, require_recordable, suspend_autocast
+from fpipe.pipelines.autocast import require_gradients, suspend_autocast
 from fpipe.pipelines.earlier_sums import add_reduced, join_sums, negative_zeros
 from fpipe.pipelines.inputs import State, make_keys, start_backward
 from fpipe.pipelines.pipeline import Pipeline
@@ -25,13 +25,14 @@ from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.kinds import require_alike_uncut
 from fpipe.tensors import random
 from fpipe.verification.one_device import run_on_one_device
-from fpipe.weights.state import require_state
+from fpipe.weights.state import Form, require_recordable
 
 
 def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
     """Return the function that runs a step of the captured, uncut model in a plain microbatch loop."""
     known = pipe.plan(variant).assembly
     require_whole_batches(pipe)
+    forms = Form("params", known.parameters, known.placed), Form("buffers", known.buffers, known.placed)
 
     def step(
         params: State,
@@ -44,9 +45,7 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
         scale: float | None = None,
         total: float | None = None,
     ) -> tuple[Step, State]:
-        params, buffers = unwrap_state("params", params, known.placed), unwrap_state("buffers", buffers, known.placed)
-        require_state("params", params, known.parameters)
-        require_state("buffers", buffers, known.buffers)
+        params, buffers = forms[0].unwrap(params), forms[1].unwrap(buffers)
         require_gradients()
         require_seed(seed)
         require_tensors("onto", {} if onto is None else onto)
@@ -86,9 +85,7 @@ def require_whole_batches(pipe: Pipeline) -> None:
 def _plan(pipe: Pipeline, variant: Variant, signature: Signature) -> StepPlan:
     """Return the plan for a kind of batch; of the plans on which ranks have not agreed, keep the last ones."""
     with wait_for_turn():
-        plan, agreements, most = pipe.plan(variant, signature), pipe.caches.agreements, pipe.caches.most
+        plan = pipe.plan(variant, signature)
         require_alike_uncut(plan.assemblies)
-        alone = [kind for kind in pipe.planner.plans if kind not in agreements]
-        if len(alone) > most:
-            pipe.planner.keep_only([*agreements, *alone[-most:]])
+        pipe.planner.keep_last(alone=pipe.planner.most)
         return plan

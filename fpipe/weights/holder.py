@@ -16,18 +16,15 @@ Runs when a holder is made, never in a step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.model.stateless import on_meta, skeleton
+from fpipe.model.stateless import Module, on_meta, skeleton
 from fpipe.weights.initialization import list_leaves
 
-Held = TypeVar("Held", bound=nn.Module)
 
-
-def hold(model: Held, values: Mapping[str, Tensor]) -> Held:
+def hold(model: Module, values: Mapping[str, Tensor]) -> Module:
     """Return a copy of `model`, which may be fake, with these `values`, by first name, and `None` for other tensors."""
     known = list_leaves(model)
     unknown = [name for name in values if name not in known]

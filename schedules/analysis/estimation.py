@@ -83,12 +83,14 @@ def _measure_transfers(timeline: Iterable[Span]) -> Iterator[float]:
     made, waits = defaultdict[tuple[str, int, int, int | None], list[float]](list), list[Span]()
     for span in timeline:
         kind, stage, i, _, part = span.action
-        if span.action.kind.startswith("RECV"):
+        if KINDS[kind].does == "RECV":
             waits.append(span)
         elif KINDS[kind].crosses and kind != "OVERLAP_F":
             made[KINDS[kind].crosses, stage, i, part].append(span.end)
     for _, (kind, _, i, source, part), start, end in waits:
         assert source is not None, "a transfer has a peer stage"
-        sent = max((time for time in made.get((kind[5:], source, i, part), ()) if time <= end), default=start)
+        sent = max(
+            (time for time in made.get((KINDS[kind].carries, source, i, part), ()) if time <= end), default=start
+        )
         if sent > start:
             yield end - sent

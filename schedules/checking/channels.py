@@ -20,11 +20,10 @@ from functools import cached_property
 from typing import Protocol
 
 from schedules.errors import ScheduleError
-from schedules.language.actions import Action
+from schedules.language.actions import KINDS, Action, Message, message_of, receive_of
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement
 from schedules.language.schedule import Schedule
-from schedules.lowering.messages import Message, transfer
 from schedules.lowering.turns import Turn, Turns
 
 
@@ -99,17 +98,17 @@ class _Channels:
     def _run_action(self, rank: _RankState) -> bool:
         """Run the rank's current action. Return false if it must wait, or the rank is at its end."""
         action = rank.action
-        if action is None or action.peer is None:
+        does = KINDS[action.kind].does if action is not None and action.kind in KINDS else ""
+        if action is None or action.peer is None or not does:
             return self._compute(rank) and action is not None
         if rank.rest:
             raise rank.violation("fused", "splits a fused pair", "Move it before or after the pair.")
         if not (0 <= action.stage < self.placement.stages and 0 <= action.peer < self.placement.stages):
             raise rank.violation("known_ends", "names a stage that does not exist", "Use the two stages of an edge.")
-        word, _, what = action.kind.partition("_")
-        if word == "RECV":
-            return self._receive(rank, (what, action.peer, action.microbatch, action.stage, action.slice))
-        message = (what, action.stage, action.microbatch, action.peer, action.slice)
-        return self._send(rank, message) if word == "SEND" else self._wait(rank, message)
+        message = message_of(action)
+        if does == "RECV":
+            return self._receive(rank, message)
+        return self._send(rank, message) if does == "SEND" else self._wait(rank, message)
 
     def _compute(self, rank: _RankState) -> bool:
         """Run a compute action on arrived messages; it makes those to send, the second of a fused pair for both.
@@ -187,7 +186,7 @@ class _Channels:
 
     def _explain_disorder(self, channel: tuple[int, int]) -> ScheduleError:
         send, receive = self.sends[channel][0], self.receives[channel][0]
-        problem = f"{transfer('RECV', receive)} is posted, but {transfer('SEND', send)} is next on the channel"
+        problem = f"{receive_of(receive)} is posted, but {send} is next on the channel"
         rank = self.ranks[channel[1]]
         return rank.violation("channel_order", problem, "Post both ends of a channel in the same order.")
 
@@ -198,32 +197,34 @@ class _Channels:
             message = rank.needed
             assert message is not None, "a rank that is followed waits"
             seen.append(rank.rank)
-            channel = self.placement.home(message[1], message[2]), target_of(message, self.placement)
-            send, receive = transfer("SEND", message), transfer("RECV", message)
+            channel = self.placement.home(message.stage, message.microbatch), target_of(message, self.placement)
             if message in self.sends[channel]:
-                problem, repair = f"waits for {send}, for which no receive is posted", f"Post {receive} earlier."
+                problem, repair = (
+                    f"waits for {message}, for which no receive is posted",
+                    f"Post {receive_of(message)} earlier.",
+                )
                 break
             source = self.ranks[channel[0]]
-            if send not in source.remaining:
+            if message not in source.remaining:
                 repair = f"Add it to rank {source.rank}."
-                problem = f"waits for {send}, which rank {source.rank} never runs"
+                problem = f"waits for {message}, which rank {source.rank} never runs"
                 break
             if source.rank in seen:
                 cycle = seen[seen.index(source.rank) :]
                 waits = (f"rank {one} at {self.ranks[one].action}" for one in cycle)
-                problem = f"waits for {send}, and the ranks wait for each other: {', '.join(waits)}"
+                problem = f"waits for {message}, and the ranks wait for each other: {', '.join(waits)}"
                 repair = "Reorder the actions or the transfers of one of these ranks."
                 break
             rank = source
         return rank.violation("flows", problem, repair)
 
     def _require_nothing_left(self, rank: _RankState) -> None:
-        left = [f"{transfer('SEND', message)} is never sent" for message in sorted(rank.made, key=str)]
-        left += [f"{transfer('RECV', message)} is never used" for message in sorted(rank.arrived, key=str)]
+        left = [f"{message} is never sent" for message in sorted(rank.made, key=repr)]
+        left += [f"{receive_of(message)} is never used" for message in sorted(rank.arrived, key=repr)]
         unmet = [message for (_, target), queue in self.receives.items() if target == rank.rank for message in queue]
-        left += [f"{transfer('RECV', message)} is posted, but never sent" for message in unmet]
+        left += [f"{receive_of(message)} is posted, but never sent" for message in unmet]
         unmet = [message for (source, _), queue in self.sends.items() if source == rank.rank for message in queue]
-        left += [f"{transfer('SEND', message)} is posted, but never received" for message in unmet]
+        left += [f"{message} is posted, but never received" for message in unmet]
         if left:
             raise rank.violation("nothing_left", left[0], "Make, send, receive and use every message once.")
 
@@ -235,6 +236,7 @@ END = Turn(0, (), [], [])
 def target_of(message: Message, placement: Placement) -> int:
     """Return the rank a message goes to: the target stage's, or that of the stage's other replica."""
     _, s, i, t, _ = message
+    assert t is not None, "a message has a target stage"
     if s != t:
         return placement.home(t, i)
     source = placement.home(s, i)

@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from schedules.checking.channels import LoweredProgram
 from schedules.errors import TableError, VocabularyError, quote
-from schedules.language.actions import COLLECTIVES, KINDS, Action, parse
+from schedules.language.actions import COLLECTIVES, KINDS, Action, parse, wait_of
 from schedules.language.schedule import Schedule
 
 NEIGHBOR: Mapping[str, int] = MappingProxyType(
@@ -34,7 +34,7 @@ NEIGHBOR: Mapping[str, int] = MappingProxyType(
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _PEERLESS = re.compile(r"([0-9]{1,18})((?:SEND|WAIT_SEND|RECV)_[FB])([0-9]+)")
 _SHARDING = re.compile(r"[0-9]+(?:UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD)")
-_TRANSFER = re.compile("|".join(kind for kind, word in KINDS.items() if word.mark))
+_TRANSFER = re.compile("|".join(kind for kind, word in KINDS.items() if word.does))
 
 
 def has_transfers(row: str) -> bool:
@@ -149,7 +149,7 @@ def _write_line(plan: ScheduleOrProgram, rank: int, reduction: tuple[str, ...], 
 
 
 def _drop_waits(actions: Iterator[Action]) -> Iterator[Action]:
-    return (action for action in actions if not action.kind.startswith("WAIT"))
+    return (action for action in actions if KINDS[action.kind].does != "WAIT")
 
 
 def _complete_waits(actions: Iterator[Action]) -> Iterator[Action]:
@@ -157,8 +157,8 @@ def _complete_waits(actions: Iterator[Action]) -> Iterator[Action]:
     pending: dict[Action, None] = {}
     for action in actions:
         yield action
-        if action.kind.startswith("SEND"):
-            pending[action._replace(kind=action.kind.replace("SEND", "WAIT"))] = None
+        if KINDS[action.kind].does == "SEND":
+            pending[wait_of(action)] = None
         pending.pop(action, None)
     yield from pending
 
@@ -175,8 +175,9 @@ def _add_sharding(
             yield from [f"{stage}UNSHARD"] * ((stage, "UNSHARD") not in own)
         if kind != "REDUCE_GRAD":
             yield f"{stage}{kind}" if kind in COLLECTIVES else _write_cell(rank, action)
-        left[stage] -= kind in {"B", "W"}
-        is_last = kind in {"B", "W"} and not left[stage] and (stage, "REDUCE_GRAD") not in own
+        completes = KINDS[kind].after == "done"
+        left[stage] -= completes
+        is_last = completes and not left[stage] and (stage, "REDUCE_GRAD") not in own
         if kind == "REDUCE_GRAD" or is_last:
             words = reduction[:-1] if (stage, "UNSHARD") in own else reduction
             yield from (f"{stage}{word}" for word in words)

@@ -180,14 +180,15 @@ def _collect_edges(rows: tuple[str, ...], stages: int) -> dict[str, set[Edge]]:
             kind, stage, _, peer, _ = action
             if peer is None or peer == stage:
                 continue
-            edge = (peer, stage) if (kind[:4] == "RECV") != (kind[-1] == "B") else (stage, peer)
-            ordered = kind[-1] == "G" or edge[0] < edge[1]
+            does, what = KINDS[kind].does, KINDS[kind].carries
+            edge = (peer, stage) if (does == "RECV") != (what == "B") else (stage, peer)
+            ordered = what == "G" or edge[0] < edge[1]
             if not ordered or max(edge) >= stages:
                 raise TableError(
                     f"line {rank + 1}: got {action}, expected a transfer between two of the {stages} stages, "
-                    f"{_WAYS[kind[-1]]}. Correct its stage, its kind or its peer."
+                    f"{_WAYS[what]}. Correct its stage, its kind or its peer."
                 )
-            found[kind[-1]].add(edge)
+            found[what].add(edge)
     return found
 
 

@@ -8,8 +8,8 @@ Idea. An action is a small frozen tuple. One table, `KINDS`, lists every kind of
 (the state it must be in on the stage, and the state it is left in) and on other stages (what crosses an edge). The text
 form, parser, rules, replay and lowering all read that table, so extending the vocabulary takes one row plus a handler
 in the executor, never a second vocabulary. Optional fields have their own marks in the text: `>` and `<` for `peer`,
-a dot for `slice`. A replica of a stage is the same stage on another rank; the microbatch determines which one runs it
-(`schedules.language.placement`).
+a dot for `slice`. Both ends name a message by the action that sends it. A replica of a stage is the same stage on
+another rank; the microbatch determines which one runs it (`schedules.language.placement`).
 
 Letters used throughout: `P` ranks, `S` stages, `M` microbatches; `r` a rank, `s` and `t` stages, `i` a microbatch.
 
@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from schedules.errors import VocabularyError, quote
 
@@ -31,46 +31,55 @@ class Kind(NamedTuple):
     """One kind of action.
 
     - `meaning`: a one-line description.
-    - `mark`: the character before the peer stage in the text form; empty for actions without a peer.
     - `before`, `after`: the state of the microbatch on the stage before and after the action: `""` not started, `kept`
       only its inputs saved, `forward` all residuals saved, `halved` only its weight gradient still to compute, `done`.
       Both are empty for transfers and for actions that run once for many microbatches.
     - `crosses`: what the action exchanges with other stages: `F` values, `B` cotangents, or nothing.
     - `reads`: true if the action reads the stage's weights. A weight half does not: it multiplies what the input half
       left, activations and gradients.
+    - `does`, `carries`: of a transfer, what it does with a message, `SEND`, `RECV` or `WAIT`, and the payload: `F`
+      value, `B` cotangent, `G` gradient. Both are empty for all others, which have no peer.
     """
 
     meaning: str
-    mark: str = ""
     before: str = ""
     after: str = ""
     crosses: str = ""
     reads: bool = False
+    does: str = ""
+    carries: str = ""
+
+    @property
+    def mark(self) -> str:
+        """The character before the peer stage in the text form; empty for actions without a peer."""
+        return {"": "", "RECV": "<"}.get(self.does, ">")
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "F": Kind("forward", "", "", "forward", "F", True),
-        "B": Kind("full backward: gradients of inputs and of weights", "", "forward", "done", "B", True),
-        "I": Kind("input half of the backward: gradients of inputs", "", "forward", "halved", "B", True),
-        "W": Kind("weight half of the backward: gradients of weights", "", "halved", "done"),
-        "C": Kind("checkpointed forward: keeps its inputs only", "", "", "kept", "F", True),
-        "R": Kind("recomputation of a checkpointed forward, for its backward", "", "kept", "forward", reads=True),
-        "OVERLAP_F": Kind("forward, overlapped with the backward after it", "", "", "forward", "F", True),
+        "F": Kind("forward", "", "forward", "F", True),
+        "B": Kind("full backward: gradients of inputs and of weights", "forward", "done", "B", True),
+        "I": Kind("input half of the backward: gradients of inputs", "forward", "halved", "B", True),
+        "W": Kind("weight half of the backward: gradients of weights", "halved", "done"),
+        "C": Kind("checkpointed forward: keeps its inputs only", "", "kept", "F", True),
+        "R": Kind("recomputation of a checkpointed forward, for its backward", "kept", "forward", reads=True),
+        "OVERLAP_F": Kind("forward, overlapped with the backward after it", "", "forward", "F", True),
         "G": Kind("sum of the gradients of all replicas of the stage, each up to its last microbatch"),
         "U": Kind("update of the weights with the gradients up to this microbatch: a new version"),
         "UNSHARD": Kind("gather the stage's weights from the shards of its data-parallel group"),
         "RESHARD": Kind("free the gathered weights"),
         "REDUCE_GRAD": Kind("reduce the gradient up to this microbatch, the last, over the data-parallel group"),
-        "SEND_F": Kind("post the send of a value to a later stage", ">"),
-        "RECV_F": Kind("post the receive of a value from an earlier stage", "<"),
-        "WAIT_F": Kind("release a sent value: the later stage has consumed it", ">"),
-        "SEND_B": Kind("post the send of a cotangent to an earlier stage", ">"),
-        "RECV_B": Kind("post the receive of a cotangent from a later stage", "<"),
-        "WAIT_B": Kind("release a sent cotangent: the earlier stage has consumed it", ">"),
-        "SEND_G": Kind("post the send of the gradient summed up to this microbatch to another holder", ">"),
-        "RECV_G": Kind("post the receive of that gradient from another holder", "<"),
-        "WAIT_G": Kind("release a sent gradient: the other holder has it", ">"),
+        "SEND_F": Kind("post the send of a value to a later stage", does="SEND", carries="F"),
+        "RECV_F": Kind("post the receive of a value from an earlier stage", does="RECV", carries="F"),
+        "WAIT_F": Kind("release a sent value: the later stage has consumed it", does="WAIT", carries="F"),
+        "SEND_B": Kind("post the send of a cotangent to an earlier stage", does="SEND", carries="B"),
+        "RECV_B": Kind("post the receive of a cotangent from a later stage", does="RECV", carries="B"),
+        "WAIT_B": Kind("release a sent cotangent: the earlier stage has consumed it", does="WAIT", carries="B"),
+        "SEND_G": Kind(
+            "post the send of the gradient summed up to this microbatch to another holder", does="SEND", carries="G"
+        ),
+        "RECV_G": Kind("post the receive of that gradient from another holder", does="RECV", carries="G"),
+        "WAIT_G": Kind("release a sent gradient: the other holder has it", does="WAIT", carries="G"),
     }
 )
 
@@ -79,6 +88,13 @@ GATHERINGS = frozenset({"UNSHARD", "RESHARD"})
 """The kinds whose number counts the gatherings of the stage on its rank."""
 COLLECTIVES = GATHERINGS | {"REDUCE_GRAD"}
 """The kinds that concern a stage's data-parallel group, and no other rank of the pipeline."""
+SENDS: Mapping[str, str] = MappingProxyType({word.carries: kind for kind, word in KINDS.items() if word.does == "SEND"})
+"""The kinds of sends, by what they carry."""
+RECEIVES, WAITS = (
+    MappingProxyType({SENDS[word.carries]: kind for kind, word in KINDS.items() if word.does == does})
+    for does in ("RECV", "WAIT")
+)
+"""The kinds of receives, and of waits, by the kind of their send."""
 
 
 class Action(NamedTuple):
@@ -117,6 +133,8 @@ class Action(NamedTuple):
         return f"Action({kind!r}, {stage}, {microbatch}{'' if peer is None else f', {peer}'}{cut})"
 
 
+Message: TypeAlias = Action
+"""A message, named by the action that sends it: `SEND_F`, `SEND_B` or `SEND_G`, source, microbatch, target, slice."""
 new_tuple = tuple.__new__  # `new_tuple(Action, ...)` takes half the time of `Action(...)`; it is called by the million
 
 
@@ -158,6 +176,30 @@ def G(stage: int, microbatch: int, slice: int | None = None) -> Action:
 def U(stage: int, microbatch: int, slice: int | None = None) -> Action:
     """Return the weight update that applies all gradients up to `microbatch` not yet applied: a new version."""
     return new_tuple(Action, ("U", stage, microbatch, None, slice))
+
+
+def message_of(transfer: Action) -> Message:
+    """Return the message that an action sends, receives, or waits for: the same at both ends.
+
+    >>> str(message_of(parse("1RECV_F0<0"))), str(message_of(parse("0WAIT_F0>1")))
+    ('0SEND_F0>1', '0SEND_F0>1')
+    """
+    kind, stage, i, peer, part = transfer
+    _, _, _, _, _, does, carries = KINDS[kind]
+    source, target = (peer, stage) if does == "RECV" else (stage, peer)
+    return new_tuple(Action, (SENDS[carries], source, i, target, part))
+
+
+def receive_of(message: Message) -> Action:
+    """Return the action that receives a message."""
+    kind, source, i, target, part = message
+    return new_tuple(Action, (RECEIVES[kind], target, i, source, part))
+
+
+def wait_of(message: Message) -> Action:
+    """Return the action that waits until a message is sent."""
+    kind, source, i, target, part = message
+    return new_tuple(Action, (WAITS[kind], source, i, target, part))
 
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"  # bounded: no longer number is valid, and int() would raise its own error

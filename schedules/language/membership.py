@@ -11,7 +11,7 @@ from schedules.errors import ScheduleError
 from schedules.language.actions import GATHERINGS, KINDS, Action
 from schedules.language.schedule import Actions, Schedule
 
-_COMPUTE = tuple(kind for kind, word in KINDS.items() if not word.mark)
+_COMPUTE = tuple(kind for kind, word in KINDS.items() if not word.does)
 _KINDS = frozenset(_COMPUTE)
 
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
+from schedules.language.actions import Action, Message
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
-from schedules.lowering.messages import Message
 from schedules.replay.dependencies import completes_gradient
 
 
@@ -56,7 +56,7 @@ class GradientExchange:
         if kind == "G":
             for route, home in self._replicas(s):
                 if home in self.peers:
-                    yield "G", s, self._last_microbatch(route), s, None
+                    yield Action("SEND_G", s, self._last_microbatch(route), s)
 
     def left_to_receive(self) -> Iterator[Message]:
         """Yield the gradients that no update has waited for: their stages use them at the end of the step."""
@@ -81,13 +81,13 @@ class GradientExchange:
         last = self._last_microbatch(self.placement.route(s, self.rank))
         for _, home in self._replicas(s):
             if home in self.peers:
-                yield "G", s, last, s, None
+                yield Action("SEND_G", s, last, s)
 
     def _to_sharing_stages(self, s: int) -> Iterator[Message]:
         for route, homes in enumerate(self.routes):
             if homes[s] == self.rank:
                 yield from (
-                    ("G", s, self._last_microbatch(route), t, None)
+                    Action("SEND_G", s, self._last_microbatch(route), t)
                     for t in self.graph.shares[s]
                     if homes[t] in self.peers
                 )
@@ -96,7 +96,7 @@ class GradientExchange:
         for route, homes in enumerate(self.routes if self.schedule.backward else ()):
             if homes[t] == self.rank:
                 yield from (
-                    ("G", s, self._last_microbatch(route), t, None)
+                    Action("SEND_G", s, self._last_microbatch(route), t)
                     for s in self.graph.shared_by[t]
                     if homes[s] in self.peers
                 )

@@ -27,13 +27,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from schedules.errors import ScheduleError
-from schedules.language.actions import COLLECTIVES, Action, new_tuple
+from schedules.language.actions import COLLECTIVES, Action, Message, receive_of, wait_of
 from schedules.language.arguments import require_types
 from schedules.language.graph import Graph
 from schedules.language.membership import require_valid_actions
 from schedules.language.picture import picture
 from schedules.language.schedule import Schedule
-from schedules.lowering.messages import RECEIVES, SENDS, WAITS, Message, transfer
 from schedules.lowering.turns import Turn, Turns
 from schedules.replay.dependencies import graph_of
 
@@ -139,7 +138,7 @@ class _Lowering:
             yield from posts + self._run(ahead.popleft()) if len(ahead) - collectives > LOOK_AHEAD else posts
         for turn in ahead:
             yield from self._run(turn)
-        yield from (new_tuple(Action, (WAITS[what], s, i, t, part)) for what, s, i, t, part in self.unconfirmed)
+        yield from map(wait_of, self.unconfirmed)
 
     def _post(self, turn: Turn) -> list[Action]:
         """Return the receives to post for the turn, in each source's send order, up to the last one needed."""
@@ -151,8 +150,7 @@ class _Lowering:
             source = routes[message[2] % len(routes)][message[1]]
             for earlier, vouched in self.incoming[source]:
                 posted[earlier] = vouched
-                what, s, i, t, part = earlier
-                posts.append(new_tuple(Action, (RECEIVES[what], t, i, s, part)))
+                posts.append(receive_of(earlier))
                 if earlier == message:
                     break
             else:
@@ -161,25 +159,22 @@ class _Lowering:
 
     def _run(self, turn: Turn) -> list[Action]:
         """Return the turn's actions, its sends, and a `WAIT` for each send that the messages it consumes vouch for."""
-        actions = [*turn.actions]
+        actions = [*turn.actions, *turn.sends]
         unconfirmed, posted = self.unconfirmed, self.posted
         for message in turn.sends:
             unconfirmed[message] = None
-            what, s, i, t, part = message
-            actions.append(new_tuple(Action, (SENDS[what], s, i, t, part)))
         for message in turn.waits:
             if message not in posted:
                 raise self._explain_missing(turn, message, "which an earlier action has consumed")
             for sent in posted.pop(message):
                 if sent not in unconfirmed:
-                    raise self._explain_missing(turn, message, f"but its sender needs {transfer('SEND', sent)} first")
+                    raise self._explain_missing(turn, message, f"but its sender needs {sent} first")
                 del unconfirmed[sent]
-                what, s, i, t, part = sent
-                actions.append(new_tuple(Action, (WAITS[what], s, i, t, part)))
+                actions.append(wait_of(sent))
         return actions
 
     def _explain_missing(self, turn: Turn, message: Message, why: str) -> ScheduleError:
         """Return the error for a message that never comes."""
-        action, problem = next(iter(turn.actions), None), f"waits for {transfer('SEND', message)}, {why}"
+        action, problem = next(iter(turn.actions), None), f"waits for {message}, {why}"
         repair = "Run check(schedule, graph) first: it names the cause."
         return ScheduleError("ordered", self.rank, turn.position, action, problem, repair)

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import NamedTuple
 
-from schedules.language.actions import KINDS, Action, new_tuple
+from schedules.language.actions import KINDS, SENDS, Action, Message, new_tuple
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.lowering.gradients import GradientExchange
-from schedules.lowering.messages import Message
 
 
 class Turn(NamedTuple):
@@ -27,7 +26,7 @@ class Turn(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """The transfers of one kind of action on one stage with other ranks, as pairs of payload and peer stage.
+    """The transfers of one kind of action on one stage with other ranks, as pairs of kind of send and peer stage.
 
     `gradients` is true if the action may also send gradients or wait for them.
     """
@@ -45,7 +44,7 @@ class Turns:
         self.peers = {*range(schedule.ranks)} - {rank} if peers is None else peers
         self.routes = schedule.placement.routes
         self.gradients = GradientExchange(schedule, graph, rank, self.peers)
-        self.exchanges: dict[str, dict[int, _Exchange]] = {kind: {} for kind, word in KINDS.items() if not word.mark}
+        self.exchanges: dict[str, dict[int, _Exchange]] = {kind: {} for kind, word in KINDS.items() if not word.does}
         for route, homes in enumerate(self.routes):
             for s in (s for s in schedule.placement.stages_on(rank) if homes[s] == rank):
                 for kind, exchanges in self.exchanges.items():
@@ -56,8 +55,8 @@ class Turns:
         sources = {"F": graph.fed_by[s], "B": graph.pulled_by[s], "": ()}[word.crosses]
         targets = {"F": graph.feeds[s], "B": graph.pulls[s], "": ()}[word.crosses]
         return _Exchange(
-            tuple((word.crosses, p) for p in sources if homes[p] in self.peers),
-            tuple((word.crosses, t) for t in targets if homes[t] in self.peers),
+            tuple((SENDS[word.crosses], p) for p in sources if homes[p] in self.peers),
+            tuple((SENDS[word.crosses], t) for t in targets if homes[t] in self.peers),
             (word.after == "done" or kind in ("G", "REDUCE_GRAD", "U")) and self.gradients.has_any(kind, s),
         )
 
@@ -69,10 +68,10 @@ class Turns:
             kind, s, i, _, part = action
             takes, gives, gradients = self.exchanges[kind][s if R == 1 else s * R + i % R]
             waits = sends = nothing
-            for what, p in takes:  # mostly one message, for which a comprehension is slow
-                waits = [*waits, (what, p, i, s, part)]
-            for what, t in gives:
-                sends = [*sends, (what, s, i, t, part)]
+            for send, p in takes:  # mostly one message, for which a comprehension is slow
+                waits = [*waits, new_tuple(Action, (send, p, i, s, part))]
+            for send, t in gives:
+                sends = [*sends, new_tuple(Action, (send, s, i, t, part))]
             if gradients:
                 waits = [*waits, *self.gradients.needed_by(kind, s)]
                 sends = [*sends, *self.gradients.completed_by(kind, s)]

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from schedules.language.actions import Action
+from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
-
-FORWARDS = ("F", "C", "OVERLAP_F")
 
 
 class Parcel(NamedTuple):
@@ -33,14 +31,14 @@ def parcel_of(message: Action) -> Parcel:
     F 2>5 of microbatch 1
     """
     assert message.peer is not None, "a message has a peer stage"
-    return Parcel(message.kind.partition("_")[2], message.stage, message.peer, message.microbatch, message.slice)
+    return Parcel(KINDS[message.kind].carries, message.stage, message.peer, message.microbatch, message.slice)
 
 
 def parcels_for(action: Action, graph: Graph, slices: int) -> list[Parcel]:
     """Return the parcels that a forward, a full backward or an input half takes."""
     kind, s, i, _, part = action
     before, after = (None, None) if part is None else (part - 1, part + 1)
-    if kind in FORWARDS:
+    if KINDS[kind].crosses == "F":
         cache = [Parcel("cache", s, s, i, before)] if part else []
         return [*cache, *(Parcel("F", p, s, i, part) for p in graph.fed_by[s])]
     later = [Parcel("later", s, s, i, after)] if after is not None and after < slices else []

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from schedules.checking.channels import LoweredProgram
 from schedules.errors import ProgramError
-from schedules.language.actions import COLLECTIVES, Action
+from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.lowering.program import lower
@@ -134,11 +134,12 @@ class Interpreter:
 
     def _can_run(self, rank: int, action: Action) -> bool:
         is_compute = action.kind in _HANDLERS
-        if not is_compute and (self.links is None or action.kind not in _TRANSFERS):
+        if not is_compute and (self.links is None or action.kind not in KINDS):
             return False
         if not all(0 <= stage < self.graph.stages for stage in (action.stage, action.peer) if stage is not None):
             return False
-        is_whole = action.kind[-1] in "GU" or action.kind in COLLECTIVES
+        word = KINDS[action.kind]
+        is_whole = not word.after and word.carries in ("", "G")
         if (action.slice is None) != (self.schedule.slices == 1 or is_whole):
             return False
         is_home = action.peer is not None or self.placement.home(action.stage, action.microbatch) == rank
@@ -149,7 +150,7 @@ class Interpreter:
 
     def _run_pair(self, rank: int, first: Action, second: Action | None) -> Waits:
         """Run a fused pair: the inputs of both must be there before either begins."""
-        if second is None or second.kind not in ("B", "I") or not self._can_run(rank, second):
+        if second is None or not self._can_run(rank, second) or KINDS[second.kind].crosses != "B":
             repair = "Put the B or I that it overlaps with right after it."
             raise self.store.error(rank, "overlaps with no backward", repair)
         yield from self.store.wait_for(rank, *self._parcels_for(first), *self._parcels_for(second))
@@ -284,4 +285,3 @@ _HANDLERS: Mapping[str, _Handler] = MappingProxyType(
         "REDUCE_GRAD": Interpreter._reduce,
     }
 )
-_TRANSFERS = frozenset(f"{word}_{what}" for word in ("SEND", "RECV", "WAIT") for what in "FBG")

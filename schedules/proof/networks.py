@@ -15,19 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from schedules.errors import ProgramError
-from schedules.language.actions import Action
+from schedules.language.actions import Action, Message, receive_of
 from schedules.language.graph import Edge
 from schedules.proof.formulas import Formula
 
-Network: TypeAlias = Callable[[Sequence[Action], Sequence[Action]], Action | None]
+Network: TypeAlias = Callable[[Sequence[Message], Sequence[Message]], Message | None]
 
 
-def rendezvous(sends: Sequence[Action], receives: Sequence[Action]) -> Action | None:
+def rendezvous(sends: Sequence[Message], receives: Sequence[Message]) -> Message | None:
     """Match by tag (Gloo): any posted send meets the posted receive of the same message, in any order."""
     return next((message for message in receives if message in sends), None)
 
 
-def fifo(sends: Sequence[Action], receives: Sequence[Action]) -> Action | None:
+def fifo(sends: Sequence[Message], receives: Sequence[Message]) -> Message | None:
     """Match without tags (NCCL): only the heads of both queues meet.
 
     Raise `ProgramError` if they are not the same message: a real network would silently deliver the wrong one.
@@ -48,37 +48,16 @@ receives in the sender's order.
     return sends[0]
 
 
-def send_of(action: Action) -> Action:
-    """Return the send that a receive matches, or that a `WAIT` waits for.
-
-    >>> from schedules import parse
-    >>> str(send_of(parse("1RECV_F0<0"))), str(send_of(parse("0WAIT_F0>1")))
-    ('0SEND_F0>1', '0SEND_F0>1')
-    """
-    kind, stage, i, peer, part = action
-    assert peer is not None, "a transfer has a peer stage"
-    if kind.startswith("RECV"):
-        return Action(kind.replace("RECV", "SEND"), peer, i, stage, part)
-    return action._replace(kind=kind.replace("WAIT", "SEND"))
-
-
-def receive_of(send: Action) -> Action:
-    """Return the receive that matches `send`."""
-    kind, stage, i, peer, part = send
-    assert peer is not None, "a transfer has a peer stage"
-    return Action(kind.replace("SEND", "RECV"), peer, i, stage, part)
-
-
 class Links:
     """All channels of one run: what has been posted but has not passed yet."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._sends: dict[Edge, list[Action]] = defaultdict(list)
-        self._receives: dict[Edge, list[Action]] = defaultdict(list)
-        self._values: dict[Action, Formula] = {}  # invariant: one for each posted send
+        self._sends: dict[Edge, list[Message]] = defaultdict(list)
+        self._receives: dict[Edge, list[Message]] = defaultdict(list)
+        self._values: dict[Message, Formula] = {}  # invariant: one for each posted send
 
-    def send(self, channel: Edge, message: Action, value: Formula) -> Iterator[tuple[Action, Formula]]:
+    def send(self, channel: Edge, message: Message, value: Formula) -> Iterator[tuple[Message, Formula]]:
         """Post a send, and yield every message that passes now, with its value."""
         if message in self._values:
             raise ProgramError(f"{message} is posted again before it was delivered. Send each value once.")
@@ -86,12 +65,12 @@ class Links:
         self._values[message] = value
         yield from self._pass(channel)
 
-    def receive(self, channel: Edge, message: Action) -> Iterator[tuple[Action, Formula]]:
+    def receive(self, channel: Edge, message: Message) -> Iterator[tuple[Message, Formula]]:
         """Post a receive, and yield every message that passes now, with its value."""
         self._receives[channel].append(message)
         yield from self._pass(channel)
 
-    def is_pending(self, message: Action) -> bool:
+    def is_pending(self, message: Message) -> bool:
         """Return whether this send has been posted but has not passed."""
         return message in self._values
 
@@ -100,7 +79,7 @@ class Links:
         receives = [receive_of(message) for queue in self._receives.values() for message in queue]
         return [*self._values, *receives]
 
-    def _pass(self, channel: Edge) -> Iterator[tuple[Action, Formula]]:
+    def _pass(self, channel: Edge) -> Iterator[tuple[Message, Formula]]:
         sends, receives = self._sends[channel], self._receives[channel]
         while (message := self._network(sends, receives)) is not None:
             sends.remove(message)

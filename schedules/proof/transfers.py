@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schedules.language.actions import Action
+from schedules.language.actions import KINDS, Action, Message, message_of
 from schedules.language.placement import Placement
 from schedules.proof.formulas import Formula
 from schedules.proof.gradients import Sums
 from schedules.proof.inflight import Parcel, parcel_of
-from schedules.proof.networks import Links, send_of
+from schedules.proof.networks import Links
 from schedules.proof.store import Store, Waits
 
 
@@ -19,14 +19,14 @@ class Transfers:
 
     def __init__(self, placement: Placement, store: Store, sums: Sums, links: Links) -> None:
         self.placement, self.store, self.sums, self.links = placement, store, sums, links
-        self.sent: list[set[Action]] = [set() for _ in range(placement.ranks)]
+        self.sent: list[set[Message]] = [set() for _ in range(placement.ranks)]
 
     def run(self, rank: int, action: Action) -> Waits:
         """Run one transfer of `rank`."""
-        word = action.kind.partition("_")[0]
-        if word == "WAIT":
+        does = KINDS[action.kind].does
+        if does == "WAIT":
             yield from self._wait(rank, action)
-        elif word == "SEND":
+        elif does == "SEND":
             self._send(rank, action)
         else:
             self._receive(rank, action)
@@ -44,7 +44,7 @@ class Transfers:
         self._deliver(self.links.send((rank, self._find_target(rank, parcel)), action, parcels.pop(parcel)))
 
     def _receive(self, rank: int, action: Action) -> None:
-        message = send_of(action)
+        message = message_of(action)
         parcel, source = parcel_of(message), self.placement.home(message.stage, message.microbatch)
         if rank != self._find_target(source, parcel):
             repair = "Receive it on the rank that holds the stage that uses it."
@@ -52,14 +52,14 @@ class Transfers:
         self._deliver(self.links.receive((source, rank), message))
 
     def _wait(self, rank: int, action: Action) -> Waits:
-        message = send_of(action)
+        message = message_of(action)
         if message not in self.sent[rank]:
             raise self.store.error(rank, "waits for no send, or waits again", "Wait once, after the send.")
         while self.links.is_pending(message):
             yield parcel_of(message)
         self.sent[rank].remove(message)
 
-    def _deliver(self, messages: Iterator[tuple[Action, Formula]]) -> None:
+    def _deliver(self, messages: Iterator[tuple[Message, Formula]]) -> None:
         """Put each message on the rank that it goes to."""
         for message, value in messages:
             parcel = parcel_of(message)

@@ -152,7 +152,7 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
             taken.setdefault(key, []).append(dependency)
         for key in _givers(schedule, dependency, route):
             given.setdefault(key, []).append((dependency, delay))
-    table: Wires = [{kind: {} for kind, word in KINDS.items() if not word.mark} for _ in range(schedule.ranks)]
+    table: Wires = [{kind: {} for kind, word in KINDS.items() if not word.does} for _ in range(schedule.ranks)]
     for route, homes in enumerate(schedule.placement.routes):
         for s, rank in enumerate(homes):
             for kind, rows in table[rank].items():

@@ -20,8 +20,8 @@ from schedules.language.schedule import Schedule
 from schedules.transforms.transform import transform
 
 EDITS = ("drop", "duplicate", "swap", "neighbors", "move", "away", "stage", "microbatch", "slice", "kind", "peer")
-COMPUTE = tuple(kind for kind, word in KINDS.items() if not word.mark)
-TRANSFERS = tuple(kind for kind, word in KINDS.items() if word.mark)
+COMPUTE = tuple(kind for kind, word in KINDS.items() if not word.does)
+TRANSFERS = tuple(kind for kind, word in KINDS.items() if word.does)
 
 
 @transform

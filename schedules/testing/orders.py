@@ -74,7 +74,7 @@ def _list_inputs(
     kind, s, i, _, part = action
     for token in inputs_of(action, graph):
         yield (*token, part)
-    if kind in ("B", "I") and (s, i, part) in recomputed:
+    if KINDS[kind].crosses == "B" and (s, i, part) in recomputed:
         yield "R", s, i, part
     if part is not None and (crosses := KINDS[kind].crosses):
         neighbor = part - 1 if crosses == "F" else part + 1

@@ -20,13 +20,12 @@ from schedules.checking.rules import check
 from schedules.drawing import text
 from schedules.errors import ScheduleError
 from schedules.files.csv import table
-from schedules.language.actions import COLLECTIVES, KINDS, Action
+from schedules.language.actions import COLLECTIVES, KINDS, Action, message_of, receive_of
 from schedules.language.costs import Costs
 from schedules.language.graph import Edge, Graph, chain
 from schedules.language.schedule import Factory, Schedule
 from schedules.lowering.program import lower
 from schedules.proof.interpreter import prove
-from schedules.proof.networks import receive_of, send_of
 from schedules.replay.outputs import inputs_of, output_of
 from schedules.testing.strategies import costs, graphs, schedules
 from schedules.testing.timing import TOLERANCE, require_same_times
@@ -110,12 +109,12 @@ def require_matching_ends(program: LoweredProgram) -> None:
     receives: dict[Edge, list[Action]] = defaultdict(list)
     for rank in range(program.schedule.ranks):
         for action in program.actions(rank):
-            kind, s, i, peer, part = action
-            if kind.startswith("SEND") and peer is not None:
-                sends[rank, target_of((kind[5:], s, i, peer, part), placement)].append(receive_of(action))
-            if kind.startswith("RECV"):
-                send = send_of(action)
-                receives[placement.home(send.stage, send.microbatch), rank].append(action)
+            does = KINDS[action.kind].does
+            if does == "SEND":
+                sends[rank, target_of(action, placement)].append(receive_of(action))
+            if does == "RECV":
+                message = message_of(action)
+                receives[placement.home(message.stage, message.microbatch), rank].append(action)
     assert receives == sends, f"got the receives {receives}, expected {sends}. Post them in the sender's order."
 
 

@@ -17,13 +17,12 @@ from random import Random
 
 from schedules.analysis.simulation import spans
 from schedules.checking.channels import LoweredProgram, target_of
-from schedules.language.actions import COLLECTIVES, KINDS, Action
+from schedules.language.actions import COLLECTIVES, KINDS, Action, message_of
 from schedules.language.costs import Costs
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.lowering.program import lower
 from schedules.proof.inflight import Parcel, parcel_of, parcels_for
-from schedules.proof.networks import send_of
 from schedules.replay.engine import Span
 from schedules.testing.mutants import edit_rows
 
@@ -83,16 +82,14 @@ class _Clock:
                 yield from self._compute(action)
 
     def _transfer(self, action: Action) -> Iterator[Parcel]:
-        kind, s, i, t, part = action
-        word, _, what = kind.partition("_")
-        message = parcel_of(send_of(action))
-        if word == "RECV":
+        word, s = KINDS[action.kind], action.stage
+        message = parcel_of(message_of(action))
+        if word.does == "RECV":
             self.posted.add(message)
-        elif word == "WAIT":
+        elif word.does == "WAIT":
             yield from self._await(message)
         else:
-            assert t is not None, "a transfer has a peer stage"
-            target = target_of((what, s, i, t, part), self.placement)
+            target, what = target_of(action, self.placement), word.carries
             made = max(self.now, self.results.get(("REDUCE_GRAD", s), 0)) if what == "G" else self.now
             self.arrived[message] = made + self.costs.transfer(what, s, self.rank, target)
 

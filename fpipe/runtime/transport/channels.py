@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fpipe.runtime.transport.creation import Creator
 from fpipe.runtime.transport.envelope import LINE, Envelope, Specs
-from fpipe.runtime.transport.interface import MessageKey, Payload, Route, transfer_text
+from fpipe.runtime.transport.interface import Payload, Route
 from fpipe.runtime.transport.waiting import (
     Awaited,
     BrokenWaitError,
@@ -36,6 +36,7 @@ from fpipe.runtime.transport.waiting import (
     destroy_groups,
     reporting,
 )
+from schedules.language.actions import Message, receive_of
 
 Unread: TypeAlias = list[tuple[Envelope, Tensor]]
 """Headers that arrived but are not checked yet, each with the expected message."""
@@ -102,7 +103,7 @@ class DistributedChannel:
     ) -> None:
         self.group, self.source, self.target, self.ends = group, source, target, ends
         self.device, self.unread = device, unread
-        self.envelopes: dict[tuple[MessageKey, int], Envelope] = {}
+        self.envelopes: dict[tuple[Message, int], Envelope] = {}
 
     @classmethod
     def between(
@@ -111,7 +112,7 @@ class DistributedChannel:
         """Return the channel from process `source` of the job to `target`; groups rank processes in ascending order."""
         return cls(group, int(source > target), int(target > source), device, unread, (source, target))
 
-    def send(self, message: MessageKey, payload: Payload, specs: Specs) -> DistributedHandle:
+    def send(self, message: Message, payload: Payload, specs: Specs) -> DistributedHandle:
         """Post a send of a tuple of tensors; raise `BrokenWaitError` if the other process is gone."""
         envelope = self._envelope(message, specs)
         data = envelope.pack(payload)
@@ -121,7 +122,7 @@ class DistributedChannel:
             raise BrokenWaitError(self.awaited("SEND", message)) from error
         return DistributedHandle(self, "SEND", envelope, works, data)
 
-    def receive(self, message: MessageKey, specs: Specs) -> DistributedHandle:
+    def receive(self, message: Message, specs: Specs) -> DistributedHandle:
         """Post a receive of tensors with these specs; raise `BrokenWaitError` if the other process is gone."""
         envelope = self._envelope(message, specs)
         data = envelope.buffers()
@@ -131,14 +132,14 @@ class DistributedChannel:
             raise BrokenWaitError(self.awaited("RECV", message)) from error
         return DistributedHandle(self, "RECV", envelope, works, data)
 
-    def awaited(self, end: str, message: MessageKey) -> Awaited:
+    def awaited(self, end: str, message: Message) -> Awaited:
         """Return what one end of a message waits for: that the other end is posted."""
         source, target = self.ends
         if end == "SEND":
-            return Awaited(transfer_text("RECV", message), (target,), self.group)
-        return Awaited(transfer_text("SEND", message), (source,), self.group)
+            return Awaited(str(receive_of(message)), (target,), self.group)
+        return Awaited(str(message), (source,), self.group)
 
-    def _envelope(self, message: MessageKey, specs: Specs) -> Envelope:
+    def _envelope(self, message: Message, specs: Specs) -> Envelope:
         """Return the layout of a message, cached; the cache keeps the specs alive, so that their ids stay unique."""
         known = self.envelopes.get((message, id(specs)))
         if known is None:

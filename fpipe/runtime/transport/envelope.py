@@ -23,14 +23,16 @@ from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.runtime.fingerprint import digest
-from fpipe.runtime.transport.interface import MessageKey, Payload, transfer_text
+from fpipe.runtime.transport.interface import Payload
 from fpipe.tensors.spec import Spec
+from schedules import Action
+from schedules.language.actions import SENDS, Message, receive_of
 
 Specs: TypeAlias = tuple[Spec, ...]
 
 LINE: Final = 64
 SMALL_BYTES: Final = 2**16
-CARRIED: Final = ("F", "B", "G")
+CARRIED: Final = tuple(SENDS.values())
 
 
 class Envelope:
@@ -40,13 +42,13 @@ class Envelope:
     - `header`: the first `LINE` bytes of the head; `values`: the numbers in them.
     """
 
-    def __init__(self, message: MessageKey, specs: Specs, device: torch.device) -> None:
+    def __init__(self, message: Message, specs: Specs, device: torch.device) -> None:
         self.message, self.specs, self.device = message, specs, device
         self.sizes = [spec.buffer().numel() for spec in specs]
         self.small = [size <= SMALL_BYTES for size in self.sizes]
-        what, source, microbatch, target = message
+        kind, source, microbatch, target, _ = message
         about = digest(f"{spec} {spec.stride}" for spec in specs)
-        values = [CARRIED.index(what), source, microbatch, target, sum(self.sizes), about, 0, 0]
+        values = [CARRIED.index(kind), source, microbatch, target, sum(self.sizes), about, 0, 0]
         self.values = torch.tensor(values)
         self.header = self.values.view(torch.uint8).to(device)
 
@@ -94,9 +96,9 @@ class Envelope:
             return
         (what, *_, length, about), (*_, mine, expected) = got.tolist()[:6], self.values.tolist()[:6]
         known = what in range(len(CARRIED))
-        said = transfer_text("SEND", (CARRIED[what], *got.tolist()[1:4])) if known else f"unknown bytes {got.tolist()}"
+        said = str(Action(CARRIED[what], *got.tolist()[1:4])) if known else f"unknown bytes {got.tolist()}"
         same = "" if about == expected else ", with tensors of other shapes or dtypes"
-        wanted = transfer_text("RECV", self.message)
+        wanted = receive_of(self.message)
         raise TransportError(
             f"a message: got {said} of {length} bytes{same}, expected that of {wanted} of {mine} bytes. "
             "It was not used. The ranks run different programs: end the processes, and build the pipeline from the "

@@ -24,10 +24,11 @@ from torch import Tensor
 from fpipe.errors import DeadlockError, TransportError
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.ranks import Fields, require_unclosed
-from fpipe.runtime.transport.interface import MessageKey, Payload, Route, Transport, transfer_text
+from fpipe.runtime.transport.interface import Payload, Route, Transport, posted_action
 from fpipe.runtime.transport.waiting import Waitable
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.tensors.spec import Spec
+from schedules.language.actions import Message, receive_of
 
 
 class LocalHandle:
@@ -39,7 +40,7 @@ class LocalHandle:
 
     __slots__ = ("end", "is_done", "message", "payload", "wake")
 
-    def __init__(self, end: str, message: MessageKey) -> None:
+    def __init__(self, end: str, message: Message) -> None:
         self.end, self.message = end, message
         self.payload: Payload = ()
         self.is_done = False
@@ -68,7 +69,7 @@ class LocalChannel:
     def __init__(self) -> None:
         self.waiting: deque[LocalHandle] = deque()
 
-    def send(self, message: MessageKey, payload: Payload, specs: tuple[Any, ...]) -> LocalHandle:
+    def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> LocalHandle:
         """Post a send."""
         waiting = self.waiting
         if waiting and waiting[0].end == "RECV":
@@ -80,7 +81,7 @@ class LocalChannel:
             waiting.append(posted)
         return posted
 
-    def receive(self, message: MessageKey, specs: tuple[Any, ...]) -> LocalHandle:
+    def receive(self, message: Message, specs: tuple[Any, ...]) -> LocalHandle:
         """Post a receive; what arrives is the very object that was sent."""
         waiting = self.waiting
         if waiting and waiting[0].end == "SEND":
@@ -91,7 +92,7 @@ class LocalChannel:
         waiting.append(posted)
         return posted
 
-    def _oldest(self, message: MessageKey) -> LocalHandle:
+    def _oldest(self, message: Message) -> LocalHandle:
         """Return the oldest waiting handle; raise `TransportError` unless it is for `message`."""
         posted = self.waiting.popleft()
         if posted.message != message:
@@ -99,12 +100,11 @@ class LocalChannel:
         return posted
 
 
-def _disorder_error(posted: LocalHandle, other: MessageKey) -> TransportError:
+def _disorder_error(posted: LocalHandle, other: Message) -> TransportError:
     send, receive = (posted.message, other) if posted.end == "SEND" else (other, posted.message)
     return TransportError(
-        f"a channel: got {transfer_text('SEND', send)} first, expected the message of "
-        f"{transfer_text('RECV', receive)}. Post "
-        "both ends of a channel in the same order: run programs as lower() returns them."
+        f"a channel: got {send} first, expected the message of {receive_of(receive)}. Post both ends "
+        "of a channel in the same order: run programs as lower() returns them."
     )
 
 
@@ -229,7 +229,7 @@ def drive(executions: Sequence[Execution]) -> list[Outcome]:
 def _report(executions: Sequence[Execution], waiting: dict[int, LocalHandle]) -> str:
     lines = [f"got {len(waiting)} ranks waiting for messages that no rank will post, expected all to finish:"]
     for k, handle in sorted(waiting.items()):
-        lines.append(f"{_place(executions[k])}: waits for {transfer_text(handle.end, handle.message)}")
+        lines.append(f"{_place(executions[k])}: waits for {posted_action(handle.end, handle.message)}")
     return "\n".join([*lines, "Pass the schedule to schedules.check, and run programs as lower() returns them."])
 
 

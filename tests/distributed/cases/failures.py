@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import fpipe
 from fpipe.runtime.transport.envelope import Envelope
-from schedules import one_f_one_b
+from schedules import Action, one_f_one_b
 from tests.common.running import build
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import raises
@@ -22,7 +22,7 @@ def a_head_that_is_read_late(rank, size):
     """A wrong message that one rank reads late, as on an accelerator, raises on all ranks in the next step."""
     pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
     state, step, cpu = pipe.init(model), fpipe.value_and_grad(pipe), torch.device("cpu")
-    awaited, came = (Envelope(("F", 0, i, 1), (), cpu) for i in (2, 3))
+    awaited, came = (Envelope(Action("SEND_F", 0, i, 1), (), cpu) for i in (2, 3))
     if rank == 1:
         pipe.ranks.transport.unread.append((awaited, came.header))
     with raises(fpipe.TransportError, "got 0SEND_F3>1 of 0 bytes, expected that of 1RECV_F2<0"):

@@ -31,7 +31,7 @@ def plans_are_forgotten_alike(rank, size):
         out, grads = step(*state, inputs, targets)
         got = Result(out.loss, None, grads, out.buffers)
         require_whole(got, loop(model, one.loss, inputs, targets, 2)._replace(outputs=None), rank, size)
-        orders = gather([str(signature) for _, signature in pipe.caches.agreements])
+        orders = gather([str(signature) for _, signature in pipe.planner.agreements])
         assert orders == [orders[0]] * size
         assert len(orders[0]) <= 3
     with raises(fpipe.TransportError, "plans: got on rank", "4", "5"):

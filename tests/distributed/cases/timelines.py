@@ -10,7 +10,7 @@ import torch
 import fpipe
 from fpipe.runtime import recording
 from fpipe.runtime.transport import clocks
-from schedules import Action, B, F, one_f_one_b
+from schedules import KINDS, Action, B, F, one_f_one_b
 from tests.common.running import build
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import gather, raises
@@ -66,8 +66,8 @@ def require_causal(pipe, found, tolerance):
         assert actions == list(pipe.schedule.actions(r))
     for span in found:
         kind, s, i, peer, _ = span.action
-        if kind.startswith("RECV"):
-            assert span.end >= ended[Action(kind[5:], peer, i)] - tolerance
+        if KINDS[kind].does == "RECV":
+            assert span.end >= ended[Action(KINDS[kind].carries, peer, i)] - tolerance
         if kind == "F" and s:
             assert span.start >= ended[F(s - 1, i)] - tolerance
         if kind == "B" and s < pipe.schedule.stages - 1:

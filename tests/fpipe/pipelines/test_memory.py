@@ -31,6 +31,7 @@ from schedules import (
     zb_h1,
     zb_v,
 )
+from schedules.language.actions import SENDS, Action, message_of
 from schedules.replay.outputs import inputs_of
 from schedules.testing import orders
 from tests.common.cases import Case, mse, rows_of
@@ -113,11 +114,11 @@ def receive_buffers(actions):
     waiting, found = {}, []
     for action in actions:
         kind, s, i, peer, part = action
-        if kind.startswith("RECV"):
-            waiting[kind[5:], peer, i, s, part] = None
+        if KINDS[kind].does == "RECV":
+            waiting[message_of(action)] = None
         elif peer is None:
             crosses = KINDS[kind].crosses or kind
-            for message in [m for m in waiting if (m[0], m[2], m[3], m[4]) == (crosses, i, s, part)]:
+            for message in [m for m in waiting if (KINDS[m.kind].carries, *m[2:]) == (crosses, i, s, part)]:
                 del waiting[message]
             found.append((action, set(waiting)))
     return found
@@ -131,7 +132,7 @@ def uses(how, graph, rank):
         at, fused = at + (not fused), action.kind == "OVERLAP_F"
         for what, peer, i in inputs_of(action, graph):
             if peer != action.stage and how.placement.home(peer, i) != rank:
-                found[what, peer, i, action.stage, action.slice] = at
+                found[Action(SENDS[what], peer, i, action.stage, action.slice)] = at
     return found
 
 
@@ -140,7 +141,7 @@ def sent_messages(how, graph, rank):
     for source in set(range(how.ranks)) - {rank}:
         made = [(KINDS[a.kind].crosses, a) for a in how.actions(source) if KINDS[a.kind].crosses]
         yield [
-            (what, a.stage, a.microbatch, t, a.slice)
+            Action(SENDS[what], a.stage, a.microbatch, t, a.slice)
             for what, a in made
             for t in (graph.feeds if what == "F" else graph.pulls)[a.stage]
             if how.placement.home(t, a.microbatch) == rank
@@ -200,7 +201,7 @@ def test_the_executor_posts_no_other_receives(name, how):
         def watched(handler, rank=rank, names=names):
             def handle(run, action, stage, arrived):
                 waiting = {names[number] for number in run.posted if number in names}
-                found[rank].append((action, {(what, s, i, t, None) for what, s, i, t in waiting}))
+                found[rank].append((action, waiting))
                 return handler(run, action, stage, arrived)
 
             return handle

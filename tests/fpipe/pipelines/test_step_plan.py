@@ -82,11 +82,11 @@ def test_the_plans_that_are_kept_are_those_used_last(plans, lengths):
         require_exact(model, pipe, step, *batch(length))
         assert pipe.training is own
         if length != 2:
-            plan = next(reversed(pipe.caches.agreements.values())).plan
+            plan = pipe.planner.plans[next(reversed(pipe.planner.agreements))]
             assert kept.pop(length, plan) is plan
             kept[length] = plan
             kept = dict([*kept.items()][-plans:])
-        assert [agreement.plan for agreement in pipe.caches.agreements.values()] == [own, *kept.values()]
+        assert [pipe.planner.plans[kind] for kind in pipe.planner.agreements] == [own, *kept.values()]
         for cache in (pipe.planner.plans, pipe.planner.assemblies, pipe.captures.captured, pipe.captures.watches):
             assert len(cache) == 1 + len(kept)
 
@@ -138,7 +138,7 @@ def test_train_and_eval_mode_and_outputs_count_separately():
     fpipe.evaluate(pipe)(*state, *inputs)
     assert len(pipe.planner.plans) == 3
     fpipe.evaluate(pipe)(*state, inputs[0])
-    assert [variant.training for variant, _ in pipe.caches.agreements] == [True, False, False]
+    assert [variant.training for variant, _ in pipe.planner.agreements] == [True, False, False]
 
 
 def test_questions_are_asked_again_about_forgotten_kinds():
@@ -147,7 +147,7 @@ def test_questions_are_asked_again_about_forgotten_kinds():
     step = fpipe.value_and_grad(pipe)
     for length, full in ((4, True), (4, False), (2, True), (2, False), (4, False), (4, True)):
         require_exact(model, pipe, step, *masked(length, full))
-        answers = [signature.answers for _, signature in pipe.caches.agreements]
+        answers = [signature.answers for _, signature in pipe.planner.agreements]
         assert len(answers) <= 2
         assert len(pipe.captures.questions) == len({one.leaves for _, one in pipe.captures.captured})
 

@@ -164,7 +164,7 @@ def test_only_so_many_tables_are_kept():
     for k in range(KEPT_TABLES + 5):
         some = {name: grad for n, (name, grad) in enumerate(grads.items()) if k >> (n % 6) & 1 or n > 6}
         fpipe.norm(pipe, some)
-    assert len(pipe.caches.norm_tables) == KEPT_TABLES
+    assert len(pipe.norm_tables) == KEPT_TABLES
 
 
 @pytest.mark.parametrize(

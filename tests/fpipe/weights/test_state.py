@@ -76,6 +76,50 @@ def test_parameters_need_not_require_a_gradient(built):
         assert all(torch.equal(grads[name], want.grads[name]) for name in grads)
 
 
+def set_data(params, value):
+    params["2.weight"].data = value(params["2.weight"].data)
+
+
+def replace(params, value):
+    params["2.weight"] = value(params["2.weight"].detach().clone())
+
+
+@torch.inference_mode()
+def make_in_inference_mode(params):
+    params["2.weight"] = params["2.weight"].detach().clone()
+
+
+# Between two steps: the same tensors, changed in place, or others in their place.
+CHANGES = {
+    "other shape": (lambda params: set_data(params, lambda p: p[:1].clone()), "got float32\\[1, "),
+    "other dtype": (lambda params: set_data(params, torch.Tensor.double), "got float64"),
+    "other flag": (lambda params: params["2.weight"].requires_grad_(False), "got requires_grad=False"),
+    "hook": (lambda params: params["2.weight"].register_hook(torch.clone), "got a hook on its gradient, .*clone"),
+    "missing": (lambda params: params.pop("2.weight"), "missing \\['2.weight'\\], unexpected \\[\\]"),
+    "another name": (
+        lambda params: params.update(other=params.pop("2.weight")),
+        "missing .*, unexpected \\['other'\\]",
+    ),
+    "one more": (lambda params: params.update(other=params["2.weight"]), "unexpected \\['other'\\]"),
+    "no tensor": (lambda params: replace(params, torch.Tensor.tolist), "got list, expected a tensor"),
+    "no values": (lambda params: replace(params, lambda p: p.to("meta")), "got a tensor on the meta device"),
+    "sparse": (lambda params: replace(params, torch.Tensor.to_sparse), "got a tensor of layout torch.sparse"),
+    "nested": (lambda params: replace(params, lambda p: torch.nested.nested_tensor([*p])), "got a nested tensor"),
+    "made in inference mode": (make_in_inference_mode, "got a tensor that was made in torch.inference_mode"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_later_step_refuses_what_the_first_would_have_refused(built, what):
+    change, words = CHANGES[what]
+    params = built[0].init(built[1])[0]
+    step(built, params)
+    change(params)
+    with pytest.raises(fpipe.InputError, match=f"params.*{words}"):
+        step(built, params)
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_parameters_from_init_are_refused(built, register):
     pipe, model, *_ = built

@@ -14,8 +14,9 @@ from torch.distributed.pipelining import schedules as incumbent
 from schedules import ProgramError, Schedule, ScheduleError, chain, check, gpipe, lower, one_f_one_b, split_backward
 from schedules.files.cells import pipelining, pipelining_2_15
 from schedules.files.csv import read_csv, table, write_csv
+from schedules.language.actions import receive_of
 from schedules.proof.interpreter import interpret
-from schedules.proof.networks import fifo, receive_of, rendezvous
+from schedules.proof.networks import fifo, rendezvous
 from schedules.testing import schedules
 from tests.common.processes import finish_ranks
 from tests.distributed import incumbent_worker

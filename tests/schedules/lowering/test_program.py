@@ -27,8 +27,9 @@ from schedules import (
     split_backward,
 )
 from schedules.files.csv import table
+from schedules.language.actions import message_of
 from schedules.proof.interpreter import Interpreter, require_whole
-from schedules.proof.networks import Links, fifo, rendezvous, send_of
+from schedules.proof.networks import Links, fifo, rendezvous
 from schedules.replay.outputs import inputs_of
 from schedules.testing import orders, require_matching_ends
 from tests.common.rows import edit
@@ -106,9 +107,9 @@ def test_every_send_is_followed_by_one_wait(case):
         actions = list(program.actions(rank))
         sends = [action for action in actions if action.kind.startswith("SEND")]
         waits = [action for action in actions if action.kind.startswith("WAIT")]
-        assert Counter(map(send_of, waits)) == Counter(sends)
+        assert Counter(map(message_of, waits)) == Counter(sends)
         assert len(set(sends)) == len(sends)
-        assert all(actions.index(send_of(wait)) < actions.index(wait) for wait in waits)
+        assert all(actions.index(message_of(wait)) < actions.index(wait) for wait in waits)
 
 
 @settings(deadline=None)

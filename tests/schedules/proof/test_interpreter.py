@@ -23,9 +23,10 @@ from schedules import (
     one_f_one_b,
     parse,
 )
+from schedules.language.actions import message_of, receive_of
 from schedules.proof.formulas import formula, whole_model
 from schedules.proof.interpreter import ideal, interpret, prove
-from schedules.proof.networks import fifo, receive_of, rendezvous, send_of
+from schedules.proof.networks import fifo, rendezvous
 from schedules.testing import orders, require_matching_ends
 from tests.common.rows import edit
 
@@ -180,4 +181,4 @@ def test_formulas_are_equal_exactly_when_their_parts_are(some, others):
 def test_both_ends_name_the_same_message():
     send = parse("2SEND_F1>5")
     assert receive_of(send) == parse("5RECV_F1<2")
-    assert send_of(receive_of(send)) == send == send_of(parse("2WAIT_F1>5"))
+    assert message_of(receive_of(send)) == send == message_of(parse("2WAIT_F1>5"))

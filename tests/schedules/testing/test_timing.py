@@ -9,6 +9,7 @@ from fpipe.runtime.executor import Execution, Inputs
 from fpipe.runtime.handlers import take_reduced
 from fpipe.runtime.instructions import link
 from schedules import (
+    KINDS,
     Costs,
     Graph,
     Link,
@@ -147,7 +148,7 @@ class Ends:
         self.clocks, self.source, self.target = clocks, source, target
 
     def send(self, message, payload, specs):
-        time = self.clocks.costs.transfer(message[0], message[1], self.source, self.target)
+        time = self.clocks.costs.transfer(KINDS[message.kind].carries, message.stage, self.source, self.target)
         self.clocks.arrived[message] = self.clocks.now[self.source] + time, payload
         return OnItsWay(self.clocks, message, self.source)
 

@@ -11,10 +11,11 @@ from fpipe.runtime.transport.channels import DistributedChannel, DistributedTran
 from fpipe.runtime.transport.envelope import LINE, SMALL_BYTES, Envelope
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
+from schedules import parse
 from tests.common.sizes import few
 
 CPU = torch.device("cpu")
-MESSAGE = ("F", 0, 3, 1)
+MESSAGE = parse("0SEND_F3>1")
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8]), max_size=3).map(tuple)
 LARGE = st.sampled_from([(SMALL_BYTES // 4,), (SMALL_BYTES // 4 + 1,), (2, SMALL_BYTES // 8, 3)])
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
@@ -83,8 +84,8 @@ def test_small_tensors_travel_together():
 @pytest.mark.parametrize(
     ("sent", "spec", "words"),
     [
-        (("F", 0, 2, 1), Spec.of(torch.ones(4)), ["got 0SEND_F2>1 of 16 bytes", "that of 1RECV_F3<0 of 16 bytes"]),
-        (("B", 2, 3, 1), Spec.of(torch.ones(4)), ["got 2SEND_B3>1"]),
+        (parse("0SEND_F2>1"), Spec.of(torch.ones(4)), ["got 0SEND_F2>1 of 16 bytes", "that of 1RECV_F3<0 of 16 bytes"]),
+        (parse("2SEND_B3>1"), Spec.of(torch.ones(4)), ["got 2SEND_B3>1"]),
         (MESSAGE, Spec.of(torch.ones(3)), ["got 0SEND_F3>1 of 12 bytes, with tensors of other", "of 16 bytes"]),
         (MESSAGE, Spec.of(torch.ones(4, dtype=torch.int32)), ["with tensors of other shapes or dtypes"]),
         (MESSAGE, Spec.of(torch.ones(2, 2)), ["with tensors of other shapes or dtypes"]),
@@ -102,7 +103,7 @@ def test_another_message_in_its_place_is_refused(sent, spec, words):
 
 def test_headers_on_a_device_are_read_before_the_next_step():
     transport = object.__new__(DistributedTransport)
-    good, bad = (Envelope(message, (Spec.of(torch.ones(4)),), CPU) for message in (MESSAGE, ("F", 0, 2, 1)))
+    good, bad = (Envelope(message, (Spec.of(torch.ones(4)),), CPU) for message in (MESSAGE, parse("0SEND_F2>1")))
     transport.unread = [(good, good.header)]
     transport.read()
     transport.unread = [(good, good.header), (good, bad.header)]
