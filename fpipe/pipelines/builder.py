@@ -135,6 +135,6 @@ class Builder:
             self.batchings[True].home,
         )
         model = skeleton(module, lambda tensor: fake(mode, tensor, home))
-        watching = Watcher(ModelState.of(module), self.loss, self.backend is not None)
+        watching = Watcher(ModelState.of(module), self.loss)
         trains, hooks = self.schedule.backward, collect_gradient_hooks(module)
         return CaptureCache(model, self.loss, self.batchings, see, self.cuts, trains, hooks, watching)

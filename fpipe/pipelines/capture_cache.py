@@ -26,7 +26,6 @@ from fpipe.capture.originals import require_own_state
 from fpipe.capture.registry import is_eager
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls, Mark
-from fpipe.cutting.purity import find_repeatable
 from fpipe.ir.captured import Captured, FrontEnd, Hooks
 from fpipe.ir.objective import Loss, Objective
 from fpipe.ir.questions import Answer, Ask, Question, refuse_questions
@@ -35,7 +34,7 @@ from fpipe.ir.variant import TRAINING, Variant
 from fpipe.model.stateless import evaluation
 from fpipe.tensors.fake import fake_mode
 from fpipe.watching.attribute_reads import Reads, record_reads
-from fpipe.watching.watch import Watch, Watcher, find_replayed_calls
+from fpipe.watching.watch import Watch, Watcher
 
 Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
 """A captured model, and the positions of the units at which new stages begin."""
@@ -81,7 +80,7 @@ class CaptureCache:
                 told = self.explore(variant, microbatch, refuse_questions)
                 assert told == microbatch, "all answers are known, and none is left over"
             self.positions[what] = self._positions(self.captured[what], *what)
-            self.watches[what] = self._watch(*what)
+            self.watches[what] = self.watching.watch(self.reads[what], variant.training)
         return self.captured[what], self.positions[what]
 
     @property
@@ -110,7 +109,9 @@ class CaptureCache:
 
         try:
             with (
-                nullcontext(Reads()) if self.front_end is dynamo else record_reads(places) as reads
+                nullcontext(Reads())
+                if self.front_end is dynamo
+                else record_reads(self.model, self.loss, places) as reads
             ):  # dynamo bypasses patches
                 captured = self._capture(variant, microbatch, answer)
         finally:
@@ -145,18 +146,6 @@ class CaptureCache:
     def runs_python(self) -> bool:
         """True if modules that are not cut apart run as Python in every step."""
         return is_eager(self.front_end)
-
-    def _watch(self, variant: Variant, microbatch: Microbatch) -> Watch:
-        what = variant, microbatch
-        captured, positions, recorded = self.captured[what], self.positions[what], None
-        if self.runs_python:
-            units = find_repeatable(captured, positions)
-            calls = [
-                call._replace(apart=call.apart or not units.isdisjoint(range(call.start, call.stop)))
-                for call in captured.calls_at(positions)
-            ]
-            recorded = find_replayed_calls(calls, positions)
-        return self.watching.watch(self.reads[what], variant.training, recorded)
 
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
         """Return the computation to capture for such a microbatch."""
