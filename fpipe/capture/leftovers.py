@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from fpipe.model.reach import CACHED, AssignedGlobals, ClassAttributes, Walk, contents, is_library
+from fpipe.model.walk import CACHED, AssignedGlobals, ClassAttributes, Walk, contents, is_library
 from fpipe.torch_private import FakeTensor
 
 CONTAINERS: Final = (dict, list, set, deque)

@@ -24,7 +24,7 @@ from fpipe.errors import CaptureError
 from fpipe.ir.captured import Buffer, Captured, Constant
 from fpipe.ir.observation import observe
 from fpipe.ir.refusals import original_state_error
-from fpipe.model.reach import Walk, code_names, codes, visible
+from fpipe.model.walk import Walk, code_names, codes, visible
 
 
 class FunctionCopies:

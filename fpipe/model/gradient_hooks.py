@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Hooks
-from fpipe.model.reach import code_names, visible
+from fpipe.model.walk import code_names, visible
 from fpipe.tensors.placed import is_placed
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fpipe.model.reach import CACHED, NOT_SET, AssignedGlobals, ClassAttributes, Walk, contents
+from fpipe.model.walk import CACHED, NOT_SET, AssignedGlobals, ClassAttributes, Walk, contents
 from fpipe.torch_private import FakeTensor
 
 

@@ -33,7 +33,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fpipe.model.reach import codes, is_library
+from fpipe.model.walk import codes, is_library
 from fpipe.tensors.closures import closure_variables
 from fpipe.tensors.spec import Spec, as_bytes
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the code reached from a model and its loss reads, and what it assigns.
+"""The reads and assignments of the code that a model and its loss reach.
 
 Reads count by name, for every object that has the attribute. Assignments count by owner and name: that some code
 assigns `scale` to one object hides no change of another one's.
@@ -11,17 +11,107 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from types import CellType, CodeType, FunctionType
-from typing import Any
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fpipe.model.reach import NOT_SET, Reach, entries, is_users
+from fpipe.model.walk import (
+    MAX_SIZE,
+    NOT_SET,
+    PLAIN_VALUES,
+    Walk,
+    code_names,
+    entries,
+    has_entries,
+    held,
+    is_container,
+    is_library,
+    is_users,
+)
 from fpipe.tensors.closures import closure_variables
-from fpipe.watching.code_names import UNKNOWN, Chain, CodeNames
+from fpipe.watching.code_names import UNKNOWN, CodeNames, Lookup
 
-IMPLIED = frozenset({"training"})
+MAX_OBJECTS: Final = 2000
+"""The number of objects that `Reach` opens."""
+DEFERRED: Final = ("forward", "backward", "setup_context")
+"""The methods of an autograd function, which `apply` calls, or the backward."""
+IMPLIED: Final = frozenset({"training"})
 """Attributes of modules that count as read only where a capture, or the module's own code, reads them."""
+
+
+class Reach(Walk):
+    """The code that can be reached from some values: functions through what they close over and the globals that their
+    code names, classes through the members that some code names.
+
+    - `functions`, `classes`, `files` (Python modules), `objects` (also modules of torch): each once.
+    - `methods`: the class in which a function was found.
+    """
+
+    LEAVES = (Tensor, *PLAIN_VALUES, BuiltinFunctionType, CodeType)
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        super().__init__()
+        self.classes: list[type] = []
+        self.files: list[ModuleType] = []
+        self.objects: list[Any] = []
+        self.methods: dict[FunctionType, type] = {}
+        self.names = {"__call__"}
+        self.follow(roots)
+        count = -1
+        while count != len(self.seen):  # new functions add names, which lead to new functions
+            count = len(self.seen)
+            holders: list[type | ModuleType] = [*self.classes, *self.files]
+            for holder in holders:
+                self.follow_members(holder, self.names)
+
+    def follow_members(self, holder: type | ModuleType, names: Iterable[str]) -> None:
+        """Walk from the members of these names of a class and its users' base classes, or of a Python module."""
+        for base in holder.__mro__ if isinstance(holder, type) else (holder,):
+            table = vars(base)
+            for one in [table[name] for name in table.keys() & names]:
+                self._note_method(base, one)
+                self.follow([one])
+
+    def _note_method(self, holder: Any, member: Any) -> None:
+        member = member.fget if isinstance(member, property) else member
+        if isinstance(holder, type) and isinstance(member, FunctionType):
+            self.methods.setdefault(member, holder)
+
+    def visit(self, one: Any) -> Iterable[Any]:
+        """Record an object, and return the objects to visit next."""
+        if isinstance(one, FunctionType):
+            return self._code(one) if is_users(one) else ()
+        if isinstance(one, ModuleType):
+            self.files += [] if is_library(one.__name__) else [one]
+            return ()
+        if isinstance(one, type):
+            return self._class(one) if is_users(one) else ()
+        if isinstance(one, nn.Module):
+            self.objects.append(one)
+            return type(one), *one._modules.values(), *vars(one).values()
+        if not has_entries(one):
+            return held(one)
+        if not is_container(type(one)):
+            self.objects.append(one)
+        inside = entries(one)
+        is_open = len(inside) <= MAX_SIZE and len(self.objects) < MAX_OBJECTS
+        return type(one), *(inside.values() if is_open else ())
+
+    def _class(self, kind: type) -> list[Any]:
+        self.classes.append(kind)
+        if not issubclass(kind, torch.autograd.Function):
+            return []
+        self.follow_members(kind, DEFERRED)
+        return []
+
+    def _code(self, function: FunctionType) -> list[Any]:
+        self.functions.append(function)
+        names = code_names(function)
+        self.names |= names
+        table = function.__globals__
+        return [*held(function), *[table[name] for name in names & table.keys()]]
 
 
 class Accesses:
@@ -42,8 +132,8 @@ class Accesses:
             self.names |= found
             if function in reach.methods:
                 self.own[reach.methods[function]] |= found.own
-            self.assigned.update(key for chain, name in found.stored for key in self._owners(function, chain, name))
-            self.growing.update(id(one) for chain in found.grown for one in self._find(function, chain))
+            self.assigned.update(key for lookup, name in found.stored for key in self._owners(function, lookup, name))
+            self.growing.update(id(one) for lookup in found.grown for one in self._find(function, lookup))
 
     def is_relevant(self, owner: object, name: str, is_attribute: bool) -> bool:
         """Return whether code reads a key of that name, or an attribute of it that no code assigns to this `owner`."""
@@ -68,28 +158,28 @@ class Accesses:
         named = (self.names.attributes - IMPLIED) & (table.keys() | by_class)
         yield from [name for name in own | named if not self.is_assigned(module, name)]
 
-    def _owners(self, function: FunctionType, chain: Chain, name: str) -> Iterator[tuple[int, str]]:
+    def _owners(self, function: FunctionType, lookup: Lookup, name: str) -> Iterator[tuple[int, str]]:
         """Yield the key of each owner to which an assignment in a function goes, as far as it can be told."""
-        if chain.root == "global" and not chain.variable:
+        if lookup.root == "global" and not lookup.variable:
             yield id(function.__globals__), name
-        elif chain.root == "free" and not chain.variable:
+        elif lookup.root == "free" and not lookup.variable:
             yield id(_cell(function, name)), ""
         else:
-            yield from [(id(one), name) for one in self._find(function, chain)]
+            yield from [(id(one), name) for one in self._find(function, lookup)]
 
-    def _find(self, function: FunctionType, chain: Chain) -> list[Any]:
-        """Return the objects that a chain may lead to."""
+    def _find(self, function: FunctionType, lookup: Lookup) -> list[Any]:
+        """Return the objects that a lookup may lead to."""
         found: Iterable[Any] = ()
-        if chain.root == "global":
-            found = [function.__globals__.get(chain.variable, NOT_SET)]
-        elif chain.root == "free":
-            found = [closure_variables(function).get(chain.variable, NOT_SET)]
-        elif chain.root == "first" and function in self.reach.methods:
+        if lookup.root == "global":
+            found = [function.__globals__.get(lookup.variable, NOT_SET)]
+        elif lookup.root == "free":
+            found = [closure_variables(function).get(lookup.variable, NOT_SET)]
+        elif lookup.root == "first" and function in self.reach.methods:
             kind = self.reach.methods[function]
             found = [kind, *(one for one in self.reach.objects if isinstance(one, kind))]
-        elif chain.attributes and chain.root in ("", "first"):
-            found = [one for one in self.reach.objects if chain.attributes[0] in _attributes(one)]
-        for name in chain.attributes if chain != UNKNOWN else ():
+        elif lookup.attributes and lookup.root in ("", "first"):
+            found = [one for one in self.reach.objects if lookup.attributes[0] in _attributes(one)]
+        for name in lookup.attributes if lookup != UNKNOWN else ():
             found = [_attribute(one, name) for one in found]
         return [one for one in found if one is not NOT_SET]
 

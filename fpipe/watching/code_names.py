@@ -29,7 +29,7 @@ CHANGING = frozenset(
 )
 
 
-class Chain(NamedTuple):
+class Lookup(NamedTuple):
     """An object that code finds: a variable, and the attributes looked up from there, one in the other.
 
     `root`: "global", "free", "first" (the function's first argument), or "" for an unknown object.
@@ -39,12 +39,12 @@ class Chain(NamedTuple):
     variable: str = ""
     attributes: tuple[str, ...] = ()
 
-    def then(self, name: str) -> Chain:
-        """Return the chain of an attribute of the object."""
+    def then(self, name: str) -> Lookup:
+        """Return the lookup of an attribute of the object."""
         return self._replace(attributes=(*self.attributes, name))
 
 
-UNKNOWN, FIRST = Chain(""), Chain("first")
+UNKNOWN, FIRST = Lookup(""), Lookup("first")
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class CodeNames:
     attributes: frozenset[str] = frozenset()
     own: frozenset[str] = frozenset()
     keys: frozenset[str] = frozenset()
-    stored: frozenset[tuple[Chain, str]] = frozenset()
-    grown: frozenset[Chain] = frozenset()
+    stored: frozenset[tuple[Lookup, str]] = frozenset()
+    grown: frozenset[Lookup] = frozenset()
 
     def __or__(self, other: CodeNames) -> CodeNames:
         return CodeNames(
@@ -88,7 +88,7 @@ def find_names(code: CodeType) -> CodeNames:
     >>> sorted(found.outer), sorted(found.attributes), sorted(found.keys)
     (['factor', 'table'], ['scale'], ['key'])
     >>> found.stored
-    frozenset({(Chain(root='first', variable='', attributes=()), 'calls')})
+    frozenset({(Lookup(root='first', variable='', attributes=()), 'calls')})
     """
     return _find(code, code.co_varnames[0] if code.co_argcount else "")
 
@@ -100,15 +100,15 @@ def _find(code: CodeType, first: str) -> CodeNames:
         if isinstance(inner, CodeType):
             inside = _find(inner, "" if first in inner.co_varnames else first)
             own = {*code.co_cellvars}  # what it does to variables of `code`, and to what they hold, is nobody else's
-            stored = {(chain, name) for chain, name in inside.stored if not _is_in(own, chain, name)}
-            grown = {chain for chain in inside.grown if not _is_in(own, chain)}
+            stored = {(lookup, name) for lookup, name in inside.stored if not _is_in(own, lookup, name)}
+            grown = {lookup for lookup in inside.grown if not _is_in(own, lookup)}
             found |= replace(inside, stored=frozenset(stored), grown=frozenset(grown))
     return found
 
 
-def _is_in(variables: Collection[str], chain: Chain, name: str = "") -> bool:
-    """Return whether a chain starts in one of these variables of the function around."""
-    return chain.root == "free" and (chain.variable or name) in variables
+def _is_in(variables: Collection[str], lookup: Lookup, name: str = "") -> bool:
+    """Return whether a lookup starts in one of these variables of the function around."""
+    return lookup.root == "free" and (lookup.variable or name) in variables
 
 
 class _Reader:
@@ -120,9 +120,9 @@ class _Reader:
     def __init__(self, code: CodeType, first: str) -> None:
         self.code, self.first = code, first
         self.outer, self.attributes, self.own, self.keys = Counter[str](), set[str](), set[str](), set[str]()
-        self.stored, self.grown = set[tuple[Chain, str]](), set[Chain]()
-        self.variables: dict[str, Chain] = {}
-        self.stack: list[Chain] = []
+        self.stored, self.grown = set[tuple[Lookup, str]](), set[Lookup]()
+        self.variables: dict[str, Lookup] = {}
+        self.stack: list[Lookup] = []
 
     def read(self) -> CodeNames:
         """Return what the code reads and assigns, without the functions in it."""
@@ -185,9 +185,9 @@ class _Reader:
     def _load(self, what: str, name: Any) -> None:
         """Push what a step loads."""
         if what in GLOBAL:
-            self.stack.append(Chain("global", name))
+            self.stack.append(Lookup("global", name))
         elif what in FREE:
-            self.stack.append(FIRST if name == self.first else Chain("free", name))
+            self.stack.append(FIRST if name == self.first else Lookup("free", name))
         elif what.startswith("LOAD_FAST"):  # some versions load two at once
             variables = name if isinstance(name, tuple) else (name,)
             self.stack += [FIRST if one == self.first else self.variables.get(one, UNKNOWN) for one in variables]
@@ -207,25 +207,25 @@ class _Reader:
             self.stored.add((self._pop(), name))
         elif what in ("STORE_GLOBAL", "STORE_DEREF"):
             inside = name in self.code.co_cellvars
-            self.stored.update([] if inside else [(Chain("global" if what == "STORE_GLOBAL" else "free"), name)])
+            self.stored.update([] if inside else [(Lookup("global" if what == "STORE_GLOBAL" else "free"), name)])
         elif what == "STORE_FAST":
             self.variables[name] = UNKNOWN if name in self.variables else self._top()  # which one depends on the way
         else:
             self.stack.clear()
         self._pop()
 
-    def _call(self, function: Chain, argument: Chain) -> Chain:
+    def _call(self, function: Lookup, argument: Lookup) -> Lookup:
         """Return what a call returns, if it is known; note what it adds elements to."""
-        if function == Chain("global", "type"):
+        if function == Lookup("global", "type"):
             return argument.then("__class__")
         if function.attributes and function.attributes[-1] in CHANGING:
             self.grown.add(function._replace(attributes=function.attributes[:-1]))
         return UNKNOWN
 
-    def _top(self, depth: int = 1) -> Chain:
+    def _top(self, depth: int = 1) -> Lookup:
         return self.stack[-depth] if len(self.stack) >= depth else UNKNOWN
 
-    def _pop(self, count: int = 1) -> Chain:
+    def _pop(self, count: int = 1) -> Lookup:
         """Remove so many objects from the stack, and return the last one removed."""
         last = UNKNOWN
         for _ in range(count):

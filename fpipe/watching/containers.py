@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fpipe.model.reach import MAX_SIZE, PLAIN_VALUES, entries, has_entries, is_container
+from fpipe.model.walk import MAX_SIZE, PLAIN_VALUES, entries, has_entries, is_container
 from fpipe.watching.accesses import Accesses
 from fpipe.watching.expectation import (
     Difference,

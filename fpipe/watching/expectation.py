@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.model.reach import PLAIN_VALUES
+from fpipe.model.walk import PLAIN_VALUES
 from fpipe.tensors.spec import Spec
 
 Ref: TypeAlias = Callable[[], Any]

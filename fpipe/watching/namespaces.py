@@ -19,7 +19,7 @@ from torch import nn
 
 from fpipe.capture.eager_types import STAND_INS
 from fpipe.capture.places import module_place
-from fpipe.model.reach import is_users
+from fpipe.model.walk import is_users
 from fpipe.tensors.closures import closure_variables
 from fpipe.watching.accesses import Accesses
 from fpipe.watching.attribute_reads import Reads

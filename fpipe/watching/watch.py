@@ -23,9 +23,9 @@ from typing import Any
 
 from fpipe.capture.originals import shared_attributes
 from fpipe.errors import InputError
-from fpipe.model.reach import Reach, is_users
+from fpipe.model.walk import is_users
 from fpipe.tensors.settings import captured_settings
-from fpipe.watching.accesses import Accesses
+from fpipe.watching.accesses import Accesses, Reach
 from fpipe.watching.attribute_reads import Reads
 from fpipe.watching.code_names import CodeNames, find_names
 from fpipe.watching.containers import ExpectedEntries

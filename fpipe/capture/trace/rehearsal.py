@@ -32,8 +32,8 @@ from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.replay import Replay
 from fpipe.ir.captured import Value
 from fpipe.ir.tape import Frame, Tape
-from fpipe.model.reach import contents
 from fpipe.model.snapshot import ContainerState
+from fpipe.model.walk import contents
 from fpipe.torch_private import DisableTorchFunction
 
 

@@ -5,7 +5,7 @@ Problem. A model's Python state is scattered over modules, helper objects, conta
 restore it, to copy it, to compare it, and to know which code runs, the same graph is walked.
 
 Idea. `held` returns what one value holds. `Walk` follows it and collects containers and functions: what a model may
-change. `Reach` also enters classes and Python modules by the names in the code that it meets: what code may read.
+change. `fpipe.watching.accesses.Reach`, a walk that also enters classes, finds what code may read.
 
 Invariants. There is one list of packages that are not entered, `LIBRARIES`. Names looked up by a computed string
 (`getattr(self, name)`) are missed.
@@ -44,12 +44,8 @@ SEQUENCES: Final = (list, tuple, torch.Size, deque)
 TRANSPARENT: Final = (dict, list, tuple, set, frozenset, deque, CellType, FunctionType, MethodType, partial)
 MAX_SIZE: Final = 256
 """The number of entries up to which code is looked for in a container, and its entries are compared."""
-MAX_OBJECTS: Final = 2000
-"""The number of objects that `Reach` opens."""
 CACHED: Final[Any] = type(functools.lru_cache(id))
 STORES: Final = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
-DEFERRED: Final = ("forward", "backward", "setup_context")
-"""The methods of an autograd function, which `apply` calls, or the backward."""
 NOT_SET: Final = object()
 
 
@@ -248,76 +244,3 @@ class Walk:
         if names.names:
             self.containers[id(names.table), names.names] = names
         return [*held(function), *_changeable_globals(function)]
-
-
-class Reach(Walk):
-    """The code that can be reached from some values: functions through what they close over and the globals that their
-    code names, classes through the members that some code names.
-
-    - `functions`, `classes`, `files` (Python modules), `objects` (also modules of torch): each once.
-    - `methods`: the class in which a function was found.
-    """
-
-    LEAVES = (Tensor, *PLAIN_VALUES, BuiltinFunctionType, CodeType)
-
-    def __init__(self, roots: Iterable[Any]) -> None:
-        super().__init__()
-        self.classes: list[type] = []
-        self.files: list[ModuleType] = []
-        self.objects: list[Any] = []
-        self.methods: dict[FunctionType, type] = {}
-        self.names = {"__call__"}
-        self.follow(roots)
-        count = -1
-        while count != len(self.seen):  # new functions add names, which lead to new functions
-            count = len(self.seen)
-            holders: list[type | ModuleType] = [*self.classes, *self.files]
-            for holder in holders:
-                self.follow_members(holder, self.names)
-
-    def follow_members(self, holder: type | ModuleType, names: Iterable[str]) -> None:
-        """Walk from the members of these names of a class and its users' base classes, or of a Python module."""
-        for base in holder.__mro__ if isinstance(holder, type) else (holder,):
-            table = vars(base)
-            for one in [table[name] for name in table.keys() & names]:
-                self._note_method(base, one)
-                self.follow([one])
-
-    def _note_method(self, holder: Any, member: Any) -> None:
-        member = member.fget if isinstance(member, property) else member
-        if isinstance(holder, type) and isinstance(member, FunctionType):
-            self.methods.setdefault(member, holder)
-
-    def visit(self, one: Any) -> Iterable[Any]:
-        """Record an object, and return the objects to visit next."""
-        if isinstance(one, FunctionType):
-            return self._code(one) if is_users(one) else ()
-        if isinstance(one, ModuleType):
-            self.files += [] if is_library(one.__name__) else [one]
-            return ()
-        if isinstance(one, type):
-            return self._class(one) if is_users(one) else ()
-        if isinstance(one, nn.Module):
-            self.objects.append(one)
-            return type(one), *one._modules.values(), *vars(one).values()
-        if not has_entries(one):
-            return held(one)
-        if not is_container(type(one)):
-            self.objects.append(one)
-        inside = entries(one)
-        is_open = len(inside) <= MAX_SIZE and len(self.objects) < MAX_OBJECTS
-        return type(one), *(inside.values() if is_open else ())
-
-    def _class(self, kind: type) -> list[Any]:
-        self.classes.append(kind)
-        if not issubclass(kind, torch.autograd.Function):
-            return []
-        self.follow_members(kind, DEFERRED)
-        return []
-
-    def _code(self, function: FunctionType) -> list[Any]:
-        self.functions.append(function)
-        names = code_names(function)
-        self.names |= names
-        table = function.__globals__
-        return [*held(function), *[table[name] for name in names & table.keys()]]
