@@ -25,12 +25,9 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from fpipe.model.snapshot import CACHED, LIBRARIES, AssignedGlobals, ClassAttributes, Walk, contents
+from fpipe.model.walk import CACHED, AssignedGlobals, ClassAttributes, Walk, contents, is_library
 from fpipe.torch_private import FakeTensor
 
-LIBRARY_PACKAGES: Final = LIBRARIES.union(
-    sys.stdlib_module_names, ("fpipe", "schedules", "sympy", "pytest", "hypothesis")
-) - {"__main__"}
 CONTAINERS: Final = (dict, list, set, deque)
 NOT_OPENED: Final = (type, ModuleType, FunctionType, Tensor, nn.Module)
 CONTAINER_DEPTH: Final = 4
@@ -50,18 +47,18 @@ def remove_fakes(files: Iterable[str], kinds: Iterable[type], others: Iterable[A
 def user_classes(model: nn.Module) -> set[type]:
     """Return the classes of a model's modules and their base classes, without those of libraries."""
     bases = {base for one in model.modules() for base in type(one).__mro__}
-    return {kind for kind in bases if _is_open(kind.__module__)}
+    return {kind for kind in bases if not is_library(kind.__module__)}
 
 
 def defining_files(kinds: Iterable[type], loss: object) -> set[str]:
     """Return the names of the files that define these classes and the loss, without those of libraries."""
     found = {kind.__module__ for kind in kinds} | {str(getattr(loss, "__module__", "__main__"))}
-    return {name for name in found if _is_open(name)}
+    return {name for name in found if not is_library(name)}
 
 
 def user_files() -> list[str]:
     """Return the names of all imported files outside of libraries."""
-    return [name for name in list(sys.modules) if _is_open(name)]
+    return [name for name in list(sys.modules) if not is_library(name)]
 
 
 def find_caches(*roots: object) -> list[Any]:
@@ -70,10 +67,6 @@ def find_caches(*roots: object) -> list[Any]:
     walk.enter()
     walk.follow(roots)
     return [one for one in walk.containers.values() if isinstance(one, CACHED)]
-
-
-def _is_open(name: str) -> bool:
-    return name.partition(".")[0] not in LIBRARY_PACKAGES
 
 
 def _containers(files: Iterable[str], kinds: Iterable[type]) -> Iterator[Any]:

@@ -22,7 +22,8 @@ from torch import nn
 from fpipe.capture.module_state import is_torchs
 from fpipe.capture.places import module_place
 from fpipe.ir.refusals import original_state_error
-from fpipe.model.snapshot import NOT_SET, ContainerState, Snapshot, Walk
+from fpipe.model.snapshot import ContainerState, Snapshot
+from fpipe.model.walk import NOT_SET, Walk
 from fpipe.tensors.tree import PLAIN
 
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})

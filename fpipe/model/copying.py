@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import copy
 import dis
-from collections import deque
 from collections.abc import Collection
-from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -26,9 +24,7 @@ from fpipe.errors import CaptureError
 from fpipe.ir.captured import Buffer, Captured, Constant
 from fpipe.ir.observation import observe
 from fpipe.ir.refusals import original_state_error
-from fpipe.model.snapshot import Walk, children, codes
-
-WALKED = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial)
+from fpipe.model.walk import Walk, code_names, codes, visible
 
 
 class FunctionCopies:
@@ -70,25 +66,12 @@ class FunctionCopies:
 
     def _holds_part(self, holder: Any) -> bool:
         """Return whether a function or cell holds a part of the model, directly or through containers and functions."""
-        stack, seen = [holder], set[int]()
-        while stack:
-            one = stack.pop()
-            if id(one) in self.parts or id(getattr(one, "__dict__", None)) in self.parts:
-                return True
-            if id(one) in seen:
-                continue
-            seen.add(id(one))
-            if isinstance(one, FunctionType):
-                stack += [*(one.__closure__ or ()), one.__defaults__, one.__kwdefaults__]
-            elif isinstance(one, WALKED):
-                stack += children(one)
-        return False
+        return any(id(one) in self.parts or id(getattr(one, "__dict__", None)) in self.parts for one in visible(holder))
 
 
 def _require_no_globals(function: FunctionType, parts: Collection[int]) -> None:
     """Raise `CaptureError` if a function uses a global that is a part of the model."""
-    names = [name for code in codes(function.__code__) for name in code.co_names]
-    for name in [name for name in names if id(function.__globals__.get(name)) in parts]:
+    for name in [name for name in sorted(code_names(function)) if id(function.__globals__.get(name)) in parts]:
         steps = (step for code in codes(function.__code__) for step in dis.get_instructions(code))
         if any(step.opname == "LOAD_GLOBAL" and step.argval == name for step in steps):
             raise CaptureError(

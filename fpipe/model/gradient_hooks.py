@@ -14,15 +14,14 @@ Runs when a pipeline is built.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
-import optree
 from torch import Tensor, nn
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Hooks
-from fpipe.tensors.closures import closure_contents
+from fpipe.model.walk import code_names, visible
 from fpipe.tensors.placed import is_placed
 
 
@@ -43,7 +42,7 @@ def collect_gradient_hooks(model: nn.Module) -> Hooks:
                 "and would call it with one of these. Apply what it does to the gradients that the step returns."
             )
         for hook in found[name]:
-            if any(id(one) in own for one in _reach(hook)):
+            if any(id(one) in own for one in _parts(hook)):
                 raise CaptureError(
                     f"parameter {name}: got the gradient hook {getattr(hook, '__qualname__', hook)!r}, which holds a "
                     "parameter, buffer or module of the model, expected one of the gradient alone: it would see what "
@@ -63,19 +62,10 @@ def require_exact_hooks(hooks: Hooks, summed: frozenset[str]) -> None:
             )
 
 
-def _reach(hook: Any) -> Iterator[Any]:
-    """Yield what a hook visibly holds: cells, defaults, arguments, its object, and the globals that it names."""
-    todo, seen = [hook], set[int]()
-    while todo:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
+def _parts(hook: Any) -> Iterator[Any]:
+    """Yield what a hook visibly holds, its object, and the modules and tensors in the globals that it names."""
+    for one in visible(hook):
         yield one
-        if isinstance(one, MethodType):
-            todo += [one.__self__, one.__func__]
-        elif isinstance(one, FunctionType):
-            names = [n for n in one.__code__.co_names if isinstance(one.__globals__.get(n), nn.Module | Tensor)]
-            todo += [*closure_contents(one), *(one.__defaults__ or ()), *[one.__globals__[name] for name in names]]
-        else:
-            todo += [*closure_contents(one), *(optree.tree_leaves(one) if isinstance(one, tuple | list | dict) else ())]  # type: ignore[arg-type]
+        if isinstance(one, FunctionType):
+            named = [one.__globals__.get(name) for name in code_names(one)]
+            yield from [part for part in named if isinstance(part, nn.Module | Tensor)]

@@ -16,43 +16,18 @@ Runs when a plan is made; `restore_containers` and `restore_attributes` run in e
 
 from __future__ import annotations
 
-import dis
-import functools
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 from operator import is_not
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fpipe.tensors.tree import PLAIN
+from fpipe.model.walk import CACHED, NOT_SET, AssignedGlobals, ClassAttributes, Walk, contents
 from fpipe.torch_private import FakeTensor
-
-NOT_SET = object()
-LEAVES = (Tensor, *PLAIN, type(None), type, ModuleType, BuiltinFunctionType, CodeType)
-LIBRARIES = frozenset({"builtins", "torch", "optree", "numpy", "logging", "threading", "_thread", "weakref", "inspect"})
-"""Packages whose objects, other than modules, are not walked into: what they hold is not the model's."""
-CACHED: Any = type(functools.lru_cache(id))
-STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
-
-
-class AssignedGlobals(NamedTuple):
-    """The globals that a function assigns to, as a container."""
-
-    table: dict[str, Any]
-    names: tuple[str, ...]
-
-
-class ClassAttributes(NamedTuple):
-    """Some attributes of a class, as a container."""
-
-    kind: type
-    names: tuple[str, ...]
 
 
 class ContainerState(NamedTuple):
@@ -145,111 +120,6 @@ def restore_model(model: nn.Module) -> Iterator[None]:
     finally:
         for one in before:
             one.restore()
-
-
-class Walk:
-    """A walk over objects that collects the `containers` they reach, by key, and the `functions`.
-
-    It goes into functions only once `enter` has been called. Everything seen stays alive, so that ids stay unique.
-    """
-
-    def __init__(self) -> None:
-        self.into = False
-        self.seen: dict[int, Any] = {}
-        self.containers: dict[object, Any] = {}
-        self.functions: list[FunctionType] = []
-
-    def follow(self, roots: Iterable[object]) -> None:
-        """Walk from `roots`."""
-        stack = list(roots)
-        while stack:
-            one = stack.pop()
-            if isinstance(one, LEAVES) or id(one) in self.seen:
-                continue
-            self.seen[id(one)] = one
-            if isinstance(one, FunctionType):
-                self.functions.append(one)
-                stack += self._inside(one) if self.into else []
-                continue
-            if isinstance(one, AssignedGlobals | ClassAttributes):
-                self.containers[id(one[0]), one.names] = one
-                continue
-            if isinstance(one, (dict, list, set, deque, CellType, CACHED)):
-                self.containers[id(one)] = one
-            stack += children(one)
-
-    def enter(self) -> None:
-        """Go into the functions found so far, and into those found later."""
-        self.into = True
-        self.follow([one for function in list(self.functions) for one in self._inside(function)])
-
-    def _inside(self, function: FunctionType) -> list[Any]:
-        """Return what a function holds; record the globals that it assigns to."""
-        names = AssignedGlobals(function.__globals__, assigned_globals(function.__code__))
-        if names.names:
-            self.containers[id(names.table), names.names] = names
-        return children(function)
-
-
-def children(one: Any) -> list[Any]:
-    """Return the objects that an object holds; none for leaves and for objects of libraries."""
-    if isinstance(one, dict):
-        return list(dict.values(one))
-    if isinstance(one, list | tuple | set | frozenset | deque | CellType):
-        return list(contents(one))
-    if isinstance(one, FunctionType):
-        held = [*(one.__closure__ or ()), *(one.__defaults__ or ()), one.__kwdefaults__, vars(one)]
-        return [*held, *globals_of(one)]
-    if isinstance(one, MethodType):
-        return [one.__self__, one.__func__]
-    if isinstance(one, partial):
-        return [one.func, one.args, one.keywords]
-    if isinstance(one, nn.Module):
-        return [vars(one), type(one).forward]
-    opened = hasattr(one, "__dict__") and type(one).__module__.split(".")[0] not in LIBRARIES
-    return [vars(one)] if opened else []
-
-
-def globals_of(function: FunctionType) -> Iterator[Any]:
-    """Yield the globals that a function may change: containers, and objects defined in the function's module."""
-    for name in {name for code in codes(function.__code__) for name in code.co_names}:
-        one = function.__globals__.get(name)
-        defined = getattr(one if isinstance(one, FunctionType) else type(one), "__module__", None)
-        if isinstance(one, dict | list | set | deque) or defined == function.__module__:
-            yield one
-
-
-def codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object, and those of the functions defined in it."""
-    yield code
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from codes(one)
-
-
-def assigned_globals(code: CodeType) -> tuple[str, ...]:
-    """Return the names of the globals that code assigns to or deletes."""
-    if not any(dis.opmap[name] in one.co_code[::2] for one in codes(code) for name in STORES):  # nearly always
-        return ()
-    steps = [step for one in codes(code) for step in dis.get_instructions(one) if step.opname in STORES]
-    return tuple(sorted({str(step.argval) for step in steps}))
-
-
-def contents(container: Any) -> tuple[Any, ...]:
-    """Return a container's contents: for a dict, keys and values in turn; for a cache, how often it was filled."""
-    if isinstance(container, dict):  # bypass a subclass's own items()
-        return tuple(chain.from_iterable(dict.items(container)))
-    if isinstance(container, AssignedGlobals | ClassAttributes):
-        table = container.table if isinstance(container, AssignedGlobals) else vars(container.kind)
-        return tuple([table.get(name, NOT_SET) for name in container.names])
-    if isinstance(container, CACHED):
-        return (container.cache_info().misses,)
-    if isinstance(container, CellType):
-        try:
-            return (container.cell_contents,)
-        except ValueError:
-            return ()
-    return tuple(container)
 
 
 def fill(container: Any, parts: tuple[Any, ...]) -> None:

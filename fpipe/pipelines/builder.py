@@ -41,7 +41,6 @@ from fpipe.pipelines.resolver import Resolver
 from fpipe.runtime.launch import JobProcesses
 from fpipe.runtime.ranks import Ranks
 from fpipe.runtime.transport.agreement import Field
-from fpipe.stages.conversion import splits
 from fpipe.stages.ties import Tied, parameters_to_sum
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.watching.model_state import ModelState
@@ -139,6 +138,6 @@ class Builder:
             self.batchings[True].home,
         )
         model = skeleton(module, lambda tensor: fake(mode, tensor, home))
-        watching = Watcher(ModelState.of(module), self.loss, self.backend is not None or splits(self.schedule))
+        watching = Watcher(ModelState.of(module), self.loss)
         trains, hooks = self.schedule.backward, collect_gradient_hooks(module)
         return CaptureCache(model, self.loss, self.batchings, see, self.cuts, trains, hooks, watching)

@@ -80,7 +80,7 @@ class CaptureCache:
                 told = self.explore(variant, microbatch, refuse_questions)
                 assert told == microbatch, "all answers are known, and none is left over"
             self.positions[what] = self._positions(self.captured[what], *what)
-            self.watches[what] = self._watch(*what)
+            self.watches[what] = self.watching.watch(self.reads[what], variant.training)
         return self.captured[what], self.positions[what]
 
     @property
@@ -109,7 +109,9 @@ class CaptureCache:
 
         try:
             with (
-                nullcontext(Reads()) if self.front_end is dynamo else record_reads(places) as reads
+                nullcontext(Reads())
+                if self.front_end is dynamo
+                else record_reads(self.model, self.loss, places) as reads
             ):  # dynamo bypasses patches
                 captured = self._capture(variant, microbatch, answer)
         finally:
@@ -144,9 +146,6 @@ class CaptureCache:
     def runs_python(self) -> bool:
         """True if modules that are not cut apart run as Python in every step."""
         return is_eager(self.front_end)
-
-    def _watch(self, variant: Variant, microbatch: Microbatch) -> Watch:
-        return self.watching.watch(self.reads[variant, microbatch], variant.training, None)
 
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
         """Return the computation to capture for such a microbatch."""

@@ -21,7 +21,6 @@ Runs when ranks agree: descriptions are made once per kind of batch, digests in 
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
@@ -34,12 +33,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fpipe.model.walk import codes, is_library
+from fpipe.tensors.closures import closure_variables
 from fpipe.tensors.spec import Spec, as_bytes
 
 ATOMS: Final = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.layout, torch.memory_format, type(None))
 ENTRIES: Final = 1000
 LINES: Final = 20_000
-BY_NAME: Final = frozenset({*sys.stdlib_module_names, "torch"}) - {"__main__"}
 
 
 def digest(lines: Iterable[str]) -> int:
@@ -124,18 +124,14 @@ class _Description:
 
     def _function(self, path: str, function: FunctionType) -> Iterator[str]:
         yield _format(path, f"function {_qualified_name(function)}")
-        if function.__module__ and function.__module__.split(".")[0] in BY_NAME:
+        if is_library(function.__module__ or ""):
             return
-        for code in _codes(function.__code__):
+        for code in codes(function.__code__):
             yield _format(_extend(path, f"code of {code.co_name}"), digest_code(code))
         yield from self.lines(_extend(path, "defaults"), (function.__defaults__, function.__kwdefaults__))
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                held = cell.cell_contents
-            except ValueError:
-                held = None
-            yield from self.lines(_extend(path, f"cell {name}"), held)
-        named = dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names)
+        for name, variable in closure_variables(function).items():
+            yield from self.lines(_extend(path, f"cell {name}"), variable)
+        named = dict.fromkeys(name for code in codes(function.__code__) for name in code.co_names)
         for name in named:
             if name in function.__globals__:
                 yield from self._describe_global(_extend(path, f"global {name}"), function.__globals__[name], function)
@@ -174,14 +170,6 @@ def digest_code(code: CodeType) -> str:
     constants = [_format_constant(one) for one in code.co_consts if not isinstance(one, CodeType)]
     what = (code.co_code.hex(), constants, code.co_names, code.co_argcount, code.co_kwonlyargcount, code.co_flags)
     return blake2b(repr(what).encode(), digest_size=8).hexdigest()
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and those of the functions defined in it."""
-    yield code
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _codes(one)
 
 
 def _format_constant(value: Any) -> str:

@@ -70,6 +70,17 @@ def closure_contents(leaf: Any) -> tuple[Any, ...]:
         return ()
 
 
+def closure_variables(function: FunctionType) -> dict[str, Any]:
+    """Return the variables that a function closes over, by name, without those that are not set yet."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:
+            continue
+    return found
+
+
 def _rebuild(function: Any, held: Iterable[Any]) -> Any:
     """Return the function with these values in its cells, or as the parts of a `partial`."""
     held = tuple(held)

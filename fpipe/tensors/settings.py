@@ -89,7 +89,6 @@ def changes_since(before: Settings) -> str:
     return ", ".join([name for name, old, new in rows if old != new])
 
 
-def captured_settings(recorded: bool) -> dict[str, Any]:
-    """Return the current settings, by name, that a capture fixes: with `recorded` stages, choices of operators too."""
-    found: dict[str, Any] = {"the default dtype": torch.get_default_dtype()}
-    return found | {name: get() for name, get in OPERATOR_SETTINGS.items()} if recorded else found
+def captured_settings() -> dict[str, Any]:
+    """Return the current settings, by name, that a capture fixes: the default dtype, and choices of operators."""
+    return {"the default dtype": torch.get_default_dtype(), **{name: get() for name, get in OPERATOR_SETTINGS.items()}}

@@ -10,17 +10,17 @@ Runs when a pipeline is built or a plan is made, to record expectations, and in 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import is_
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 
-from fpipe.watching.entries import MAX_DEPTH, MAX_SIZE, entries, has_entries, is_container
+from fpipe.model.walk import MAX_SIZE, PLAIN_VALUES, entries, has_entries, is_container
+from fpipe.watching.accesses import Accesses
 from fpipe.watching.expectation import (
-    COMPARABLE,
     Difference,
     Expectation,
     ExpectedObject,
@@ -33,8 +33,8 @@ from fpipe.watching.expectation import (
     weak_reference,
 )
 
-IsRelevant: TypeAlias = Callable[[str, bool], bool]
-"""Returns whether an attribute (True) or a key of a mapping (False) of this name matters."""
+MAX_DEPTH = 4
+"""The nesting depth up to which containers and objects are compared."""
 
 
 @dataclass(frozen=True)
@@ -122,22 +122,23 @@ class ExpectedContainer:
     """The expected class and entries of a mapping, a sequence, or an object with attributes.
 
     - `children`: the expectations of its entries. `count`: its number of elements; `None` if others may come and go.
-    - `ref`: a weak reference to it, if its class allows one.
+    - `ref`: a weak reference to it, if its class allows one. `identity`: its id.
     """
 
     kind: type
     children: Mapping[Any, Expectation]
     count: int | None
     ref: Ref | None
+    identity: int
     table: ExpectedEntries
 
     @classmethod
     def of(
-        cls, kind: type, children: Mapping[Any, Expectation], count: int | None, ref: Ref | None
+        cls, kind: type, children: Mapping[Any, Expectation], count: int | None, ref: Ref | None, identity: int
     ) -> ExpectedContainer:
         """Return the expectation of a container of class `kind` with these children."""
         key_format = "[{}]" if is_container(kind) else ".{}"
-        return cls(kind, children, count, ref, ExpectedEntries.of(children, count, key_format))
+        return cls(kind, children, count, ref, identity, ExpectedEntries.of(children, count, key_format))
 
     @property
     def is_empty(self) -> bool:
@@ -155,30 +156,29 @@ class ExpectedContainer:
         else:
             yield Difference(where, value_text(value), self.kind.__name__)
 
-    def select(self, is_relevant: IsRelevant, seen: set[int]) -> Expectation:
+    def select(self, accesses: Accesses, seen: set[int]) -> Expectation:
         """Return the relevant part of it, or only its identity if it is in `seen`; add it to `seen`."""
         if id(self) in seen and self.ref is not None:
             return ExpectedObject(self.ref, self.kind.__name__)
         seen.add(id(self))
-        has_attributes = not is_container(self.kind)
+        has_attributes, owner = not is_container(self.kind), self.ref and self.ref()
         relevant = {
             key: child
             for key, child in self.children.items()
-            if not isinstance(key, str) or is_relevant(key, has_attributes)
+            if not isinstance(key, str) or accesses.is_relevant(owner, key, has_attributes)
         }
         if not has_attributes and not relevant:  # code must compute its keys
             relevant = dict(self.children)
-        selected = select_relevant(relevant, is_relevant, seen)
-        is_whole = len(selected) == len(self.children)
-        return ExpectedContainer.of(self.kind, selected, self.count if is_whole else None, self.ref)
+        selected = select_relevant(relevant, accesses, seen)
+        is_whole = len(selected) == len(self.children) and self.identity not in accesses.growing
+        count = self.count if is_whole else None
+        return ExpectedContainer.of(self.kind, selected, count, self.ref, self.identity)
 
 
-def select_relevant(
-    children: Mapping[Any, Expectation], is_relevant: IsRelevant, seen: set[int]
-) -> dict[Any, Expectation]:
+def select_relevant(children: Mapping[Any, Expectation], accesses: Accesses, seen: set[int]) -> dict[Any, Expectation]:
     """Return the children, each reduced to its relevant part."""
     return {
-        key: child.select(is_relevant, seen) if isinstance(child, ExpectedContainer) else child
+        key: child.select(accesses, seen) if isinstance(child, ExpectedContainer) else child
         for key, child in children.items()
     }
 
@@ -191,7 +191,7 @@ class Expectations:
 
     def expect(self, value: Any, depth: int = MAX_DEPTH) -> Expectation | None:
         """Return the expectation that a value stays as it is; `None` if it can't be compared."""
-        if isinstance(value, COMPARABLE):
+        if isinstance(value, PLAIN_VALUES):
             return ExpectedValue(value)
         if isinstance(value, Tensor):
             return ExpectedTensor(weakref.ref(value), version(value), value_text(value))
@@ -211,4 +211,4 @@ class Expectations:
         expected = {key: self.expect(one, depth - 1) for key, one in inside.items()} if len(inside) <= MAX_SIZE else {}
         children = {key: child for key, child in expected.items() if child is not None}
         count = len(inside) if is_container(type(value)) else None
-        return ExpectedContainer.of(type(value), children, count, weak_reference(value))
+        return ExpectedContainer.of(type(value), children, count, weak_reference(value), id(value))

@@ -14,17 +14,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from enum import Enum
-from numbers import Number
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fpipe.model.walk import PLAIN_VALUES
 from fpipe.tensors.spec import Spec
-
-COMPARABLE = (bool, Number, str, bytes, Enum, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Types whose instances are compared by value."""
 
 Ref: TypeAlias = Callable[[], Any]
 
@@ -105,7 +101,7 @@ def version(tensor: Tensor) -> int | None:
 
 def value_text(value: Any) -> str:
     """Return the text that errors show for a value."""
-    if isinstance(value, COMPARABLE):
+    if isinstance(value, PLAIN_VALUES):
         return repr(value)
     if isinstance(value, Tensor):
         return f"a tensor {Spec.of(value)}" if value.layout is torch.strided else "a tensor"

@@ -26,8 +26,9 @@ from typing import Any
 from torch import nn
 
 from fpipe.capture.places import module_place
+from fpipe.watching.accesses import Accesses
 from fpipe.watching.attribute_reads import Reads
-from fpipe.watching.containers import Expectations, ExpectedEntries, IsRelevant, select_relevant
+from fpipe.watching.containers import Expectations, ExpectedEntries, select_relevant
 from fpipe.watching.expectation import Difference, Expectation, ExpectedObject
 
 NOT_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl")
@@ -148,29 +149,39 @@ class ModelState:
         return cls(found, len(list(model.parameters())))
 
     @property
+    def model(self) -> nn.Module | None:
+        """The model, if it still exists."""
+        return self.modules[""][0].ref()
+
+    @property
     def places(self) -> dict[int, str]:
         """The names, for errors, of the modules that still exist, by id."""
         found = ((state.ref(), state.where) for state, _ in self.modules.values())
         return {id(module): where for module, where in found if module is not None}
 
-    def select(self, reads: Reads, is_relevant: IsRelevant, training: bool) -> tuple[ModuleState, ...]:
-        """Return the states, reduced to what `reads` contains; in evaluation, without training and gradient flags."""
+    def select(self, reads: Reads, accesses: Accesses, training: bool) -> tuple[ModuleState, ...]:
+        """Return the states, reduced to what a capture or reached code reads.
+
+        In evaluation, without training and gradient flags.
+        """
         seen: set[int] = set()
 
-        def select_read(state: ModuleState, known: Mapping[str, Expectation | None]) -> ModuleState:
-            names = reads.of(state.kind, known) - ({"training"} if not training else set())
+        def select_read(path: str, state: ModuleState, known: Mapping[str, Expectation | None]) -> ModuleState:
+            module = state.ref()
+            names = {*reads.of(path, state.kind, known), *(() if module is None else accesses.of_module(module))}
+            names -= {"training"} if not training else set()
             elsewhere = MODULE_NAMES | state.modules.keys() | {*(state.parameters or ()), *(state.buffers or ())}
             absent = [n for n in names if n not in known and n not in elsewhere and not _is_cached(state.kind, n)]
             children = {name: child for name in names if (child := known.get(name)) is not None}
-            relevant = select_relevant(children, is_relevant, seen)
+            relevant = select_relevant(children, accesses, seen)
             return replace(
                 state,
                 attributes=ExpectedEntries.of(relevant, None, "{!r}", tuple(absent)),
                 parameters=state.parameters if training else None,
-                buffers=None if reads.is_written(state.kind, "_buffers") else state.buffers,
+                buffers=None if "_buffers" in reads.written.get(path, ()) else state.buffers,
             )
 
-        return tuple(select_read(state, known) for state, known in self.modules.values())
+        return tuple(select_read(path, *one) for path, one in self.modules.items())
 
 
 def _is_cached(kind: type, name: str) -> bool:

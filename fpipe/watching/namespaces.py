@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The namespaces that code reads besides its arguments and the model: globals, closures, class attributes.
 
-Code that runs as Python in every step reads their current values. Recorded code, in a graph or in a module that is cut,
-does not. So what it read is recorded here, and compared with the current values before each step.
+A step runs recorded calls, which do not read them again. So what code read is recorded here, and compared with the
+current values before each step.
 
 Runs when a plan is made, to find namespaces, and in every step, to compare them.
 """
@@ -19,10 +19,13 @@ from torch import nn
 
 from fpipe.capture.eager_types import STAND_INS
 from fpipe.capture.places import module_place
+from fpipe.model.walk import is_users
+from fpipe.tensors.closures import closure_variables
+from fpipe.watching.accesses import Accesses
 from fpipe.watching.attribute_reads import Reads
 from fpipe.watching.containers import Expectations, ExpectedContainer, ExpectedEntries, select_relevant
 from fpipe.watching.expectation import Difference, Expectation, ExpectedValue
-from fpipe.watching.reachable_code import ReachableCode, closure_variables, is_users
+from fpipe.watching.model_state import NOT_ATTRIBUTES
 
 IGNORED_TYPES = (ModuleType, logging.Logger, logging.LoggerAdapter)
 """Types whose contents don't affect results."""
@@ -44,73 +47,78 @@ class Namespace(NamedTuple):
         return self.expected.differences(self.now(), self.where)
 
 
-def find_namespaces(roots: Iterable[Any], reads: Reads, reached: ReachableCode) -> tuple[Namespace, ...]:
-    """Return the namespaces that the code `reached` from `roots` reads, as they are now."""
-    return tuple(_NamespaceFinder(reads, reached).find(roots))
+def find_namespaces(roots: Iterable[Any], reads: Reads, accesses: Accesses) -> tuple[Namespace, ...]:
+    """Return the namespaces that reached code and the losses in `roots` read, as they are now."""
+    return tuple(_NamespaceFinder(reads, accesses).find(roots))
 
 
 class _NamespaceFinder:
     """A search for the namespaces that reached code reads, and for the part of each that it reads."""
 
-    def __init__(self, reads: Reads, reached: ReachableCode) -> None:
-        self.reads, self.reached, self.expectations, self.seen = reads, reached, Expectations(), set[int]()
+    def __init__(self, reads: Reads, accesses: Accesses) -> None:
+        self.reads, self.accesses, self.reach = reads, accesses, accesses.reach
+        self.expectations, self.seen = Expectations(), set[int]()
 
     def find(self, roots: Iterable[Any]) -> Iterator[Namespace]:
         """Yield all namespaces from which something is read."""
         yield from self._closures()
         for table, used in self._globals():
             values = {name: table[name] for name in sorted(used)}
-            yield from self._namespace(partial(_same_table, table), values, f"module {table.get('__name__')}, global ")
+            yield from self._namespace(
+                partial(_same_table, table), table, values, f"module {table.get('__name__')}, global "
+            )
         for owner, names in self._owners():
             read = [name for name in vars(owner) if name in names and not name.startswith("__")]
             values = {name: vars(owner)[name] for name in read}
             kind = "class" if isinstance(owner, type) else "module"
-            yield from self._namespace(partial(vars, owner), values, f"{kind} {owner.__name__}, attribute ")
+            yield from self._namespace(partial(vars, owner), owner, values, f"{kind} {owner.__name__}, attribute ")
         for root in roots:
             yield from self._root(root)
 
     def _closures(self) -> Iterator[Namespace]:
         """Yield the closures of functions, without functions and classes in them, which are reached themselves."""
-        for function in self.reached.functions:
+        for function in self.reach.functions:
             variables = closure_variables(function)
             values = {name: one for name, one in variables.items() if not isinstance(one, FunctionType | type)}
             where = f"{function.__module__}.{function.__qualname__}, which closes over "
-            yield from self._namespace(partial(closure_variables, function), values, where)
+            yield from self._namespace(partial(closure_variables, function), function, values, where)
 
     def _globals(self) -> Iterable[tuple[dict[str, Any], set[str]]]:
         """Return the tables of globals, each with the names that are read."""
         found: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        for function in self.reached.functions:
+        for function in self.reach.functions:
             table = function.__globals__
-            names = self.reached.names_of(function.__code__).outer & table.keys()
+            names = self.accesses.names_of(function.__code__).outer & table.keys()
             found.setdefault(id(table), (table, set()))[1].update(names)
         return found.values()
 
     def _owners(self) -> Iterator[tuple[type | ModuleType, Collection[str]]]:
         """Yield classes and Python modules, each with the names that are read."""
-        names = self.reached.names.attributes
-        for kind in self.reached.classes:
+        names = self.accesses.names.attributes
+        for kind in self.reach.classes:
             read = names | self.reads.read.get(kind, set())
             yield from [(base, read) for base in kind.__mro__ if is_users(base)]
-        yield from [(module, names) for module in self.reached.modules]
+        yield from [(module, names) for module in self.reach.files]
 
     def _root(self, root: Any) -> Iterator[Namespace]:
         """Yield the namespaces of a loss that is a module or another object with attributes."""
         if isinstance(root, nn.Module):
-            for path, module in root.named_modules():
+            for path, module in root.named_modules(prefix="loss"):
                 table = vars(module)
-                values = {name: table[name] for name in self.reads.of(type(module), table) if name in table}
-                where = f"{module_place(path, module)} of the loss, attribute "
-                yield from self._namespace(partial(vars, module), values, where)
+                read = {*self.reads.of(path, type(module), table), *self.accesses.of_module(module)}
+                values = {name: table[name] for name in read & table.keys() if name not in NOT_ATTRIBUTES}
+                where = f"{module_place(path[5:], module)} of the loss, attribute "
+                yield from self._namespace(partial(vars, module), module, values, where)
         elif not isinstance(root, FunctionType):
-            yield from self._namespace(partial(dict, loss=root), {"loss": root}, "the ")
+            yield from self._namespace(partial(dict, loss=root), None, {"loss": root}, "the ")
 
     def _namespace(
-        self, now: Callable[[], Mapping[str, Any]], values: Mapping[str, Any], where: str
+        self, now: Callable[[], Mapping[str, Any]], owner: object, values: Mapping[str, Any], where: str
     ) -> Iterator[Namespace]:
-        """Yield a namespace with these `values`, if any of them can be compared."""
-        children = {name: child for name, one in values.items() if (child := self._expect(name, one)) is not None}
-        relevant = select_relevant(children, partial(is_relevant, self.reached), self.seen)
+        """Yield a namespace with these `values` of `owner`, if any of them can be compared."""
+        fixed = {name: one for name, one in values.items() if not self.accesses.is_assigned(owner, name)}
+        children = {name: child for name, one in fixed.items() if (child := self._expect(one)) is not None}
+        relevant = select_relevant(children, self.accesses, self.seen)
         expected = {
             name: child
             for name, child in relevant.items()
@@ -119,21 +127,13 @@ class _NamespaceFinder:
         if expected:
             yield Namespace(now, ExpectedEntries.of(expected, None, "{!r}"), where)
 
-    def _expect(self, name: str, value: Any) -> Expectation | None:
+    def _expect(self, value: Any) -> Expectation | None:
         """Return the expectation that a variable stays as it is; `None` if it can't or needn't be compared."""
         if any(value is stand_in for stand_in in STAND_INS):  # a capture is in progress
             return None
         is_code = isinstance(value, type) or (callable(value) and type(value).__module__ in ("builtins", "functools"))
         expectation = ExpectedValue(value) if is_code else self.expectations.expect(value)
-        return None if name in self.reached.names.stored or isinstance(value, IGNORED_TYPES) else expectation
-
-
-def is_relevant(reached: ReachableCode, name: str, is_attribute: bool) -> bool:
-    """Return whether the reached code reads a key of that name, or an attribute that it does not set itself."""
-    names = reached.names
-    if is_attribute:
-        return name in names.attributes and name not in names.stored
-    return name in names.keys or name in names.attributes
+        return None if isinstance(value, IGNORED_TYPES) else expectation
 
 
 def _same_table(table: Mapping[str, Any]) -> Mapping[str, Any]:

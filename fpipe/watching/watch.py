@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check before each step that what a plan assumed at capture still holds.
 
-A step uses the parameters and buffers that it is passed, and the batch with its numbers and flags. With the front ends
-"trace" and "modules" and `backward="autograd"`, modules within a single stage run as Python, and so does the loss; what
-they read outside the model (globals, variables that they close over, class attributes, attributes of the loss) is
-current, too.
-
-Everything else is recorded when the pipeline is built: the model (its modules, their attributes and flags, which
-parameters are trained) and, for code that doesn't run as Python, everything that it read outside the model. If anything
-that a capture has read changes, the next step raises an error.
+A step uses the parameters and buffers that it is passed, and the batch with its numbers and flags. Everything else is a
+snapshot: the model (its modules, their attributes and flags, which parameters are trained), and the globals, closures,
+class attributes and helper objects that code reads, in forwards, losses, hooks and backwards alike. If any of it
+changes, the next step raises an error.
 
 Changes are not detected in values that code looks up by a computed name, in the state of iterators, generators and C
 extensions, in the elements of large containers, in tensors that share memory with a constant, and in a model that no
-longer exists.
+longer exists. `fpipe.pipelines.recheck` finds those by capturing the model again.
 
 Runs when a plan is made, to make a `Watch`, and in every step, to check it.
 """
@@ -21,22 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from types import CodeType
 from typing import Any
 
 from fpipe.capture.originals import shared_attributes
 from fpipe.errors import InputError
-from fpipe.ir.captured import Call
+from fpipe.model.walk import is_users
 from fpipe.tensors.settings import captured_settings
+from fpipe.watching.accesses import Accesses, Reach
 from fpipe.watching.attribute_reads import Reads
 from fpipe.watching.code_names import CodeNames, find_names
 from fpipe.watching.containers import ExpectedEntries
 from fpipe.watching.expectation import Difference, ExpectedValue
 from fpipe.watching.model_state import ModelState, ModuleState
-from fpipe.watching.namespaces import Namespace, find_namespaces, is_relevant
+from fpipe.watching.namespaces import Namespace, find_namespaces
 from fpipe.watching.quick_check import QuickCheck
-from fpipe.watching.reachable_code import ReachableCode, is_users
 
 MAX_SHOWN = 5
 """The number of differences that one error lists."""
@@ -109,87 +105,45 @@ def _raise_changed(found: Sequence[Difference], when: str) -> None:
 class Watcher:
     """A factory of watches for the model that a pipeline was built from, and its loss.
 
-    - `recorded`: True if the stages are recorded as graphs, and no module runs as Python in a step.
-    - `codes`: a cache of the names in code objects.
+    `codes`: a cache of the names in code objects.
     """
 
     origin: ModelState
     loss: Any
-    recorded: bool
     codes: dict[CodeType, CodeNames] = field(default_factory=dict)
 
     def shared_attributes(self) -> frozenset[str]:
         """Return the attributes of the model whose contents the loss reaches other than through the model."""
-        model = self.origin.modules[""][0].ref()
+        model = self.origin.model
         return frozenset() if model is None else shared_attributes(model, self.loss)
 
-    def watch(self, reads: Reads, training: bool, replayed: Sequence[Call] | None) -> Watch:
-        """Return the watch over what a capture with these `reads` assumed.
+    def watch(self, reads: Reads, training: bool) -> Watch:
+        """Return the watch over what a capture with these `reads` assumed."""
+        accesses = Accesses(Reach(self._roots(reads)), self._names)
+        losses = [] if self.loss is None else [self.loss]
+        outside = find_namespaces(losses, reads, accesses)
+        modules = self.origin.select(reads, accesses, training)
+        return Watch(modules, self.origin.parameters, (*outside, _torch_settings()))
 
-        `replayed`: the calls whose code doesn't run as Python in a step; `None` for all.
-        """
-        code = _CapturedCode(self, reads)
-        modules = self.origin.select(reads, code.is_relevant, training)
-        if self.recorded or replayed is None:
-            outside = code.namespaces(None, True)
-        else:
-            outside = code.namespaces({call.kind for call in replayed}, any(call.path == "loss" for call in replayed))
-        settings = _torch_settings(self.recorded)
-        return Watch(modules, self.origin.parameters, (*outside, settings))
-
-
-class _CapturedCode:
-    """The code that ran during a capture, and what it reads."""
-
-    def __init__(self, watcher: Watcher, reads: Reads) -> None:
-        self.watcher, self.reads = watcher, reads
-
-    @cached_property
-    def reachable(self) -> ReachableCode:
-        """The code and objects that any of the code reaches."""
-        return ReachableCode([*self._roots(None), self.watcher.loss], self._names)
-
-    def is_relevant(self, name: str, is_attribute: bool) -> bool:
-        """Return whether any code reads an attribute, or a key, of that name."""
-        return is_relevant(self.reachable, name, is_attribute)
-
-    def namespaces(self, kinds: set[type] | None, loss: bool) -> tuple[Namespace, ...]:
-        """Return what is read outside the model by modules of these `kinds` (all, if `None`), and by the `loss`."""
-        losses = [self.watcher.loss] if loss and self.watcher.loss is not None else []
-        roots = [*self._roots(kinds), *losses]
-        return find_namespaces(losses, self.reads, ReachableCode(roots, self._names)) if roots else ()
-
-    def _roots(self, kinds: set[type] | None) -> Iterator[Any]:
-        """Yield the classes of modules that were read, and the attributes that were read from these classes."""
-        for kind, names in self.reads.read.items():
-            if (kinds is None or kind in kinds) and is_users(kind):
+    def _roots(self, reads: Reads) -> Iterator[Any]:
+        """Yield the model, the loss, and of each class of module the members that a capture read."""
+        model = self.origin.model
+        parameters = () if model is None else model.parameters()
+        yield from (self.loss, model, *(hook for p in parameters for hook in (p._backward_hooks or {}).values()))
+        for kind in {*reads.read, *(state.kind for state, _ in self.origin.modules.values())}:
+            if is_users(kind):
                 yield kind
                 for base in kind.__mro__:
-                    yield from [vars(base)[name] for name in names & vars(base).keys()] if is_users(base) else ()
+                    read = {*reads.read.get(kind, ()), "forward"} & vars(base).keys() if is_users(base) else set()
+                    yield from [vars(base)[name] for name in read]
 
     def _names(self, code: CodeType) -> CodeNames:
-        codes = self.watcher.codes
-        if code not in codes:
-            codes[code] = find_names(code)
-        return codes[code]
+        if code not in self.codes:
+            self.codes[code] = find_names(code)
+        return self.codes[code]
 
 
-def _torch_settings(recorded: bool) -> Namespace:
+def _torch_settings() -> Namespace:
     """Return the namespace of torch's settings that must stay as they were at capture."""
-    now = partial(captured_settings, recorded)
-    values = {name: ExpectedValue(value) for name, value in now().items()}
-    return Namespace(now, ExpectedEntries.of(values, None, "{}"), "torch: ")
-
-
-def find_replayed_calls(calls: Sequence[Call], positions: Sequence[int]) -> list[Call]:
-    """Return the calls that don't run as Python if the model is cut at `positions`, outer calls before inner ones."""
-    replayed: list[Call] = []
-    around: list[Call] = []
-    for call in calls:
-        while around and around[-1].stop <= call.start:
-            around.pop()
-        is_reachable = not around or around[-1] in replayed  # not inside a call that runs as Python
-        if is_reachable and (not call.python or any(call.start < position < call.stop for position in positions)):
-            replayed.append(call)
-        around.append(call)
-    return replayed
+    values = {name: ExpectedValue(value) for name, value in captured_settings().items()}
+    return Namespace(captured_settings, ExpectedEntries.of(values, None, "{}"), "torch: ")

@@ -29,7 +29,8 @@ from fpipe.capture.trace.history import for_real
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.ir.captured import Value
 from fpipe.ir.tape import Frame, Tape
-from fpipe.model.snapshot import ContainerState, contents
+from fpipe.model.snapshot import ContainerState
+from fpipe.model.walk import contents
 from fpipe.torch_private import DisableTorchFunction
 
 

@@ -28,7 +28,8 @@ from fpipe.capture.trace.settling import fill_caches, settle, try_constant
 from fpipe.capture.trace.values import KeptError
 from fpipe.errors import CaptureError
 from fpipe.ir.questions import Answer, Ask
-from fpipe.model.snapshot import CACHED, ContainerState, Snapshot, Walk, contents
+from fpipe.model.snapshot import ContainerState, Snapshot
+from fpipe.model.walk import CACHED, Walk, contents
 
 
 class SettledRun(NamedTuple):

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.ir.captured import Value
-from fpipe.model.snapshot import NOT_SET, ContainerState, Snapshot, contents, fill
+from fpipe.model.snapshot import ContainerState, Snapshot, fill
+from fpipe.model.walk import NOT_SET, contents
 from fpipe.torch_private import FakeTensor, FakeTensorMode
 
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe.model.snapshot import Walk, contents
+from fpipe.model.walk import Walk, contents
 from schedules import one_f_one_b
 from tests.common.cases import BACKWARDS, WIDTH, mse, rows_of
 from tests.common.comparison import assert_same

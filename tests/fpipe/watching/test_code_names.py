@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names that the code of a function reads."""
 
-from fpipe.watching.code_names import find_names
+from fpipe.watching.code_names import Lookup, find_names
 
 TABLE: dict[str, float] = {}
 WAYS = ()
@@ -21,4 +21,4 @@ def test_names_that_are_only_written_are_not_read():
     assert found.attributes == {"helper", "width"}
     assert "scale" in found.keys
     assert "unread" not in found.keys
-    assert found.stored == {"FACTOR", "count"}
+    assert found.stored == {(Lookup("global"), "FACTOR"), (Lookup("first", "", ("helper",)), "count")}

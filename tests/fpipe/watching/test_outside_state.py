@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State outside the model: globals, classes and the loss, which a pipeline reads again or requires to be unchanged."""
+"""State outside the model: globals, classes and the loss, whose change is an error at the next step."""
+
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 import fpipe
@@ -9,6 +12,7 @@ from schedules import one_f_one_b
 from tests.common import watched_models
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
+from tests.common.sizes import covering
 from tests.common.watched_models import TABLE, WAYS, Block, Loss, batch, build, run_step
 
 
@@ -23,26 +27,10 @@ def counted_loss(weight):
     return loss, change
 
 
-def test_by_autograd_a_loss_reads_current_values():
+@pytest.mark.parametrize("backward", WAYS)
+def test_changing_what_a_loss_closes_over_is_an_error(backward):
     loss, change = counted_loss(1.0)
-    pipe, model, _, x, y = build(loss=loss)
-    run_step(pipe, model, x, y)
-    change(3.0)
-    assert_same(run_step(pipe, model, x, y), loop(model, loss, (x,), y, 3))
-
-
-def test_by_autograd_a_loss_reads_its_current_attributes(monkeypatch):
-    pipe, model, loss, x, y = build()
-    run_step(pipe, model, x, y)
-    loss.weight = 3.0
-    monkeypatch.setitem(TABLE, "scale", 0.5)
-    monkeypatch.setattr(Block, "kind", 2.0)  # blocks run as themselves
-    assert_same(run_step(pipe, model, x, y), loop(model, loss, (x,), y, 3))
-
-
-def test_changing_what_a_recorded_loss_closes_over_is_an_error():
-    loss, change = counted_loss(1.0)
-    pipe, model, _, x, y = build("graph", loss=loss)
+    pipe, model, _, x, y = build(backward, loss=loss)
     run_step(pipe, model, x, y)
     change(3.0)
     words = r"counted_loss.<locals>.loss, which closes over 'weight': got 3.0, expected 1.0, as when it was captured"
@@ -66,10 +54,10 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("what", OUTSIDE)
-def test_changing_state_outside_the_model_that_a_graph_has_read_is_an_error(what, monkeypatch):
+@covering(what=[*OUTSIDE], backward=WAYS)
+def test_changing_state_outside_the_model_is_an_error(what, backward, monkeypatch):
     change, words = OUTSIDE[what]
-    pipe, model, loss, x, y = build("graph")
+    pipe, model, loss, x, y = build(backward)
     run_step(pipe, model, x, y)
     change(loss, monkeypatch)
     with pytest.raises(fpipe.InputError, match=words):
@@ -78,25 +66,13 @@ def test_changing_state_outside_the_model_that_a_graph_has_read_is_an_error(what
     assert_same(run_step(pipe, model, x, y), loop(model, loss, (x,), y, 3))
 
 
-def test_changing_state_that_a_cut_module_has_read_is_an_error(monkeypatch):
-    pipe, model, _, x, y = build("autograd")
-    monkeypatch.setattr(watched_models, "FACTOR", 2.0)
-    with pytest.raises(fpipe.InputError, match=r"global 'FACTOR': got 2.0, expected 1.0"):
+@pytest.mark.parametrize("backward", WAYS)
+def test_changing_a_loss_module_is_an_error(backward):
+    loss = nn.SmoothL1Loss()
+    pipe, model, _, x, y = build(backward, loss=loss)
+    loss.beta = 0.5
+    with pytest.raises(fpipe.InputError, match=r"\(SmoothL1Loss\) of the loss, attribute 'beta': got 0.5, expe"):
         run_step(pipe, model, x, y)
-
-
-def test_changing_a_loss_module_is_noticed():
-    for backward in WAYS:
-        loss = nn.SmoothL1Loss()
-        pipe, model, _, x, y = build(backward, loss=loss)
-        loss.beta = 0.5
-        if backward == "autograd":
-            assert_same(run_step(pipe, model, x, y), loop(model, loss, (x,), y, 3))
-        else:
-            with pytest.raises(
-                fpipe.InputError, match=r"\(SmoothL1Loss\) of the loss, attribute 'beta': got 0.5, expe"
-            ):
-                run_step(pipe, model, x, y)
 
 
 @pytest.mark.parametrize("capture", ["export", "dynamo", "fx"])
@@ -116,3 +92,114 @@ def test_front_ends_that_make_a_graph_notice_every_change(capture, monkeypatch):
         with pytest.raises(fpipe.InputError, match=words):
             run_step(pipe, model, x, y)
         pipe = pipe.rebuilt(model)
+
+
+class Noted(nn.Module):
+    """Reads a global, an attribute of a helper, and assigns attributes of the same names to another object."""
+
+    def __init__(self, common):
+        super().__init__()
+        self.linear, self.common = nn.Linear(4, 4), common
+
+    def forward(self, x):
+        note = SimpleNamespace()
+        note.SCALE = note.temperature = 1
+        return self.linear(x) * SCALE * self.common.temperature
+
+
+SCALE = 2.0
+
+
+@pytest.mark.parametrize("backward", WAYS)
+def test_an_assignment_to_one_object_hides_no_change_of_another(backward, monkeypatch):
+    common = SimpleNamespace(temperature=2.0)
+    model = nn.Sequential(Noted(common), Noted(common), nn.Linear(4, 2))
+    x, y = batch()
+    how = one_f_one_b(ranks=2, microbatches=3)
+    options = {"schedule": how, "cuts": ["1"], "backward": backward}
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=nn.functional.mse_loss, **options)
+    monkeypatch.setattr(common, "temperature", 3.0)
+    with pytest.raises(fpipe.InputError, match=r"'common'.temperature: got 3.0, expected 2.0"):
+        run_step(pipe, model, x, y)
+    monkeypatch.undo()
+    monkeypatch.setitem(globals(), "SCALE", 5.0)
+    with pytest.raises(fpipe.InputError, match=r"global 'SCALE': got 5.0, expected 2.0"):
+        run_step(pipe, model, x, y)
+
+
+class Kept:
+    """Counts and caches what only its own module's forward assigns."""
+
+    def __init__(self):
+        self.width, self.calls, self.tables = 0, 0, {}
+
+
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.kept = nn.Linear(4, 4), Kept()
+
+    def forward(self, x):
+        kept = self.kept
+        kept.width = len(x)
+        self.kept.calls += 1
+        if kept.width not in kept.tables:
+            kept.tables[kept.width] = torch.ones(1)
+        return self.linear(x) * kept.tables[kept.width] * (kept.calls > 0)
+
+
+def test_what_the_model_assigns_to_a_helper_may_change():
+    model, (x, y) = nn.Sequential(Keeps(), Keeps(), nn.Linear(4, 2)), batch()
+    how = one_f_one_b(ranks=2, microbatches=3)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=nn.functional.mse_loss, schedule=how, cuts=["1"])
+    before = run_step(pipe, model, x, y)
+    model(x[:1])
+    assert_same(run_step(pipe, model, x, y), before)
+
+
+class Reversed(nn.Linear):
+    """Scales the gradient in one of several kinds of backward code."""
+
+    factor = 1.0
+
+    def __init__(self, how):
+        super().__init__(4, 4)
+        self.how = how
+        if how == "a module's hook":
+            self.register_full_backward_hook(lambda module, grads, _: tuple(g * module.factor for g in grads))
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.how == "a tensor's hook" and y.requires_grad:
+            y.register_hook(lambda grad: grad * self.factor)
+        return Scaled.apply(y) if self.how == "an autograd function" else y
+
+
+class Scaled(torch.autograd.Function):
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * Scaled.factor
+
+
+@covering(how=["a module's hook", "a tensor's hook", "an autograd function"], backward=WAYS)
+def test_changing_what_only_the_backward_reads_is_an_error(how, backward, monkeypatch):
+    model, (x, y) = nn.Sequential(nn.Linear(4, 4), Reversed(how), nn.Linear(4, 4), Reversed(how)), batch()
+    y = torch.randn(6, 4)
+    options = {"schedule": one_f_one_b(ranks=2, microbatches=3), "cuts": ["2"], "backward": backward}
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=nn.functional.mse_loss, **options)
+    run_step(pipe, model, x, y)
+    monkeypatch.setattr(Scaled if how == "an autograd function" else Reversed, "factor", -0.5)
+    with pytest.raises(fpipe.InputError, match=r"attribute 'factor': got -0.5, expected 1.0"):
+        run_step(pipe, model, x, y)
+    monkeypatch.undo()
+    run_step(pipe, model, x, y)
+    if how != "an autograd function":
+        model[1].factor = -0.5
+        with pytest.raises(fpipe.InputError, match=r"module 1 \(Reversed\), attribute 'factor': got -0.5 of its own"):
+            run_step(pipe, model, x, y)
