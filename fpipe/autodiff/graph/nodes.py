@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recorded stage as a list of nodes: arguments, constants, and calls of torch's operators.
 
-A node refers to the nodes that it reads, never to those that read it, so nodes form no reference cycles, and a dropped
-graph is freed at once. Who reads a node is computed where it is needed (`users_of`).
+Nodes are not changed once they are in a list. A node refers to the nodes that it reads, never to those that read it, so
+nodes form no reference cycles, and a dropped graph is freed at once. Who reads a node is computed where it is needed
+(`users_of`).
 
 Runs when a plan is made, if stages are recorded.
 """
@@ -31,12 +32,14 @@ class Node:
     - `value`: the fake tensor that it was in the recording, if it was one. `held`: a constant's tensor.
     """
 
-    __slots__ = ("args", "held", "kwargs", "target", "value")
+    __slots__ = ("_reads", "_writes", "args", "held", "kwargs", "target", "value")
 
     def __init__(self, target: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         self.target, self.args, self.kwargs = target, tuple(args), kwargs or {}
         self.value: Tensor | None = None
         self.held: Tensor | None = None
+        self._reads: tuple[Node, ...] | None = None
+        self._writes: tuple[Node, ...] | None = None
 
     @property
     def is_call(self) -> bool:
@@ -49,19 +52,23 @@ class Node:
         return self.target is getitem
 
     @property
-    def reads(self) -> list[Node]:
+    def reads(self) -> tuple[Node, ...]:
         """The nodes that this one reads, each once, in order."""
-        found: dict[Node, None] = {}
-        _collect((self.args, self.kwargs), found)
-        return list(found)
+        if self._reads is None:
+            found: dict[Node, None] = {}
+            _collect(self.args, found)
+            _collect([*self.kwargs.values()], found)
+            self._reads = tuple(found)
+        return self._reads
 
     @property
-    def writes(self) -> list[Node]:
+    def writes(self) -> tuple[Node, ...]:
         """The nodes whose tensors this one writes in place."""
-        found: dict[Node, None] = {}
-        for argument in written_arguments(self.target, self.args, self.kwargs):
-            _collect(argument, found)
-        return list(found)
+        if self._writes is None:
+            found: dict[Node, None] = {}
+            _collect([*written_arguments(self.target, self.args, self.kwargs)], found)
+            self._writes = tuple(found)
+        return self._writes
 
     @property
     def has_effects(self) -> bool:
@@ -71,6 +78,12 @@ class Node:
         if torch.Tag.nondeterministic_seeded in self.target.tags:
             return True
         return self.target._schema.is_mutable or bool(self.writes)
+
+    def on(self, to: Mapping[Node, Node]) -> Node:
+        """Return the same call, of what `to` has in place of some nodes; itself if it reads none of these."""
+        if all(to.get(one, one) is one for one in self.reads):
+            return self
+        return self.copy(lambda one: to.get(one, one))
 
     def copy(self, to: Callable[[Node], Any]) -> Node:
         """Return the same call of other nodes."""
@@ -98,11 +111,9 @@ def map_nodes(tree: Any, to: Callable[[Node], Any]) -> Any:
 def _collect(tree: Any, found: dict[Node, None]) -> None:
     if isinstance(tree, Node):
         found[tree] = None
-    elif type(tree) in (tuple, list):
+    elif type(tree) is tuple or type(tree) is list:
         for one in tree:
             _collect(one, found)
-    elif type(tree) is dict:
-        _collect([*tree.values()], found)
 
 
 def users_of(nodes: Iterable[Node]) -> dict[Node, list[Node]]:

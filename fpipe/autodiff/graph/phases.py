@@ -211,22 +211,20 @@ def _split_convolutions(joint: Joint) -> Joint:
     """Return the graph with each convolution's backward split: the gradient of its input, and those of its weights."""
     nodes, to, pairs = list[Node](), dict[Node, Node](), dict[Node, tuple[Node, Node]]()
     for node in joint.nodes:
+        made = node.on(to)
         if node not in joint.forward and _computes_both(node):
             mask: Any = node.args[-1]
-            args = [to.get(one, one) if isinstance(one, Node) else one for one in node.args[:-1]]
             masks = [mask[0], False, False], [False, *mask[1:]]
-            first, second = (Node(node.target, (*args, one)) for one in masks)
+            first, second = (Node(node.target, (*made.args[:-1], one)) for one in masks)
+            pairs[node] = first, second
             nodes += (first, second)
-            to[node], pairs[node] = first, (first, second)
-            continue
-        if node.is_item and (pair := pairs.get(node.reads[0])):  # of the one that computes this item
-            source = pair[node.args[1] > 0]
-            made = node.copy(lambda _, source=source: source)  # type: ignore[misc]
+        elif node.is_item and (pair := pairs.get(node.reads[0])):  # of the one that computes this item
+            to[node] = made = node.on({node.reads[0]: pair[node.args[1] > 0]})
+            nodes.append(made)
         else:
-            made = node.copy(lambda one: to.get(one, one))
-        nodes.append(made)
-        to[node] = made
-    return joint.transfer(nodes, to)
+            nodes.append(made)
+            to.update({} if made is node else {node: made})
+    return joint.transfer(nodes, to) if pairs else joint
 
 
 def _computes_both(node: Node) -> bool:

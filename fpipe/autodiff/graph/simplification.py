@@ -31,15 +31,19 @@ LARGEST_CONSTANT = 4096
 
 def simplify(joint: Joint) -> Joint:
     """Return an equivalent joint graph with less work to do."""
+    writers = [node for node in joint.calls if node.writes]
+    changed = [one for node in writers for one in node.writes]
+    kept = {memory(one.value) for one in (*joint.returned, *changed) if one.value is not None}
     to, nodes = dict[Node, Node](), list[Node]()
-    writes = any(node.writes for node in joint.calls)
     for node in joint.nodes:
-        same = _shortcut(node, to) or (None if writes else _power_of_one(node, to))
+        same = _shortcut(node, to) or (None if writers else _power_of_one(node, to))
         if same is None:
-            same = _shrink_sum(node, to) or node.copy(lambda one: to.get(one, one))
-            nodes.append(same)
-        to[node] = same
-    return _remove_unused(_fold_constants(joint.transfer(nodes, to)))
+            made = _shrink_sum(node, to) or node.on(to)
+            same = constant(_compute(made), made.value) if _is_constant(made, kept) else made
+            nodes += [same] if same is made else []
+        if same is not node:
+            to[node] = same
+    return _remove_unused(joint.transfer(nodes, to))
 
 
 def _shortcut(node: Node, to: Mapping[Node, Node]) -> Node | None:
@@ -82,28 +86,12 @@ def shape_of(node: Node) -> tuple[int, ...]:
     return () if node.value is None else tuple(node.value.shape)
 
 
-def _fold_constants(joint: Joint) -> Joint:
-    """Turn small tensors that depend on no argument into constants, unless they are returned or written in place."""
-    changed = [one for node in joint.calls for one in node.writes]
-    kept = {memory(node.value) for node in (*joint.returned, *changed) if node.value is not None}
-    to, nodes = dict[Node, Node](), list[Node]()
-    for node in joint.nodes:
-        made = node.copy(lambda one: to.get(one, one))
-        if _is_constant(made, kept):
-            made = constant(_compute(made), made.value)
-        else:
-            nodes.append(made)
-        to[node] = made
-    return joint.transfer(nodes, to)
-
-
 def _is_constant(node: Node, kept: Collection[int]) -> bool:
-    value = node.value
-    if value is None or value.numel() > LARGEST_CONSTANT or memory(value) in kept or node.has_effects:
+    """Return whether a node's tensor is small, depends on no argument, and is neither returned nor written in place."""
+    known = node.target in LIKE or (bool(node.reads) and all(one.target is CONSTANT for one in node.reads))
+    if not known or not isinstance(node.target, OpOverload) or node.value is None or node.has_effects:
         return False
-    if not isinstance(node.target, OpOverload):
-        return False
-    return node.target in LIKE or (bool(node.reads) and all(one.target is CONSTANT for one in node.reads))
+    return node.value.numel() <= LARGEST_CONSTANT and memory(node.value) not in kept
 
 
 def _compute(node: Node) -> Tensor:
