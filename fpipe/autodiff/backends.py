@@ -76,9 +76,9 @@ def record_stage(
         return Recorded(
             views=generate_function(phases.views),
             forward=run(phases.forward),
-            backward=add(phases.backward),
-            backward_input=run(phases.input),
-            backward_weight=add(phases.weight),
+            backward=_at_first_call(partial(add, phases.backward)),
+            backward_input=_at_first_call(partial(run, phases.input)),
+            backward_weight=_at_first_call(partial(add, phases.weight)),
             evaluation=partial(run, phases.evaluation),
             undeferred=phases.early,
             below_autograd=run is generate_function,
@@ -86,6 +86,18 @@ def record_stage(
         )
     except Exception as error:  # whatever tracers or compilers reject, autograd can run
         return replace(eager, remark=f"by autograd: {remark} it raises {_first_line(error)}")
+
+
+def _at_first_call(make: Callable[[], PhaseFunction]) -> PhaseFunction:
+    """Return a function that is made when it is first called: a schedule has whole backwards or halves, rarely both."""
+    made: list[PhaseFunction] = []
+
+    def call(*args: Any) -> Any:
+        if not made:
+            made.append(make())
+        return made[0](*args)
+
+    return call
 
 
 def _first_line(error: Exception) -> Any:

@@ -18,11 +18,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
-from fpipe.autodiff.graph.joint_graph import CONSTANT
+from fpipe.autodiff.graph.nodes import Node
 from fpipe.autodiff.graph.phases import Phase
-from fpipe.autodiff.graph.simplification import is_item, value_of, written_nodes
 from fpipe.tensors.layouts import aten
 from fpipe.tensors.spec import Spec
 from fpipe.torch_private import OpOverload, gelu
@@ -102,7 +100,7 @@ def _compile(phase: Phase, alone: PhaseFunction | None) -> PhaseFunction:
 
 def _additions(phase: Phase, sums: tuple[str, ...]) -> dict[Node | None, list[tuple[str, Node]]]:
     """Return the additions after each node, as pairs of sum and gradient; those under `None` come first."""
-    writes = any(written_nodes(node) for node in phase.nodes)
+    writes = any(node.writes for node in phase.nodes)
     found: dict[Node | None, list[tuple[str, Node]]] = {}
     for total, grad in zip(sums, phase.gives[-1] or (), strict=False):
         behind = phase.nodes[-1] if writes else grad if grad in phase.nodes else None
@@ -121,9 +119,9 @@ def _last_uses(phase: Phase, adding: bool) -> dict[Node | None, list[Node]]:
     """
     last: dict[Node, Node | None] = dict.fromkeys(phase.inputs, None)
     for node in phase.nodes:
-        for used in (node, *(one for one in node.all_input_nodes if one in last)):
+        for used in (node, *(one for one in node.reads if one in last)):
             last[used] = node
-    if adding and any(written_nodes(node) for node in phase.nodes):
+    if adding and any(node.writes for node in phase.nodes):
         last.update({grad: phase.nodes[-1] for grad in phase.gives[-1] or () if grad in last})
     returned = {node for group in (phase.gives[:-1] if adding else phase.gives) for node in group or ()}
     found: dict[Node | None, list[Node]] = {}
@@ -145,7 +143,7 @@ class _Writer:
     def function(self, lines: Iterable[str]) -> PhaseFunction:
         """Return the function compiled from these lines, of which the first is its signature."""
         exec(compile("\n    ".join(lines), "<stage>", "exec"), self.namespace)
-        made: PhaseFunction = self.namespace["run"]
+        made: PhaseFunction = self.namespace.pop("run")  # its globals, which would make a reference cycle
         return made
 
     def beginning(self, sums: Sequence[str], alone: PhaseFunction | None) -> list[str]:
@@ -178,8 +176,8 @@ class _Writer:
     def call(self, node: Node) -> str:
         """Return the line that runs a node."""
         name = self.names[node]
-        if is_item(node):
-            return f"{name} = {self.names[node.all_input_nodes[0]]}[{node.args[1]}]"
+        if node.is_item:
+            return f"{name} = {self.names[node.reads[0]]}[{node.args[1]}]"
         arguments = [self.text(one) for one in _arguments(node)]
         arguments += [f"{keyword}={self.text(one)}" for keyword, one in node.kwargs.items()]
         return f"{name} = {self._bind(_target(node))}({', '.join(arguments)})"
@@ -191,7 +189,7 @@ class _Writer:
     def text(self, argument: Any) -> str:
         """Return the source of an argument or a returned value."""
         if isinstance(argument, Node):
-            return self.names[argument] if argument in self.names else self._bind(argument.meta[CONSTANT])
+            return self.names[argument] if argument in self.names else self._bind(argument.held)
         if isinstance(argument, list):
             return f"[{', '.join(map(self.text, argument))}]"
         if isinstance(argument, tuple):
@@ -228,8 +226,8 @@ def _as_tensor(node: Node) -> Tensor | None:
 
     Return `None` for reduced-precision floats and on accelerators, where kernels use the number unrounded.
     """
-    number, made, taken = node.args[1], value_of(node), node.args[0]
-    value = value_of(taken) if isinstance(taken, Node) else None
+    number, made, taken = node.args[1], node.value, node.args[0]
+    value = taken.value if isinstance(taken, Node) else None
     if type(number) not in (int, float) or made is None or value is None or value.dtype != made.dtype:
         return None
     if made.device.type != "cpu" or made.dtype not in (torch.float32, torch.float64):

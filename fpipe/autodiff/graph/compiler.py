@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
+from torch.fx import Node as GraphNode
 
 from fpipe.autodiff.accumulation import own_all
 from fpipe.autodiff.graph.codegen import PhaseFunction, generate_function
-from fpipe.autodiff.graph.joint_graph import CONSTANT
+from fpipe.autodiff.graph.nodes import Node, map_nodes
 from fpipe.autodiff.graph.phases import Phase
 from fpipe.errors import InputError
 from fpipe.tensors import random
@@ -34,8 +35,8 @@ def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
     """Return the phase as a function compiled by `compiler`; uncompiled if it has no nodes or seeds a generator."""
     if not phase.nodes or any(node.target is random.reseed for node in phase.nodes):
         return generate_function(phase)
-    takes = [node for node in phase.inputs if "val" in node.meta]
-    run, plain = compiler(_module(phase, takes), [node.meta["val"] for node in takes]), generate_function(phase)
+    takes = [node for node in phase.inputs if node.value is not None]
+    run, plain = compiler(_module(phase, takes), [node.value for node in takes]), generate_function(phase)
 
     if not callable(run):
         raise InputError(
@@ -92,20 +93,27 @@ def _regroup(phase: Phase, tensors: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _module(phase: Phase, takes: Sequence[Node]) -> GraphModule:
-    graph, to = Graph(), dict[Node, Node]()
+    """Return the phase as a module of `torch.fx`; constants are its buffers."""
+    graph, to = Graph(), dict[Node, GraphNode]()
     holder = torch.nn.Module()
-    for k, node in enumerate(takes):
-        to[node] = graph.placeholder(f"taken_{k}")
-        to[node].meta = node.meta
 
-    def copy_operand(node: Node) -> Node:
-        """Return a node's copy; a constant becomes a buffer of the module at its first use."""
+    def made(node: Node, one: GraphNode) -> GraphNode:
+        if node.value is not None:
+            one.meta["val"] = node.value
+        to[node] = one
+        return one
+
+    def operand(node: Node) -> GraphNode:
         if node not in to:
-            holder.register_buffer(str(node.target), node.meta[CONSTANT])
-            to[node] = graph.get_attr(str(node.target))
+            name = f"constant_{len(to)}"
+            holder.register_buffer(name, node.held)
+            made(node, graph.get_attr(name))
         return to[node]
 
+    for k, node in enumerate(takes):
+        made(node, graph.placeholder(f"taken_{k}"))
     for node in phase.nodes:
-        to[node] = graph.node_copy(node, copy_operand)
-    graph.output(tuple(map(copy_operand, phase.outputs)))
+        args, kwargs = map_nodes((node.args, node.kwargs), operand)
+        made(node, graph.call_function(node.target, args, kwargs))
+    graph.output(tuple(map(operand, phase.outputs)))
     return GraphModule(holder, graph)

@@ -4,8 +4,9 @@
 Problem. Autograd builds and walks the same graph for every microbatch of every step.
 
 Idea. The functions of `autograd` are run once on fake tensors, forward and full backward, and every operator is
-recorded below autograd. The recording holds autograd's formulas in autograd's order, so replaying it gives the same
-bits; whatever modules do to their backward (custom functions, checkpoints, hooks) is recorded as it happened.
+recorded below autograd, as a list of nodes. The recording holds autograd's formulas in autograd's order, so replaying
+it gives the same bits; whatever modules do to their backward (custom functions, checkpoints, hooks) is recorded as it
+happened.
 
 Other side effects of Python code are not recorded; the stage always repeats the recording. In the graph, as in the
 stage, the generator is seeded before each random operator. Recording uses key 0, and `random.reseed` xors key and
@@ -17,31 +18,30 @@ Runs when a plan is made, if stages are recorded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 
-from fpipe.autodiff.accumulation import Gradients
 from fpipe.autodiff.autograd import Autograd
+from fpipe.autodiff.graph.nodes import ARGUMENT, Node, constant
 from fpipe.autodiff.interface import Wiring
 from fpipe.capture.assumed_values import assume_values
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Tensors
 from fpipe.tensors import random
 from fpipe.tensors.effects import is_collective, random_devices
+from fpipe.tensors.layouts import aten
 from fpipe.tensors.spec import Spec
-from fpipe.torch_private import TENSOR_METHODS, FakeTensor, FakeTensorMode, TorchDispatchMode, no_dispatch
+from fpipe.torch_private import TENSOR_METHODS, FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, no_dispatch
 
 SET_DATA: Any = TENSOR_METHODS["data"].__set__
 """The function that torch calls to assign to a tensor's `.data`."""
-CONSTANT = "constant"
-"""The key in a node's `meta` under which a constant node stores its tensor."""
+PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
+"""The classes of tensors whose operators are recorded."""
 
 
 class Examples(NamedTuple):
@@ -63,13 +63,14 @@ class Examples(NamedTuple):
 class Joint:
     """The joint graph of a stage, and the roles of its nodes.
 
-    - `params`, `buffers`, `inputs`, `key`, `cotangents`: the arguments. They are placeholders; `params` may also have
-      views of parameters that are made beforehand. Constants are not arguments; their nodes store them in `meta`.
+    - `nodes`: all nodes but constants, in order.
+    - `params`, `buffers`, `inputs`, `key`, `cotangents`: the arguments; `params` may also have views of parameters that
+      are made beforehand.
     - `forward`: the nodes recorded in the forward.
     - `outputs`, `updated` (buffers), `outgoing`, `grads`: what the functions of the stage return.
     """
 
-    graph: Graph
+    nodes: tuple[Node, ...]
     params: tuple[Node, ...]
     buffers: tuple[Node, ...]
     inputs: tuple[Node, ...]
@@ -83,23 +84,29 @@ class Joint:
 
     @property
     def calls(self) -> Iterator[Node]:
-        """The nodes that compute something, in order; not constants or arguments."""
-        return (node for node in self.graph.nodes if node.op == "call_function" and node not in self.params)
+        """The nodes that compute something, in order; not arguments."""
+        made = set(self.params)
+        return (node for node in self.nodes if node.is_call and node not in made)
 
-    def transfer(self, graph: Graph, to: Mapping[Node, Node]) -> Joint:
-        """Return the same roles for the corresponding nodes of another graph, without `forward` nodes that it lacks."""
+    @property
+    def returned(self) -> tuple[Node, ...]:
+        """All nodes that the functions of the stage return."""
+        return (*self.outputs, *self.updated, *self.outgoing, *self.grads)
 
-        def all_of(nodes: Sequence[Node]) -> tuple[Node, ...]:
-            return tuple([to[node] for node in nodes])
+    def transfer(self, nodes: Sequence[Node], to: Mapping[Node, Node]) -> Joint:
+        """Return the same roles for the corresponding nodes, `nodes`, of another graph."""
+
+        def all_of(group: Sequence[Node]) -> tuple[Node, ...]:
+            return tuple([to.get(node, node) for node in group])
 
         return Joint(
-            graph,
+            tuple(nodes),
             all_of(self.params),
             all_of(self.buffers),
             all_of(self.inputs),
-            to[self.key],
+            to.get(self.key, self.key),
             all_of(self.cotangents),
-            frozenset(to[node] for node in self.forward if node in to),
+            frozenset(to.get(node, node) for node in self.forward),
             all_of(self.outputs),
             all_of(self.updated),
             all_of(self.outgoing),
@@ -114,76 +121,34 @@ def record(eager: Autograd, examples: Examples) -> Joint:
     """
     if any(tensor.layout is not torch.strided for tensor in eager.constants):
         raise CaptureError("got a sparse constant, which cannot be a fake tensor")
-    params, buffers, constants, inputs, cotangents, mode = examples
-    stops = _stops(params, buffers, constants, inputs, cotangents)
-    reached: dict[str, Any] = {}
-    draws = _Draws()
-
-    def joint(*tensors: Tensor) -> tuple[Tensors, Tensors, Gradients, Gradients]:
-        params, buffers, constants, inputs, cotangents = (tensors[a:b] for a, b in stops)
-        functions = replace(eager, constants=constants)
-        with draws, _Assignments(), _cast_once():
-            outputs, new, residuals = functions.forward(params, buffers, inputs, 0)
-            reached["forward"] = frozenset(draws.graph.nodes)
-            outgoing, grads = functions.differentiate(residuals, cotangents)
-            assert all(grad is not None for grad in grads), "what autograd has no gradient of has none in a stage"
-        reached["counts"] = [len(outputs), len(new), len(outgoing), len(grads)]
-        return outputs, new, outgoing, tuple(grads)
-
-    arguments = (*examples.leaves(eager.wiring), *buffers, *constants, *inputs, *cotangents)
-    devices = {tensor.device for tensor in arguments} | {torch.device("cpu")}
+    leaves, (_, buffers, constants, inputs, cotangents, mode) = examples.leaves(eager.wiring), examples
+    recorder = Recorder()
+    params, held, given, arriving = map(recorder.take, (leaves, buffers, inputs, cotangents))
+    for fake, tensor in zip(constants, eager.constants, strict=True):
+        recorder.known[id(fake)] = constant(tensor, fake)
+    devices = {one.device for one in (*leaves, *buffers, *constants, *inputs, *cotangents)} | {torch.device("cpu")}
     with random.preserve_generators(d for d in devices if d.type in ("cpu", "cuda")), mode, assume_values(mode):
-        module = make_fx(joint)(*arguments)
-    for node in module.graph.find_nodes(op="get_attr"):
-        node.meta[CONSTANT] = _constant(getattr(module, node.target))
-    holders = list(module.graph.find_nodes(op="placeholder"))
-    groups = [tuple(holders[a:b]) for a, b in stops]
-    for node, tensor in zip(groups.pop(2), eager.constants, strict=True):
-        node.meta[CONSTANT] = tensor
-    return _joint(module.graph, groups, reached["forward"], reached["counts"], draws.found)
+        functions = replace(eager, constants=constants)
+        with recorder, _Assignments():
+            outputs, new, residuals = functions.forward(leaves, buffers, inputs, 0)
+            forward = frozenset(recorder.nodes)
+            outgoing, grads = functions.differentiate(residuals, cotangents)
+        assert all(grad is not None for grad in grads), "what autograd has no gradient of has none in a stage"
+        returned = [tuple(map(recorder.node_of, group)) for group in (outputs, new, outgoing, grads)]
+        for node in (*recorder.nodes, *recorder.known.values()):
+            if node.value is not None and node.value.requires_grad:
+                node.value = node.value.detach()  # else it would keep autograd's graph
+    return Joint(tuple(recorder.nodes), params, held, given, recorder.key, arriving, forward, *returned)
 
 
-def _joint(
-    graph: Graph,
-    taken: Sequence[tuple[Node, ...]],
-    forward: frozenset[Node],
-    counts: Sequence[int],
-    draws: Sequence[_Draw],
-) -> Joint:
-    """Return the recorded graph with reseeding inserted."""
-    with graph.inserting_before(next(iter(graph.nodes))):
-        key = graph.placeholder("key")
-    seeds: dict[Node, Node] = {}
-    for node, label, device in draws:
-        with graph.inserting_before(node):
-            seeds[graph.call_function(random.reseed, (key, label, device))] = node
-    returned = [node for group in next(iter(reversed(graph.nodes))).args[0] for node in group]
-    groups = [tuple(returned[sum(counts[:k]) : sum(counts[: k + 1])]) for k in range(4)]
-    params, buffers, inputs, cotangents = taken
-    forward |= {seed for seed, node in seeds.items() if node in forward}
-    return Joint(graph, params, buffers, inputs, key, cotangents, forward, *groups)
-
-
-def _constant(tensor: Tensor) -> Tensor:
+def _require_real(tensor: Any) -> Tensor:
     """Return a tensor that doesn't depend on the arguments; raise `CaptureError` for a fake one, which was computed."""
-    if isinstance(tensor, FakeTensor):
+    if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
         raise CaptureError(
-            f"got a {Spec.of(tensor)} that no recorded operator computed, expected operators of torch only. Use "
-            "backward='autograd'."
+            f"got {Spec.of(tensor) if isinstance(tensor, Tensor) else tensor} that no recorded operator computed, "
+            "expected operators of torch only. Use backward='autograd'."
         )
     return tensor
-
-
-@contextmanager
-def _cast_once() -> Iterator[None]:
-    """Under autocast, cast a weight once for all of its uses, as without a tracer; tracers disable that."""
-    before = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 class _Assignments(TorchFunctionMode):
@@ -197,50 +162,72 @@ class _Assignments(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _stops(*groups: Tensors) -> list[tuple[int, int]]:
-    """Return the start and the end of each group in their concatenation."""
-    ends = [sum(map(len, groups[: k + 1])) for k in range(len(groups))]
-    return list(zip([0, *ends], ends, strict=False))
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that records operators, each as a node that reads the nodes of its arguments.
 
+    The generator is seeded again before the operators before which it was freshly seeded. Operators on fake tensors
+    draw nothing, so `_fresh_seed` draws in their place.
 
-class _Draw(NamedTuple):
-    """A random operator before which the generator was seeded, and the seed."""
-
-    node: Node
-    label: int
-    device: torch.device
-
-
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records the operators before which the generator was freshly seeded.
-
-    Operators on fake tensors draw nothing, so `_fresh_seed` draws in their place.
+    - `nodes`: what was recorded so far, the arguments first.
+    - `known`: the node of each tensor, by the tensor's id. Nodes hold their tensors, so that no id comes twice.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[_Draw] = []
+        self.key = Node(ARGUMENT)
+        self.nodes: list[Node] = [self.key]
+        self.known: dict[int, Node] = {}
 
-    @property
-    def graph(self) -> Graph:
-        """The graph being recorded."""
-        proxies: Any = get_proxy_mode()
-        graph: Graph = proxies.tracer.graph
-        return graph
+    def take(self, tensors: Tensors) -> tuple[Node, ...]:
+        """Return a new node for each of these arguments."""
+        return tuple([self._add(Node(ARGUMENT), tensor) for tensor in tensors])
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def node_of(self, tensor: Any) -> Node:
+        """Return the node of a tensor; one that was not computed here is a constant."""
+        if id(tensor) not in self.known:
+            self.known[id(tensor)] = constant(_require_real(tensor), tensor)
+        return self.known[id(tensor)]
+
+    def _add(self, node: Node, made: Any) -> Node:
+        """Append a node whose value is `made`, if that is a tensor."""
+        self.nodes.append(node)
+        if isinstance(made, Tensor):
+            self.known[id(made)], node.value = node, made
+        return node
+
+    def _argument(self, one: Any) -> Any:
+        """Return an argument of an operator with nodes in place of tensors."""
+        if isinstance(one, Tensor):
+            return self.node_of(one)
+        return type(one)([self._argument(each) for each in one]) if type(one) in (tuple, list) else one
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented  # such as a DTensor, which calls operators of its local tensor
         kwargs = kwargs or {}
         if is_collective(func):
             raise CaptureError("got a collective of torch.distributed, whose handle no graph waits for")
-        before = next(iter(reversed(self.graph.nodes)))
+        if not isinstance(func, OpOverload):
+            raise CaptureError(f"got {func}, expected operators of torch only")
+        if func.namespace == "profiler":  # times calls; nothing depends on it
+            return func(*args, **kwargs)
+        given = {name: self._argument(one) for name, one in kwargs.items()}
+        # A constant is copied: what is made of it may be written in place.
+        target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
+        node = Node(target, [self._argument(one) for one in args], given)
         out = func(*args, **kwargs)
         for device in random_devices(func, args, kwargs, out):
             with no_dispatch():
                 label = _fresh_seed(device)
             if label is not None:
-                self.found.append(_Draw(before.next, label, device))
+                self.nodes.append(Node(random.reseed, (self.key, label, device)))
+        self._add(node, out)
+        if isinstance(out, tuple | list):
+            for k, one in enumerate(out):
+                if isinstance(one, Tensor):
+                    self._add(Node(getitem, (node, k)), one)
         return out
 
 

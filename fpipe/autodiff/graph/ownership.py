@@ -15,35 +15,35 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 
-import torch
-from torch.fx import Node
-
 from fpipe.autodiff.graph.joint_graph import Joint
-from fpipe.autodiff.graph.simplification import is_item, value_of
+from fpipe.autodiff.graph.nodes import Node
 from fpipe.tensors.effects import memory
+from fpipe.tensors.layouts import aten
 from fpipe.torch_private import OpOverload
 
 
 def own_gradients(joint: Joint) -> Joint:
     """Return the graph with a copy in place of each gradient that may share memory."""
     made_by: dict[int, Node] = {}
-    for node in joint.graph.nodes:
+    for node in joint.nodes:
         if (number := _memory_of(node)) is not None:
             made_by.setdefault(number, node)
     returned = Counter(map(_memory_of, chain(joint.outgoing, joint.grads)))
-    grads = [grad if _is_fresh(grad, joint, made_by, returned) else _insert_copy(grad, joint) for grad in joint.grads]
-    return replace(joint, grads=tuple(grads))
+    grads = [grad if _is_fresh(grad, joint, made_by, returned) else _copy_of(grad) for grad in joint.grads]
+    copies = [one for one, grad in zip(grads, joint.grads, strict=True) if one is not grad]
+    return replace(joint, nodes=(*joint.nodes, *copies), grads=tuple(grads))
 
 
 def _memory_of(node: Node) -> int | None:
-    value = value_of(node)
-    return None if value is None else memory(value)
+    return None if node.value is None else memory(node.value)
 
 
 def _is_fresh(grad: Node, joint: Joint, made_by: Mapping[int, Node], returned: Mapping[int | None, int]) -> bool:
     """Return whether nothing else can refer to a gradient's memory."""
-    value, number = value_of(grad), _memory_of(grad)
-    if value is None or number is None or returned[number] > 1 or made_by[number] in joint.forward:
+    value, number = grad.value, _memory_of(grad)
+    if value is None or number is None or returned[number] > 1:
+        return False
+    if number not in made_by or made_by[number] in joint.forward:
         return False
     spread = any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
     fills = value.untyped_storage().nbytes() == value.numel() * value.element_size() and not spread
@@ -52,13 +52,12 @@ def _is_fresh(grad: Node, joint: Joint, made_by: Mapping[int, Node], returned: M
 
 def _allocates(node: Node) -> bool:
     """Return whether a node's results are in new memory, as its schema promises."""
-    source = node.all_input_nodes[0] if is_item(node) else node
+    source = node.reads[0] if node.is_item else node
     target = source.target
     return isinstance(target, OpOverload) and not any(one.alias_info for one in target._schema.returns)
 
 
-def _insert_copy(grad: Node, joint: Joint) -> Node:
-    copy = joint.graph.call_function(torch.ops.aten.clone.default, (grad,))
-    value = value_of(grad)
-    copy.meta = {**grad.meta, "val": None if value is None else value.clone()}
+def _copy_of(grad: Node) -> Node:
+    copy = Node(aten.clone.default, (grad,))
+    copy.value = None if grad.value is None else grad.value.clone()
     return copy

@@ -18,12 +18,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from torch.fx import Graph, Node
-
 from fpipe.autodiff.graph.joint_graph import Joint
+from fpipe.autodiff.graph.nodes import Node, users_of
 from fpipe.autodiff.graph.operators import LIGHT, PRODUCTS, SUMS, VIEWS
 from fpipe.autodiff.graph.ownership import own_gradients
-from fpipe.autodiff.graph.simplification import is_item, simplify, value_of, written_nodes
+from fpipe.autodiff.graph.simplification import simplify
 from fpipe.autodiff.interface import WeightIndex, Wiring
 from fpipe.tensors.effects import memory
 from fpipe.tensors.layouts import aten
@@ -94,7 +93,7 @@ def _split_views(joint: Joint) -> tuple[Phase, Joint]:
     """Return the phase that makes views of parameters, and the graph that takes them."""
     known = dict.fromkeys(joint.params)
     for node in joint.calls:
-        if node.target in VIEWS and known.keys() >= set(node.all_input_nodes):
+        if node.target in VIEWS and known.keys() >= set(node.reads):
             known[node] = None
     views = tuple(node for node in known if node not in joint.params)
     return Phase(views, (joint.params,), (tuple(known),), ()), replace(joint, params=tuple(known))
@@ -116,14 +115,14 @@ def _cut_before_backward(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
 
 def _across(before: Collection[Node], after: Iterable[Node], returned: Iterable[Node]) -> list[Node]:
     """Return the nodes made before a cut that are used after it or returned, each once."""
-    used = [*(operand for node in after for operand in node.all_input_nodes), *returned]
+    used = [*(operand for node in after for operand in node.reads), *returned]
     return list(dict.fromkeys(node for node in used if node in before))
 
 
 def _describe_maker(node: Node) -> str:
     """Return a phrase that names the operator that computes a gradient."""
-    while node.target in VIEWS or node.target is aten.clone.default or is_item(node):
-        node = node.all_input_nodes[0]
+    while node.target in VIEWS or node.target is aten.clone.default or node.is_item:
+        node = node.reads[0]
     return f"computed by {getattr(node.target, '__name__', node.target)}"
 
 
@@ -143,9 +142,9 @@ def _cut_halves(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
 def _deferred_nodes(joint: Joint, backward: Phase) -> frozenset[Node]:
     """Return the nodes of the weight half."""
     possible = _deferrable_nodes(joint, backward)
-    deferred = _nodes_after_products(possible, backward.nodes)
+    deferred, users = _nodes_after_products(possible, backward.nodes), users_of(backward.nodes)
     for node in reversed(backward.nodes):  # also views before these nodes, which cost nothing
-        if node.target in VIEWS and node in possible and node.users and deferred.issuperset(node.users):
+        if node.target in VIEWS and node in possible and users[node] and deferred.issuperset(users[node]):
             deferred.add(node)
     return frozenset(deferred)
 
@@ -157,19 +156,18 @@ def _deferrable_nodes(joint: Joint, backward: Phase) -> set[Node]:
     """
     needed, memories = set(joint.outgoing), _written_memories(backward.nodes)
     params = set(joint.params)
-    found: set[Node] = set()
+    found, readers = set[Node](), users_of(backward.nodes)
     for node in reversed(backward.nodes):
-        light = node.target in PRODUCTS or node.target in LIGHT or is_item(node)
-        users = (user for user in node.users if user.op != "output")
+        light = node.target in PRODUCTS or node.target in LIGHT or node.is_item
         here = light and node not in needed and params.isdisjoint(_read_nodes(node))
-        if here and not _touches(node, memories) and found.issuperset(users):
+        if here and not _touches(node, memories) and found.issuperset(readers[node]):
             found.add(node)
     return found
 
 
 def _read_nodes(node: Node) -> Sequence[Node]:
     """Return the nodes whose values a node reads; of a convolution's weight, its gradient depends on the shape only."""
-    given = node.all_input_nodes
+    given = node.reads
     return given[:2] if node.target is aten.convolution_backward.default else given
 
 
@@ -179,12 +177,12 @@ def _nodes_after_products(possible: Collection[Node], nodes: Sequence[Node]) -> 
     These are products, the nodes after them, and sums of their operands, which are kept anyway.
     """
     products = [node for node in possible if node.target in PRODUCTS]
-    operands = {_origin(operand) for node in products for operand in node.all_input_nodes}
+    operands = {_origin(operand) for node in products for operand in node.reads}
     found: set[Node] = set()
     for node in nodes:
         if node in possible:
-            follows = not found.isdisjoint(node.all_input_nodes)
-            sums = node.target in SUMS and operands.issuperset(map(_origin, node.all_input_nodes))
+            follows = not found.isdisjoint(node.reads)
+            sums = node.target in SUMS and operands.issuperset(map(_origin, node.reads))
             if node.target in PRODUCTS or follows or sums:
                 found.add(node)
     return found
@@ -193,46 +191,43 @@ def _nodes_after_products(possible: Collection[Node], nodes: Sequence[Node]) -> 
 def _origin(node: Node) -> Node:
     """Return the node that this one is a view of."""
     while node.target in VIEWS:
-        node = node.all_input_nodes[0]
+        node = node.reads[0]
     return node
 
 
 def _written_memories(nodes: Iterable[Node]) -> frozenset[int]:
     """Return the identifiers of the memory that these nodes write in place."""
-    values = [value_of(argument) for node in nodes for argument in written_nodes(node)]
+    values = [argument.value for node in nodes for argument in node.writes]
     return frozenset(memory(value) for value in values if value is not None)
 
 
 def _touches(node: Node, memories: Collection[int]) -> bool:
     """Return whether a node's result or any of its operands is in this memory."""
-    values = [value_of(one) for one in (node, *node.all_input_nodes)] if memories else []
+    values = [one.value for one in (node, *node.reads)] if memories else []
     return any(value is not None and memory(value) in memories for value in values)
 
 
 def _split_convolutions(joint: Joint) -> Joint:
     """Return the graph with each convolution's backward split: the gradient of its input, and those of its weights."""
-    graph = Graph()
-    to: dict[Node, Node] = {}
-    for node in joint.graph.nodes:
+    nodes, to, pairs = list[Node](), dict[Node, Node](), dict[Node, tuple[Node, Node]]()
+    for node in joint.nodes:
+        made = node.on(to)
         if node not in joint.forward and _computes_both(node):
-            *args, mask = node.args
-            given = [to[one] if isinstance(one, Node) else one for one in args]
+            mask: Any = node.args[-1]
             masks = [mask[0], False, False], [False, *mask[1:]]
-            pair = [graph.call_function(node.target, (*given, one)) for one in masks]
-            to.update({item: _copy_item(graph, item, pair) for item in node.users})
-            to[node] = pair[0]
-        elif node not in to:
-            to[node] = graph.node_copy(node, lambda used: to[used])
-    return joint.transfer(graph, to)
+            first, second = (Node(node.target, (*made.args[:-1], one)) for one in masks)
+            pairs[node] = first, second
+            nodes += (first, second)
+        elif node.is_item and (pair := pairs.get(node.reads[0])):  # of the one that computes this item
+            to[node] = made = node.on({node.reads[0]: pair[node.args[1] > 0]})
+            nodes.append(made)
+        else:
+            nodes.append(made)
+            to.update({} if made is node else {node: made})
+    return joint.transfer(nodes, to) if pairs else joint
 
 
 def _computes_both(node: Node) -> bool:
     """Return whether a node computes a convolution's gradients of both its input and its weights."""
     mask: Any = node.args[-1] if node.target is aten.convolution_backward.default else (False,)
     return bool(mask[0]) and any(mask[1:])
-
-
-def _copy_item(graph: Graph, item: Node, pair: Sequence[Node]) -> Node:
-    """Copy a getitem, pointing it to the node of the pair that computes its item."""
-    first = item.args[1] == 0
-    return graph.node_copy(item, lambda _: pair[0] if first else pair[1])

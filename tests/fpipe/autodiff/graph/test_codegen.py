@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe.autodiff.graph.codegen import generate_adding, generate_function
+from fpipe.autodiff.graph.joint_graph import Recorder
 from fpipe.autodiff.graph.phases import Phase
+from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
 from tests.common.sizes import few
@@ -22,10 +23,13 @@ NUMBERS = st.one_of(st.integers(-(2**62), 2**62), st.integers(-40, 40), st.float
 
 def phase_of(computed, *examples, kept=True, layouts=()):
     """What `computed` does with tensors like the examples, which come in a list, if they were kept."""
-    graph = make_fx(computed, tracing_mode="fake")(*examples).graph
-    *taken, end = (node for node in graph.nodes if node.op in ("placeholder", "output"))
-    nodes = tuple(node for node in graph.nodes if node.op == "call_function")
-    return Phase(nodes, (taken if kept else tuple(taken),), tuple(end.args[0]), layouts)
+    mode, recorder = fake_mode(), Recorder()
+    fakes = tuple([fake(mode, one, one.device) for one in examples])
+    taken = recorder.take(fakes)
+    with mode, recorder:
+        gives = tuple([tuple(map(recorder.node_of, group)) for group in computed(*fakes)])
+    nodes = tuple(node for node in recorder.nodes if node.is_call)
+    return Phase(nodes, ([*taken] if kept else taken,), gives, layouts)
 
 
 def some(kind, *shape):
