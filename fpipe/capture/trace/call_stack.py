@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fpipe.capture.generators import Generators
 from fpipe.capture.places import current_place, places
 from fpipe.capture.trace.values import Values
-from fpipe.ir.tape import Attribute, Frame
+from fpipe.ir.tape import PART, Attribute, Frame
 from fpipe.tensors.settings import changes_since
 from fpipe.torch_private import count_dispatch_modes
 
@@ -61,10 +61,10 @@ class CallStack:
             self.generators.look(self.where)
 
     def seal(self, reason: str) -> None:
-        """Seal the innermost running module: it must run as a whole, for this reason."""
+        """Seal the innermost running module: it must run as a whole, for this reason if there is none yet."""
         for frame in reversed(self.frames):
             if not frame.checkpoint:
-                frame.sealed = reason
+                frame.sealed = reason if frame.sealed in ("", PART) else frame.sealed
                 return
 
     def check_settings(self) -> None:
