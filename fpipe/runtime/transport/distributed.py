@@ -124,16 +124,16 @@ class DistributedRanks:
         """Set up channels; every rank must pass the same ones."""
         self.calls.begin()
         self.transport.setup(channels, Creator(self.calls.lookout.wait, self.control.group))
-        self.calls.conclude(deciding=True)
+        self.calls.decide()
 
     def forget_layouts(self) -> None:
         """Drop the cached layouts of messages; the next message of each kind makes its layout again."""
         self.transport.forget_layouts()
 
     def _require_whole(self, what: str) -> None:
-        if self.calls.failure is None and not self.control.is_alive:
-            self.calls.failure = "its process group was destroyed"
-        if self.calls.failure is not None:
+        if not self.calls.failure and not self.control.is_alive:
+            self.calls.fail("its process group was destroyed")
+        if self.calls.failure:
             raise TransportError(
                 f"rank {self.control.rank}, {what}: got a pipeline that failed midway ({self.calls.failure}), expected "
                 "one whose ranks are in step: messages would no longer match. Restart all processes from a checkpoint."
@@ -197,7 +197,7 @@ class DistributedRanks:
         """Return the context in which ranks exchange messages of their own; afterwards they decide on what follows."""
         self.calls.begin()
         yield Line(self.results, self.device, f"{what} in {self.calls.call}", self.calls.lookout.wait)
-        self.calls.conclude(deciding=True)
+        self.calls.decide()
 
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
         """Return the rows of each rank, in rank order; every rank must call this."""

@@ -90,13 +90,13 @@ class DistributedJob:
         timeout, every = timeout_of(self.world.group, self.world.device) + GRACE, [*self.world.processes]
         self.calls.table = control = Control.of(every, [every], timeout, self._creator)
         self.own[:] = [control.group]
-        self.calls.conclude(deciding=True)
+        self.calls.decide()
 
     def create(self, make: Callable[[], Made], what: str, device: torch.device) -> Made:
         """Return what torch makes on the device as soon as all processes ask for it."""
         self.calls.begin()
         made = self._creator.create(make, what, self.world.processes, device)
-        self.calls.conclude(deciding=True)
+        self.calls.decide()
         return made
 
     @property
@@ -116,7 +116,7 @@ class DistributedJob:
         everyone = list_replicas(list(members), self.calls) if members else replicas
         self.calls.begin()
         joined = DistributedRanks(group, device, replicas, everyone, self._creator)
-        self.calls.conclude(deciding=True)
+        self.calls.decide()
         self.calls.agree(about="the groups of its pipelines")  # until then, all look at the board of the job
         return joined
 
