@@ -67,7 +67,7 @@ class ControlGroup(Protocol):
 
 
 class Standing(Enum):
-    """How this process stands to the others: what they wait for.
+    """The standing of this process among those that make a call: what the others wait for.
 
     - `OUTSIDE`: no call is running.
     - `DECIDING`: they wait for it to agree. `MIDWAY`: they may wait for what it computes. `CONCLUDED`: for nothing.
@@ -82,7 +82,7 @@ class Standing(Enum):
 
 
 _WITHIN: Final = frozenset({Standing.DECIDING, Standing.MIDWAY, Standing.CONCLUDED, Standing.OUTSIDE, Standing.FAILED})
-MOVES: Mapping[Standing, frozenset[Standing]] = MappingProxyType(
+FOLLOWING: Mapping[Standing, frozenset[Standing]] = MappingProxyType(
     {
         Standing.OUTSIDE: frozenset({Standing.DECIDING, Standing.FAILED}),
         Standing.DECIDING: _WITHIN,
@@ -181,7 +181,7 @@ class SharedCalls:
         self.failure = why
 
     def _move(self, standing: Standing) -> None:
-        assert standing in MOVES[self.standing], f"{self.standing} does not lead to {standing}"
+        assert standing in FOLLOWING[self.standing], f"{self.standing} does not lead to {standing}"
         self.standing = standing
 
     def _share(self, error: BaseException) -> None:

@@ -36,7 +36,7 @@ NAME: Final = "fpipe creation"
 
 
 class Fate(Enum):
-    """What becomes of something that torch makes: `MADE`, or `GIVEN_UP` by who waits for it; whichever comes first.
+    """The fate of something that torch makes: `MADE`, or `GIVEN_UP` by who waits for it, whichever comes first.
 
     An error counts as made: it is there to be raised. What is made after it was given up is discarded.
     """

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.runtime.executor import Execution, Outcome
-from fpipe.runtime.ranks import Fields, require_unclosed
+from fpipe.runtime.ranks import Fields, claim_turn, require_unclosed
 from fpipe.runtime.transport import clocks, speeds
 from fpipe.runtime.transport.calls import SharedCalls
 from fpipe.runtime.transport.channels import DistributedTransport
@@ -32,7 +32,6 @@ from fpipe.runtime.transport.control import GRACE, Control, choose_timeout, find
 from fpipe.runtime.transport.creation import Creator
 from fpipe.runtime.transport.interface import Route, Transport
 from fpipe.runtime.transport.waiting import Line, PendingWorks, Waitable, await_all, reporting
-from fpipe.runtime.turns import claim_turn
 from fpipe.tensors.spec import Spec
 from fpipe.torch_private import process_groups
 

@@ -26,14 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import TransportError
-from fpipe.runtime.ranks import Fields, Ranks
+from fpipe.runtime.ranks import Fields, Ranks, claim_turn
 from fpipe.runtime.transport.calls import SharedCalls
 from fpipe.runtime.transport.control import GRACE, Control, list_replicas
 from fpipe.runtime.transport.creation import Creator, Made
 from fpipe.runtime.transport.distributed import DistributedRanks
 from fpipe.runtime.transport.lookout import SLICE
 from fpipe.runtime.transport.waiting import PendingWorks, Waitable, await_all, break_group, reporting
-from fpipe.runtime.turns import claim_turn
 from fpipe.torch_private import count_groups, device_types, name_groups_from, timeout_of
 
 EARLIER: Final = timedelta(seconds=4 * SLICE)
