@@ -32,7 +32,7 @@ from benchmarks.common.turns import Function, device, medians
 from fpipe.autodiff.backends import Backward
 from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.inputs import scatter
-from fpipe.pipelines.running import run_plan
+from fpipe.pipelines.step import run_plan
 from fpipe.runtime.executor import Execution, Inputs, StageCrossing, StageLike
 from fpipe.runtime.instructions import link
 from fpipe.runtime.transport.interface import Transport

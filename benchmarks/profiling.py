@@ -31,7 +31,7 @@ from benchmarks.common.turns import timed, without_collection
 from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.inputs import scatter
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.running import run_plan
+from fpipe.pipelines.step import run_plan
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Execution, Inputs, Outcome
 from fpipe.runtime.recording import Record

@@ -65,15 +65,15 @@ class Batching:
         tensors, structure = flatten((inputs, targets))
         home = _find_home(tensors)
         leaves = [
-            Leaf.of(_name_leaf(path), tensor, cut, home)
-            for path, tensor, cut in zip(
+            Leaf.of(_name_leaf(path), tensor, dim, home)
+            for path, tensor, dim in zip(
                 structure.names, tensors, broadcast("batch_dims", dims, structure), strict=True
             )
         ]
-        cut = [leaf.cut(tensor, microbatches) for leaf, tensor in zip(leaves, tensors, strict=True)]
+        known = [leaf.conform(tensor, microbatches) for leaf, tensor in zip(leaves, tensors, strict=True)]
         halves = flatten(inputs)[1], flatten(targets)[1]
         over = microbatches if divisor is None else divisor
-        example = Signature(tuple(map(Leaf.specs, leaves, cut)), _program(halves), halves, over)
+        example = Signature(tuple(map(Leaf.specs, leaves, known)), _program(halves), halves, over)
         batching = cls(tuple(leaves), example, microbatches, weight)
         batching._require_pieces(example)
         return batching
@@ -131,13 +131,13 @@ class Batching:
             halves.append(structure)
             given += [None] * len(expected.names) if tensors is None else tensors
             require_primal(what, dict(enumerate(tensors or ())))
-        cut = [
-            None if tensor is None else leaf.cut(tensor, self.microbatches)
+        known = [
+            None if tensor is None else leaf.conform(tensor, self.microbatches)
             for leaf, tensor in zip(self.leaves, given, strict=True)
         ]
         specs = [
             example if parts is None else leaf.specs(parts)
-            for leaf, parts, example in zip(self.leaves, cut, self.example.leaves, strict=True)
+            for leaf, parts, example in zip(self.leaves, known, self.example.leaves, strict=True)
         ]
         both = (halves[0], halves[1])
         divisor = self.example.divisor if total is None or self.weight is not None else total
@@ -146,9 +146,9 @@ class Batching:
             self._require_pieces(signature)
         memories = [
             Memory(leaf.name, () if tensor is None or parts is None else leaf.memory(tensor, parts, self.microbatches))
-            for leaf, tensor, parts in zip(self.leaves, given, cut, strict=True)
+            for leaf, tensor, parts in zip(self.leaves, given, known, strict=True)
         ]
-        return SplitBatch(self, signature, tuple(cut), tuple(memories), total)
+        return SplitBatch(self, signature, tuple(known), tuple(memories), total)
 
     def difference(self, signature: Signature) -> str:
         """Return a description of what differs from the example, for error messages."""
@@ -162,10 +162,10 @@ class Batching:
 
     def _require_pieces(self, signature: Signature) -> None:
         """Raise `InputError` if a leaf has too few rows, or if leaves would be split between different rows."""
-        cut = [(leaf, specs[0].shape) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)]
-        for leaf, shape in cut:
+        shapes = [(leaf, specs[0].shape) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)]
+        for leaf, shape in shapes:
             leaf.require_rows(shape, self.microbatches)
-        sizes = [(leaf, shape[leaf.dim]) for leaf, shape in cut if isinstance(leaf.dim, int)]
+        sizes = [(leaf, shape[leaf.dim]) for leaf, shape in shapes if isinstance(leaf.dim, int)]
         for leaf, size in sizes:
             other, another = next(((o, n) for o, n in sizes if n != size), (leaf, size))
             if size % self.microbatches and another != size:
@@ -181,9 +181,9 @@ class Batching:
     def _require_same_pieces(self, signature: Signature) -> None:
         """Raise `InputError` if a function splits a leaf into other sizes than a leaf with as many rows."""
         pairs = zip(self.leaves, signature.leaves, strict=True)
-        cut = [(leaf, sizes) for leaf, specs in pairs if (sizes := leaf.piece_sizes(specs, self.microbatches))]
-        for leaf, sizes in cut:
-            for other, theirs in cut:
+        pieces = [(leaf, sizes) for leaf, specs in pairs if (sizes := leaf.piece_sizes(specs, self.microbatches))]
+        for leaf, sizes in pieces:
+            for other, theirs in pieces:
                 if callable(leaf.dim) and sum(sizes) == sum(theirs) and sizes != theirs:
                     raise InputError(
                         f"{leaf.name}: got pieces of {sizes} rows from the function in batch_dims, but {theirs} of "

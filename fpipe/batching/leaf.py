@@ -61,7 +61,7 @@ class Leaf:
             dim %= rank
         return cls(name, spec, dim)
 
-    def cut(self, tensor: Tensor, microbatches: int) -> tuple[Tensor, ...]:
+    def conform(self, tensor: Tensor, microbatches: int) -> tuple[Tensor, ...]:
         """Return `known` for `tensor`, in the example's memory layout; raise `InputError` if it doesn't match."""
         spec = self.spec
         _require_dense(self.name, tensor)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
-from fpipe.pipelines.autocast import active_casts
+from fpipe.pipelines.modes import active_casts
 from fpipe.pipelines.pipeline import Pipeline
 
 OWN_KEYWORDS = ("targets", "steps", "total", "scale", "seed")

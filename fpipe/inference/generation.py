@@ -35,10 +35,10 @@ from fpipe.inference.sampling import Choose, choose_likeliest
 from fpipe.inference.session import Choice, Session
 from fpipe.ir.variant import EVALUATION
 from fpipe.meshes.border import require_plain
-from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.fields import CommonArguments, call_fields
 from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import hold_plain
 from fpipe.runtime.fingerprint import digest_tensor

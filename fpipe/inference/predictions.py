@@ -19,14 +19,13 @@ from typing import Any
 
 from fpipe.ir.captured import Tensors
 from fpipe.ir.variant import EVALUATION, Variant
-from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_arguments, agree_to_step, call_together
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import broadcast_results, merge_results, spread_results
-from fpipe.pipelines.running import run_copies
-from fpipe.pipelines.step import hold_plain
+from fpipe.pipelines.step import hold_plain, run_copies
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Inputs
 

@@ -27,7 +27,7 @@ from fpipe.pipelines.handshake import agree_on_plan
 from fpipe.pipelines.inputs import State, feed, make_keys
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import merge_results
-from fpipe.pipelines.running import run_plan
+from fpipe.pipelines.step import run_plan
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Inputs, Outcome
 from fpipe.runtime.ranks import Ranks

@@ -31,9 +31,9 @@ from fpipe.model.copying import require_own_buffers
 from fpipe.model.gradient_hooks import collect_gradient_hooks, require_exact_hooks
 from fpipe.model.stateless import skeleton
 from fpipe.pipelines.argument_checks import require_buildable, require_trained
-from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.handshake import agree_on_plan, agree_to_build
+from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.preparation import prepare_steps

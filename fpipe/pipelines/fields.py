@@ -23,7 +23,7 @@ from fpipe.batching.signature import Signature
 from fpipe.ir.captured import Constant
 from fpipe.ir.variant import Variant
 from fpipe.meshes.copies import PipelineCopies
-from fpipe.pipelines.autocast import DEVICE_TYPES
+from fpipe.pipelines.modes import DEVICE_TYPES
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import BatchKind
 from fpipe.pipelines.step_plan import StepPlan

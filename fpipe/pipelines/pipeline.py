@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline: a model, a loss, a schedule and a partition, bound together and checked.
 
-A `Pipeline` holds no parameters. Its planner makes a plan for every kind of batch; `fpipe.pipelines.running` runs one.
+A `Pipeline` holds no parameters. Its planner makes a plan for every kind of batch; `fpipe.pipelines.step` runs one.
 
 A program may build thousands of pipelines, each with captures and with connections to other ranks. Destroying a process
 group is a local call, and when a call of fpipe returns, each rank has received everything that it needs. So each rank
@@ -38,12 +38,10 @@ from fpipe.pipelines.resolver import ExchangeText, own_text
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.report.description import describe
 from fpipe.report.footprint import measure_sizes, shard_sizes
-from fpipe.runtime.ranks import Ranks, require_unclosed
-from fpipe.runtime.turns import wait_for_turn
+from fpipe.runtime.ranks import Ranks, require_unclosed, wait_for_turn
 from fpipe.stages.stage import Stage
-from fpipe.weights.holder import hold
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
-from fpipe.weights.loading import ValueSource, load_values
+from fpipe.weights.loading import ValueSource, hold, load_values
 from fpipe.weights.state import Form, Forms
 from schedules import Program, Schedule, Sizes
 

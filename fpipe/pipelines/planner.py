@@ -32,7 +32,7 @@ from fpipe.errors import CaptureError, CutError, InputError, PipelineError
 from fpipe.ir.variant import TRAINING, Variant
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.pipelines.capture_cache import CaptureCache
-from fpipe.pipelines.isolation import isolate
+from fpipe.pipelines.modes import isolate
 from fpipe.pipelines.resolver import ExchangeText, Resolver
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.transport.agreement import Field

@@ -16,8 +16,8 @@ from fpipe.arguments import require_arguments
 from fpipe.batching.signature import Signature
 from fpipe.errors import InputError
 from fpipe.ir.variant import EVALUATION, TRAINING, Variant
-from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.handshake import agree_on_plan
+from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import BatchKind
 from fpipe.runtime.transport.agreement import Field

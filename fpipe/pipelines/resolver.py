@@ -21,7 +21,7 @@ from fpipe.errors import InputError
 from fpipe.ir.questions import Answer, Question
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.capture_cache import CaptureCache
-from fpipe.pipelines.isolation import isolate
+from fpipe.pipelines.modes import isolate
 
 ExchangeText: TypeAlias = Callable[[str], Sequence[str]]
 """Sends a text to all ranks, and returns the texts of all ranks."""

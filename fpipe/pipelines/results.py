@@ -124,7 +124,7 @@ def sum_terms(plan: StepPlan, held: Iterable[Terms], wanted: Container[str]) -> 
     found: State = {}
     for s in sorted(terms):  # one dict for each stage, none for each name: thousands of them wake the collector
         tied = found.keys() & terms[s].keys()
-        found |= terms[s] | {name: found[name] + terms[s][name] for name in tied} if tied else terms[s]
+        found |= terms[s] | {name: add(found[name], terms[s][name]) for name in tied} if tied else terms[s]
     return found
 
 

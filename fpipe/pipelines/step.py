@@ -6,30 +6,33 @@ Runs in every step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from sys import float_info
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from fpipe.batching.loss_weights import count_weight
 from fpipe.errors import InputError
 from fpipe.ir.variant import EVALUATION, Variant
 from fpipe.meshes.border import unwrap_state, wrap_state
 from fpipe.pipelines.argument_checks import require_backward
-from fpipe.pipelines.autocast import require_gradients, suspend_autocast
 from fpipe.pipelines.earlier_sums import add_reduced, assign_sums, join_sums, require_sums
 from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_arguments, agree_on_plan, agree_to_step
 from fpipe.pipelines.inputs import State, start_backward
+from fpipe.pipelines.modes import require_gradients, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, collect_gradients, gather
-from fpipe.pipelines.running import run_copies
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.pipelines.totals import find_weight_of_all
-from fpipe.runtime.executor import Inputs, Outcome
-from fpipe.runtime.recording import Record
+from fpipe.runtime.executor import Execution, Inputs, Outcome
+from fpipe.runtime.recording import Record, run_recorded
+from fpipe.runtime.transport.interface import Transport
+from fpipe.tensors import random
 from fpipe.weights.state import require_recordable
 
 
@@ -140,6 +143,55 @@ def begin_step(
         copy: inputs._replace(starts=starts, onto=assign_sums(onto, plan, variant))  # copies add to sums of their own
         for copy, inputs in given.items()
     }
+
+
+def find_weight_of_all(pipe: Pipeline, variant: Variant, inputs: Any, targets: Any) -> float | None:
+    """Return the weight of the rows of all copies; `None` if this process is passed all of them, or without a weight.
+
+    If every process is passed the rows of its own copy only, none knows the weight of the whole batch, by which each
+    weighted loss is divided. So processes exchange the weights of their rows. Those that were not given what the weight
+    reads have none, but some process of every copy has, since its loss is computed there.
+
+    Every rank must call this. Raise `InputError` if a copy has no process that can weigh its rows.
+    """
+    batching, copies = pipe.captures.batchings[variant.loss], pipe.copies
+    if not copies.own_rows or copies.count == 1 or batching.weight is None:
+        return None
+    (copy,) = copies.here
+    try:
+        own = count_weight(batching.weight, batching.split_batch(inputs, targets).trees())
+    except InputError:
+        own = math.nan
+    rows = torch.cat(pipe.ranks.gather_rows(torch.tensor([[copy, own]], dtype=torch.float64)))
+    weights = [rows[(rows[:, 0] == k) & ~rows[:, 1].isnan(), 1].tolist() for k in range(copies.count)]
+    if not all(weights):
+        raise InputError(
+            f"weight: got no process of copy {weights.index([])} that could compute it, expected one: rows='own' is "
+            "given. Pass what the weight reads on the ranks that compute the loss, or pass total=."
+        )
+    return float(sum(found[0] for found in weights))
+
+
+def run_plan(pipe: Pipeline, plan: StepPlan, inputs: Inputs, record: Record | None = None) -> dict[int, Outcome]:
+    """Run the plan's program on this process's ranks; return their outcomes. `record` gets each measured span."""
+    return run_copies(pipe, plan, {plan.copy: inputs}, record)[plan.copy]
+
+
+def run_copies(
+    pipe: Pipeline, plan: StepPlan, inputs: Mapping[int, Inputs], record: Record | None = None
+) -> dict[int, dict[int, Outcome]]:
+    """Run the plan's program for each copy of the pipeline that this process plays; return outcomes by copy."""
+
+    def execution(copy: int, rank: int, transport: Transport) -> Execution:
+        return Execution(rank, plan.parts[copy].programs[rank], transport, inputs[copy])
+
+    with random.preserve_generators(plan.generators), plan.context():
+        if record is None:
+            found = pipe.ranks.run([partial(execution, copy) for copy in inputs])
+        else:
+            timed = [(plan.parts[copy].timed_programs, given) for copy, given in inputs.items()]
+            found = run_recorded(pipe.ranks, timed, pipe.device, record)
+    return dict(zip(inputs, found, strict=True))
 
 
 def finish_step(

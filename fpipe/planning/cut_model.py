@@ -33,7 +33,7 @@ from fpipe.planning.recutting import captured_for, plan_cut
 from fpipe.planning.roofline import Roofline, estimate_times
 from fpipe.planning.timing import MICROBATCHES, TimedPlan, fit_times, time_actions, two_at_a_time
 from fpipe.report.footprint import run_on_fakes
-from fpipe.runtime.turns import wait_for_turn
+from fpipe.runtime.ranks import wait_for_turn
 from fpipe.stages.stage import Stage
 
 FEW_STAGES: Final = 4

@@ -158,7 +158,7 @@ def _find_saved(given: FakeArguments) -> frozenset[int] | None:
     functions = stage.functions
     if not isinstance(functions, Autograd):
         return None
-    entering = stage.prologue.pass_on(feed(0), len(stage.batch))
+    entering = feed(0)
     first = len(params) + len(buffers) + len(functions.constants) + len(entering)
     wanted = {k - first for k in functions.wiring.differentiated}
     inner = replace(functions, wiring=replace(functions.wiring, differentiated=()))

@@ -29,10 +29,10 @@ from fpipe.errors import InputError
 from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.ir.variant import TRAINING
-from fpipe.pipelines.autocast import require_gradients, suspend_autocast
 from fpipe.pipelines.builder import Model
 from fpipe.pipelines.handshake import agree_on_arguments
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.modes import require_gradients, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import make_training_step
 from fpipe.planning.cut_model import NO_TIMES, CutModel, measure_blocks, time_blocks

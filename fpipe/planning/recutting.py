@@ -15,7 +15,7 @@ from fpipe.cutting.partition import Cuts, Explicit, Marked
 from fpipe.ir.captured import Captured
 from fpipe.ir.variant import Variant
 from fpipe.meshes.copies import ALONE
-from fpipe.pipelines.isolation import isolate
+from fpipe.pipelines.modes import isolate
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.stages.assembly import assemble

@@ -21,8 +21,8 @@ from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.ir.variant import TRAINING, Variant
 from fpipe.pipelines.argument_checks import require_buildable, require_count
-from fpipe.pipelines.autocast import active_casts
 from fpipe.pipelines.builder import Builder, make_batchings
+from fpipe.pipelines.modes import active_casts
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.planning.recutting import captured_for, recut
 from fpipe.runtime.transport.local import LocalRanks

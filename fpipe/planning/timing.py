@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fpipe.ir.captured import Tensors
 from fpipe.pipelines.inputs import State, feed, make_keys
-from fpipe.pipelines.isolation import postpone_collection
+from fpipe.pipelines.modes import postpone_collection
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.planning.ranges import TIMED, ActionTimes
 from fpipe.runtime.executor import Inputs

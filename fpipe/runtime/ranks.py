@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface to the pipeline ranks that a process runs.
+"""The interface to the pipeline ranks that a process runs, and the turns of its threads.
+
+One thread at a time is inside fpipe. All threads of a process share torch's default generator of each device, which a
+step seeds; and both steps and captures put tensors into the pipeline's only skeleton. So while one thread is inside,
+all others wait. A call that communicates with other processes must not wait, since the thread inside might itself be
+waiting for it through another process; it raises instead.
 
 Runs when a pipeline is built and in every step, in the classes that implement it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from threading import RLock, current_thread
+from typing import Final, Protocol, TypeAlias
 
 from torch import Tensor
 
-from fpipe.errors import InputError
+from fpipe.errors import InputError, TransportError
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.transport.agreement import Field
 from fpipe.runtime.transport.interface import Route, Transport
@@ -118,3 +124,28 @@ def require_unclosed(ranks: Ranks, call: str) -> None:
             f"{call}: got a closed pipeline, expected an open one. Call close() after the last step, on every rank; to "
             "go on, build the pipeline again: parameters and optimizer state carry over."
         )
+
+
+TURN: Final = RLock()  # one per process, like the state that it guards
+
+
+@contextmanager
+def wait_for_turn() -> Iterator[None]:
+    """Wait until no other thread is inside."""
+    with TURN:
+        yield
+
+
+@contextmanager
+def claim_turn(what: str) -> Iterator[None]:
+    """Raise `TransportError` if another thread is inside; `what` names this thread's call in the error."""
+    if not TURN.acquire(blocking=False):
+        raise TransportError(
+            f"{what}, in thread {current_thread().name!r}: got another thread that is inside fpipe, expected one "
+            "thread at a time: ranks are processes, and the messages of two threads would mix. Call all functions of a "
+            "pipeline from one thread, or take turns in the same order on every rank."
+        )
+    try:
+        yield
+    finally:
+        TURN.release()

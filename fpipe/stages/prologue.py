@@ -17,24 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from fpipe.cutting.repetition import Repetition
 from fpipe.cutting.routing import Section
 from fpipe.ir.captured import BatchLeaf, Captured, Constant, Tensors, Unit
 from fpipe.tensors.spec import Spec
-
-StageForward: TypeAlias = Callable[[Tensors, Tensors, Tensors, int], Any]
-
-
-class Entering(tuple[Tensor, ...]):
-    """The inputs of a stage, its prologue's results among them: leaves of the batch, these, and what it received."""
-
-    def __add__(self, received: tuple[Any, ...]) -> Entering:
-        return Entering((*self, *received))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,24 +57,12 @@ class Prologue:
         with torch.no_grad():
             return self.once(buffers)
 
-    def enter(self, shared: Tensors, buffers: Tensors, leaves: Tensors) -> Entering:
-        """Return what enters the stage for a microbatch, given its leaves."""
+    def enter(self, shared: Tensors, buffers: Tensors, leaves: Tensors) -> Tensors:
+        """Return what the stage's function takes for a microbatch, apart from what it receives, given its leaves."""
+        if not self.specs:
+            return leaves
         with torch.no_grad():
-            return Entering((*leaves, *self.each(shared, buffers, tuple([leaves[k] for k in self.reads]))))
-
-    def pass_on(self, inputs: Tensors, leaves: int) -> Tensors:
-        """Return what the stage's function takes of its inputs, the first of which are that many leaves."""
-        return (*inputs[: self.own], *inputs[leaves:]) if self.specs else inputs
-
-    def before(self, function: StageForward, leaves: int) -> StageForward:
-        """Return a stage's function, which takes that many leaves, preceded by the prologue if nobody ran it yet."""
-
-        def run(params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> Any:
-            if not isinstance(inputs, Entering):
-                inputs = self.enter(self.share(buffers), buffers, inputs[:leaves]) + inputs[leaves:]
-            return function(params, buffers, self.pass_on(inputs, leaves), key)
-
-        return run if self.specs else function
+            return (*leaves[: self.own], *self.each(shared, buffers, tuple([leaves[k] for k in self.reads])))
 
 
 class Feed:
@@ -98,9 +76,8 @@ class Feed:
         self.shared = prologue.share(buffers)
 
     def __call__(self, i: int) -> Tensors:
-        """Return the stage's leaves, and what its prologue computes."""
-        leaves = self.rows[i] if self.rows else ()
-        return self.prologue.enter(self.shared, self.buffers, leaves) if self.prologue.specs else leaves
+        """Return the stage's own leaves, and what its prologue computes."""
+        return self.prologue.enter(self.shared, self.buffers, self.rows[i] if self.rows else ())
 
 
 def build_prologue(captured: Captured, section: Section, repetition: Repetition) -> tuple[Prologue, tuple[int, ...]]:

@@ -9,13 +9,12 @@ On tuples of tensors:
     backward_input(residuals, cotangents)  -> input_cotangents, deferred
     backward_weight(deferred, onto)        -> grads
 
-`params` is what `Stage.leaves` returns for the parameters, once per step. `inputs` are the stage's leaves of the batch,
-then what it gets from earlier stages. What its prologue computes from these leaves may stand between the two (see
-`Entering`); otherwise, it is computed first. `outputs` are its results, then what it gives to later stages, including
-values that it only passes on. No argument is modified except `onto`; residuals and deferred state are consumed by their
-single use. `onto` is the sum of the gradients so far, in memory that the stage owns, or `()`. The microbatch's
-gradients are added to it, and the sum is returned. A stage in which nothing needs a gradient keeps nothing: its
-residuals are `None`.
+`params` is what `Stage.leaves` returns for the parameters, once per step. `inputs` are the stage's leaves of the batch
+and what its prologue computes, as a `Feed` returns them, then what it gets from earlier stages. `outputs` are its
+results, then what it gives to later stages, including values that it only passes on. No argument is modified except
+`onto`; residuals and deferred state are consumed by their single use. `onto` is the sum of the gradients so far, in
+memory that the stage owns, or `()`. The microbatch's gradients are added to it, and the sum is returned. A stage in
+which nothing needs a gradient keeps nothing: its residuals are `None`.
 
 `fpipe.autodiff` implements the functions.
 
@@ -95,12 +94,12 @@ class Stage:
     @cached_property
     def forward(self) -> Callable[[Tensors, Tensors, Tensors, int], tuple[Tensors, Tensors, Any | None]]:
         """The forward of one microbatch."""
-        return self.prologue.before(self.functions.forward, len(self.batch))
+        return self.functions.forward
 
     @cached_property
     def evaluate(self) -> Callable[[Tensors, Tensors, Tensors, int], tuple[Tensors, Tensors]]:
         """The forward without residuals; its outputs and buffers are the same, bit for bit."""
-        return self.prologue.before(self.functions.evaluate, len(self.batch))
+        return self.functions.evaluate
 
     @cached_property
     def backward(self) -> Callable[..., tuple[Gradients, Gradients]]:

@@ -32,15 +32,14 @@ from fpipe.ir.captured import Tensors
 from fpipe.ir.variant import Variant
 from fpipe.meshes.border import require_plain, wrap_state
 from fpipe.pipelines.argument_checks import require_backward
-from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.earlier_sums import join_sums
 from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_arguments, agree_on_plan, call_together
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, sum_terms
-from fpipe.pipelines.running import run_copies
-from fpipe.pipelines.step import begin_step, finish_step, hold_for_backward
+from fpipe.pipelines.step import begin_step, finish_step, hold_for_backward, run_copies
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Outcome
 from fpipe.runtime.fingerprint import describe_value, digest

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from fpipe.pipelines.argument_checks import require_backward
-from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import begin_step, hold_for_backward, training_variant
 from fpipe.pipelines.step_plan import StepPlan

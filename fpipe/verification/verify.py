@@ -18,9 +18,9 @@ from fpipe.errors import InputError
 from fpipe.ir.variant import Variant
 from fpipe.model.snapshot import restore_model
 from fpipe.pipelines.argument_checks import require_backward
-from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.handshake import agree_on_arguments
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import merge_results
 from fpipe.pipelines.step import make_training_step

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load values by name from a model or a state dict; only this process's leaves are read and copied, one by one.
+"""Load values by name from a model or a state dict, and hold them in a module again.
+
+Only this process's leaves are read and copied, one by one.
 
 A mapping may be lazy, like `fpipe.safetensors`, or larger than memory, like `torch.load(..., mmap=True)`: only values
 of this process's share are accessed. Values are copied to the device and into the layout that the pipeline was built
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from fpipe.capture.modules import as_module
 from fpipe.errors import InputError
 from fpipe.meshes.border import require_same_placement
+from fpipe.model.stateless import Module, on_meta, skeleton
 from fpipe.tensors.placed import Placed, local_part
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
@@ -60,6 +63,38 @@ def load_values(
         name: made[name] if name in made else _copy_value(values, found[name], specs[name], placed.get(name))
         for name in held
     }
+
+
+def hold(model: Module, values: Mapping[str, Tensor]) -> Module:
+    """Return a copy of `model`, which may be fake, with these `values`, by first name, and `None` for other tensors.
+
+    Optimizers, `state_dict`, `torch.distributed.checkpoint` and averaged models expect a module, and torch skips `None`
+    everywhere, as it does the bias of `nn.Linear(..., bias=False)`. Classes and attributes are those of the model, so
+    code that groups parameters by the class of their module still works. A tied parameter is one `nn.Parameter` under
+    all of its names. No memory is copied.
+    """
+    known = list_leaves(model)
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        raise InputError(
+            f"params, buffers: got {unknown}, which the model does not have, expected names like {list(known)[:5]}. "
+            "Pass what pipe.init(model) returned."
+        )
+    names = {id(leaf): name for name, leaf in known.items()}
+
+    def put(leaf: Tensor) -> Tensor:
+        name = names[id(leaf)]
+        return values[name].detach() if name in values else on_meta(leaf)
+
+    made = skeleton(model, put)
+    leaves = list_leaves(made)
+    for name, value in values.items():
+        leaves[name].requires_grad_(value.requires_grad)
+    absent = {id(leaf) for name, leaf in leaves.items() if name not in values}
+    for module in made.modules():
+        for table in (module._parameters, module._buffers):
+            table.update({name: None for name, leaf in table.items() if id(leaf) in absent})
+    return made
 
 
 def _by_name(source: ValueSource) -> Mapping[str, Any]:

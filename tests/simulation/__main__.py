@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import torch
 
-from fpipe.pipelines.isolation import postpone_collection
+from fpipe.pipelines.modes import postpone_collection
 from tests.common.world.drawing import draw
 from tests.common.world.verdicts import Simulator, simulate
 

@@ -8,14 +8,29 @@ Idea. What is raised before all have agreed is announced in place of this proces
 (`fpipe.runtime.transport.agreement`). What is raised later is published on the board, and the groups on which the
 others wait are broken. A connection that ends is looked up on the board: another rank may know why.
 
+What an error here means to the others depends on one state, the `Standing` of this process:
+
+                   enter             begin              conclude
+        OUTSIDE ──────────▶ DECIDING ─────▶ MIDWAY ──────────────▶ CONCLUDED
+           ▲                   ▲              │                        │
+           │                   └──────────────┘ decide                 │
+           └───────────────────────────── the end of the call ─────────┘
+
+        an error           announced      published              its own affair
+
+An error that is published, a wait that breaks, or a wrong message leads to FAILED, from which nothing leads away. An
+error that all ranks raise together, because they do not agree, concludes.
+
 Runs when a pipeline is built and in every step, if ranks are separate processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from enum import Enum, auto
+from types import MappingProxyType
 from typing import Final, Protocol
 
 import torch.distributed as dist
@@ -51,13 +66,40 @@ class ControlGroup(Protocol):
         """Return the tensor that each process passes, in order; `wait` waits for the others."""
 
 
+class Standing(Enum):
+    """The standing of this process among those that make a call: what the others wait for.
+
+    - `OUTSIDE`: no call is running.
+    - `DECIDING`: they wait for it to agree. `MIDWAY`: they may wait for what it computes. `CONCLUDED`: for nothing.
+    - `FAILED`: they were told that a call failed; later calls are refused.
+    """
+
+    OUTSIDE = auto()
+    DECIDING = auto()
+    MIDWAY = auto()
+    CONCLUDED = auto()
+    FAILED = auto()
+
+
+_WITHIN: Final = frozenset({Standing.DECIDING, Standing.MIDWAY, Standing.CONCLUDED, Standing.OUTSIDE, Standing.FAILED})
+FOLLOWING: Mapping[Standing, frozenset[Standing]] = MappingProxyType(
+    {
+        Standing.OUTSIDE: frozenset({Standing.DECIDING, Standing.FAILED}),
+        Standing.DECIDING: _WITHIN,
+        Standing.MIDWAY: _WITHIN,
+        Standing.CONCLUDED: _WITHIN,
+        Standing.FAILED: frozenset({Standing.FAILED}),
+    }
+)
+"""The standings that may follow each one."""
+
+
 class SharedCalls:
     """The calls of one pipeline, or of a build, as this process makes them.
 
     - `owned`: returns the groups that nobody else uses, which are broken and destroyed if a call fails.
     - `count`: the number of calls so far; `call`: the name and number of the current one.
-    - `failure`: why later calls are refused, or `None`; `deciding`: whether the others wait for this rank to agree.
-    - `is_midway`: whether the others may wait for what this rank computes.
+    - `standing`: what the others wait for; `failure`: why later calls are refused, once it is `FAILED`.
     """
 
     def __init__(
@@ -68,8 +110,7 @@ class SharedCalls:
         owned: Callable[[], Iterable[dist.ProcessGroup]],
     ) -> None:
         self.table, self.owned = table, owned
-        self.failure: str | None = None
-        self.count, self.call, self.deciding, self.is_midway = 0, "", False, False
+        self.count, self.call, self.standing, self.failure = 0, "", Standing.OUTSIDE, ""
         self.lookout = Lookout(Board.of(table.group), table.processes, timeout, release)
 
     @contextmanager
@@ -79,7 +120,8 @@ class SharedCalls:
         Raise `RankError` if another rank fails, dies or falls silent.
         """
         self.count += 1
-        self.call, self.deciding, self.is_midway = f"{call} (call {self.count})", True, False
+        self.call = f"{call} (call {self.count})"
+        self._move(Standing.DECIDING)
         with self.lookout.on_duty(self.call):
             try:
                 yield
@@ -91,7 +133,8 @@ class SharedCalls:
                     raise self._refuse_exit() from error
                 raise
             finally:
-                self.deciding = False
+                if self.standing is not Standing.FAILED:
+                    self._move(Standing.OUTSIDE)
 
     def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
         """Raise `TransportError` on every rank unless all have called the same function with the same fields.
@@ -102,7 +145,7 @@ class SharedCalls:
         try:
             return agree(self.table.rank, self.gather, call, fields(), note)
         except TransportError:
-            self.deciding = self.is_midway = False  # the others raise it too
+            self._move(Standing.CONCLUDED)  # the others raise it too
             raise
 
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
@@ -116,23 +159,38 @@ class SharedCalls:
 
     def begin(self) -> None:
         """Declare that the others wait for what this process does next: an error is theirs, too."""
-        self.deciding, self.is_midway = False, True
+        self._move(Standing.MIDWAY)
 
-    def conclude(self, deciding: bool = False) -> None:
-        """Declare that no other process waits any more for what this one does, but perhaps for it to agree."""
-        self.deciding, self.is_midway = deciding, False
+    def decide(self) -> None:
+        """Declare that the others wait for this process only to agree on what follows."""
+        self._move(Standing.DECIDING)
+
+    def conclude(self) -> None:
+        """Declare that no other process waits any more for what this one does."""
+        self._move(Standing.CONCLUDED)
 
     def refuse(self, error: TransportError, why: str) -> None:
         """Announce an error to the others, and refuse later calls."""
         with suppress(RuntimeError):  # no other rank is left
             announce_refusal(self.gather, self.call, error)
+        self.fail(why)
+
+    def fail(self, why: str) -> None:
+        """Refuse later calls."""
+        self._move(Standing.FAILED)
         self.failure = why
+
+    def _move(self, standing: Standing) -> None:
+        assert standing in FOLLOWING[self.standing], f"{self.standing} does not lead to {standing}"
+        self.standing = standing
 
     def _share(self, error: BaseException) -> None:
         """Let the other ranks know of an error, if they wait for this one."""
-        if self.failure is None and (self.is_midway or (self.deciding and not isinstance(error, Exception))):
+        # Who is interrupted while it decides can't wait for the others to hear of it, as an announcement does.
+        is_deciding = self.standing is Standing.DECIDING
+        if self.standing is Standing.MIDWAY or (is_deciding and not isinstance(error, Exception)):
             self._tell(error)
-        elif self.failure is None and self.deciding:
+        elif is_deciding:
             with suppress(RuntimeError):  # no other rank is left
                 announce_refusal(self.gather, self.call, error)
 
@@ -141,7 +199,7 @@ class SharedCalls:
         said = describe_error(error)
         mine = Cause(self.table.rank, self.lookout.place, said)
         first = self.lookout.board.publish(mine)
-        self._fail(said)
+        self._end(said)
         order = "the first failure; the other ranks were told" if first == mine else f"after the first failure: {first}"
         error.add_note(f"rank {mine.rank}, {mine.place}: {order}")
 
@@ -155,12 +213,12 @@ class SharedCalls:
             lost = lookout.ranks_of(awaited._replace(peers=closed or awaited.peers))
             died = Cause(lost[0] if lost else None, f"before {awaited.what}", DIED)
             cause = board.publish(died, lost[:1] if closed else ())
-        self._fail(str(cause))
+        self._end(str(cause))
         return RankError(self.table.rank, place, lookout.name(awaited), cause)
 
-    def _fail(self, why: str) -> None:
+    def _end(self, why: str) -> None:
         """Refuse later calls, end all waits of this process, and wait until all ranks that are left know why."""
-        self.failure = why
+        self.fail(why)
         self.lookout.release()
         self.lookout.board.linger()
         with self.lookout.asking:  # the thread may be about to break them, too

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from enum import Enum, auto
 from functools import partial
 from threading import Event, Lock, Thread
 from typing import Final, Generic, NamedTuple, TypeVar, cast
@@ -34,6 +35,17 @@ LOOK: Final = 0.5  # seconds between two looks at the connections
 NAME: Final = "fpipe creation"
 
 
+class Fate(Enum):
+    """The fate of something that torch makes: `MADE`, or `GIVEN_UP` by who waits for it, whichever comes first.
+
+    An error counts as made: it is there to be raised. What is made after it was given up is discarded.
+    """
+
+    OPEN = auto()
+    MADE = auto()
+    GIVEN_UP = auto()
+
+
 class Creation(Generic[Made]):
     """Something that torch makes as soon as all processes ask for it, and that this one waits for."""
 
@@ -41,7 +53,7 @@ class Creation(Generic[Made]):
         self.make, self.awaited = make, awaited
         self.made: Made | None = None
         self.error: BaseException | None = None
-        self.is_over = self.is_given_up = False
+        self.fate = Fate.OPEN
         self.woken, self.deciding = Event(), Lock()
         Thread(target=self._run, name=NAME, daemon=True).start()
 
@@ -57,13 +69,14 @@ class Creation(Generic[Made]):
             is_wanted = True
         finally:
             with self.deciding:
-                self.is_given_up = not (is_wanted and self.is_over)
-                is_late = self.is_given_up and self.is_over
+                is_late = self.fate is Fate.MADE and not is_wanted
+                if not (self.fate is Fate.MADE and is_wanted):
+                    self.fate = Fate.GIVEN_UP
             if is_late:
                 _discard(self.made)
         if self.error is not None and not self._is_anyone_gone():
             raise self.error
-        if self.error is not None or self.is_given_up:
+        if self.error is not None or self.fate is Fate.GIVEN_UP:
             raise BrokenWaitError(self.awaited) from self.error
 
     def give_up(self) -> None:
@@ -82,7 +95,8 @@ class Creation(Generic[Made]):
         except BaseException as error:
             self.error = error
         with self.deciding:
-            self.is_over, is_late = True, self.is_given_up
+            is_late = self.fate is Fate.GIVEN_UP
+            self.fate = Fate.GIVEN_UP if is_late else Fate.MADE
         self.woken.set()
         if is_late:
             _discard(self.made)

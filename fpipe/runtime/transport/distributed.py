@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.runtime.executor import Execution, Outcome
-from fpipe.runtime.ranks import Fields, require_unclosed
+from fpipe.runtime.ranks import Fields, claim_turn, require_unclosed
 from fpipe.runtime.transport import clocks, speeds
 from fpipe.runtime.transport.calls import SharedCalls
 from fpipe.runtime.transport.channels import DistributedTransport
@@ -32,7 +32,6 @@ from fpipe.runtime.transport.control import GRACE, Control, choose_timeout, find
 from fpipe.runtime.transport.creation import Creator
 from fpipe.runtime.transport.interface import Route, Transport
 from fpipe.runtime.transport.waiting import Line, PendingWorks, Waitable, await_all, reporting
-from fpipe.runtime.turns import claim_turn
 from fpipe.tensors.spec import Spec
 from fpipe.torch_private import process_groups
 
@@ -124,16 +123,16 @@ class DistributedRanks:
         """Set up channels; every rank must pass the same ones."""
         self.calls.begin()
         self.transport.setup(channels, Creator(self.calls.lookout.wait, self.control.group))
-        self.calls.conclude(deciding=True)
+        self.calls.decide()
 
     def forget_layouts(self) -> None:
         """Drop the cached layouts of messages; the next message of each kind makes its layout again."""
         self.transport.forget_layouts()
 
     def _require_whole(self, what: str) -> None:
-        if self.calls.failure is None and not self.control.is_alive:
-            self.calls.failure = "its process group was destroyed"
-        if self.calls.failure is not None:
+        if not self.calls.failure and not self.control.is_alive:
+            self.calls.fail("its process group was destroyed")
+        if self.calls.failure:
             raise TransportError(
                 f"rank {self.control.rank}, {what}: got a pipeline that failed midway ({self.calls.failure}), expected "
                 "one whose ranks are in step: messages would no longer match. Restart all processes from a checkpoint."
@@ -197,7 +196,7 @@ class DistributedRanks:
         """Return the context in which ranks exchange messages of their own; afterwards they decide on what follows."""
         self.calls.begin()
         yield Line(self.results, self.device, f"{what} in {self.calls.call}", self.calls.lookout.wait)
-        self.calls.conclude(deciding=True)
+        self.calls.decide()
 
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
         """Return the rows of each rank, in rank order; every rank must call this."""

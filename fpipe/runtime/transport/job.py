@@ -26,14 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import TransportError
-from fpipe.runtime.ranks import Fields, Ranks
+from fpipe.runtime.ranks import Fields, Ranks, claim_turn
 from fpipe.runtime.transport.calls import SharedCalls
 from fpipe.runtime.transport.control import GRACE, Control, list_replicas
 from fpipe.runtime.transport.creation import Creator, Made
 from fpipe.runtime.transport.distributed import DistributedRanks
 from fpipe.runtime.transport.lookout import SLICE
 from fpipe.runtime.transport.waiting import PendingWorks, Waitable, await_all, break_group, reporting
-from fpipe.runtime.turns import claim_turn
 from fpipe.torch_private import count_groups, device_types, name_groups_from, timeout_of
 
 EARLIER: Final = timedelta(seconds=4 * SLICE)
@@ -90,13 +89,13 @@ class DistributedJob:
         timeout, every = timeout_of(self.world.group, self.world.device) + GRACE, [*self.world.processes]
         self.calls.table = control = Control.of(every, [every], timeout, self._creator)
         self.own[:] = [control.group]
-        self.calls.conclude(deciding=True)
+        self.calls.decide()
 
     def create(self, make: Callable[[], Made], what: str, device: torch.device) -> Made:
         """Return what torch makes on the device as soon as all processes ask for it."""
         self.calls.begin()
         made = self._creator.create(make, what, self.world.processes, device)
-        self.calls.conclude(deciding=True)
+        self.calls.decide()
         return made
 
     @property
@@ -116,7 +115,7 @@ class DistributedJob:
         everyone = list_replicas(list(members), self.calls) if members else replicas
         self.calls.begin()
         joined = DistributedRanks(group, device, replicas, everyone, self._creator)
-        self.calls.conclude(deciding=True)
+        self.calls.decide()
         self.calls.agree(about="the groups of its pipelines")  # until then, all look at the board of the job
         return joined
 

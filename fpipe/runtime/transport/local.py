@@ -23,10 +23,9 @@ from torch import Tensor
 
 from fpipe.errors import DeadlockError, TransportError
 from fpipe.runtime.executor import Execution, Outcome
-from fpipe.runtime.ranks import Fields, require_unclosed
+from fpipe.runtime.ranks import Fields, require_unclosed, wait_for_turn
 from fpipe.runtime.transport.interface import Payload, Route, Transport, posted_action
 from fpipe.runtime.transport.waiting import Waitable
-from fpipe.runtime.turns import wait_for_turn
 from fpipe.tensors.spec import Spec
 from schedules.language.actions import Message, receive_of
 

@@ -21,6 +21,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from threading import Lock, Thread, current_thread, main_thread
 from time import monotonic
@@ -37,15 +38,26 @@ FIRST_REPORT: Final = 30.0  # seconds until a slow peer is reported; then after 
 LOG = logging.getLogger(__name__)
 
 
+@dataclass
+class Vigil:
+    """A wait that the thread has seen: what for, since when, and when to report it next.
+
+    - `signs`: the signs of life of those who keep the rank waiting, as they were shortly before the timeout.
+    """
+
+    posted: Waitable | None
+    since: float
+    report: float
+    signs: dict[int, Sign | None] | None = None
+
+
 class Lookout:
     """The lookout of one rank.
 
     - `processes`: the numbers in the job of the ranks.
     - `release`: breaks the groups of the pipeline.
     - `call`: the call that is running, or nothing; `execution`: the program that it runs, if it has come to that.
-    - `posted`: what the rank waits for, if it waits.
-    - `seen`, `since`, `report`: the wait that was seen last, when it was first seen, and when to report it next.
-    - `signs`: the signs of life of those who keep the rank waiting, as they were shortly before the timeout.
+    - `posted`: what the rank waits for, if it waits. `vigil`: the wait that the thread has seen last.
     """
 
     def __init__(
@@ -61,9 +73,7 @@ class Lookout:
         self.execution: Execution | None = None
         self.posted: Waitable | None = None
         self.asking = Lock()  # held while the thread uses the board
-        self.seen: Waitable | None = None
-        self.since, self.report = 0.0, FIRST_REPORT
-        self.signs: dict[int, Sign | None] | None = None
+        self.vigil = Vigil(None, 0.0, FIRST_REPORT)
         self.is_over = False
         self.bell, self.string = socket.socketpair()
         self.bell.settimeout(SLICE)
@@ -114,8 +124,8 @@ class Lookout:
     def _look(self, is_interrupted: bool) -> None:
         """Look whether the rank waits, and for how long; let the others know that it is alive."""
         posted, now = self.posted, monotonic()
-        if posted is not self.seen or posted is None:
-            self.seen, self.since, self.report, self.signs = posted, now, FIRST_REPORT, None
+        if posted is not self.vigil.posted or posted is None:
+            self.vigil = Vigil(posted, now, FIRST_REPORT)
         is_failed = self.board.read() is not None
         awaited = None if posted is None else posted.awaited
         self.board.give_sign(self.place, () if awaited is None else self.ranks_of(awaited))
@@ -124,23 +134,24 @@ class Lookout:
         if is_interrupted:  # others must not take it for a death
             self.board.publish(Cause(self.board.rank, self.place, KeyboardInterrupt.__name__))
         is_over = is_failed or is_interrupted
-        if is_over or self._is_too_long(awaited, now - self.since):
+        if is_over or self._is_too_long(awaited, now - self.vigil.since):
             posted.give_up()
             self.release()
 
     def _is_too_long(self, awaited: Awaited, waited: float) -> bool:
         """Report a wait that is long; once it is too long, publish why, and return true."""
-        if waited >= self.report:
+        vigil = self.vigil
+        if waited >= vigil.report:
             where = f"rank {self.board.rank}, {self.place}"
             LOG.warning("%s: still waiting for %s, %d s", where, self.name(awaited), waited)
-            self.report *= 2
-        if self.signs is None:
+            vigil.report *= 2
+        if vigil.signs is None:
             is_near = waited >= max(self.timeout - SILENCE, self.timeout / 2)
-            self.signs = self._collect_signs(awaited) if is_near else None
+            vigil.signs = self._collect_signs(awaited) if is_near else None
         elif waited >= self.timeout:
             signs = self._collect_signs(awaited)
-            cause = find_cause(self.signs, signs, f"{self.timeout:g} s")
-            self.board.publish(self.board.lost_cause or cause, find_silent(self.signs, signs))
+            cause = find_cause(vigil.signs, signs, f"{self.timeout:g} s")
+            self.board.publish(self.board.lost_cause or cause, find_silent(vigil.signs, signs))
             return True
         return False
 

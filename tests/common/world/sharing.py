@@ -21,7 +21,7 @@ from fpipe.capture.eager_types import hide_fakes
 from fpipe.ir.questions import Ask
 from fpipe.ir.variant import Variant
 from fpipe.meshes.copies import ALONE
-from fpipe.pipelines import isolation
+from fpipe.pipelines import modes
 from fpipe.pipelines.builder import Builder
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.planner import Planner
@@ -97,7 +97,7 @@ class Shelf:
 
         with (
             mock.patch.object(Planner, "_plan", find_plan),
-            mock.patch.object(isolation, "hide_fakes", nullcontext),
+            mock.patch.object(modes, "hide_fakes", nullcontext),
             mock.patch.object(Builder, "_captures", find_captures),
             mock.patch.object(CaptureCache, "explore", find_capture),
             mock.patch.object(CaptureCache, "_watch", find_watch),

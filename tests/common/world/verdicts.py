@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe.checkpoints.manifest import read_manifest
-from fpipe.pipelines.isolation import postpone_collection
+from fpipe.pipelines.modes import postpone_collection
 from fpipe.tensors.tree import same_bits
 from tests.common.comparison import Result, differences
 from tests.common.world.cases import Finding, Trial, Verdict

@@ -41,7 +41,7 @@ def leaves(draw):
 def test_microbatches_are_merged_into_the_batch(given):
     tensor, dim, count = given
     leaf = Leaf.of("x", tensor, dim, CPU)
-    known = leaf.cut(tensor, count)
+    known = leaf.conform(tensor, count)
     parts = leaf.parts(known, count)
     assert [part.shape for part in parts] == [part.shape for part in tensor.tensor_split(count, dim)]
     assert same_bits(merge(parts, dim), tensor)
@@ -52,7 +52,7 @@ def test_microbatches_are_merged_into_the_batch(given):
 def test_a_batch_on_meta_has_the_same_microbatches(given):
     tensor, dim, count = given
     leaf = Leaf.of("x", tensor, dim, CPU)
-    assert leaf.specs(leaf.cut(tensor.to("meta"), count)) == leaf.specs(leaf.cut(tensor, count))
+    assert leaf.specs(leaf.conform(tensor.to("meta"), count)) == leaf.specs(leaf.conform(tensor, count))
 
 
 @pytest.mark.parametrize("count", range(1, 10))

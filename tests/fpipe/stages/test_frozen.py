@@ -99,7 +99,7 @@ def test_frozen_stages_send_keep_and_compute_nothing(what, way, monkeypatch):
     send, walk = LocalChannel.send, autograd.run_backward
 
     def sending(channel, message, payload, specs):
-        sent[message[0], message[1], message[3]] += 1
+        sent[message.kind, message.stage, message.peer] += 1
         return send(channel, message, payload, specs)
 
     def keeping(stage, *arguments):
@@ -116,7 +116,7 @@ def test_frozen_stages_send_keep_and_compute_nothing(what, way, monkeypatch):
     monkeypatch.setattr(autograd, "run_backward", differentiating)
     got = run(*built)
     monkeypatch.undo()
-    assert {ends for ends in sent if ends[0] == "B"} == {("B", *edge) for edge in edges}
+    assert {ends for ends in sent if ends[0] == "SEND_B"} == {("SEND_B", *edge) for edge in edges}
     assert set(sent.values()) == {MICROBATCHES}
     assert {stage for stage, count in kept.items() if count} == backwards
     if kind == "one_f_one_b":

@@ -7,8 +7,6 @@ import torch
 import fpipe
 from fpipe.ir.variant import EVALUATION, TRAINING
 from fpipe.pipelines.inputs import scatter
-from fpipe.stages.prologue import Entering
-from fpipe.tensors.tree import same_bits
 from schedules import dualpipe, gpipe, interleaved_1f1b, one_f_one_b, recompute, zb_h1
 from tests.common.cases import Case, mse
 from tests.common.comparison import assert_same
@@ -79,23 +77,10 @@ def test_summed_gradients_of_tied_weights_are_those_of_the_reference():
     assert fpipe.verify(pipe, *given).reference
 
 
-def test_a_stage_is_a_function_of_its_leaves_whoever_runs_the_prologue():
-    pipe, model, inputs, targets = pipeline()
-    given = scatter(pipe.training, *pipe.init(model), pipe.batch(TRAINING, inputs, targets), None)
-    stage, received = pipe.stages[1], (torch.randn(2, 5, WIDTH),)
-    state = given.params[0][1], given.buffers[0][1]
-    fed = given.batch(1, 0)
-    assert isinstance(fed, Entering)
-    early = stage.forward(*state, fed + received, 0)[0]
-    late = stage.forward(*state, tuple(fed[: len(stage.batch)]) + received, 0)[0]
-    assert all(map(same_bits, early, late))
-    assert all(map(same_bits, early, stage.evaluate(*state, tuple(fed[: len(stage.batch)]) + received, 0)[0]))
-
-
 def test_what_is_shared_by_microbatches_is_the_same_memory():
     pipe, model, inputs, targets = pipeline()
     given = scatter(pipe.training, *pipe.init(model), pipe.batch(TRAINING, inputs, targets), None)
-    (table, mask), (again, another) = (given.batch(1, i)[len(pipe.stages[1].batch) :] for i in range(2))
+    (table, mask), (again, another) = (given.batch(1, i)[pipe.stages[1].prologue.own :] for i in range(2))
     assert table is not again, "attributes that a model sets do not last"
     assert table.data_ptr() == again.data_ptr()
     assert mask.data_ptr() != another.data_ptr()

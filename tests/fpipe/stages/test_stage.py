@@ -16,6 +16,7 @@ from torch import nn
 import fpipe
 from fpipe.autodiff.accumulation import add_all, own_all, sum_of
 from fpipe.ir.variant import TRAINING
+from fpipe.stages.prologue import Feed
 from fpipe.tensors.random import key, preserve_generators
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
@@ -43,10 +44,11 @@ def chain(name, capture=FRONT_END):
     batch = pipe.batch(TRAINING, inputs, targets).take()
     crossing = {}
     for stage in pipe.stages:
-        given = tuple(batch[leaf][0] for leaf in stage.batch)
+        own = tuple(buffers[name] for name in stage.buffers)
+        given = Feed(stage.prologue, [tuple(batch[leaf][0] for leaf in stage.batch)], own)(0)
         for one in stage.gets:
             given += crossing[one.source, stage.index]
-        arguments = stage.leaves(params), tuple(buffers[name] for name in stage.buffers), given, key(1, 0)
+        arguments = stage.leaves(params), own, given, key(1, 0)
         yield stage, arguments
         with preserve_generators([torch.device("cpu")]):
             outputs, _, _ = stage.forward(*arguments)

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from fpipe.errors import InputError
 from fpipe.tensors.tree import same_bits
-from fpipe.weights.holder import hold
+from fpipe.weights.loading import hold
 from tests.common.running import build
 from tests.common.schedules import SCHEDULES
 from tests.common.shares import ranks_of

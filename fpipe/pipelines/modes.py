@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autocast and inference mode around a step.
+"""Torch's modes around a step and around a capture, and what else a capture must leave as it was.
 
 Autocast has the same effect as around a plain forward: the model and the loss run under it, and the backward does not.
 So autocast is turned off for the step, and becomes part of the variant that is captured. Inference mode is refused
@@ -10,6 +10,7 @@ Runs when a pipeline is built and in every step.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,8 +18,11 @@ from typing import Final
 
 import torch
 
+from fpipe.capture.eager_types import hide_fakes
 from fpipe.errors import InputError
 from fpipe.ir.variant import Casts, Variant
+from fpipe.runtime.ranks import wait_for_turn
+from fpipe.tensors import random
 
 DEVICE_TYPES: Final = ("cpu", "cuda")
 
@@ -45,3 +49,39 @@ def require_gradients() -> None:
 def active_casts() -> Casts:
     """Return the device types for which autocast is on, each with its dtype."""
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES if torch.is_autocast_enabled(kind))
+
+
+@contextmanager
+def isolate(variant: Variant) -> Iterator[None]:
+    """Preserve torch's modes and generators inside, and make other threads wait."""
+    with (
+        torch.inference_mode(False),
+        suspend_autocast(variant),
+        wait_for_turn(),
+        postpone_collection(),
+        hide_fakes(),
+        random.preserve_generators([torch.device("cpu")]),  # the model may seed the generator
+    ):
+        yield
+
+
+@contextmanager
+def postpone_collection() -> Iterator[None]:
+    """Turn the garbage collector off inside, for all threads; leave it off if it was off before.
+
+    A capture makes hundreds of thousands of objects, most of which stay. They make the collector walk all objects of
+    the process again and again, for a tenth of the time or more, and find nothing.
+
+    >>> with postpone_collection():
+    ...     gc.isenabled()
+    False
+    >>> gc.isenabled()
+    True
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
