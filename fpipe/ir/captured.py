@@ -270,7 +270,7 @@ class Captured:
         return tuple([one._replace(apart=one.apart or k in differing) for k, one in enumerate(self.calls)])
 
 
-class FrontEnd(Protocol):
+class CaptureFunction(Protocol):
     """A function that captures a model."""
 
     def __call__(self, model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
@@ -279,3 +279,9 @@ class FrontEnd(Protocol):
         `leaves` are the tensors of an example microbatch, used only for their metadata; the model may be on meta, or
         hold fake tensors. Raise `CaptureError`, naming the module, if something cannot be captured or would be lost.
         """
+
+
+FrontEnd: TypeAlias = Callable[[nn.Module, Any], nn.Module]
+"""Reads a model: `(model, inputs) -> module`. The module is called like the model and has its names.
+
+`inputs` are those of an example microbatch, a tuple or a dict of fake tensors; the model holds fake tensors, too."""

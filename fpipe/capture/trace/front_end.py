@@ -17,7 +17,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from fpipe.capture.trace.comparison import RepeatRecorder
-from fpipe.capture.trace.fake_model import FakeModel, Via
+from fpipe.capture.trace.fake_model import FakeModel
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.recording import build_observed, build_tape
 from fpipe.capture.trace.reentrant_checks import require_own_parameters
@@ -42,23 +42,21 @@ def trace_model(
     leaves: Sequence[Tensor],
     whole: Collection[str] = (),
     opaque: Collection[str] = (),
-    via: Via = lambda skeleton, recorder: skeleton,
 ) -> Captured:
-    """Capture `model` and its loss for one microbatch; see `FrontEnd`.
+    """Capture `model` and its loss for one microbatch; see `CaptureFunction`.
 
     Calls of modules named in `whole` always run as a whole. Modules named in `opaque`, and modules inside them, may
-    branch on data; calls that do always run as a whole, too. `via(skeleton, recorder)` returns the callable to run in
-    place of the skeleton.
+    branch on data; calls that do always run as a whole, too.
     """
     # What asks knows the cache that will hold this capture. So the capture does not keep it: a dropped pipeline would
     # wait for Python's collector.
-    fake_model = FakeModel(model, replace(objective, ask=refuse_questions), leaves, whole, opaque, via)
+    fake_model = FakeModel(model, replace(objective, ask=refuse_questions), leaves, whole, opaque)
     settling = Settling(fake_model)
     run = settling.run(objective.ask)
-    return _assemble(fake_model, settling, run)
+    return assemble(fake_model, settling, run)
 
 
-def _assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured:
+def assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured:
     """Return the capture of a recorded run; raise `CaptureError` if its checkpoints cannot be rerun exactly."""
     recorder = run.recorder
     tensors, structure = flatten(run.outputs, opaque=True)

@@ -219,6 +219,6 @@ def test_seeding_inside_the_model_is_exact_or_refused(capture):
 
 
 def test_modules_run_as_python_under_two_front_ends():
-    from fpipe.capture.registry import FRONT_ENDS, find_front_end, is_eager
+    from fpipe.capture.registry import NAMES, find_capture, is_eager
 
-    assert [name for name in FRONT_ENDS if is_eager(find_front_end(name, ("head",)))] == ["trace", "modules"]
+    assert [name for name in NAMES if is_eager(find_capture(name, ("head",)))] == ["trace", "modules"]
