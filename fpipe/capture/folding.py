@@ -141,11 +141,13 @@ class _Folding:
         _require_plain(node, owner)
         reads = _inputs(node, owner)
         args, kwargs, function = node.args, node.kwargs, self._function(node, owner, depth)
-        place = {one: k for k, one in enumerate(reads)}
+        place, where, seen = {one: k for k, one in enumerate(reads)}, _place(node, owner), _spec(node.meta.get("val"))
 
         def call(key: int, *values: Any) -> tuple[Any, ...]:
             given = fx.map_arg((args, kwargs), lambda one: values[place[one]] if one in place else None)
-            return (function(*given[0], **given[1]),)
+            made = function(*given[0], **given[1])
+            _require_as_traced(seen, made, where, node.name)
+            return (made,)
 
         return Operation(tuple(map(self._value, reads)), (self._value(node),), call)
 
@@ -194,8 +196,7 @@ def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 def _require_plain(node: fx.Node, owner: nn.Module) -> None:
     """Raise `CaptureError` for a node that means nothing outside of its tracer."""
-    *_, path = "(root)", *[path for _, path in _stack(node, owner)]
-    where = f"module {path}"
+    where = _place(node, owner)
     if getattr(node.target, "__module__", "").startswith(FUNCTORCH):
         raise CaptureError(
             f"{where}: got a torch.func transform such as vmap, expected plain operators: it cannot be read back from "
@@ -206,6 +207,25 @@ def _require_plain(node: fx.Node, owner: nn.Module) -> None:
             f"{where}: got a size or a number ({node.name}) that depends on the values of its input, expected shapes "
             "and control flow that do not. Rewrite that part."
         )
+
+
+def _spec(made: object) -> tuple[torch.dtype, list[int]] | None:
+    """Return dtype and shape of a fake tensor; `None` for anything else."""
+    return (made.dtype, list(made.shape)) if isinstance(made, FakeTensor) else None
+
+
+def _require_as_traced(seen: object, made: object, where: str, name: str) -> None:
+    """Raise `CaptureError`, at capture, if a node makes another kind of tensor than its tracer saw."""
+    if seen is not None and isinstance(made, FakeTensor) and _spec(made) != seen:
+        raise CaptureError(
+            f"{where}: got {_spec(made)} from {name}, expected {seen}, as the front end saw it: it traced something "
+            'else than the model does (it ignored autocast, say). Choose capture="trace", which runs the model.'
+        )
+
+
+def _place(node: fx.Node, owner: nn.Module) -> str:
+    *_, path = "(root)", *[path for _, path in _stack(node, owner)]
+    return f"module {path}"
 
 
 def _stack(node: fx.Node, owner: nn.Module) -> list[tuple[str, str]]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fpipe.capture.folding import fold_module
+from fpipe.capture.originals import holding_attributes
 from fpipe.capture.places import blame, module_place
 from fpipe.capture.trace.effect_checks import ATTACHING
 from fpipe.capture.trace.fake_model import FakeModel
@@ -35,6 +36,7 @@ from fpipe.ir.objective import Objective
 from fpipe.ir.questions import refuse_questions
 from fpipe.ir.tape import Frame
 from fpipe.ir.variant import Casts
+from fpipe.model.snapshot import CACHED
 from fpipe.tensors.tree import Structure, flatten
 
 GRAPH_REPAIR = 'Rewrite that part, or choose capture="trace", which runs the model.'
@@ -49,10 +51,16 @@ def capture_through(
     """
     original = FakeModel(model, replace(objective, loss=None, ask=refuse_questions), leaves, (), ())
     before = Settling(original).run(refuse_questions)
+    _require_stateless(original, before)
     made = _Translation(front_end, original, before.recorder).make(objective)
     translated = FakeModel(model, replace(objective, ask=refuse_questions), leaves, (), opaque, made)
     settling = Settling(translated)
-    after = settling.run(objective.ask)
+    try:
+        after = settling.run(objective.ask)
+    except CaptureError as error:
+        for lost in _lost(original, before.recorder):
+            raise lost from error  # which may be why
+        raise
     _require_kept(original, before, after)
     captured = assemble(translated, settling, after)
     kinds = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
@@ -108,9 +116,10 @@ class _Translation(NamedTuple):
         for lost in _lost(self.original, self.record):
             raise lost from error
         said = str(error).partition("\n\nSet TORCHDYNAMO_VERBOSE")[0].rstrip("\n.")
+        where = _module_being_read(error, model) or blame(error.__traceback__, model, "the model")
         raise CaptureError(
-            f"{_module_being_read(error, model) or blame(error.__traceback__, model)}: the front end {self.name} could "
-            f"not read it: {said}. Expected control flow and shapes that do not depend on data. {GRAPH_REPAIR}"
+            f"{where}: the front end {self.name} could not read it: {said}. Expected control flow and shapes that do "
+            f"not depend on data. {GRAPH_REPAIR}"
         ) from error
 
 
@@ -127,6 +136,22 @@ def _module_being_read(error: Exception, model: nn.Module) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ what was lost
+
+
+def _require_stateless(original: FakeModel, run: SettledRun) -> None:
+    """Raise `CaptureError` for Python state that every run changes: a step runs no Python that would change it."""
+    model = original.skeleton
+    buffers = {id(module._buffers) for module in model.modules()}  # carried, if the graph keeps them
+    held = [one.container for one in run.written if not isinstance(one.container, CACHED)]
+    changed = {id(one) for one in held} - buffers
+    if changed:
+        tables = [module_place(path, module) for path, module in model.named_modules() if id(vars(module)) in changed]
+        where = next(iter([*tables, *holding_attributes(model, changed)]), "the model")
+        raise CaptureError(
+            f"{where}: got a forward that changes Python state, expected one that a graph of operators describes "
+            'fully: the change would be lost. Return the value, or choose capture="trace", where modules run as they '
+            "are."
+        )
 
 
 def _require_kept(original: FakeModel, before: SettledRun, after: SettledRun) -> None:
