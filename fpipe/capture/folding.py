@@ -154,8 +154,7 @@ class _Folding:
     def _function(self, node: fx.Node, owner: nn.Module, depth: int) -> Callable[..., Any]:
         """Return the function that a node calls."""
         if node.op == "call_module":
-            module: nn.Module = self.modules[str(node.target)]
-            return module
+            return owner.get_submodule(str(node.target))
         if node.op == "call_method":
             name = str(node.target)
             return lambda one, *args, **kwargs: getattr(one, name)(*args, **kwargs)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import UnflattenedModule
 
 from fpipe.capture.folding import fold_module
 from fpipe.capture.originals import holding_attributes
@@ -92,6 +93,8 @@ class _Translation(NamedTuple):
             with self.original.seat(fakes), torch.random.fork_rng(devices=[]):
                 run(lambda *args, **kwargs: made.append(self.front_end(model, kwargs or args)), batch)
             found = made[0]
+            if isinstance(found, UnflattenedModule):
+                found.check_input_constraints = False  # it would read fake tensors of its own
             return fold_module(found, model) if isinstance(found, fx.GraphModule) else self._require_module(found)
         except PipelineError:
             raise
