@@ -75,6 +75,7 @@ class _Folding:
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.state = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self.state |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        self.leaves = {str(node.target) for node in graph.nodes if node.op == "call_module"}
         self.calls: dict[nn.Module, list[Callable[..., Any]]] = {}
         self.numbers: dict[fx.Node, Value] = {}
 
@@ -117,7 +118,7 @@ class _Folding:
         makes: Iterable[fx.Node],
     ) -> Callable[..., Any]:
         """Return a function of values: some operations, then nodes; those in deeper calls become calls of modules."""
-        for call, group in groupby(nodes, lambda node: next(iter(_stack(node, owner)[depth:]), None)):
+        for call, group in groupby(nodes, lambda node: next(iter(self._stack(node, owner)[depth:]), None)):
             if call is None:
                 operations += [self._operation(node, owner, depth) for node in group]
             else:
@@ -138,14 +139,20 @@ class _Folding:
 
     def _operation(self, node: fx.Node, owner: nn.Module, depth: int) -> Operation:
         """Return a node as an operation."""
-        _require_plain(node, owner)
+        where = self._place(node, owner)
+        _require_plain(node, where)
         reads = _inputs(node, owner)
         args, kwargs, function = node.args, node.kwargs, self._function(node, owner, depth)
-        place, where, seen = {one: k for k, one in enumerate(reads)}, _place(node, owner), _spec(node.meta.get("val"))
+        place, seen = {one: k for k, one in enumerate(reads)}, _spec(node.meta.get("val"))
+
+        used = bool(node.users)
 
         def call(key: int, *values: Any) -> tuple[Any, ...]:
             given = fx.map_arg((args, kwargs), lambda one: values[place[one]] if one in place else None)
             made = function(*given[0], **given[1])
+            if used and any(made is one for one in values):
+                # A value after an in-place change is another one than before, for the stages that read it.
+                made = made.view_as(made)
             _require_as_traced(seen, made, where, node.name)
             return (made,)
 
@@ -183,6 +190,28 @@ class _Folding:
             )
         return lambda key: (constant,)
 
+    def _stack(self, node: fx.Node, owner: nn.Module) -> list[tuple[str, str]]:
+        """Return the calls of modules around a node, outermost first, without that of the model: a key, and the path.
+
+        What picks a result of a region belongs to the region. Dynamo notes no calls around a region: it gets the calls
+        around all of its nodes.
+        """
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _name(node.args[0]) in REGIONS:
+            return self._stack(node.args[0], owner)
+        calls = list((node.meta.get("nn_module_stack") or {}).items())
+        found = [(str(key), path) for key, (path, _) in calls if path and path not in self.leaves]
+        if found or _name(node) not in REGIONS:
+            return found
+        inner = _graph_of(node.args[REGIONS[_name(node)][0]], owner)
+        stacks = [
+            self._stack(one, inner) for one in inner.graph.nodes if one.op not in ("placeholder", "get_attr", "output")
+        ]
+        return [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*stacks, strict=False))]
+
+    def _place(self, node: fx.Node, owner: nn.Module) -> str:
+        *_, path = "(root)", *[path for _, path in self._stack(node, owner)]
+        return f"module {path}"
+
     def _value(self, node: fx.Node) -> Value:
         return self.numbers.setdefault(node, Value(len(self.numbers)))
 
@@ -193,9 +222,8 @@ def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
         getattr(module, table).clear()
 
 
-def _require_plain(node: fx.Node, owner: nn.Module) -> None:
+def _require_plain(node: fx.Node, where: str) -> None:
     """Raise `CaptureError` for a node that means nothing outside of its tracer."""
-    where = _place(node, owner)
     if getattr(node.target, "__module__", "").startswith(FUNCTORCH):
         raise CaptureError(
             f"{where}: got a torch.func transform such as vmap, expected plain operators: it cannot be read back from "
@@ -220,29 +248,6 @@ def _require_as_traced(seen: object, made: object, where: str, name: str) -> Non
             f"{where}: got {_spec(made)} from {name}, expected {seen}, as the front end saw it: it traced something "
             'else than the model does (it ignored autocast, say). Choose capture="trace", which runs the model.'
         )
-
-
-def _place(node: fx.Node, owner: nn.Module) -> str:
-    *_, path = "(root)", *[path for _, path in _stack(node, owner)]
-    return f"module {path}"
-
-
-def _stack(node: fx.Node, owner: nn.Module) -> list[tuple[str, str]]:
-    """Return the calls of modules around a node, outermost first, without that of the model: a key, and the path.
-
-    What picks a result of a region belongs to the region. Dynamo notes no calls around a region: it gets the calls
-    around all of its nodes.
-    """
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _name(node.args[0]) in REGIONS:
-        return _stack(node.args[0], owner)
-    calls = list((node.meta.get("nn_module_stack") or {}).items())
-    found = [(str(key), path) for key, (path, _) in calls if path]
-    found = found[:-1] if node.op == "call_module" else found  # the last one is its own call
-    if found or _name(node) not in REGIONS:
-        return found
-    inner = _graph_of(node.args[REGIONS[_name(node)][0]], owner)
-    stacks = [_stack(one, inner) for one in inner.graph.nodes if one.op not in ("placeholder", "get_attr", "output")]
-    return [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*stacks, strict=False))]
 
 
 def _name(node: fx.Node) -> str:

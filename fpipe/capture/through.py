@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch.export import UnflattenedModule
 
 from fpipe.capture.folding import fold_module
+from fpipe.capture.module_state import is_torchs
 from fpipe.capture.originals import holding_attributes
 from fpipe.capture.places import blame, module_place
 from fpipe.capture.trace.effect_checks import ATTACHING
@@ -37,7 +38,7 @@ from fpipe.ir.objective import Objective
 from fpipe.ir.questions import refuse_questions
 from fpipe.ir.tape import Frame
 from fpipe.ir.variant import Casts
-from fpipe.model.snapshot import CACHED
+from fpipe.model.snapshot import CACHED, Walk
 from fpipe.tensors.tree import Structure, flatten
 
 GRAPH_REPAIR = 'Rewrite that part, or choose capture="trace", which runs the model.'
@@ -144,9 +145,12 @@ def _module_being_read(error: Exception, model: nn.Module) -> str:
 def _require_stateless(original: FakeModel, run: SettledRun) -> None:
     """Raise `CaptureError` for Python state that every run changes: a step runs no Python that would change it."""
     model = original.skeleton
-    buffers = {id(module._buffers) for module in model.modules()}  # carried, if the graph keeps them
-    held = [one.container for one in run.written if not isinstance(one.container, CACHED)]
-    changed = {id(one) for one in held} - buffers
+    caches = Walk()  # torch's own modules have no other state
+    caches.seen.update({id(module): module for module in model.modules()})
+    caches.follow([vars(module) for module in model.modules() if is_torchs(module)])
+    carried = {id(module._buffers) for module in model.modules()}  # if the graph keeps them
+    held = {id(one.container) for one in run.written if not isinstance(one.container, CACHED)}
+    changed = held - carried - caches.containers.keys()
     if changed:
         tables = [module_place(path, module) for path, module in model.named_modules() if id(vars(module)) in changed]
         where = next(iter([*tables, *holding_attributes(model, changed)]), "the model")

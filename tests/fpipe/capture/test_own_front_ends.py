@@ -78,6 +78,10 @@ def nested(x):
     return h.float() @ x
 
 
+def negated(x):
+    return Negated.apply(x)
+
+
 def case(then):
     return Case(lambda: nn.Sequential(*map(Layer, [torch.tanh, torch.tanh, then])), rows_of(), mse, ("", "1", ""))
 
@@ -92,7 +96,11 @@ LOST = {
     "no_grad": (symbolic, without_gradient, r"module 2 \(Layer\): got gradients that are switched off"),
     "autocast": (symbolic, cast, r"module 2 \(Layer\): got autocast to \[torch.bfloat16\]"),
     "draws": (symbolic, lambda x: x + torch.rand(WIDTH), r"module 2 \(Layer\): got random numbers that do not depend"),
-    "a custom function": (exported, lambda x: Negated.apply(x), r"module 2 \(Layer\): got the custom autograd function Negated"),
+    "a custom function": (
+        exported,
+        negated,
+        r"module 2 \(Layer\): got the custom autograd function Negated",
+    ),
     "a region in a region": (exported, nested, r"module 2 \(Layer\): got gradients that are switched off"),
 }
 
@@ -105,7 +113,7 @@ def test_what_a_front_end_loses_is_refused_by_name(what):
 
 
 def test_what_a_front_end_keeps_is_not_refused():
-    built = _, model, inputs, targets = build(case(lambda x: Negated.apply(x)), one_f_one_b(2, 2), 4, capture=same)
+    built = _, model, inputs, targets = build(case(negated), one_f_one_b(2, 2), 4, capture=same)
     assert_same(run(*built), loop(model, mse, inputs, targets, 2))
 
 
