@@ -17,7 +17,7 @@ from torch import nn
 from fpipe.capture.eager_types import show_fakes
 
 
-def export(model: nn.Module, inputs: Any) -> nn.Module:
+def export_model(model: nn.Module, inputs: Any) -> nn.Module:
     """Return what non-strict `torch.export` makes of a model."""
     return _export(model, inputs, strict=False)
 

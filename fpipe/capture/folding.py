@@ -152,7 +152,7 @@ class _Folding:
             made = function(*given[0], **given[1])
             if used and any(made is one for one in values):
                 # A value after an in-place change is another one than before, for the stages that read it.
-                made = made.view_as(made)
+                made = torch.ops.aten.alias.default(made)  # with its strides, which view_as may change
             _require_as_traced(seen, made, where, node.name)
             return (made,)
 

@@ -11,7 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import cast
 
-from fpipe.capture.export import dynamo, export
+from fpipe.capture.export import dynamo, export_model
 from fpipe.capture.fx import fx
 from fpipe.capture.modules import modules
 from fpipe.capture.through import capture_through
@@ -20,8 +20,8 @@ from fpipe.errors import InputError
 from fpipe.ir.captured import CaptureFunction, FrontEnd
 from schedules.language.arguments import takes
 
-FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType({"export": export, "fx": fx, "dynamo": dynamo})
-NAMES = ("trace", *FRONT_ENDS, "modules")
+FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType({"export": export_model, "fx": fx, "dynamo": dynamo})
+CAPTURES = ("trace", *FRONT_ENDS, "modules")
 
 
 def find_capture(capture: str | FrontEnd | CaptureFunction, whole: tuple[str, ...] = ()) -> CaptureFunction:
@@ -39,7 +39,7 @@ def find_capture(capture: str | FrontEnd | CaptureFunction, whole: tuple[str, ..
     reads, makes = (not isinstance(capture, str) and takes(capture, count) for count in (2, 3))
     if reads == makes:
         raise InputError(
-            f"capture: got {capture!r}, expected one of {list(NAMES)}, or your own front end, a function (model, "
+            f"capture: got {capture!r}, expected one of {list(CAPTURES)}, or your own front end, a function (model, "
             "inputs) -> module, or a graph made by hand, a function (model, objective, leaves) -> Captured. Name one, "
             "or write a function of two or three arguments."
         )

@@ -29,7 +29,7 @@ from fpipe.capture.originals import holding_attributes
 from fpipe.capture.places import blame, module_place
 from fpipe.capture.trace.effect_checks import ATTACHING
 from fpipe.capture.trace.fake_model import FakeModel
-from fpipe.capture.trace.front_end import assemble
+from fpipe.capture.trace.front_end import assemble_capture
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.settled_run import SettledRun, Settling
 from fpipe.errors import CaptureError, PipelineError
@@ -51,7 +51,7 @@ def capture_through(
 
     Raise `CaptureError`, naming the module, for what the front end would lose.
     """
-    original = FakeModel(model, replace(objective, loss=None, ask=refuse_questions), leaves, (), ())
+    original = FakeModel(model, replace(objective, loss=None, ask=refuse_questions), leaves, (), opaque)
     before = Settling(original).run(refuse_questions)
     _require_stateless(original, before)
     made = _Translation(front_end, original, before.recorder).make(objective)
@@ -64,7 +64,7 @@ def capture_through(
             raise lost from error  # which may be why
         raise
     _require_kept(original, before, after)
-    captured = assemble(translated, settling, after)
+    captured = assemble_capture(translated, settling, after)
     kinds = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
     calls = [(call.path.partition("@")[0], call) for call in captured.calls]  # unflatten calls the second call l@1
     return replace(
@@ -175,7 +175,8 @@ def _require_kept(original: FakeModel, before: SettledRun, after: SettledRun) ->
 def _returned(outputs: Any) -> tuple[list[tuple[Any, ...]], Structure]:
     """Return what is to be equal of outputs: shape, strides, dtype and grad of each tensor, and the tree."""
     tensors, structure = flatten(outputs, opaque=True)
-    return [(list(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors], structure
+    strides = [[stride for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1] for t in tensors]
+    return [(list(t.shape), s, t.dtype, t.requires_grad) for t, s in zip(tensors, strides, strict=True)], structure
 
 
 def _lost(original: FakeModel, before: Recorder, after: Recorder | None = None) -> Iterator[CaptureError]:

@@ -281,7 +281,12 @@ class CaptureFunction(Protocol):
         """
 
 
-FrontEnd: TypeAlias = Callable[[nn.Module, Any], nn.Module]
-"""Reads a model: `(model, inputs) -> module`. The module is called like the model and has its names.
+class FrontEnd(Protocol):
+    """A function that reads a model, and returns a module to record in its place."""
 
-`inputs` are those of an example microbatch, a tuple or a dict of fake tensors; the model holds fake tensors, too."""
+    def __call__(self, model: nn.Module, inputs: Any, /) -> nn.Module:
+        """Return a module that is called like the model, and has its names of parameters and buffers.
+
+        `inputs` are those of an example microbatch, a tuple of positional or a dict of keyword arguments. They and the
+        model hold fake tensors. What the model does only on its first call has happened.
+        """

@@ -53,10 +53,10 @@ def trace_model(
     fake_model = FakeModel(model, replace(objective, ask=refuse_questions), leaves, whole, opaque)
     settling = Settling(fake_model)
     run = settling.run(objective.ask)
-    return assemble(fake_model, settling, run)
+    return assemble_capture(fake_model, settling, run)
 
 
-def assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured:
+def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> Captured:
     """Return the capture of a recorded run; raise `CaptureError` if its checkpoints cannot be rerun exactly."""
     recorder = run.recorder
     tensors, structure = flatten(run.outputs, opaque=True)
