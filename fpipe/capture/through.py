@@ -39,6 +39,7 @@ from fpipe.ir.questions import refuse_questions
 from fpipe.ir.tape import Frame
 from fpipe.ir.variant import Casts
 from fpipe.model.snapshot import CACHED, Walk
+from fpipe.tensors.placed import is_placed
 from fpipe.tensors.tree import Structure, flatten
 
 GRAPH_REPAIR = 'Rewrite that part, or choose capture="trace", which runs the model.'
@@ -51,6 +52,12 @@ def capture_through(
 
     Raise `CaptureError`, naming the module, for what the front end would lose.
     """
+    for name, parameter in model.named_parameters():
+        if is_placed(parameter):
+            raise CaptureError(
+                f"parameter {name}: got a DTensor, expected a plain tensor: a graph would lose how it is placed. Choose "
+                'capture="trace", which records the model itself.'
+            )
     original = FakeModel(model, replace(objective, loss=None, ask=refuse_questions), leaves, (), opaque)
     before = Settling(original).run(refuse_questions)
     _require_stateless(original, before)
