@@ -55,7 +55,7 @@ def capture_through(
     for name, parameter in model.named_parameters():
         if is_placed(parameter):
             raise CaptureError(
-                f"parameter {name}: got a DTensor, expected a plain tensor: a graph would lose how it is placed. Choose "
+                f"parameter {name}: got a DTensor, expected a plain tensor: a graph loses how it is placed. Choose "
                 'capture="trace", which records the model itself.'
             )
     original = FakeModel(model, replace(objective, loss=None, ask=refuse_questions), leaves, (), opaque)
