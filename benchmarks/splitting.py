@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -26,11 +25,9 @@ import fpipe
 from benchmarks.common.models import Block
 from benchmarks.common.rows import figure, most, row
 from benchmarks.common.turns import device, seconds, without_collection
-from fpipe.autodiff.autograd import Deferred
 from schedules import one_f_one_b
 
 HEADS, MIB = 4, 2**20
-WAYS = ("autograd", "graph")
 
 
 def mean(outputs: Tensor) -> Tensor:
@@ -50,12 +47,12 @@ def timed(times: list[float], function: Callable[..., Any], *args: Any) -> Any:
 
 
 class Ours:
-    """A stage of a pipeline, differentiated in one of our ways."""
+    """A stage of a pipeline, recorded as a graph."""
 
-    def __init__(self, layers: nn.Sequential, x: Tensor, backward: str) -> None:
+    def __init__(self, layers: nn.Sequential, x: Tensor) -> None:
         model = nn.Sequential(nn.Linear(x.shape[-1], x.shape[-1], device=x.device), layers, nn.Identity())
         how = one_f_one_b(ranks=3, microbatches=1)
-        pipe = fpipe.pipeline(model, example=(x,), loss=mean, schedule=how, cuts=["1", "2"], backward=backward)
+        pipe = fpipe.pipeline(model, example=(x,), loss=mean, schedule=how, cuts=["1", "2"], backward="graph")
         params, _ = pipe.init(model)
         self.stage = pipe.stages[1]
         self.arguments = self.stage.leaves(params), (), (x,), 0
@@ -72,16 +69,9 @@ class Ours:
         residuals = self.stage.forward(*self.arguments)[2]
         _, deferred = timed(times["I"], self.stage.backward_input, residuals, (self.cotangent,))
         del residuals
-        kept = [part for part in parts(deferred) if isinstance(part, Tensor)]
+        kept = [*deferred]
         done = timed(times["W"], self.stage.backward_weight, deferred)
         return [part for part in kept if all(part is not grad for grad in done)]
-
-
-def parts(deferred: Deferred | list[Any]) -> list[Any]:
-    """Return what one of our ways keeps between the halves."""
-    if isinstance(deferred, list):
-        return deferred
-    return [*deferred.requested, *chain(*[kept for _, kept in deferred.half.tasks])]
 
 
 class Theirs:
@@ -146,9 +136,8 @@ def least(layers: nn.Sequential, x: Tensor) -> int:
 
 
 def measure(layers: nn.Sequential, x: Tensor, rounds: int) -> dict[str, tuple[dict[str, float], int]]:
-    """Return medians in microseconds and bytes kept between the halves, for our ways and the incumbent."""
-    sides: dict[str, Ours | Theirs] = {f"{way} stages": Ours(layers, x, way) for way in WAYS}
-    sides["incumbent"] = Theirs(layers, x)
+    """Return medians in microseconds and bytes kept between the halves, for us and the incumbent."""
+    sides: dict[str, Ours | Theirs] = {"graph stages": Ours(layers, x), "incumbent": Theirs(layers, x)}
     times: dict[str, Times] = {name: {"B": [], "I": [], "W": []} for name in sides}
     kept: dict[str, list[Tensor]] = {}
     for side in sides.values():  # warm up
@@ -182,13 +171,10 @@ def main() -> None:
         layers = nn.Sequential(*[make() for _ in range(count)]).to(device())
         x = torch.randn(shape, device=device())
         needed, found = least(layers, x), measure(layers, x, rounds)
-        *ours, theirs = ((times["I"] + times["W"]) / times["B"] for times, _ in found.values())
-        for way, ratio in zip(WAYS, ours, strict=True):
-            print(row(f"(I + W) / full backward, {title}, {way} stages", "", ratio, theirs, reach), flush=True)
-        *ours, theirs = (kept / needed for _, kept in found.values())
-        for way, ratio in zip(WAYS, ours, strict=True):
-            what = f"bytes kept between I and W over the minimum, {title}, {way} stages"
-            memory.append(row(what, "", ratio, theirs, most(1)))
+        ours, theirs = ((times["I"] + times["W"]) / times["B"] for times, _ in found.values())
+        print(row(f"(I + W) / full backward, {title}", "", ours, theirs, reach), flush=True)
+        ours, theirs = (kept / needed for _, kept in found.values())
+        memory.append(row(f"bytes kept between I and W over the minimum, {title}", "", ours, theirs, most(1)))
         for name, (times, kept) in found.items():
             cells = [figure(times[kind]) for kind in ("B", "I", "W")] + [figure(kept / MIB)]
             details.append(f"| {title} | {name} | {' | '.join(cells)} |")

@@ -60,6 +60,7 @@ def pipeline(
     cuts: CutsArgument = None,
     stages: int | None = None,
     unsplittable: Selector | Iterable[Selector] = (),
+    whole: Selector | Iterable[Selector] = (),
     capture: str | FrontEnd | CaptureFunction = "trace",
     backward: Backward = "autograd",
     tied: Tied = "exact",
@@ -107,6 +108,8 @@ def pipeline(
     - `stages`: the number of stages, if `cuts` has no names or indices. Defaults to the schedule's.
     - `unsplittable`: names, classes or patterns of modules inside whose calls no stage may begin. With the default
       front end, their control flow may depend on data as long as shapes do not; so may the loss's, named "loss".
+    - `whole`: names, classes or patterns of modules that every step calls as Python, because what they do besides their
+      torch calls matters: they print, count or log. They are unsplittable, too.
     - `backward`: how stages are differentiated. `"autograd"`: by autograd, for every microbatch. `"graph"`: recorded
       once, then run operator by operator: the same bits with less Python. `"inductor"`, or another backend of
       `torch.compile`, by name or as a callable: recorded and compiled, which is close but not bit for bit. A recording
@@ -154,7 +157,7 @@ def pipeline(
         schedule = require_buildable(module, example, loss, schedule)
         require_arguments(pipeline, locals())
         require_count("plans", plans)
-        where, home = parse_cuts(cuts, stages, unsplittable, schedule), find_home(example, targets)
+        where, home = parse_cuts(cuts, stages, unsplittable, schedule, whole), find_home(example, targets)
         place = agree_on_place(job, MeshOptions(mesh, pp, dp, shard, rows, reduce), group, schedule, home)
         copies, count = place.copies, schedule.microbatches
         over = count * (copies.count if copies.mean else 1)

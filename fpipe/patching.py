@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import getattr_static
 from threading import RLock, get_ident
 from types import FrameType, ModuleType
 from typing import Any, Final
@@ -68,6 +69,7 @@ class _Switch(ByThread):
         super().__init__()
         self.owner, self.name = owner, name
         self.before = vars(owner).get(name, MISSING)
+        self.is_class_method = isinstance(getattr_static(owner, name, None), CLASS_METHODS)
         self.original = _callable(owner, name, self.before)
 
     def install(self) -> None:
@@ -77,7 +79,7 @@ class _Switch(ByThread):
         def switch(*args: Any, **kwargs: Any) -> Any:
             return newest(original)(*args, **kwargs)
 
-        function = classmethod(switch) if isinstance(self.before, CLASS_METHODS) else switch
+        function = classmethod(switch) if self.is_class_method else switch
         setattr(self.owner, self.name, function)
 
     def remove(self) -> None:
@@ -199,9 +201,12 @@ def current(owner: Any, name: str) -> Any:
 
 
 def original(owner: Any, name: str) -> Any:
-    """Return what a place holds if nothing is replaced, as stored in the class or module: a `classmethod`, say."""
+    """Return what a place holds or inherits if nothing is replaced, as it is stored: a `classmethod`, say."""
     switch = _SWITCHES.get((id(owner), name))
-    return vars(owner).get(name, MISSING) if switch is None else switch.before
+    if switch is None or switch.before is MISSING:
+        owners = owner.__mro__[switch is not None :] if isinstance(owner, type) else (owner,)
+        return next((vars(one)[name] for one in owners if name in vars(one)), MISSING)
+    return switch.before
 
 
 def replaced_places() -> list[tuple[Any, str]]:
@@ -221,9 +226,10 @@ def caller() -> FrameType:
 
 
 def _callable(owner: Any, name: str, before: Any) -> Any:
-    """Return the function to call for threads that replace nothing."""
-    if isinstance(before, CLASS_METHODS):
-        return lambda cls, /, *args, **kwargs: before.__get__(None, cls)(*args, **kwargs)
+    """Return the function to call for threads that replace nothing; a class may inherit it."""
+    static = getattr_static(owner, name, None)
+    if isinstance(static, CLASS_METHODS) and (before is MISSING or before is static):
+        return lambda cls, /, *args, **kwargs: static.__get__(None, cls)(*args, **kwargs)
     if before is not MISSING:
         return before
     return getattr(owner, name, _no_attribute) if name == "__getattr__" else getattr(owner, name)

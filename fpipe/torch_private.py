@@ -32,6 +32,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch._dynamo
+import torch._dynamo.eval_frame
 from torch import Tensor
 
 __all__ = [
@@ -109,6 +110,8 @@ NAMES: Final = (
     Name("torch._C._nn.gelu", "calling recorded operators the fast way"),
     # what a capture replaces
     Name("torch._dynamo.variables.builder.VariableBuilder._type_dispatch", "compiling modules during a capture"),
+    Name("torch._dynamo.eval_frame._callback_from_stance", "noticing compiled code, and running it as plain Python"),
+    Name("torch.autograd.function._SingleLevelFunction", "seeing calls of custom autograd functions"),
     Name("torch._check_tensor_all_with", "models that check their tensors"),
     Name("torch._is_all_true", "distributions that check their arguments"),
     Name("torch._transformer_encoder_layer_fwd", "the fast path of torch's attention modules"),
@@ -125,8 +128,6 @@ NAMES: Final = (
     Name("torch.utils._pytree", "the trees that torch.export returns"),
     # autograd
     Name("torch._C.TensorBase", "noticing that a model asks for .grad, .grad_fn or .is_leaf"),
-    Name("torch._C._functions.AccumulateGrad", "splitting a backward into halves"),
-    Name("torch.autograd._get_sequence_nr", "splitting a backward into halves"),
     Name("torch.autograd.graph._engine_run_backward", "calling the autograd engine"),
     Name("torch._C._AutoDispatchBelowAutograd", "running recorded stages without autograd"),
     Name("torch.autograd.forward_ad._current_level", "refusing tensors with tangents"),
@@ -181,23 +182,8 @@ ATTRIBUTES: Final = (
     Name("torch.nn.MultiheadAttention._reset_parameters", "initializing modules one by one"),
     Name("torch.ops.aten.add.Tensor._schema", "telling what an operator writes"),
     Name("torch.ops.aten.add.Tensor._op", "calling recorded operators the fast way"),
-    Name("torch.autograd.graph.Node._input_metadata", "splitting a backward into halves"),
-    Name("torch.autograd.graph.Node._sequence_nr", "splitting a backward into halves"),
 )
 """Private attributes of torch's objects. `Module()` stands for an instance."""
-
-SAVED: Final = {
-    "addmm": ("alpha", "beta", "mat1", "mat1_sym_strides", "mat2", "mat2_sym_strides"),
-    "mm": ("mat2", "mat2_sym_strides", "self", "self_sym_strides"),
-    "baddbmm": ("alpha", "beta", "batch1", "batch2"),
-    "bmm": ("mat2", "self"),
-    "convolution": (
-        *("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
-        *("input", "weight", "bias_sym_sizes_opt"),
-    ),
-    "embedding": ("indices", "padding_idx", "scale_grad_by_freq", "sparse"),
-}
-"""The names, after `_saved_`, of what the autograd nodes of these functions save; backwards in halves use them."""
 
 OPERATORS: Final = (
     *("_ctc_loss", "_ctc_loss_backward", "_grouped_mm", "_index_put_impl_", "_local_scalar_dense", "_log_softmax"),
@@ -298,6 +284,10 @@ FAKE_TENSOR: Final = Place(torch._subclasses, "FakeTensor")
 VariableBuilder._type_dispatch()  # a table of types, made once: later it might get the stand-in for fake tensors
 TENSOR_CHECK: Final = Place(torch, "_check_tensor_all_with")
 ARGUMENT_CHECK: Final = Place(torch, "_is_all_true")
+APPLY: Final = Place(torch.autograd.function._SingleLevelFunction, "apply")
+"""What `apply` of a custom autograd function calls, also where user code has kept that method under another name."""
+COMPILED: Final = Place(torch._dynamo.eval_frame, "_callback_from_stance")
+"""What code compiled by `torch.compile` asks each time it is called: `None` makes it run as plain Python."""
 FUSED_ATTENTION: Final = Place(torch, "_native_multi_head_attention")
 IS_TRACING: Final = Place(activation, "_is_make_fx_tracing")
 CHECKPOINT: Final = Place(checkpoint, GENERATOR)
@@ -316,9 +306,6 @@ FUNCTORCH: Final = "torch._functorch"
 
 # autograd
 TENSOR_METHODS: Final = vars(torch._C.TensorBase)
-AccumulateGrad: Any = vars(torch._C._functions)["AccumulateGrad"]
-count_nodes: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
-"""Returns how many nodes autograd has made in this thread."""
 run_backward: Callable[..., tuple[Any, ...]] = graph._engine_run_backward
 bypass_autograd: Any = torch._C._AutoDispatchBelowAutograd
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level

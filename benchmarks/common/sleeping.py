@@ -2,6 +2,7 @@
 """Models whose layers sleep: they take as long as they should on any number of ranks, whatever cores a machine has.
 
 A layer's forward, input half and weight half each last for a time of their own. The computation beside it is tiny.
+They sleep in an operator, which a recorded stage calls in every step.
 """
 
 from __future__ import annotations
@@ -10,15 +11,27 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from fpipe.autodiff import split_backward
+from fpipe.autodiff.graph.operators import LIGHT
 
 WIDTH: Final = 8
+
+
+@torch.library.custom_op("sleeping::rest", mutates_args=())
+def rest(x: Tensor, seconds: float) -> Tensor:
+    """Return a copy after a time."""
+    time.sleep(seconds)
+    return x.clone()
+
+
+@rest.register_fake
+def _rest_at_once(x: Tensor, seconds: float) -> Tensor:
+    return torch.empty_like(x)
 
 
 class Times(NamedTuple):
@@ -35,13 +48,11 @@ class _Rest(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, back: float) -> Tensor:
         ctx.back = back
-        time.sleep(forward)
-        return x * 1.0
+        return cast("Tensor", rest(x, forward))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        time.sleep(ctx.back)
-        return grads[0] * 1.0, None, None
+        return rest(grads[0], ctx.back), None, None
 
 
 class _RestLater(torch.autograd.Function):
@@ -54,8 +65,7 @@ class _RestLater(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        time.sleep(ctx.back)
-        return grads[0], None
+        return rest(grads[0], ctx.back), None
 
 
 class SleepingLayer(nn.Module):
@@ -73,8 +83,8 @@ class SleepingLayer(nn.Module):
 
 @contextmanager
 def weights_may_rest() -> Iterator[None]:
-    """Let a weight half run the backward of `_RestLater`, as it does that of views, inside the `with` block."""
-    with patch.object(split_backward, "BETWEEN", split_backward.BETWEEN | {f"{_RestLater.__name__}Backward"}):
+    """Let a weight half sleep, as it runs other operators after products, inside the `with` block."""
+    with patch("fpipe.autodiff.graph.phases.LIGHT", LIGHT | {torch.ops.sleeping.rest.default}):
         yield
 
 

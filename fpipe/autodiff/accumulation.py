@@ -5,9 +5,9 @@ Problem. Adding in place saves memory and time. But a gradient may share its mem
 or with anything else that a backward returns unchanged; adding to it in place would change those, too.
 
 Idea. A sum owns its memory from the start. The first gradient is copied, unless it is *fresh*: newly computed by an
-operation that returns new memory, and not returned anywhere else. The operations are known when a plan is made
-(`Split.fresh`, `fpipe.autodiff.graph.ownership`), so nothing is guessed in a step. All later gradients are added in
-place, ideally as soon as each is computed and still in the processor's caches.
+operation that returns new memory, and not returned anywhere else. That is known of a recorded stage
+(`fpipe.autodiff.graph.ownership`); autograd's gradients are always copied. All later gradients are added in place,
+ideally as soon as each is computed and still in the processor's caches.
 
 Invariant: only sums are written, and each is the only reference to its memory.
 
@@ -34,11 +34,6 @@ def add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     if grad is None:
         return total
     return grad.clone() if total is None else total.add_(grad)
-
-
-def add_fresh(total: Tensor | None, grad: Tensor) -> Tensor:
-    """Return the sum in the memory of `total`; if there is none yet, the gradient, which must be fresh."""
-    return grad if total is None else total.add_(grad)
 
 
 def add_all(totals: Gradients, grads: Gradients) -> Gradients:

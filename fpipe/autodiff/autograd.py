@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -21,46 +20,36 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from fpipe.autodiff.accumulation import Gradients, add_all, own_all
 from fpipe.autodiff.interface import ArgumentIndex, WeightIndex, Wiring
-from fpipe.autodiff.split_backward import Half, Splitter
-from fpipe.autodiff.trail import AutogradGraph
 from fpipe.errors import InputError
 from fpipe.ir.captured import Function, Hook, Tensors
 from fpipe.tensors.spec import OptionalSpec, Spec
-from fpipe.torch_private import FakeTensor, count_nodes, finish_collective, run_backward
+from fpipe.torch_private import FakeTensor, finish_collective, run_backward
 
 
 class Residuals(NamedTuple):
     """The forward's state for the backward: where cotangents enter, and the leaves whose gradients are returned.
 
-    A root is `None` if no gradient can enter there: the branch that was taken made a value that requires none. `start`
-    is the number of the graph's first node; `foreign` is true if the graph may reach leaves that belong to the user.
+    A root is `None` if no gradient can enter there: the branch that was taken made a value that requires none.
+    `foreign` is true if the graph may reach leaves that belong to the user.
     """
 
-    start: int
     roots: tuple[Tensor | GradientEdge | None, ...]
     leaves: Tensors
     foreign: bool
     arguments: Tensors
 
 
-class Deferred(NamedTuple):
-    """The input half's state for the weight half: `half`, and the gradients that it `requested`."""
-
-    weights: Tensors
-    half: Half
-    requested: Gradients
-
-
 @dataclass(frozen=True)
 class Autograd:
-    """The functions of a stage, computed by autograd. The input half frees what it can; see `split_backward`.
+    """The functions of a stage, computed by autograd, whose backward can't be split.
 
-    - `undeferred`: the weights whose gradients the input half computes, each with the reason.
-    - `fresh`: the weights whose gradients are fresh, as `accumulation` defines it.
+    Under a schedule with halves, the input half is the whole backward, and the weight half adds its gradients to the
+    sums. So gradients are added in the order that the schedule states.
+
     - `varying`: whether the stage's operations may depend on the values of tensors.
     - `unrecordable`: why the stage can't be recorded as a graph; empty if it may be possible.
     - `hooks`: per parameter, the hooks to call with the gradient of each microbatch.
-    - `remark`: why autograd differentiates the stage, if another backend was requested.
+    - `remark`: why the stage isn't recorded, if that was requested.
     - `in_place`: whether autograd may add to the sums itself: they have the dtypes of the parameters.
     - `enabled`: whether the model runs with gradients enabled, even if this stage has none.
     """
@@ -68,8 +57,6 @@ class Autograd:
     function: Function
     wiring: Wiring
     constants: Tensors
-    undeferred: Mapping[WeightIndex, str]
-    fresh: frozenset[WeightIndex]
     varying: bool
     unrecordable: str = ""
     hooks: Mapping[ArgumentIndex, tuple[Hook, ...]] = field(default_factory=dict)
@@ -82,10 +69,11 @@ class Autograd:
         """False: autograd does the work."""
         return False
 
-    @cached_property
-    def splitter(self) -> Splitter:
-        """The splitter of this stage's backwards; it caches the last split."""
-        return Splitter(self.undeferred, not self.varying)
+    @property
+    def undeferred(self) -> Mapping[WeightIndex, str]:
+        """All weights: the input half is the whole backward."""
+        count = len(self.wiring.leaves) - len(self.wiring.cotangents)
+        return {WeightIndex(k): "its stage isn't recorded, so the backward isn't split" for k in range(count)}
 
     def leaves(self, params: Tensors) -> Tensors:
         """Return new leaves for this step: `nn.Parameter`s, with hooks, that require a gradient if they are trained."""
@@ -102,7 +90,7 @@ class Autograd:
         """Return a microbatch's outputs, new buffers, and residuals, which are `None` if nothing needs a gradient."""
         wiring = self.wiring
         arguments = [*params, *buffers, *self.constants, *inputs]
-        start, foreign = count_nodes(), any(one.requires_grad for one in arguments[len(params) :])
+        foreign = any(one.requires_grad for one in arguments[len(params) :])
         for k in wiring.differentiated:
             arguments[k] = arguments[k].detach().requires_grad_()
         given = tuple(arguments)
@@ -121,7 +109,7 @@ class Autograd:
             new[buffer] = _new_buffer(values[value], buffers[buffer])
         outputs = tuple([spec.like(values[k].detach()) for k, spec in wiring.outputs])
         scoped = (*given[: len(params)], *new, *given[len(params) + len(buffers) :])
-        return outputs, tuple(new), self._residuals(start, values, given, scoped, foreign) if wiring.leaves else None
+        return outputs, tuple(new), self._residuals(values, given, scoped, foreign) if wiring.leaves else None
 
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
         """Return the same outputs and buffers as `forward`, bit for bit, but no residuals.
@@ -133,14 +121,14 @@ class Autograd:
             outputs, new, _ = self.forward(params, buffers, inputs, key)
         return outputs, new
 
-    def _residuals(self, start: int, values: Tensors, given: Tensors, scoped: Tensors, foreign: bool) -> Residuals:
+    def _residuals(self, values: Tensors, given: Tensors, scoped: Tensors, foreign: bool) -> Residuals:
         wiring = self.wiring
         roots = [_edge(values[k]) for k in wiring.roots]
         if wiring.loss is not None:
             loss = values[wiring.loss]
             roots.insert(0, loss if loss.requires_grad else None)
         scoped = scoped if self.function.scope is not None else ()
-        return Residuals(start, tuple(roots), tuple([given[k] for k in wiring.leaves]), foreign, scoped)
+        return Residuals(tuple(roots), tuple([given[k] for k in wiring.leaves]), foreign, scoped)
 
     def _require_unwritten(self, arguments: Sequence[Tensor], before: Sequence[int]) -> None:
         """Raise `InputError` for an in-place change of an argument unmodified at capture: other code may read it."""
@@ -169,7 +157,7 @@ class Autograd:
             return (), ()
         if not onto:
             outgoing, grads = self.differentiate(residuals, cotangents)
-            return outgoing, own_all(grads, self.fresh)
+            return outgoing, own_all(grads, fresh=())
         if self.in_place and self._has_layouts(residuals.leaves):
             return self._accumulate(residuals, cotangents, onto)
         outgoing, grads = self.differentiate(residuals, cotangents)
@@ -211,24 +199,13 @@ class Autograd:
             leaf.grad = None
         return outgoing, own_all(sums, kept)
 
-    def backward_input(self, residuals: Residuals | None, cotangents: Gradients) -> tuple[Gradients, Deferred | None]:
-        """Return the cotangents for earlier stages, and the state that the weight half needs."""
-        if residuals is None:
-            return (), None
-        residuals, cotangents = self._enter(residuals, cotangents)
-        split = len(self.wiring.cotangents)
-        inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
-        roots: Any = residuals.roots
-        edges, half = self.splitter.half(AutogradGraph(roots, residuals.start), weights)
-        found = self._grad(residuals, (*inputs, *[weights[k] for k in half.split.now], *edges), cotangents)
-        return self._lay_out(found[:split]), Deferred(weights, half, found[split:])
+    def backward_input(self, residuals: Residuals | None, cotangents: Gradients) -> tuple[Gradients, Gradients]:
+        """Return the cotangents for earlier stages, and the microbatch's gradients, for the weight half."""
+        return self.backward(residuals, cotangents)
 
-    def backward_weight(self, deferred: Deferred | None, onto: Gradients = ()) -> Gradients:
+    def backward_weight(self, deferred: Gradients, onto: Gradients = ()) -> Gradients:
         """Return the gradients of this stage's parameters, added in place to `onto` if that is given."""
-        if deferred is None:
-            return ()
-        weights, half, requested = deferred
-        return half.grads(requested, weights, onto)
+        return add_all(onto, deferred) if onto else deferred
 
     def _lay_out(self, found: Sequence[Tensor | None]) -> Gradients:
         """Return the cotangents in the layouts in which they are sent; autograd has checked shapes and dtypes."""

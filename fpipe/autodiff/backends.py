@@ -40,7 +40,7 @@ def backend_of(backward: Backward) -> Backend | None:
     if backward == "autograd":
         return None
     if backward == "graph":
-        return partial(record_stage, generate_function, generate_adding, "as a graph")
+        return AS_GRAPH
     compiler, name = _compiler_of(backward), backward if isinstance(backward, str) else repr(backward)
     run, add = partial(compile_phase, compiler=compiler), partial(compile_adding, compiler=compiler)
     return partial(record_stage, run, add, f"as a graph, compiled by {name}")
@@ -90,3 +90,7 @@ def record_stage(
 
 def _first_line(error: Exception) -> Any:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+AS_GRAPH: Backend = partial(record_stage, generate_function, generate_adding, "as a graph")
+"""The backend that runs recorded operators one by one."""

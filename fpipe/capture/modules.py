@@ -70,4 +70,4 @@ def modules(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) ->
             f"model: got {type(model).__name__}, expected a list of modules or functions, an nn.Sequential, or a "
             'ModuleGraph. Hand the parts in as one of these, or use capture="trace".'
         )
-    return trace_model(model, objective, leaves, whole=tuple(model._modules))
+    return trace_model(model, objective, leaves, parts=tuple(model._modules))

@@ -24,18 +24,21 @@ FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType({"export": export_model, "
 CAPTURES = ("trace", *FRONT_ENDS, "modules")
 
 
-def find_capture(capture: str | FrontEnd | CaptureFunction, whole: tuple[str, ...] = ()) -> CaptureFunction:
+def find_capture(
+    capture: str | FrontEnd | CaptureFunction, opaque: tuple[str, ...] = (), whole: tuple[str, ...] = ()
+) -> CaptureFunction:
     """Return the function that captures a model in that way; raise `InputError` for anything else.
 
     `capture`: a name, a front end, which takes two arguments, or a function that makes a graph by hand, which takes
-    three. `whole`: names of the modules that are not to be cut; where modules are recorded, they may branch on data.
+    three. Where modules are recorded, those named in `opaque` may branch on data, and those in `whole` stay Python.
     """
     if capture == "trace":
-        return partial(trace_model, opaque=whole)
+        return partial(trace_model, opaque=opaque, whole=whole)
     if capture == "modules":
         return modules
+    through = partial(capture_through, opaque=opaque, whole=whole)
     if isinstance(capture, str) and capture in FRONT_ENDS:
-        return partial(capture_through, FRONT_ENDS[capture], opaque=whole)
+        return partial(through, FRONT_ENDS[capture])
     reads, makes = (not isinstance(capture, str) and takes(capture, count) for count in (2, 3))
     if reads == makes:
         raise InputError(
@@ -43,9 +46,7 @@ def find_capture(capture: str | FrontEnd | CaptureFunction, whole: tuple[str, ..
             "inputs) -> module, or a graph made by hand, a function (model, objective, leaves) -> Captured. Name one, "
             "or write a function of two or three arguments."
         )
-    return (
-        partial(capture_through, cast("FrontEnd", capture), opaque=whole) if reads else cast("CaptureFunction", capture)
-    )
+    return partial(through, cast("FrontEnd", capture)) if reads else cast("CaptureFunction", capture)
 
 
 def is_eager(capture: CaptureFunction) -> bool:

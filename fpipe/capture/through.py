@@ -33,7 +33,7 @@ from fpipe.capture.trace.front_end import assemble_capture
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.settled_run import SettledRun, Settling
 from fpipe.errors import CaptureError, PipelineError
-from fpipe.ir.captured import BatchLeaf, Buffer, Captured, FrontEnd
+from fpipe.ir.captured import NAMED, BatchLeaf, Buffer, Captured, FrontEnd
 from fpipe.ir.objective import Objective
 from fpipe.ir.questions import refuse_questions
 from fpipe.ir.tape import Frame
@@ -46,10 +46,16 @@ GRAPH_REPAIR = 'Rewrite that part, or choose capture="trace", which runs the mod
 
 
 def capture_through(
-    front_end: FrontEnd, model: nn.Module, objective: Objective, leaves: Sequence[Tensor], opaque: Collection[str] = ()
+    front_end: FrontEnd,
+    model: nn.Module,
+    objective: Objective,
+    leaves: Sequence[Tensor],
+    opaque: Collection[str] = (),
+    whole: Collection[str] = (),
 ) -> Captured:
     """Capture what `front_end` makes of `model`, and its loss, for one microbatch; see `CaptureFunction`.
 
+    `opaque`, `whole`: as in `trace_model`; `whole` concerns the modules of what the front end makes.
     Raise `CaptureError`, naming the module, for what the front end would lose.
     """
     for name, parameter in model.named_parameters():
@@ -58,11 +64,13 @@ def capture_through(
                 f"parameter {name}: got a DTensor, expected a plain tensor: a graph loses how it is placed. Choose "
                 'capture="trace", which records the model itself.'
             )
-    original = FakeModel(model, replace(objective, loss=None, ask=refuse_questions), leaves, (), opaque)
+    original = FakeModel(model, replace(objective, loss=None, ask=refuse_questions), leaves, opaque, {})
     before = Settling(original).run(refuse_questions)
     _require_stateless(original, before)
     made = _Translation(front_end, original, before.recorder).make(objective)
-    translated = FakeModel(model, replace(objective, ask=refuse_questions), leaves, (), opaque, made)
+    translated = FakeModel(
+        model, replace(objective, ask=refuse_questions), leaves, opaque, dict.fromkeys(whole, NAMED), made
+    )
     settling = Settling(translated)
     try:
         after = settling.run(objective.ask)

@@ -54,10 +54,11 @@ class Marked(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """The user's choice of cuts, and the modules in whose calls no stage may begin."""
+    """The user's choice of cuts, the modules in whose calls no stage may begin, and those that run as Python."""
 
     where: Explicit | Evenly | Marked
     unsplittable: tuple[Selector, ...] = ()
+    whole: tuple[Selector, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -72,7 +73,7 @@ class Cuts(NamedTuple):
         calls = Calls.of(captured, model)
         if isinstance(self.where, Marked):
             return cut_at_marks(calls, self.where.marks, "captured again")
-        barriers = _barriers(calls, self.unsplittable)
+        barriers = self._barriers(calls)
         if isinstance(self.where, Explicit):
             return cut_explicitly(calls, self.where.at, barriers)
         pure = Purity.of(captured, observe(captured), (), ()).pure
@@ -86,15 +87,29 @@ class Cuts(NamedTuple):
         if not isinstance(self.where, Evenly):
             return self.positions(captured, model)
         calls, end = Calls.of(captured, model), _end_of_model(captured)
-        barriers = _barriers(calls, self.unsplittable)
+        barriers = self._barriers(calls)
         found = [k for k in _places(calls, self.where.among) if k < end]
         allowed = [k for k in found if not any(barrier.holds(k) for barrier in barriers)]
         return tuple(calls.outside_fused(allowed) or allowed)
 
-    def whole(self, model: nn.Module, loss: Any) -> tuple[str, ...]:
-        """Return the names of the unsplittable modules, including the loss if it is one."""
+    def names(self, model: nn.Module, loss: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of the modules that may branch on data, and of those that run as Python, the loss included.
+
+        The former include the latter.
+        """
         kinds = [*((name, type(module)) for name, module in model.named_modules()), (LOSS, type(loss))]
-        return tuple(name for name, kind in kinds if any(selects(s, name, kind) for s in self.unsplittable))
+        opaque, whole = (
+            tuple(name for name, kind in kinds if any(selects(s, name, kind) for s in selectors))
+            for selectors in ((*self.unsplittable, *self.whole), self.whole)
+        )
+        return opaque, whole
+
+    def _barriers(self, calls: Calls) -> list[Barrier]:
+        sealed = [Barrier(call, call.sealed) for call in calls.sealed]
+        for where, selectors in (("unsplittable", self.unsplittable), ("whole", self.whole)):
+            named = [call for one in selectors if one != LOSS for call in calls.select(where, one)]
+            sealed += [Barrier(call, f"it stays whole, because of {where}") for call in named]
+        return sealed
 
 
 class Barrier(NamedTuple):
@@ -112,10 +127,14 @@ class Barrier(NamedTuple):
 
 
 def parse_cuts(
-    cuts: CutsArgument, stages: int | None, unsplittable: Selector | Iterable[Selector], schedule: Schedule
+    cuts: CutsArgument,
+    stages: int | None,
+    unsplittable: Selector | Iterable[Selector],
+    schedule: Schedule,
+    whole: Selector | Iterable[Selector] = (),
 ) -> Cuts:
     """Parse the user's arguments; raise `CutError` if they are invalid or do not match the schedule's stage count."""
-    parsed = parse_places(cuts, unsplittable, schedule.stages if stages is None else stages)
+    parsed = parse_places(cuts, unsplittable, schedule.stages if stages is None else stages, whole)
     where = parsed.where
     if stages is not None and isinstance(where, Explicit):
         raise CutError("cuts, stages: got both, expected one of them. Drop stages; cuts determine it.")
@@ -128,22 +147,33 @@ def parse_cuts(
     return parsed
 
 
-def parse_places(cuts: CutsArgument, unsplittable: Selector | Iterable[Selector], stages: int) -> Cuts:
+def parse_places(
+    cuts: CutsArgument,
+    unsplittable: Selector | Iterable[Selector],
+    stages: int,
+    whole: Selector | Iterable[Selector] = (),
+) -> Cuts:
     """Parse the arguments that say where stages may begin, for a balanced choice of `stages`; raise `CutError`."""
-    items, whole = _items("cuts", cuts), _items("unsplittable", unsplittable)
-    if not all(isinstance(item, str | type) for item in whole):
-        raise CutError(
-            f"unsplittable: got {list(whole)!r}, expected names, classes and patterns. Write unsplittable=['blocks.1', "
-            "Attention]."
-        )
+    items = _items("cuts", cuts)
+    kept = _selectors("unsplittable", unsplittable), _selectors("whole", whole)
     if cuts is None or (items and all(map(is_pattern, items))):
-        return Cuts(Evenly(stages, items), whole)
+        return Cuts(Evenly(stages, items), *kept)
     if any(is_pattern(item) or isinstance(item, bool) or not isinstance(item, str | int) for item in items):
         raise CutError(
             f"cuts: got {list(items)!r}, expected names and indices of modules, or else only classes and patterns. "
             "Write cuts=['blocks.1', 'head'], cuts=Block, or cuts='blocks.*'."
         )
-    return Cuts(Explicit(items), whole)
+    return Cuts(Explicit(items), *kept)
+
+
+def _selectors(name: str, argument: Any) -> tuple[Selector, ...]:
+    """Return the selectors in an argument; raise `CutError` if there is anything else."""
+    found = _items(name, argument)
+    if not all(isinstance(item, str | type) for item in found):
+        raise CutError(
+            f"{name}: got {list(found)!r}, expected names, classes and patterns. Write {name}=['blocks.1', Attention]."
+        )
+    return found
 
 
 def _items(name: str, argument: Any) -> tuple[Any, ...]:
@@ -236,12 +266,6 @@ def cut_at_marks(calls: Calls, stages: Sequence[Sequence[Mark]], what: str) -> P
             )
         found.append(place)
     return tuple(found)
-
-
-def _barriers(calls: Calls, unsplittable: Iterable[Selector]) -> list[Barrier]:
-    sealed = [Barrier(call, call.sealed) for call in calls.sealed]
-    whole = [call for selector in unsplittable for call in calls.select("unsplittable", selector)]
-    return [*sealed, *[Barrier(call, "it stays whole, because of unsplittable") for call in whole]]
 
 
 def _places(calls: Calls, among: Sequence[Selector]) -> list[int]:

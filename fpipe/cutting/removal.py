@@ -22,7 +22,7 @@ def find_absent(purity: Purity, repeated: Collection[Value], leaving: Iterable[V
     The values `leaving` must still be made.
     """
     captured = purity.captured
-    whole = [*_whole_calls(captured.calls_at(purity.partition), purity)]
+    whole = [*_whole_calls(captured.calls, purity)]
     groups = [*purity.written_groups, *({*range(call.start, call.stop)} for call in whole)]
     hooked = {k for call in whole if call.has_hooks for k in range(call.start, call.stop)}
     kept = {*leaving, *purity.results, *captured.reassigned.values()}
@@ -54,10 +54,10 @@ def _is_local(purity: Purity, value: Value) -> bool:
 
 
 def _whole_calls(calls: Iterable[Call], purity: Purity) -> Iterator[Call]:
-    """Yield the outermost calls that run as a whole: those inside one stage that need not run apart."""
+    """Yield the outermost calls that run as a whole: those inside one stage."""
     last = 0
     for call in calls:
         inside = purity.stage_of(call.start) == purity.stage_of(call.stop - 1)
-        if inside and not call.apart and last <= call.start < call.stop:
+        if inside and call.whole and last <= call.start < call.stop:
             last = call.stop
             yield call

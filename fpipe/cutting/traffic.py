@@ -77,7 +77,7 @@ def measure(captured: Captured, positions: Iterable[int]) -> tuple[dict[int, int
     with captured.mode, torch.no_grad():
         for k in positions:
             unit = captured.units[k]
-            run = captured.replay((unit,), {}, unit.reads, unit.makes)
+            run = captured.fuse((unit,), {}, unit.reads, unit.makes)
             with Traffic() as traffic:
                 made = run(0, *[values[value] for value in unit.reads])
             counts[k] = traffic.count

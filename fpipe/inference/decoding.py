@@ -50,7 +50,7 @@ def build_decoding(pipe: Pipeline, make: MakeDecoder, how: Schedule, inputs: Seq
         )
     batching = Batching.of(tuple(inputs), None, ((0, None, 0)[: len(inputs)], None), how.microbatches)
     marks = [tuple(mark._replace(path=_prefixed(mark.path)) for mark in stage) for stage in known.marks()]
-    whole = tuple(map(_prefixed, known.cuts.whole(known.model, None)))
+    whole = tuple(map(_prefixed, known.cuts.names(known.model, None)[0]))
     captures = CaptureCache(
         model=decoder,
         loss=known.loss,

@@ -18,7 +18,7 @@ Runs when a plan is made; the functions that `chain_units` and `compose` return 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
@@ -86,11 +86,12 @@ class Function:
     """One callable for a run of units: `function(key, *inputs) -> outputs`. Random units are seeded from `key`.
 
     `scope(inputs)` is the context that a backward through it must run in: a checkpointed module looks up its parameters
-    again during the backward.
+    again during the backward. `redraws`: whether a backward may draw again what the forward drew.
     """
 
     run: Callable[..., Tensors]
     scope: Callable[[Tensors], AbstractContextManager[None]] | None = None
+    redraws: bool = False
 
     def __call__(self, key: int, *inputs: Tensor) -> Tensors:
         """Run the units."""
@@ -171,9 +172,9 @@ def compose(
     return run
 
 
-def no_calls(positions: Sequence[int]) -> Collection[int]:
-    """Return no calls: cuts do not change what any call does."""
-    return ()
+NAMED, COMPILED_CODE = "named in whole", "code compiled by torch.compile"
+AS_PYTHON = frozenset({NAMED, COMPILED_CODE})
+"""The reasons for which a step must make a call as Python, even if its operators could be recorded."""
 
 
 class Call(NamedTuple):
@@ -181,9 +182,9 @@ class Call(NamedTuple):
 
     - `path`: the module's name; `kind`: its class.
     - `sealed`: the reason why no stage may begin inside the call; empty if one may.
-    - `apart`: True if the units always run in place of the module, because the call reads or makes values other than
-      its arguments, its state, and what it returns.
-    - `has_hooks`: True if a module in it has hooks, which run in every call.
+    - `python`: the reason why a step makes the call as Python; empty if it runs the recorded torch calls.
+    - `checkpointed`: True for the call of a checkpointed function.
+    - `has_hooks`: True if a step makes the call as Python, and a module in it has hooks.
     """
 
     path: str
@@ -191,8 +192,14 @@ class Call(NamedTuple):
     start: int
     stop: int
     sealed: str = ""
-    apart: bool = False
+    python: str = ""
+    checkpointed: bool = False
     has_hooks: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """True if a step runs all of its units together, or none."""
+        return bool(self.python) or self.checkpointed
 
 
 @dataclass(frozen=True)
@@ -227,13 +234,10 @@ class Captured:
     - `loss`: the microbatch's share of the step's loss (see `Objective`); `None` if none was requested.
     - `outputs`, `structure`: the tensors that the model returns, and the tree that they are leaves of.
     - `calls`: the module calls, each before those inside it.
-    - `fuse`: fuses the units of a stage. `replay`: fuses units that need not follow each other, and runs each of them.
+    - `fuse`: fuses the units of a stage, or others, into one function; they need not follow each other.
     - `observed`: aliases and side effects, if the front end knows them.
     - `dynamic`: names of the parameters that may be used or not, depending on data; empty if nothing branches on data.
     - `fakes`: a fake tensor for every source; `mode`: the fake mode that they belong to.
-    - `differing`: given the positions of the units before which the model is cut, returns the indices of the calls
-      whose units must run in place of the module: the module would do something else without the Python state that
-      calls on other stages leave.
     - `hooks`: hooks on the gradients of parameters, by name.
     - `reassigned`: buffers that the model replaces by assignment, and the values that it assigns.
     - `moved`: places in the modules' Python state that only the first run changes, as text.
@@ -255,19 +259,12 @@ class Captured:
     observed: Observed | None = None
     dynamic: frozenset[str] = frozenset()
     fuse: Fuse = field(default=chain_units)
-    replay: Fuse = field(default=chain_units)
-    differing: Callable[[Sequence[int]], Collection[int]] = field(default=no_calls)
     backward: bool = True
     hooks: Hooks = field(default_factory=dict)
     reassigned: Mapping[Value, Value] = field(default_factory=dict)
     moved: frozenset[str] = frozenset()
     placed: Mapping[Value, Placed] = field(default_factory=dict)
     arrivals: Arrivals = field(default_factory=Arrivals)
-
-    def calls_at(self, positions: Sequence[int]) -> tuple[Call, ...]:
-        """Return the calls for a model cut before the units at `positions`: mark those in `differing` as `apart`."""
-        differing = self.differing(positions)
-        return tuple([one._replace(apart=one.apart or k in differing) for k, one in enumerate(self.calls)])
 
 
 class CaptureFunction(Protocol):

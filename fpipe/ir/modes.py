@@ -39,6 +39,11 @@ class Modes(NamedTuple):
         """The same autocast, in the ambient grad mode."""
         return self._replace(grad=self.ambient)
 
+    def inside(self, around: Modes) -> Modes:
+        """Return the modes for a call that runs where the modes `around` are in force already."""
+        same = (self.grad, self.autocast, self.region) == (around.grad, around.autocast, around.region)
+        return Modes(around.grad, around.grad, (), 0) if same else self._replace(ambient=around.grad)
+
 
 Items: TypeAlias = Sequence[tuple[Modes, Operation]]
 Contexts: TypeAlias = Sequence[Callable[[], AbstractContextManager[Any]]]

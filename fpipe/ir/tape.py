@@ -33,7 +33,10 @@ from fpipe.ir.variant import Casts
 from fpipe.tensors.closures import flatten_closures
 from fpipe.tensors.settings import Settings, settings
 from fpipe.tensors.tree import PLAIN, flatten_all
+from fpipe.torch_private import count_dispatch_modes
 
+PART = "a part, which is never cut"
+"""The seal of a call inside which the user wants no cut; unlike other sealed calls, it is opened."""
 HARMLESS = (Tensor, *PLAIN, slice, range, type, FunctionType, BuiltinFunctionType, MethodType, nn.Module, torch.Size)
 
 
@@ -145,9 +148,11 @@ class Frame:
     - `returned`: the values of the returned tensors, by leaf; `constants`: the numbers, strings and flags returned.
     - `assigned`: tensors assigned to attributes during the call; `touched`: all attributes assigned.
     - `first_tick`, `last_tick`: the range of torch calls, including those that left no unit.
-    - `sealed`: the reason why it cannot be opened; empty if it can. `checkpoint`: True for a checkpointed function;
-      `reentrant`: True if torch would differentiate that by a backward inside the backward.
-    - `branching`: True if it branches on data. `settings`: torch's settings when it began.
+    - `sealed`: the reason why no cut may go through it; empty if one may.
+    - `checkpoint`: True for a checkpointed function; `how` are the settings of its checkpoint. `reentrant`: True if
+      torch would differentiate it by a backward inside the backward.
+    - `branching`: True if it branches on data. `settings`: torch's settings when it began;
+      `depth`: the number of dispatch modes then.
     - `stream`: the labels shared by all draws in it, if data decides what is drawn; set on the outermost such call.
     """
 
@@ -158,6 +163,7 @@ class Frame:
     start: int
     first_tick: int
     checkpoint: bool = False
+    how: Mapping[str, Any] = field(default_factory=dict)
     reentrant: bool = False
     branching: bool = False
     stream: Labels | None = None
@@ -165,6 +171,7 @@ class Frame:
     last_tick: int = 0
     sealed: str = ""
     settings: Settings = field(default_factory=settings)
+    depth: int = field(default_factory=count_dispatch_modes)
     returned: Mapping[int, Value] = field(default_factory=dict)
     constants: Mapping[int, Any] = field(default_factory=dict)
     assigned: list[Attribute] = field(default_factory=list)

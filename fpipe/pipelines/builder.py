@@ -41,6 +41,7 @@ from fpipe.pipelines.resolver import Resolver
 from fpipe.runtime.launch import JobProcesses
 from fpipe.runtime.ranks import Ranks
 from fpipe.runtime.transport.agreement import Field
+from fpipe.stages.conversion import splits
 from fpipe.stages.ties import Tied, parameters_to_sum
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.watching.model_state import ModelState
@@ -130,11 +131,11 @@ class Builder:
     def _captures(self, module: nn.Module) -> CaptureCache:
         """Return an empty cache for a model's captures; it holds none of the user's tensors."""
         see, mode, home = (
-            find_capture(self.capture, self.cuts.whole(module, self.loss)),
+            find_capture(self.capture, *self.cuts.names(module, self.loss)),
             fake_mode(),
             self.batchings[True].home,
         )
         model = skeleton(module, lambda tensor: fake(mode, tensor, home))
-        watching = Watcher(ModelState.of(module), self.loss, self.backend is not None)
+        watching = Watcher(ModelState.of(module), self.loss, self.backend is not None or splits(self.schedule))
         trains, hooks = self.schedule.backward, collect_gradient_hooks(module)
         return CaptureCache(model, self.loss, self.batchings, see, self.cuts, trains, hooks, watching)

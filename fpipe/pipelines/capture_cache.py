@@ -25,7 +25,6 @@ from fpipe.capture.originals import require_own_state
 from fpipe.capture.registry import is_eager, reads_bytecode
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls, Mark
-from fpipe.cutting.purity import find_repeatable
 from fpipe.ir.captured import Captured, CaptureFunction, Hooks
 from fpipe.ir.objective import Loss, Objective
 from fpipe.ir.questions import Answer, Ask, Question, refuse_questions
@@ -34,7 +33,7 @@ from fpipe.ir.variant import TRAINING, Variant
 from fpipe.model.stateless import evaluation
 from fpipe.tensors.fake import fake_mode
 from fpipe.watching.attribute_reads import Reads, record_reads
-from fpipe.watching.watch import Watch, Watcher, find_replayed_calls
+from fpipe.watching.watch import Watch, Watcher
 
 Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
 """A captured model, and the positions of the units at which new stages begin."""
@@ -146,16 +145,7 @@ class CaptureCache:
         return is_eager(self.front_end)
 
     def _watch(self, variant: Variant, microbatch: Microbatch) -> Watch:
-        what = variant, microbatch
-        captured, positions, recorded = self.captured[what], self.positions[what], None
-        if self.runs_python:
-            units = find_repeatable(captured, positions)
-            calls = [
-                call._replace(apart=call.apart or not units.isdisjoint(range(call.start, call.stop)))
-                for call in captured.calls_at(positions)
-            ]
-            recorded = find_replayed_calls(calls, positions)
-        return self.watching.watch(self.reads[what], variant.training, recorded)
+        return self.watching.watch(self.reads[variant, microbatch], variant.training, None)
 
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
         """Return the computation to capture for such a microbatch."""

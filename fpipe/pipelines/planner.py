@@ -33,7 +33,7 @@ from fpipe.pipelines.resolver import ExchangeText, Resolver
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.assembly import Assembly, assemble
-from fpipe.stages.conversion import differentiate, take_scale, widen_sums
+from fpipe.stages.conversion import differentiate, splits, take_scale, widen_sums
 from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
@@ -48,7 +48,7 @@ class Planner:
     - `output_dims`: how outputs are merged.
     - `ranks`: the ranks of this process.
     - `summed`: the parameters whose gradients are summed over stages.
-    - `backend`: differentiates the stages; `None` for autograd.
+    - `backend`: differentiates the stages; `None` for autograd, except for backwards that the schedule splits.
     - `copies`: the copies of the pipeline, this process's among them.
     - `extra`: the buffers that stages may hold for what they repeat, if those of another pipeline do; else `None`.
     """
@@ -168,9 +168,8 @@ class Planner:
             assembly = take_scale(assembly)
         if variant.sums is not None:
             assembly = widen_sums(assembly, variant.sum_dtype)
-        if self.backend is None:
-            return assembly
-        return differentiate(assembly, self.backend, {s for rank in self.ranks for s in placement.stages_on(rank)})
+        held = {s for rank in self.ranks for s in placement.stages_on(rank)}
+        return differentiate(assembly, self.backend, variant.training and splits(self.schedule), held)
 
 
 def _list_modified(stage: Stage) -> list[str]:

@@ -24,12 +24,12 @@ from fpipe.planning.candidates import (
 )
 from fpipe.planning.floor import bound_plans
 from fpipe.planning.islands import place_on_islands
-from fpipe.planning.loads import splits
 from fpipe.planning.ordering import list_orderable, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds, name_schedule
 from fpipe.planning.prediction import Predictor
 from fpipe.planning.profile import Profile
 from fpipe.report.description import format_bytes
+from fpipe.stages.conversion import splits
 from schedules import Bound, recompute
 
 IMPROVED: Final = 6

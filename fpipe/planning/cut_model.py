@@ -83,7 +83,7 @@ class CutModel:
         """Return the positions that cut the model into a few even stages; fewer if there are too few places."""
         for stages in range(min(FEW_STAGES, len(self.blocks)), 1, -1):
             try:
-                cuts = Cuts(Evenly(stages, ()), self.planner.captures.cuts.unsplittable)
+                cuts = self.planner.captures.cuts._replace(where=Evenly(stages, ()))
                 return cuts.positions(self.captured, self.planner.captures.model)
             except CutError:
                 continue

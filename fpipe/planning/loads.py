@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe.planning.prediction import Predictor
+from fpipe.stages.conversion import splits
 from schedules import Schedule
 
 MOST_LISTED: Final = 20_000
@@ -59,8 +60,3 @@ class Loads:
         cuts = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), -1)
         order = self.busiest(cuts).argsort(stable=True)
         return [tuple(row) for row in cuts[order].tolist()]
-
-
-def splits(schedule: Schedule) -> bool:
-    """Return whether a schedule splits backwards."""
-    return any(action.kind == "I" for rank in range(schedule.ranks) for action in schedule.actions(rank))

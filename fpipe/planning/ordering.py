@@ -15,8 +15,8 @@ from time import monotonic
 from typing import Final
 
 from fpipe.planning.candidates import Candidate, Room, replace_schedule
-from fpipe.planning.loads import splits
 from fpipe.planning.prediction import Predictor
+from fpipe.stages.conversion import splits
 from schedules import Graph, Placement, Schedule, SizeError, search
 
 ORDERED: Final = 3

@@ -66,6 +66,7 @@ def profile(
     microbatches: int = 1,
     cuts: CutsArgument = None,
     unsplittable: Selector | Iterable[Selector] = (),
+    whole: Selector | Iterable[Selector] = (),
     capture: str | FrontEnd | CaptureFunction = "trace",
     backward: Backward = "autograd",
     tied: Tied = "exact",
@@ -113,7 +114,7 @@ def profile(
     >>> simulate(gpipe(ranks=2, microbatches=3), measured.costs(["2"])).makespan > 0
     True
     """
-    given = ModelArguments(loss, microbatches, unsplittable, capture, backward, tied, batch_dims, weight)
+    given = ModelArguments(loss, microbatches, unsplittable, whole, capture, backward, tied, batch_dims, weight)
     asked = Asked((example, targets), cuts, source, device, link, seconds)
     if isinstance(model, Pipeline):
         with model.ranks.enter_call("profile"):
@@ -214,7 +215,7 @@ def _profile(
     variant = training_variant_here()
     split = alone.batch(variant, *batch)
     alone.plan(variant, split.signature)
-    where = parse_places(cuts, alone.captures.cuts.unsplittable, 1)
+    where = parse_places(cuts, alone.captures.cuts.unsplittable, 1, alone.captures.cuts.whole)
     model = CutModel.of(alone.planner, variant, split, where)
     if device is None and source is not None:
         holdings, _ = measure_blocks(model, None)

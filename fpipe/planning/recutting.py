@@ -52,10 +52,8 @@ def plan_cut(
         hide_fakes(),
         preserve_generators([torch.device("cpu")]),
     ):
-        captured.differing(positions)  # finds all calls that can't run as a whole together, which takes less time
         assembly = assemble(captured, positions, variant.outputs, placement, planner.summed)
-        if planner.backend is not None:
-            assembly = differentiate(assembly, planner.backend, range(schedule.stages))
+        assembly = differentiate(assembly, planner.backend, False, range(schedule.stages))
         check(schedule, assembly.graph)
         program = lower(schedule, assembly.graph)
     return StepPlan((assembly,) * schedule.microbatches, program, tuple(range(schedule.ranks)), None)
@@ -68,7 +66,7 @@ def recut(planner: Planner, captured: Captured, positions: Sequence[int], schedu
     """
     captures, calls = planner.captures, Calls.of(captured, planner.captures.model)
     marks = tuple(calls.marks(position) for position in positions)
-    where = Cuts(Marked(marks) if marks else Explicit(()), captures.cuts.unsplittable)
+    where = Cuts(Marked(marks) if marks else Explicit(()), captures.cuts.unsplittable, captures.cuts.whole)
     return Planner(
         schedule,
         replace(captures, cuts=where, positions={}, watches={}),

@@ -38,6 +38,7 @@ class ModelArguments:
     loss: Loss | None = None
     microbatches: int = 1
     unsplittable: Selector | Iterable[Selector] = ()
+    whole: Selector | Iterable[Selector] = ()
     capture: str | FrontEnd | CaptureFunction = "trace"
     backward: Backward = "autograd"
     tied: Tied = "exact"
@@ -64,7 +65,7 @@ class ModelArguments:
             loss,
             schedule,
             batchings,
-            parse_places(None, self.unsplittable, 1),
+            parse_places(None, self.unsplittable, 1, self.whole),
             self.capture,
             backend_of(self.backward),
             self.tied,

@@ -20,6 +20,7 @@ from fpipe.cutting.calls import Calls, call_name, outermost
 from fpipe.ir.captured import Call
 from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.assembly import Assembly
+from fpipe.stages.conversion import splits
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import first_names
@@ -43,7 +44,7 @@ def describe(
 
     `sizes` has the bytes that a microbatch holds on each stage; `leaf_name` returns the name of a leaf of the batch.
     """
-    split = any(action.kind == "W" for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    split = splits(schedule)
     held = _describe_leaves(assembly.parameters, assembly.parameters, assembly.captured.trainable, "parameter")
     shown = _StageText(assembly, Calls.of(assembly.captured, model), leaf_name)
     lines = [f"{_count(len(assembly.stages), 'stage')}, {held}"]
@@ -75,6 +76,7 @@ class _StageText:
         assembly, names = self.assembly, (*stage.parameters, *stage.unused)
         yield from _wrap("modules     ", [*self._modules(stage.index), *self._others(stage.index)])
         yield f"parameters  {_describe_leaves(names, assembly.parameters, assembly.captured.trainable, '')}"
+        yield from _shorten(list(self._python(stage.index)), "              ... {} more")
         buffers = [name for name in (*stage.buffers, *stage.unused) if name in assembly.buffers]
         if buffers:
             yield f"buffers     {len(buffers)} ({_size(assembly.buffers[name] for name in buffers)})"
@@ -101,6 +103,13 @@ class _StageText:
         ends = [(path, first if first == last else f"{first}-{last}") for path, first, last in runs]
         found = [f"{path}.{end}" if path else end or "the whole model" for path, end in ends]
         return _shorten(found, "... {} more")
+
+    def _python(self, s: int) -> Iterator[str]:
+        """Yield lines about the calls that a step makes as Python, each with the reason."""
+        calls = [call for call in self.assembly.captured.calls if call.python]
+        units = self.assembly.captured.units
+        for call in outermost(call for call in calls if self.present[s].issuperset(units[call.start : call.stop])):
+            yield f"as Python   {call.path or 'the whole model'} ({call.kind.__name__}): {call.python}"
 
     def _others(self, s: int) -> list[str]:
         """Return the number of operations that a stage runs outside these modules, as text."""

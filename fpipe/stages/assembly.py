@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 
 from fpipe.autodiff.autograd import Autograd
-from fpipe.autodiff.interface import ArgumentIndex, StageFunctions, WeightIndex, Wiring
+from fpipe.autodiff.interface import ArgumentIndex, StageFunctions, Wiring
 from fpipe.capture.eager_types import hide_fakes
 from fpipe.cutting.repetition import ExtraBuffers, Repetition, choose_repetitions
 from fpipe.cutting.routing import Section, route
@@ -206,17 +206,12 @@ class _Builder:
         section, metadata = self.sections[s], self.metadata
         sources = [self.captured.sources[value] for value in section.constants]
         constants = tuple([source.tensor for source in sources if isinstance(source, Constant)])
-        reasons, weights = metadata.undeferred[s], [(WeightIndex(k), v) for k, v in enumerate(metadata.grads[s])]
-        undeferred = {k: reasons[value] for k, value in weights if value in reasons}
-        fresh = frozenset(k for k, value in weights if value in metadata.fresh[s])
         hooks = self._hooks(s)
         unrecordable = metadata.unrecordable[s] or ("gradients have hooks" if hooks else "")
         return Autograd(
             function,
             wiring,
             constants,
-            undeferred,
-            fresh,
             s in metadata.varying,
             unrecordable,
             hooks,

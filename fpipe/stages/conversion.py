@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from fpipe.autodiff.autograd import Autograd
-from fpipe.autodiff.backends import Backend
+from fpipe.autodiff.backends import AS_GRAPH, Backend
 from fpipe.autodiff.graph.joint_graph import Examples
 from fpipe.autodiff.interface import StageFunctions
 from fpipe.autodiff.recorded import Recorded
@@ -24,6 +24,7 @@ from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import OptionalSpec, Spec
+from schedules import Schedule
 
 
 def take_scale(assembly: Assembly) -> Assembly:
@@ -66,8 +67,20 @@ def widen_sums(assembly: Assembly, dtype: Callable[[torch.dtype], torch.dtype]) 
     return replace(assembly, stages=stages, build_whole=lambda: widen_stage(assembly.build_whole()))
 
 
-def differentiate(assembly: Assembly, backend: Backend, held: Collection[int]) -> Assembly:
-    """Return the assembly with the functions of this process's stages, `held`, converted by `backend`."""
+def splits(schedule: Schedule) -> bool:
+    """Return whether a schedule splits backwards."""
+    return any(action.kind == "I" for rank in range(schedule.ranks) for action in schedule.actions(rank))
+
+
+def differentiate(assembly: Assembly, backend: Backend | None, split: bool, held: Collection[int]) -> Assembly:
+    """Return the assembly with the functions of this process's stages, `held`, converted by `backend`.
+
+    Without a backend, autograd differentiates the stages, unless backwards are `split`: halves need a recording.
+    """
+    if backend is None:
+        if not split:
+            return assembly
+        backend = AS_GRAPH
     stages = [
         replace(stage, functions=_convert(backend, assembly.captured, section, stage)) if stage.index in held else stage
         for stage, section in zip(assembly.stages, assembly.sections, strict=True)

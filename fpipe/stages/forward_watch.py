@@ -9,21 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.assumed_values import VALUE_READS, AssumedValues
 from fpipe.tensors.settings import settings
-from fpipe.torch_private import TENSOR_METHODS
-
-GRAD_FN: Any = TENSOR_METHODS["grad_fn"].__get__
-"""The function that torch calls to get a tensor's `grad_fn`."""
 
 
 class ForwardWatch(TorchFunctionMode):
-    """A function mode that records what keeps a backward from being split or recorded.
+    """A function mode that records what keeps a stage from being recorded.
 
-    - `hooked`: nodes of the autograd graph may have hooks, which run only in autograd's backward.
     - `varying`: values of tensors are read, so other values may give another graph.
     - `casting`: something runs under autocast.
     - `nesting`: torch makes nested tensors.
@@ -32,7 +26,7 @@ class ForwardWatch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hooked = self.varying = self.casting = self.nesting = self.setting = False
+        self.varying = self.casting = self.nesting = self.setting = False
         self.before = settings().kernels
 
     def note(self, answers: AssumedValues) -> None:
@@ -50,7 +44,6 @@ class ForwardWatch(TorchFunctionMode):
         return "an encoder with a padding mask nests tensors" if self.nesting else ""
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        self.hooked |= func in (Tensor.register_hook, GRAD_FN)
         self.varying |= func in VALUE_READS
         self.setting |= settings().kernels != self.before
         self.casting |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))

@@ -17,13 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fpipe.autodiff.interface import WeightIndex
-from fpipe.autodiff.split_backward import search_graph
-from fpipe.autodiff.trail import AutogradGraph
 from fpipe.capture.assumed_values import assume_values
 from fpipe.cutting.routing import Section
 from fpipe.errors import CaptureError
-from fpipe.ir.captured import Captured, Function, Parameter, Value
+from fpipe.ir.captured import AS_PYTHON, Captured, Function, Parameter, Value
 from fpipe.ir.refusals import data_dependence_error
 from fpipe.runtime.segments.branching import certain_leaves
 from fpipe.stages.forward_watch import ForwardWatch
@@ -48,8 +45,6 @@ class Metadata:
     - `cotangents`: per (stage, value), the cotangent that the stage computes for the value's previous user.
     - `grads`: per stage, the parameters that it owns and that may get a gradient; `totals`: their specs, per (stage,
       value). If it depends on data whether a microbatch has one, the spec is an `OptionalSpec`, in `cotangents` too.
-    - `undeferred`: per stage, those of `grads` that can't be deferred to the weight half, each with the reason.
-    - `fresh`: per stage, those of `grads` that are always fresh, as `accumulation` defines it.
     - `varying`: the stages that read values of tensors, so that their operations may depend on data.
     - `casting`: the stages in which something runs under autocast.
     - `unrecordable`: per stage, why it can't be recorded as a graph; empty if it may be possible.
@@ -60,8 +55,6 @@ class Metadata:
     cotangents: dict[tuple[int, Value], Spec] = field(default_factory=dict)
     grads: dict[int, tuple[Value, ...]] = field(default_factory=dict)
     totals: dict[tuple[int, Value], Spec] = field(default_factory=dict)
-    undeferred: dict[int, dict[Value, str]] = field(default_factory=dict)
-    fresh: dict[int, frozenset[Value]] = field(default_factory=dict)
     varying: set[int] = field(default_factory=set)
     casting: set[int] = field(default_factory=set)
     unrecordable: dict[int, str] = field(default_factory=dict)
@@ -164,8 +157,6 @@ def _infer_backward(
     entries = _cotangent_entries(section, forward, captured.loss, arriving, metadata)
     previous = {v: None for routes in (section.gets, section.earlier) for values in routes.values() for v in values}
     wanted = [v for v in dict.fromkeys((*previous, *section.parameters)) if v in metadata.differentiable]
-    weights = [value for value in wanted if value not in previous]
-    reasons, fresh = _deferral(forward, [entry.root for entry in entries], weights, captured)
     flowing = _possible_gradients(s, forward, entries, wanted, captured)
     sure = _certain_values(forward, entries, flowing, captured)
     for value, grad in flowing.items():
@@ -177,11 +168,9 @@ def _infer_backward(
             metadata.totals[s, value] = kind.of(forward.leaves[value])
     grads = tuple(value for value in flowing if value not in previous)
     metadata.grads[s] = grads
-    metadata.undeferred[s] = {value: reasons[value] for value in grads if value in reasons}
-    metadata.fresh[s] = fresh.intersection(grads)
     metadata.varying.update({s} if forward.watch.varying else ())
     metadata.casting.update({s} if forward.watch.casting else ())
-    metadata.unrecordable[s] = forward.watch.unrecordable
+    metadata.unrecordable[s] = forward.watch.unrecordable or _kept_call(section, captured)
 
 
 def _cotangent_entries(
@@ -236,23 +225,6 @@ def _without_broadcasts(grad: Tensor, leaf: Tensor) -> Tensor:
     return leaf.detach() if any(size > 1 and not step for size, step in pairs) else grad
 
 
-def _deferral(
-    forward: _FakeForward, roots: Sequence[Tensor], weights: Sequence[Value], captured: Captured
-) -> tuple[dict[Value, str], frozenset[Value]]:
-    """Return the weights whose gradients can't be deferred, and why; and those with fresh ones (see `accumulation`)."""
-    if forward.watch.hooked:
-        return dict.fromkeys(weights, "tensors have hooks"), frozenset()
-    refused: dict[WeightIndex, str] = {}
-    for k, value in enumerate(weights):
-        if _is_hooked(captured, value):
-            refused[WeightIndex(k)] = "its gradient has a hook"
-        elif _is_dynamic(captured, value):
-            refused[WeightIndex(k)] = "data decide how it is used"
-    split = search_graph(AutogradGraph(roots, 0), [forward.leaves[value] for value in weights], refused)
-    fresh = () if forward.watch.varying else split.fresh  # another microbatch may use them in another way
-    return {weights[k]: why for k, why in split.reasons.items()}, frozenset(weights[k] for k in fresh)
-
-
 def _grads(
     s: int, forward: _FakeForward, entries: Sequence[_Entry], leaves: Sequence[Tensor], mode: FakeTensorMode
 ) -> Sequence[Tensor | None]:
@@ -274,7 +246,7 @@ def _grads(
         ) from error
     found = [None if one is None else finish_collective(one) for one in found]
     forward.watch.note(answers)
-    if effects.drawn and function.scope is None:  # else a checkpoint may redraw what it drew
+    if effects.drawn and not function.redraws:
         raise CaptureError(
             f"stage {s}: got a backward that draws random numbers, expected only forwards to draw them, since they "
             "follow from the step's seed. Draw them in the forward of the custom autograd function, and save them."
@@ -282,11 +254,15 @@ def _grads(
     return found
 
 
+def _kept_call(section: Section, captured: Captured) -> str:
+    """Return the call in a stage that must run as Python in every step, and why; empty if there is none."""
+    present = frozenset(section.units)
+    for call in captured.calls:
+        if call.python in AS_PYTHON and present.issuperset(captured.units[call.start : call.stop]):
+            return f"{call.path or 'the whole model'} runs as Python: {call.python}"
+    return ""
+
+
 def _is_dynamic(captured: Captured, value: Value) -> bool:
     source = captured.sources.get(value)
     return isinstance(source, Parameter) and source.name in captured.dynamic
-
-
-def _is_hooked(captured: Captured, value: Value) -> bool:
-    source = captured.sources.get(value)
-    return isinstance(source, Parameter) and source.name in captured.hooks

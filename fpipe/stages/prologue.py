@@ -110,8 +110,8 @@ def build_prologue(captured: Captured, section: Section, repetition: Repetition)
     leaves = _sources(captured, repetition.each, BatchLeaf)
     known = [*section.batch, *[value for value in leaves if value not in section.batch]]
     places = {value: unit.path or "the model itself" for unit in captured.units for value in unit.makes}
-    once = captured.replay(repetition.once, {}, (*buffers, *constants), shared)
-    each = captured.replay(repetition.each, {}, (*shared, *buffers, *constants, *leaves), values)
+    once = captured.fuse(repetition.once, {}, (*buffers, *constants), shared)
+    each = captured.fuse(repetition.each, {}, (*shared, *buffers, *constants, *leaves), values)
     held = tuple(constants.values())
     prologue = Prologue(
         tuple(map(Spec.of, repetition.values.values())),

@@ -60,7 +60,7 @@ def _repeat(captured: Captured, repetition: Repetition) -> Operation:
     units = [unit for unit in captured.units if unit in again]
     reads = dict.fromkeys(value for unit in units for value in unit.reads if value in captured.sources)
     values = tuple(repetition.values)
-    return Operation(tuple(reads), values, captured.replay(units, {}, tuple(reads), values))
+    return Operation(tuple(reads), values, captured.fuse(units, {}, tuple(reads), values))
 
 
 def _compose(
@@ -89,4 +89,5 @@ def _compose(
             yield
 
     scoped = any(function.scope is not None for function in functions)
-    return Function(compose(operations, whole.inputs, whole.outputs), backward_scope if scoped else None)
+    redraws = any(function.redraws for function in functions)
+    return Function(compose(operations, whole.inputs, whole.outputs), backward_scope if scoped else None, redraws)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fpipe.patching import replace
 from fpipe.tensors.attributes import MARKS, marks
 from fpipe.tensors.collectives import preserve_python_generator
 from fpipe.tensors.effects import Effects, Observer, is_collective, memory, require_same_draws
@@ -23,6 +24,7 @@ from fpipe.tensors.fake_cache import ResultCache, is_plain
 from fpipe.tensors.layouts import LAYOUT_RULES, apply_layout, aten
 from fpipe.tensors.placed import HOLDERS, Placed, local_part
 from fpipe.torch_private import (
+    COMPILED,
     DisableTorchFunction,
     DynamicOutputShapeException,
     FakeTensor,
@@ -155,9 +157,9 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     def note(self, effects: Effects, observer: Observer) -> Iterator[None]:
         """Enter the mode, record operators in `effects`, and call `observer` with each.
 
-        Code compiled by torch.compile runs eagerly.
+        Code compiled by torch.compile runs as plain Python.
         """
-        with torch.compiler.set_stance("force_eager"), self, note_effects(self, effects), effects.observe(observer):
+        with replace(*COMPILED, lambda callback: None), self, note_effects(self, effects), effects.observe(observer):
             yield
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -134,7 +134,7 @@ class Watcher:
             outside = code.namespaces(None, True)
         else:
             outside = code.namespaces({call.kind for call in replayed}, any(call.path == "loss" for call in replayed))
-        settings = _torch_settings(self.recorded or replayed is None)
+        settings = _torch_settings(self.recorded)
         return Watch(modules, self.origin.parameters, (*outside, settings))
 
 
@@ -189,7 +189,7 @@ def find_replayed_calls(calls: Sequence[Call], positions: Sequence[int]) -> list
         while around and around[-1].stop <= call.start:
             around.pop()
         is_reachable = not around or around[-1] in replayed  # not inside a call that runs as Python
-        if is_reachable and (call.apart or any(call.start < position < call.stop for position in positions)):
+        if is_reachable and (not call.python or any(call.start < position < call.stop for position in positions)):
             replayed.append(call)
         around.append(call)
     return replayed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers as functions of a weight and a bias, and why a split backward cannot defer some of their gradients."""
+"""Layers as functions of a weight and a bias."""
 
 import torch
 from torch import nn
@@ -49,47 +49,29 @@ def checkpointed(m, x):
 
 
 WRITTEN = {
-    "linear": (lambda m, x: functional.linear(x, m.weight, m.bias), {}),
-    "several rows": (lambda m, x: functional.linear(x.view(-1, 1, WIDTH), m.weight, m.bias).view(-1, WIDTH), {}),
-    "autocast": (under_autocast, {}),
-    "twice": (
-        lambda m, x: functional.linear(functional.linear(x, m.weight, m.bias), m.weight),
-        {"weight": "used 2 times"},
-    ),
-    "also in a norm": (
-        lambda m, x: functional.linear(x, m.weight, m.bias) + m.weight.square().mean(),
-        {"weight": "used 2 times"},
-    ),
-    "scaled": (
-        lambda m, x: functional.linear(x, m.weight * 2, m.bias),
-        {"weight": "computed by MulBackward0"},
-    ),
-    "norm": (
-        lambda m, x: functional.layer_norm(x, (WIDTH,), None, m.bias) @ m.weight,
-        {"bias": "computed by NativeLayerNormBackward0"},
-    ),
-    "factor": (
-        lambda m, x: torch.addmm(m.bias, x, m.weight, alpha=2),
-        dict.fromkeys(("weight", "bias"), "computed by AddmmBackward0 with factors or as a sparse tensor"),
-    ),
-    "checkpoint": (checkpointed, dict.fromkeys(("weight", "bias"), "checkpointed")),
-    "hook": (hooked, dict.fromkeys(("weight", "bias"), "tensors have hooks")),
-    "node": (with_node, dict.fromkeys(("weight", "bias"), "tensors have hooks")),
-    "convolution": (
-        lambda m, x: functional.conv1d(x[:, :, None], m.weight[:, :, None], m.bias)[:, :, 0],
-        {},
-    ),
-    "unused": (lambda m, x: functional.linear(x, m.weight), {}),
-    "dropout": (lambda m, x: functional.linear(x.relu_(), m.weight, m.bias), {}),
+    "linear": lambda m, x: functional.linear(x, m.weight, m.bias),
+    "several rows": lambda m, x: functional.linear(x.view(-1, 1, WIDTH), m.weight, m.bias).view(-1, WIDTH),
+    "autocast": under_autocast,
+    "twice": lambda m, x: functional.linear(functional.linear(x, m.weight, m.bias), m.weight),
+    "also in a norm": lambda m, x: functional.linear(x, m.weight, m.bias) + m.weight.square().mean(),
+    "scaled": lambda m, x: functional.linear(x, m.weight * 2, m.bias),
+    "norm": lambda m, x: functional.layer_norm(x, (WIDTH,), None, m.bias) @ m.weight,
+    "factor": lambda m, x: torch.addmm(m.bias, x, m.weight, alpha=2),
+    "checkpoint": checkpointed,
+    "hook": hooked,
+    "node": with_node,
+    "convolution": lambda m, x: functional.conv1d(x[:, :, None], m.weight[:, :, None], m.bias)[:, :, 0],
+    "unused": lambda m, x: functional.linear(x, m.weight),
+    "dropout": lambda m, x: functional.linear(x.relu_(), m.weight, m.bias),
 }
 
 
-def build(function, backward="autograd", batches=3, stages=3):
+def build(function, backward="autograd", batches=3, stages=3, how=None):
     """Return a pipeline of one such layer per stage, the first without differentiable input; model, inputs, targets."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Written(function) for _ in range(stages)])
     inputs, targets = (torch.randn(2 * batches, WIDTH),), torch.randn(2 * batches, WIDTH)
-    how = split_backward(one_f_one_b(ranks=stages, microbatches=batches))
+    how = how or split_backward(one_f_one_b(ranks=stages, microbatches=batches))
     cuts = [str(k) for k in range(1, stages)]
     pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=cuts, backward=backward)
     return pipe, model, inputs, targets

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Timer
 from typing import NamedTuple
 
@@ -162,16 +163,23 @@ DIFFERENT = ("evaluate", "outputs", "batch")
 
 
 class Trap:
-    """Calls `act` when it has been stepped on often enough; disarmed at first."""
+    """Acts when it has been stepped on often enough; disarmed at first.
+
+    Models read traps, so what a trap does is where a pipeline does not see that it changes.
+    """
 
     def __init__(self) -> None:
-        self.left, self.act = -1, fail
+        self.left, self.acts = -1, SimpleQueue()
+
+    def arm(self, act, left) -> None:
+        self.left = left
+        self.acts.put(act)
 
     def step(self) -> None:
         self.left -= 1
         if self.left == 0:
             report_time()
-            self.act()
+            self.acts.get_nowait()()
 
 
 TRAPS = {place: Trap() for place in (*PLACES, STARTING, BUILDING, GROUPING, MEASURING)}
@@ -233,7 +241,7 @@ def build(drill: Drill):
         schedule=how,
         cuts=[str(s) for s in range(1, how.stages)],
         output_dims=join,
-        unsplittable=[*map(str, range(how.stages)), "loss"],
+        whole=[*map(str, range(how.stages)), "loss"],
         **options,
     )
     return pipe, model, x, y
@@ -297,14 +305,14 @@ def watched_clock() -> float:
 def arm(drill: Drill, rank: int) -> bool:
     """Set the trap of a drill; return whether this rank makes the same call as the others."""
     if drill.act == "control_c" and rank != drill.rank:
-        TRAPS["action"].act, TRAPS["action"].left = lambda: time.sleep(PAUSE), 1
+        TRAPS["action"].arm(lambda: time.sleep(PAUSE), 1)
     if rank != drill.rank or drill.act in CALLS:
         return rank != drill.rank
     if drill.act == "control_c":
         report_time()
         press_control_c()
         return True
-    TRAPS[drill.place].act, TRAPS[drill.place].left = ACTS[drill.act], drill.position
+    TRAPS[drill.place].arm(ACTS[drill.act], drill.position)
     return True
 
 

@@ -62,8 +62,8 @@ PAGES = [*sorted(HOME.glob("*.md")), *sorted((HOME / "docs").rglob("*.md"))]
 SIGNATURES = {
     "pipeline": (
         "model *example *loss *schedule=None *plan=None *targets=None *cuts=None *stages=None *unsplittable=() "
-        "*capture='trace' *backward='autograd' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None *plans=32 "
-        "*group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean'"
+        "*whole=() *capture='trace' *backward='autograd' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None "
+        "*plans=32 *group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean'"
     ),
     "value_and_grad": "pipe outputs=False record=None sums=None",
     "evaluate": "pipe record=None",
@@ -81,7 +81,7 @@ SIGNATURES = {
     "timeline": "pipe spans",
     "costs": "pipe timelines",
     "profile": (
-        "model example targets=None *loss=None *microbatches=1 *cuts=None *unsplittable=() *capture='trace' "
+        "model example targets=None *loss=None *microbatches=1 *cuts=None *unsplittable=() *whole=() *capture='trace' "
         "*backward='autograd' *tied='exact' *batch_dims=0 *weight=None *source=None *device=None *link=None "
         "*group=None *seconds=3.0"
     ),

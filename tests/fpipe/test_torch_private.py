@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fpipe import torch_private
@@ -20,7 +19,6 @@ from fpipe.torch_private import (
     NAMES,
     OPERATORS,
     PARAMETER_MARK,
-    SAVED,
     Name,
     look_up,
     read_checkpoint,
@@ -31,8 +29,6 @@ HOME = Path(__file__).parents[2]
 OURS = Path(torch_private.__file__)
 PYTHON = {"_replace", "_fields", "_asdict", "_getframe", "_thread"}
 """Private names of Python's own, and of its library."""
-NODES = ("_saved_", "_raw_saved_")
-"""What autograd's nodes save: see `SAVED`."""
 
 OPERATOR = {one.split(".")[0] for one in OPERATORS}
 ATTRIBUTE = {one.path.rpartition(".")[2] for one in ATTRIBUTES}
@@ -88,7 +84,7 @@ def test_private_attributes_of_torch_are_in_the_tables():
     for file, line, holder, name in accesses():
         if holder.endswith("aten"):
             assert name in OPERATOR, f"{file}:{line}"
-        elif not name.startswith(NODES):
+        else:
             assert name in known, f"{file}:{line}: {holder}.{name}"
             assert f"{holder}._".partition("._")[0] != "torch", f"{file}:{line}"
 
@@ -134,27 +130,6 @@ def test_a_missing_name_is_reported_with_what_stops_working():
 def test_names_are_found_wherever_torch_has_them():
     assert look_up("torch.nn.Module()._buffers") == {}
     assert look_up("torch._prims_common.suggest_memory_format") is torch_private.suggest_memory_format
-
-
-def nodes():
-    """One autograd node for each row of `SAVED`."""
-    a, batch = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, 2, requires_grad=True)
-    yield "addmm", torch.addmm(a, a, a)
-    yield "mm", a.mm(a)
-    yield "baddbmm", torch.baddbmm(batch, batch, batch)
-    yield "bmm", batch.bmm(batch)
-    yield "convolution", functional.conv1d(batch, batch)
-    yield "embedding", functional.embedding(torch.tensor([0]), a)
-
-
-def test_autograd_nodes_save_what_the_formulas_read():
-    found = dict(nodes())
-    assert found.keys() == SAVED.keys()
-    for name, saved in SAVED.items():
-        for one in saved:
-            getattr(found[name].grad_fn, f"_saved_{one}")
-    read = {name for *_, name in accesses() if name.startswith("_saved_")}
-    assert read == {f"_saved_{one}" for saved in SAVED.values() for one in saved}
 
 
 def test_a_checkpoint_runs_what_captures_replace():

@@ -151,15 +151,26 @@ def _deferred_nodes(joint: Joint, backward: Phase) -> frozenset[Node]:
 
 
 def _deferrable_nodes(joint: Joint, backward: Phase) -> set[Node]:
-    """Return the nodes that may be deferred: products and cheap ones, used only by such nodes or as gradients."""
+    """Return the nodes that may be deferred: products and cheap ones, used only by such nodes or as gradients.
+
+    They read no parameter, so that a shard's whole weight need not be kept or gathered for them.
+    """
     needed, memories = set(joint.outgoing), _written_memories(backward.nodes)
+    params = set(joint.params)
     found: set[Node] = set()
     for node in reversed(backward.nodes):
         light = node.target in PRODUCTS or node.target in LIGHT or is_item(node)
         users = (user for user in node.users if user.op != "output")
-        if light and node not in needed and not _touches(node, memories) and found.issuperset(users):
+        here = light and node not in needed and params.isdisjoint(_read_nodes(node))
+        if here and not _touches(node, memories) and found.issuperset(users):
             found.add(node)
     return found
+
+
+def _read_nodes(node: Node) -> Sequence[Node]:
+    """Return the nodes whose values a node reads; of a convolution's weight, its gradient depends on the shape only."""
+    given = node.all_input_nodes
+    return given[:2] if node.target is aten.convolution_backward.default else given
 
 
 def _nodes_after_products(possible: Collection[Node], nodes: Sequence[Node]) -> set[Node]:

@@ -14,7 +14,7 @@ Runs when a plan is made; the reruns are part of a stage's forward in every step
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Unit
@@ -35,6 +35,13 @@ class BufferCheckpoints:
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         frames = [*outermost_checkpoints(tape.frames)]
+        for frame in frames:
+            if any(map(self.has_any_in, frame.inner)):
+                raise CaptureError(
+                    f"module {frame.path or '(root)'}: got a checkpoint in a checkpoint, with a function that changes "
+                    "a buffer, expected one checkpoint around it. On one device, three runs would change the buffer. "
+                    "Drop one of the two."
+                )
         writers = [unit for frame in frames if self.includes(frame) for unit in self._writers(frame)]
         changed = {one for unit in writers for one in tape.rewriters[unit]}
         for unit in (unit for frame in frames for unit in tape.units[frame.start : frame.stop] if changed):
@@ -49,11 +56,13 @@ class BufferCheckpoints:
         """Return whether a frame is such a function, or contains one."""
         return self.includes(frame) or any(map(self.has_any_in, frame.inner))
 
-    def in_backward_order(self, frames: Sequence[Frame], start: int, stop: int) -> Iterator[Frame]:
-        """Yield such functions from unit `start` to `stop`, in the order in which a backward reruns them."""
+    def in_backward_order(self, frames: Sequence[Frame], present: Collection[int]) -> Iterator[Frame]:
+        """Yield such functions whose units are present, in the order in which a backward reruns them."""
         for frame in reversed(frames):
-            if frame.stop > start and frame.start < stop:
-                yield from [frame] if self.includes(frame) else self.in_backward_order(frame.inner, start, stop)
+            if self.includes(frame):
+                yield from [frame] if frame.start in present else ()
+            else:
+                yield from self.in_backward_order(frame.inner, present)
 
     def _writers(self, frame: Frame) -> list[int]:
         """Return the positions of the units inside a frame that change buffers."""

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from fpipe.capture.generators import Generators
 from fpipe.capture.places import current_place, places
 from fpipe.capture.trace.values import Values
-from fpipe.ir.tape import Attribute, Frame
+from fpipe.ir.tape import PART, Attribute, Frame
 from fpipe.tensors.settings import changes_since
+from fpipe.torch_private import count_dispatch_modes
 
 
 class CallStack:
@@ -46,6 +47,8 @@ class CallStack:
         """Push a call, and pop it on exit."""
         self._look()
         self.check_settings()
+        if not frame.checkpoint:  # one enters its own modes before the function is called
+            self.check_modes()
         self.begin(frame)
         try:
             yield
@@ -58,10 +61,10 @@ class CallStack:
             self.generators.look(self.where)
 
     def seal(self, reason: str) -> None:
-        """Seal the innermost running module: it must run as a whole, for this reason."""
+        """Seal the innermost running module: it must run as a whole, for this reason or for an earlier one."""
         for frame in reversed(self.frames):
             if not frame.checkpoint:
-                frame.sealed = reason
+                frame.sealed = reason if frame.sealed in ("", PART) else frame.sealed
                 return
 
     def check_settings(self) -> None:
@@ -69,6 +72,11 @@ class CallStack:
         names = changes_since(self.frames[-1].settings) if self.frames else ""
         if names:
             self.seal(f"a change of torch's settings ({names}) around what it calls")
+
+    def check_modes(self) -> None:
+        """Seal the innermost module if it has entered a dispatch mode, which sees what torch calls do."""
+        if self.frames and count_dispatch_modes() != self.frames[-1].depth:
+            self.seal("a dispatch mode around what it calls")
 
     def note_assignment(self, module: nn.Module, name: str, value: object, values: Values) -> None:
         """Record an assignment to an attribute in every call in progress."""

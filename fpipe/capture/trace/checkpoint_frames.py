@@ -52,6 +52,7 @@ class CheckpointFrames:
         with unseen_by_modes():
             next(generator)
         frame = self._open_frame(call_again, (function, *args), kwargs)
+        frame.how = how
         with self.recorder.stack.enter(frame):
             yield
         self.recorder.close_frame(frame, _result_in_checkpoint())

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fpipe.capture.advice import advise_on_errors, advise_on_values
+from fpipe.capture.advice import LOSS, advise_on_errors, advise_on_values
 from fpipe.capture.generators import Generators
 from fpipe.capture.places import blame, traceback_line
 from fpipe.capture.trace.patches import watch_torch
@@ -37,7 +37,7 @@ class FakeModel:
     - `skeleton`: the copy without tensors that runs, or what a front end `made` of one. `seats`: where its modules keep
       parameters and buffers.
     - `state`: the model's parameters and buffers. `leaves`: the tensors of an example microbatch.
-    - `whole`: the modules that always run as a whole. `opaque`: those that may branch on data, submodules included.
+    - `opaque`: the modules that may branch on data, submodules included. `seals`: why modules are sealed, by name.
     - `mode`: the fake tensor mode.
     """
 
@@ -46,12 +46,12 @@ class FakeModel:
         model: nn.Module,
         objective: Objective,
         leaves: Sequence[Tensor],
-        whole: Collection[str],
         opaque: Collection[str],
+        seals: Mapping[str, str],
         made: nn.Module | None = None,
     ) -> None:
         self.model, self.skeleton = model, skeleton(model, Absent.like) if made is None else made
-        self.objective, self.leaves, self.whole, self.opaque = objective, leaves, whole, opaque
+        self.objective, self.leaves, self.opaque, self.seals = objective, leaves, opaque, seals
         self.device = leaves[0].device if leaves else torch.device("cpu")
         self.mode = fake_mode()
         self.trainable = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
@@ -119,7 +119,7 @@ class FakeModel:
         """Report everything that the skeleton does inside to a recorder."""
         with (
             self.mode.note(recorder.effects, recorder.check_operator),
-            watch_torch(recorder, self.skeleton, self.whole),
+            watch_torch(recorder, self.skeleton, self.seals),
         ):
             yield
 
@@ -129,8 +129,8 @@ class FakeModel:
 
     def _objective(self, recorder: Recorder) -> Objective:
         """Return the objective, with calls of its loss recorded as frames, like those of a module."""
-        loss = self.objective.loss
-        return self.objective if loss is None else replace(self.objective, loss=_in_frame(loss, recorder))
+        loss, sealed = self.objective.loss, self.seals.get(LOSS, "")
+        return self.objective if loss is None else replace(self.objective, loss=_in_frame(loss, recorder, sealed))
 
     def _require_kept_state(self, recorder: Recorder) -> None:
         """Raise `CaptureError` if a tensor that the run assigned in place of a parameter or buffer would be lost."""
@@ -151,11 +151,11 @@ class FakeModel:
         )
 
 
-def _in_frame(loss: Loss, recorder: Recorder) -> Loss:
+def _in_frame(loss: Loss, recorder: Recorder, sealed: str) -> Loss:
     """Return the loss as a function whose calls are recorded as frames."""
 
     def run(*args: Any) -> Tensor:
-        frame = recorder.open_frame("loss", type(loss), loss, args, {})
+        frame = recorder.open_frame(LOSS, type(loss), loss, args, {}, sealed)
         return cast("Tensor", recorder.call_in_frame(frame, lambda: loss(*args)))
 
     return run

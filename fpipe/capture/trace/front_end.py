@@ -22,14 +22,14 @@ from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.recording import build_observed, build_tape
 from fpipe.capture.trace.reentrant_checks import require_own_parameters
 from fpipe.capture.trace.rehearsal import Rehearsal
-from fpipe.capture.trace.replay import Replay
 from fpipe.capture.trace.reruns import require_same_again
-from fpipe.capture.trace.segment_builder import SegmentBuilder
+from fpipe.capture.trace.segments import Segments
 from fpipe.capture.trace.settled_run import SettledRun, Settling
-from fpipe.ir.captured import Call, Captured, Value
+from fpipe.capture.trace.whole import WholeCalls
+from fpipe.ir.captured import NAMED, Call, Captured, Value
 from fpipe.ir.objective import Objective
 from fpipe.ir.questions import refuse_questions
-from fpipe.ir.tape import Frame, Tape
+from fpipe.ir.tape import PART, Frame, Tape
 from fpipe.runtime.segments.placing import find_placed, fuse_placed, has_holders
 from fpipe.tensors.fake import fake
 from fpipe.tensors.placed import Arrivals, local_part, require_whole_result
@@ -40,20 +40,26 @@ def trace_model(
     model: nn.Module,
     objective: Objective,
     leaves: Sequence[Tensor],
-    whole: Collection[str] = (),
     opaque: Collection[str] = (),
+    whole: Collection[str] = (),
+    parts: Collection[str] = (),
 ) -> Captured:
     """Capture `model` and its loss for one microbatch; see `CaptureFunction`.
 
-    Calls of modules named in `whole` always run as a whole. Modules named in `opaque`, and modules inside them, may
-    branch on data; calls that do always run as a whole, too.
+    Modules named in `opaque`, and modules inside them, may branch on data; a step makes calls that do as Python. So it
+    does those of modules named in `whole`. No stage may begin inside a module named in `parts`.
     """
     # What asks knows the cache that will hold this capture. So the capture does not keep it: a dropped pipeline would
     # wait for Python's collector.
-    fake_model = FakeModel(model, replace(objective, ask=refuse_questions), leaves, whole, opaque)
+    fake_model = FakeModel(model, replace(objective, ask=refuse_questions), leaves, opaque, _seals(whole, parts))
     settling = Settling(fake_model)
     run = settling.run(objective.ask)
     return assemble_capture(fake_model, settling, run)
+
+
+def _seals(whole: Collection[str], parts: Collection[str]) -> Mapping[str, str]:
+    """Return the reason why each of these modules is sealed, by name."""
+    return dict.fromkeys(parts, PART) | dict.fromkeys(whole, NAMED)
 
 
 def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> Captured:
@@ -67,11 +73,10 @@ def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> C
     require_whole_result("loss", None if loss is None else placed.get(loss))
     results = (*outputs, *(() if loss is None else (loss,)), *recorder.reassignments.next_values.values())
     rehearsal = _rehearsal(model, settling, run, tape)
-    with rehearsal.prepare() as rehearse:
-        require_same_again(tape, rehearse)
     sources = values.sources
-    builder = SegmentBuilder(tape, model.seats_by_value(), set(sources), results, run.written, rehearsal.prepare)
-    frames = [*_all_frames(tape.frames)]
+    segments = Segments(tape, model.seats_by_value(), set(sources), results, run.written, rehearsal.prepare)
+    with rehearsal.prepare() as rehearse:
+        require_same_again(tape, segments.whole, bool(run.written), rehearse)
     return Captured(
         units=tape.units,
         sources=sources,
@@ -81,16 +86,14 @@ def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> C
         fakes={value: fake(model.mode, local_part(values.tensors[value]), model.device) for value in sources},
         mode=model.mode,
         trainable=model.trainable,
-        calls=tuple([_summarize(frame, builder) for frame in frames]),
+        calls=tuple([_summarize(frame, segments.whole) for frame in _all_frames(tape.frames)]),
         observed=build_observed(recorder),
         dynamic=model.trainable if any(frame.branching for frame in tape.frames) else frozenset(),
-        fuse=fuse_placed(builder.fuse, placed, arrivals) if has_holders(values.tensors.values()) else builder.fuse,
-        replay=builder.replay,
+        fuse=fuse_placed(segments.fuse, placed, arrivals) if has_holders(values.tensors.values()) else segments.fuse,
         placed=placed,
         arrivals=arrivals,
         reassigned=recorder.reassignments.next_values,
         moved=run.changed_attributes,
-        differing=lambda positions: _numbers(frames, builder.differing_frames(positions)),
     )
 
 
@@ -104,8 +107,7 @@ def _rehearsal(model: FakeModel, settling: Settling, run: SettledRun, tape: Tape
         return {value: tensor for value, (_, tensor) in model.sources().items()}
 
     again = partial(RepeatRecorder, model.skeleton, tape, run.recorder.values.sources, model.opaque)
-    replay = partial(Replay, model.skeleton, tape, model.mode)
-    return Rehearsal(tape, replay, again, model.watch, fresh, model.seat, run.state, settling.empty_caches)
+    return Rehearsal(tape, again, model.watch, fresh, model.seat, run.state, settling.empty_caches)
 
 
 def _all_frames(frames: Sequence[Frame]) -> Iterator[Frame]:
@@ -115,9 +117,18 @@ def _all_frames(frames: Sequence[Frame]) -> Iterator[Frame]:
         yield from _all_frames(frame.inner)
 
 
-def _summarize(frame: Frame, builder: SegmentBuilder) -> Call:
-    never_whole = builder.obstacles.find(frame) is not None
-    return Call(frame.path, frame.kind, frame.start, frame.stop, frame.sealed, never_whole, _has_hooks(frame))
+def _summarize(frame: Frame, whole: WholeCalls) -> Call:
+    python = whole.reason(frame)
+    return Call(
+        path=frame.path,
+        kind=frame.kind,
+        start=frame.start,
+        stop=frame.stop,
+        sealed=whole.seal(frame),
+        python=python,
+        checkpointed=frame.checkpoint,
+        has_hooks=bool(python) and _has_hooks(frame),
+    )
 
 
 def _has_hooks(frame: Frame) -> bool:
@@ -125,8 +136,3 @@ def _has_hooks(frame: Frame) -> bool:
     called = [one.invocation.function for one in (frame, *_all_frames(frame.inner))]
     modules = [one for one in called if isinstance(one, nn.Module)]
     return any(one._forward_pre_hooks or one._forward_hooks for one in modules)
-
-
-def _numbers(frames: Sequence[Frame], wanted: Collection[Frame]) -> frozenset[int]:
-    """Return the indices of the `wanted` frames among `frames`."""
-    return frozenset(k for k, frame in enumerate(frames) if frame in wanted)

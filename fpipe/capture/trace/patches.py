@@ -11,7 +11,7 @@ Runs when a plan is made: once per kind of batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -28,13 +28,16 @@ from fpipe.capture.trace.checkpoint_frames import CheckpointFrames
 from fpipe.capture.trace.decisions import Decisions
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.errors import CaptureError
+from fpipe.ir.captured import COMPILED_CODE
 from fpipe.ir.refusals import seeding_error
 from fpipe.patching import current, original, replace
 from fpipe.runtime.segments.reentrant import CheckpointNode
 from fpipe.tensors.attributes import refuse_marks
 from fpipe.torch_private import (
+    APPLY,
     ARGUMENT_CHECK,
     CHECKPOINT,
+    COMPILED,
     FUSED_ATTENTION,
     INNER_TRANSFORMS,
     SAVED_INPUTS,
@@ -56,11 +59,11 @@ UNSEEN = (CheckpointNode, SAVED_INPUTS)
 
 
 @contextmanager
-def watch_torch(recorder: Recorder, model: nn.Module, whole: Collection[str]) -> Iterator[None]:
-    """Report everything that happens inside to `recorder`; seal the modules of `model` named in `whole`."""
+def watch_torch(recorder: Recorder, model: nn.Module, seals: Mapping[str, str]) -> Iterator[None]:
+    """Report everything that happens inside to `recorder`; `seals` says why modules of `model` are sealed."""
     patched = TorchFunctions.now()
     with ExitStack() as stack:
-        watching = Replacements(recorder, model, whole, patched, Decisions(recorder.stack, stack))
+        watching = Replacements(recorder, model, seals, patched, Decisions(recorder.stack, stack))
         for owner, name, function in watching.replacements():
             stack.enter_context(replace(owner, name, function))
         stack.enter_context(refuse_marks())
@@ -91,7 +94,7 @@ class TorchFunctions(NamedTuple):
         """Return the functions that are in place now."""
         return cls(
             current(nn.Module, "__call__"),
-            original(torch.autograd.Function, "apply"),
+            original(*APPLY),
             current(nn.Module, "__setattr__"),
             current(nn.Module, "register_buffer"),
             current(torch.autograd.graph.saved_tensors_hooks, "__enter__"),
@@ -112,11 +115,11 @@ class Replacements:
         self,
         recorder: Recorder,
         model: nn.Module,
-        whole: Collection[str],
+        seals: Mapping[str, str],
         patched: TorchFunctions,
         decisions: Decisions,
     ) -> None:
-        self.recorder, self.stack, self.whole, self.torch = recorder, recorder.stack, whole, patched
+        self.recorder, self.stack, self.seals, self.torch = recorder, recorder.stack, seals, patched
         self.decisions, self.checkpoints = decisions, CheckpointFrames(recorder, patched.checkpoint)
         self.ours = {id(module) for module in model.modules() if not is_torchs(module)}
         self.active = True
@@ -131,7 +134,7 @@ class Replacements:
         yield nn.Module, "__call__", self._call_module
         yield nn.Module, "__setattr__", self._set_attribute
         yield nn.Module, "register_buffer", self._register_buffer
-        yield torch.autograd.Function, "apply", self._apply
+        yield *APPLY, self._apply
         yield torch.autograd.graph.saved_tensors_hooks, "__enter__", self._enter_saved_hooks
         yield torch.autocast, "__enter__", self._enter_autocast
         yield torch.autocast, "__exit__", self._exit_autocast
@@ -142,6 +145,7 @@ class Replacements:
         yield *ARGUMENT_CHECK, self._record_calls(check_valid)
         yield *FUSED_ATTENTION, self._record_calls(attention)
         yield *CHECKPOINT, self._checkpoint
+        yield *COMPILED, self._run_compiled
         for owner, name in (*LOCAL_READS, *TRANSFORMS):
             yield owner, name, self._record_calls(current(owner, name))
 
@@ -149,7 +153,7 @@ class Replacements:
         path = self.stack.paths.get(id(module))
         if path is None or self.is_idle:
             return self.torch.call(module, *args, **kwargs)
-        sealed = "a part, which is never cut" if path in self.whole else _backward_hook(module)
+        sealed = _backward_hook(module) or self.seals.get(path, "")
         frame = self.recorder.open_frame(path, type(module), module, args, kwargs, sealed)
         return self.recorder.call_in_frame(frame, lambda: self.torch.call(module, *args, **kwargs))
 
@@ -231,6 +235,12 @@ class Replacements:
 
     def _refuse_seeding(self, *_: object) -> None:
         raise seeding_error(self.stack.here())
+
+    def _run_compiled(self, callback: Any) -> Any:
+        """Seal the running module, unless it is the model: compiled code computes something else than plain Python."""
+        if self.active and self.stack.path and callable(callback):
+            self.stack.seal(COMPILED_CODE)
+        return None if self.active else callback
 
     def _checkpoint(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         return (self.torch.checkpoint if self.is_idle else self.checkpoints.record)(*args, **kwargs)

@@ -43,7 +43,10 @@ from fpipe.runtime.segments.selection import count_selected, deciding_masks, res
 from fpipe.tensors.collectives import has_handle, written_memory
 from fpipe.tensors.effects import Effects, is_collective
 from fpipe.tensors.tree import flatten
+from fpipe.torch_private import TENSOR_METHODS
 
+GRAD_FN: Any = TENSOR_METHODS["grad_fn"].__get__
+"""The function that torch calls to get a tensor's `grad_fn`."""
 EFFECTS = (check_all, check_valid, *ATTACHING)
 """Torch functions that are recorded even if they return no new tensor."""
 SEALING: Mapping[Any, str] = MappingProxyType(
@@ -119,6 +122,7 @@ class Recorder(TorchFunctionMode):
         if function in SEALING:
             self.stack.seal(SEALING[function])
         self.stack.check_settings()
+        self.stack.check_modes()
         invocation = Invocation(function, args, kwargs, self.values.read)
         self.effects.written.clear()
         self.effects.cast.clear()
@@ -131,6 +135,8 @@ class Recorder(TorchFunctionMode):
             out = self._answer(invocation, tick, args, kwargs, error)
         finally:
             self.torch_calls.running = None
+        if function == GRAD_FN and out is not None and self.stack.path:
+            self.stack.seal("a look at autograd's graph")  # it may hook the node, which no torch call shows
         self._record(invocation, running, out, tick)
         self.torch_calls.results[tick] = CallResult(invocation, modes, out, self.torch_calls.tick)
         return out

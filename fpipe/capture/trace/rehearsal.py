@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check which module calls do the same without the calls of other stages.
+"""Check that whole calls do the same without the calls of the model that do not run as Python.
 
 Problem. Modules and hooks share Python state: a list that blocks fill, a counter, a dict, a context variable. On one
-device, a block finds what all earlier blocks left there; in a stage, only what the stage's own modules left. Tensors
-need not show it: the block may read a number, or the very tensor passed as its argument.
+device, a module finds what all earlier modules left there; in a step, only whole calls run, and only those of the
+stage. Tensors need not show it: the module may read a number, or the very tensor passed as its argument.
 
-Idea. When a stage is built, make its calls again, in order, on fake tensors. A call that differs from the tape in
-any way (a torch call, an argument, a mode, a result) must not run as a whole. Nearly all calls do the same, which
-`fpipe.capture.trace.replay` proves without recording them again; the others are recorded and compared
-(`fpipe.capture.trace.comparison`).
+Idea. When a stage is built, make its whole calls again, in order, on fake tensors, and compare each with the tape
+(`fpipe.capture.trace.comparison`): its torch calls, their arguments, modes, and results.
 
 Invariant: a rehearsal restores all Python state, and reports the changes that the calls made to it.
 
@@ -29,7 +27,6 @@ from torch import Tensor
 from fpipe.capture.trace.comparison import Comparison, RepeatRecorder
 from fpipe.capture.trace.history import for_real
 from fpipe.capture.trace.recorder import Recorder
-from fpipe.capture.trace.replay import Replay
 from fpipe.ir.captured import Value
 from fpipe.ir.tape import Frame, Tape
 from fpipe.model.snapshot import ContainerState, contents
@@ -49,7 +46,7 @@ Rehearse: TypeAlias = Callable[[Sequence[Frame]], Rehearsed]
 class Rehearsal:
     """Makes calls of a tape again.
 
-    - `replay` makes a `Replay`; `recorder` makes a recorder, which sees what calls do in the context `watch`.
+    - `recorder` makes a recorder, which sees what calls do in the context `watch`.
     - `fresh` makes new fake tensors for the model's state and the batch, because those of the recording belong to its
       autograd graph; `seat` returns a context in which tensors are in their seats.
     - `state`: the containers that hold Python state. `empty` clears function caches, such as `functools.lru_cache`.
@@ -58,7 +55,6 @@ class Rehearsal:
     def __init__(
         self,
         tape: Tape,
-        replay: Callable[[], Replay],
         recorder: Callable[[], RepeatRecorder],
         watch: Callable[[Recorder], AbstractContextManager[None]],
         fresh: Callable[[], Mapping[Value, Tensor]],
@@ -66,7 +62,7 @@ class Rehearsal:
         state: Sequence[ContainerState],
         empty: Callable[[], None],
     ) -> None:
-        self.tape, self.replay, self.recorder, self.watch, self.state = tape, replay, recorder, watch, state
+        self.tape, self.recorder, self.watch, self.state = tape, recorder, watch, state
         self.fresh, self.seat, self.empty = fresh, seat, empty
 
     @contextmanager
@@ -74,9 +70,9 @@ class Rehearsal:
         """Yield the function that makes calls again; not reentrant."""
         before = [one._replace(contents=contents(one.container)) for one in self.state]
         with torch.inference_mode(False):
-            yield partial(self._rehearse, self.replay(), before)
+            yield partial(self._rehearse, before)
 
-    def _rehearse(self, replay: Replay, before: Sequence[ContainerState], frames: Sequence[Frame]) -> Rehearsed:
+    def _rehearse(self, before: Sequence[ContainerState], frames: Sequence[Frame]) -> Rehearsed:
         """Make these calls, restore all state, and return which calls differed.
 
         A call may differ only because an earlier one did. So stop at a differing call that cannot be opened, and report
@@ -84,28 +80,12 @@ class Rehearsal:
         """
         if not frames:
             return Rehearsed({}, ())
+        comparison = Comparison(self.tape, self.recorder())
         try:
-            with torch.set_grad_enabled(frames[0].modes.ambient):
-                return self._compare(replay, before, frames)
+            with torch.set_grad_enabled(frames[0].modes.ambient), self.watch(comparison.recorder):
+                return copy_context().run(_run_up_to_twice, before, lambda: self._find_differing(comparison, frames))
         finally:
             self.empty()
-
-    def _compare(self, replay: Replay, before: Sequence[ContainerState], frames: Sequence[Frame]) -> Rehearsed:
-        """Return which calls differed: none if a replay proves it, else those that a second recording finds."""
-        with replay.prepare():
-            found = copy_context().run(_run_up_to_twice, before, lambda: self._replay_all(replay, frames))
-        if found.differing:
-            comparison = Comparison(self.tape, self.recorder())
-            with self.watch(comparison.recorder):
-                found = copy_context().run(_run_up_to_twice, before, lambda: self._find_differing(comparison, frames))
-        return found
-
-    def _replay_all(self, replay: Replay, frames: Sequence[Frame]) -> dict[Frame, str]:
-        """Replay the calls; return the first that is not proven to do the same, if any, with the reason."""
-        self.empty()
-        with self.seat(self.tape.fakes):
-            frame = replay.find_unproven(frames)
-        return {} if frame is None else {frame: "is not known to do the same"}
 
     def _find_differing(self, comparison: Comparison, frames: Sequence[Frame]) -> dict[Frame, str]:
         with DisableTorchFunction(), for_real():

@@ -39,6 +39,11 @@ class Usage:
         """Return whether a unit inside the frame makes a value."""
         return self.maker.get(value, -1) in range(frame.start, frame.stop)
 
+    def used_outside(self, frame: Frame) -> tuple[Value, ...]:
+        """Return the values made in a frame and read after it, in order."""
+        made = dict.fromkeys(value for unit in self.tape.units[frame.start : frame.stop] for value in unit.makes)
+        return tuple(value for value in made if self.last_use.get(value, 0) >= frame.stop)
+
     def outputs(self, frame: Frame) -> Outputs:
         """Return where a call delivers the values it makes: its result, attributes, or inner modules' results."""
         returned = {value: leaf for leaf, value in frame.returned.items() if self.is_made_in(frame, value)}
@@ -55,8 +60,7 @@ class Usage:
     def _kept_inside(self, frame: Frame) -> list[Value]:
         """Return the values made in a frame and used outside of it that it neither returns nor assigns."""
         reached = {*frame.returned.values(), *(attribute.value for attribute in frame.assigned)}
-        made = [value for unit in self.tape.units[frame.start : frame.stop] for value in unit.makes]
-        return [value for value in made if value not in reached and self.last_use.get(value, 0) >= frame.stop]
+        return [value for value in self.used_outside(frame) if value not in reached]
 
 
 def inner_outputs(frame: Frame, wanted: Collection[Value]) -> Mapping[Value, InnerOutput]:

@@ -69,4 +69,4 @@ def make_local(
     def scope(tensors: Tensors) -> AbstractContextManager[None]:
         return function.backward_scope(make_placed(tensors))
 
-    return Function(run, None if function.scope is None else scope)
+    return Function(run, None if function.scope is None else scope, function.redraws)

@@ -84,22 +84,6 @@ def test_operators_that_modes_do_not_see_are_left_to_autograd():
     assert "by autograd" in pipe.stages[1].functions.remark
 
 
-def test_python_runs_once_per_recording():
-    """Python code of a module runs when it is recorded; by autograd, it runs every time."""
-    calls = []
-
-    def counted(module, x):
-        calls.append(None)
-        return functional.linear(x, module.weight, module.bias)
-
-    for backward, expected in (("graph", 0), ("autograd", 9)):
-        pipe, model, inputs, targets = written_layers.build(counted, backward)
-        state, step = pipe.init(model), fpipe.value_and_grad(pipe)
-        calls.clear()
-        step(*state, inputs, targets)
-        assert len(calls) == expected
-
-
 def test_an_unknown_backward_is_refused():
     with pytest.raises(fpipe.InputError, match="backward: got 'graphs', expected one of autograd, graph, "):
         written_layers.build(gelu, "graphs")

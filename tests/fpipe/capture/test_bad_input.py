@@ -143,9 +143,6 @@ ATTRIBUTE = "(got an assignment to the attribute 'does'|attribute 'does': got a 
 OWN = "(a generator argument|got 'model.lifted_custom_0' .Generator. among|aten.rand.generator|could not read it: )"
 IN_PLACE = "stage 0: got a value from another stage that is modified in place and used in stage 1 too"
 REFUSED = {
-    ("a generator between parts", "modules"): rf"module 1: .*{WHOLE}.* tensors may hide \(generator\)",
-    ("a lock between parts", "modules"): rf"module 1: .*{WHOLE}.* tensors may hide \(lock\)",
-    ("a lock handed through a part", "modules"): rf"module 1: .*{WHOLE}.* tensors may hide \(lock\)",
     ("a lock between parts", "dynamo"): r"module 0 \(Part\): the front end dynamo could not read it",
     ("a lock handed through a part", "dynamo"): r"module 0 \(Part\): the front end dynamo could not read it",
     ("an input changed between", "trace"): IN_PLACE,

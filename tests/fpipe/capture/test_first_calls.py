@@ -233,7 +233,7 @@ def test_a_capture_that_fails_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-def test_a_list_that_the_loss_fills_holds_what_steps_computed(backward):
+def test_a_list_that_the_loss_fills_is_left_as_it_was(backward):
     history: list[Tensor] = []
     calls: list[str] = []
 
@@ -252,4 +252,4 @@ def test_a_list_that_the_loss_fills_holds_what_steps_computed(backward):
     assert not calls
     run(pipe, Stack(), inputs, targets)
     assert not [one for one in history if isinstance(one, FakeTensor)]
-    assert len(history) == (2 if backward == "autograd" else 0)
+    assert not history, "a step runs what was recorded"

@@ -73,7 +73,7 @@ def build(how):
             loss=loss,
             schedule=how,
             cuts=cuts,
-            unsplittable=whole,
+            whole=whole,
             output_dims=join,
         ),
     )

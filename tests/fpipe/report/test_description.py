@@ -75,8 +75,9 @@ def test_a_printed_pipeline_shows_the_specialties_of_each_model(case, words):
 def test_weights_whose_gradients_are_not_deferred_are_printed():
     case = ZOO["gpt"]
     text = str(build(case, SCHEDULES["split_backward"](4, 2), 4, capture="trace")[0])
-    assert "  undeferred  embed.weight: also used by other stages" in text, text
-    assert "  keeps       1.1 KiB per microbatch, 1.2 KiB for the weight half of its backward" in text, text
+    assert "undeferred  blocks.2.norm.weight, blocks.2.norm.bias, " in text, text
+    assert " computed by native_layer_norm_backward.default" in text, text
+    assert "  keeps       2.2 KiB per microbatch, 2.3 KiB for the weight half of its backward" in text, text
     assert "undeferred" not in str(build(case, SCHEDULES["one_f_one_b"](4, 2), 4, capture="trace")[0])
 
 

@@ -122,8 +122,8 @@ def test_a_frozen_stage_keeps_no_graph():
     _, _, kept = first.forward(*arguments)
     assert kept is None
     assert first.backward(None, ()) == ((), ())
-    assert first.backward_input(None, ()) == ((), None)
-    assert first.backward_weight(None) == ()
+    assert first.backward_input(None, ()) == ((), ())
+    assert first.backward_weight(()) == ()
     assert all(stage.forward(*arguments)[2] is not None for stage, arguments in stages[1:])
 
 

@@ -120,7 +120,7 @@ class Nested(nn.Module):
 
 
 def test_a_checkpoint_in_a_checkpoint_is_refused():
-    with pytest.raises(fpipe.CutError, match="changes a buffer in a checkpointed function, which another runs again"):
+    with pytest.raises(fpipe.CaptureError, match="a checkpoint in a checkpoint, with a function that changes a buffer"):
         build(Nested(), HOWS["1F1B"], "2", "autograd")
 
 

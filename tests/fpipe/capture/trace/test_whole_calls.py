@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays of a module up to a call that runs as a whole, and modules that are recorded twice."""
+"""Calls that run as Python again: whole calls in every step, checkpointed functions in a backward."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.capture.trace import front_end as trace
-from fpipe.capture.trace.comparison import RepeatRecorder
-from fpipe.capture.trace.decisions import Decisions
-from fpipe.capture.trace.patches import Replacements, TorchFunctions
-from fpipe.capture.trace.recorder import Recorder
-from fpipe.capture.trace.replay import ENDING
 from schedules import one_f_one_b
 from tests.common.cases import WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
@@ -111,71 +105,37 @@ class Usual(nn.Module):
         return x + h * gate.masked_fill(scale > 0.5, 0.0) if x.requires_grad else h
 
 
-def test_ordinary_modules_are_not_recorded_again(monkeypatch):
-    """Their first recording tells which calls differ."""
+def test_ordinary_modules_are_recorded_once(monkeypatch):
+    """Nothing of them runs as Python in a step, so nothing is rehearsed."""
     monkeypatch.setattr(trace, "RepeatRecorder", lambda *_: pytest.fail("recorded again"))
     (inputs, targets), model = rows_of()(6), nn.Sequential(*[Usual() for _ in range(4)])
     pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=nn.functional.mse_loss, schedule=one_f_one_b(2, 3), cuts=["2"]
+        model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=["2"], capture="trace"
     )
-    assert pipe
+    assert "whole" not in str(pipe)
 
 
-def test_a_replay_may_end_wherever_a_recorder_watches_torch():
-    recorder = Recorder(nn.Linear(1, 1), {})
-    decisions = Decisions(recorder.stack, ExitStack())
-    watching = Replacements(recorder, nn.Linear(1, 1), (), TorchFunctions.now(), decisions)
-    watched = {(owner, name) for owner, name, _ in watching.replacements()}
-    module, cast = ("__call__", "__setattr__", "register_buffer"), ("__enter__", "__exit__")
-    others = {(nn.Module, name) for name in module} | {(torch.autocast, name) for name in cast}
-    assert watched == {*ENDING, *others, (torch.autograd.Function, "apply")}
-
-
-class Operators(TorchDispatchMode):
-    """A dispatch mode that sees all operators."""
+class Halving(TorchDispatchMode):
+    """A dispatch mode that halves every sine."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **kwargs or {})
+        out = func(*args, **kwargs or {})
+        return out / 2 if func is torch.ops.aten.sin.default else out
 
 
 class Watched(nn.Module):
     """Runs its operators under a dispatch mode."""
 
     def forward(self, x: Tensor) -> Tensor:
-        with Operators():
+        with Halving():
             return x.sin()
 
 
-def test_modules_whose_operators_are_watched_are_recorded_again(monkeypatch):
-    again = []
-    monkeypatch.setattr(
-        trace, "RepeatRecorder", lambda *args, **kwargs: again.append(1) or RepeatRecorder(*args, **kwargs)
-    )
+def test_modules_that_change_operators_below_torch_run_as_a_whole():
     (inputs, targets), linear = rows_of()(6), nn.Linear(WIDTH, WIDTH)
-    for module in (nn.Tanh(), Watched()):
-        how, model = one_f_one_b(2, 3), nn.Sequential(linear, module, nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["2"])
-        assert bool(again) is isinstance(module, Watched)
-
-
-class Functions(TorchFunctionMode):
-    """A function mode that records all calls."""
-
-    def __init__(self, seen: list[object]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.append((func, args))
-        return func(*args, **kwargs or {})
-
-
-def test_private_names_of_torch_mean_what_they_did():
-    depth = torch._C._len_torch_dispatch_stack()
-    with Operators():
-        assert torch._C._len_torch_dispatch_stack() == depth + 1
-    with Functions(seen := []), torch.no_grad():
-        assert [(function, args) for function, args in seen] == [(torch._C._set_grad_enabled, (False,))]
+    model = nn.Sequential(linear, Watched(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=["2"])
+    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
 
 
 class Doubled(torch.autograd.Function):
@@ -211,7 +171,7 @@ class Ungraded(nn.Module):
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_a_replay_that_ends_where_gradients_are_off_leaves_them_on(by_hand):
+def test_a_whole_call_that_turns_gradients_off_is_exact(by_hand):
     (inputs, targets), model = rows_of()(6), nn.Sequential(*[Ungraded(by_hand) for _ in range(4)])
     how = one_f_one_b(2, 3)
     pipe = fpipe.pipeline(

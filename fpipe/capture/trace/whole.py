@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find what keeps a call from running as a whole.
+"""Find the calls that a step makes as Python, and what keeps a call from that.
+
+Nearly all calls are *opened*: a step runs the torch calls that were recorded inside them. What must run as Python is a
+call that branches on data, one whose Python does something that no list of torch calls does (a backward hook, a change
+of torch's settings), and a reentrant checkpoint. If such a call needs tensors that only the call around it can provide,
+that one runs as Python, too.
 
 A whole call gets its arguments, and the parameters and buffers put into its modules. It delivers what it returns, what
 it assigns to attributes, and what modules inside it return. It must neither need nor deliver anything else.
@@ -9,24 +14,66 @@ Runs when a plan is made: once per kind of batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 
 from fpipe.capture.trace.buffer_checkpoints import BufferCheckpoints
 from fpipe.capture.trace.usage import Usage, has_reentrant
 from fpipe.errors import CutError
 from fpipe.ir.captured import Value
-from fpipe.ir.tape import Frame, Tape
+from fpipe.ir.tape import PART, Frame, Tape
 
 
-class Obstacles:
-    """Finds what keeps calls of a tape from running as a whole; `sources` are the values that no unit makes."""
+class WholeCalls:
+    """The calls of a tape that run as Python; `sources` are the values that no unit makes."""
 
     def __init__(self, tape: Tape, usage: Usage, sources: Collection[Value], checkpoints: BufferCheckpoints) -> None:
         self.tape, self.usage, self.sources, self.checkpoints = tape, usage, sources, checkpoints
+        self.obstacles: dict[Frame, str | None] = {}
+        self.needed: dict[Frame, bool] = {}
+        self.checkpointed = {inner for frame in _all_frames(tape.frames) if frame.checkpoint for inner in frame.inner}
+        for frame in _all_frames(tape.frames):  # each before those inside it
+            self.checkpointed.update(frame.inner if frame in self.checkpointed else ())
 
-    def find(self, frame: Frame) -> str | None:
+    def includes(self, frame: Frame) -> bool:
+        """Return whether a call must run as Python, or the one inside it that must cannot run without it."""
+        return frame.stream is not None or self._must(frame)
+
+    def _must(self, frame: Frame) -> bool:
+        """Return whether a call cannot be opened, or one inside it that can't be opened needs it."""
+        if frame not in self.needed:
+            needs = any(self._must(one) and self.obstacle(one) is not None for one in frame.inner)
+            self.needed[frame] = needs or frame.reentrant or (frame.sealed not in ("", PART) and not frame.checkpoint)
+        return self.needed[frame]
+
+    def seal(self, frame: Frame) -> str:
+        """Return why no stage may begin inside a call; empty if one may."""
+        return frame.sealed or self.reason(frame)
+
+    def reason(self, frame: Frame) -> str:
+        """Return why a step makes a call as Python; empty if it does not."""
+        if not self.runs(frame):
+            return ""
+        return frame.sealed or ("control flow on data" if frame.stream else "a call inside it cannot run without it")
+
+    def obstacle(self, frame: Frame) -> str | None:
         """Return why a call cannot run as a whole, as the end of a sentence; `None` if it can."""
-        return self._hidden_input(frame) or self._hidden_output(frame) or self._checkpoint_inside(frame)
+        if frame not in self.obstacles:
+            found = self._hidden_input(frame) or self._hidden_output(frame) or self._checkpoint_inside(frame)
+            self.obstacles[frame] = found
+        return self.obstacles[frame]
+
+    def runs(self, frame: Frame) -> bool:
+        """Return whether a step makes a call as Python, if it is not inside another such call."""
+        return self.includes(frame) and self.obstacle(frame) is None
+
+    def outermost(self, frames: Iterable[Frame]) -> Iterator[Frame]:
+        """Yield the calls in `frames` that a step makes as Python, in order."""
+        for frame in frames:
+            yield from [frame] if self.runs(frame) else self.outermost(frame.inner)
+
+    def is_checkpointed(self, frame: Frame) -> bool:
+        """Return whether a call is inside a checkpointed function."""
+        return frame in self.checkpointed
 
     def _hidden_input(self, frame: Frame) -> str | None:
         if frame.invocation.opaque:
@@ -69,13 +116,11 @@ class Obstacles:
         return f"made by {unit.does.split('[')[0]} in module {unit.path or '(root)'}"
 
 
-def require_open(frame: Frame, obstacle: str | None) -> None:
-    """Raise `CutError` if a frame that cannot be called as a whole cannot be opened either.
-
-    `obstacle` is `None` if it could be called as a whole, but a cut goes through it.
-    """
-    if frame.sealed:
-        raise cut_error(frame, frame.sealed, "crosses a cut" if obstacle is None else obstacle)
+def _all_frames(frames: Iterable[Frame]) -> Iterator[Frame]:
+    """Yield all frames, each before the frames inside it."""
+    for frame in frames:
+        yield frame
+        yield from _all_frames(frame.inner)
 
 
 def cut_error(frame: Frame, content: str, obstacle: str) -> CutError:
