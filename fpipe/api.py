@@ -26,7 +26,7 @@ from fpipe.batching.loss_weights import Weight
 from fpipe.capture.modules import as_module
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import CutsArgument, parse_cuts
-from fpipe.ir.captured import FrontEnd
+from fpipe.ir.captured import CaptureFunction, FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded
 from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
@@ -60,7 +60,7 @@ def pipeline(
     stages: int | None = None,
     unsplittable: Selector | Iterable[Selector] = (),
     whole: Selector | Iterable[Selector] = (),
-    capture: str | FrontEnd = "trace",
+    capture: str | FrontEnd | CaptureFunction = "trace",
     backward: Backward = "autograd",
     tied: Tied = "exact",
     batch_dims: Any = 0,

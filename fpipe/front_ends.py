@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that a front end of your own needs, in one place.
+"""Front ends of your own, and graphs made by hand.
 
-A front end is a function `(model, objective, leaves) -> Captured`, passed as `fpipe.pipeline(..., capture=front_end)`.
-It describes the computation of one microbatch as *units* and the *values* between them; see `FrontEnd` and `Captured`.
-fpipe checks what it returns, and raises `CaptureError` if that is not a valid model.
-
-Here is a front end for chains of layers. Each layer is a unit that takes its weight and returns one tensor.
+A front end is a function `(model, inputs) -> module`, passed as `fpipe.pipeline(..., capture=front_end)`. It returns a
+module that is called like the model and has the model's names, which fpipe then records like any other; see `FrontEnd`.
+What it loses of the model is refused by name.
 
 >>> import torch
 >>> from torch import nn
 >>> import fpipe
 >>> from schedules import gpipe
+>>> def exported(model, inputs):
+...     return torch.export.export(model, inputs).module()
+>>> model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+>>> x, y = torch.randn(6, 4), torch.randn(6, 4)
+>>> how = {"loss": nn.functional.mse_loss, "schedule": gpipe(ranks=2, microbatches=3), "cuts": ["1"]}
+>>> pipe = fpipe.pipeline(model, example=(x,), targets=y, capture=exported, **how)
+>>> fpipe.verify(pipe, model, (x,), y).eager  # how many tensors equal those of the model, run eagerly
+4
+
+A model that is data already needs no tracer. Then `capture` is a function `(model, objective, leaves) -> Captured`. It
+describes the computation of one microbatch as *units* and the *values* between them; see `CaptureFunction` and
+`Captured`. fpipe checks what it returns, and raises `CaptureError` if that is not valid.
+
+Here is one for chains of layers. Each layer is a unit that takes its weight and returns one tensor.
+
 >>> def layers(model, objective, leaves):
 ...     mode, device = fake_mode(), torch.device("cpu")
 ...     weights = [(Parameter(name), weight) for name, weight in model.named_parameters()]
@@ -34,18 +47,8 @@ Here is a front end for chains of layers. Each layer is a unit that takes its we
 ...         mode=mode,
 ...         trainable=frozenset(name for name, _ in model.named_parameters()),
 ...     )
->>> model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
->>> x, y = torch.randn(6, 4), torch.randn(6, 4)
->>> pipe = fpipe.pipeline(
-...     model,
-...     example=(x,),
-...     targets=y,
-...     loss=nn.functional.mse_loss,
-...     capture=layers,
-...     schedule=gpipe(ranks=2, microbatches=3),
-...     cuts=["1"],
-... )
->>> fpipe.verify(pipe, model, (x,), y).eager  # how many tensors equal those of the model, run eagerly
+>>> pipe = fpipe.pipeline(model, example=(x,), targets=y, capture=layers, **how)
+>>> fpipe.verify(pipe, model, (x,), y).eager
 4
 
 Runs when a pipeline is built.
@@ -56,6 +59,7 @@ from fpipe.ir.captured import (
     Buffer,
     Call,
     Captured,
+    CaptureFunction,
     Constant,
     FrontEnd,
     Function,
@@ -73,6 +77,7 @@ __all__ = [
     "BatchLeaf",
     "Buffer",
     "Call",
+    "CaptureFunction",
     "Captured",
     "Constant",
     "FrontEnd",

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end: `torch.fx`. Trace the model symbolically, then run its graph and record it like a model.
+"""Front end: `torch.fx`, which calls the model with proxies.
 
-Problem. fx traces with proxies, which have neither shape nor value: sizes, and whatever is computed from them, are
-graph nodes just like tensors. And it cannot see anything that is not a call on a proxy: grad modes, autocast, Python's
-in-place operators (`x += 1` becomes `x = x + 1`), random numbers that do not depend on an input.
+Problem. Proxies have neither shape nor value: sizes, and whatever is computed from them, are nodes of the graph just
+like tensors. And fx cannot see anything that is not a call on a proxy: grad modes, autocast, Python's in-place
+operators (`x += 1` becomes `x = x + 1`), random numbers that do not depend on an input.
 
-Idea. Run the graph on fake tensors as `fpipe.capture.trace.front_end` runs a model. Sizes then become numbers; only
-torch calls remain, and calls of torch's own modules, which run as is. Every node records whether gradients were enabled
-when it was traced, fpipe's proxies support the in-place operators, and everything else is refused by name.
+Idea. The recorder runs the graph, so sizes become numbers again. The tracer writes grad modes into the graph, and
+fpipe's proxies support the in-place operators; everything else is missing in the record, and refused.
 
 Runs when a pipeline is built, and when a new kind of batch first comes.
 """
@@ -15,88 +14,32 @@ Runs when a pipeline is built, and when a new kind of batch first comes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor, nn
 
-from fpipe.capture.guards import guard, refuse_autocast, refuse_hooks
-from fpipe.capture.module_state import plain_state, require_unchanged
-from fpipe.capture.places import blame, current_place, places
-from fpipe.capture.trace.front_end import trace_model
-from fpipe.capture.trace.recorder import Recorder
-from fpipe.errors import CaptureError, PipelineError
-from fpipe.ir.captured import Captured
-from fpipe.ir.objective import Objective, call_model
-from fpipe.model.stateless import on_meta, skeleton
+from fpipe.capture.folding import fold
+from fpipe.ir.objective import call_model
 from fpipe.patching import current, replace
 from fpipe.tensors.tree import Structure, flatten, flatten_all
-from fpipe.torch_private import TorchDispatchMode
-
-FX_REPAIR = 'Take it out of the model, or choose capture="trace", which runs the model with its shapes.'
 
 
-def fx(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
-    """Capture `model` and its loss for one microbatch; see `FrontEnd`."""
-    refuse_hooks(model)
-    inputs, *_ = objective.batch.unflatten(list(leaves))
-    root = _Root(skeleton(model, on_meta), flatten(inputs)[1])
-    graph = _symbolic(root)
-    return trace_model(model, objective, leaves, via=lambda bare, recorder: _Replay(root.around(bare), graph, recorder))
-
-
-class _Root(nn.Module):
-    """A model as a module that takes and returns flat leaves; fx stores the constants that it finds as attributes."""
-
-    def __init__(self, model: nn.Module, inputs: Structure) -> None:
-        super().__init__()
-        self.model, self.inputs = model, inputs
-
-    def forward(self, *leaves: Any) -> list[Any]:
-        """Return the leaves of the outputs."""
-        found, self.outputs = flatten_all(call_model(self.model, self.inputs.unflatten(leaves)))
-        return found
-
-    def around(self, model: nn.Module) -> _Root:
-        """Return a `_Root` with the same constants around another copy of the model."""
-        other = _Root(model, self.inputs)
-        for name, value in vars(self).items():
-            if not name.startswith("_modules"):
-                object.__setattr__(other, name, value)
-        return other
-
-
-# --------------------------------------------------------------------------------------------------------- the tracing
-
-
-def _symbolic(root: _Root) -> torch.fx.Graph:
-    model = root.model
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(guard(model))
-            stack.enter_context(refuse_autocast(model))
-            stack.enter_context(_allow_in_place())
-            stack.enter_context(_NoChance(model))
-            _ProxyTracer(len(root.inputs.names)).trace(root)  # do what the model does only on its first call
-            state, versions = plain_state(model), _tensor_versions(model)
-            graph = _ProxyTracer(len(root.inputs.names)).trace(root)
-            require_unchanged(state, plain_state(model), "the new value would be lost")
-    except PipelineError:
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"{blame(error.__traceback__, model)}: torch.fx could not trace it: {error}. Expected a forward without "
-            f"control flow, and sizes that only torch functions use: proxies have neither shape nor value. {FX_REPAIR}"
-        ) from error
-    if _tensor_versions(model) != versions:
-        raise CaptureError(
-            "the model: got an in-place change of one of its tensors that does not depend on an input, expected one "
-            f"that fx can see: it would happen only once, at capture. {FX_REPAIR}"
-        )
-    return graph
+def fx(model: nn.Module, inputs: Any) -> nn.Module:
+    """Return what `torch.fx` makes of a model."""
+    tracer = _ProxyTracer(flatten(inputs)[1])
+    with _allow_in_place():
+        graph = tracer.trace(model)
+    return fold(
+        graph,
+        model,
+        model,
+        lambda args, kwargs: flatten(kwargs or args)[0],
+        lambda leaves: optree.tree_unflatten(tracer.outputs, leaves),
+    )
 
 
 class _Proxy(torch.fx.Proxy):
@@ -122,27 +65,52 @@ for _function in IN_PLACE:
 
 
 class _ProxyTracer(torch.fx.Tracer):
-    """A tracer of a `_Root` of `count` tensors; its nodes record whether gradients were enabled."""
+    """A tracer that calls a model with a tree of proxies; its graph switches gradients on and off as the model does.
+
+    After the trace, `outputs` is the tree of what the model returned; the graph returns the leaves.
+    """
 
     proxy_buffer_attributes = True
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, inputs: Structure) -> None:
         super().__init__()
-        self.count = count
+        self.inputs, self.grad = inputs, torch.is_grad_enabled()
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Return the root itself, and a proxy for each of its tensors."""
-        return root_fn, [self.root, *[self.create_proxy("placeholder", f"leaf{k}", (), {}) for k in range(self.count)]]
+        """Return a function that calls the model with proxies, and the model."""
+        leaves = [self.create_proxy("placeholder", f"leaf{k}", (), {}) for k in range(len(self.inputs.names))]
+
+        def run(model: nn.Module) -> list[Any]:
+            found, self.outputs = flatten_all(call_model(model.forward, self.inputs.unflatten(leaves)))
+            self._switch()
+            return found
+
+        return run, [self.root]
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Trace a call of a module, which leaves gradients as it found them in the graph, too."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            out = forward(*args, **kwargs)
+            self._switch()
+            return out
+
+        self._switch()
+        return super().call_module(m, call, args, kwargs)
 
     def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
         """Return a `_Proxy`."""
         return _Proxy(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        """Return a node that records whether gradients are enabled."""
-        node = super().create_node(*args, **kwargs)
-        node.meta["grad"] = torch.is_grad_enabled()
-        return node
+        """Return a node, after one that switches gradients on or off if they were since the last one."""
+        self._switch()
+        return super().create_node(*args, **kwargs)
+
+    def _switch(self) -> None:
+        if torch.is_grad_enabled() != self.grad:
+            self.grad = not self.grad
+            super().create_node("call_function", torch.set_grad_enabled, (self.grad,), {})
 
 
 @contextmanager
@@ -159,80 +127,3 @@ def _allow_in_place() -> Iterator[None]:
 
     with replace(nn.Module, "__setattr__", assigning):
         yield
-
-
-class _NoChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that refuses random numbers drawn while fx traces: every microbatch would get the same ones."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.places = places(model)
-
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise CaptureError(
-                f"{current_place(self.places)}: got random numbers ({func}) that do not depend on an input, expected "
-                f"none: fx would draw them only once, at capture. Write torch.rand_like(x) and the like. {FX_REPAIR}"
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def _tensor_versions(model: nn.Module) -> list[int]:
-    """Return the version counter of each tensor that the model's modules hold."""
-    held = [flatten(value, opaque=True)[0] for module in model.modules() for value in vars(module).values()]
-    return [tensor._version for tensors in held for tensor in tensors]
-
-
-# ------------------------------------------------------------------------------------------------------------- the run
-
-
-class _Replay(torch.fx.Interpreter):
-    """A traced model as a function; it runs node by node, and tells the recorder which module each node belongs to."""
-
-    def __init__(self, root: _Root, graph: torch.fx.Graph, recorder: Recorder) -> None:
-        super().__init__(root, graph=graph)
-        self.extra_traceback = False
-        self.outputs, self.recorder = root.outputs, recorder
-        self.running: list[str] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns."""
-        leaves, _ = flatten_all((args, kwargs))
-        made = self.run(*[leaf for leaf in leaves if isinstance(leaf, Tensor)], enable_io_processing=False)
-        return optree.tree_unflatten(self.outputs, made)
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        """Run a node in the grad mode that it was traced in."""
-        self._enter(n)
-        try:
-            with torch.set_grad_enabled(n.meta["grad"]):
-                return super().run_node(n)
-        except PipelineError:
-            raise
-        except Exception as error:
-            self._refuse(error)
-
-    def _enter(self, node: torch.fx.Node) -> None:
-        """Notify the recorder of calls that end or begin before `node`; it sees calls of torch's modules itself."""
-        if node.op in ("placeholder", "get_attr"):
-            return
-        stack = dict(node.meta.get("nn_module_stack") or {})
-        if node.op == "call_module":
-            stack.popitem()
-        common = 0
-        for ours, theirs in zip(self.running, stack, strict=False):
-            if ours != theirs:
-                break
-            common += 1
-        for _ in self.running[common:]:
-            self.recorder.end_call()
-        for path, kind in list(stack.values())[common:]:
-            self.recorder.begin_call(path.removeprefix("model").removeprefix("."), kind)
-        self.running = list(stack)
-
-    def _refuse(self, error: Exception) -> NoReturn:
-        raise CaptureError(
-            f"{self.recorder.stack.where}: got {type(error).__name__}: {error}, expected a forward that runs on fake "
-            "tensors, which have shapes but no values. Take control flow and shapes that depend on data out of the "
-            "model."
-        ) from error

@@ -62,7 +62,7 @@ def as_module(model: nn.Module | Sequence[Callable[..., Any]]) -> nn.Module:
 
 
 def modules(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
-    """Capture a `Chain` or `ModuleGraph` of parts for one microbatch; see `FrontEnd`."""
+    """Capture a `Chain` or `ModuleGraph` of parts for one microbatch; see `CaptureFunction`."""
     if isinstance(model, nn.Sequential):
         model = Chain(model)
     if not isinstance(model, Chain | ModuleGraph):

@@ -45,7 +45,7 @@ def changed_attributes(model: nn.Module, before: Snapshot, after: Snapshot) -> f
     if not changed:
         return frozenset()
     rows = {place(*row) for row in _attributes(model) if row[-1] in changed.get(id(vars(row[1])), ())}
-    return frozenset({*rows, *_holding(model, changed)})
+    return frozenset({*rows, *holding_attributes(model, changed)})
 
 
 def shared_attributes(model: nn.Module, outside: object) -> frozenset[str]:
@@ -56,7 +56,18 @@ def shared_attributes(model: nn.Module, outside: object) -> frozenset[str]:
     others.enter()
     others.follow([outside])
     both = mine.containers.keys() & others.containers.keys()
-    return frozenset(_holding(model, both) if both else ())
+    return frozenset(holding_attributes(model, both) if both else ())
+
+
+def holding_attributes(model: nn.Module, containers: Collection[object]) -> Iterator[str]:
+    """Yield the places of the attributes that are, or contain, one of these containers."""
+    modules = {id(module): module for module in model.modules()}
+    for path, module, name in _attributes(model):
+        walk = Walk()
+        walk.seen.update(modules)
+        walk.follow([vars(module)[name]])
+        if not walk.containers.keys().isdisjoint(containers):
+            yield place(path, module, name)
 
 
 def require_own_state(moved: Collection[str], read: Collection[str]) -> None:
@@ -73,17 +84,6 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for path, module in model.named_modules():
         if not is_torchs(module):
             yield from [(path, module, name) for name in vars(module) if name not in TABLES]
-
-
-def _holding(model: nn.Module, containers: Collection[object]) -> Iterator[str]:
-    """Yield the places of the attributes that are, or contain, one of these containers."""
-    modules = {id(module): module for module in model.modules()}
-    for path, module, name in _attributes(model):
-        walk = Walk()
-        walk.seen.update(modules)
-        walk.follow([vars(module)[name]])
-        if not walk.containers.keys().isdisjoint(containers):
-            yield place(path, module, name)
 
 
 def _changes(old: ContainerState, new: ContainerState) -> list[object]:

@@ -42,10 +42,10 @@ def current_place(modules: Mapping[int, str], otherwise: str = "the loss") -> st
     return otherwise
 
 
-def blame(traceback: TracebackType | None, model: nn.Module) -> str:
-    """Return the innermost module of `model` in whose method an exception was raised; if in none, the loss."""
+def blame(traceback: TracebackType | None, model: nn.Module, otherwise: str = "the loss") -> str:
+    """Return the innermost module of `model` in whose method an exception was raised; if in none, `otherwise`."""
     modules = places(model)
-    place = "the loss"
+    place = otherwise
     while traceback is not None:
         place = modules.get(identity(traceback.tb_frame.f_locals.get("self")), place)
         traceback = traceback.tb_next

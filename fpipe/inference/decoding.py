@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.batching.batch import Batching
-from fpipe.capture.registry import find_front_end
+from fpipe.capture.registry import find_capture
 from fpipe.cutting.partition import Cuts, Marked
 from fpipe.errors import InputError
 from fpipe.inference.decoders import MakeDecoder
@@ -54,7 +54,7 @@ def build_decoding(pipe: Pipeline, make: MakeDecoder, how: Schedule, inputs: Seq
         model=decoder,
         loss=known.loss,
         batchings={True: batching, False: batching},
-        front_end=find_front_end("trace", whole),
+        front_end=find_capture("trace", whole),
         cuts=Cuts(Marked(tuple(marks))),
         backward=False,
         hooks={},

@@ -267,7 +267,7 @@ class Captured:
     arrivals: Arrivals = field(default_factory=Arrivals)
 
 
-class FrontEnd(Protocol):
+class CaptureFunction(Protocol):
     """A function that captures a model."""
 
     def __call__(self, model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
@@ -275,4 +275,15 @@ class FrontEnd(Protocol):
 
         `leaves` are the tensors of an example microbatch, used only for their metadata; the model may be on meta, or
         hold fake tensors. Raise `CaptureError`, naming the module, if something cannot be captured or would be lost.
+        """
+
+
+class FrontEnd(Protocol):
+    """A function that reads a model, and returns a module to record in its place."""
+
+    def __call__(self, model: nn.Module, inputs: Any, /) -> nn.Module:
+        """Return a module that is called like the model, and has its names of parameters and buffers.
+
+        `inputs` are those of an example microbatch, a tuple of positional or a dict of keyword arguments. They and the
+        model hold fake tensors. What the model does only on its first call has happened.
         """

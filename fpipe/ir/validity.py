@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from fpipe.errors import CaptureError
-from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Constant, FrontEnd, Parameter, Source, Unit, Value
+from fpipe.ir.captured import BatchLeaf, Buffer, Captured, CaptureFunction, Constant, Parameter, Source, Unit, Value
 from fpipe.ir.objective import Objective
 from fpipe.torch_private import FakeTensor
 
@@ -30,7 +30,7 @@ def require_valid(
     _Check(f"front end {front_end}").captured(captured, model, objective, len(leaves))
 
 
-def name_of(front_end: FrontEnd) -> str:
+def name_of(front_end: CaptureFunction) -> str:
     """Return the name of a front end for error messages."""
     front_end = front_end.func if isinstance(front_end, partial) else front_end
     return getattr(front_end, "__qualname__", type(front_end).__name__)

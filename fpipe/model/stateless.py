@@ -82,6 +82,12 @@ class Absent(Tensor):
         return self.home
 
 
+def absent(tensor: Tensor) -> Tensor:
+    """Return an absent tensor like `tensor`; an absent parameter if that is a parameter."""
+    made = Absent.like(tensor)
+    return _parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
 def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
     if not isinstance(tensor, Absent):
         return as_parameter(tensor, requires_grad)

@@ -20,9 +20,9 @@ from fpipe.autodiff.backends import Backend
 from fpipe.batching.batch import Batching, SplitBatch
 from fpipe.batching.loss_weights import Weight
 from fpipe.capture.modules import as_module
-from fpipe.capture.registry import find_front_end
+from fpipe.capture.registry import find_capture
 from fpipe.cutting.partition import Cuts
-from fpipe.ir.captured import FrontEnd
+from fpipe.ir.captured import CaptureFunction, FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.ir.variant import TRAINING
 from fpipe.meshes.arguments import MeshOptions, MeshPlace, find_place, require_collectives
@@ -89,7 +89,7 @@ class Builder:
     schedule: Schedule
     batchings: dict[bool, Batching]
     cuts: Cuts
-    capture: str | FrontEnd
+    capture: str | FrontEnd | CaptureFunction
     backend: Backend | None
     tied: Tied
     output_dims: Any
@@ -133,7 +133,7 @@ class Builder:
     def _captures(self, module: nn.Module) -> CaptureCache:
         """Return an empty cache for a model's captures; it holds none of the user's tensors."""
         see, mode, home = (
-            find_front_end(self.capture, *self.cuts.names(module, self.loss)),
+            find_capture(self.capture, *self.cuts.names(module, self.loss)),
             fake_mode(),
             self.batchings[True].home,
         )

@@ -20,13 +20,12 @@ from torch import nn
 
 from fpipe.batching.batch import Batching, SplitBatch
 from fpipe.batching.signature import Microbatch
-from fpipe.capture.dynamo import dynamo
 from fpipe.capture.leftovers import defining_files, find_caches, remove_fakes, user_classes
 from fpipe.capture.originals import require_own_state
-from fpipe.capture.registry import is_eager
+from fpipe.capture.registry import is_eager, reads_bytecode
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls, Mark
-from fpipe.ir.captured import Captured, FrontEnd, Hooks
+from fpipe.ir.captured import Captured, CaptureFunction, Hooks
 from fpipe.ir.objective import Loss, Objective
 from fpipe.ir.questions import Answer, Ask, Question, refuse_questions
 from fpipe.ir.validity import name_of, require_valid
@@ -56,7 +55,7 @@ class CaptureCache:
     model: nn.Module
     loss: Loss | None
     batchings: Mapping[bool, Batching]
-    front_end: FrontEnd
+    front_end: CaptureFunction
     cuts: partition.Cuts
     backward: bool
     hooks: Hooks
@@ -110,7 +109,7 @@ class CaptureCache:
         try:
             with (
                 nullcontext(Reads())
-                if self.front_end is dynamo
+                if reads_bytecode(self.front_end)
                 else record_reads(self.model, self.loss, places) as reads
             ):  # dynamo bypasses patches
                 captured = self._capture(variant, microbatch, answer)

@@ -26,7 +26,7 @@ from fpipe.capture.modules import as_module
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import CutsArgument, parse_places
 from fpipe.errors import InputError
-from fpipe.ir.captured import FrontEnd
+from fpipe.ir.captured import CaptureFunction, FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.builder import Model
@@ -67,7 +67,7 @@ def profile(
     cuts: CutsArgument = None,
     unsplittable: Selector | Iterable[Selector] = (),
     whole: Selector | Iterable[Selector] = (),
-    capture: str | FrontEnd = "trace",
+    capture: str | FrontEnd | CaptureFunction = "trace",
     backward: Backward = "autograd",
     tied: Tied = "exact",
     batch_dims: Any = 0,

@@ -17,7 +17,7 @@ from fpipe.batching.loss_weights import Weight
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import parse_places
 from fpipe.errors import InputError
-from fpipe.ir.captured import FrontEnd
+from fpipe.ir.captured import CaptureFunction, FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.ir.variant import TRAINING, Variant
 from fpipe.pipelines.argument_checks import require_buildable, require_count
@@ -38,7 +38,7 @@ class ModelArguments:
     microbatches: int = 1
     unsplittable: Selector | Iterable[Selector] = ()
     whole: Selector | Iterable[Selector] = ()
-    capture: str | FrontEnd = "trace"
+    capture: str | FrontEnd | CaptureFunction = "trace"
     backward: Backward = "autograd"
     tied: Tied = "exact"
     batch_dims: Any = 0

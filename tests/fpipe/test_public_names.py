@@ -27,8 +27,8 @@ CaptureError Cause CutError DeadlockError GraphError InputError MismatchError Pi
 SizeError TransportError VocabularyError
 """,
     "fpipe.front_ends": """
-BatchLeaf Buffer Call Captured Constant FrontEnd Function Labels Objective Observed Parameter Structure Unit Value fake
-fake_mode flatten
+BatchLeaf Buffer Call CaptureFunction Captured Constant FrontEnd Function Labels Objective Observed Parameter Structure
+Unit Value fake fake_mode flatten
 """,
     "schedules": """
 Action ArgumentError B Bound C Costs CriticalPath F Factory G Graph GraphError I KINDS Limits Link PipelineError

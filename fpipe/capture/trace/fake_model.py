@@ -6,10 +6,10 @@ Runs when a plan is made: once per kind of batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +24,18 @@ from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.captured import BatchLeaf, Buffer, Parameter, Source, Value
 from fpipe.ir.objective import Loss, Objective
 from fpipe.ir.questions import Ask, refuse_questions
-from fpipe.model.stateless import Absent, skeleton
+from fpipe.model.stateless import Absent, absent, skeleton
 from fpipe.runtime.segments.seats import Seat, Seating
 from fpipe.tensors.attributes import as_parameter
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.tree import first_names
 
-Via: TypeAlias = Callable[[nn.Module, Recorder], Callable[..., Any]]
-"""Given a skeleton and a recorder, returns the callable to run in place of the skeleton."""
-
 
 class FakeModel:
     """A model that runs on fake tensors.
 
-    - `skeleton`: the copy without tensors that runs. `seats`: where its modules keep parameters and buffers.
+    - `skeleton`: the copy without tensors that runs, or what a front end `made` of one. `seats`: where its modules keep
+      parameters and buffers.
     - `state`: the model's parameters and buffers. `leaves`: the tensors of an example microbatch.
     - `opaque`: the modules that may branch on data, submodules included. `seals`: why modules are sealed, by name.
     - `mode`: the fake tensor mode.
@@ -50,10 +48,10 @@ class FakeModel:
         leaves: Sequence[Tensor],
         opaque: Collection[str],
         seals: Mapping[str, str],
-        via: Via,
+        made: nn.Module | None = None,
     ) -> None:
-        self.model, self.skeleton = model, skeleton(model, Absent.like)
-        self.objective, self.leaves, self.opaque, self.seals, self.via = objective, leaves, opaque, seals, via
+        self.model, self.skeleton = model, skeleton(model, Absent.like) if made is None else made
+        self.objective, self.leaves, self.opaque, self.seals = objective, leaves, opaque, seals
         self.device = leaves[0].device if leaves else torch.device("cpu")
         self.mode = fake_mode()
         self.trainable = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
@@ -61,7 +59,11 @@ class FakeModel:
             *((Parameter(name), tensor) for name, tensor in model.named_parameters()),
             *((Buffer(name), tensor) for name, tensor in model.named_buffers()),
         ]
-        self.seats = find_seats(self.skeleton)
+        self.seats = find_seats(self.skeleton, model)
+        for source, tensor in self.state if made is not None else ():
+            empty = absent(tensor)
+            for table, name in self.seats.get(source, ()):
+                table[name] = empty
 
     def sources(self) -> dict[Value, tuple[Source, Tensor]]:
         """Return fresh fake tensors for the model's state and the batch, each with its source, by value."""
@@ -81,7 +83,7 @@ class FakeModel:
 
     def seats_by_value(self) -> dict[Value, list[Seat]]:
         """Return the skeleton's seats of each parameter and buffer, by value."""
-        return {Value(k): self.seats[source] for k, (source, _) in enumerate(self.state)}
+        return {Value(k): self.seats.get(source, []) for k, (source, _) in enumerate(self.state)}
 
     def seat(self, fakes: Mapping[Value, Tensor]) -> Seating:
         """Return a context in which these tensors are in their seats."""
@@ -99,10 +101,10 @@ class FakeModel:
 
     def run(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
         """Run the model once and return its loss and outputs; raise `CaptureError` if the run cannot be captured."""
-        fakes, called = recorder.values.tensors, self.via(self.skeleton, recorder)
+        fakes = recorder.values.tensors
         try:
             with self.seat(fakes), self.watch(recorder):
-                result = self._objective(recorder)(called, self._batch(recorder))
+                result = self._objective(recorder)(self.skeleton, self._batch(recorder))
                 for error in recorder.fake_errors:
                     raise error  # in case the forward swallowed it
                 self._require_kept_state(recorder)
@@ -159,12 +161,22 @@ def _in_frame(loss: Loss, recorder: Recorder, sealed: str) -> Loss:
     return run
 
 
-def find_seats(model: nn.Module) -> dict[Source, list[Seat]]:
-    """Return the places in which the modules of `model` keep each parameter and buffer: one for each of its names."""
+def find_seats(model: nn.Module, names: nn.Module) -> dict[Source, list[Seat]]:
+    """Return the places in which the modules of `model` keep the parameters and buffers that `names` has.
+
+    One for each name in `model`. Other buffers are constants; raise `CaptureError` for other parameters.
+    """
     found: dict[Source, list[Seat]] = {}
     for kind, table in (("parameters", "_parameters"), ("buffers", "_buffers")):
-        for name, first in first_names(model, kind).items():
+        known = first_names(names, kind)
+        for name in first_names(model, kind):
+            if name not in known and kind == "parameters":
+                raise CaptureError(
+                    f"parameter {name}: got one that the model does not have, expected the model's own, by their "
+                    "names. Register what the forward uses in the model, or keep the model's names."
+                )
             path, _, last = name.rpartition(".")
-            source: Source = Parameter(first) if kind == "parameters" else Buffer(first)
-            found.setdefault(source, []).append((getattr(model.get_submodule(path), table), last))
+            if name in known:
+                source: Source = Parameter(known[name]) if kind == "parameters" else Buffer(known[name])
+                found.setdefault(source, []).append((getattr(model.get_submodule(path), table), last))
     return found

@@ -17,7 +17,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from fpipe.capture.trace.comparison import RepeatRecorder
-from fpipe.capture.trace.fake_model import FakeModel, Via
+from fpipe.capture.trace.fake_model import FakeModel
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.recording import build_observed, build_tape
 from fpipe.capture.trace.reentrant_checks import require_own_parameters
@@ -43,20 +43,18 @@ def trace_model(
     opaque: Collection[str] = (),
     whole: Collection[str] = (),
     parts: Collection[str] = (),
-    via: Via = lambda skeleton, recorder: skeleton,
 ) -> Captured:
-    """Capture `model` and its loss for one microbatch; see `FrontEnd`.
+    """Capture `model` and its loss for one microbatch; see `CaptureFunction`.
 
     Modules named in `opaque`, and modules inside them, may branch on data; a step makes calls that do as Python. So it
     does those of modules named in `whole`. No stage may begin inside a module named in `parts`.
-    `via(skeleton, recorder)` returns the callable to run in place of the skeleton.
     """
     # What asks knows the cache that will hold this capture. So the capture does not keep it: a dropped pipeline would
     # wait for Python's collector.
-    fake_model = FakeModel(model, replace(objective, ask=refuse_questions), leaves, opaque, _seals(whole, parts), via)
+    fake_model = FakeModel(model, replace(objective, ask=refuse_questions), leaves, opaque, _seals(whole, parts))
     settling = Settling(fake_model)
     run = settling.run(objective.ask)
-    return _assemble(fake_model, settling, run)
+    return assemble_capture(fake_model, settling, run)
 
 
 def _seals(whole: Collection[str], parts: Collection[str]) -> Mapping[str, str]:
@@ -64,7 +62,7 @@ def _seals(whole: Collection[str], parts: Collection[str]) -> Mapping[str, str]:
     return dict.fromkeys(parts, PART) | dict.fromkeys(whole, NAMED)
 
 
-def _assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured:
+def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> Captured:
     """Return the capture of a recorded run; raise `CaptureError` if its checkpoints cannot be rerun exactly."""
     recorder = run.recorder
     tensors, structure = flatten(run.outputs, opaque=True)

@@ -287,14 +287,6 @@ class Recorder(TorchFunctionMode):
         made, known = self.history.made_since(frame.start), self.values.known
         return structure.unflatten([t if known.get(id(t)) in made else t.view_as(t) for t in tensors])
 
-    def begin_call(self, path: str, kind: type) -> None:
-        """Begin a call of which only path and class are known; it never runs as a whole."""
-        self.stack.begin(self.open_frame(path, kind, kind, (), {})).invocation.opaque = kind.__name__
-
-    def end_call(self) -> None:
-        """End the innermost call."""
-        self.close_frame(self.stack.frames.pop(), None)
-
 
 def _is_data(leaf: object) -> bool:
     return isinstance(leaf, bool | int | float | str) or hasattr(leaf, "__array_interface__")

@@ -167,14 +167,16 @@ def test_a_part_that_returns_another_constant_in_a_step_is_an_error():
         train()
 
 
-def test_autocast_around_the_step_applies_to_model_and_loss():
+@pytest.mark.parametrize("capture", FRONTS)
+def test_autocast_around_the_step_applies_to_model_and_loss(capture):
     parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     case = Case(lambda: parts, rows_of(), mse, ("", "1", ""))
-    pipe, model, inputs, targets = build(case, one_f_one_b(ranks=2, microbatches=2), 4, capture="modules")
+    pipe, model, inputs, targets = build(case, one_f_one_b(ranks=2, microbatches=2), 4, capture=capture)
     plain = run(pipe, model, inputs, targets)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = run(pipe, model, inputs, targets)
         assert_same(got, run_reference(pipe, model, inputs, targets))
+        assert fpipe.verify(pipe, model, inputs, targets).eager
     assert not torch.equal(got.loss, plain.loss)
 
 
@@ -219,6 +221,6 @@ def test_seeding_inside_the_model_is_exact_or_refused(capture):
 
 
 def test_modules_run_as_python_under_two_front_ends():
-    from fpipe.capture.registry import FRONT_ENDS, find_front_end, is_eager
+    from fpipe.capture.registry import CAPTURES, find_capture, is_eager
 
-    assert [name for name in FRONT_ENDS if is_eager(find_front_end(name, ("head",)))] == ["trace", "modules"]
+    assert [name for name in CAPTURES if is_eager(find_capture(name, ("head",)))] == ["trace", "modules"]

@@ -132,19 +132,19 @@ def cast(self, x):
 
 
 REFUSED = {
-    draw: "got random numbers .* that do not depend on an input",
-    branch: "torch.fx could not trace it: symbolically traced variables cannot be used as inputs to control flow",
-    branch_on_a_size: 'torch.fx could not trace it: .*choose capture="trace"',
-    lose_a_buffer: "got an assignment to the buffer 'seen'",
-    cast: "got autocast, expected none",
-    hook: "torch.fx could not trace it: argument of type: <class 'function'>",
-    set_data: "torch.fx could not trace it: an assignment to the attribute 'data' of a tensor",
+    draw: "got random numbers that do not depend on an input",
+    branch: ".*got a question about values",
+    branch_on_a_size: 'the front end fx could not read it: symbolically traced variables.*choose capture="trace"',
+    lose_a_buffer: "got a change of the buffer '2.seen'",
+    cast: "got autocast to",
+    hook: "got the tensor hook hook.<locals>.<lambda>",
+    set_data: "got an assignment to .data",
 }
 
 
 @pytest.mark.parametrize("then", REFUSED)
 def test_fx_refuses_what_it_cannot_keep(then):
-    with pytest.raises(fpipe.CaptureError, match=r"module 2 \(Layer\): " + REFUSED[then]):
+    with pytest.raises(fpipe.CaptureError, match=r"module 2(\.linear)? \((Layer|Linear)\):? ?" + REFUSED[then]):
         build(case(sizes, sizes, then, sizes), one_f_one_b(ranks=4, microbatches=2), 4, capture="fx")
 
 
@@ -161,7 +161,7 @@ def add(self, x):
 @pytest.mark.parametrize("change", [double, add])
 def test_fx_refuses_a_change_that_does_not_depend_on_an_input(change):
     with pytest.raises(
-        fpipe.CaptureError, match="in-place change of one of its tensors that does not depend on an input"
+        fpipe.CaptureError, match="in-place change of a tensor that is neither a parameter nor a buffer"
     ):
         build(case(change, sizes, sizes, sizes), one_f_one_b(ranks=4, microbatches=2), 4, capture="fx")
 
