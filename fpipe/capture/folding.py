@@ -27,7 +27,7 @@ from torch import fx, nn
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Operation, Value, compose
-from fpipe.torch_private import FUNCTORCH, FakeTensor
+from fpipe.torch_private import FUNCTORCH, FakeTensor, OpOverload
 
 REGIONS: Final[Mapping[str, tuple[int, Callable[..., AbstractContextManager[Any]]]]] = MappingProxyType(
     {
@@ -143,6 +143,8 @@ class _Folding:
         _require_plain(node, where)
         reads = _inputs(node, owner)
         args, kwargs, function = node.args, node.kwargs, self._function(node, owner, depth)
+        if isinstance(function, OpOverload):  # steps repeat calls faster whose arguments nobody can change
+            args = tuple([tuple(one) if isinstance(one, list) and not _holds_nodes(one) else one for one in args])
         place, seen = {one: k for k, one in enumerate(reads)}, _spec(node.meta.get("val"))
 
         used = bool(node.users)
@@ -248,6 +250,10 @@ def _require_as_traced(seen: object, made: object, where: str, name: str) -> Non
             f"{where}: got {_spec(made)} from {name}, expected {seen}, as the front end saw it: it traced something "
             'else than the model does (it ignored autocast, say). Choose capture="trace", which runs the model.'
         )
+
+
+def _holds_nodes(argument: list[Any]) -> bool:
+    return any(isinstance(one, fx.Node) for one in argument)
 
 
 def _name(node: fx.Node) -> str:
