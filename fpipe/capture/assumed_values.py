@@ -154,7 +154,7 @@ def assume_values(mode: FakeTensorMode) -> Iterator[AssumedValues]:
         replace(*ARGUMENT_CHECK, check_valid),
         hide_fakes(),
         allow_fast_paths(answers.note_nested),
-        _answer_nonzero(mode, answers),
+        _answer_reads(mode, answers),
         answers,
     ):
         yield answers
@@ -184,20 +184,22 @@ class AssumedValues(TorchFunctionMode):
             self.given = True
             return ASSUMPTIONS[func](*args, **(kwargs or {}))
 
-    def answer_nonzero(self, tensor: Tensor) -> Tensor:
-        """Return no indices, the answer to a `nonzero` in a backward, which no torch function mode sees."""
+    def answer_read(self, func: Any, tensor: Tensor) -> Any:
+        """Return the answer to a read in a backward, which no torch function mode sees: no indices, or zero."""
         self.given = True
-        return _no_indices(tensor)
+        if func is torch.ops.aten.nonzero.default:
+            return _no_indices(tensor)
+        return torch.zeros((), dtype=tensor.dtype).tolist()
 
 
 @contextmanager
-def _answer_nonzero(mode: FakeTensorMode, answers: AssumedValues) -> Iterator[None]:
-    """Let the fake mode itself answer `nonzero` inside this context; no-op unless it is a `Fakes`."""
+def _answer_reads(mode: FakeTensorMode, answers: AssumedValues) -> Iterator[None]:
+    """Let the fake mode itself answer reads inside this context; no-op unless it is a `Fakes`."""
     if not isinstance(mode, Fakes):
         yield
         return
-    before, mode.answer_nonzero = mode.answer_nonzero, answers.answer_nonzero
+    before, mode.answer_read = mode.answer_read, answers.answer_read
     try:
         yield
     finally:
-        mode.answer_nonzero = before
+        mode.answer_read = before

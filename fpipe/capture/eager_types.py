@@ -23,8 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from fpipe.capture.places import current_line
-from fpipe.errors import CaptureError
 from fpipe.patching import ByThread, replace, replace_value, share
 from fpipe.torch_private import FAKE_TENSOR, DataDependentOutputException, FakeTensor
 
@@ -59,12 +57,7 @@ class _TypeMeta(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or not isinstance(args[0], FakeTensor) or not HIDING.newest(False):
             return type(*args, **kwargs)
-        if isinstance(args[0], nn.Parameter):
-            raise CaptureError(
-                f"a parameter{current_line()}: got a forward that asks for its type, expected one that does not: in a "
-                "step it is a tensor. Ask isinstance(x, torch.nn.Parameter)."
-            )
-        return Tensor
+        return nn.Parameter if isinstance(args[0], nn.Parameter) else Tensor
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, type)

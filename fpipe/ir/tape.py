@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
 import optree
@@ -149,7 +149,8 @@ class Frame:
     - `assigned`: tensors assigned to attributes during the call; `touched`: all attributes assigned.
     - `first_tick`, `last_tick`: the range of torch calls, including those that left no unit.
     - `sealed`: the reason why no cut may go through it; empty if one may.
-    - `checkpoint`: True for a checkpointed function; `how` are the settings of its checkpoint. `reentrant`: True if
+    - `checkpoint`: True for a checkpointed function; `how` are the settings of its checkpoint,
+      `checkpointed` the function and the variables that it closed over when it was called. `reentrant`: True if
       torch would differentiate it by a backward inside the backward.
     - `branching`: True if it branches on data. `settings`: torch's settings when it began;
       `depth`: the number of dispatch modes then.
@@ -164,6 +165,7 @@ class Frame:
     first_tick: int
     checkpoint: bool = False
     how: Mapping[str, Any] = field(default_factory=dict)
+    checkpointed: tuple[Callable[..., Any] | None, Mapping[str, Any]] = (None, MappingProxyType({}))
     reentrant: bool = False
     branching: bool = False
     stream: Labels | None = None

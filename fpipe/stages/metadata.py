@@ -18,20 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.capture.assumed_values import assume_values
+from fpipe.capture.places import traceback_line
 from fpipe.cutting.routing import Section
 from fpipe.errors import CaptureError
-from fpipe.ir.captured import AS_PYTHON, Captured, Function, Parameter, Value
+from fpipe.ir.captured import AS_PYTHON, Buffer, Captured, Function, Parameter, Value
 from fpipe.ir.refusals import data_dependence_error
 from fpipe.runtime.segments.branching import certain_leaves
 from fpipe.stages.forward_watch import ForwardWatch
-from fpipe.tensors.effects import Effects
+from fpipe.tensors.effects import Effects, memory
 from fpipe.tensors.fake import note_effects
 from fpipe.tensors.random import preserve_generators
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     finish_collective,
 )
 
@@ -200,7 +200,7 @@ def _possible_gradients(
     """Return the gradients of the wanted values, where there may be one."""
     if not entries or not wanted:
         return {}
-    grads = _grads(s, forward, entries, [forward.leaves[value] for value in wanted], captured.mode)
+    grads = _grads(s, forward, entries, [forward.leaves[value] for value in wanted], captured)
     found = {value: grad for value, grad in zip(wanted, grads, strict=True) if grad is not None}
     if not captured.dynamic:
         return found
@@ -226,7 +226,7 @@ def _without_broadcasts(grad: Tensor, leaf: Tensor) -> Tensor:
 
 
 def _grads(
-    s: int, forward: _FakeForward, entries: Sequence[_Entry], leaves: Sequence[Tensor], mode: FakeTensorMode
+    s: int, forward: _FakeForward, entries: Sequence[_Entry], leaves: Sequence[Tensor], captured: Captured
 ) -> Sequence[Tensor | None]:
     """Return the gradients of the leaves; raise `CaptureError` if the backward cannot run."""
     effects = Effects()
@@ -234,16 +234,24 @@ def _grads(
     function = forward.function
     try:
         with (
-            assume_values(mode) as answers,
-            note_effects(mode, effects),
+            assume_values(captured.mode) as answers,
+            note_effects(captured.mode, effects),
             function.backward_scope(tuple(forward.leaves.values())),
         ):
             found: Sequence[Tensor | None] = torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
+    except TypeError as error:  # of fake tensors: a module's own tensor is not there
+        raise CaptureError(
+            f"stage {s}, its backward{traceback_line(error.__traceback__)}: got code that uses a parameter or buffer "
+            "which no forward of its module reads, expected one that uses what a forward reads: a stage holds "
+            "nothing else. Pass the tensor to the function in the forward, or keep it in a closure of the hook."
+        ) from error
     except RuntimeError as error:
         raise CaptureError(
-            f"stage {s}: got {type(error).__name__} in its backward: {error}. Call backward() on the model's own loss; "
-            "it should raise the same error. If it complains about an in-place change, compute a new tensor instead."
+            f"stage {s}, its backward{traceback_line(error.__traceback__)}: got {type(error).__name__}: {error}. Call "
+            "backward() on the model's own loss; it should raise the same error. If it complains about an in-place "
+            "change, compute a new tensor instead."
         ) from error
+    _require_unwritten(s, forward, effects, captured)
     found = [None if one is None else finish_collective(one) for one in found]
     forward.watch.note(answers)
     if effects.drawn and not function.redraws:
@@ -261,6 +269,22 @@ def _kept_call(section: Section, captured: Captured) -> str:
         if call.python in AS_PYTHON and present.issuperset(captured.units[call.start : call.stop]):
             return f"{call.path or 'the whole model'} runs as Python: {call.python}"
     return ""
+
+
+def _require_unwritten(s: int, forward: _FakeForward, effects: Effects, captured: Captured) -> None:
+    """Raise `CaptureError` if a backward writes to a parameter, a buffer, or the batch; reruns of a forward may."""
+    rewritten = captured.observed.written.values() if captured.observed and forward.function.redraws else ()
+    again = frozenset[int]().union(*rewritten)
+    storage = captured.observed.storage if captured.observed else {}
+    for value, leaf in forward.leaves.items():
+        source = captured.sources.get(value)
+        if source is not None and memory(leaf) in effects.written and storage.get(value) not in again:
+            name = source.name if isinstance(source, Parameter | Buffer) else "a tensor of the batch"
+            raise CaptureError(
+                f"stage {s}: got a backward (a hook, or a custom autograd function) that writes to {name}, expected "
+                "one that only reads it: buffers go from forward to forward, and later microbatches have been forward "
+                "by then. Write it in the forward, or return the value and write it between steps."
+            )
 
 
 def _is_dynamic(captured: Captured, value: Value) -> bool:

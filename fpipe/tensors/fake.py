@@ -110,7 +110,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     - `results`: the cache of operator results.
     - `states`: by device, the attributes that a fake tensor there has, other than the mode.
     - `effects`: records the operators called, but not those that they decompose into; `None` to record nothing.
-    - `answer_nonzero(tensor)`: returns an assumed result of `nonzero`, which depends on values; `None` to assume none.
+    - `answer_read(func, tensor)`: returns an assumed result of an operator that reads values; `None` to assume none.
     - `true_counts`: by memory, masks with a known number of true elements: that many values were assigned there.
     """
 
@@ -120,7 +120,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.results = ResultCache(self, Fakes.make)
         self.states: dict[torch.device, dict[str, Any]] = {}
         self.effects: Effects | None = None
-        self.answer_nonzero: Callable[[Tensor], Tensor] | None = None
+        self.answer_read: Callable[[Any, Tensor], Any] | None = None
         self.true_counts: dict[int, tuple[Tensor, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,7 +172,9 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func in SHAPED:
             with self:
                 return SHAPED[func](*args, **kwargs)
-        if func is aten.nonzero.default and (self.answer_nonzero is not None or self.true_counts):
+        if func is aten._local_scalar_dense.default and self.answer_read is not None:
+            return self.answer_read(func, args[0])
+        if func is aten.nonzero.default and (self.answer_read is not None or self.true_counts):
             return self._nonzero(args[0])
         if func in INDEX_PUTS:
             self._note_true_count(*args[:3])
@@ -201,9 +203,9 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         try:
             return super().dispatch(aten.nonzero.default, (), (tensor,))
         except DynamicOutputShapeException:
-            if self.answer_nonzero is None:
+            if self.answer_read is None:
                 raise
-            return self.answer_nonzero(tensor)
+            return self.answer_read(aten.nonzero.default, tensor)
 
     def _note_true_count(self, tensor: Tensor, indices: list[Tensor | None], values: Tensor) -> None:
         """Record how many elements of a mask are true, if each is assigned one value; the gradient selects as many."""

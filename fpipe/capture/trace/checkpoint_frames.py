@@ -25,6 +25,7 @@ from typing import Any
 
 from torch.utils import checkpoint
 
+from fpipe.capture.trace.backward_checks import bound_variables
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.reentrant_checks import require_explicit_arguments
 from fpipe.errors import CaptureError
@@ -52,7 +53,7 @@ class CheckpointFrames:
         with unseen_by_modes():
             next(generator)
         frame = self._open_frame(call_again, (function, *args), kwargs)
-        frame.how = how
+        frame.how, frame.checkpointed = how, (function, bound_variables(function))
         with self.recorder.stack.enter(frame):
             yield
         self.recorder.close_frame(frame, _result_in_checkpoint())
@@ -70,7 +71,7 @@ class CheckpointFrames:
             )
         recorder.hooked.append(len(recorder.history.units))
         frame = self._open_frame(Reentrant(), (function, *args), {})
-        frame.reentrant = True
+        frame.reentrant, frame.checkpointed = True, (function, bound_variables(function))
 
         def run(*args: Any) -> Any:
             return recorder.view_others(frame, function(*args))

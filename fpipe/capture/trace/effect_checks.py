@@ -10,9 +10,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from fpipe.capture.trace.values import Values
 from fpipe.errors import CaptureError
+from fpipe.ir.captured import Parameter
 from fpipe.ir.refusals import own_generator_error, unregistered_write_error
 from fpipe.tensors.effects import Effects
+from fpipe.torch_private import DisableTorchFunction
 
 ATTACHING = (
     *(Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_),
@@ -45,4 +48,17 @@ def require_kept(is_lost: bool, collective: str, here: Callable[[], str]) -> Non
             f"{here()}: got a collective ({collective}) that writes to a parameter, a buffer or a tensor from outside "
             "of the module, expected one that writes to a tensor created in the module. The change would be lost. Pass "
             "it a clone, and use the clone, or copy it back with copy_()."
+        )
+
+
+def require_own_gradients(values: Values, here: Callable[[], str]) -> None:
+    """Raise `CaptureError` if a backward inside a forward has accumulated gradients of the model's parameters."""
+    with DisableTorchFunction():  # not a call of the model
+        parameters = ((v, one.name) for v, one in values.sources.items() if isinstance(one, Parameter))
+        name = next((name for value, name in parameters if values.tensors[value].grad is not None), "")
+    if name:
+        raise CaptureError(
+            f"{here()}: got a backward inside the forward or the loss that accumulates the gradient of {name}, "
+            "expected none: a step returns gradients and keeps none, so this one would be lost. Return the loss, and "
+            "let the schedule split the batch, or call torch.autograd.grad() on tensors of your own."
         )

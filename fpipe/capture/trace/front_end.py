@@ -16,6 +16,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from fpipe.capture.trace.backward_checks import require_bound, require_own_attributes
 from fpipe.capture.trace.comparison import RepeatRecorder
 from fpipe.capture.trace.fake_model import FakeModel
 from fpipe.capture.trace.recorder import Recorder
@@ -29,7 +30,7 @@ from fpipe.capture.trace.whole import WholeCalls
 from fpipe.ir.captured import NAMED, Call, Captured, Value
 from fpipe.ir.objective import Objective
 from fpipe.ir.questions import refuse_questions
-from fpipe.ir.tape import PART, Frame, Tape
+from fpipe.ir.tape import PART, Frame, Tape, outermost_checkpoints
 from fpipe.runtime.segments.placing import find_placed, fuse_placed, has_holders
 from fpipe.tensors.fake import fake
 from fpipe.tensors.placed import Arrivals, local_part, require_whole_result
@@ -69,6 +70,8 @@ def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> C
     values, tape = recorder.values, build_tape(recorder)
     placed, arrivals = find_placed(values.tensors), Arrivals()
     _require_own_parameters(recorder, tape)
+    require_own_attributes(model.skeleton, tape.frames, tape.invocations)
+    require_bound(outermost_checkpoints(tape.frames))
     outputs, loss = tuple(map(values.read, tensors)), None if run.loss is None else values.read(run.loss)
     require_whole_result("loss", None if loss is None else placed.get(loss))
     results = (*outputs, *(() if loss is None else (loss,)), *recorder.reassignments.next_values.values())

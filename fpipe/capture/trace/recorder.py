@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from hashlib import blake2b
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -28,7 +28,13 @@ from fpipe.capture.group_names import hide_group_names
 from fpipe.capture.places import current_line
 from fpipe.capture.trace.call_stack import CallStack
 from fpipe.capture.trace.draws import Draws
-from fpipe.capture.trace.effect_checks import ATTACHING, require_allowed, require_kept, require_no_barrier
+from fpipe.capture.trace.effect_checks import (
+    ATTACHING,
+    require_allowed,
+    require_kept,
+    require_no_barrier,
+    require_own_gradients,
+)
 from fpipe.capture.trace.history import Facts, History, for_real
 from fpipe.capture.trace.reassignment import Reassignments
 from fpipe.capture.trace.replaced import find_fake_error, require_answerable
@@ -40,6 +46,7 @@ from fpipe.ir.modes import Modes, current_casts, current_modes
 from fpipe.ir.questions import Ask, refuse_questions
 from fpipe.ir.tape import CallResult, Frame, Invocation, constants_at, pick, tensors_at
 from fpipe.runtime.segments.selection import count_selected, deciding_masks, result_on_fakes
+from fpipe.tensors.closures import closure_contents
 from fpipe.tensors.collectives import has_handle, written_memory
 from fpipe.tensors.effects import Effects, is_collective
 from fpipe.tensors.tree import flatten
@@ -124,6 +131,8 @@ class Recorder(TorchFunctionMode):
         self.stack.check_settings()
         self.stack.check_modes()
         invocation = Invocation(function, args, kwargs, self.values.read)
+        if self.stack.path and any(map(_holds_module, invocation.leaves)):
+            self.stack.seal("a call that is passed a module")  # its weights must be in their places
         self.effects.written.clear()
         self.effects.cast.clear()
         self.effects.communicates = False
@@ -135,6 +144,8 @@ class Recorder(TorchFunctionMode):
             out = self._answer(invocation, tick, args, kwargs, error)
         finally:
             self.torch_calls.running = None
+        if function in SEALING:
+            require_own_gradients(self.values, self.stack.here)
         if function == GRAD_FN and out is not None and self.stack.path:
             self.stack.seal("a look at autograd's graph")  # it may hook the node, which no torch call shows
         self._record(invocation, running, out, tick)
@@ -286,6 +297,12 @@ class Recorder(TorchFunctionMode):
         tensors, structure = flatten(out, opaque=True)
         made, known = self.history.made_since(frame.start), self.values.known
         return structure.unflatten([t if known.get(id(t)) in made else t.view_as(t) for t in tensors])
+
+
+def _holds_module(leaf: object) -> bool:
+    """Return whether an argument is a module, a method of one, or a function that closes over one."""
+    inner = (leaf.__self__,) if isinstance(leaf, MethodType) else closure_contents(leaf)
+    return any(isinstance(one, nn.Module) for one in (leaf, *inner))
 
 
 def _is_data(leaf: object) -> bool:

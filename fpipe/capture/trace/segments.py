@@ -99,8 +99,8 @@ class Segments:
             return Function(run, redraws=redraws)
         written = {id(one.container): one for one in (*self._rehearse(whole), *self.written)}
         seats = [(*seat, k) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
-        function = seat_inputs(run, seats, [*written.values()], any(map(self._may_rerun, whole)))
-        return replace(function, redraws=redraws or function.scope is not None)
+        reruns = any(self._reruns(frame) for frame in whole)
+        return replace(seat_inputs(run, seats, [*written.values()]), redraws=redraws or reruns)
 
     def _rehearse(self, whole: Sequence[Frame]) -> Sequence[ContainerState]:
         """Return the containers that these calls change; raise `CutError` if one needs calls that do not run."""
@@ -111,9 +111,9 @@ class Segments:
             raise cut_error(frame, reason, f"finds other Python state in its stage ({difference})")
         return rehearsed.changed
 
-    def _may_rerun(self, frame: Frame) -> bool:
+    def _reruns(self, frame: Frame) -> bool:
         """Return whether a backward may run a part of a whole call again, in any branch."""
-        inside = any(frame.start <= position < max(frame.stop, frame.start + 1) for position in self.tape.hooked)
+        inside = any(frame.start <= position <= frame.stop for position in self.tape.hooked)
         return inside or frame.branching or self.whole.is_checkpointed(frame)
 
     # ---------------------------------------------------------------------------------------------------------- pieces

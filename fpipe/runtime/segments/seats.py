@@ -47,12 +47,11 @@ def seat_inputs(
     run: Callable[..., Tensors],
     seats: Sequence[tuple[dict[str, Any], str, int]],
     written: Sequence[ContainerState],
-    may_rerun: bool,
 ) -> Function:
     """Return `run(key, *inputs)` as a function that puts its inputs in their seats first.
 
-    `seats` are as in `Seating`. `written` are the containers that a run changes; they are restored after it. With
-    `may_rerun`, a backward also runs with the inputs in their seats.
+    `seats` are as in `Seating`. `written` are the containers that a run changes; they are restored after it. A
+    backward runs with the inputs in their seats, too: hooks and custom functions look weights up, checkpoints rerun.
     """
 
     def seat(tensors: Tensors) -> AbstractContextManager[None]:
@@ -63,4 +62,4 @@ def seat_inputs(
         with seat(tensors):
             return run(key, *tensors)
 
-    return Function(run_seated, seat if may_rerun else None)
+    return Function(run_seated, seat)

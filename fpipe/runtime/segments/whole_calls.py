@@ -65,26 +65,26 @@ def call_whole(frame: Frame, outputs: Outputs) -> Operation:
 
 
 def drop_unread(operation: Operation, used: Collection[Value], fakes: Mapping[Value, Tensor]) -> Operation:
-    """Return the operation, reading only the `used` values; in place of the others, it gets zeros without memory.
+    """Return the operation, reading only the `used` values; in place of the others, it gets zeros.
 
     `fakes` are tensors with the others' metadata.
     """
     reads = tuple(value for value in operation.reads if value in used)
     if reads == operation.reads:
         return operation
-    zeros = {value: _zeros_like(fakes[value]) for value in operation.reads if value not in used}
+    unread = [value for value in operation.reads if value not in used]
 
     def run(key: int, *tensors: Tensor) -> Tensors:
-        values = zeros | dict(zip(reads, tensors, strict=True))
+        values = {value: _zeros_like(fakes[value]) for value in unread} | dict(zip(reads, tensors, strict=True))
         return operation.call(key, *[values[value] for value in operation.reads])
 
     return Operation(reads, operation.makes, run)
 
 
 def _zeros_like(fake: Tensor) -> Tensor:
-    """Return real zeros of the same shape and dtype: code that checks for fake tensors must find none in a step."""
-    shape = local_part(fake).shape
-    zeros = torch.zeros((), dtype=fake.dtype, device=fake.device).expand(shape)
+    """Return real zeros of the same shape, strides and dtype: code may ask for any of these, and whether it is fake."""
+    local = local_part(fake)
+    zeros = torch.empty_strided(local.shape, local.stride(), dtype=fake.dtype, device=fake.device).zero_()
     return Placed.of(fake).place(zeros) if isinstance(fake, DTensor) else zeros
 
 
