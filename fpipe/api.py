@@ -109,10 +109,11 @@ def pipeline(
       front end, their control flow may depend on data as long as shapes do not; so may the loss's, named "loss".
     - `whole`: names, classes or patterns of modules that every step calls as Python, because what they do besides their
       torch calls matters: they print, count or log. They are unsplittable, too.
-    - `backward`: how stages are differentiated. `"autograd"`: by autograd, for every microbatch. `"graph"`: recorded
-      once, then run operator by operator: the same bits with less Python. `"inductor"`, or another backend of
-      `torch.compile`, by name or as a callable: recorded and compiled, which is close but not bit for bit. A recording
-      always repeats what was recorded. A stage that can't be recorded is left to autograd (`print(pipe)` says why).
+    - `backward`: how stages are differentiated. `"graph"`: recorded once, then run operator by operator: the same bits
+      with less Python. `"autograd"`: whole backwards by autograd, for every microbatch; if the schedule splits
+      backwards, the same as `"graph"`. `"inductor"`, or another backend of `torch.compile`, by name or as a callable:
+      recorded and compiled, which is close but not bit for bit. A recording always repeats what was recorded. A stage
+      that can't be recorded is left to autograd, and its backward is not split (`print(pipe)` says why).
     - `tied`: how the gradients of a parameter used by several stages are combined. `"exact"`: through cotangents sent
       in every microbatch, bit for bit as on one device. `"sum"`: the stages' own gradients are added once, at the end
       of the step. Or a dict from parameter name (any of its names) to one of these; parameters not in it are exact.

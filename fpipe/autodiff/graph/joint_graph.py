@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.autodiff.autograd import Autograd
 from fpipe.autodiff.graph.nodes import ARGUMENT, Node, constant
+from fpipe.autodiff.graph.operators import SAME
 from fpipe.autodiff.interface import Wiring
 from fpipe.capture.assumed_values import assume_values
 from fpipe.errors import CaptureError
@@ -169,7 +170,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     draw nothing, so `_fresh_seed` draws in their place.
 
     - `nodes`: what was recorded so far, the arguments first.
-    - `known`: the node of each tensor, by the tensor's id. Nodes hold their tensors, so that no id comes twice.
+    - `known`: the node of each tensor, by the tensor's id. Nodes hold their tensors, and `aliases` has the detached
+      ones, so that no id comes twice.
     """
 
     supports_higher_order_operators = True
@@ -179,6 +181,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.key = Node(ARGUMENT)
         self.nodes: list[Node] = [self.key]
         self.known: dict[int, Node] = {}
+        self.aliases: list[Tensor] = []
 
     def take(self, tensors: Tensors) -> tuple[Node, ...]:
         """Return a new node for each of these arguments."""
@@ -207,6 +210,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # such as a DTensor, which calls operators of its local tensor
         kwargs = kwargs or {}
+        if func in SAME:  # autograd detaches whatever it saves: half of all calls
+            out = func(*args, **kwargs)
+            self.known[id(out)] = self.node_of(args[0])
+            self.aliases.append(out)
+            return out
         if is_collective(func):
             raise CaptureError("got a collective of torch.distributed, whose handle no graph waits for")
         if not isinstance(func, OpOverload):

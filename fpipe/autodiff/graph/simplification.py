@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Remove redundant work from a joint graph, and compute constants only once. The bits stay the same.
 
-- Detached copies and double transposes are removed and, if nothing is written in place, powers with exponent 1 (the
-  backward of a square has one).
+- Double transposes are removed and, if nothing is written in place, powers with exponent 1 (the backward of a square
+  has one).
 - A sum that keeps its dimension, only for a view to remove it, no longer keeps it.
 - Small tensors that depend on no argument are computed once: the one with which a backward begins, for example.
 - Unused nodes are removed, unless they write in place, draw random numbers or seed a generator.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fpipe.autodiff.graph.joint_graph import Joint
 from fpipe.autodiff.graph.nodes import CONSTANT, Node, constant, map_nodes
-from fpipe.autodiff.graph.operators import LIKE, SAME
+from fpipe.autodiff.graph.operators import LIKE
 from fpipe.tensors.effects import memory
 from fpipe.tensors.layouts import aten
 from fpipe.torch_private import OpOverload
@@ -36,7 +36,7 @@ def simplify(joint: Joint) -> Joint:
     kept = {memory(one.value) for one in (*joint.returned, *changed) if one.value is not None}
     to, nodes = dict[Node, Node](), list[Node]()
     for node in joint.nodes:
-        same = _shortcut(node, to) or (None if writers else _power_of_one(node, to))
+        same = _double_transpose(node, to) or (None if writers else _power_of_one(node, to))
         if same is None:
             made = _shrink_sum(node, to) or node.on(to)
             same = constant(_compute(made), made.value) if _is_constant(made, kept) else made
@@ -46,13 +46,11 @@ def simplify(joint: Joint) -> Joint:
     return _remove_unused(joint.transfer(nodes, to))
 
 
-def _shortcut(node: Node, to: Mapping[Node, Node]) -> Node | None:
-    """Return the new node whose result is the same as this node's, if any."""
-    if node.target not in SAME and node.target is not aten.t.default:
+def _double_transpose(node: Node, to: Mapping[Node, Node]) -> Node | None:
+    """Return the node that this one transposes back, if any."""
+    if node.target is not aten.t.default:
         return None
     before: Node = to.get(node.args[0], node.args[0])
-    if node.target in SAME:
-        return before
     turned: Node | None = before.args[0] if before.target is aten.t.default else None
     return turned
 
