@@ -94,7 +94,7 @@ class Weights:
             self._put(s, dict(zip(self.plan.assembly.stages[s].parameters, tensors, strict=True)))
 
     def _leave(self, s: int) -> None:
-        self.users[s] -= 1
+        self.users[s] -= 1  # two ranks of this process may hold replicas of a stage: the last one frees it
         for by_stage in self.by_cut.values() if not self.users[s] else ():
             del by_stage[s]
 

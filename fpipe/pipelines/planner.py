@@ -140,7 +140,7 @@ class Planner:
 
         Those are the last ones for which this process alone has made a plan.
         """
-        _, *others = self.agreements or (None,)
+        _, *others = self.agreements or (None,)  # the first is the pipeline's own; none is left once it is closed
         for kind in others[: -self.most]:
             del self.agreements[kind]
         own = [kind for kind in self.plans if kind not in self.agreements]

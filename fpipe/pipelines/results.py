@@ -120,6 +120,7 @@ def sum_terms(plan: StepPlan, held: Iterable[Terms], wanted: Container[str]) -> 
         sums += [(s, stages[s].names_for(t), total) for (s, t), total in shared.items()]
         for s, names, total in sums:
             pairs = zip(names, total, strict=True)
+            # A stage on two ranks of this process has the same complete sum on both: it counts once.
             terms.setdefault(s, {}).update({name: grad for name, grad in pairs if grad is not None and name in wanted})
     found: State = {}
     for s in sorted(terms):  # one dict for each stage, none for each name: thousands of them wake the collector

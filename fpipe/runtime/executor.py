@@ -226,6 +226,7 @@ class Execution:
 
     def __init__(self, rank: int, program: LinkedProgram, transport: Transport, inputs: Inputs) -> None:
         self.rank, self.program, self.transport, self.inputs = rank, program, transport, inputs
+        # Microbatches that share a mapping must go on sharing it here: each leaves its buffers to the next.
         held = {id(shared): {s: shared[s] for s in program.stages} for shared in inputs.buffers}
         self.buffers = [held[id(shared)] for shared in inputs.buffers]
         self.grads: dict[int, Any] = {s: inputs.onto.get((rank, s), ()) for s in program.stages}
@@ -256,7 +257,7 @@ class Execution:
             # Collect the handler's arguments: from other ranks, or kept here.
             arrived: Payload = ()
             for key in awaited:
-                if key in posted:
+                if key in posted:  # a message from another rank, or a collective
                     handle = posted.pop(key)
                     if not handle.is_done:
                         yield handle

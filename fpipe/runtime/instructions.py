@@ -229,12 +229,13 @@ class _Collectives:
         """Return the instructions that must come before this one, and note what it posts itself."""
         kind, s, _, peer, _ = instruction.action
         found: list[Instruction] = []
+        # Nobody may free weights that are still on their way, so a RESHARD waits for them like a reader.
         if s in self.gathering and (kind == "RESHARD" or (kind in KINDS and KINDS[kind].reads)):
             found = [_await(self.gathering.pop(s), enter_weights)]
         elif kind == "UNSHARD":
             self.gathering[s] = instruction
         elif kind == "REDUCE_GRAD":
-            found = list(self._advance(list(self.reducing)))
+            found = list(self._advance(list(self.reducing)))  # their last messages had time to arrive
             self.reducing[s] = instruction, 1
         elif kind == "U" or (kind == "SEND_G" and peer != s):
             shared = instruction.stage.shared_by if kind == "U" else ()
@@ -244,6 +245,7 @@ class _Collectives:
     def finish(self, stages: Sequence[int] | None = None) -> Iterator[Instruction]:
         """Yield the instructions that finish the reductions of these stages, by default all."""
         stages = list(self.reducing) if stages is None else stages
+        # Each stage advances by one phase before any does by two, so that their messages travel together.
         for _ in range(self.phases):
             yield from self._advance(stages)
         for s in stages:

@@ -74,6 +74,12 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self.stage, name)
 
+    @property
+    def leaves_taken(self):
+        """How many leaves of the batch the stage's function takes, before what its prologue computes."""
+        prologue = self.stage.prologue
+        return prologue.own if prologue.specs else len(self.stage.batch)
+
     def computed(self, name, received, *given):
         """What a function of the stage returns."""
         memory = self.memory
@@ -87,12 +93,12 @@ class Watched:
         return out
 
     def forward(self, params, buffers, inputs, key):
-        received = (*buffers, *inputs[len(self.stage.batch) :])
+        received = (*buffers, *inputs[self.leaves_taken :])
         outputs, new, residuals = self.computed("forward", received, params, buffers, inputs, key)
         return copies(outputs), changed(buffers, new), residuals
 
     def evaluate(self, params, buffers, inputs, key):
-        received = (*buffers, *inputs[len(self.stage.batch) :])
+        received = (*buffers, *inputs[self.leaves_taken :])
         outputs, new = self.computed("evaluate", received, params, buffers, inputs, key)
         return copies(outputs), changed(buffers, new)
 

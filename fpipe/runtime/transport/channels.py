@@ -85,7 +85,7 @@ class DistributedHandle:
         if header.is_cpu:
             self.envelope.require(header)
         else:
-            self.channel.unread.append((self.envelope, header.clone()))
+            self.channel.unread.append((self.envelope, header.clone()))  # a view would keep the whole buffer alive
         return self.envelope.unpack(data)
 
 
@@ -141,6 +141,7 @@ class DistributedChannel:
 
     def _envelope(self, message: Message, specs: Specs) -> Envelope:
         """Return the layout of a message, cached; the cache keeps the specs alive, so that their ids stay unique."""
+        # By identity: specs are made once per plan, and hashing those of a message in every step takes longer.
         known = self.envelopes.get((message, id(specs)))
         if known is None:
             known = self.envelopes[message, id(specs)] = Envelope(message, specs, self.device)

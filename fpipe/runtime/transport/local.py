@@ -219,6 +219,7 @@ def drive(executions: Sequence[Execution]) -> list[Outcome]:
             error.add_note(_place(executions[k]))
             raise
         else:
+            # The execution yields only handles that are not done, so whoever finishes this one calls `wake`.
             handle.wake, waiting[k] = partial(ready.append, k), handle
     if waiting:
         raise DeadlockError(_report(executions, waiting))

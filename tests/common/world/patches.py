@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fpipe.checkpoints import manifest, save, shards
 from fpipe.meshes import arguments, holdings, peers
 from fpipe.pipelines import builder
-from fpipe.runtime import executor, launch, turns
+from fpipe.runtime import executor, launch, ranks
 from fpipe.runtime.transport import board, calls, channels, control, creation, distributed, job, lookout, waiting
 from fpipe.training import optimizers
 from tests.common.world.fibers import Lock, Queue, Signal, World
@@ -203,7 +203,7 @@ def inhabit(network: Network) -> Iterator[None]:
     world = network.world
     one = Distributed(network)
     replaced: list[tuple[Any, str, Any]] = [(module, "dist", one) for module in USERS]
-    replaced += [(turns, "TURN", Turn())]
+    replaced += [(ranks, "TURN", Turn())]
     for module in (board, creation, lookout):
         replaced += [
             (module, "Thread", lambda **options: FiberThread(world, **options)),
