@@ -79,9 +79,9 @@ def _zero_list(shape: Sequence[int]) -> Any:
 ASSUMPTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         Tensor.__bool__: lambda tensor: hasattr(tensor, FINITE),
-        Tensor.item: lambda _: 0,
+        Tensor.item: lambda tensor: 1.0 if tensor.is_floating_point() else 0,
         Tensor.__int__: lambda _: 0,
-        Tensor.__float__: lambda _: 0.0,
+        Tensor.__float__: lambda _: 1.0,  # it is often divided by
         tolist: lambda tensor: _zero_list(tensor.shape),
         Tensor.nonzero: _no_indices,
         torch.nonzero: _no_indices,
@@ -145,6 +145,19 @@ def check_valid(valid: Tensor) -> bool:
     return True
 
 
+def answer_guard(func: Any, *tensors: Tensor) -> bool:
+    """Return the answer to a guard inside a function of torch's: no; raise for any other read of values."""
+    if func is torch.ops.aten.equal.default or tensors[0].dtype is torch.bool:
+        return False
+    raise DataDependentOutputException(func)
+
+
+def is_torchs(function: Any) -> bool:
+    """Return whether a function is torch's own."""
+    module = getattr(function, "__module__", None) or getattr(getattr(function, "__self__", None), "__module__", None)
+    return str(module).partition(".")[0] == "torch" and not isinstance(function, type)
+
+
 @contextmanager
 def assume_values(mode: FakeTensorMode) -> Iterator[AssumedValues]:
     """Answer reads of values from fake tensors of `mode` with assumptions, inside this context; yield their record."""
@@ -165,17 +178,19 @@ class AssumedValues(TorchFunctionMode):
 
     - `given`: whether it has answered any: real values may lead to another branch.
     - `nested`: whether torch would make nested tensors here, which fake tensors do not support.
+    - `is_reading`: whether a function of `ASSUMPTIONS` runs, which is answered here rather than by `answer_read`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.given = self.nested = False
+        self.given = self.nested = self.is_reading = False
 
     def note_nested(self) -> None:
         """Record that torch would make nested tensors here."""
         self.nested = True
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        before, self.is_reading = self.is_reading, func in ASSUMPTIONS
         try:
             return mark_finite(func, args, func(*args, **(kwargs or {})))
         except UNKNOWN:
@@ -183,13 +198,19 @@ class AssumedValues(TorchFunctionMode):
                 raise
             self.given = True
             return ASSUMPTIONS[func](*args, **(kwargs or {}))
+        finally:
+            self.is_reading = before
 
-    def answer_read(self, func: Any, tensor: Tensor) -> Any:
-        """Return the answer to a read in a backward, which no torch function mode sees: no indices, or zero."""
+    def answer_read(self, func: Any, tensor: Tensor, *_: Tensor) -> Any:
+        """Return the answer to a read that no torch function mode sees, in a backward or in a function of torch's."""
+        if self.is_reading and func is not torch.ops.aten.nonzero.default:
+            raise DataDependentOutputException(func)
         self.given = True
         if func is torch.ops.aten.nonzero.default:
             return _no_indices(tensor)
-        return torch.zeros((), dtype=tensor.dtype).tolist()
+        if func is torch.ops.aten.equal.default:
+            return False
+        return 1.0 if tensor.is_floating_point() else torch.zeros((), dtype=tensor.dtype).tolist()
 
 
 @contextmanager

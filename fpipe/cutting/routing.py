@@ -256,18 +256,20 @@ def _refuse_shared_writes(
 
 
 def _refuse_stale_views(stage: int, units: Sequence[Unit], observed: Observed, leaving: frozenset[Value]) -> None:
-    """Raise `ClashError` if a view leaves `stage` after its base was modified in place.
+    """Raise `ClashError` if a view leaves `stage` after its base was modified in place, and others use the base, too.
 
-    Autograd regenerates such a view's graph at its next use. That would be in another stage, and gradients would be
-    summed in another order.
+    Autograd regenerates such a view's graph at its next use. That would be in another stage, and gradients of the base
+    would be summed in another order. Without other uses there is nothing to sum.
     """
     views: set[Value] = set()
-    for unit in units:
+    for k, unit in enumerate(units):
         stale = [v for v in views if observed.storage[v] in observed.written[unit] and v not in unit.makes]
+        used = {*leaving, *(v for later in units[k + 1 :] for v in later.reads)} if stale else set[Value]()
+        stale = [v for v in stale if any(observed.storage[v] == observed.storage[w] for w in used - {v})]
         if stale:
             raise ClashError(
                 "got a view for another stage, taken before its memory was modified in place, expected it to be taken "
-                "after the change. Move the cut, or take the view later.",
+                "after the change, because others use the memory, too. Move the cut, or take the view later.",
                 stage,
                 stale[0],
             )

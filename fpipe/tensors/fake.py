@@ -35,6 +35,8 @@ from fpipe.torch_private import (
 )
 
 DEVICE = torch.ops.prim.device.default
+READS = (aten._local_scalar_dense.default, aten.equal.default)
+"""Operators that return a value."""
 
 
 def _is_mixed(tensor: Tensor, weight: Tensor | None) -> bool:
@@ -110,7 +112,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     - `results`: the cache of operator results.
     - `states`: by device, the attributes that a fake tensor there has, other than the mode.
     - `effects`: records the operators called, but not those that they decompose into; `None` to record nothing.
-    - `answer_read(func, tensor)`: returns an assumed result of an operator that reads values; `None` to assume none.
+    - `answer_read(func, *tensors)`: returns an assumed result of an operator that reads values; `None` to assume none.
     - `true_counts`: by memory, masks with a known number of true elements: that many values were assigned there.
     """
 
@@ -120,7 +122,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.results = ResultCache(self, Fakes.make)
         self.states: dict[torch.device, dict[str, Any]] = {}
         self.effects: Effects | None = None
-        self.answer_read: Callable[[Any, Tensor], Any] | None = None
+        self.answer_read: Callable[..., Any] | None = None
         self.true_counts: dict[int, tuple[Tensor, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,8 +174,8 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func in SHAPED:
             with self:
                 return SHAPED[func](*args, **kwargs)
-        if func is aten._local_scalar_dense.default and self.answer_read is not None:
-            return self.answer_read(func, args[0])
+        if func in READS and self.answer_read is not None:
+            return self.answer_read(func, *args)
         if func is aten.nonzero.default and (self.answer_read is not None or self.true_counts):
             return self._nonzero(args[0])
         if func in INDEX_PUTS:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fpipe.capture.advice import LOSS, advise_on_errors, advise_on_values
 from fpipe.capture.generators import Generators
@@ -51,7 +52,8 @@ class FakeModel:
         made: nn.Module | None = None,
     ) -> None:
         self.model, self.skeleton = model, skeleton(model, Absent.like) if made is None else made
-        self.objective, self.leaves, self.opaque, self.seals = objective, leaves, opaque, seals
+        self.objective, self.leaves, self.seals = objective, leaves, seals
+        self.opaque = (*opaque, *(name for name, module in self.skeleton.named_modules() if _reads_counter(module)))
         self.device = leaves[0].device if leaves else torch.device("cpu")
         self.mode = fake_mode()
         self.trainable = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
@@ -159,6 +161,11 @@ def _in_frame(loss: Loss, recorder: Recorder, sealed: str) -> Loss:
         return cast("Tensor", recorder.call_in_frame(frame, lambda: loss(*args)))
 
     return run
+
+
+def _reads_counter(module: nn.Module) -> bool:
+    """Return whether a module is a batch normalization that averages by a counter, the value of which it reads."""
+    return isinstance(module, _BatchNorm) and module.momentum is None and module.track_running_stats
 
 
 def find_seats(model: nn.Module, names: nn.Module) -> dict[Source, list[Seat]]:

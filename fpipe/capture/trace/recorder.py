@@ -22,7 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.assumed_values import ASSUMPTIONS, UNKNOWN, call_or_raise, check_all, check_valid
+from fpipe.capture.assumed_values import (
+    ASSUMPTIONS,
+    UNKNOWN,
+    VALUE_READS,
+    answer_guard,
+    call_or_raise,
+    check_all,
+    check_valid,
+    is_torchs,
+)
 from fpipe.capture.generators import Generators
 from fpipe.capture.group_names import hide_group_names
 from fpipe.capture.places import current_line
@@ -49,8 +58,9 @@ from fpipe.runtime.segments.selection import count_selected, deciding_masks, res
 from fpipe.tensors.closures import closure_contents
 from fpipe.tensors.collectives import has_handle, written_memory
 from fpipe.tensors.effects import Effects, is_collective
+from fpipe.tensors.fake import Fakes
 from fpipe.tensors.tree import flatten
-from fpipe.torch_private import TENSOR_METHODS
+from fpipe.torch_private import TENSOR_METHODS, active_fake_mode
 
 GRAD_FN: Any = TENSOR_METHODS["grad_fn"].__get__
 """The function that torch calls to get a tensor's `grad_fn`."""
@@ -123,7 +133,12 @@ class Recorder(TorchFunctionMode):
         if running is None:
             return self._call_outermost(function, args, kwargs, tick)
         running.use(self.values.within((args, kwargs)))
-        return self._note_draws(function, tick, lambda: function(*args, **kwargs))
+        try:
+            return self._note_draws(function, tick, lambda: function(*args, **kwargs))
+        except UNKNOWN:
+            if function is Tensor.__bool__ and running.guarded:
+                return False
+            raise
 
     def _call_outermost(self, function: Any, args: Any, kwargs: Any, tick: int) -> Any:
         if function in SEALING:
@@ -172,6 +187,9 @@ class Recorder(TorchFunctionMode):
         function, masks = invocation.function, deciding_masks(invocation.function, args)
         asking = Invocation(count_selected, (masks,), {}, self.values.read) if masks else invocation
         provenance = self.history.provenance(asking.reads)
+        is_guard = is_torchs(function) and function not in (*VALUE_READS, *ASSUMPTIONS)
+        if is_guard and (provenance.obstacle or (self.stack.is_opaque and provenance.leaves)):
+            return self._pass_guards(lambda: function(*args, **kwargs))
         if self.stack.is_opaque and (provenance.obstacle or provenance.leaves):
             return self._assume(function, args, kwargs, error)
         question = provenance.question(asking, f"{self.stack.here()}{current_line()}")
@@ -179,6 +197,20 @@ class Recorder(TorchFunctionMode):
             answer = self.questions.ask(question) if provenance.leaves else question.compute(())
         self.questions.note_reply(tick, function, answer)
         return result_on_fakes(function, args, answer)
+
+    def _pass_guards(self, run: Callable[[], Any]) -> Any:
+        """Run a function of torch's own that checks its arguments, as if no check of values found anything.
+
+        The call is one unit, so in a step the function checks real values.
+        """
+        mode, running = active_fake_mode(), self.torch_calls.running
+        assert isinstance(mode, Fakes), "models run on fake tensors"
+        assert running is not None, "a torch call reads values"
+        before, mode.answer_read, running.guarded = mode.answer_read, answer_guard, True
+        try:
+            return run()
+        finally:
+            mode.answer_read = before
 
     def _assume(self, function: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """Return the assumed result of a call that reads values; raise `error` if there is none."""

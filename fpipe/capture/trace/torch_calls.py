@@ -21,10 +21,14 @@ from fpipe.ir.tape import CallResult
 
 @dataclass
 class RunningCall:
-    """A torch call that is running: the values passed to calls inside it, and whether it calls a collective."""
+    """A torch call that is running: the values passed to calls inside it, and whether it calls a collective.
+
+    `guarded`: whether questions inside it, which only guard its arguments, are answered with no.
+    """
 
     used: dict[Value, None] = field(default_factory=dict)
     communicates: bool = False
+    guarded: bool = False
 
     def use(self, values: Iterable[Value]) -> None:
         """Note that these values are used inside."""
