@@ -18,9 +18,10 @@ Runs in every step.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from fpipe.tensors.effects import memory
@@ -46,9 +47,10 @@ def add_all(totals: Gradients, grads: Gradients) -> Gradients:
     return totals
 
 
-def own_all(grads: list[Tensor | None], fresh: Container[int]) -> Gradients:
+def own_all(grads: list[Tensor | None], fresh: Container[int], weights: Sequence[Tensor] = ()) -> Gradients:
     """Return the gradients, none in shared memory: copies replace all but the `fresh` ones, in `grads`, too.
 
+    Copies are laid out like the `.grad` of these `weights`, if given.
     Replacing them one by one frees each before the next is copied. Of fresh ones that share memory, all but the first
     are copied, too: a compiled backward may return one tensor for two weights, if both gradients are the same product.
 
@@ -63,9 +65,16 @@ def own_all(grads: list[Tensor | None], fresh: Container[int]) -> Gradients:
     owned = set[int]()
     for k, grad in enumerate(grads):
         if grad is not None and (k not in fresh or memory(grad) in owned):
-            grads[k] = grad = grad.clone()
+            grads[k] = grad = _copy_for(weights[k], grad) if weights else grad.clone()
         owned.update(() if grad is None else (memory(grad),))
     return tuple(grads)
+
+
+def _copy_for(weight: Tensor, grad: Tensor) -> Tensor:
+    """Return a copy in the layout in which autograd keeps the first gradient of a weight: the weight's, if dense."""
+    if grad.layout is not torch.strided or grad.shape != weight.shape:
+        return grad.clone()
+    return torch.empty_like(weight, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
 
 def sum_of(a: Gradients, b: Gradients) -> Gradients:

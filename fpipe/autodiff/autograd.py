@@ -157,7 +157,7 @@ class Autograd:
             return (), ()
         if not onto:
             outgoing, grads = self.differentiate(residuals, cotangents)
-            return outgoing, own_all(grads, fresh=())
+            return outgoing, own_all(grads, (), residuals.leaves[len(self.wiring.cotangents) :])
         if self.in_place and self._has_layouts(residuals.leaves):
             return self._accumulate(residuals, cotangents, onto)
         outgoing, grads = self.differentiate(residuals, cotangents)

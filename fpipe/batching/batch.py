@@ -148,7 +148,10 @@ class Batching:
             Memory(leaf.name, () if tensor is None or parts is None else leaf.memory(tensor, parts, self.microbatches))
             for leaf, tensor, parts in zip(self.leaves, given, known, strict=True)
         ]
-        return SplitBatch(self, signature, tuple(known), tuple(memories), total)
+        wanting = tuple(
+            leaf.name for leaf, one in zip(self.leaves, given, strict=True) if one is not None and one.requires_grad
+        )
+        return SplitBatch(self, signature, tuple(known), tuple(memories), total, wanting)
 
     def difference(self, signature: Signature) -> str:
         """Return a description of what differs from the example, for error messages."""
@@ -196,7 +199,8 @@ class Batching:
 class SplitBatch:
     """A split batch: its signature, and the leaves that this process was given (`known`), with their memory.
 
-    `total`: the weight that losses are averaged over; `None` for that of these microbatches.
+    `total`: the weight that losses are averaged over; `None` for that of these microbatches. `wanting`: the names of
+    the leaves that require a gradient.
     """
 
     batching: Batching
@@ -204,6 +208,7 @@ class SplitBatch:
     known: tuple[tuple[Tensor, ...] | None, ...]
     memories: tuple[Memory, ...]
     total: float | None = None
+    wanting: tuple[str, ...] = ()
 
     def without_values(self) -> SplitBatch:
         """Return the same batch for a process that was given none of its leaves."""
@@ -213,6 +218,15 @@ class SplitBatch:
         """Return one tensor of each leaf by its name; `None` for those not given."""
         pairs = zip(self.batching.leaves, self.known, strict=True)
         return {leaf.name: None if known is None else known[0] for leaf, known in pairs}
+
+    def require_no_gradients(self) -> None:
+        """Raise `InputError` for a leaf that requires a gradient: a step returns none, so it would be lost."""
+        for name in self.wanting:
+            raise InputError(
+                f"{name}: got a tensor that requires a gradient, expected one that does not: a step returns the "
+                "gradients of parameters only, and this one would be lost. Pass x.detach(), or make what computes it a "
+                "part of the model."
+            )
 
     def take(self, needed: Iterable[int] | None = None) -> dict[int, Sequence[Tensor]]:
         """Return the microbatches of the `needed` leaves, by leaf number, including the scale; by default, of all.

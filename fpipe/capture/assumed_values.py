@@ -152,7 +152,7 @@ def answer_guard(func: Any, *tensors: Tensor) -> bool:
     raise DataDependentOutputException(func)
 
 
-def is_torchs(function: Any) -> bool:
+def is_torch_function(function: Any) -> bool:
     """Return whether a function is torch's own."""
     module = getattr(function, "__module__", None) or getattr(getattr(function, "__self__", None), "__module__", None)
     return str(module).partition(".")[0] == "torch" and not isinstance(function, type)

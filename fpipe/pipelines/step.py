@@ -136,6 +136,8 @@ def begin_step(
     variant = scale_variant(cast, call.scale)
     total = find_weight_of_all(pipe, variant, *batch) if call.total is None else call.total
     split = pipe.batch(variant, *batch, pipe.ranks.exchange_text, total)
+    if variant.training:
+        split.require_no_gradients()
     require_recordable(split.named_leaves())
     plan, given = agree_to_step(pipe, variant, held.params, held.buffers, split, call)
     starts, onto = start_backward(plan.local_stages, call.scale), held.onto if plan.copies.count == 1 else {}

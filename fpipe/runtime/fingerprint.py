@@ -124,7 +124,8 @@ class _Description:
 
     def _function(self, path: str, function: FunctionType) -> Iterator[str]:
         yield _format(path, f"function {_qualified_name(function)}")
-        if is_library(function.__module__ or ""):
+        package = (function.__module__ or "").partition(".")[0]
+        if is_library(package) and package != "fpipe":  # fpipe's functions close over what users passed
             return
         for code in codes(function.__code__):
             yield _format(_extend(path, f"code of {code.co_name}"), digest_code(code))

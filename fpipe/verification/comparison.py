@@ -145,7 +145,19 @@ def require_equal(got: Results, expected: Results, against: str, tolerance: floa
                 "First make sure that both sides use the same number of intra-op threads (torch.get_num_threads()) and "
                 "deterministic kernels."
             )
+        if name.startswith("gradient ") and _layout(mine) != _layout(theirs):
+            raise MismatchError(
+                f"{name}: got strides {mine.stride()}, expected {theirs.stride()}, as in {against}: sums over it, such "
+                "as its norm, may have other bits. Report this; until then, call .contiguous() on gradients."
+            )
     return count
+
+
+def _layout(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor in dimensions with several elements; nothing if it is sparse."""
+    if tensor.layout is not torch.strided:
+        return ()
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
 def require_numbers(results: Results) -> None:

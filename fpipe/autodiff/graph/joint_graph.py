@@ -41,7 +41,7 @@ from fpipe.torch_private import TENSOR_METHODS, FakeTensor, FakeTensorMode, OpOv
 
 SET_DATA: Any = TENSOR_METHODS["data"].__set__
 """The function that torch calls to assign to a tensor's `.data`."""
-PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
+PLAIN_KINDS = frozenset({Tensor, nn.Parameter, FakeTensor})
 """The classes of tensors whose operators are recorded."""
 
 
@@ -123,7 +123,7 @@ def record(eager: Autograd, examples: Examples) -> Joint:
     if any(tensor.layout is not torch.strided for tensor in eager.constants):
         raise CaptureError("got a sparse constant, which cannot be a fake tensor")
     leaves, (_, buffers, constants, inputs, cotangents, mode) = examples.leaves(eager.wiring), examples
-    recorder = Recorder()
+    recorder = OperatorRecorder()
     params, held, given, arriving = map(recorder.take, (leaves, buffers, inputs, cotangents))
     for fake, tensor in zip(constants, eager.constants, strict=True):
         recorder.known[id(fake)] = constant(tensor, fake)
@@ -163,7 +163,7 @@ class _Assignments(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that records operators, each as a node that reads the nodes of its arguments.
 
     The generator is seeded again before the operators before which it was freshly seeded. Operators on fake tensors
@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return type(one)([self._argument(each) for each in one]) if type(one) in (tuple, list) else one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in PLAIN for kind in types):
+        if any(kind not in PLAIN_KINDS for kind in types):
             return NotImplemented  # such as a DTensor, which calls operators of its local tensor
         kwargs = kwargs or {}
         if func in SAME:  # autograd detaches whatever it saves: half of all calls

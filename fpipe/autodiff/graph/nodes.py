@@ -43,12 +43,12 @@ class Node:
 
     @property
     def is_call(self) -> bool:
-        """Whether the node calls something."""
+        """True if the node calls something."""
         return self.target is not ARGUMENT and self.target is not CONSTANT
 
     @property
     def is_item(self) -> bool:
-        """Whether the node selects one of several results."""
+        """True if the node selects one of several results."""
         return self.target is getitem
 
     @property
@@ -72,7 +72,7 @@ class Node:
 
     @property
     def has_effects(self) -> bool:
-        """Whether the node must run though nobody reads its value: it writes, draws or seeds."""
+        """True if the node must run though nobody reads its value: it writes, draws or seeds."""
         if not isinstance(self.target, OpOverload):
             return self.target is random.reseed
         if torch.Tag.nondeterministic_seeded in self.target.tags:

@@ -15,21 +15,31 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 
+import torch
+
 from fpipe.autodiff.graph.joint_graph import Joint
 from fpipe.autodiff.graph.nodes import Node
+from fpipe.autodiff.interface import Wiring
 from fpipe.tensors.effects import memory
 from fpipe.tensors.layouts import aten
 from fpipe.torch_private import OpOverload
 
 
-def own_gradients(joint: Joint) -> Joint:
-    """Return the graph with a copy in place of each gradient that may share memory."""
+def own_gradients(joint: Joint, wiring: Wiring) -> Joint:
+    """Return the graph with a copy in place of each gradient that may share memory, or is laid out in another way.
+
+    Autograd lays the first gradient of a weight out like the weight.
+    """
+    weights = [joint.params[k] if k < len(joint.params) else None for k in wiring.leaves[len(wiring.cotangents) :]]
     made_by: dict[int, Node] = {}
     for node in joint.nodes:
         if (number := _memory_of(node)) is not None:
             made_by.setdefault(number, node)
     returned = Counter(map(_memory_of, chain(joint.outgoing, joint.grads)))
-    grads = [grad if _is_fresh(grad, joint, made_by, returned) else _copy_of(grad) for grad in joint.grads]
+    grads = [
+        grad if _is_fresh(grad, joint, made_by, returned) and not layout else _copy_of(grad, layout)
+        for grad, layout in zip(joint.grads, map(_other_layout, joint.grads, weights), strict=True)
+    ]
     copies = [one for one, grad in zip(grads, joint.grads, strict=True) if one is not grad]
     return replace(joint, nodes=(*joint.nodes, *copies), grads=tuple(grads))
 
@@ -57,7 +67,17 @@ def _allocates(node: Node) -> bool:
     return isinstance(target, OpOverload) and not any(one.alias_info for one in target._schema.returns)
 
 
-def _copy_of(grad: Node) -> Node:
-    copy = Node(aten.clone.default, (grad,))
-    copy.value = None if grad.value is None else grad.value.clone()
+def _other_layout(grad: Node, weight: Node | None) -> Mapping[str, torch.memory_format]:
+    """Return the layout of a weight as an argument of `clone`, if the gradient has another; else nothing."""
+    mine, wanted = grad.value, None if weight is None else weight.value
+    if mine is None or wanted is None or mine.shape != wanted.shape or mine.stride() == wanted.stride():
+        return {}
+    formats = [torch.contiguous_format, *([torch.channels_last] if wanted.dim() == 4 else [])]
+    found = [one for one in formats if wanted.is_contiguous(memory_format=one)]
+    return {"memory_format": found[0]} if found and not mine.is_contiguous(memory_format=found[0]) else {}
+
+
+def _copy_of(grad: Node, layout: Mapping[str, torch.memory_format]) -> Node:
+    copy = Node(aten.clone.default, (grad,), layout)
+    copy.value = None if grad.value is None else grad.value.clone(**layout)
     return copy

@@ -80,7 +80,7 @@ class Phases:
 
 def divide(joint: Joint, wiring: Wiring) -> Phases:
     """Return the phases of a joint graph."""
-    views, joint = _split_views(own_gradients(simplify(joint)))
+    views, joint = _split_views(own_gradients(simplify(joint), wiring))
     forward, backward = _cut_before_backward(joint, wiring)
     halves = _split_convolutions(joint)
     first, second = _cut_halves(halves, wiring)

@@ -70,7 +70,7 @@ def bound_variables(function: Callable[..., Any]) -> Mapping[str, Any]:
     return closure_variables(function) if isinstance(function, FunctionType) else {}
 
 
-def require_bound(frames: Iterable[Frame]) -> None:
+def require_same_variables(frames: Iterable[Frame]) -> None:
     """Raise `CaptureError` if a checkpointed function closes over a variable that changed after its call."""
     for frame in frames:
         function, before = frame.checkpointed

@@ -16,7 +16,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from fpipe.capture.trace.backward_checks import require_bound, require_own_attributes
+from fpipe.capture.trace.backward_checks import require_own_attributes, require_same_variables
 from fpipe.capture.trace.comparison import RepeatRecorder
 from fpipe.capture.trace.fake_model import FakeModel
 from fpipe.capture.trace.recorder import Recorder
@@ -71,7 +71,7 @@ def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> C
     placed, arrivals = find_placed(values.tensors), Arrivals()
     _require_own_parameters(recorder, tape)
     require_own_attributes(model.skeleton, tape.frames, tape.invocations)
-    require_bound(outermost_checkpoints(tape.frames))
+    require_same_variables(outermost_checkpoints(tape.frames))
     outputs, loss = tuple(map(values.read, tensors)), None if run.loss is None else values.read(run.loss)
     require_whole_result("loss", None if loss is None else placed.get(loss))
     results = (*outputs, *(() if loss is None else (loss,)), *recorder.reassignments.next_values.values())

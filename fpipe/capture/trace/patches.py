@@ -44,6 +44,7 @@ from fpipe.torch_private import (
     TENSOR_CHECK,
     CheckpointHook,
     Place,
+    without_modes,
 )
 
 TRANSFORMS = (
@@ -88,6 +89,7 @@ class TorchFunctions(NamedTuple):
     exit_autocast: Any
     checkpoint: Any
     call_script: Any
+    from_numpy: Any
 
     @classmethod
     def now(cls) -> TorchFunctions:
@@ -102,6 +104,7 @@ class TorchFunctions(NamedTuple):
             current(torch.autocast, "__exit__"),
             current(*CHECKPOINT),
             current(torch.jit.ScriptFunction, "__call__"),
+            current(torch, "from_numpy"),
         )
 
 
@@ -146,6 +149,7 @@ class Replacements:
         yield *FUSED_ATTENTION, self._record_calls(attention)
         yield *CHECKPOINT, self._checkpoint
         yield *COMPILED, self._run_compiled
+        yield torch, "from_numpy", self._from_numpy
         for owner, name in (*LOCAL_READS, *TRANSFORMS):
             yield owner, name, self._record_calls(current(owner, name))
 
@@ -235,6 +239,11 @@ class Replacements:
 
     def _refuse_seeding(self, *_: object) -> None:
         raise seeding_error(self.stack.here())
+
+    def _from_numpy(self, array: Any) -> Any:
+        """Return an array as a real tensor, which is a constant of the model."""
+        with without_modes():
+            return self.torch.from_numpy(array)
 
     def _run_compiled(self, callback: Any) -> Any:
         """Seal the running module, unless it is the model: compiled code computes something else than plain Python."""

@@ -30,7 +30,7 @@ from fpipe.capture.assumed_values import (
     call_or_raise,
     check_all,
     check_valid,
-    is_torchs,
+    is_torch_function,
 )
 from fpipe.capture.generators import Generators
 from fpipe.capture.group_names import hide_group_names
@@ -147,7 +147,8 @@ class Recorder(TorchFunctionMode):
         self.stack.check_modes()
         invocation = Invocation(function, args, kwargs, self.values.read)
         if self.stack.path and any(map(_holds_module, invocation.leaves)):
-            self.stack.seal("a call that is passed a module")  # its weights must be in their places
+            name = getattr(function, "__name__", str(function))
+            self.stack.seal(f"a call of {name} with a module")  # whose weights must be in their places
         self.effects.written.clear()
         self.effects.cast.clear()
         self.effects.communicates = False
@@ -187,7 +188,7 @@ class Recorder(TorchFunctionMode):
         function, masks = invocation.function, deciding_masks(invocation.function, args)
         asking = Invocation(count_selected, (masks,), {}, self.values.read) if masks else invocation
         provenance = self.history.provenance(asking.reads)
-        is_guard = is_torchs(function) and function not in (*VALUE_READS, *ASSUMPTIONS)
+        is_guard = is_torch_function(function) and function not in (*VALUE_READS, *ASSUMPTIONS)
         if is_guard and (provenance.obstacle or (self.stack.is_opaque and provenance.leaves)):
             return self._pass_guards(lambda: function(*args, **kwargs))
         if self.stack.is_opaque and (provenance.obstacle or provenance.leaves):

@@ -26,6 +26,8 @@ from fpipe.pipelines.builder import Builder
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.watching.attribute_reads import Reads
+from fpipe.watching.watch import Watcher
 
 
 class Shelf:
@@ -43,7 +45,7 @@ class Shelf:
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Return the context in which pipelines take captures and stages from the shelf."""
-        captures, watch = Builder._captures, CaptureCache._watch
+        captures, watch = Builder._captures, Watcher.watch
         explore, assemble, plan = CaptureCache.explore, Planner._assemble, Planner._plan
 
         def find_captures(builder: Builder, module: Any) -> CaptureCache:
@@ -67,9 +69,8 @@ class Shelf:
             cache.captured[mode, told], cache.reads[mode, told] = self.made["captured", model, mode, told]
             return told
 
-        def find_watch(cache: CaptureCache, variant: Variant, microbatch: Any) -> Any:
-            key = "watch", id(cache.model), variant, microbatch, cache.positions[variant, microbatch]
-            return self.keep(key, lambda: watch(cache, variant, microbatch))
+        def find_watch(watcher: Watcher, reads: Reads, training: bool) -> Any:
+            return self.keep(("watch", id(reads), training), lambda: (watch(watcher, reads, training), reads))[0]
 
         def find_assembly(made: Planner, variant: Variant, microbatch: Any) -> Any:
             model, positions = id(made.captures.model), made.captures.of(variant, microbatch)[1]
@@ -100,7 +101,7 @@ class Shelf:
             mock.patch.object(modes, "hide_fakes", nullcontext),
             mock.patch.object(Builder, "_captures", find_captures),
             mock.patch.object(CaptureCache, "explore", find_capture),
-            mock.patch.object(CaptureCache, "_watch", find_watch),
+            mock.patch.object(Watcher, "watch", find_watch),
             mock.patch.object(Planner, "_assemble", find_assembly),
         ):
             yield

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps run what a capture recorded, and get the bits and layouts of one device."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from fpipe.tensors.tree import same_bits
+from schedules import one_f_one_b, zb_h1
+from tests.common.sizes import covering
+
+HOW = one_f_one_b(ranks=2, microbatches=2)
+
+
+class Covariance(nn.Module):
+    def forward(self, x):
+        return torch.cov(x.T)
+
+
+class Tabled(nn.Module):
+    """Reads a table that is kept as an array."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.table = nn.Linear(4, 4), np.linspace(0, 1, 8)
+
+    def forward(self, x):
+        return self.inner(x) * torch.from_numpy(self.table)[:4].float()
+
+
+class InPlace(nn.Module):
+    """Adds in place to what a linear layer returns, which is a view if there are three dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.inner(x)
+        y += x
+        return y
+
+
+def nll(outputs, targets):
+    return nn.functional.gaussian_nll_loss(outputs, targets, nn.functional.softplus(outputs))
+
+
+MODELS = {
+    "a guard inside torch.cov": (lambda: nn.Sequential(nn.Linear(4, 4), Covariance(), nn.Linear(4, 4)), (8, 4)),
+    "an average by a counter": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), (8, 4)),
+    "a table of numpy": (lambda: nn.Sequential(nn.Linear(4, 4), Tabled()), (8, 4)),
+    "a view changed in place": (lambda: nn.Sequential(InPlace(), InPlace()), (4, 3, 4)),
+}
+
+
+@covering(what=MODELS, capture=["trace", "modules"])
+def test_what_needs_no_refusal_is_exact(what, capture):
+    make, shape = what
+    model, x = make(), torch.randn(shape)
+    pipe = fpipe.pipeline(
+        model, example=(x,), loss=lambda y: y.square().mean(), schedule=HOW, cuts=["1"], capture=capture
+    )
+    assert fpipe.verify(pipe, model, (x,)).eager
+
+
+def test_a_guard_inside_a_loss_of_torch_checks_real_values():
+    model, x, y = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 4), torch.randn(8, 4)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=nll, schedule=HOW, cuts=["1"])
+    assert fpipe.verify(pipe, model, (x,), y).eager
+
+
+class Turning(nn.Module):
+    """Feeds a convolution with channels last, as ConvNeXt does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.down = nn.Linear(40, 160), nn.Conv2d(160, 320, 2, stride=2)
+
+    def forward(self, x):
+        return self.down(self.inner(x).permute(0, 3, 1, 2)).mean((2, 3))
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@pytest.mark.parametrize("schedule", [HOW, zb_h1(ranks=2, microbatches=2)], ids=["1F1B", "ZB-H1"])
+def test_gradients_have_the_layout_of_one_device(backward, schedule):
+    model, x = nn.Sequential(nn.Linear(40, 40), Turning()), torch.randn(4, 4, 4, 40)
+    pipe = fpipe.pipeline(
+        model, example=(x,), loss=lambda y: y.square().mean(), schedule=schedule, cuts=["1"], backward=backward
+    )
+    _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,))
+    for part in x.chunk(2):
+        (model(part).square().mean() / 2).backward()
+    for name, p in model.named_parameters():
+        assert grads[name].stride() == p.grad.stride(), name
+        assert same_bits(grads[name].norm(), p.grad.norm()), name
+    model.zero_grad()
+    assert fpipe.verify(pipe, model, (x,)).eager
+
+
+def test_an_input_that_requires_a_gradient_is_refused():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=HOW, cuts=["1"])
+    with pytest.raises(fpipe.InputError, match="got a tensor that requires a gradient"):
+        fpipe.value_and_grad(pipe)(*pipe.init(model), (x.clone().requires_grad_(),))
+
+
+class Printing(nn.Module):
+    """Prints in every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        print("called")
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("whole", [(), "1", Printing])
+@pytest.mark.parametrize("schedule", [HOW, zb_h1(ranks=2, microbatches=2)], ids=["1F1B", "ZB-H1"])
+def test_a_module_named_in_whole_runs_as_python_in_every_step(capsys, whole, schedule):
+    model, x = nn.Sequential(nn.Linear(4, 4), Printing()), torch.randn(4, 4)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=schedule, cuts=["1"], whole=whole)
+    assert ("as Python   1 (Printing): named in whole" in str(pipe)) is bool(whole)
+    assert capsys.readouterr().out
+    fpipe.value_and_grad(pipe)(*pipe.init(model), (x,))
+    assert capsys.readouterr().out.count("called") == (2 if whole else 0)
+    assert fpipe.verify(pipe, model, (x,)).eager
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+def test_code_compiled_by_torch_runs_as_a_whole():
+    inner = torch.compile(nn.Linear(4, 4), backend="eager")
+    model, x = nn.Sequential(nn.Linear(4, 4), inner), torch.randn(4, 4)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=HOW, cuts=["1"])
+    assert "as Python   1 (OptimizedModule): code compiled by torch.compile" in str(pipe)
+    assert fpipe.verify(pipe, model, (x,)).eager
