@@ -115,6 +115,8 @@ def begin_save(
     """
     with call_together(begin_save, {"pipe": pipe, "path": path}):
         home = as_path(path)
+        if pipe.rechecks.is_worth_it:
+            pipe.rechecks.run(pipe.captures)
         held = require_whole_state(pipe, params, buffers)
         require_slots({} if state is None else state, params)
         tree = encode_tree(data)

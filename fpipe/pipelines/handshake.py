@@ -117,6 +117,8 @@ def agree_to_step(
     kind = variant, batch.signature
     plan = agree_on_plan(pipe, *kind, call)
     plan.watch.require_unchanged()
+    if pipe.rechecks.is_due:
+        pipe.rechecks.run(pipe.captures)
     links = pipe.copies.link() if pipe.copies.count > 1 else {}
     inputs = {
         copy: scatter(part, pipe.holdings.locals(params, copy), buffers, batch, call.seed, links.get(copy))

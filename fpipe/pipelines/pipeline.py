@@ -34,6 +34,7 @@ from fpipe.meshes.holdings import Holdings
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.norm_table import NormTable
 from fpipe.pipelines.planner import BatchKind, Planner
+from fpipe.pipelines.recheck import Recheck
 from fpipe.pipelines.resolver import ExchangeText, own_text
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.report.description import describe
@@ -56,6 +57,7 @@ class Pipeline:
     - `returned`: the trainable parameters that `init` and `initialise` returned, by id; of those rebuilt, too.
     - `norm_tables`: where norms of gradients are exchanged, by the digests of all ranks' lists of gradients.
     - `compared`: the kind of batch of the first step, when ranks have compared the tensors that several of them hold.
+    - `rechecks`: when to record the model again.
     """
 
     planner: Planner
@@ -65,6 +67,7 @@ class Pipeline:
     returned: WeakValueDictionary[int, Tensor] = field(default_factory=WeakValueDictionary)
     norm_tables: dict[tuple[int, ...], NormTable] = field(default_factory=dict)
     compared: set[BatchKind] = field(default_factory=set)
+    rechecks: Recheck = field(default_factory=Recheck)
 
     @property
     def schedule(self) -> Schedule:
@@ -300,6 +303,29 @@ class Pipeline:
         """The device that this process computes on."""
         return self.captures.batchings[True].home
 
+    def recheck(self) -> None:
+        """Record the model again, and compare the record with the one that steps run; every rank must call this.
+
+        It takes about as long as a capture for each kind of batch so far. Steps do the same now and then, in at most
+        half a percent of their time; so do `fpipe.save` and `close` if the steps since then took longer than that.
+        Raise `InputError`, naming the module and the call, if the model or its loss does something else by now.
+
+        >>> import itertools, torch, fpipe
+        >>> from schedules import gpipe
+        >>> model, x, ticks = torch.nn.Linear(4, 1), torch.ones(2, 4), itertools.count()
+        >>> def loss(y):
+        ...     return y.mean() * (1 + next(ticks) // 100)
+        >>> pipe = fpipe.pipeline(model, example=(x,), loss=loss, schedule=gpipe(1, 2))
+        >>> pipe.recheck()
+        >>> ticks = itertools.count(100)
+        >>> pipe.recheck()
+        Traceback (most recent call last):
+        fpipe.errors.InputError: module loss: got mul[2], expected mul[1], as when the model was recorded: ...
+        """
+        with self.ranks.enter_call("pipe.recheck"):
+            self.rechecks.run(self.captures)
+            self.ranks.agree(about="its record")
+
     def close(self) -> None:
         """Release the plans and captures, and this process's connections to other ranks, which need not wait for it.
 
@@ -317,10 +343,14 @@ class Pipeline:
         Traceback (most recent call last):
         fpipe.errors.InputError: a step: got a closed pipeline, expected an open one. ...
         """
-        with wait_for_turn():
-            self.ranks.close()
-            self.planner.clear()
-            self.norm_tables.clear()
+        try:
+            if self.rechecks.is_worth_it and not self.ranks.is_closed:
+                self.rechecks.run(self.captures)
+        finally:
+            with wait_for_turn():
+                self.ranks.close()
+                self.planner.clear()
+                self.norm_tables.clear()
 
     def __enter__(self) -> Self:
         """Return the pipeline."""

@@ -85,7 +85,7 @@ def make_training_step(pipe: Pipeline, variant: Variant, record: Record | None) 
         scale: float | None = None,
         total: float | None = None,
     ) -> tuple[Step, State]:
-        with suspend_autocast(variant) as cast, pipe.ranks.enter_call("a step"):
+        with suspend_autocast(variant) as cast, pipe.ranks.enter_call("a step"), pipe.rechecks.time_step():
             held = hold_for_backward(pipe, variant, params, buffers, onto)
             call = CommonArguments(seed, scale, total, onto is not None)
             plan, given = begin_step(pipe, cast, held, (inputs, targets), call)

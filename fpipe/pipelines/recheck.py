@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record a model again from time to time, and compare the record with the one that steps run.
+
+Problem. Steps run a record, and a change of what the model's Python read must be an error. The watch compares all that
+it can see (`fpipe.watching`), but no comparison sees everything: a counter in an iterator or a C extension, an
+attribute found by a computed name, the elements of an array.
+
+Idea. Whatever changed matters only if the model records otherwise. So record it again, and compare call by call. A
+change that slipped through is an error some steps later, and never silent for ever.
+
+Invariants. Recording again takes at most `SHARE` of the time of steps. It communicates with nobody, and changes
+nothing; on a rank that finds a difference, the step fails as it does for bad arguments, on all ranks.
+
+Runs now and then in a step, before a save, when a pipeline is closed, and on request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from time import perf_counter
+from typing import Final
+
+import torch
+from torch import nn
+
+from fpipe.errors import InputError
+from fpipe.ir.captured import Captured, Constant, Unit
+from fpipe.ir.questions import refuse_questions
+from fpipe.ir.variant import TRAINING
+from fpipe.model.stateless import skeleton
+from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.modes import isolate
+from fpipe.tensors.fake import fake, fake_mode
+from fpipe.tensors.tree import same_bits
+from fpipe.torch_private import FakeTensor
+
+SHARE: Final = 0.005
+"""How much of the time of steps recording again may take."""
+FIRST: Final = 1.0
+"""Seconds that recording is assumed to take before it has been measured."""
+SHOWN: Final = 200
+"""The number of characters of a call that errors show."""
+
+
+@dataclass
+class Recheck:
+    """Decides when to record again: `spent` are the seconds of steps since then, `cost` are those that it takes."""
+
+    spent: float = 0.0
+    cost: float = FIRST
+
+    @property
+    def is_due(self) -> bool:
+        """True if recording again is paid for by the steps since then."""
+        return self.spent * SHARE >= self.cost
+
+    @property
+    def is_worth_it(self) -> bool:
+        """True if the steps since then have taken longer than recording does: before a save, or at the end."""
+        return self.spent >= self.cost
+
+    @contextmanager
+    def time_step(self) -> Iterator[None]:
+        """Count the time of a step."""
+        start = perf_counter()
+        yield
+        self.spent += perf_counter() - start
+
+    def run(self, captures: CaptureCache) -> None:
+        """Record every kind of microbatch again; raise `InputError` for the first call that differs."""
+        start = perf_counter()
+        require_same_records(captures)
+        self.spent, self.cost = 0.0, perf_counter() - start
+
+
+def require_same_records(captures: CaptureCache) -> None:
+    """Raise `InputError`, naming module and call, if the model or its loss now records otherwise than it did."""
+    model = captures.watching.origin.model
+    if model is None:
+        return  # nothing is left to compare
+    for (variant, microbatch), old in list(captures.captured.items()):
+        again = replace(captures, model=_copy(model, captures), captured={}, reads={}, positions={}, questions={})
+        with isolate(TRAINING):
+            told = again.explore(variant, microbatch, refuse_questions)
+        difference = "other questions" if told != microbatch else _difference(old, again.captured[variant, told])
+        if difference:
+            raise InputError(
+                f"{difference}, as when the model was recorded: its Python code, or that of its loss, does something "
+                "else by now, because of a value that nobody sees change. Steps run what was recorded. Pass what "
+                "changes with the batch, name the module in whole, or make a new pipeline with pipe.rebuilt(model)."
+            )
+
+
+def _copy(model: nn.Module, captures: CaptureCache) -> nn.Module:
+    """Return a copy without tensors of the user's model, in the modes in which it was recorded."""
+    mode, home = fake_mode(), captures.batchings[True].home
+    again = skeleton(model, lambda tensor: fake(mode, tensor, home))
+    recorded = {name: module.training for name, module in captures.model.named_modules()}
+    for name, module in again.named_modules():
+        module.training = recorded.get(name, module.training)
+    return again
+
+
+def _difference(old: Captured, new: Captured) -> str:
+    """Return what differs between two records, as the beginning of a sentence; empty if nothing does."""
+    for before, now in zip_longest(old.units, new.units):
+        if before is None or now is None or _facts(before) != _facts(now):
+            where = (now or before).path if now or before else ""
+            return f"module {where or '(root)'}: got {_describe(now)}, expected {_describe(before)}"
+    for value, source in old.sources.items():
+        if isinstance(source, Constant) and not _is_same_constant(source, new.sources.get(value)):
+            path = next((unit.path for unit in old.units if value in unit.reads), "")
+            return f"module {path or '(root)'}: got another constant, expected the same"
+    if old.outputs != new.outputs or old.structure != new.structure:
+        return "the model: got other outputs, expected the same"
+    return ""
+
+
+def _facts(unit: Unit) -> tuple[object, ...]:
+    return unit.path, unit.does, unit.reads, unit.makes
+
+
+def _describe(unit: Unit | None) -> str:
+    return "no call" if unit is None else unit.does[:SHOWN] or "a call"
+
+
+def _is_same_constant(old: Constant, new: object) -> bool:
+    """Return whether two constants have the same values; those without values are compared by shape."""
+    if not isinstance(new, Constant):
+        return False
+    one, other = old.tensor, new.tensor
+    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+        return False
+    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor) or one.layout is not torch.strided:
+        return True
+    return same_bits(one, other)
