@@ -21,7 +21,6 @@ from functools import cached_property
 from itertools import pairwise
 
 from fpipe.ir.captured import BatchLeaf, Captured, Observed, Parameter, Value
-from fpipe.ir.observation import observe
 
 
 @dataclass(frozen=True)
@@ -186,11 +185,3 @@ def _invariant(
                 varying |= {storage[value] for value in unit.makes} | observed.written[unit]
         if before == len(varying):
             return frozenset(found)
-
-
-def find_repeatable(captured: Captured, partition: Sequence[int]) -> frozenset[int]:
-    """Return the units that stages of a model cut at `partition` may repeat, whatever that costs, by position."""
-    if not partition:
-        return frozenset()
-    histories = Purity.of(captured, observe(captured), partition, captured.outputs).histories
-    return frozenset(k for units in histories.values() for k in units)

@@ -241,6 +241,7 @@ class Captured:
     - `hooks`: hooks on the gradients of parameters, by name.
     - `reassigned`: buffers that the model replaces by assignment, and the values that it assigns.
     - `moved`: places in the modules' Python state that only the first run changes, as text.
+    - `observers`: what code of the model does besides computing, which steps do not do, as text.
     - `placed`: how the values that are DTensors are placed; outside of stages, they are plain local tensors.
       `arrivals`: how their gradients are.
     - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
@@ -263,6 +264,7 @@ class Captured:
     hooks: Hooks = field(default_factory=dict)
     reassigned: Mapping[Value, Value] = field(default_factory=dict)
     moved: frozenset[str] = frozenset()
+    observers: tuple[str, ...] = ()
     placed: Mapping[Value, Placed] = field(default_factory=dict)
     arrivals: Arrivals = field(default_factory=Arrivals)
 

@@ -6,6 +6,7 @@ Runs when a pipeline is built or rebuilt.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -47,6 +48,9 @@ from fpipe.watching.model_state import ModelState
 from fpipe.watching.watch import Watcher
 from schedules import Schedule
 
+_LOG = logging.getLogger(__name__)
+OBSERVERS_SHOWN = 4
+"""The number of modules that a warning names."""
 Model: TypeAlias = nn.Module | Sequence[Callable[..., Any]]
 """A module, or a sequence of modules and functions, each called with what the previous one returned."""
 
@@ -128,6 +132,7 @@ class Builder:
         agree_on_plan(pipe, TRAINING)
         require_own_buffers(module, pipe.training.assembly.captured)
         require_trained(pipe.training.assembly, self.schedule)
+        _warn_of_observers(pipe.training.assembly.captured.observers)
         return pipe
 
     def _captures(self, module: nn.Module) -> CaptureCache:
@@ -141,3 +146,14 @@ class Builder:
         watching = Watcher(ModelState.of(module), self.loss)
         trains, hooks = self.schedule.backward, collect_gradient_hooks(module)
         return CaptureCache(model, self.loss, self.batchings, see, self.cuts, trains, hooks, watching)
+
+
+def _warn_of_observers(observers: Sequence[str]) -> None:
+    """Log what code of the model does besides computing, since steps will not do it."""
+    if observers:
+        _LOG.warning(
+            "%s: this happens when the model is recorded, and not in steps, which run the recorded torch calls. Name "
+            'modules in whole=, and the loss "loss", to call them as Python in every step.',
+            "; ".join(observers[:OBSERVERS_SHOWN])
+            + (f"; and {len(observers) - OBSERVERS_SHOWN} more" if len(observers) > OBSERVERS_SHOWN else ""),
+        )

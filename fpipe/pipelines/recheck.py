@@ -41,7 +41,7 @@ SHARE: Final = 0.005
 """How much of the time of steps recording again may take."""
 FIRST: Final = 1.0
 """Seconds that recording is assumed to take before it has been measured."""
-SHOWN: Final = 200
+CHARACTERS: Final = 200
 """The number of characters of a call that errors show."""
 
 
@@ -124,7 +124,7 @@ def _facts(unit: Unit) -> tuple[object, ...]:
 
 
 def _describe(unit: Unit | None) -> str:
-    return "no call" if unit is None else unit.does[:SHOWN] or "a call"
+    return "no call" if unit is None else unit.does[:CHARACTERS] or "a call"
 
 
 def _is_same_constant(old: Constant, new: object) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fpipe.capture.trace.backward_checks import require_own_attributes, require_same_variables
 from fpipe.capture.trace.comparison import RepeatRecorder
 from fpipe.capture.trace.fake_model import FakeModel
+from fpipe.capture.trace.observers import find_observers
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.recording import build_observed, build_tape
 from fpipe.capture.trace.reentrant_checks import require_own_parameters
@@ -80,6 +81,8 @@ def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> C
     segments = Segments(tape, model.seats_by_value(), set(sources), results, run.written, rehearsal.prepare)
     with rehearsal.prepare() as rehearse:
         require_same_again(tape, segments.whole, bool(run.written), rehearse)
+    calls = tuple([_summarize(frame, segments.whole) for frame in _all_frames(tape.frames)])
+    python = [call.path for call in calls if call.python]
     return Captured(
         units=tape.units,
         sources=sources,
@@ -89,7 +92,7 @@ def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> C
         fakes={value: fake(model.mode, local_part(values.tensors[value]), model.device) for value in sources},
         mode=model.mode,
         trainable=model.trainable,
-        calls=tuple([_summarize(frame, segments.whole) for frame in _all_frames(tape.frames)]),
+        calls=calls,
         observed=build_observed(recorder),
         dynamic=model.trainable if any(frame.branching for frame in tape.frames) else frozenset(),
         fuse=fuse_placed(segments.fuse, placed, arrivals) if has_holders(values.tensors.values()) else segments.fuse,
@@ -97,6 +100,7 @@ def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> C
         arrivals=arrivals,
         reassigned=recorder.reassignments.next_values,
         moved=run.changed_attributes,
+        observers=find_observers(model.skeleton, model.objective.loss, run.written, python),
     )
 
 

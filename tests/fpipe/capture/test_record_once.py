@@ -120,14 +120,28 @@ class Printing(nn.Module):
 
 @pytest.mark.parametrize("whole", [(), "1", Printing])
 @pytest.mark.parametrize("schedule", [HOW, zb_h1(ranks=2, microbatches=2)], ids=["1F1B", "ZB-H1"])
-def test_a_module_named_in_whole_runs_as_python_in_every_step(capsys, whole, schedule):
+def test_a_module_named_in_whole_runs_as_python_in_every_step(capsys, caplog, whole, schedule):
     model, x = nn.Sequential(nn.Linear(4, 4), Printing()), torch.randn(4, 4)
     pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=schedule, cuts=["1"], whole=whole)
     assert ("as Python   1 (Printing): named in whole" in str(pipe)) is bool(whole)
+    assert ("module 1 prints: this happens when the model is recorded" in caplog.text) is not bool(whole)
     assert capsys.readouterr().out
     fpipe.value_and_grad(pipe)(*pipe.init(model), (x,))
     assert capsys.readouterr().out.count("called") == (2 if whole else 0)
     assert fpipe.verify(pipe, model, (x,)).eager
+
+
+def test_a_list_that_a_loss_or_a_hook_fills_is_named(caplog):
+    seen, losses, x = [], [], torch.randn(4, 4)
+
+    def loss(outputs):
+        losses.append(1)
+        return outputs.mean()
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].register_forward_hook(lambda module, args, out: seen.append(1))
+    fpipe.pipeline(model, example=(x,), loss=loss, schedule=HOW, cuts=["1"])
+    assert "module 1 changes 'seen'; the loss changes 'losses': this happens when the model is recorded" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
