@@ -51,23 +51,53 @@ class StandIn(FakeTensor, metaclass=_StandInMeta):
     """The stand-in for `FakeTensor` in modules that look it up while a model runs on fake tensors."""
 
 
-class _TypeMeta(type):
-    """The metaclass of `Type`, which makes it behave like `type` in calls and in instance and subclass checks."""
+class _Type:
+    """The stand-in for `type`, with which the type of a fake tensor is `Tensor`, for threads that hide them.
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or not isinstance(args[0], FakeTensor) or not HIDING.newest(False):
-            return type(*args, **kwargs)
-        return nn.Parameter if isinstance(args[0], nn.Parameter) else Tensor
+    It is not a class, so that a class made meanwhile, in whichever thread, has `type` itself among its bases. Whatever
+    it returns for `type` is itself, so that `type(int) is type`.
+    """
 
-    def __instancecheck__(cls, instance: object) -> bool:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], FakeTensor) and HIDING.newest(False):
+            return nn.Parameter if isinstance(args[0], nn.Parameter) else Tensor
+        found = type(*args, **kwargs)
+        return self if found is type else found
+
+    def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, type)
 
-    def __subclasscheck__(cls, subclass: type) -> bool:
+    def __subclasscheck__(self, subclass: type) -> bool:
         return issubclass(subclass, type)
 
+    def __mro_entries__(self, bases: object) -> tuple[type]:
+        return (type,)
 
-class Type(type, metaclass=_TypeMeta):
-    """The stand-in for `type`, with which the type of a fake tensor is `Tensor`."""
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__mro_entries__":
+            return object.__getattribute__(self, name)
+        return getattr(type, name)  # `__new__` and `__class__` among them, which every object has
+
+    def __getitem__(self, item: Any) -> Any:
+        return type[item]
+
+    def __or__(self, other: Any) -> Any:
+        return type | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | type
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is type
+
+    def __hash__(self) -> int:
+        return hash(type)
+
+    def __repr__(self) -> str:
+        return repr(type)
+
+
+Type: Final = _Type()
 
 
 STAND_INS = (StandIn, Type)

@@ -150,10 +150,10 @@ class Builder:
 
 def _warn_of_observers(observers: Sequence[str]) -> None:
     """Log what code of the model does besides computing, since steps will not do it."""
+    shown, more = "; ".join(observers[:OBSERVERS_SHOWN]), len(observers) - OBSERVERS_SHOWN
     if observers:
         _LOG.warning(
             "%s: this happens when the model is recorded, and not in steps, which run the recorded torch calls. Name "
             'modules in whole=, and the loss "loss", to call them as Python in every step.',
-            "; ".join(observers[:OBSERVERS_SHOWN])
-            + (f"; and {len(observers) - OBSERVERS_SHOWN} more" if len(observers) > OBSERVERS_SHOWN else ""),
+            f"{shown}; and {more} more" if more > 0 else shown,
         )

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fpipe.capture.advice import LOSS, advise_on_errors, advise_on_values
 from fpipe.capture.generators import Generators
@@ -30,6 +29,8 @@ from fpipe.runtime.segments.seats import Seat, Seating
 from fpipe.tensors.attributes import as_parameter
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.tree import first_names
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class FakeModel:
@@ -165,7 +166,7 @@ def _in_frame(loss: Loss, recorder: Recorder, sealed: str) -> Loss:
 
 def _reads_counter(module: nn.Module) -> bool:
     """Return whether a module is a batch normalization that averages by a counter, the value of which it reads."""
-    return isinstance(module, _BatchNorm) and module.momentum is None and module.track_running_stats
+    return isinstance(module, BATCH_NORMS) and module.momentum is None and module.track_running_stats
 
 
 def find_seats(model: nn.Module, names: nn.Module) -> dict[Source, list[Seat]]:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps run what a capture recorded, and get the bits and layouts of one device."""
 
+from queue import SimpleQueue
+from threading import Thread
+
 import numpy as np
 import pytest
 import torch
@@ -151,3 +154,37 @@ def test_code_compiled_by_torch_runs_as_a_whole():
     pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=HOW, cuts=["1"])
     assert "as Python   1 (OptimizedModule): code compiled by torch.compile" in str(pipe)
     assert fpipe.verify(pipe, model, (x,)).eager
+
+
+class Elsewhere(nn.Module):
+    """Has another thread ask about types, and make a class, while it is recorded."""
+
+    seen = SimpleQueue()
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        thread = Thread(target=self.ask)
+        thread.start()
+        thread.join()
+        return self.inner(x)
+
+    def ask(self):
+        class Meta(type):
+            pass
+
+        class Plain:
+            pass
+
+        self.seen.put(
+            (type(int) is type, {type: 1}.get(type(int)), isinstance(int, type), Meta.__mro__[1:], type(Plain))
+        )
+
+
+def test_other_threads_see_the_built_in_type_while_a_model_is_recorded():
+    model, x = nn.Sequential(nn.Linear(4, 4), Elsewhere()), torch.randn(4, 4)
+    fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=HOW, cuts=["1"])
+    assert Elsewhere.seen.qsize()
+    assert Elsewhere.seen.get() == (True, 1, True, (type, object), type)
