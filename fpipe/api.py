@@ -135,8 +135,7 @@ def pipeline(
     Every step uses the parameters, the buffers and the batch, with its numbers and flags, that it is passed. The
     pipeline takes a snapshot of everything else now. If the model changes later in a way that matters (an attribute, a
     mode, what is frozen), the next step raises; `pipe.rebuilt(model)` returns the pipeline of the changed model. The
-    same goes for a global, a closed-over variable or an attribute of the loss, unless the code that reads it runs as
-    Python in every step and so sees the change: `fpipe.watching.watch` says when.
+    same goes for a global, a class attribute, a closed-over variable or an attribute of the loss.
 
     Raise `CaptureError`, `CutError`, `InputError`, `ScheduleError` or `TransportError`, before anything is sent.
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assumed answers to reads of values, which fake tensors lack: false, zero, no indices; but values are finite.
+"""Assumed answers to reads of values, which fake tensors lack: false, zero or 1.0, no indices; but all are finite.
 
 So `if not torch.isfinite(x).all()` takes the usual path, whose gradients have the memory layout of most batches.
 
-Only modules that always run as is get these answers. The path that they take on fake tensors determines only the shapes
+Only modules that always run as Python get these answers, and guards inside torch's own functions. The path that they take on fake tensors determines only the shapes
 of their outputs; in a step, they branch on the real values. torch's own checks of all elements are assumed to pass;
 they are recorded, and check the real values in every step.
 

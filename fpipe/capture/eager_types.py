@@ -4,7 +4,7 @@
 Problem. Libraries behave differently while they are traced: they keep a mask that an eager run would drop, or skip a
 check. A stage would then compute something other than the model on one device.
 
-Idea. Nothing is traced here: modules later run as is. So for all code but torch's and fpipe's,
+Idea. What is recorded here is what an eager run would do. So for all code but torch's and fpipe's,
 `isinstance(x, FakeTensor)` is false and `type(x)` is `Tensor`: during the run, the name `type` refers to `Type` in the
 modules of users and their libraries. Other checks, such as `torch.compiler.is_compiling()` and
 `torch.jit.is_tracing()`, already answer as in an eager run, because no compiler is active.

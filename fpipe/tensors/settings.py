@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's process-wide settings, which select kernels and default dtypes.
 
-Problem. A forward may change them around some calls, as with `torch.backends.mkldnn.flags`. A module that runs as is
-does so in every step. But a module that a cut goes through, or a graph of operators, would run without the change.
+Problem. A forward may change them around some calls, as with `torch.backends.mkldnn.flags`. A module that runs as
+Python does so in every step. But recorded torch calls, or a graph of operators, would run without the change.
 
 Idea. At each torch call, compare the settings with those in force when the enclosing module's call began.
 

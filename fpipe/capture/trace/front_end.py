@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default front end: run the model on fake tensors, record the run, and build the segments that stages run.
 
-A module that falls entirely within one stage is called as is, with the step's parameters in place, so custom autograd
-functions, checkpointing, hooks, autocast and anything else its author wrote keep working. Only the code between such
-modules is replayed one torch call at a time. If there are no cuts, the model itself is called as is.
+A stage runs the torch calls that were recorded, wherever its cuts are. Only whole calls run as Python again, with the
+step's parameters in place (`fpipe.capture.trace.whole`).
 
 Runs when a plan is made; the segments that it builds run in every step.
 """
