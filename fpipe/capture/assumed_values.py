@@ -3,9 +3,9 @@
 
 So `if not torch.isfinite(x).all()` takes the usual path, whose gradients have the memory layout of most batches.
 
-Only modules that always run as Python get these answers, and guards inside torch's own functions. The path that they take on fake tensors determines only the shapes
-of their outputs; in a step, they branch on the real values. torch's own checks of all elements are assumed to pass;
-they are recorded, and check the real values in every step.
+Only modules that always run as Python get these answers, and guards inside torch's own functions. The path that they
+take on fake tensors determines only the shapes of their outputs; in a step, they branch on the real values. torch's own
+checks of all elements are assumed to pass; they are recorded, and check the real values in every step.
 
 Runs when a pipeline is built, and when a new kind of batch first comes; recorded checks run in every step.
 """
