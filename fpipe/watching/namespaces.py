@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -95,17 +95,18 @@ class _NamespaceFinder:
         found: dict[int, tuple[dict[str, Any], set[str]]] = {}
         for function in self.reach.functions:
             table = function.__globals__
-            names = self.accesses.names_of(function.__code__).outer & table.keys()
+            names = self.reach.names_of(function.__code__).outer & table.keys()
             found.setdefault(id(table), (table, set()))[1].update(names)
         return found.values()
 
-    def _owners(self) -> Iterator[tuple[type | ModuleType, Collection[str]]]:
-        """Yield classes and Python modules, each with the names that are read."""
+    def _owners(self) -> Iterable[tuple[type | ModuleType, set[str]]]:
+        """Return classes and Python modules, each once, with the names that are read."""
         names = self.accesses.names.attributes
+        found: dict[type | ModuleType, set[str]] = {file: {*names} for file in self.reach.files}
         for kind in self.reach.classes:
-            read = names | self.reads.read.get(kind, set())
-            yield from [(base, read) for base in kind.__mro__ if is_users(base)]
-        yield from [(module, names) for module in self.reach.files]
+            for base in [base for base in kind.__mro__ if is_users(base)]:
+                found.setdefault(base, {*names}).update(self.reads.read.get(kind, ()))
+        return found.items()
 
     def _root(self, root: Any) -> Iterator[Namespace]:
         """Yield the namespaces of a loss that is a module or another object with attributes."""
