@@ -51,8 +51,9 @@ class Reach(Walk):
 
     LEAVES = (Tensor, *PLAIN_VALUES, BuiltinFunctionType, CodeType)
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], names_of: Callable[[CodeType], CodeNames]) -> None:
         super().__init__()
+        self.names_of = names_of
         self.classes: list[type] = []
         self.files: list[ModuleType] = []
         self.objects: list[Any] = []
@@ -108,10 +109,9 @@ class Reach(Walk):
 
     def _code(self, function: FunctionType) -> list[Any]:
         self.functions.append(function)
-        names = code_names(function)
-        self.names |= names
+        self.names |= code_names(function)
         table = function.__globals__
-        return [*held(function), *[table[name] for name in names & table.keys()]]
+        return [*held(function), *[table[name] for name in self.names_of(function.__code__).outer & table.keys()]]
 
 
 class Accesses:
@@ -123,12 +123,12 @@ class Accesses:
       closed-over variable, the id of its cell, and no name. `growing`: the ids of containers that get new elements.
     """
 
-    def __init__(self, reach: Reach, names_of: Callable[[CodeType], CodeNames]) -> None:
-        self.reach, self.names_of, self.names = reach, names_of, CodeNames()
+    def __init__(self, reach: Reach) -> None:
+        self.reach, self.names = reach, CodeNames()
         self.own = defaultdict[type, set[str]](set)
         self.assigned, self.growing = set[tuple[int, str]](), set[int]()
         for function in reach.functions:
-            found = names_of(function.__code__)
+            found = reach.names_of(function.__code__)
             self.names |= found
             if function in reach.methods:
                 self.own[reach.methods[function]] |= found.own

@@ -10,9 +10,10 @@ Runs when a plan is made, to find namespaces, and in every step, to compare them
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -24,7 +25,7 @@ from fpipe.tensors.closures import closure_variables
 from fpipe.watching.accesses import Accesses
 from fpipe.watching.attribute_reads import Reads
 from fpipe.watching.containers import Expectations, ExpectedContainer, ExpectedEntries, select_relevant
-from fpipe.watching.expectation import Difference, Expectation, ExpectedValue
+from fpipe.watching.expectation import Difference, Expectation, ExpectedValue, expect_object
 from fpipe.watching.model_state import NOT_ATTRIBUTES
 
 IGNORED_TYPES = (ModuleType, logging.Logger, logging.LoggerAdapter)
@@ -32,19 +33,24 @@ IGNORED_TYPES = (ModuleType, logging.Logger, logging.LoggerAdapter)
 
 
 class Namespace(NamedTuple):
-    """A namespace that code reads: a function that returns it, the expected entries, and its name in errors."""
+    """A namespace that code reads: a function that returns it, the expected entries, and its name in errors.
 
-    now: Callable[[], Mapping[str, Any]]
+    The function returns `None` if the namespace no longer exists.
+    """
+
+    now: Callable[[], Mapping[str, Any] | None]
     expected: ExpectedEntries
     where: str
 
     def holds(self) -> bool:
         """Return whether it is unchanged."""
-        return self.expected.holds(self.now())
+        found = self.now()
+        return found is None or self.expected.holds(found)
 
     def differences(self) -> Iterator[Difference]:
         """Yield what has changed."""
-        return self.expected.differences(self.now(), self.where)
+        found = self.now()
+        return iter(()) if found is None else self.expected.differences(found, self.where)
 
 
 def find_namespaces(roots: Iterable[Any], reads: Reads, accesses: Accesses) -> tuple[Namespace, ...]:
@@ -81,24 +87,26 @@ class _NamespaceFinder:
             variables = closure_variables(function)
             values = {name: one for name, one in variables.items() if not isinstance(one, FunctionType | type)}
             where = f"{function.__module__}.{function.__qualname__}, which closes over "
-            yield from self._namespace(partial(closure_variables, function), function, values, where)
+            now = partial(_variables, weakref.ref(function))  # what it closes over may be the model
+            yield from self._namespace(now, function, values, where)
 
     def _globals(self) -> Iterable[tuple[dict[str, Any], set[str]]]:
         """Return the tables of globals, each with the names that are read."""
         found: dict[int, tuple[dict[str, Any], set[str]]] = {}
         for function in self.reach.functions:
             table = function.__globals__
-            names = self.accesses.names_of(function.__code__).outer & table.keys()
+            names = self.reach.names_of(function.__code__).outer & table.keys()
             found.setdefault(id(table), (table, set()))[1].update(names)
         return found.values()
 
-    def _owners(self) -> Iterator[tuple[type | ModuleType, Collection[str]]]:
-        """Yield classes and Python modules, each with the names that are read."""
+    def _owners(self) -> Iterable[tuple[type | ModuleType, set[str]]]:
+        """Return classes and Python modules, each once, with the names that are read."""
         names = self.accesses.names.attributes
+        found: dict[type | ModuleType, set[str]] = {file: {*names} for file in self.reach.files}
         for kind in self.reach.classes:
-            read = names | self.reads.read.get(kind, set())
-            yield from [(base, read) for base in kind.__mro__ if is_users(base)]
-        yield from [(module, names) for module in self.reach.files]
+            for base in [base for base in kind.__mro__ if is_users(base)]:
+                found.setdefault(base, {*names}).update(self.reads.read.get(kind, ()))
+        return found.items()
 
     def _root(self, root: Any) -> Iterator[Namespace]:
         """Yield the namespaces of a loss that is a module or another object with attributes."""
@@ -113,7 +121,7 @@ class _NamespaceFinder:
             yield from self._namespace(partial(dict, loss=root), None, {"loss": root}, "the ")
 
     def _namespace(
-        self, now: Callable[[], Mapping[str, Any]], owner: object, values: Mapping[str, Any], where: str
+        self, now: Callable[[], Mapping[str, Any] | None], owner: object, values: Mapping[str, Any], where: str
     ) -> Iterator[Namespace]:
         """Yield a namespace with these `values` of `owner`, if any of them can be compared."""
         fixed = {name: one for name, one in values.items() if not self.accesses.is_assigned(owner, name)}
@@ -132,8 +140,16 @@ class _NamespaceFinder:
         if any(value is stand_in for stand_in in STAND_INS):  # a capture is in progress
             return None
         is_code = isinstance(value, type) or (callable(value) and type(value).__module__ in ("builtins", "functools"))
+        if is_code and isinstance(value, MethodType | partial):  # what they hold may be the model
+            return expect_object(value)
         expectation = ExpectedValue(value) if is_code else self.expectations.expect(value)
         return None if isinstance(value, IGNORED_TYPES) else expectation
+
+
+def _variables(function: Callable[[], FunctionType | None]) -> Mapping[str, Any] | None:
+    """Return what a function closes over; `None` if it no longer exists."""
+    alive = function()
+    return None if alive is None else closure_variables(alive)
 
 
 def _same_table(table: Mapping[str, Any]) -> Mapping[str, Any]:

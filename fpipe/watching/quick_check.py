@@ -13,16 +13,19 @@ Runs in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from operator import itemgetter
+from itertools import chain, repeat
+from operator import is_, itemgetter
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from fpipe.watching.containers import ExpectedEntries
+from fpipe.model.walk import NOT_SET
+from fpipe.watching.containers import ExpectedContainer, ExpectedEntries
+from fpipe.watching.expectation import Expectation
 from fpipe.watching.model_state import ModuleState, gradient_flag
+from fpipe.watching.namespaces import Namespace
 
 Lists: TypeAlias = tuple[list[Any], ...]
 
@@ -85,3 +88,40 @@ def _tensor_lists(parameters: Sequence[dict[str, Tensor | None]], buffers: Seque
     flags = [gradient_flag(p) for p in found if p is not None]
     missing = [(name, one is None) for table in buffers for name, one in table.items()]
     return [*_flatten(parameters)], [*map(id, found)], flags, missing
+
+
+@dataclass(frozen=True, eq=False)
+class QuickNamespaces:
+    """A comparison of many namespaces in one sweep; all of the values must be the expected objects.
+
+    - `now`: the functions that return the namespaces. `keys`: of plain values, for each. `values`: these, in one list.
+    - `inner`: the expectations of the other values, with the position of the namespace and the key.
+    """
+
+    now: Sequence[Callable[[], Mapping[str, Any] | None]]
+    keys: Sequence[tuple[Any, ...]]
+    values: Sequence[Any]
+    inner: Sequence[tuple[int, Any, Expectation]]
+
+    @classmethod
+    def of(cls, namespaces: Sequence[Namespace]) -> QuickNamespaces:
+        """Return a check of these namespaces."""
+        tables = [one.expected for one in namespaces]
+        found = [(k, key, child) for k, table in enumerate(tables) for key, child in table.inner]
+        found += [
+            (k, key, ExpectedContainer.of(kind, {}, 0, None, 0))
+            for k, table in enumerate(tables)
+            for key, kind in zip(table.empty, table.kinds, strict=True)
+        ]
+        values = [*_flatten(table.values for table in tables)]
+        return cls([one.now for one in namespaces], [table.keys for table in tables], values, found)
+
+    def passes(self) -> bool:
+        """Return whether all namespaces still exist and hold the same."""
+        tables = [now() for now in self.now]
+        known = [table for table in tables if table is not None]
+        if len(known) < len(tables):
+            return False
+        missing = repeat(NOT_SET)
+        now = [value for table, keys in zip(known, self.keys, strict=True) for value in map(table.get, keys, missing)]
+        return all(map(is_, now, self.values)) and all(child.holds(known[k].get(key)) for k, key, child in self.inner)

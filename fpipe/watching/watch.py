@@ -32,7 +32,7 @@ from fpipe.watching.containers import ExpectedEntries
 from fpipe.watching.expectation import Difference, ExpectedValue
 from fpipe.watching.model_state import ModelState, ModuleState
 from fpipe.watching.namespaces import Namespace, find_namespaces
-from fpipe.watching.quick_check import QuickCheck
+from fpipe.watching.quick_check import QuickCheck, QuickNamespaces
 
 MAX_SHOWN = 5
 """The number of differences that one error lists."""
@@ -59,7 +59,7 @@ class Watch:
     def require_unchanged(self) -> None:
         """Raise `InputError`, naming modules and attributes, if anything has changed."""
         is_same = self._quick_check.passes() or self._holds()
-        if is_same and all(namespace.holds() for namespace in self.outside):
+        if is_same and (self._quick_namespaces.passes() or all(one.holds() for one in self.outside)):
             return
         inside = [one for state in self.modules for one in state.differences()]
         if not is_same and not inside:
@@ -78,6 +78,11 @@ class Watch:
     def _quick_check(self) -> QuickCheck:
         """A check that the model looks as it did at the first step, if nothing had changed by then."""
         return QuickCheck.of(self.modules if self._holds() else ())
+
+    @cached_property
+    def _quick_namespaces(self) -> QuickNamespaces:
+        """A check that the namespaces hold exactly the expected objects."""
+        return QuickNamespaces.of(self.outside)
 
     def _holds(self) -> bool:
         """Return whether all modules that exist are unchanged and, if all exist, have as many parameters in total."""
@@ -119,7 +124,7 @@ class Watcher:
 
     def watch(self, reads: Reads, training: bool) -> Watch:
         """Return the watch over what a capture with these `reads` assumed."""
-        accesses = Accesses(Reach(self._roots(reads)), self._names)
+        accesses = Accesses(Reach(self._roots(reads), self._names))
         losses = [] if self.loss is None else [self.loss]
         outside = find_namespaces(losses, reads, accesses)
         modules = self.origin.select(reads, accesses, training)

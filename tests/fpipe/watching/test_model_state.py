@@ -225,6 +225,30 @@ def test_a_deleted_model_is_freed_and_not_compared(backward):
     assert torch.equal(fpipe.value_and_grad(pipe)(*state, (x,), y)[0].loss, want.loss)
 
 
+class Hooked(nn.Linear):
+    """Hooks that close over their module, and a function that holds one of its methods."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.gain, self.scaled = 1.0, lambda x, own=self.scale: own(x)
+        self.register_forward_hook(lambda module, args, out: self.scaled(out))
+
+    def scale(self, x):
+        return x * self.gain
+
+
+def test_a_deleted_model_is_freed_although_its_hooks_close_over_it():
+    model, x = nn.Sequential(Hooked(), Hooked()), torch.randn(6, 4)
+    how = one_f_one_b(ranks=2, microbatches=3)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=how, cuts=["1"])
+    state, refs = pipe.init(model), [weakref.ref(one) for one in model.modules()]
+    want = fpipe.value_and_grad(pipe)(*state, (x,))[0].loss
+    del model
+    gc.collect()
+    assert not any(ref() is not None for ref in refs)
+    assert torch.equal(fpipe.value_and_grad(pipe)(*state, (x,))[0].loss, want)
+
+
 def test_a_part_that_outlives_the_model_is_still_compared():
     pipe, model, _, x, y = build()
     state, norm = pipe.init(model), model.blocks[1].norm

@@ -95,15 +95,15 @@ def test_front_ends_that_make_a_graph_notice_every_change(capture, monkeypatch):
 
 
 class Noted(nn.Module):
-    """Reads a global, an attribute of a helper, and assigns attributes of the same names to another object."""
+    """Reads a global, an attribute of a helper, and assigns attributes of the same names to other objects."""
 
     def __init__(self, common):
         super().__init__()
-        self.linear, self.common = nn.Linear(4, 4), common
+        self.linear, self.common, self.other = nn.Linear(4, 4), common, SimpleNamespace()
 
     def forward(self, x):
         note = SimpleNamespace()
-        note.SCALE = note.temperature = 1
+        note.SCALE = note.temperature = self.other.SCALE = self.other.temperature = 1
         return self.linear(x) * SCALE * self.common.temperature
 
 
