@@ -178,3 +178,61 @@ def test_a_whole_call_that_turns_gradients_off_is_exact(by_hand):
         model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["2"], unsplittable=Ungraded
     )
     assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
+
+
+class Attached(nn.Module):
+    """Adds what the module around it has left in an attribute, under hooks that only a whole call keeps."""
+
+    def __init__(self, around: list[nn.Module]) -> None:
+        super().__init__()
+        self.linear, self.around = nn.Linear(WIDTH, WIDTH), around
+
+    def forward(self, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return self.linear(x) * self.around[0].left
+
+
+class Around(nn.Module):
+    """Leaves a tensor in an attribute for the module inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around = [self]
+        self.inner = Attached(self.around)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left = x.sin()
+        return self.inner(x)
+
+
+def test_a_whole_call_that_needs_the_one_around_it_runs_inside_it():
+    (inputs, targets), model = rows_of()(6), nn.Sequential(nn.Linear(WIDTH, WIDTH), Around(), nn.Linear(WIDTH, WIDTH))
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=["1"])
+    assert "as Python   1 (Around): a call inside it cannot run without it" in str(pipe)
+    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
+
+
+class CastInside(nn.Module):
+    """Checkpoints a function that enters autocast and leaves grad mode for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.linear(x).abs().mean()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.linear(x)
+        return y.float() / scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_a_checkpointed_function_keeps_the_modes_that_it_enters(backward):
+    (inputs, targets), model = rows_of()(6), nn.Sequential(CastInside(), CastInside())
+    how = one_f_one_b(2, 3)
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["1"], backward=backward)
+    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
