@@ -358,6 +358,8 @@ class Pipeline:
 
     def __exit__(self, *error: object) -> None:
         """Close the pipeline."""
+        if error[0] is not None:
+            self.rechecks.spent = 0.0  # what happened must not be hidden by what recording again would find
         self.close()
 
     def __str__(self) -> str:

@@ -92,6 +92,15 @@ def test_a_save_and_the_end_of_a_pipeline_find_it(tmp_path):
     assert pipe.ranks.is_closed
 
 
+def test_the_end_of_a_pipeline_does_not_hide_an_error():
+    pipe, _, _, change = build("an array")
+    with pytest.raises(KeyError, match="mine"), pipe:  # noqa: PT012
+        change()
+        pipe.rechecks.spent = pipe.rechecks.cost
+        raise KeyError("mine")
+    assert pipe.ranks.is_closed
+
+
 def test_recording_again_finds_nothing_where_nothing_has_changed():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)), torch.randn(8, 4)
     how = one_f_one_b(ranks=2, microbatches=2)
