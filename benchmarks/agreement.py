@@ -26,10 +26,10 @@ import fpipe
 from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
 from benchmarks.common.rows import Reach, most, row
-from fpipe.ir.variant import TRAINING
+from fpipe.network.envelope import Envelope
 from fpipe.pipelines.fields import CommonArguments, call_fields
 from fpipe.pipelines.handshake import agree_on_plan
-from fpipe.runtime.transport.envelope import Envelope
+from fpipe.record.variant import TRAINING
 from fpipe.tensors.spec import Spec
 from schedules import one_f_one_b, parse
 

@@ -29,7 +29,7 @@ import fpipe
 from benchmarks.common.rows import most, row
 from benchmarks.common.turns import medians
 from fpipe.cutting.repetition import Repetition
-from fpipe.report.footprint import measure_footprints
+from fpipe.pipelines.footprint import measure_footprints
 from fpipe.stages import assembly as assemblies
 from fpipe.stages.assembly import Assembly
 from fpipe.tensors.spec import Spec

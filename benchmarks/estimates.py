@@ -18,7 +18,7 @@ import torch
 
 import fpipe
 from benchmarks.common.rows import most, row
-from fpipe.report.description import format_bytes
+from fpipe.pipelines.description import format_bytes
 from schedules import Link
 
 RANKS, MICROBATCHES, LENGTH, MEMORY = 8, 16, 4096, "80GB"

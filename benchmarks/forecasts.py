@@ -54,7 +54,7 @@ from schedules import (
 
 MICROBATCHES, WORDS, LENGTH = 4, 256, 64
 ROUNDS, STEPS, LONG_ENOUGH, PROFILING = 3, 5, 0.2, 0.5
-CLOCKS: Final = ("fpipe.runtime.recording.perf_counter", "fpipe.planning.profiler.perf_counter")
+CLOCKS: Final = ("fpipe.network.recording.perf_counter", "fpipe.planning.profiler.perf_counter")
 SLEEPS: Final = (0.002, 0.008)  # the seconds that a layer's forward and the halves of its backward last
 
 

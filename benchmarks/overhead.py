@@ -29,14 +29,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 import fpipe
 from benchmarks.common.rows import figure, most, row
 from benchmarks.common.turns import Function, device, medians
-from fpipe.autodiff.backends import Backward
-from fpipe.ir.variant import TRAINING
+from fpipe.network.one_process import LocalRanks
 from fpipe.pipelines.inputs import scatter
 from fpipe.pipelines.step import run_plan
+from fpipe.record.variant import TRAINING
 from fpipe.runtime.executor import Execution, Inputs, StageCrossing, StageLike
 from fpipe.runtime.instructions import link
-from fpipe.runtime.transport.interface import Transport
-from fpipe.runtime.transport.local import LocalRanks
+from fpipe.runtime.transport import Transport
+from fpipe.stages.backends import Backward
 from schedules import Action, B, F, Schedule, Span, gpipe, interleaved_1f1b, lower, one_f_one_b, zb_h1
 
 STAGES, MICROBATCHES, WIDTH, ROUNDS = 4, 32, 8, 60

@@ -30,11 +30,11 @@ import fpipe
 import schedules
 from benchmarks.common import ranks
 from benchmarks.common.rows import most, row
-from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.inputs import scatter
+from fpipe.record.variant import TRAINING
 from fpipe.runtime.executor import Execution
 from fpipe.runtime.instructions import link
-from fpipe.runtime.transport.interface import Transport
+from fpipe.runtime.transport import Transport
 from fpipe.stages.stage import Stage
 from schedules import Costs, Schedule, simulate
 

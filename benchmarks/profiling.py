@@ -28,14 +28,14 @@ from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
 from benchmarks.common.rows import most, row
 from benchmarks.common.turns import timed, without_collection
-from fpipe.ir.variant import TRAINING
+from fpipe.network.recording import Record
 from fpipe.pipelines.inputs import scatter
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import run_plan
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.variant import TRAINING
 from fpipe.runtime.executor import Execution, Inputs, Outcome
-from fpipe.runtime.recording import Record
-from fpipe.runtime.transport.interface import Transport
+from fpipe.runtime.transport import Transport
 from fpipe.tensors import random
 from schedules import Span, one_f_one_b
 

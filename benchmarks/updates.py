@@ -31,11 +31,11 @@ import schedules
 from benchmarks.common import ranks
 from benchmarks.common.rows import most, row
 from benchmarks.prediction import COSTS, UNIT, WIDTH, Sleeping, hurry, lateness
-from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.inputs import scatter
+from fpipe.record.variant import TRAINING
 from fpipe.runtime.executor import Execution
 from fpipe.runtime.instructions import link
-from fpipe.runtime.transport.interface import Transport
+from fpipe.runtime.transport import Transport
 from schedules import Costs, Program, Schedule, simulate, update_weights
 
 ROUNDS: Final = 3

@@ -27,7 +27,6 @@ from fpipe.inference.generation import generate
 from fpipe.inference.predictions import predict, stream
 from fpipe.inference.sampling import choose_likeliest, sample
 from fpipe.meshes.arguments import Sharded
-from fpipe.model.parts import ModuleGraph, Part
 from fpipe.pipelines.handshake import require_same
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
@@ -36,7 +35,8 @@ from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.planning.profiler import profile
 from fpipe.planning.roofline import Roofline
-from fpipe.timelines import costs, timeline
+from fpipe.planning.timelines import costs, timeline
+from fpipe.record.model.parts import ModuleGraph, Part
 from fpipe.training.clipping import clip, clip_value
 from fpipe.training.loss_scale import LossScale
 from fpipe.training.masters import masters

@@ -13,7 +13,7 @@ import argparse
 import sys
 from inspect import getdoc
 
-from fpipe.commands.plans import add_plan, print_plan
+from fpipe.planning.commands import add_plan, print_plan
 from schedules.commands.process import run_command
 
 

@@ -19,27 +19,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.arguments import require_arguments
-from fpipe.autodiff.backends import Backward, backend_of
-from fpipe.batching.batch import find_home
-from fpipe.batching.loss_weights import Weight
-from fpipe.capture.modules import as_module
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import CutsArgument, parse_cuts
-from fpipe.ir.captured import CaptureFunction, FrontEnd
-from fpipe.ir.objective import Loss
 from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded
+from fpipe.network.launch import enter_job, resolve_group
+from fpipe.network.recording import Record
 from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
+from fpipe.pipelines.batch import find_home
 from fpipe.pipelines.builder import Builder, agree_on_place, make_batchings
 from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.loss_weights import Weight
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
 from fpipe.pipelines.step import ValueAndGrad, agree_to_train, make_evaluation_step, training_variant
 from fpipe.planning.plan import Plan, take_plan
-from fpipe.runtime.launch import enter_job, resolve_group
-from fpipe.runtime.recording import Record
+from fpipe.record.capture.modules import as_module
+from fpipe.record.captured import CaptureFunction, FrontEnd
+from fpipe.record.objective import Loss
+from fpipe.stages.backends import Backward, backend_of
 from fpipe.stages.ties import Tied
+from fpipe.tensors.arguments import require_arguments
 from fpipe.verification.comparison import Verification
 from fpipe.verification.reference import make_reference_step
 from fpipe.verification.verify import Trial, verify_steps

@@ -54,7 +54,7 @@ Here is one for chains of layers. Each layer is a unit that takes its weight and
 Runs when a pipeline is built.
 """
 
-from fpipe.ir.captured import (
+from fpipe.record.captured import (
     BatchLeaf,
     Buffer,
     Call,
@@ -69,7 +69,7 @@ from fpipe.ir.captured import (
     Unit,
     Value,
 )
-from fpipe.ir.objective import Objective
+from fpipe.record.objective import Objective
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.tree import Structure, flatten
 

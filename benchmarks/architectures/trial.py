@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from subject import Subject, UntriedError, loss_of, said, subject
 
 import fpipe
-from fpipe.autodiff.backends import Backward
+from fpipe.stages.backends import Backward
 from schedules import Schedule, interleaved_1f1b, one_f_one_b, v_1f1b
 
 MICROBATCHES, DROPOUT = 2, 0.1

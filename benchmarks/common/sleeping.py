@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from fpipe.autodiff.graph.operators import LIGHT
+from fpipe.stages.graph.operators import LIGHT
 
 WIDTH: Final = 8
 
@@ -84,7 +84,7 @@ class SleepingLayer(nn.Module):
 @contextmanager
 def weights_may_rest() -> Iterator[None]:
     """Let a weight half sleep, as it runs other operators after products, inside the `with` block."""
-    with patch("fpipe.autodiff.graph.phases.LIGHT", LIGHT | {torch.ops.sleeping.rest.default}):
+    with patch("fpipe.stages.graph.phases.LIGHT", LIGHT | {torch.ops.sleeping.rest.default}):
         yield
 
 

@@ -20,10 +20,10 @@ from fpipe.checkpoints.manifest import write_durably
 from fpipe.checkpoints.save import count_processes, own_index, owned_names, require_whole_state
 from fpipe.checkpoints.shards import copy_to_host, shard_name, write_shard
 from fpipe.errors import InputError
+from fpipe.network.agreement import Field
 from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.runtime.transport.agreement import Field
 from fpipe.weights.files import as_path, make_folder
 from fpipe.weights.loading import list_transient_buffers
 from fpipe.weights.safetensors import INDEX

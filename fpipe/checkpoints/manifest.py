@@ -35,9 +35,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from fpipe.arguments import require_arguments
 from fpipe.checkpoints.shards import shard_name
 from fpipe.errors import InputError
+from fpipe.tensors.arguments import require_arguments
 from fpipe.weights.files import AnyPath, as_path, read_text, require_regular
 from schedules.errors import quote
 

@@ -25,8 +25,8 @@ from torch.distributed import ProcessGroup
 
 from fpipe.errors import InputError
 from fpipe.meshes.copies import PipelineCopies
-from fpipe.runtime.ranks import Ranks
-from fpipe.runtime.transport.waiting import Awaited, await_all, break_group, reporting
+from fpipe.network.ranks import Ranks
+from fpipe.network.waiting import Awaited, await_all, break_group, reporting
 from fpipe.tensors.placed import whole_tensor
 from fpipe.tensors.spec import Spec
 from fpipe.weights.safetensors import open_safetensors, require_library, wrap_read_errors

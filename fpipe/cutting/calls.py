@@ -22,10 +22,10 @@ from typing import NamedTuple, TypeAlias
 
 from torch import nn
 
-from fpipe.capture.modules import Chain
 from fpipe.errors import CutError
-from fpipe.ir.captured import Call, Captured, Unit
-from fpipe.model.parts import ModuleGraph
+from fpipe.record.capture.modules import Chain
+from fpipe.record.captured import Call, Captured, Unit
+from fpipe.record.model.parts import ModuleGraph
 
 Selector: TypeAlias = str | type
 WILDCARDS = "*?["

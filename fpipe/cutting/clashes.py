@@ -14,8 +14,8 @@ from itertools import pairwise
 
 from fpipe.cutting.balance import Forbidden, Positions, Refusal
 from fpipe.cutting.routing import ClashError, route
-from fpipe.ir.captured import Buffer, Captured, Constant, Observed, Parameter, Value
-from fpipe.ir.observation import observe
+from fpipe.record.captured import Buffer, Captured, Constant, Observed, Parameter, Value
+from fpipe.record.observation import observe
 
 
 def refusals(captured: Captured) -> Callable[[Positions], Refusal | None]:

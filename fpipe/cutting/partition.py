@@ -17,15 +17,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from fpipe.arguments import describe_argument
-from fpipe.capture.advice import LOSS
 from fpipe.cutting.balance import Positions, Refusal, balance
 from fpipe.cutting.calls import Calls, Mark, Selector, describe_selector, is_pattern, selects
 from fpipe.cutting.clashes import refusals
 from fpipe.cutting.purity import Purity
 from fpipe.errors import CutError
-from fpipe.ir.captured import Call, Captured, Parameter
-from fpipe.ir.observation import observe
+from fpipe.record.capture.advice import LOSS
+from fpipe.record.captured import Call, Captured, Parameter
+from fpipe.record.observation import observe
+from fpipe.tensors.arguments import describe_argument
 from schedules import Schedule
 from schedules.language.arguments import each
 

@@ -22,7 +22,7 @@ from fpipe.cutting.calls import Calls
 from fpipe.cutting.clashes import refusals
 from fpipe.cutting.partition import Cuts, Evenly
 from fpipe.errors import CutError
-from fpipe.ir.captured import Call, Captured
+from fpipe.record.captured import Call, Captured
 
 
 def find_places(captured: Captured, model: nn.Module, cuts: Cuts, most: int) -> Positions:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from fpipe.ir.captured import BatchLeaf, Captured, Observed, Parameter, Value
+from fpipe.record.captured import BatchLeaf, Captured, Observed, Parameter, Value
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from fpipe.cutting.purity import Purity
-from fpipe.ir.captured import Call, Value
+from fpipe.record.captured import Call, Value
 
 
 def find_absent(purity: Purity, repeated: Collection[Value], leaving: Iterable[Value]) -> frozenset[int]:

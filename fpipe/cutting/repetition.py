@@ -36,7 +36,7 @@ from torch import Tensor
 from fpipe.cutting.purity import Purity
 from fpipe.cutting.removal import find_absent
 from fpipe.cutting.traffic import measure, stored_bytes
-from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Observed, Unit, Value
+from fpipe.record.captured import BatchLeaf, Buffer, Captured, Observed, Unit, Value
 
 RATIO = 32
 """Memory over links: an H100 has 3,350 GB/s of memory, 50 of InfiniBand, and 450 of NVLink."""

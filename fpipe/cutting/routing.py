@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fpipe.cutting.repetition import Repetition
 from fpipe.errors import CutError
-from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Constant, Observed, Parameter, Unit, Value
+from fpipe.record.captured import BatchLeaf, Buffer, Captured, Constant, Observed, Parameter, Unit, Value
 
 Routes = Mapping[int, tuple[Value, ...]]
 

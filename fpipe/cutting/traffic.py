@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from fpipe.ir.captured import Captured, Value
-from fpipe.torch_private import OpOverload, TorchDispatchMode
+from fpipe.record.captured import Captured, Value
+from fpipe.tensors.torch_private import OpOverload, TorchDispatchMode
 
 OPERATIONS_PER_BYTE = 10
 """Floating-point operations in the time of a byte: 20 in float32 on an H100, without tensor cores; 10 on CPUs."""

@@ -23,9 +23,9 @@ from torch import nn
 from fpipe.api import ValueAndGrad, evaluate, value_and_grad
 from fpipe.errors import InputError
 from fpipe.inference.predictions import predict
-from fpipe.model.stateless import on_meta, skeleton
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
+from fpipe.record.model.stateless import on_meta, skeleton
 
 KEPT_PIPELINES = 8
 PLAIN_TYPES = (bool, int, float, str, type(None))

@@ -30,8 +30,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fpipe.arguments import require_arguments
 from fpipe.errors import InputError
+from fpipe.tensors.arguments import require_arguments
 
 MakeDecoder: TypeAlias = Callable[[nn.Module, int, int], nn.Module]
 """Makes the decoder of a model, for a number of sequences and a number of tokens."""

@@ -17,16 +17,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fpipe.batching.batch import Batching
-from fpipe.capture.registry import find_capture
 from fpipe.cutting.partition import Cuts, Marked
 from fpipe.errors import InputError
 from fpipe.inference.decoders import MakeDecoder
+from fpipe.pipelines.batch import Batching
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
+from fpipe.record.capture.registry import find_capture
 from fpipe.tensors.fake import fake_mode
-from fpipe.torch_private import FakeTensor
+from fpipe.tensors.torch_private import FakeTensor
 from schedules import Schedule
 
 PREFIX: Final = "model."

@@ -27,22 +27,22 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fpipe.arguments import describe_argument, require_integer, require_seed
 from fpipe.errors import InputError
 from fpipe.inference.decoders import MakeDecoder, StaticDecoder
 from fpipe.inference.decoding import PREFIX, build_decoding
 from fpipe.inference.sampling import Choose, choose_likeliest
 from fpipe.inference.session import Choice, Session
-from fpipe.ir.variant import EVALUATION
 from fpipe.meshes.border import require_plain
+from fpipe.network.agreement import Field
+from fpipe.network.fingerprint import digest_tensor
 from fpipe.pipelines.fields import CommonArguments, call_fields
 from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import hold_plain
-from fpipe.runtime.fingerprint import digest_tensor
-from fpipe.runtime.transport.agreement import Field
+from fpipe.record.variant import EVALUATION
+from fpipe.tensors.arguments import describe_argument, require_integer, require_seed
 from fpipe.tensors.spec import Spec
 from schedules import Schedule, forwards
 from schedules.errors import quote

@@ -17,8 +17,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fpipe.ir.captured import Tensors
-from fpipe.ir.variant import EVALUATION, Variant
 from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_arguments, agree_to_step, call_together
 from fpipe.pipelines.inputs import State
@@ -27,6 +25,8 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import broadcast_results, merge_results, spread_results
 from fpipe.pipelines.step import hold_plain, run_copies
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.captured import Tensors
+from fpipe.record.variant import EVALUATION, Variant
 from fpipe.runtime.executor import Inputs
 
 

@@ -17,8 +17,8 @@ from typing import TypeAlias
 import torch
 from torch import Generator, Tensor
 
-from fpipe.arguments import require_arguments
 from fpipe.errors import InputError
+from fpipe.tensors.arguments import require_arguments
 
 Choose: TypeAlias = Callable[[Tensor, Generator], Tensor]
 """A function that chooses the next token of every sequence."""

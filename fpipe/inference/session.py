@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.batching.batch import SplitBatch
 from fpipe.errors import InputError, TransportError
 from fpipe.inference.decoding import PREFIX
 from fpipe.inference.sampling import Choose
-from fpipe.ir.variant import Variant
+from fpipe.network.ranks import Ranks
+from fpipe.pipelines.batch import SplitBatch
 from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_plan
 from fpipe.pipelines.inputs import State, feed, make_keys
@@ -29,8 +29,8 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import merge_results
 from fpipe.pipelines.step import run_plan
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.variant import Variant
 from fpipe.runtime.executor import Inputs, Outcome
-from fpipe.runtime.ranks import Ranks
 from fpipe.tensors import random
 from fpipe.tensors.spec import Spec
 

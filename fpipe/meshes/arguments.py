@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fpipe.arguments import require_arguments, require_integer
 from fpipe.errors import InputError
 from fpipe.meshes.copies import ALONE, PipelineCopies
+from fpipe.tensors.arguments import require_arguments, require_integer
 from schedules import Schedule
 from schedules.language.arguments import MOST_STAGES
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fpipe.errors import InputError
 from fpipe.tensors.placed import Placed, is_placed, local_part
-from fpipe.torch_private import finish_collective
+from fpipe.tensors.torch_private import finish_collective
 
 
 def unwrap_state(what: str, tensors: dict[str, Tensor], placed: Mapping[str, Placed]) -> dict[str, Tensor]:

@@ -20,13 +20,13 @@ from functools import cached_property
 
 import torch
 
-from fpipe.autodiff.accumulation import Gradients
 from fpipe.meshes.copies import CopyLinks
 from fpipe.meshes.flat_buffer import FlatBuffer
 from fpipe.meshes.peers import make_room
 from fpipe.meshes.pieces import Pieces
-from fpipe.runtime.transport.interface import Handle, Payload
-from fpipe.runtime.transport.local import LocalHandle
+from fpipe.runtime.local import LocalHandle
+from fpipe.runtime.transport import Handle, Payload
+from fpipe.stages.accumulation import Gradients
 from fpipe.tensors.spec import Spec
 from schedules import Action
 

@@ -24,8 +24,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.accumulation import Gradients
 from fpipe.meshes.pieces import BOUNDARY, Packing, present
+from fpipe.stages.accumulation import Gradients
 from fpipe.tensors.spec import Spec
 
 Portion: TypeAlias = tuple[Tensor, Tensor]

@@ -27,7 +27,7 @@ from fpipe.meshes.exchange import shard_spec
 from fpipe.meshes.pieces import take_rows
 from fpipe.tensors.placed import Placed, complete_place, local_part
 from fpipe.tensors.spec import Spec
-from fpipe.torch_private import StridedShard
+from fpipe.tensors.torch_private import StridedShard
 
 Places = Mapping[str, Placed]
 

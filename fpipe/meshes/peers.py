@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.runtime.transport.interface import Handle, Payload
-from fpipe.runtime.transport.local import LocalHandle
-from fpipe.runtime.transport.waiting import Awaited, BrokenWaitError, await_all, break_group, reporting
-from fpipe.torch_private import post_all_gather
+from fpipe.network.waiting import Awaited, BrokenWaitError, await_all, break_group, reporting
+from fpipe.runtime.local import LocalHandle
+from fpipe.runtime.transport import Handle, Payload
+from fpipe.tensors.torch_private import post_all_gather
 from schedules import Action
 
 

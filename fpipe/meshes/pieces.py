@@ -29,7 +29,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.accumulation import Gradients
+from fpipe.stages.accumulation import Gradients
 from fpipe.tensors.spec import OptionalSpec, Spec, as_bytes
 
 BOUNDARY: Final = 16  # bytes; no dtype needs more

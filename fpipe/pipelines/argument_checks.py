@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from fpipe.arguments import describe_argument
 from fpipe.errors import CaptureError, InputError
-from fpipe.ir.objective import Loss, require_no_parameters
-from fpipe.model.stateless import require_plain_tensors, require_registered
+from fpipe.record.model.stateless import require_plain_tensors, require_registered
+from fpipe.record.objective import Loss, require_no_parameters
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly
+from fpipe.tensors.arguments import describe_argument
 from schedules import KINDS, Schedule
 
 MOST_IN_STEP: Final = 2**16

@@ -17,35 +17,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.autodiff.backends import Backend
-from fpipe.batching.batch import Batching, SplitBatch
-from fpipe.batching.loss_weights import Weight
-from fpipe.capture.modules import as_module
-from fpipe.capture.registry import find_capture
 from fpipe.cutting.partition import Cuts
-from fpipe.ir.captured import CaptureFunction, FrontEnd
-from fpipe.ir.objective import Loss
-from fpipe.ir.variant import TRAINING
 from fpipe.meshes.arguments import MeshOptions, MeshPlace, find_place, require_collectives
 from fpipe.meshes.copies import ALONE, PipelineCopies
-from fpipe.model.copying import require_own_buffers
-from fpipe.model.gradient_hooks import collect_gradient_hooks, require_exact_hooks
-from fpipe.model.stateless import skeleton
+from fpipe.network.agreement import Field
+from fpipe.network.launch import JobProcesses
+from fpipe.network.ranks import Ranks
 from fpipe.pipelines.argument_checks import require_buildable, require_trained
+from fpipe.pipelines.batch import Batching, SplitBatch
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.handshake import agree_on_plan, agree_to_build
+from fpipe.pipelines.loss_weights import Weight
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.preparation import prepare_steps
 from fpipe.pipelines.resolver import Resolver
-from fpipe.runtime.launch import JobProcesses
-from fpipe.runtime.ranks import Ranks
-from fpipe.runtime.transport.agreement import Field
+from fpipe.record.capture.modules import as_module
+from fpipe.record.capture.registry import find_capture
+from fpipe.record.captured import CaptureFunction, FrontEnd
+from fpipe.record.model.copying import require_own_buffers
+from fpipe.record.model.gradient_hooks import collect_gradient_hooks, require_exact_hooks
+from fpipe.record.model.stateless import skeleton
+from fpipe.record.objective import Loss
+from fpipe.record.reads.model_state import ModelState
+from fpipe.record.reads.watch import Watcher
+from fpipe.record.variant import TRAINING
+from fpipe.stages.backends import Backend
 from fpipe.stages.ties import Tied, parameters_to_sum
 from fpipe.tensors.fake import fake, fake_mode
-from fpipe.watching.model_state import ModelState
-from fpipe.watching.watch import Watcher
 from schedules import Schedule
 
 _LOG = logging.getLogger(__name__)

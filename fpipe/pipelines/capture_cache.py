@@ -18,22 +18,22 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from fpipe.batching.batch import Batching, SplitBatch
-from fpipe.batching.signature import Microbatch
-from fpipe.capture.leftovers import defining_files, find_caches, remove_fakes, user_classes
-from fpipe.capture.originals import require_own_state
-from fpipe.capture.registry import is_eager, reads_bytecode
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls, Mark
-from fpipe.ir.captured import Captured, CaptureFunction, Hooks
-from fpipe.ir.objective import Loss, Objective
-from fpipe.ir.questions import Answer, Ask, Question, refuse_questions
-from fpipe.ir.validity import name_of, require_valid
-from fpipe.ir.variant import TRAINING, Variant
-from fpipe.model.stateless import evaluation
+from fpipe.pipelines.batch import Batching, SplitBatch
+from fpipe.pipelines.signature import Microbatch
+from fpipe.record.capture.leftovers import defining_files, find_caches, remove_fakes, user_classes
+from fpipe.record.capture.originals import require_own_state
+from fpipe.record.capture.registry import is_eager, reads_bytecode
+from fpipe.record.captured import Captured, CaptureFunction, Hooks
+from fpipe.record.model.stateless import evaluation
+from fpipe.record.objective import Loss, Objective
+from fpipe.record.questions import Answer, Ask, Question, refuse_questions
+from fpipe.record.reads.attribute_reads import Reads, record_reads
+from fpipe.record.reads.watch import Watch, Watcher
+from fpipe.record.validity import name_of, require_valid
+from fpipe.record.variant import TRAINING, Variant
 from fpipe.tensors.fake import fake_mode
-from fpipe.watching.attribute_reads import Reads, record_reads
-from fpipe.watching.watch import Watch, Watcher
 
 Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
 """A captured model, and the positions of the units at which new stages begin."""

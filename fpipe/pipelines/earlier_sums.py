@@ -26,11 +26,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.accumulation import Gradients
-from fpipe.batching.memory import find_overlap
 from fpipe.errors import InputError
-from fpipe.ir.variant import Variant
+from fpipe.pipelines.memory import find_overlap
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.variant import Variant
+from fpipe.stages.accumulation import Gradients
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import Spec
 from fpipe.weights.state import require_leaf

@@ -2,7 +2,7 @@
 """The fields of text that ranks compare: those of the pipeline, of a kind of batch, and of a call.
 
 A field has several lines, so that the error can show the line in which ranks differ
-(`fpipe.runtime.transport.agreement`). No field holds what differs from rank to rank by design, such as the values of
+(`fpipe.network.agreement`). No field holds what differs from rank to rank by design, such as the values of
 parameters.
 
 Runs when ranks agree: fields of a call are made in every step, those of a kind of batch and of its plan once.
@@ -18,17 +18,17 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from fpipe.batching.batch import Batching
-from fpipe.batching.signature import Signature
-from fpipe.ir.captured import Constant
-from fpipe.ir.variant import Variant
 from fpipe.meshes.copies import PipelineCopies
+from fpipe.network.agreement import Field
+from fpipe.network.fingerprint import describe_value, digest, digest_tensor
+from fpipe.pipelines.batch import Batching
 from fpipe.pipelines.modes import DEVICE_TYPES
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import BatchKind
+from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.runtime.fingerprint import describe_value, digest, digest_tensor
-from fpipe.runtime.transport.agreement import Field
+from fpipe.record.captured import Constant
+from fpipe.record.variant import Variant
 from schedules import Schedule
 
 

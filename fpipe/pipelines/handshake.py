@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make ranks agree before they act together.
 
-`fpipe.pipelines.fields` makes the fields that they compare, `fpipe.runtime.transport.agreement` compares them.
+`fpipe.pipelines.fields` makes the fields that they compare, `fpipe.network.agreement` compares them.
 Parameters and buffers that several ranks hold, because of ties or replicated stages, are compared by digest before a
 pipeline's first step. Other values of the batch and of parameters are not compared, since each rank holds its own part.
 
@@ -18,21 +18,21 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fpipe.arguments import require_arguments, require_pipeline, require_seed
-from fpipe.batching.batch import Batching, SplitBatch
-from fpipe.batching.signature import Signature
 from fpipe.errors import TransportError
-from fpipe.ir.variant import Variant
 from fpipe.meshes.copies import PipelineCopies
+from fpipe.network.agreement import Field
+from fpipe.network.fingerprint import describe_value, digest, digest_tensor
+from fpipe.network.ranks import Ranks
+from fpipe.pipelines.batch import Batching, SplitBatch
 from fpipe.pipelines.fields import CommonArguments, argument_fields, batch_fields, call_fields, plan_fields
 from fpipe.pipelines.inputs import State, scatter
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Agreement
+from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.variant import Variant
 from fpipe.runtime.executor import Inputs
-from fpipe.runtime.fingerprint import describe_value, digest, digest_tensor
-from fpipe.runtime.ranks import Ranks
-from fpipe.runtime.transport.agreement import Field
+from fpipe.tensors.arguments import require_arguments, require_pipeline, require_seed
 from schedules import Schedule
 
 NO_ARGUMENTS: Final = CommonArguments()

@@ -13,15 +13,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.autodiff.accumulation import Gradients
-from fpipe.batching.batch import SplitBatch
-from fpipe.batching.memory import require_apart
 from fpipe.errors import InputError
-from fpipe.ir.captured import Tensors
 from fpipe.meshes.copies import CopyLinks
 from fpipe.meshes.exchange import Exchange
+from fpipe.pipelines.batch import SplitBatch
+from fpipe.pipelines.memory import require_apart
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.captured import Tensors
 from fpipe.runtime.executor import Inputs
+from fpipe.stages.accumulation import Gradients
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.prologue import Feed
 from fpipe.stages.stage import Stage

@@ -18,10 +18,10 @@ from typing import Final
 
 import torch
 
-from fpipe.capture.eager_types import hide_fakes
 from fpipe.errors import InputError
-from fpipe.ir.variant import Casts, Variant
-from fpipe.runtime.ranks import wait_for_turn
+from fpipe.network.ranks import wait_for_turn
+from fpipe.record.capture.eager_types import hide_fakes
+from fpipe.record.variant import Casts, Variant
 from fpipe.tensors import random
 
 DEVICE_TYPES: Final = ("cpu", "cuda")

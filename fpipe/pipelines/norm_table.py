@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe.torch_private import order_dtypes
+from fpipe.tensors.torch_private import order_dtypes
 
 
 class NormTable(NamedTuple):

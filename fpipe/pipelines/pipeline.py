@@ -23,24 +23,24 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from fpipe.arguments import require_arguments
-from fpipe.batching.batch import SplitBatch
-from fpipe.batching.signature import Signature
-from fpipe.capture.eager_types import hide_fakes
-from fpipe.ir.variant import TRAINING, Variant
 from fpipe.meshes.border import require_plain, wrap_state
 from fpipe.meshes.copies import PipelineCopies
 from fpipe.meshes.holdings import Holdings
+from fpipe.network.ranks import Ranks, require_unclosed, wait_for_turn
+from fpipe.pipelines.batch import SplitBatch
 from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.description import describe
+from fpipe.pipelines.footprint import measure_sizes, shard_sizes
 from fpipe.pipelines.norm_table import NormTable
 from fpipe.pipelines.planner import BatchKind, Planner
 from fpipe.pipelines.recheck import Recheck
 from fpipe.pipelines.resolver import ExchangeText, own_text
+from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.report.description import describe
-from fpipe.report.footprint import measure_sizes, shard_sizes
-from fpipe.runtime.ranks import Ranks, require_unclosed, wait_for_turn
+from fpipe.record.capture.eager_types import hide_fakes
+from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.stage import Stage
+from fpipe.tensors.arguments import require_arguments
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
 from fpipe.weights.loading import ValueSource, hold, load_values
 from fpipe.weights.state import Form, Forms

@@ -23,20 +23,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from fpipe.autodiff.backends import Backend
-from fpipe.batching.batch import SplitBatch
-from fpipe.batching.merge import Merge
-from fpipe.batching.signature import Microbatch, Signature
 from fpipe.cutting.repetition import ExtraBuffers
 from fpipe.errors import CaptureError, CutError, InputError, PipelineError
-from fpipe.ir.variant import TRAINING, Variant
 from fpipe.meshes.copies import ALONE, PipelineCopies
+from fpipe.network.agreement import Field
+from fpipe.pipelines.batch import SplitBatch
 from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.merge import Merge
 from fpipe.pipelines.modes import isolate
 from fpipe.pipelines.resolver import ExchangeText, Resolver
+from fpipe.pipelines.signature import Microbatch, Signature
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.runtime.transport.agreement import Field
+from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.assembly import Assembly, assemble
+from fpipe.stages.backends import Backend
 from fpipe.stages.conversion import differentiate, splits, take_scale, widen_sums
 from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import Stage

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from fpipe.arguments import require_arguments
-from fpipe.batching.signature import Signature
 from fpipe.errors import InputError
-from fpipe.ir.variant import EVALUATION, TRAINING, Variant
+from fpipe.network.agreement import Field
 from fpipe.pipelines.handshake import agree_on_plan
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import BatchKind
-from fpipe.runtime.transport.agreement import Field
+from fpipe.pipelines.signature import Signature
+from fpipe.record.variant import EVALUATION, TRAINING, Variant
+from fpipe.tensors.arguments import require_arguments
 from schedules.language.arguments import each
 
 

@@ -2,7 +2,7 @@
 """Record a model again from time to time, and compare the record with the one that steps run.
 
 Problem. Steps run a record, and a change of what the model's Python read must be an error. The watch compares all that
-it can see (`fpipe.watching`), but no comparison sees everything: a counter in an iterator or a C extension, an
+it can see (`fpipe.record.reads`), but no comparison sees everything: a counter in an iterator or a C extension, an
 attribute found by a computed name, the elements of an array.
 
 Idea. Whatever changed matters only if the model records otherwise. So record it again, and compare call by call. A
@@ -27,15 +27,15 @@ import torch
 from torch import nn
 
 from fpipe.errors import InputError
-from fpipe.ir.captured import Captured, Constant, Unit
-from fpipe.ir.questions import refuse_questions
-from fpipe.ir.variant import TRAINING
-from fpipe.model.stateless import skeleton
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.modes import isolate
+from fpipe.record.captured import Captured, Constant, Unit
+from fpipe.record.model.stateless import skeleton
+from fpipe.record.questions import refuse_questions
+from fpipe.record.variant import TRAINING
 from fpipe.tensors.fake import fake, fake_mode
+from fpipe.tensors.torch_private import FakeTensor
 from fpipe.tensors.tree import same_bits
-from fpipe.torch_private import FakeTensor
 
 SHARE: Final = 0.005
 """How much of the time of steps recording again may take."""

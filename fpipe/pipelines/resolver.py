@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from fpipe.batching.batch import SplitBatch
-from fpipe.batching.signature import Microbatch
 from fpipe.errors import InputError
-from fpipe.ir.questions import Answer, Question
-from fpipe.ir.variant import Variant
+from fpipe.pipelines.batch import SplitBatch
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.modes import isolate
+from fpipe.pipelines.signature import Microbatch
+from fpipe.record.questions import Answer, Question
+from fpipe.record.variant import Variant
 
 ExchangeText: TypeAlias = Callable[[str], Sequence[str]]
 """Sends a text to all ranks, and returns the texts of all ranks."""

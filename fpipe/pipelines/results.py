@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from fpipe.ir.captured import Tensors
 from fpipe.meshes.copies import PipelineCopies
+from fpipe.network.ranks import Ranks
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.captured import Tensors
 from fpipe.runtime.executor import Outcome
-from fpipe.runtime.ranks import Ranks
 
 Terms: TypeAlias = tuple[Mapping[int, Any], Mapping[tuple[int, int], Tensors]]
 """The gradients that a rank's stages computed, and those that it received, as in `Outcome`."""

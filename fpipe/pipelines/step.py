@@ -16,22 +16,22 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fpipe.batching.loss_weights import count_weight
 from fpipe.errors import InputError
-from fpipe.ir.variant import EVALUATION, Variant
 from fpipe.meshes.border import unwrap_state, wrap_state
+from fpipe.network.recording import Record, run_recorded
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.earlier_sums import add_reduced, assign_sums, join_sums, require_sums
 from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_arguments, agree_on_plan, agree_to_step
 from fpipe.pipelines.inputs import State, start_backward
+from fpipe.pipelines.loss_weights import count_weight
 from fpipe.pipelines.modes import require_gradients, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, collect_gradients, gather
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.variant import EVALUATION, Variant
 from fpipe.runtime.executor import Execution, Inputs, Outcome
-from fpipe.runtime.recording import Record, run_recorded
-from fpipe.runtime.transport.interface import Transport
+from fpipe.runtime.transport import Transport
 from fpipe.tensors import random
 from fpipe.weights.state import require_recordable
 

@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-from fpipe.batching.merge import Merge
-from fpipe.ir.captured import BatchLeaf
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.meshes.exchange import StageLayout, shard_spec
+from fpipe.network.recording import add_timers
+from fpipe.pipelines.merge import Merge
+from fpipe.record.captured import BatchLeaf
+from fpipe.record.reads.watch import Watch
 from fpipe.runtime.executor import LinkedProgram, StageCrossing
 from fpipe.runtime.instructions import link
-from fpipe.runtime.recording import add_timers
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from fpipe.tensors.placed import Placed
 from fpipe.tensors.spec import OptionalSpec, Spec
-from fpipe.torch_private import bypass_autograd
-from fpipe.watching.watch import Watch
+from fpipe.tensors.torch_private import bypass_autograd
 from schedules import Placement, Program, check, connect, lower, update_weights
 
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from fpipe.cutting.calls import Calls, Mark
 from fpipe.errors import InputError
-from fpipe.ir.captured import Captured, Parameter, Unit, Value
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.record.captured import Captured, Parameter, Unit, Value
 from fpipe.tensors.spec import Spec
 
 

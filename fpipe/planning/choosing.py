@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Final, NamedTuple
 
 from fpipe.errors import InputError
+from fpipe.pipelines.description import format_bytes
 from fpipe.planning.candidates import (
     Candidate,
     Room,
@@ -28,7 +29,6 @@ from fpipe.planning.ordering import list_orderable, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds, name_schedule
 from fpipe.planning.prediction import Predictor
 from fpipe.planning.profile import Profile
-from fpipe.report.description import format_bytes
 from fpipe.stages.conversion import splits
 from schedules import Bound, recompute
 

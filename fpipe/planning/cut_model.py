@@ -16,13 +16,12 @@ from typing import Final
 
 import torch
 
-from fpipe.batching.batch import SplitBatch
-from fpipe.capture.eager_types import hide_fakes
 from fpipe.cutting.partition import Cuts, Evenly
 from fpipe.cutting.places import find_places
 from fpipe.errors import CutError
-from fpipe.ir.captured import Captured
-from fpipe.ir.variant import Variant
+from fpipe.network.ranks import wait_for_turn
+from fpipe.pipelines.batch import SplitBatch
+from fpipe.pipelines.footprint import run_on_fakes
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.step_plan import StepPlan
@@ -32,8 +31,9 @@ from fpipe.planning.ranges import ActionTimes
 from fpipe.planning.recutting import captured_for, plan_cut
 from fpipe.planning.roofline import Roofline, estimate_times
 from fpipe.planning.timing import MICROBATCHES, TimedPlan, fit_times, time_actions, two_at_a_time
-from fpipe.report.footprint import run_on_fakes
-from fpipe.runtime.ranks import wait_for_turn
+from fpipe.record.capture.eager_types import hide_fakes
+from fpipe.record.captured import Captured
+from fpipe.record.variant import Variant
 from fpipe.stages.stage import Stage
 
 FEW_STAGES: Final = 4

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, Final, NoReturn
 
-from fpipe.arguments import require_arguments
 from fpipe.cutting.calls import Mark
 from fpipe.errors import InputError
 from fpipe.planning.blocks import ModelBlock
 from fpipe.planning.ranges import ActionTimes, Arrival, Hop, Spread
+from fpipe.tensors.arguments import require_arguments
 from fpipe.weights.files import AnyPath, as_path, read_text
 from schedules import Link, SizeError
 

@@ -25,11 +25,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
-from fpipe.autodiff.autograd import Autograd
-from fpipe.ir.captured import Value
-from fpipe.ir.observation import observe
-from fpipe.planning.ranges import Arrival, Hop, Spread
-from fpipe.report.footprint import (
+from fpipe.pipelines.footprint import (
     FakeArguments,
     Footprint,
     MemoryWatch,
@@ -37,8 +33,12 @@ from fpipe.report.footprint import (
     make_arrivals,
     measure_holdings,
 )
+from fpipe.planning.ranges import Arrival, Hop, Spread
+from fpipe.record.captured import Value
+from fpipe.record.observation import observe
 from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.assembly import Assembly
+from fpipe.stages.autograd import Autograd
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import Spec
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.arguments import require_arguments
-from fpipe.capture.modules import as_module
 from fpipe.errors import InputError
-from fpipe.ir.objective import Loss
+from fpipe.network.agreement import Field
+from fpipe.network.fingerprint import describe_value
+from fpipe.network.launch import LocalJob, enter_job
 from fpipe.pipelines.argument_checks import require_count
 from fpipe.pipelines.builder import Model
 from fpipe.planning.amounts import Amount, parse_caps
@@ -28,9 +28,9 @@ from fpipe.planning.pins import pin
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.planning.profiler import profile as measure
-from fpipe.runtime.fingerprint import describe_value
-from fpipe.runtime.launch import LocalJob, enter_job
-from fpipe.runtime.transport.agreement import Field
+from fpipe.record.capture.modules import as_module
+from fpipe.record.objective import Loss
+from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.tree import flatten
 from schedules import Schedule
 from schedules.language.arguments import MOST_STAGES, each, takes

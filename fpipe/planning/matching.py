@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fpipe.batching.loss_weights import Weight
-from fpipe.capture.modules import as_module
 from fpipe.errors import InputError
 from fpipe.pipelines.builder import Model, make_batchings
+from fpipe.pipelines.description import format_bytes
+from fpipe.pipelines.loss_weights import Weight
 from fpipe.planning.profile import Profile
-from fpipe.report.description import format_bytes
+from fpipe.record.capture.modules import as_module
 
 
 def require_profile_of(

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, Final
 
-from fpipe.arguments import describe_argument
 from fpipe.errors import InputError, PipelineError
+from fpipe.pipelines.description import format_bytes
 from fpipe.planning.documents import parse_document, read_document, write_document
 from fpipe.planning.prediction import Prediction
-from fpipe.report.description import format_bytes
+from fpipe.tensors.arguments import describe_argument
 from schedules import Schedule, check
 from schedules.errors import printable
 from schedules.files.calls import read_call, spell_call

@@ -27,7 +27,6 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.arguments import require_arguments
 from fpipe.errors import InputError
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.planning.blocks import ModelBlock, require_blocks_of
@@ -46,6 +45,7 @@ from fpipe.planning.ranges import (
 )
 from fpipe.planning.table import describe_profile
 from fpipe.planning.validity import require_valid_profile
+from fpipe.tensors.arguments import require_arguments
 from schedules import Costs, Link, Placement, Sizes, linear
 
 INSTANT: Final = Link()

@@ -18,20 +18,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.arguments import require_arguments
-from fpipe.autodiff.backends import Backward
-from fpipe.batching.batch import find_home
-from fpipe.batching.loss_weights import Weight
-from fpipe.capture.modules import as_module
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import CutsArgument, parse_places
 from fpipe.errors import InputError
-from fpipe.ir.captured import CaptureFunction, FrontEnd
-from fpipe.ir.objective import Loss
-from fpipe.ir.variant import TRAINING
+from fpipe.network.agreement import Field
+from fpipe.network.fingerprint import describe_value
+from fpipe.network.launch import JobProcesses, enter_job, resolve_group
+from fpipe.network.one_process import LocalRanks
+from fpipe.network.ranks import Ranks
+from fpipe.pipelines.batch import find_home
 from fpipe.pipelines.builder import Model
 from fpipe.pipelines.handshake import agree_on_arguments
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.loss_weights import Weight
 from fpipe.pipelines.modes import require_gradients, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import make_training_step
@@ -42,12 +41,13 @@ from fpipe.planning.links import MESSAGE_SIZES, fit_link
 from fpipe.planning.profile import Profile
 from fpipe.planning.roofline import Roofline, calibrate
 from fpipe.planning.standalone import ModelArguments, take_alone, training_variant_here
-from fpipe.runtime.fingerprint import describe_value
-from fpipe.runtime.launch import JobProcesses, enter_job, resolve_group
-from fpipe.runtime.ranks import Ranks
-from fpipe.runtime.transport.agreement import Field
-from fpipe.runtime.transport.local import LocalRanks
+from fpipe.record.capture.modules import as_module
+from fpipe.record.captured import CaptureFunction, FrontEnd
+from fpipe.record.objective import Loss
+from fpipe.record.variant import TRAINING
+from fpipe.stages.backends import Backward
 from fpipe.stages.ties import Tied
+from fpipe.tensors.arguments import require_arguments
 from fpipe.weights.loading import ValueSource
 from schedules import Link, Span
 

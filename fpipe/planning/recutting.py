@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fpipe.batching.signature import Signature
 from fpipe.cutting.calls import Calls
 from fpipe.cutting.partition import Cuts, Explicit, Marked
-from fpipe.ir.captured import Captured
-from fpipe.ir.variant import Variant
 from fpipe.meshes.copies import ALONE
 from fpipe.pipelines.modes import isolate
 from fpipe.pipelines.planner import Planner
+from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.captured import Captured
+from fpipe.record.variant import Variant
 from fpipe.stages.assembly import assemble
 from fpipe.stages.conversion import differentiate
 from schedules import Schedule, check, lower

@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fpipe.errors import InputError
+from fpipe.pipelines.footprint import FakeArguments, make_arrivals
 from fpipe.planning.ranges import ActionTimes
-from fpipe.report.footprint import FakeArguments, make_arrivals
 from fpipe.tensors.spec import OptionalSpec
-from fpipe.torch_private import TorchDispatchMode
+from fpipe.tensors.torch_private import TorchDispatchMode
 from schedules.language.arguments import is_number
 
 LONG_ENOUGH: Final = 5e-3

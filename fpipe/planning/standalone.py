@@ -12,20 +12,20 @@ from typing import Any
 
 from torch import nn
 
-from fpipe.autodiff.backends import Backward, backend_of
-from fpipe.batching.loss_weights import Weight
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import parse_places
 from fpipe.errors import InputError
-from fpipe.ir.captured import CaptureFunction, FrontEnd
-from fpipe.ir.objective import Loss
-from fpipe.ir.variant import TRAINING, Variant
+from fpipe.network.one_process import LocalRanks
 from fpipe.pipelines.argument_checks import require_buildable, require_count
 from fpipe.pipelines.builder import Builder, make_batchings
+from fpipe.pipelines.loss_weights import Weight
 from fpipe.pipelines.modes import active_casts
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.planning.recutting import captured_for, recut
-from fpipe.runtime.transport.local import LocalRanks
+from fpipe.record.captured import CaptureFunction, FrontEnd
+from fpipe.record.objective import Loss
+from fpipe.record.variant import TRAINING, Variant
+from fpipe.stages.backends import Backward, backend_of
 from fpipe.stages.ties import Tied
 from schedules import one_f_one_b
 

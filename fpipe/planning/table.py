@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from fpipe.pipelines.description import format_bytes
 from fpipe.planning.ranges import TIMED
-from fpipe.report.description import format_bytes
 from schedules import Link
 from schedules.errors import printable
 

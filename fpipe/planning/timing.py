@@ -32,14 +32,14 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.ir.captured import Tensors
+from fpipe.network.one_process import LocalRanks
+from fpipe.network.recording import run_recorded
 from fpipe.pipelines.inputs import State, feed, make_keys
 from fpipe.pipelines.modes import postpone_collection
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.planning.ranges import TIMED, ActionTimes
+from fpipe.record.captured import Tensors
 from fpipe.runtime.executor import Inputs
-from fpipe.runtime.recording import run_recorded
-from fpipe.runtime.transport.local import LocalRanks
 from fpipe.tensors.random import preserve_generators
 from schedules import Action, B, C, F, I, Placement, R, Span, W, schedule
 

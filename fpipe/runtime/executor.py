@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from fpipe.runtime.transport.interface import Handle, Payload, Route, Transport
+from fpipe.runtime.transport import Handle, Payload, Route, Transport
 from schedules import Action
 from schedules.language.actions import Message
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from fpipe.runtime.executor import ActionHandler, Execution, StageGroup, StageLike
-from fpipe.runtime.transport.interface import Payload
+from fpipe.runtime.transport import Payload
 from schedules import Action
 
 

@@ -35,7 +35,7 @@ from fpipe.runtime.handlers import (
     reduce_further,
     take_reduced,
 )
-from fpipe.runtime.transport.interface import Route
+from fpipe.runtime.transport import Route
 from schedules import KINDS, Action, Placement
 from schedules.language.actions import SENDS, Message, message_of
 

@@ -16,15 +16,15 @@ from functools import cached_property
 
 import torch
 
-from fpipe.autodiff.autograd import Autograd
-from fpipe.autodiff.interface import ArgumentIndex, StageFunctions, Wiring
-from fpipe.capture.eager_types import hide_fakes
 from fpipe.cutting.repetition import ExtraBuffers, Repetition, choose_repetitions
 from fpipe.cutting.routing import Section, route
-from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Parameter, Value
-from fpipe.ir.observation import observe
+from fpipe.record.capture.eager_types import hide_fakes
+from fpipe.record.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Parameter, Value
+from fpipe.record.observation import observe
 from fpipe.runtime.executor import StageCrossing
+from fpipe.stages.autograd import Autograd
 from fpipe.stages.crossings import Crossings, cross, names_of
+from fpipe.stages.interface import ArgumentIndex, StageFunctions, Wiring
 from fpipe.stages.metadata import Metadata, infer, is_asking
 from fpipe.stages.prologue import build_prologue
 from fpipe.stages.stage import Stage

@@ -12,16 +12,16 @@ from typing import cast
 
 import torch
 
-from fpipe.autodiff.autograd import Autograd
-from fpipe.autodiff.backends import AS_GRAPH, Backend
-from fpipe.autodiff.graph.joint_graph import Examples
-from fpipe.autodiff.interface import StageFunctions
-from fpipe.autodiff.recorded import Recorded
-from fpipe.autodiff.skipping import skip_absent
 from fpipe.cutting.routing import Section
-from fpipe.ir.captured import Captured
+from fpipe.record.captured import Captured
 from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.assembly import Assembly
+from fpipe.stages.autograd import Autograd
+from fpipe.stages.backends import AS_GRAPH, Backend
+from fpipe.stages.graph.joint_graph import Examples
+from fpipe.stages.interface import StageFunctions
+from fpipe.stages.recorded import Recorded
+from fpipe.stages.skipping import skip_absent
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import OptionalSpec, Spec
 from schedules import Schedule

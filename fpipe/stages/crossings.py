@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fpipe.cutting.routing import Section
-from fpipe.ir.captured import Buffer, Captured, Parameter, Value
+from fpipe.record.captured import Buffer, Captured, Parameter, Value
 from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.metadata import Metadata
 from fpipe.stages.ties import needs_gradient

@@ -17,19 +17,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fpipe.capture.assumed_values import assume_values
-from fpipe.capture.places import traceback_line
 from fpipe.cutting.routing import Section
 from fpipe.errors import CaptureError
-from fpipe.ir.captured import AS_PYTHON, Buffer, Captured, Function, Parameter, Value
-from fpipe.ir.refusals import data_dependence_error
-from fpipe.runtime.segments.branching import certain_leaves
+from fpipe.record.capture.assumed_values import assume_values
+from fpipe.record.capture.places import traceback_line
+from fpipe.record.captured import AS_PYTHON, Buffer, Captured, Function, Parameter, Value
+from fpipe.record.refusals import data_dependence_error
+from fpipe.record.steps.branching import certain_leaves
 from fpipe.stages.forward_watch import ForwardWatch
 from fpipe.tensors.effects import Effects, memory
 from fpipe.tensors.fake import note_effects
 from fpipe.tensors.random import preserve_generators
 from fpipe.tensors.spec import OptionalSpec, Spec
-from fpipe.torch_private import (
+from fpipe.tensors.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     finish_collective,

@@ -23,7 +23,7 @@ import torch
 
 from fpipe.cutting.repetition import Repetition
 from fpipe.cutting.routing import Section
-from fpipe.ir.captured import BatchLeaf, Captured, Constant, Tensors, Unit
+from fpipe.record.captured import BatchLeaf, Captured, Constant, Tensors, Unit
 from fpipe.tensors.spec import Spec
 
 

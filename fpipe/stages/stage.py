@@ -16,7 +16,7 @@ results, then what it gives to later stages, including values that it only passe
 memory that the stage owns, or `()`. The microbatch's gradients are added to it, and the sum is returned. A stage in
 which nothing needs a gradient keeps nothing: its residuals are `None`.
 
-`fpipe.autodiff` implements the functions.
+`fpipe.stages` implements the functions.
 
 Runs in every step.
 """
@@ -30,10 +30,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe.autodiff.accumulation import Gradients, sum_of
-from fpipe.autodiff.interface import StageFunctions, Wiring
-from fpipe.ir.captured import Tensors
+from fpipe.record.captured import Tensors
 from fpipe.runtime.executor import StageCrossing
+from fpipe.stages.accumulation import Gradients, sum_of
+from fpipe.stages.interface import StageFunctions, Wiring
 from fpipe.stages.prologue import Prologue
 from fpipe.tensors.spec import Spec
 

@@ -18,7 +18,7 @@ from typing import TypeAlias, cast
 
 from fpipe.cutting.repetition import Repetition
 from fpipe.cutting.routing import Section, route
-from fpipe.ir.captured import Captured, Function, Observed, Operation, Parameter, Tensors, Value, compose
+from fpipe.record.captured import Captured, Function, Observed, Operation, Parameter, Tensors, Value, compose
 
 Copies: TypeAlias = Mapping[tuple[int, Value], Value]
 """The copy that a stage uses in place of a parameter, by stage and parameter."""

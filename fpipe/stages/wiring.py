@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from fpipe.autodiff.interface import ArgumentIndex, BufferIndex, OutputIndex, Wiring
 from fpipe.cutting.routing import Section
-from fpipe.ir.captured import Value
+from fpipe.record.captured import Value
 from fpipe.runtime.executor import StageCrossing
+from fpipe.stages.interface import ArgumentIndex, BufferIndex, OutputIndex, Wiring
 from fpipe.stages.metadata import Metadata
 
 

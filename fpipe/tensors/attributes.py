@@ -15,8 +15,8 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from fpipe.errors import CaptureError
-from fpipe.patching import replace
-from fpipe.torch_private import FakeTensor
+from fpipe.tensors.patching import replace
+from fpipe.tensors.torch_private import FakeTensor
 
 MARKS: Final = "_original_attributes"
 """The attribute of a fake tensor that holds the names of its original's attributes."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fpipe.errors import CaptureError
 from fpipe.tensors.placed import HOLDERS, Placed, storage_holder
-from fpipe.torch_private import DisableTorchFunction, FakeTensor, OpOverload, TorchDispatchMode
+from fpipe.tensors.torch_private import DisableTorchFunction, FakeTensor, OpOverload, TorchDispatchMode
 
 Observer: TypeAlias = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
 """Called with an operator and its positional and keyword arguments, before it runs."""

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fpipe.patching import replace
 from fpipe.tensors.attributes import MARKS, marks
 from fpipe.tensors.collectives import preserve_python_generator
 from fpipe.tensors.effects import Effects, Observer, is_collective, memory, require_same_draws
 from fpipe.tensors.fake_cache import ResultCache, is_plain
 from fpipe.tensors.layouts import LAYOUT_RULES, apply_layout, aten
+from fpipe.tensors.patching import replace
 from fpipe.tensors.placed import HOLDERS, Placed, local_part
-from fpipe.torch_private import (
+from fpipe.tensors.torch_private import (
     COMPILED,
     DisableTorchFunction,
     DynamicOutputShapeException,

@@ -22,7 +22,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from fpipe.torch_private import (
+from fpipe.tensors.torch_private import (
     DisableTorchFunction,
     FakeTensor,
     FakeTensorMode,

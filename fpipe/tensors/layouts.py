@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.torch_private import compute_elementwise_output_strides, suggest_memory_format
+from fpipe.tensors.torch_private import compute_elementwise_output_strides, suggest_memory_format
 
 LayoutRule: TypeAlias = Callable[[Sequence[Any], Tensor], Tensor]
 """Given an operator's arguments and its fake result, returns a result in the layout of the real kernel."""

@@ -27,7 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fpipe.errors import CaptureError
-from fpipe.torch_private import AsyncCollectiveTensor, DisableTorchFunction, DTensorSpec, TensorMeta, finish_collective
+from fpipe.tensors.torch_private import (
+    AsyncCollectiveTensor,
+    DisableTorchFunction,
+    DTensorSpec,
+    TensorMeta,
+    finish_collective,
+)
 
 Placements: TypeAlias = tuple[Placement, ...]
 HOLDERS = (DTensor, AsyncCollectiveTensor)

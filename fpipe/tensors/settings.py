@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from fpipe.torch_private import (
+from fpipe.tensors.torch_private import (
     get_cudnn_benchmark,
     get_cudnn_deterministic,
     get_cudnn_enabled,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fpipe.errors import InputError
-from fpipe.torch_private import has_dual_level, is_transformed, transform_level
+from fpipe.tensors.torch_private import has_dual_level, is_transformed, transform_level
 
 
 def is_differentiated() -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fpipe.errors import InputError
 from fpipe.tensors.spec import as_bytes
-from fpipe.torch_private import FakeTensor, torch_pytree
+from fpipe.tensors.torch_private import FakeTensor, torch_pytree
 
 Tree: TypeAlias = Any
 NAMESPACE = "fpipe"

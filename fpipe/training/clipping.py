@@ -18,11 +18,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
-from fpipe.arguments import describe_argument, require_arguments, require_dense, require_tensors
 from fpipe.errors import InputError
 from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.tensors.arguments import describe_argument, require_arguments, require_dense, require_tensors
 from fpipe.tensors.placed import local_part, without_partial
 from fpipe.training.norms import choose_gradients, compute_total
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fpipe.arguments import describe_argument, require_arguments, require_tensors
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
+from fpipe.tensors.arguments import describe_argument, require_arguments, require_tensors
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.arguments import require_arguments
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
+from fpipe.tensors.arguments import require_arguments
 from fpipe.training.groups import Options
 from fpipe.training.optimizers import Optimizer, OptimizerState
 

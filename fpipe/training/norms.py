@@ -24,17 +24,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-from fpipe.arguments import require_dense
 from fpipe.errors import InputError
 from fpipe.meshes.border import require_same_placement
+from fpipe.network.agreement import Field
+from fpipe.network.fingerprint import digest
 from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.norm_table import NormTable, list_gradients
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.runtime.fingerprint import digest
-from fpipe.runtime.transport.agreement import Field
+from fpipe.tensors.arguments import require_dense
 from fpipe.tensors.placed import is_placed, local_part, whole_tensor, without_partial
-from fpipe.torch_private import foreach_norm
+from fpipe.tensors.torch_private import foreach_norm
 from fpipe.training.patterns import as_patterns, select_names
 
 KEPT_TABLES = 32

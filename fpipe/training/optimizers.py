@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.arguments import require_arguments, require_tensors
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
+from fpipe.tensors.arguments import require_arguments, require_tensors
 from fpipe.training.argument_checks import require_fitting, require_gradient, require_options, require_own_slots
 from fpipe.training.groups import Groups, Options, find_group
 from fpipe.training.trial import Traits, try_optimizer

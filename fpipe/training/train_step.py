@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.ir.captured import Tensors
-from fpipe.ir.variant import Variant
 from fpipe.meshes.border import require_plain, wrap_state
+from fpipe.network.agreement import Field
+from fpipe.network.fingerprint import describe_value, digest
+from fpipe.network.recording import Record
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.earlier_sums import join_sums
 from fpipe.pipelines.fields import CommonArguments
@@ -41,10 +42,9 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, sum_terms
 from fpipe.pipelines.step import begin_step, finish_step, hold_for_backward, run_copies
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.captured import Tensors
+from fpipe.record.variant import Variant
 from fpipe.runtime.executor import Outcome
-from fpipe.runtime.fingerprint import describe_value, digest
-from fpipe.runtime.recording import Record
-from fpipe.runtime.transport.agreement import Field
 from fpipe.training.argument_checks import require_fitting
 from fpipe.training.clipping import require_bound, scale_to_norm
 from fpipe.training.norms import compute_total

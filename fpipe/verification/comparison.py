@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fpipe.errors import MismatchError
-from fpipe.ir.captured import Tensors
-from fpipe.ir.objective import Objective
+from fpipe.record.captured import Tensors
+from fpipe.record.objective import Objective
 from fpipe.tensors.placed import local_part
 from fpipe.tensors.spec import Spec
+from fpipe.tensors.torch_private import finish_collective
 from fpipe.tensors.tree import flatten, same_bits
-from fpipe.torch_private import finish_collective
 from fpipe.verification.one_device import CopySum
 
 ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed

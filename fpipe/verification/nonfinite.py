@@ -32,7 +32,7 @@ from fpipe.pipelines.step import begin_step, hold_for_backward, training_variant
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import ActionHandler, Execution, Inputs, Instruction, LinkedProgram, StageLike
 from fpipe.runtime.handlers import HANDLERS
-from fpipe.runtime.transport.interface import Payload, Transport
+from fpipe.runtime.transport import Payload, Transport
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
 from fpipe.tensors.placed import local_part

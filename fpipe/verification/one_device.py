@@ -21,8 +21,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from fpipe.ir.captured import Tensors
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.captured import Tensors
 from schedules import KINDS
 
 Orders: TypeAlias = Sequence[Sequence[int]]

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from fpipe.arguments import require_seed, require_tensors
-from fpipe.batching.memory import require_apart
-from fpipe.batching.signature import Signature
 from fpipe.errors import InputError
-from fpipe.ir.variant import Variant
 from fpipe.meshes.border import unwrap_state, wrap_state
+from fpipe.network.ranks import wait_for_turn
 from fpipe.pipelines.earlier_sums import add_reduced, join_sums, negative_zeros
 from fpipe.pipelines.inputs import State, make_keys, start_backward
+from fpipe.pipelines.memory import require_apart
 from fpipe.pipelines.modes import require_gradients, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, merge_results
+from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step import ValueAndGrad, place_buffers, scale_variant
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.runtime.ranks import wait_for_turn
+from fpipe.record.variant import Variant
 from fpipe.stages.kinds import require_alike_uncut
 from fpipe.tensors import random
+from fpipe.tensors.arguments import require_seed, require_tensors
 from fpipe.verification.one_device import run_on_one_device
 from fpipe.weights.state import Form, require_recordable
 

@@ -13,10 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fpipe.arguments import require_integer
 from fpipe.errors import InputError
-from fpipe.ir.variant import Variant
-from fpipe.model.snapshot import restore_model
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.handshake import agree_on_arguments
 from fpipe.pipelines.inputs import State
@@ -24,7 +21,10 @@ from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import merge_results
 from fpipe.pipelines.step import make_training_step
+from fpipe.record.model.snapshot import restore_model
+from fpipe.record.variant import Variant
 from fpipe.tensors import random
+from fpipe.tensors.arguments import require_integer
 from fpipe.verification.comparison import Results, Verification, require_equal, require_numbers, run_eagerly
 from fpipe.verification.model_state import descend, gather_shards, gather_state, lend_state, read_state
 from fpipe.verification.one_device import CopySum, find_orders

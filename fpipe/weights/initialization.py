@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
-from fpipe.model.stateless import skeleton
+from fpipe.record.model.stateless import skeleton
 from fpipe.tensors import random
 from fpipe.tensors.effects import memory
 from fpipe.tensors.spec import Spec
+from fpipe.tensors.torch_private import TorchDispatchMode
 from fpipe.tensors.tree import first_names
-from fpipe.torch_private import TorchDispatchMode
 from fpipe.weights.state import require_leaf
 
 Initializer: TypeAlias = Callable[[nn.Module], object]

@@ -19,14 +19,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fpipe.capture.modules import as_module
 from fpipe.errors import InputError
 from fpipe.meshes.border import require_same_placement
-from fpipe.model.stateless import Module, on_meta, skeleton
+from fpipe.record.capture.modules import as_module
+from fpipe.record.model.stateless import Module, on_meta, skeleton
 from fpipe.tensors.placed import Placed, local_part
 from fpipe.tensors.spec import Spec
+from fpipe.tensors.torch_private import finish_collective
 from fpipe.tensors.tree import same_bits
-from fpipe.torch_private import finish_collective
 from fpipe.weights.initialization import Initializer, initialize, list_aliases, list_leaves
 from fpipe.weights.state import require_leaf
 

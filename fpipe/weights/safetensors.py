@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe.arguments import require_arguments
 from fpipe.errors import InputError
+from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.tree import same_bits
 from fpipe.weights.files import AnyPath, as_path, join_inside, read_text, require_regular
 from schedules.errors import quote

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.inputs import scatter
+from fpipe.record.variant import TRAINING
 from fpipe.runtime.executor import Execution
 from fpipe.runtime.instructions import link
-from fpipe.runtime.transport.local import LocalTransport, drive
+from fpipe.runtime.local import LocalTransport, drive
 from fpipe.tensors import random
 from fpipe.tensors.spec import Spec
 from schedules import KINDS, Costs, memory_over_time, simulate, spans

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fpipe.torch_private import VERSION
+from fpipe.tensors.torch_private import VERSION
 from tests.common.cases import PARTS, WIDTH, Case, cross_entropy, mse, rows_of, words
 from tests.common.layers import Merge, Middle, Split, linears
 from tests.common.models import (

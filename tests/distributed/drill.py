@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe.runtime.transport import clocks
-from fpipe.torch_private import process_groups
+from fpipe.tensors.torch_private import process_groups
 from schedules import Schedule, gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from tests.common.ranks import fork, redirect
 from tests.common.schedules import split_1f1b

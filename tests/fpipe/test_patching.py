@@ -14,9 +14,9 @@ from torch._subclasses import fake_tensor
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe import patching
-from fpipe.patching import MISSING, caller, current, original, replace, replace_value, replaced_places, share
-from fpipe.torch_private import FAKE_TENSOR, FakeTensor, FakeTensorMode
+from fpipe.tensors import patching
+from fpipe.tensors.patching import MISSING, caller, current, original, replace, replace_value, replaced_places, share
+from fpipe.tensors.torch_private import FAKE_TENSOR, FakeTensor, FakeTensorMode
 from schedules import one_f_one_b
 
 HOME = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fpipe import torch_private
-from fpipe.patching import current, replace
-from fpipe.torch_private import (
+from fpipe.tensors import torch_private
+from fpipe.tensors.patching import current, replace
+from fpipe.tensors.torch_private import (
     ATTRIBUTES,
     CHECKPOINT,
     GENERATOR,

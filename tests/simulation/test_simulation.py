@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 
+from fpipe.network.calls import SharedCalls
 from fpipe.runtime import instructions
 from fpipe.runtime.handlers import HANDLERS
-from fpipe.runtime.transport.calls import SharedCalls
 from tests.common.sizes import NIGHTLY, by_night
 from tests.common.world.drawing import BLOCK, draw
 from tests.common.world.network import Room

@@ -16,18 +16,18 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from fpipe.batching.signature import Signature
-from fpipe.capture.eager_types import hide_fakes
-from fpipe.ir.questions import Ask
-from fpipe.ir.variant import Variant
 from fpipe.meshes.copies import ALONE
 from fpipe.pipelines import modes
 from fpipe.pipelines.builder import Builder
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.planner import Planner
+from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.watching.attribute_reads import Reads
-from fpipe.watching.watch import Watcher
+from fpipe.record.capture.eager_types import hide_fakes
+from fpipe.record.questions import Ask
+from fpipe.record.reads.attribute_reads import Reads
+from fpipe.record.reads.watch import Watcher
+from fpipe.record.variant import Variant
 
 
 class Shelf:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fpipe
-from fpipe.runtime.transport.envelope import Envelope
+from fpipe.network.envelope import Envelope
 from schedules import Action, one_f_one_b
 from tests.common.running import build
 from tests.common.zoo import ZOO

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import fpipe
-from fpipe.runtime.fingerprint import describe_value
+from fpipe.network.fingerprint import describe_value
 from fpipe.tensors.tree import same_bits
 from schedules import dualpipe, one_f_one_b
 from tests.common.lookalikes import LOOKALIKES

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe import CutError
-from fpipe.ir.variant import Variant
+from fpipe.record.variant import Variant
 from schedules import gpipe
 from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same

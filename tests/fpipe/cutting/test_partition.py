@@ -23,7 +23,7 @@ from fpipe.cutting.partition import (
     cut_explicitly,
     parse_cuts,
 )
-from fpipe.ir.captured import Call, Parameter, Unit
+from fpipe.record.captured import Call, Parameter, Unit
 from schedules import gpipe
 from tests.common.layers import Block
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import fpipe
-from fpipe.ir.questions import Answer
-from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.resolver import Resolver
+from fpipe.record.questions import Answer
+from fpipe.record.variant import TRAINING
 from schedules import gpipe, one_f_one_b
 from tests.common.sizes import covering
 

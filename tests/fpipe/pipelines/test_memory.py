@@ -14,10 +14,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.inputs import scatter
+from fpipe.record.variant import TRAINING
 from fpipe.runtime.executor import Execution
-from fpipe.runtime.transport.local import LocalTransport, drive
+from fpipe.runtime.local import LocalTransport, drive
 from fpipe.tensors import random
 from schedules import (
     KINDS,

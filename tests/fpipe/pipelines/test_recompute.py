@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fpipe
-from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.inputs import scatter
+from fpipe.record.variant import TRAINING
 from fpipe.tensors.tree import same_bits
 from schedules import chimera, dualpipe_v, gpipe, one_f_one_b, overlap, recompute, split_backward
 from tests.common.cases import WIDTH, Case, mse, rows_of

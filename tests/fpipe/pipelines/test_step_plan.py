@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fpipe
-from fpipe.autodiff.recorded import Recorded
-from fpipe.ir.captured import Captured
-from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.captured import Captured
+from fpipe.record.reads.watch import Watch
+from fpipe.record.variant import TRAINING
 from fpipe.stages.assembly import Assembly
+from fpipe.stages.recorded import Recorded
 from fpipe.stages.stage import Stage
-from fpipe.watching.watch import Watch
 from schedules import forwards, gpipe, one_f_one_b
 from tests.common.cases import WORDS, cross_entropy
 from tests.common.comparison import Result, assert_same

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe import Roofline
 from fpipe.cutting.partition import parse_places
+from fpipe.pipelines.footprint import measure_footprints
 from fpipe.planning.cut_model import CutModel
 from fpipe.planning.recutting import recut
 from fpipe.planning.standalone import training_variant_here
-from fpipe.report.footprint import measure_footprints
 from schedules import gpipe, one_f_one_b
 from tests.common.cases import WIDTH
 from tests.common.sizes import NIGHTLY, by_day

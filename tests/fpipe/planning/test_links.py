@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fpipe.network.speeds import pair_up
 from fpipe.planning.links import MESSAGE_SIZES, fit_line, fit_link
-from fpipe.runtime.transport.speeds import pair_up
 from schedules import Link
 
 LATENCY, PER_BYTE = st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-7)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fpipe.runtime.executor import Execution, Inputs
 from fpipe.runtime.instructions import link
-from fpipe.runtime.transport.local import LocalTransport, drive
+from fpipe.runtime.local import LocalTransport, drive
 from schedules import B, F, Graph, I, W, chain, connect, gpipe, lower, one_f_one_b, split_backward, update_weights
 from tests.common.symbolic import Symbolic, batch, key, runnable
 

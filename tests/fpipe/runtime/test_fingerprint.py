@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fpipe.runtime.fingerprint import describe_value, digest_tensor
+from fpipe.network.fingerprint import describe_value, digest_tensor
 from tests.common.lookalikes import LOOKALIKES, closure, function
 
 

@@ -11,8 +11,8 @@ from itertools import product
 import pytest
 from torch import nn
 
-from fpipe.autodiff import autograd
-from fpipe.runtime.transport.local import LocalChannel
+from fpipe.runtime.local import LocalChannel
+from fpipe.stages import autograd
 from fpipe.stages.stage import Stage
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.ir.variant import EVALUATION, TRAINING
 from fpipe.pipelines.inputs import scatter
+from fpipe.record.variant import EVALUATION, TRAINING
 from schedules import dualpipe, gpipe, interleaved_1f1b, one_f_one_b, recompute, zb_h1
 from tests.common.cases import Case, mse
 from tests.common.comparison import assert_same

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fpipe
-from fpipe.autodiff.accumulation import add_all, own_all, sum_of
-from fpipe.ir.variant import TRAINING
+from fpipe.record.variant import TRAINING
+from fpipe.stages.accumulation import add_all, own_all, sum_of
 from fpipe.stages.prologue import Feed
 from fpipe.tensors.random import key, preserve_generators
 from fpipe.tensors.spec import Spec

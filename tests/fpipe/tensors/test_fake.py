@@ -12,7 +12,7 @@ import fpipe
 from fpipe.tensors.effects import Effects
 from fpipe.tensors.fake import META_KERNELS, fake, fake_mode
 from fpipe.tensors.layouts import LAYOUT_RULES
-from fpipe.torch_private import VERSION
+from fpipe.tensors.torch_private import VERSION
 from schedules import one_f_one_b
 
 aten = torch.ops.aten

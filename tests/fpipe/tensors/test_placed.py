@@ -13,7 +13,7 @@ from fpipe.meshes.border import require_plain, unwrap_state, wrap_state
 from fpipe.tensors.effects import memory
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.placed import Arrivals, Placed, enter, leave, require_whole_result
-from fpipe.torch_private import FakeTensor
+from fpipe.tensors.torch_private import FakeTensor
 
 
 @pytest.fixture(scope="module")

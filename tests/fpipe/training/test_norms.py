@@ -13,8 +13,8 @@ from torch import nn
 
 import fpipe
 from fpipe.pipelines.norm_table import NormTable, list_gradients
+from fpipe.tensors.torch_private import foreach_norm
 from fpipe.tensors.tree import same_bits
-from fpipe.torch_private import foreach_norm
 from fpipe.training.norms import KEPT_TABLES
 from schedules import Schedule, dualpipe_v, one_f_one_b, zb_v
 from tests.common.running import build, run

@@ -142,7 +142,7 @@ FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "cloudpickle", "dill"}
 FORBIDDEN_CALLS = {"eval", "exec", "__import__", "all_gather_object", "broadcast_object_list", "gather_object"}
 FORBIDDEN_CALLS |= {"scatter_object_list", "send_object_list", "recv_object_list", "unpickle", "load_state_dict_file"}
 ALLOWED = {
-    ("fpipe/autodiff/graph/codegen.py", "exec"),  # of lines that name values by position
+    ("fpipe/stages/graph/codegen.py", "exec"),  # of lines that name values by position
     ("schedules/testing/suite.py", "eval"),  # of a repr, in users' own tests
     ("schedules/testing/suite.py", "pickle"),
 }

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Split batches into microbatches, weight these, and merge outputs."""

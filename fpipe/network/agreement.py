@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make all ranks agree on what they are about to do before any of them does it.
+
+Problem. A message of the wrong length aborts the process that receives it, one of the right length but from another
+step is silently used, and a rank that raises alone leaves the others hanging.
+
+Idea. Everything that ranks do together begins with one small collective, always of the same size: every rank sends a
+`row` with a digest of the call, and one per field that must be the same. If all rows are equal, nothing more is sent.
+If not, every rank sees it, so all exchange the texts that were digested and raise the same error. A rank that refuses
+its arguments also says so in a row, so that the others are not left waiting.
+
+Invariant: whichever calls two ranks are in, the next message that each sends over the control group is a row.
+
+Runs when a pipeline is built and in every step, if ranks are separate processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fpipe.errors import TransportError
+from fpipe.network.fingerprint import digest
+from schedules.errors import describe_error
+
+Gather: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
+"""Returns the tensors of all ranks; every rank passes one, of the same shape and dtype."""
+
+MOST_FIELDS, MOST_BYTES, MOST_SHOWN, WIDTH = 20, 2**18, 4, 160
+REFUSED, CALL, NOTE, FIRST = range(4)
+BREAK: Final = "\x1e"
+
+
+class Field(NamedTuple):
+    """Something that must be the same on every rank: its digest, and a function that returns its lines for an error."""
+
+    name: str
+    digest: int
+    lines: Callable[[], Sequence[str]]
+
+    @classmethod
+    def of(cls, name: str, lines: Sequence[str]) -> Field:
+        """Return the field of these lines."""
+        return cls(name, digest(lines), lambda: lines)
+
+
+def agree(rank: int, gather: Gather, call: str, fields: Sequence[Field], note: int = 0) -> list[int]:
+    """Exchange a row with all ranks; return every rank's note.
+
+    Raise `TransportError` unless all ranks make the same call with the same fields.
+    """
+    assert len(fields) <= MOST_FIELDS, "a row has room for all fields"
+    mine = [0, _digest_call(call, fields), note, *[field.digest for field in fields]]
+    rows = _exchange_rows(gather, mine)
+    mine = mine[:NOTE] + mine[FIRST:]
+    if any(row != rows[rank] and row[:NOTE] + row[FIRST : FIRST + len(fields)] != mine for row in rows):
+        _raise_difference(rank, gather, call, fields, rows)
+    return [row[NOTE] for row in rows]
+
+
+def announce_refusal(gather: Gather, call: str, error: BaseException) -> None:
+    """Tell the other ranks, which wait for this one's row, that the call failed here."""
+    mine = [1, digest([call]), 0]
+    _exchange_rows(gather, mine)
+    exchange_texts(gather, describe_error(error))
+
+
+def _exchange_rows(gather: Gather, mine: list[int]) -> list[list[int]]:
+    row = torch.tensor([*mine, *[0] * (FIRST + MOST_FIELDS - len(mine))])
+    return [other.tolist() for other in gather(row)]
+
+
+def _digest_call(call: str, fields: Sequence[Field]) -> int:
+    return digest((f"{call}: {[field.name for field in fields]}",))
+
+
+def exchange_texts(gather: Gather, mine: str) -> list[str]:
+    """Exchange texts of any length; return those of all ranks."""
+    data = mine.encode()[: MOST_BYTES * MOST_SHOWN]
+    lengths = [int(one.item()) for one in gather(torch.tensor([len(data)]))]
+    padded = torch.zeros(max([*lengths, 1]), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+    found = gather(padded)
+    return [bytes(one[:n].tolist()).decode(errors="replace") for one, n in zip(found, lengths, strict=True)]
+
+
+def _raise_difference(rank: int, gather: Gather, call: str, fields: Sequence[Field], rows: list[list[int]]) -> NoReturn:
+    """Raise a `TransportError` that shows what differs; every rank must call this."""
+    if any(row[REFUSED] for row in rows):
+        told = exchange_texts(gather, "")
+        said = [f"- rank {r}: {told[r][: 3 * WIDTH]}" for r, row in enumerate(rows) if row[REFUSED]]
+        raise TransportError(
+            f"rank {rank}, {call}: got errors on some ranks, expected a call that works on every rank. Nothing was "
+            "computed on any rank. Repair these and call it again:\n" + "\n".join(said)
+        )
+    if len({row[CALL] for row in rows}) > 1:
+        texts = exchange_texts(gather, "\n".join([call, *(f"{call}, {field.name}" for field in fields)]))
+        lines = _compare("call", [text.split("\n") for text in texts])
+        repair = "Call the same functions in the same order on every rank."
+    else:
+        apart = [k for k in range(len(fields)) if len({row[FIRST + k] for row in rows}) > 1]
+        shown = apart[:MOST_SHOWN]
+        told = exchange_texts(gather, BREAK.join("\n".join(fields[k].lines())[:MOST_BYTES] for k in shown))
+        columns = [text.split(BREAK) for text in told]
+        names = [fields[k].name for k in shown]
+        lines = [line for n, name in enumerate(names) for line in _compare(name, [c[n].split("\n") for c in columns])]
+        lines = lines or [f"- {', '.join(names)}: differ beyond the first {MOST_BYTES} characters"]
+        lines += [f"- and also: {', '.join(fields[k].name for k in apart[MOST_SHOWN:])}"] * (len(apart) > MOST_SHOWN)
+        repair = "Pass the same arguments, in the same order of calls, on every rank."
+    raise TransportError(
+        f"rank {rank}, {call}: got ranks that differ, expected the same on every rank. {repair} Nothing was computed "
+        "on any rank:\n" + "\n".join(lines)
+    )
+
+
+def _compare(name: str, ranks: Sequence[Sequence[str]]) -> list[str]:
+    """Return one line that shows, by rank, where descriptions first differ; no line if they don't."""
+    longest = max(map(len, ranks))
+    columns = [[*lines, *["nothing"] * (longest - len(lines))] for lines in ranks]
+    first = next((row for row in zip(*columns, strict=True) if len(set(row)) > 1), None)
+    if first is None:
+        return []
+    start = _find_start(first)
+    found: dict[str, list[int]] = {}
+    for rank, line in enumerate(first):
+        found.setdefault(line, []).append(rank)
+    seen = [f"{_ranks(at)}: {_excerpt(line, start) or 'nothing'}" for line, at in found.items()]
+    return [f"- {name}: got {'; '.join(seen)}"]
+
+
+def _find_start(lines: Sequence[str]) -> int:
+    """Return the column from which to show lines that differ only near their ends."""
+    if max(map(len, lines)) <= WIDTH:
+        return 0
+    columns = zip(*lines, strict=False)
+    common = next((k for k, column in enumerate(columns) if len(set(column)) > 1), min(map(len, lines)))
+    return max(0, common - WIDTH // 4)
+
+
+def _excerpt(text: str, start: int = 0) -> str:
+    shown = text[start : start + WIDTH]
+    return f"{'...' if start else ''}{shown}{'...' if start + WIDTH < len(text) else ''}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, with runs as ranges.
+
+    >>> _ranks([0]), _ranks([0, 1, 2, 5])
+    ('on rank 0', 'on ranks 0-2, 5')
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    ends = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(ends)}"

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Channels between processes: point-to-point messages of torch.distributed, over Gloo on CPU and NCCL on GPU.
+
+Each channel has its own process group. On NCCL, a pair of ranks would otherwise share one communicator and stream for
+both directions, and plain 1F1B could deadlock on them. Groups are created, and warmed up with one byte, in ascending
+order of channels on every rank, so that connecting can't deadlock either.
+
+Every receive is described by a `Spec` known beforehand; nothing is pickled, and no shapes travel. Every message states
+its identity (`fpipe.network.envelope`). On a CPU this is checked before the message is used. On an
+accelerator, that would block the host in every action, so it is checked before the next step begins.
+
+The same code serves Gloo and NCCL; over NCCL it has not been run on several GPUs yet.
+
+Runs in every step; channels are set up when a plan is made: once per kind of batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fpipe.network.creation import Creator
+from fpipe.network.envelope import LINE, Envelope, Specs
+from fpipe.network.waiting import (
+    Awaited,
+    BrokenWaitError,
+    PendingWorks,
+    Waitable,
+    break_group,
+    destroy_groups,
+    reporting,
+)
+from fpipe.runtime.transport import Payload, Route
+from schedules.language.actions import Message, receive_of
+
+Unread: TypeAlias = list[tuple[Envelope, Tensor]]
+"""Headers that arrived but are not checked yet, each with the expected message."""
+
+
+class DistributedHandle:
+    """A posted send or receive: its `dist.Work`s, and the buffers that must stay alive until they are done."""
+
+    is_done = False
+
+    def __init__(
+        self,
+        channel: DistributedChannel,
+        end: str,
+        envelope: Envelope,
+        works: Sequence[dist.Work],
+        data: tuple[Tensor, ...],
+    ) -> None:
+        self.channel, self.end, self.message, self.envelope = channel, end, envelope.message, envelope
+        self.works, self.data = works, data
+
+    @property
+    def awaited(self) -> Awaited:
+        """The action of the process at the other end."""
+        return self.channel.awaited(self.end, self.message)
+
+    def wait(self) -> None:
+        """Block until the transfer is done; then release a send's buffers. Raise `BrokenWaitError` if it can't be."""
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise BrokenWaitError(self.awaited) from error
+        self.works = ()
+        if self.end == "SEND":
+            self.data = ()
+
+    def give_up(self) -> None:
+        """Break the channel."""
+        break_group(self.channel.group)
+
+    def take(self) -> Payload:
+        """Return the tensors that arrived, and drop the buffers; on CPU, raise `TransportError` for a wrong message."""
+        data, self.data = self.data, ()
+        header = data[0][:LINE]
+        if header.is_cpu:
+            self.envelope.require(header)
+        else:
+            self.channel.unread.append((self.envelope, header.clone()))  # a view would keep the whole buffer alive
+        return self.envelope.unpack(data)
+
+
+class DistributedChannel:
+    """A channel: a process group of two, the rank in it of each end, and the numbers in the job of both."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        source: int,
+        target: int,
+        device: torch.device,
+        unread: Unread,
+        ends: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.group, self.source, self.target, self.ends = group, source, target, ends
+        self.device, self.unread = device, unread
+        self.envelopes: dict[tuple[Message, int], Envelope] = {}
+
+    @classmethod
+    def between(
+        cls, group: dist.ProcessGroup, source: int, target: int, device: torch.device, unread: Unread
+    ) -> DistributedChannel:
+        """Return the channel from process `source` of the job to `target`; groups rank processes in ascending order."""
+        return cls(group, int(source > target), int(target > source), device, unread, (source, target))
+
+    def send(self, message: Message, payload: Payload, specs: Specs) -> DistributedHandle:
+        """Post a send of a tuple of tensors; raise `BrokenWaitError` if the other process is gone."""
+        envelope = self._envelope(message, specs)
+        data = envelope.pack(payload)
+        try:
+            works = [self.group.send([bytes_], self.target, 0) for bytes_ in data]
+        except RuntimeError as error:
+            raise BrokenWaitError(self.awaited("SEND", message)) from error
+        return DistributedHandle(self, "SEND", envelope, works, data)
+
+    def receive(self, message: Message, specs: Specs) -> DistributedHandle:
+        """Post a receive of tensors with these specs; raise `BrokenWaitError` if the other process is gone."""
+        envelope = self._envelope(message, specs)
+        data = envelope.buffers()
+        try:
+            works = [self.group.recv([bytes_], self.source, 0) for bytes_ in data]
+        except RuntimeError as error:
+            raise BrokenWaitError(self.awaited("RECV", message)) from error
+        return DistributedHandle(self, "RECV", envelope, works, data)
+
+    def awaited(self, end: str, message: Message) -> Awaited:
+        """Return what one end of a message waits for: that the other end is posted."""
+        source, target = self.ends
+        if end == "SEND":
+            return Awaited(str(receive_of(message)), (target,), self.group)
+        return Awaited(str(message), (source,), self.group)
+
+    def _envelope(self, message: Message, specs: Specs) -> Envelope:
+        """Return the layout of a message, cached; the cache keeps the specs alive, so that their ids stay unique."""
+        # By identity: specs are made once per plan, and hashing those of a message in every step takes longer.
+        known = self.envelopes.get((message, id(specs)))
+        if known is None:
+            known = self.envelopes[message, id(specs)] = Envelope(message, specs, self.device)
+        return known
+
+
+class DistributedTransport:
+    """The channels of this process, rank `rank` of the pipeline whose processes are `world`; `timeout` is their own.
+
+    `replicas` lists the processes of every pipeline of the job: all of them take part in creating every group, since
+    torch.distributed names a group by the number of groups created so far.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, replicas: list[list[int]], timeout: timedelta
+    ) -> None:
+        self.device, self.replicas, self.timeout = device, replicas, timeout
+        self.rank, self.world = dist.get_rank(group), dist.get_process_group_ranks(group)
+        self.backend = dist.get_backend(group)
+        self.channels: dict[Route, DistributedChannel] = {}
+        self.unread: Unread = []
+
+    def setup(self, channels: Iterable[Route], creator: Creator) -> None:
+        """Create a process group for each new channel, in ascending order, and warm it up."""
+        for source, target in channels:
+            if (source, target) not in self.channels:
+                replicas = [
+                    creator.create_group([world[source], world[target]], self.timeout, self.backend, self.device)
+                    for world in self.replicas
+                ]
+                group = replicas[self.replicas.index(self.world)]
+                self.channels[source, target] = DistributedChannel.between(
+                    group, self.world[source], self.world[target], self.device, self.unread
+                )
+                if self.rank in (source, target):
+                    self._warm_up(self.channels[source, target], self.rank == source, creator.wait)
+
+    def _warm_up(self, channel: DistributedChannel, sends: bool, wait: Callable[[Waitable], None]) -> None:
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        awaited = Awaited("first byte of a channel", (channel.ends[sends],), channel.group)
+        with reporting(awaited):
+            post, end = (channel.group.send, channel.target) if sends else (channel.group.recv, channel.source)
+            works = [post([byte], end, 0)]
+        wait(PendingWorks(works, awaited))
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of the channels that begin or end here."""
+        return [channel.group for ends, channel in list(self.channels.items()) if self.rank in ends]
+
+    def channel(self, source: int, target: int) -> DistributedChannel:
+        """Return the channel, which must have been set up."""
+        return self.channels[source, target]
+
+    def forget_layouts(self) -> None:
+        """Drop the cached layouts of messages, which keep the specs of every plan alive."""
+        for channel in self.channels.values():
+            channel.envelopes.clear()
+
+    def release(self, others: Iterable[dist.ProcessGroup]) -> None:
+        """End all waits over these channels and over other groups."""
+        for group in {*self.groups, *others}:
+            break_group(group)
+
+    def close(self, others: Iterable[dist.ProcessGroup]) -> None:
+        """Destroy the groups of all channels, and these; drop what is cached."""
+        destroy_groups([*self.groups, *others])
+        self.channels.clear()
+        self.unread.clear()
+
+    def read(self) -> None:
+        """Raise `TransportError` if a message of the last step was not the expected one."""
+        if not self.unread:
+            return
+        envelopes, headers = zip(*self.unread, strict=True)
+        self.unread.clear()
+        for envelope, header in zip(envelopes, torch.stack(headers).cpu(), strict=True):  # synchronizes once
+            envelope.require(header)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank per process: the communication and agreement of torch.distributed processes.
+
+Messages travel over channels (`fpipe.network.channels`). Before any is sent, all ranks agree on what they are
+about to do (`fpipe.network.agreement`), over a separate group (`fpipe.network.control`).
+
+If a call fails on one rank, the others hear of it (`fpipe.network.calls`), and the pipeline's own groups are
+broken, so that nobody waits for it. The user's groups stay whole.
+
+Runs when a pipeline is built and in every step, if ranks are separate processes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fpipe.errors import TransportError
+from fpipe.network import clocks, speeds
+from fpipe.network.calls import SharedCalls
+from fpipe.network.channels import DistributedTransport
+from fpipe.network.control import GRACE, Control, choose_timeout, find_mesh_group
+from fpipe.network.creation import Creator
+from fpipe.network.ranks import Fields, claim_turn, require_unclosed
+from fpipe.network.waiting import Line, PendingWorks, Waitable, await_all, reporting
+from fpipe.runtime.executor import Execution, Outcome
+from fpipe.runtime.transport import Route, Transport
+from fpipe.tensors.spec import Spec
+from fpipe.tensors.torch_private import process_groups
+
+
+class DistributedRanks:
+    """One rank of a schedule: this process, in a `group` with as many processes as ranks.
+
+    `replicas` lists the processes of every pipeline of the job; `everyone` lists those that agree on every call, which
+    are the same, or those of a mesh around each. `creator` creates their groups.
+
+    - `calls`: the calls of the pipeline's functions.
+    - `results`, `everyone`: the groups over which results go to all ranks, and to all processes that agree.
+    - `own_groups`: groups, besides those of channels, that nobody but pipelines uses.
+    - `connection`: its end destroys the groups that no other pipeline uses, once nobody uses the ranks.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        replicas: list[list[int]],
+        everyone: list[list[int]],
+        creator: Creator,
+    ) -> None:
+        self.group, self.device, before = group, device, [*process_groups()]
+        self.ranks = (dist.get_rank(group),)
+        self.processes = tuple(dist.get_process_group_ranks(group))
+        timeout = choose_timeout(group, device)
+        (members,) = [one for one in everyone if dist.get_rank() in one]
+        self.control = Control.of(members, everyone, timeout + GRACE, creator)
+        self.places = tuple(self.control.processes.index(process) for process in self.processes)
+        self.own_groups = [self.control.group]
+        if device.type == "cpu":
+            self.results = Control.of(list(self.processes), replicas, timeout + GRACE, creator).group
+            self.everyone = self.control.group
+            self.own_groups.append(self.results)
+        else:
+            self.results, self.everyone = group, find_mesh_group(self.control, group, everyone, device, creator)
+        self.transport = DistributedTransport(group, device, replicas, timeout + GRACE)
+        release = partial(self.transport.release, self.own_groups)
+        own, transport = self.own_groups, self.transport
+        self.calls = SharedCalls(self.control, timeout, release, lambda: [*own, *transport.groups])
+        weakref.finalize(self, self.calls.lookout.stop)
+        made = [group for group in (self.everyone,) if group not in {*before, self.results, self.control.group}]
+        self.connection = weakref.finalize(self, self.transport.close, made)
+        self.connection.atexit = False  # the process ends anyway
+
+    @contextmanager
+    def enter_call(self, call: str) -> Iterator[None]:
+        """Return the context for a function that all ranks call; an error before they have agreed is raised on all.
+
+        Raise `TransportError` if an earlier call failed midway, or if another thread is inside, and `RankError` if
+        another rank fails, dies or falls silent.
+        """
+        with claim_turn(f"rank {self.control.rank}, {call}"):
+            require_unclosed(self, call)
+            self._require_whole(call)
+            with self.calls.enter(call):
+                self._read()
+                yield
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return not self.connection.alive
+
+    def close(self) -> None:
+        """Destroy the groups of the channels, and end the threads; the groups that pipelines share stay."""
+        self.calls.lookout.stop()
+        self.connection()
+
+    def conclude(self) -> None:
+        """Declare that no other rank waits for this one any more: what it raises now is its own affair."""
+        self.calls.conclude()
+
+    def _read(self) -> None:
+        """Raise `TransportError` on all ranks if this one used a wrong message in the last step."""
+        try:
+            self.transport.read()
+        except TransportError as error:
+            self.calls.refuse(error, "a message of the last step was another than expected")
+            raise
+
+    def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
+        """Raise `TransportError` on every rank unless all have called the same function with the same fields."""
+        return self.calls.agree(fields, about, note)
+
+    def connect(self, channels: Iterable[Route]) -> None:
+        """Set up channels; every rank must pass the same ones."""
+        self.calls.begin()
+        self.transport.setup(channels, Creator(self.calls.lookout.wait, self.control.group))
+        self.calls.decide()
+
+    def forget_layouts(self) -> None:
+        """Drop the cached layouts of messages; the next message of each kind makes its layout again."""
+        self.transport.forget_layouts()
+
+    def _require_whole(self, what: str) -> None:
+        if not self.calls.failure and not self.control.is_alive:
+            self.calls.fail("its process group was destroyed")
+        if self.calls.failure:
+            raise TransportError(
+                f"rank {self.control.rank}, {what}: got a pipeline that failed midway ({self.calls.failure}), expected "
+                "one whose ranks are in step: messages would no longer match. Restart all processes from a checkpoint."
+            )
+
+    def run(self, copies: Sequence[Callable[[int, Transport], Execution]]) -> list[dict[int, Outcome]]:
+        """Run this process's rank to completion, blocking on each handle that it yields; return its outcome."""
+        (rank,), (execution,) = self.ranks, copies
+        self.calls.begin()
+        lookout = self.calls.lookout
+        lookout.execution = execution(rank, self.transport)
+        run = lookout.execution.run()
+        try:
+            while True:
+                posted: Any = next(run)
+                lookout.wait(posted)
+        except StopIteration as stop:
+            lookout.execution = None
+            return [{rank: stop.value}]
+
+    def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
+        """Return rank `source`'s tensor on every rank."""
+        return self._broadcast(self.results, tensor, spec, source)
+
+    def wait(self, posted: Waitable) -> None:
+        """Wait for it, in sight of the thread that looks out for other ranks."""
+        self.calls.lookout.wait(posted)
+
+    def spread(self, tensor: Tensor | None, spec: Spec, member: int) -> Tensor:
+        """Return on every process that agrees the tensor of number `member` among them."""
+        return self._broadcast(self.everyone, tensor, spec, member)
+
+    def agree_if_any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        return any(self.agree(about="a question to all ranks", note=int(flag)))
+
+    def exchange_text(self, text: str, about: str = "what the model asks about its batch") -> list[str]:
+        """Return the texts of all ranks, including this one; every rank must call this."""
+        return self.calls.exchange_text(text, about)
+
+    def measure_clock_offset(self) -> float:
+        """Return how many seconds this process's clock is ahead of the first rank's; every rank must call this."""
+        with self._hold_line("its clock") as line:
+            return clocks.measure_offset(line)
+
+    def measure_transfers(self, sizes: Sequence[int]) -> Tensor:
+        """Return how long messages take between any two ranks; every rank must call this with the same sizes."""
+        self.agree(about="transfers to measure")
+        with self._hold_line("a message to measure") as line:
+            rows = speeds.measure_transfers(line, sizes)
+        return torch.cat(self.gather_rows(rows))
+
+    def measure_posting(self) -> float:
+        """Return how long this process takes to post a send and a receive; every rank must call this."""
+        self.agree(about="messages to post")
+        with self._hold_line("a message to measure") as line:
+            return speeds.measure_posting(line)
+
+    @contextmanager
+    def _hold_line(self, what: str) -> Iterator[Line]:
+        """Return the context in which ranks exchange messages of their own; afterwards they decide on what follows."""
+        self.calls.begin()
+        yield Line(self.results, self.device, f"{what} in {self.calls.call}", self.calls.lookout.wait)
+        self.calls.decide()
+
+    def gather_rows(self, rows: Tensor) -> list[Tensor]:
+        """Return the rows of each rank, in rank order; every rank must call this."""
+        count, columns = rows.shape
+        counts = self.agree(about="rows to collect", note=count)
+        mine = rows.new_zeros(max([*counts, 1]), columns)
+        mine[:count] = rows
+        return [one[:length] for one, length in zip(self.calls.gather(mine), counts, strict=True)]
+
+    def gather_vectors(self, vector: Tensor) -> Tensor:
+        """Return the vectors of all ranks as rows; every rank must call this, once all have agreed on the length."""
+        self.calls.begin()
+        mine = vector.contiguous().view(torch.uint8)  # not every backend knows every dtype
+        rows = mine.new_empty(dist.get_world_size(self.everyone), len(mine))
+        awaited = await_all(f"vectors of {self.calls.call}", self.everyone)
+        with reporting(awaited):
+            work = dist.all_gather([*rows], mine, group=self.everyone, async_op=True)
+        self.calls.lookout.wait(PendingWorks([work], awaited))
+        self.conclude()
+        return rows.view(vector.dtype)
+
+    def _broadcast(self, group: dist.ProcessGroup, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
+        """Return the tensor of number `source` in the group on all its processes."""
+        mine = tensor if group.rank() == source else None  # else it may be the user's own, to receive into
+        data = spec.buffer() if mine is None else spec.pack(mine)
+        awaited = await_all(f"result of {self.calls.call}", group)  # others may pass it on
+        with reporting(awaited):
+            sender = dist.get_process_group_ranks(group)[source]
+            work = dist.broadcast(data, src=sender, group=group, async_op=True)
+        self.calls.lookout.wait(PendingWorks([work], awaited))
+        return spec.unpack(data)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start of a build, which all processes of a job begin together.
+
+Problem. Before a pipeline has process groups of its own, all processes of the job must create them, in the same order.
+One that refuses its arguments, dies, or does something else instead, would leave the others waiting in torch.
+
+Idea. A build begins as every call does: all processes agree on it, over a control group of the whole job. It is what
+the first build makes first. Before that, there is only the user's default group, over which they gather one row each,
+in the same form; it is never broken, so there a wait ends when a connection ends, or by torch's timeout.
+
+Invariant: no process creates a group before all have agreed to build. Then all name new groups alike, by the number of
+groups that any of them has created: a build that failed may have left some with fewer.
+
+Runs when a pipeline is built, or a model is profiled, if ranks are separate processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fpipe.errors import TransportError
+from fpipe.network.calls import SharedCalls
+from fpipe.network.control import GRACE, Control, list_replicas
+from fpipe.network.creation import Creator, Made
+from fpipe.network.distributed import DistributedRanks
+from fpipe.network.lookout import SLICE
+from fpipe.network.ranks import Fields, Ranks, claim_turn
+from fpipe.network.waiting import PendingWorks, Waitable, await_all, break_group, reporting
+from fpipe.tensors.torch_private import count_groups, device_types, name_groups_from, timeout_of
+
+EARLIER: Final = timedelta(seconds=4 * SLICE)
+"""How much earlier than the default group a process gives up, so that it has time to find out why."""
+
+
+class UnbreakableWorks(PendingWorks):
+    """Works over the user's group, which stays whole."""
+
+    def give_up(self) -> None:
+        """Do nothing: the wait ends as the description of this module says."""
+
+
+class World(NamedTuple):
+    """The default group of the user, over which processes agree until the job has a control group."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return dist.get_rank()
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The numbers of all processes of the job."""
+        return tuple(range(dist.get_world_size()))
+
+    def gather(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor]:
+        """Return the tensor that each process passes, in order; all must have the same shape and dtype."""
+        sent = mine.to(self.device)
+        rows, awaited = [torch.empty_like(sent) for _ in self.processes], await_all(f"agreement on {call}", self.group)
+        with reporting(awaited):
+            work = dist.all_gather(rows, sent, async_op=True)
+        wait(UnbreakableWorks([work], awaited))
+        return [row.cpu() for row in rows]
+
+
+class DistributedJob:
+    """The processes of a job that begin to build.
+
+    - `calls`: what they do together; `own`: the groups that nobody else uses.
+    """
+
+    def __init__(self, calls: SharedCalls, world: World, own: list[dist.ProcessGroup]) -> None:
+        self.calls, self.world, self.own = calls, world, own
+
+    def agree(self, fields: Fields) -> None:
+        """Raise `TransportError` on all processes unless all of them begin the same, with the same fields."""
+        counts = self.calls.agree(fields, "its start", count_groups())
+        name_groups_from(max(counts))
+        self.calls.begin()
+        timeout, every = timeout_of(self.world.group, self.world.device) + GRACE, [*self.world.processes]
+        self.calls.table = control = Control.of(every, [every], timeout, self._creator)
+        self.own[:] = [control.group]
+        self.calls.decide()
+
+    def create(self, make: Callable[[], Made], what: str, device: torch.device) -> Made:
+        """Return what torch makes on the device as soon as all processes ask for it."""
+        self.calls.begin()
+        made = self._creator.create(make, what, self.world.processes, device)
+        self.calls.decide()
+        return made
+
+    @property
+    def _creator(self) -> Creator:
+        return Creator(self.calls.lookout.wait, self.calls.table.group)
+
+    def join(
+        self, ranks: int, group: dist.ProcessGroup | None, device: torch.device, members: Sequence[int] = ()
+    ) -> Ranks:
+        """Return this process's rank in the group, by default all; every process must call this after it has agreed.
+
+        `members` are all processes that agree on every call: those of a mesh, by default the group's.
+        """
+        group = self.world.group if group is None else group
+        _require_size(group, ranks)
+        replicas = list_replicas(dist.get_process_group_ranks(group), self.calls)
+        everyone = list_replicas(list(members), self.calls) if members else replicas
+        self.calls.begin()
+        joined = DistributedRanks(group, device, replicas, everyone, self._creator)
+        self.calls.decide()
+        self.calls.agree(about="the groups of its pipelines")  # until then, all look at the board of the job
+        return joined
+
+
+@contextmanager
+def enter_distributed_job(call: str) -> Iterator[DistributedJob]:
+    """Return the context in which all processes begin a build; an error on one of them is raised on all."""
+    group = dist.group.WORLD
+    assert group is not None, "torch.distributed is initialized"
+    kinds = device_types(group)
+    world = World(group, torch.device("cpu") if torch.device("cpu") in kinds else kinds[0])
+    with claim_turn(f"rank {world.rank}, {call}"):
+        known = Control.find([*world.processes], [[*world.processes]])
+        own = [] if known is None else [known.group]
+        calls = _open_calls(world, known, own)
+        try:
+            with calls.enter(call):
+                yield DistributedJob(calls, world, own)
+        finally:
+            calls.lookout.stop()
+
+
+def _open_calls(world: World, known: Control | None, own: list[dist.ProcessGroup]) -> SharedCalls:
+    """Return the calls over the control group of the job, or over the default group if there is none yet."""
+    timeout = timeout_of(world.group, world.device)
+    if known is None:
+        timeout -= min(EARLIER, timeout / 4)
+
+    def release() -> None:
+        for one in own:
+            break_group(one)
+
+    return SharedCalls(known or world, timeout, release, lambda: own)
+
+
+def _require_size(group: dist.ProcessGroup, ranks: int) -> None:
+    """Raise `TransportError` unless a group has a process for each rank."""
+    size = dist.get_world_size(group)
+    if size != ranks:
+        raise TransportError(
+            f"got a process group of {size} processes, expected one process for each of the schedule's {ranks} "
+            f"ranks. Start {ranks} processes, or build the schedule for ranks={size}."
+        )

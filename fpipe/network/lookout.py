@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thread that looks around while this rank waits for others.
+
+Problem. A rank that waits hears only from the rank it waits for. It hears nothing of a failure elsewhere, or of a peer
+that is stopped, and a signal such as Ctrl-C has to wait with it.
+
+Idea. The rank waits as ever; all it does in a step is to say for what. Twice a second, this thread looks whether the
+same wait is still on. If so, it looks at the board for the cause of a failure, gives a sign of life there, and reports
+a slow peer. Once the timeout of the process group is over, it finds out who keeps all others waiting: it follows who
+waits for whom, to a rank that gives no sign of life, or that waits for nobody. To end a wait, it breaks the groups.
+
+Invariant: the thread asks the store only while a call is running, so that a process can end at any time between calls.
+
+Runs in every step, if ranks are separate processes; the thread does something only in calls that take long.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Lock, Thread, current_thread, main_thread
+from time import monotonic
+from typing import Final
+
+from fpipe.errors import Cause
+from fpipe.network.board import Board, Sign
+from fpipe.network.waiting import Awaited, Waitable
+from fpipe.runtime.executor import Execution
+
+SLICE: Final = 0.5  # seconds between two looks
+SILENCE: Final = 4 * SLICE  # a rank without a new sign of life for so long is silent
+FIRST_REPORT: Final = 30.0  # seconds until a slow peer is reported; then after twice as long, and so on
+LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class Vigil:
+    """A wait that the thread has seen: what for, since when, and when to report it next.
+
+    - `signs`: the signs of life of those who keep the rank waiting, as they were shortly before the timeout.
+    """
+
+    posted: Waitable | None
+    since: float
+    report: float
+    signs: dict[int, Sign | None] | None = None
+
+
+class Lookout:
+    """The lookout of one rank.
+
+    - `processes`: the numbers in the job of the ranks.
+    - `release`: breaks the groups of the pipeline.
+    - `call`: the call that is running, or nothing; `execution`: the program that it runs, if it has come to that.
+    - `posted`: what the rank waits for, if it waits. `vigil`: the wait that the thread has seen last.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        processes: Sequence[int],
+        timeout: timedelta,
+        release: Callable[[], None],
+    ) -> None:
+        self.board, self.processes, self.timeout = board, processes, timeout.total_seconds()
+        self.release = release
+        self.call = ""
+        self.execution: Execution | None = None
+        self.posted: Waitable | None = None
+        self.asking = Lock()  # held while the thread uses the board
+        self.vigil = Vigil(None, 0.0, FIRST_REPORT)
+        self.is_over = False
+        self.bell, self.string = socket.socketpair()
+        self.bell.settimeout(SLICE)
+        self.string.setblocking(False)
+        Thread(target=self._look_around, name="fpipe lookout", daemon=True).start()
+
+    def wait(self, posted: Waitable) -> None:
+        """Wait for it, in sight of the thread."""
+        self.posted = posted
+        try:
+            posted.wait()
+        finally:
+            self.posted = None
+
+    @contextmanager
+    def on_duty(self, call: str) -> Iterator[None]:
+        """Return the context of a call: the thread looks around, and Ctrl-C ends a wait."""
+        self.call = call
+        try:
+            with _ringing(self.string):
+                yield
+        finally:
+            with self.asking:
+                self.call, self.execution = "", None
+
+    @property
+    def place(self) -> str:
+        """The call, position and action of this rank."""
+        at = self.execution.at if self.execution is not None else None
+        return self.call if at is None else f"{self.call}, position {at.position}, {at.action}"
+
+    def stop(self) -> None:
+        """End the thread."""
+        self.is_over = True
+        self.string.close()
+
+    def _look_around(self) -> None:
+        while not self.is_over:
+            try:
+                rung = self.bell.recv(64)
+            except TimeoutError:
+                rung = b""
+            with self.asking:
+                if self.call:
+                    self._look(signal.SIGINT in rung and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+        self.bell.close()
+
+    def _look(self, is_interrupted: bool) -> None:
+        """Look whether the rank waits, and for how long; let the others know that it is alive."""
+        posted, now = self.posted, monotonic()
+        if posted is not self.vigil.posted or posted is None:
+            self.vigil = Vigil(posted, now, FIRST_REPORT)
+        is_failed = self.board.read() is not None
+        awaited = None if posted is None else posted.awaited
+        self.board.give_sign(self.place, () if awaited is None else self.ranks_of(awaited))
+        if posted is None or awaited is None:
+            return
+        if is_interrupted:  # others must not take it for a death
+            self.board.publish(Cause(self.board.rank, self.place, KeyboardInterrupt.__name__))
+        is_over = is_failed or is_interrupted
+        if is_over or self._is_too_long(awaited, now - self.vigil.since):
+            posted.give_up()
+            self.release()
+
+    def _is_too_long(self, awaited: Awaited, waited: float) -> bool:
+        """Report a wait that is long; once it is too long, publish why, and return true."""
+        vigil = self.vigil
+        if waited >= vigil.report:
+            where = f"rank {self.board.rank}, {self.place}"
+            LOG.warning("%s: still waiting for %s, %d s", where, self.name(awaited), waited)
+            vigil.report *= 2
+        if vigil.signs is None:
+            is_near = waited >= max(self.timeout - SILENCE, self.timeout / 2)
+            vigil.signs = self._collect_signs(awaited) if is_near else None
+        elif waited >= self.timeout:
+            signs = self._collect_signs(awaited)
+            cause = find_cause(vigil.signs, signs, f"{self.timeout:g} s")
+            self.board.publish(self.board.lost_cause or cause, find_silent(vigil.signs, signs))
+            return True
+        return False
+
+    def ranks_of(self, awaited: Awaited) -> tuple[int, ...]:
+        """Return the ranks that are awaited; of a group that holds other processes, too, those that are ranks."""
+        return tuple(self.processes.index(peer) for peer in awaited.peers if peer in self.processes)
+
+    def name(self, awaited: Awaited) -> str:
+        """Return what is awaited, and from whom."""
+        ranks = self.ranks_of(awaited)
+        return f"{awaited.what} from rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+    def _collect_signs(self, awaited: Awaited) -> dict[int, Sign | None]:
+        """Return the last signs of life of who is awaited, of those they wait for, and so on, nearest first."""
+        found: dict[int, Sign | None] = {}
+        left = list(self.ranks_of(awaited))
+        while left:
+            rank = left.pop(0)
+            if rank not in found and rank != self.board.rank:
+                found[rank] = sign = self.board.last_sign(rank)
+                left += () if sign is None else sign.peers
+        return found
+
+
+def find_silent(before: Mapping[int, Sign | None], now: Mapping[int, Sign | None]) -> list[int]:
+    """Return the ranks that have given no sign of life since.
+
+    >>> find_silent({1: Sign(3.0, "a step", ()), 2: None}, {1: Sign(3.5, "a step", ()), 2: None})
+    [2]
+    """
+    return [rank for rank, sign in now.items() if sign == before.get(rank)]
+
+
+def find_cause(before: Mapping[int, Sign | None], now: Mapping[int, Sign | None], timeout: str) -> Cause:
+    """Return who keeps a rank waiting, given the signs of life of the others, nearest first, and those shortly before.
+
+    That is a rank without a new sign, or else one that waits for nobody, or else a circle of ranks.
+
+    >>> waits, works = Sign(3.0, "a step (call 2), position 4, 1B0", (2,)), Sign(3.0, "a step (call 2)", ())
+    >>> print(find_cause({1: None, 2: works}, {1: waits, 2: works}, "4 s"))
+    rank 2, a step (call 2): no sign of life from it since, within the timeout of 4 s
+    >>> print(find_cause({1: None, 2: None}, {1: waits, 2: works}, "4 s"))
+    rank 2, a step (call 2): it is alive, but was not done within the timeout of 4 s
+    >>> print(find_cause({}, {2: None}, "4 s"))
+    rank 2, outside of fpipe, or stopped: no sign of life from it since, within the timeout of 4 s
+    """
+    silent = find_silent(before, now)
+    busy = [rank for rank, sign in now.items() if sign is not None and not sign.peers]
+    rank = next(iter([*silent, *busy, *now]), None)
+    sign = None if rank is None else now[rank]
+    place = "outside of fpipe, or stopped" if sign is None else sign.doing
+    if rank in silent or rank is None:
+        return Cause(rank, place, f"no sign of life from it since, within the timeout of {timeout}")
+    if rank in busy:
+        return Cause(rank, place, f"it is alive, but was not done within the timeout of {timeout}")
+    return Cause(rank, place, f"it waited for others, and they for it, until the timeout of {timeout}")
+
+
+@contextmanager
+def _ringing(string: socket.socket) -> Iterator[None]:
+    """Return a context in which signals wake the thread; not if somebody else listens to them."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    other = signal.set_wakeup_fd(string.fileno(), warn_on_full_buffer=False)
+    if other != -1:
+        signal.set_wakeup_fd(other)
+    try:
+        yield
+    finally:
+        if other == -1:
+            signal.set_wakeup_fd(-1)

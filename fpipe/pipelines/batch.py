@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Split batches into microbatches, and describe what may differ from step to step.
+
+Problem. Arguments are split along different dimensions or not at all, microbatches may differ in size, and later
+batches may have other sizes. But a program is captured for shapes that are known before anything is sent.
+
+Idea. A batch is the pair (inputs, targets). Its `Signature` is everything about it except the values of its tensors.
+For a new signature, every rank makes a new plan independently, so shapes are never sent. A `Batching` holds the rules
+for splitting batches; a `SplitBatch` is the result.
+
+Invariants. Batches differ from the example only in sizes and in non-tensor leaves. A leaf that a rank is not given has
+the example's shape; a meta tensor only tells its shape. Memory is laid out as in the example.
+
+Runs when a pipeline is built and in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe.errors import InputError
+from fpipe.pipelines.leaf import META, Leaf
+from fpipe.pipelines.loss_weights import Weight, compute_scales, require_total
+from fpipe.pipelines.memory import Memory
+from fpipe.pipelines.signature import Microbatch, Signature
+from fpipe.tensors.spec import Spec
+from fpipe.tensors.tangents import require_primal
+from fpipe.tensors.tree import Structure, broadcast, flatten, require_same_tree
+
+
+@dataclass(frozen=True, eq=False)
+class Batching:
+    """The rules for splitting batches.
+
+    - `leaves`: the tensor leaves of (inputs, targets).
+    - `example`: the signature of the example.
+    - `weight`: the function that weighs a microbatch; `None` if all weigh the same.
+    """
+
+    leaves: tuple[Leaf, ...]
+    example: Signature
+    microbatches: int
+    weight: Weight | None
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Any,
+        targets: Any,
+        dims: Any,
+        microbatches: int,
+        weight: Weight | None = None,
+        divisor: int | None = None,
+    ) -> Batching:
+        """Return the rules for splitting batches like an example along `dims`, a prefix of the tree (inputs, targets).
+
+        `divisor` is the number of microbatches that losses are averaged over, by default these. Raise `InputError` if
+        the example can't be split.
+        """
+        tensors, structure = flatten((inputs, targets))
+        home = _find_home(tensors)
+        leaves = [
+            Leaf.of(_name_leaf(path), tensor, dim, home)
+            for path, tensor, dim in zip(
+                structure.names, tensors, broadcast("batch_dims", dims, structure), strict=True
+            )
+        ]
+        known = [leaf.conform(tensor, microbatches) for leaf, tensor in zip(leaves, tensors, strict=True)]
+        halves = flatten(inputs)[1], flatten(targets)[1]
+        over = microbatches if divisor is None else divisor
+        example = Signature(tuple(map(Leaf.specs, leaves, known)), _program(halves), halves, over)
+        batching = cls(tuple(leaves), example, microbatches, weight)
+        batching._require_pieces(example)
+        return batching
+
+    @property
+    def home(self) -> torch.device:
+        """The device of the first tensor, which is also used for those whose example is on meta."""
+        return self.leaves[0].spec.device if self.leaves else torch.device("cpu")
+
+    def leaf_name(self, number: int) -> str:
+        """Return the name of a leaf, or of the scale, for error messages."""
+        return self.leaves[number].name if number < len(self.leaves) else "the scale of the loss"
+
+    @property
+    def scale(self) -> Spec | None:
+        """The spec of a microbatch's scale, an additional last leaf; `None` if losses are not weighted."""
+        return None if self.weight is None else Spec((), (), torch.float64, self.home)
+
+    @property
+    def has_targets(self) -> bool:
+        """True if there are targets, even if they are an empty tree."""
+        return self.example.halves[1].spec != flatten(None)[1].spec
+
+    def split(self, signature: Signature) -> list[Microbatch]:
+        """Return the microbatches of batches with this signature."""
+        structure = self._structure(signature)
+        columns = [
+            leaf.part_specs(specs, self.microbatches) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)
+        ]
+        scale = () if self.scale is None else (self.scale,)
+        rows = [(*[column[i] for column in columns], *scale) for i in range(self.microbatches)]
+        answers = signature.answers or ((),) * self.microbatches
+        return [
+            Microbatch(row, signature.program, structure, signature.divisor, said)
+            for row, said in zip(rows, answers, strict=True)
+        ]
+
+    def _structure(self, signature: Signature) -> Structure:
+        trees = [half.unflatten([torch.empty(0, device=META)] * len(half.names)) for half in signature.halves]
+        return flatten((*trees, None if self.weight is None else torch.empty(0, device=META)))[1]
+
+    def split_batch(self, inputs: Any, targets: Any, total: float | None = None) -> SplitBatch:
+        """Split a batch; `total` is the weight of all microbatches that losses are averaged over, these among them.
+
+        For inputs or targets that this rank doesn't need, pass `None` if they are like the example except for values,
+        else meta tensors. A leaf in another memory layout is copied. Raise `InputError`, naming the leaf, if it can't
+        be split or does not match the example.
+        """
+        if total is not None:
+            require_total(total, 0 if self.weight is not None else self.microbatches)
+        halves, given = [], list[Tensor | None]()
+        for what, tree, expected in zip(("inputs", "targets"), (inputs, targets), self.example.halves, strict=True):
+            tensors, structure = (None, expected) if tree is None else flatten(tree)
+            require_same_tree(what, structure, expected)
+            halves.append(structure)
+            given += [None] * len(expected.names) if tensors is None else tensors
+            require_primal(what, dict(enumerate(tensors or ())))
+        known = [
+            None if tensor is None else leaf.conform(tensor, self.microbatches)
+            for leaf, tensor in zip(self.leaves, given, strict=True)
+        ]
+        specs = [
+            example if parts is None else leaf.specs(parts)
+            for leaf, parts, example in zip(self.leaves, known, self.example.leaves, strict=True)
+        ]
+        both = (halves[0], halves[1])
+        divisor = self.example.divisor if total is None or self.weight is not None else total
+        signature = Signature(tuple(specs), _program(both), both, divisor)
+        if signature.leaves != self.example.leaves:
+            self._require_pieces(signature)
+        memories = [
+            Memory(leaf.name, () if tensor is None or parts is None else leaf.memory(tensor, parts, self.microbatches))
+            for leaf, tensor, parts in zip(self.leaves, given, known, strict=True)
+        ]
+        wanting = tuple(
+            leaf.name for leaf, one in zip(self.leaves, given, strict=True) if one is not None and one.requires_grad
+        )
+        return SplitBatch(self, signature, tuple(known), tuple(memories), total, wanting)
+
+    def difference(self, signature: Signature) -> str:
+        """Return a description of what differs from the example, for error messages."""
+        for leaf, specs, example in zip(self.leaves, signature.leaves, self.example.leaves, strict=True):
+            if specs != example:
+                got, had = (", ".join(map(str, some)) for some in (specs, example))
+                return f"{leaf.name}: got {got}, where the example has {had}"
+        if signature.program == self.example.program:
+            return f"the batch: got other values than the example's, about which the model asks: {signature}"
+        return f"the batch: got {signature.program} besides tensors, where the example has {self.example.program}"
+
+    def _require_pieces(self, signature: Signature) -> None:
+        """Raise `InputError` if a leaf has too few rows, or if leaves would be split between different rows."""
+        shapes = [(leaf, specs[0].shape) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)]
+        for leaf, shape in shapes:
+            leaf.require_rows(shape, self.microbatches)
+        sizes = [(leaf, shape[leaf.dim]) for leaf, shape in shapes if isinstance(leaf.dim, int)]
+        for leaf, size in sizes:
+            other, another = next(((o, n) for o, n in sizes if n != size), (leaf, size))
+            if size % self.microbatches and another != size:
+                raise InputError(
+                    f"{leaf.name}: got {size} in dimension {leaf.dim}, and {another} in dimension {other.dim} of "
+                    f"{other.name}, expected the same size, or sizes divisible by {self.microbatches}: otherwise rows "
+                    "that belong together are in different microbatches. Pad or truncate the batch, or say in "
+                    "batch_dims how to split both leaves. On a rank that lacks part of it, pass that part on the meta "
+                    "device, for its shape."
+                )
+        self._require_same_pieces(signature)
+
+    def _require_same_pieces(self, signature: Signature) -> None:
+        """Raise `InputError` if a function splits a leaf into other sizes than a leaf with as many rows."""
+        pairs = zip(self.leaves, signature.leaves, strict=True)
+        pieces = [(leaf, sizes) for leaf, specs in pairs if (sizes := leaf.piece_sizes(specs, self.microbatches))]
+        for leaf, sizes in pieces:
+            for other, theirs in pieces:
+                if callable(leaf.dim) and sum(sizes) == sum(theirs) and sizes != theirs:
+                    raise InputError(
+                        f"{leaf.name}: got pieces of {sizes} rows from the function in batch_dims, but {theirs} of "
+                        f"{other.name}, expected the same: otherwise rows that belong together are in different "
+                        "microbatches. Split both the same way."
+                    )
+
+
+@dataclass(frozen=True, eq=False)
+class SplitBatch:
+    """A split batch: its signature, and the leaves that this process was given (`known`), with their memory.
+
+    `total`: the weight that losses are averaged over; `None` for that of these microbatches. `wanting`: the names of
+    the leaves that require a gradient.
+    """
+
+    batching: Batching
+    signature: Signature
+    known: tuple[tuple[Tensor, ...] | None, ...]
+    memories: tuple[Memory, ...]
+    total: float | None = None
+    wanting: tuple[str, ...] = ()
+
+    def without_values(self) -> SplitBatch:
+        """Return the same batch for a process that was given none of its leaves."""
+        return replace(self, known=(None,) * len(self.known))
+
+    def named_leaves(self) -> dict[str, Tensor | None]:
+        """Return one tensor of each leaf by its name; `None` for those not given."""
+        pairs = zip(self.batching.leaves, self.known, strict=True)
+        return {leaf.name: None if known is None else known[0] for leaf, known in pairs}
+
+    def require_no_gradients(self) -> None:
+        """Raise `InputError` for a leaf that requires a gradient: a step returns none, so it would be lost."""
+        for name in self.wanting:
+            raise InputError(
+                f"{name}: got a tensor that requires a gradient, expected one that does not: a step returns the "
+                "gradients of parameters only, and this one would be lost. Pass x.detach(), or make what computes it a "
+                "part of the model."
+            )
+
+    def take(self, needed: Iterable[int] | None = None) -> dict[int, Sequence[Tensor]]:
+        """Return the microbatches of the `needed` leaves, by leaf number, including the scale; by default, of all.
+
+        Raise `InputError` for a leaf that this process was not given.
+        """
+        count = len(self.known) + (self.batching.weight is not None)
+        wanted = sorted(set(range(count) if needed is None else needed))
+        taken = {number: self._parts(number) for number in wanted if number < len(self.known)}
+        if wanted and wanted[-1] == len(self.known):
+            taken[wanted[-1]] = self._scales()
+        return taken
+
+    def _parts(self, number: int) -> Sequence[Tensor]:
+        leaf, known = self.batching.leaves[number], self.known[number]
+        if known is None or any(tensor.device == META for tensor in known):
+            what = "nothing" if known is None else "a tensor on the meta device"
+            raise InputError(
+                f"{leaf.name}: got {what}, expected {leaf.spec} with values: a stage of this rank reads it. Pass the "
+                "batch on this rank."
+            )
+        return leaf.parts(known, self.batching.microbatches)
+
+    def _scales(self) -> list[Tensor]:
+        """Return for each microbatch the tensor that its loss is multiplied by."""
+        weight, spec = self.batching.weight, self.batching.scale
+        assert weight is not None
+        assert spec is not None
+        return [
+            torch.tensor(x, dtype=spec.dtype, device=spec.device)
+            for x in compute_scales(weight, self.trees(), self.total)
+        ]
+
+    def trees(self) -> Iterable[tuple[Any, Any]]:
+        """Yield the inputs and targets of each microbatch, `None` for those not given."""
+        batching = self.batching
+        columns = [
+            None if known is None else leaf.parts(known, batching.microbatches)
+            for leaf, known in zip(batching.leaves, self.known, strict=True)
+        ]
+        first, second = self.signature.halves
+        split = len(first.names)
+        for i in range(batching.microbatches):
+            leaves = [None if column is None else column[i] for column in columns]
+            yield _tree(first, leaves[:split]), _tree(second, leaves[split:])
+
+
+def find_home(inputs: Any, targets: Any) -> torch.device:
+    """Return the device of the first tensor that has values; the CPU if none has."""
+    return _find_home(flatten((inputs, targets))[0])
+
+
+def _find_home(tensors: Iterable[Tensor]) -> torch.device:
+    return next((tensor.device for tensor in tensors if tensor.device != META), torch.device("cpu"))
+
+
+def _tree(half: Structure, leaves: list[Tensor | None]) -> Any:
+    """Return the inputs or targets of a microbatch, or `None` if they were not given."""
+    return None if leaves and leaves[0] is None else half.unflatten(leaves)
+
+
+def _program(halves: tuple[Structure, Structure]) -> str:
+    return repr([[value for _, value in half.constants] for half in halves])
+
+
+def _name_leaf(path: str) -> str:
+    """Return a leaf's name in errors: `[0][1]` in the tree (inputs, targets) is `inputs[1]`."""
+    return ("inputs" if path.startswith("[0]") else "targets") + path[3:]

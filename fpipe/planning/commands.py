@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make a plan from a shell.
+
+The subject is a function that returns the arguments of `fpipe.plan` as a dict: `train.py:task`, which is run. Or it is
+the file of a profile, for which nothing is run: `profile.json`.
+
+Runs on request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from math import inf
+from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
+from time import monotonic
+from typing import Any
+
+from fpipe.errors import InputError
+from fpipe.planning.amounts import parse_caps
+from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory, find_starts
+from fpipe.planning.choosing import PlanProgress, choose
+from fpipe.planning.make import plan
+from fpipe.planning.plan import Plan, format_seconds
+from fpipe.planning.profile import Profile
+from fpipe.tensors.arguments import require_integer
+from schedules import drawing
+from schedules.commands.subjects import find_factory, run_file
+from schedules.commands.terminal import terminal_width
+from schedules.errors import quote
+
+WIDTH, BAR = 100, 10
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `plan`."""
+    parser.add_argument(
+        "subject", help="file.py:function, which returns the arguments of fpipe.plan, or a profile.json"
+    )
+    parser.add_argument("--ranks", type=int, help="how many", metavar="P")
+    parser.add_argument("--microbatches", type=_read_numbers, help="the numbers to choose from", metavar="M,M,...")
+    parser.add_argument("--memory", help="what a rank may hold, such as 80GB", metavar="BYTES")
+    parser.add_argument("--schedules", type=_read_names, help="the schedules to choose from", metavar="NAME,NAME,...")
+    parser.add_argument("--cuts", type=_read_names, help="modules at which a stage must begin", metavar="NAME,NAME,...")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to search at most", metavar="S")
+    parser.add_argument("--save", type=Path, help="write the plan to a file", metavar="FILE")
+    parser.set_defaults(run=print_plan)
+
+
+def _read_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(one) for one in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {quote(text)}, expected numbers, as in 8,16. Correct them.") from None
+
+
+def _read_names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def print_plan(options: argparse.Namespace) -> int:
+    """Choose cuts, schedule, recomputation and number of microbatches, and print the plan with its picture.
+
+    Interrupt the search to have the best plan found so far.
+    """
+    progress, start = ProgressLine(), monotonic()
+    try:
+        found = _make_plan(options, progress)
+    finally:
+        progress.end()
+    width = terminal_width(sys.maxsize)
+    for line in str(found).split("\n"):
+        print(fill(line, max(width, 40), subsequent_indent=" " * 14))
+    print(f"  planned     in {monotonic() - start:.1f} s")
+    print()
+    print(drawing.text(found.schedule, columns=width))
+    if options.save is not None:
+        found.save(options.save)
+    return 0
+
+
+def _make_plan(options: argparse.Namespace, progress: ProgressLine) -> Plan:
+    given: dict[str, Any] = {
+        "ranks": options.ranks,
+        "microbatches": options.microbatches,
+        "memory": options.memory,
+        "schedules": options.schedules and [find_factory(name) for name in options.schedules],
+        "cuts": options.cuts,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    file, colon, function = options.subject.rpartition(":")
+    if not colon:
+        return _plan_profile(Path(options.subject), given, options.seconds, progress)
+    arguments = {**_call(Path(file), function), **given}
+    if "ranks" not in arguments:
+        raise InputError("ranks: got none, expected their number. Pass --ranks 4, say.")
+    whole = {"seconds": options.seconds, "progress": progress, **arguments}
+    missing = [name for name in ("model", "example") if name not in whole]
+    if missing or not all(isinstance(name, str) for name in whole):
+        raise InputError(
+            f"{options.subject}: got {quote(sorted(map(str, arguments)))}, expected a dict of the arguments of "
+            f"fpipe.plan by name{f', {missing} among them' if missing else ''}. Return them all."
+        )
+    return plan(**whole)
+
+
+def _call(path: Path, function: str) -> Mapping[str, Any]:
+    """Return what the user's function returns: arguments by name."""
+    make = getattr(run_file(path), function, None)
+    found = make() if callable(make) else None
+    if not isinstance(found, Mapping):
+        raise InputError(
+            f"{path}:{function}: got {type(found).__name__}, expected a function that returns the arguments of "
+            "fpipe.plan as a dict: model, example, targets, loss. Write one."
+        )
+    return found
+
+
+def _plan_profile(path: Path, given: Mapping[str, Any], seconds: float, progress: ProgressLine) -> Plan:
+    """Return the plan for a model that was measured before."""
+    profile, ranks, numbers = Profile.read(path), given.get("ranks"), given.get("microbatches", ())
+    if ranks is None or len(numbers) != 1:
+        raise InputError(
+            f"{path}: got ranks={ranks} and microbatches={list(numbers)}, expected one number of each: a profile is of "
+            "microbatches of one size. Pass --ranks 4 --microbatches 8, say."
+        )
+    require_integer("ranks", ranks, least=1)
+    require_integer("microbatches", numbers[0], least=1)
+    if not 0 < seconds < inf:
+        raise InputError(f"seconds: got {seconds}, expected a number above 0. Correct it.")
+    pinned = tuple(start for start, _ in profile.stages(given.get("cuts", ()))[1:])
+    room = Room(parse_caps(given.get("memory"), ranks), find_starts(profile), pinned)
+    factories: tuple[ScheduleFactory, ...] = tuple(given.get("schedules", FACTORIES))
+    limits = {"weights": 4.0, "seconds": seconds}
+    own = "schedules" not in given
+    return choose({numbers[0]: profile}, factories, ranks, room, **limits, report=progress, ordered=own)
+
+
+def describe_progress(progress: PlanProgress) -> str:
+    """Return a bar of the time that a search took, of what it may take, and what it found.
+
+    >>> describe_progress(PlanProgress(14, 11, "moving cuts of zb_v", 0.25, 0.125, took=30.0, most=60.0))
+    '[#####     ] 30 s, 14 tried, best 250 ms, bound 11.1 % less, moving cuts of zb_v'
+    """
+    filled = "#" * round(BAR * min(1.0, progress.took / progress.most))
+    best = "nothing fits yet" if progress.best is None else f"best {format_seconds(progress.best)}"
+    gap = "" if progress.gap is None else f", bound {100 * progress.gap / (1 + progress.gap):.1f} % less"
+    tried = f"{progress.tried} of {progress.total}" if progress.tried < progress.total else f"{progress.tried}"
+    return f"[{filled:<{BAR}}] {progress.took:.0f} s, {tried} tried, {best}{gap}, {progress.doing}"
+
+
+class ProgressLine:
+    """A line of standard error that says how far the search is; nothing if that is not a terminal."""
+
+    def __init__(self) -> None:
+        self.shown = sys.stderr is not None and sys.stderr.isatty()
+        self.width = min(WIDTH, max(1, get_terminal_size().columns - 1))
+
+    def __call__(self, progress: PlanProgress) -> None:
+        """Rewrite the line."""
+        if self.shown:
+            print(f"\r{describe_progress(progress)[: self.width]:<{self.width}}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self.shown:
+            print(f"\r{'':<{self.width}}\r", end="", file=sys.stderr, flush=True)

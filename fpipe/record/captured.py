@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The output of a front end: a model as a list of units, and the values that pass between them.
+
+Problem. One tracer sees modules, another torch calls, a third operators. The code downstream should not care.
+
+Idea. A captured model is a flat list of *units*, in the order in which one device runs them. A unit reads and makes
+*values*: tensors, identified by integers. Parameters, buffers, batch leaves and constants are values, too; they come
+from a *source* rather than from a unit. So a tied parameter is simply a value with several readers. A stage is a
+contiguous run of units.
+
+A front end may also supply a function that fuses a run of units into one callable. The default is `chain_units`.
+
+Invariants. Every value is made before it is read. A unit's `call` takes the values of `reads` and returns a tuple of
+those of `makes`; it modifies nothing but the tensors passed to it.
+
+Runs when a plan is made; the functions that `chain_units` and `compose` return run in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.record.objective import Objective
+from fpipe.tensors import random
+from fpipe.tensors.placed import Arrivals, Placed
+from fpipe.tensors.torch_private import FakeTensorMode
+from fpipe.tensors.tree import Structure
+
+Value = NewType("Value", int)
+Value.__doc__ = """The number of a tensor: one that a unit makes, or a source. At run time it is a plain integer."""
+Tensors: TypeAlias = tuple[Tensor, ...]
+Hook: TypeAlias = Callable[[Tensor], Tensor | None]
+"""A hook on a parameter's gradient: returns a replacement, or `None` to keep it."""
+Hooks: TypeAlias = Mapping[str, tuple[Hook, ...]]
+
+
+class Parameter(NamedTuple):
+    """A parameter of the model, by its first name."""
+
+    name: str
+
+
+class Buffer(NamedTuple):
+    """A buffer of the model, by its first name."""
+
+    name: str
+
+
+class BatchLeaf(NamedTuple):
+    """Tensor leaf number `leaf` of the batch: inputs first, then targets, then the scale of the loss."""
+
+    leaf: int
+
+
+class Constant(NamedTuple):
+    """A tensor that the model created itself, or holds without registering it."""
+
+    tensor: Tensor
+
+
+Source: TypeAlias = Parameter | Buffer | BatchLeaf | Constant
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A piece of the model that is never cut.
+
+    `path` is its call path in the uncut model. `does` describes the operation; ranks compare it.
+    """
+
+    path: str
+    reads: tuple[Value, ...]
+    makes: tuple[Value, ...]
+    call: Callable[..., Tensors]
+    does: str = ""
+
+
+@dataclass(frozen=True)
+class Function:
+    """One callable for a run of units: `function(key, *inputs) -> outputs`. Random units are seeded from `key`.
+
+    `scope(inputs)` is the context that a backward through it must run in: a checkpointed module looks up its parameters
+    again during the backward. `redraws`: whether a backward may draw again what the forward drew.
+    """
+
+    run: Callable[..., Tensors]
+    scope: Callable[[Tensors], AbstractContextManager[None]] | None = None
+    redraws: bool = False
+
+    def __call__(self, key: int, *inputs: Tensor) -> Tensors:
+        """Run the units."""
+        return self.run(key, *inputs)
+
+    def backward_scope(self, inputs: Tensors) -> AbstractContextManager[None]:
+        """Return the context that a backward for these inputs must run in."""
+        return nullcontext() if self.scope is None else self.scope(inputs)
+
+
+class Labels(NamedTuple):
+    """The label that a random unit is seeded from, and the devices whose generators it draws from."""
+
+    label: int
+    devices: tuple[torch.device, ...]
+
+
+Fuse: TypeAlias = Callable[[Sequence[Unit], Mapping[Unit, Labels], tuple[Value, ...], tuple[Value, ...]], "Function"]
+
+
+class Operation(NamedTuple):
+    """One call of a function: `call(key, *tensors)` takes the values of `reads` and returns those of `makes`."""
+
+    reads: tuple[Value, ...]
+    makes: tuple[Value, ...]
+    call: Callable[..., Tensors]
+
+
+def chain_units(
+    units: Sequence[Unit], random_units: Mapping[Unit, Labels], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
+) -> Function:
+    """Return a function that calls the units one after another."""
+    return Function(compose([single(unit, random_units.get(unit)) for unit in units], inputs, outputs))
+
+
+def single(unit: Unit, labels: Labels | None) -> Operation:
+    """Return a unit as an operation; if the unit is random, the operation seeds the generators first."""
+
+    def seeded(key: int, *tensors: Tensor) -> Tensors:
+        assert labels is not None, "the unit is random"
+        for device in labels.devices:
+            random.reseed(key, labels.label, device)
+        return unit.call(*tensors)
+
+    return Operation(unit.reads, unit.makes, (lambda key, *tensors: unit.call(*tensors)) if labels is None else seeded)
+
+
+def compose(
+    operations: Sequence[Operation], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
+) -> Callable[..., Tensors]:
+    """Return a function `(key, *inputs) -> outputs` that runs the operations in order.
+
+    It frees each value after its last use.
+    """
+    last = {
+        value: index for index, operation in enumerate(operations) for value in (*operation.reads, *operation.makes)
+    }
+    last.update(dict.fromkeys(outputs, len(operations)))
+    slot = {value: k for k, value in enumerate(dict.fromkeys([*inputs, *last]))}
+    dead: list[list[int]] = [[] for _ in range(len(operations) + 1)]
+    for value, index in last.items():
+        dead[index].append(slot[value])
+    plan = [
+        (operation.call, [slot[v] for v in operation.reads], [slot[v] for v in operation.makes], dead[index])
+        for index, operation in enumerate(operations)
+    ]
+    empty, returned = [None] * (len(slot) - len(inputs)), [slot[value] for value in outputs]
+
+    def run(key: int, *tensors: Tensor) -> Tensors:
+        slots: list[Any] = [*tensors, *empty]
+        for call, reads, makes, finished in plan:
+            for k, tensor in zip(makes, call(key, *[slots[k] for k in reads]), strict=True):
+                slots[k] = tensor
+            for k in finished:
+                slots[k] = None
+        return tuple([slots[k] for k in returned])
+
+    return run
+
+
+NAMED, COMPILED_CODE = "named in whole", "code compiled by torch.compile"
+AS_PYTHON = frozenset({NAMED, COMPILED_CODE})
+"""The reasons for which a step must make a call as Python, even if its operators could be recorded."""
+
+
+class Call(NamedTuple):
+    """A module call; units `start` (inclusive) to `stop` (exclusive) run inside it.
+
+    - `path`: the module's name; `kind`: its class.
+    - `sealed`: the reason why no stage may begin inside the call; empty if one may.
+    - `python`: the reason why a step makes the call as Python; empty if it runs the recorded torch calls.
+    - `checkpointed`: True for the call of a checkpointed function.
+    - `has_hooks`: True if a step makes the call as Python, and a module in it has hooks.
+    """
+
+    path: str
+    kind: type
+    start: int
+    stop: int
+    sealed: str = ""
+    python: str = ""
+    checkpointed: bool = False
+    has_hooks: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """True if a step runs all of its units together, or none."""
+        return bool(self.python) or self.checkpointed
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The aliases and side effects observed in a model.
+
+    - `storage`: for every value, the memory that holds it; values in the same memory alias each other.
+    - `written`: for each unit, the memory that it modifies in place.
+    - `random`: the units that draw random numbers, and their labels.
+    - `views`: the values that are views of others.
+    - `asking`: True if the model checks a tensor's autograd node, or whether it is a leaf.
+    - `undecided`: the devices on which random numbers may be drawn, depending on data.
+    - `collective`: the units that communicate with other processes.
+    - `attached`: the values whose place in autograd the model changes, by `requires_grad_` or a hook.
+    """
+
+    storage: Mapping[Value, int]
+    written: Mapping[Unit, frozenset[int]]
+    random: Mapping[Unit, Labels]
+    views: frozenset[Value]
+    asking: bool = False
+    undecided: tuple[torch.device, ...] = ()
+    collective: frozenset[Unit] = frozenset()
+    attached: frozenset[Value] = frozenset()
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model and its loss, captured for one microbatch.
+
+    - `sources`: the values that no unit makes.
+    - `loss`: the microbatch's share of the step's loss (see `Objective`); `None` if none was requested.
+    - `outputs`, `structure`: the tensors that the model returns, and the tree that they are leaves of.
+    - `calls`: the module calls, each before those inside it.
+    - `fuse`: fuses the units of a stage, or others, into one function; they need not follow each other.
+    - `observed`: aliases and side effects, if the front end knows them.
+    - `dynamic`: names of the parameters that may be used or not, depending on data; empty if nothing branches on data.
+    - `fakes`: a fake tensor for every source; `mode`: the fake mode that they belong to.
+    - `hooks`: hooks on the gradients of parameters, by name.
+    - `reassigned`: buffers that the model replaces by assignment, and the values that it assigns.
+    - `moved`: places in the modules' Python state that only the first run changes, as text.
+    - `observers`: what code of the model does besides computing, which steps do not do, as text.
+    - `placed`: how the values that are DTensors are placed; outside of stages, they are plain local tensors.
+      `arrivals`: how their gradients are.
+    - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
+      In evaluation they are not, but the parameters still require one, because kernel selection depends on it.
+    """
+
+    units: tuple[Unit, ...]
+    sources: Mapping[Value, Source]
+    loss: Value | None
+    outputs: tuple[Value, ...]
+    structure: Structure
+    fakes: Mapping[Value, Tensor]
+    mode: FakeTensorMode
+    trainable: frozenset[str]
+    calls: tuple[Call, ...] = ()
+    observed: Observed | None = None
+    dynamic: frozenset[str] = frozenset()
+    fuse: Fuse = field(default=chain_units)
+    backward: bool = True
+    hooks: Hooks = field(default_factory=dict)
+    reassigned: Mapping[Value, Value] = field(default_factory=dict)
+    moved: frozenset[str] = frozenset()
+    observers: tuple[str, ...] = ()
+    placed: Mapping[Value, Placed] = field(default_factory=dict)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+
+
+class CaptureFunction(Protocol):
+    """A function that captures a model."""
+
+    def __call__(self, model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
+        """Capture what `objective(model, leaves)` computes for one microbatch.
+
+        `leaves` are the tensors of an example microbatch, used only for their metadata; the model may be on meta, or
+        hold fake tensors. Raise `CaptureError`, naming the module, if something cannot be captured or would be lost.
+        """
+
+
+class FrontEnd(Protocol):
+    """A function that reads a model, and returns a module to record in its place."""
+
+    def __call__(self, model: nn.Module, inputs: Any, /) -> nn.Module:
+        """Return a module that is called like the model, and has its names of parameters and buffers.
+
+        `inputs` are those of an example microbatch, a tuple of positional or a dict of keyword arguments. They and the
+        model hold fake tensors. What the model does only on its first call has happened.
+        """

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model and its loss as one function of flat tensors, so that the loss belongs to the last stage.
+
+A microbatch's loss is divided by the number of microbatches in all, or multiplied by its share of the total weight,
+inside the captured program and before anything else uses it. So the sum over microbatches is the loss of the step, and
+the executor needs no special case for the last stage. The share is one more leaf of the batch.
+
+Runs when a plan is made, when `verify` runs the model eagerly, and in every step if a unit of a front end calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.errors import CaptureError, InputError
+from fpipe.record.questions import Ask, refuse_questions
+from fpipe.record.variant import Casts
+from fpipe.tensors.tree import Structure
+
+Loss: TypeAlias = Callable[..., Tensor]
+
+
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
+    """Call `model` with a tuple of positional arguments or a dict of keyword arguments."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    raise InputError(
+        f"inputs: got {type(inputs).__name__}, expected a tuple of positional arguments or a dict of keyword "
+        "arguments. Write (x,) for one argument."
+    )
+
+
+def scale_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, divisor: float) -> Tensor:
+    """Return the microbatch's share of the step's loss, a scalar.
+
+    Call `loss(outputs, targets)`, or `loss(outputs)` if targets are `None`. Raise `CaptureError` if it does not return
+    a floating-point scalar.
+    """
+    value = loss(outputs) if targets is None else loss(outputs, targets)
+    if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
+        got = f"a tensor of shape {list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else repr(value)
+        raise CaptureError(
+            f"loss: got {got}, expected a floating-point scalar tensor. Reduce it, for example by .mean(), and return "
+            "nothing else."
+        )
+    return value / divisor if scale is None else value * scale.to(value.dtype)
+
+
+def require_no_parameters(loss: Loss | None) -> None:
+    """Raise `CaptureError` if the loss has trainable parameters: no stage would hold them."""
+    names = [name for name, p in loss.named_parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
+    if names:
+        raise CaptureError(
+            f"loss: got the trainable parameters {names}, expected none. Put them into the model, and let it return "
+            "what the loss needs."
+        )
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The computation for one microbatch: the model, then the microbatch's share of the step's loss.
+
+    `batch` is the tree (inputs, targets, scale). The loss is multiplied by the scale or, if that is `None`, divided by
+    the `divisor`: the number of microbatches in all. `ask` answers the model's questions about the microbatch's values
+    during a capture. Model and loss run under the autocast `casts`.
+    """
+
+    loss: Loss | None
+    batch: Structure
+    divisor: float
+    ask: Ask = field(default=refuse_questions, compare=False)
+    casts: Casts = ()
+
+    def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> tuple[Tensor | None, Any]:
+        """Return `(scaled loss, outputs)` for the tensor leaves of `batch`; without a loss, `(None, outputs)`."""
+        return self.of(model, self.batch.unflatten(list(leaves)))
+
+    def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor | None, Any]:
+        """Return the same for `batch` as a tree (inputs, targets, scale)."""
+        inputs, targets, scale = batch
+        with ExitStack() as stack:
+            for kind, dtype in self.casts:
+                stack.enter_context(torch.autocast(kind, dtype))
+            outputs = call_model(model, inputs)
+            if self.loss is None:
+                return None, outputs
+            return scale_loss(self.loss, outputs, targets, scale, self.divisor), outputs

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Report to a recorder what a `TorchFunctionMode` cannot see.
+
+That is: calls of modules, custom autograd functions, scripted functions, checkpointed functions, function transforms,
+fused attention, torch's own checks of values, seeding, assignments to attributes, and contexts that change how calls
+inside them run: autocast and saved-tensor hooks. Each is patched at its one place in torch for the duration of the
+recording.
+
+Runs when a plan is made: once per kind of batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import checkpoint
+
+from fpipe.errors import CaptureError
+from fpipe.record.capture.assumed_values import check_all, check_valid
+from fpipe.record.capture.eager_types import hide_fakes
+from fpipe.record.capture.fast_paths import allow_fast_paths, attention
+from fpipe.record.capture.module_state import is_torchs
+from fpipe.record.captured import COMPILED_CODE
+from fpipe.record.refusals import seeding_error
+from fpipe.record.steps.reentrant import CheckpointNode
+from fpipe.record.trace.checkpoint_frames import CheckpointFrames
+from fpipe.record.trace.decisions import Decisions
+from fpipe.record.trace.recorder import Recorder
+from fpipe.tensors.attributes import refuse_marks
+from fpipe.tensors.patching import current, original, replace
+from fpipe.tensors.torch_private import (
+    APPLY,
+    ARGUMENT_CHECK,
+    CHECKPOINT,
+    COMPILED,
+    FUSED_ATTENTION,
+    INNER_TRANSFORMS,
+    SAVED_INPUTS,
+    TENSOR_CHECK,
+    CheckpointHook,
+    Place,
+    without_modes,
+)
+
+TRANSFORMS = (
+    *INNER_TRANSFORMS,
+    *(Place(torch.func, name) for name in ("vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize")),
+)
+SEEDING = (Place(torch, "manual_seed"), Place(torch.random, "manual_seed"))
+"""The places where forwards find the function that seeds the generators."""
+LOCAL_READS = tuple(Place(DTensor, name) for name in ("to_local", "redistribute", "full_tensor"))
+"""The methods of DTensors that look at the local tensor, which no recorded call has made."""
+UNSEEN = (CheckpointNode, SAVED_INPUTS)
+"""Autograd functions that checkpointing itself applies; they are not recorded."""
+
+
+@contextmanager
+def watch_torch(recorder: Recorder, model: nn.Module, seals: Mapping[str, str]) -> Iterator[None]:
+    """Report everything that happens inside to `recorder`; `seals` says why modules of `model` are sealed."""
+    patched = TorchFunctions.now()
+    with ExitStack() as stack:
+        watching = Replacements(recorder, model, seals, patched, Decisions(recorder.stack, stack))
+        for owner, name, function in watching.replacements():
+            stack.enter_context(replace(owner, name, function))
+        stack.enter_context(refuse_marks())
+        stack.enter_context(hide_fakes())
+        stack.enter_context(allow_fast_paths(watching.note_nesting))
+        stack.enter_context(recorder)
+        try:
+            yield
+        finally:
+            watching.active = False
+
+
+class TorchFunctions(NamedTuple):
+    """torch's own functions, as they were before patching."""
+
+    call: Any
+    apply: Any
+    set_attribute: Any
+    register_buffer: Any
+    enter_saved_hooks: Any
+    enter_autocast: Any
+    exit_autocast: Any
+    checkpoint: Any
+    call_script: Any
+    from_numpy: Any
+
+    @classmethod
+    def now(cls) -> TorchFunctions:
+        """Return the functions that are in place now."""
+        return cls(
+            current(nn.Module, "__call__"),
+            original(*APPLY),
+            current(nn.Module, "__setattr__"),
+            current(nn.Module, "register_buffer"),
+            current(torch.autograd.graph.saved_tensors_hooks, "__enter__"),
+            current(torch.autocast, "__enter__"),
+            current(torch.autocast, "__exit__"),
+            current(*CHECKPOINT),
+            current(torch.jit.ScriptFunction, "__call__"),
+            current(torch, "from_numpy"),
+        )
+
+
+class Replacements:
+    """Replacements for torch's functions that do the same and notify the recorder.
+
+    User code may keep one and call it after the recording; `active` is false by then.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        seals: Mapping[str, str],
+        patched: TorchFunctions,
+        decisions: Decisions,
+    ) -> None:
+        self.recorder, self.stack, self.seals, self.torch = recorder, recorder.stack, seals, patched
+        self.decisions, self.checkpoints = decisions, CheckpointFrames(recorder, patched.checkpoint)
+        self.ours = {id(module) for module in model.modules() if not is_torchs(module)}
+        self.active = True
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the recorder need not see what happens now: inside a torch call, or after the recording."""
+        return self.recorder.is_in_torch_call or not self.active
+
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield each patched owner, the name there, and the replacement."""
+        yield nn.Module, "__call__", self._call_module
+        yield nn.Module, "__setattr__", self._set_attribute
+        yield nn.Module, "register_buffer", self._register_buffer
+        yield *APPLY, self._apply
+        yield torch.autograd.graph.saved_tensors_hooks, "__enter__", self._enter_saved_hooks
+        yield torch.autocast, "__enter__", self._enter_autocast
+        yield torch.autocast, "__exit__", self._exit_autocast
+        yield torch.jit.ScriptFunction, "__call__", self._call_script
+        for owner, name in SEEDING:
+            yield owner, name, self._refuse_seeding
+        yield *TENSOR_CHECK, self._record_calls(check_all)
+        yield *ARGUMENT_CHECK, self._record_calls(check_valid)
+        yield *FUSED_ATTENTION, self._record_calls(attention)
+        yield *CHECKPOINT, self._checkpoint
+        yield *COMPILED, self._run_compiled
+        yield torch, "from_numpy", self._from_numpy
+        for owner, name in (*LOCAL_READS, *TRANSFORMS):
+            yield owner, name, self._record_calls(current(owner, name))
+
+    def _call_module(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        path = self.stack.paths.get(id(module))
+        if path is None or self.is_idle:
+            return self.torch.call(module, *args, **kwargs)
+        sealed = _backward_hook(module) or self.seals.get(path, "")
+        frame = self.recorder.open_frame(path, type(module), module, args, kwargs, sealed)
+        return self.recorder.call_in_frame(frame, lambda: self.torch.call(module, *args, **kwargs))
+
+    def _set_attribute(self, module: nn.Module, name: str, value: object) -> None:
+        if id(module) in self.ours and self.active:
+            if name in module._parameters and value is not module._parameters[name]:
+                raise CaptureError(
+                    f"{self.stack.here()}: got an assignment to the parameter {name!r}, expected parameters that are "
+                    "only read. The new value would be lost. Compute a new tensor from it (torch.nn.utils.parametrize)."
+                )
+            if name not in module._buffers:  # assigning a buffer goes through register_buffer
+                self.stack.note_assignment(module, name, value, self.recorder.values)
+                self.decisions.note_assignment(module, name, value)
+        self.torch.set_attribute(module, name, value)
+
+    def _register_buffer(self, module: nn.Module, name: str, tensor: Any, *args: Any, **kwargs: Any) -> None:
+        if id(module) in self.ours and self.active and name in module._buffers:
+            if self.recorder.is_in_torch_call:
+                raise CaptureError(
+                    f"{self.stack.here()}: got an assignment to the buffer {name!r} inside a torch call, such as a "
+                    "custom autograd function, expected one in a forward. Return the tensor, and assign it outside."
+                )
+            tensor = self.recorder.reassignments.assign(module, name, tensor, self.recorder.call)
+            self.stack.note_assignment(module, name, tensor, self.recorder.values)
+        self.torch.register_buffer(module, name, tensor, *args, **kwargs)
+
+    def _apply(self, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if cls is checkpoint.CheckpointFunction and not self.is_idle:
+            return self.checkpoints.record_reentrant(*args)
+        function = self.torch.apply.__get__(None, cls)
+        unseen = self.is_idle or cls in UNSEEN
+        return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
+
+    def _record_calls(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same, and is recorded as a single torch call."""
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if self.is_idle else self.recorder.call(function, args, kwargs)
+
+        return record
+
+    def _call_script(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Record a call of a function that `torch.jit.script` made; its torch calls run in C++, unseen."""
+        if self.is_idle:
+            return self.torch.call_script(function, *args, **kwargs)
+        first = self.recorder.torch_calls.tick
+        out = self.recorder.call(function, args, kwargs)
+        if self.recorder.draws.has_from(first):
+            raise CaptureError(
+                f"{self.stack.here()}: got the torch.jit.script function {function.name!r} that draws random numbers, "
+                "expected draws that follow from the step's seed. Call the function without torch.jit.script."
+            )
+        return out
+
+    def _enter_saved_hooks(self, hooks: Any) -> None:
+        self.recorder.hooked.append(len(self.recorder.history.units))
+        if not isinstance(hooks, CheckpointHook):
+            self.stack.seal("saved-tensor hooks around what it calls")
+        self.torch.enter_saved_hooks(hooks)
+
+    def _enter_autocast(self, context: Any) -> Any:
+        if not self.is_idle:
+            self.recorder.autocast.enter()
+        entered = self.torch.enter_autocast(context)
+        if self.active:
+            torch.set_autocast_cache_enabled(False)  # so that each use shows its own cast; exit restores it
+        return entered
+
+    def _exit_autocast(self, context: Any, *error: Any) -> Any:
+        if not self.is_idle:
+            self.recorder.autocast.exit()
+        return self.torch.exit_autocast(context, *error)
+
+    def note_nesting(self) -> None:
+        """Seal the running module: it makes nested tensors of real inputs, but not of fake ones."""
+        self.stack.seal(
+            "a padding mask in an encoder that nests tensors (TransformerEncoder(enable_nested_tensor=False) does not)"
+        )
+
+    def _refuse_seeding(self, *_: object) -> None:
+        raise seeding_error(self.stack.here())
+
+    def _from_numpy(self, array: Any) -> Any:
+        """Return an array as a real tensor, which is a constant of the model."""
+        with without_modes():
+            return self.torch.from_numpy(array)
+
+    def _run_compiled(self, callback: Any) -> Any:
+        """Seal the running module, unless it is the model: compiled code computes something else than plain Python."""
+        if self.active and self.stack.path and callable(callback):
+            self.stack.seal(COMPILED_CODE)
+        return None if self.active else callback
+
+    def _checkpoint(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        return (self.torch.checkpoint if self.is_idle else self.checkpoints.record)(*args, **kwargs)
+
+
+def _backward_hook(module: nn.Module) -> str:
+    """Describe a hook that torch attaches to the autograd graph around a module's call; empty if it has none."""
+    hooks: list[Any] = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    return f"the backward hook {getattr(hooks[0], '__qualname__', repr(hooks[0]))}" if hooks else ""

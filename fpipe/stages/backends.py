@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backends that differentiate a stage, by the names that users pass.
+
+- `"autograd"`: by autograd, for every microbatch. Works for every model as it is. It has no halves: stages whose
+  backwards are split are recorded (`fpipe.stages.conversion.differentiate`).
+- `"graph"`: forward and backward are recorded once, and from then on only torch's operators are called: the same bits
+  with less Python. A stage always repeats what was recorded; Python side effects of modules (counting calls, printing)
+  happen only while recording.
+- `"inductor"`, or any other backend of `torch.compile`, by name or as a callable: the same graphs, compiled. The
+  results are close, but not the same bits.
+
+A stage that can't be recorded is left to autograd; `print(pipe)` says why.
+
+Runs when a pipeline is built (`backend_of`) and when a plan is made (`record_stage`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+from fpipe.errors import InputError
+from fpipe.stages.autograd import Autograd
+from fpipe.stages.graph.codegen import PhaseFunction, generate_adding, generate_function
+from fpipe.stages.graph.compiler import Compiler, compile_adding, compile_phase
+from fpipe.stages.graph.joint_graph import Examples, record
+from fpipe.stages.graph.phases import Phase, divide
+from fpipe.stages.interface import StageFunctions
+from fpipe.stages.recorded import Recorded
+from fpipe.tensors.torch_private import find_compiler, list_compilers
+
+Backward: TypeAlias = str | Compiler
+Backend: TypeAlias = Callable[[Autograd, Examples], StageFunctions]
+"""`backend(eager, examples)` returns the functions of a stage that compute the same as `eager`."""
+
+
+def backend_of(backward: Backward) -> Backend | None:
+    """Return the backend to differentiate stages, `None` for autograd; raise `InputError` for an unknown name."""
+    if backward == "autograd":
+        return None
+    if backward == "graph":
+        return AS_GRAPH
+    compiler, name = _compiler_of(backward), backward if isinstance(backward, str) else repr(backward)
+    run, add = partial(compile_phase, compiler=compiler), partial(compile_adding, compiler=compiler)
+    return partial(record_stage, run, add, f"as a graph, compiled by {name}")
+
+
+def _compiler_of(backward: Backward) -> Compiler:
+    if callable(backward):
+        return backward
+    known = ["autograd", "graph", *list_compilers()]
+    if backward not in known:
+        raise InputError(
+            f"backward: got {backward!r}, expected one of {', '.join(known)}, or a callable that is a backend of "
+            "torch.compile. Pass one of these."
+        )
+    return cast("Compiler", find_compiler(backward))
+
+
+def record_stage(
+    run: Callable[[Phase], PhaseFunction],
+    add: Callable[[Phase], PhaseFunction],
+    remark: str,
+    eager: Autograd,
+    examples: Examples,
+) -> StageFunctions:
+    """Return the functions of a stage as phases of a graph; if that fails, `eager`, with the reason as its remark.
+
+    `run` turns a phase into a function; `add` turns it into a function that can also add its gradients to sums.
+    """
+    if eager.unrecordable:
+        return replace(eager, remark=f"by autograd: {eager.unrecordable}")
+    try:
+        phases = divide(record(eager, examples), eager.wiring)
+        return Recorded(
+            views=generate_function(phases.views),
+            forward=run(phases.forward),
+            backward=_at_first_call(partial(add, phases.backward)),
+            backward_input=_at_first_call(partial(run, phases.input)),
+            backward_weight=_at_first_call(partial(add, phases.weight)),
+            evaluation=partial(run, phases.evaluation),
+            undeferred=phases.early,
+            below_autograd=run is generate_function,
+            remark=remark,
+        )
+    except Exception as error:  # whatever tracers or compilers reject, autograd can run
+        return replace(eager, remark=f"by autograd: {remark} it raises {_first_line(error)}")
+
+
+def _at_first_call(make: Callable[[], PhaseFunction]) -> PhaseFunction:
+    """Return a function that is made when it is first called: a schedule has whole backwards or halves, rarely both."""
+    made: list[PhaseFunction] = []
+
+    def call(*args: Any) -> Any:
+        if not made:
+            made.append(make())
+        return made[0](*args)
+
+    return call
+
+
+def _first_line(error: Exception) -> Any:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+AS_GRAPH: Backend = partial(record_stage, generate_function, generate_adding, "as a graph")
+"""The backend that runs recorded operators one by one."""

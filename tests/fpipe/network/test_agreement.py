@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that make the same call agree; any others learn what differs and between whom, and nobody is left waiting."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import distributed_c10d
+
+from fpipe import InputError, TransportError
+from fpipe.network.agreement import FIRST, MOST_FIELDS, Field, agree, announce_refusal
+from fpipe.network.launch import require_process_group
+from tests.common.sizes import few
+
+
+class Room:
+    """Ranks as threads, which exchange tensors as a collective does: of one shape, or everybody fails."""
+
+    def __init__(self, size):
+        self.size, self.barrier = size, threading.Barrier(size, timeout=600)
+        self.places, self.exchanges = [None] * size, 0
+
+    def gather(self, rank):
+        def exchange(mine):
+            self.places[rank] = mine
+            self.barrier.wait()
+            found = list(self.places)
+            self.exchanges += rank == 0
+            self.barrier.wait()
+            assert len({(one.shape, one.dtype) for one in found}) == 1, "a real collective would abort"
+            return found
+
+        return exchange
+
+
+def together(*acts):
+    """What each of these returned or raised, called at once with (rank, gather); and how many exchanges it took."""
+    room, found = Room(len(acts)), [None] * len(acts)
+
+    def run(rank):
+        try:
+            found[rank] = acts[rank](rank, room.gather(rank))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found, room.exchanges
+
+
+def call(name, note=0, **fields):
+    def act(rank, gather):
+        return agree(rank, gather, name, [Field.of(key, lines) for key, lines in fields.items()], note)
+
+    return act
+
+
+def refusal(name, error):
+    return lambda rank, gather: announce_refusal(gather, name, error)
+
+
+def test_ranks_that_agree_exchange_one_row():
+    found, exchanges = together(*[call("a step", note, seed=["3"], batch=["x", "y"]) for note in (5, 6, 7)])
+    assert found == [[5, 6, 7]] * 3
+    assert exchanges == 1
+
+
+def test_differences_are_shown_by_rank_from_where_they_begin():
+    same = ["first line"]
+    acts = [
+        call("a step", seed=[str(rank == 2)], batch=[*same, "other" if rank == 1 else "usual"]) for rank in range(4)
+    ]
+    found, _ = together(*acts)
+    for rank, error in enumerate(found):
+        assert isinstance(error, TransportError)
+        assert f"rank {rank}, a step: got ranks that differ" in str(error)
+        assert "- seed: got on ranks 0-1, 3: False; on rank 2: True" in str(error)
+        assert "- batch: got on ranks 0, 2-3: usual; on rank 1: other" in str(error)
+        assert "first line" not in str(error)
+
+
+def test_long_lines_are_shown_around_the_difference():
+    def line(word):
+        return ["F " * 500 + word + " B" * 500]
+
+    found, _ = together(call("a step", program=line("one")), call("a step", program=line("two")))
+    assert len(str(found[0])) < 700
+    assert "F one B" in str(found[0])
+    assert "F two B" in str(found[0])
+
+
+def test_different_calls_do_not_agree_whatever_their_fields():
+    found, _ = together(call("a step (call 4)", seed=["1"]), call("an evaluation (call 4)"))
+    for error in found:
+        assert "- call: got on rank 0: a step (call 4); on rank 1: an evaluation (call 4)" in str(error)
+
+
+def test_a_refusal_on_one_rank_reaches_all():
+    error = InputError("inputs[0]: got nothing")
+    found, _ = together(call("a step", seed=["1"]), refusal("a step", error), call("a step", seed=["1"]))
+    assert found[1] is None
+    assert "- rank 1: InputError: inputs[0]: got nothing" in str(found[0])
+    assert "- rank 1: InputError: inputs[0]: got nothing" in str(found[2])
+
+
+ACTS = st.one_of(
+    st.builds(lambda name, seed, note: ("call", name, seed, note), *[st.sampled_from("ab")] * 2, st.integers(0, 3)),
+    st.builds(lambda text: ("refuse", text), st.text(max_size=9)),
+)
+
+
+@settings(max_examples=few(25))
+@given(st.one_of(st.lists(ACTS, min_size=1, max_size=4), ACTS.map(lambda act: [act] * 3)))
+def test_all_agree_or_all_fail(rows):
+    """Whatever ranks are in, all leave it, after the same exchanges, and only if all are in the same."""
+    acts = [
+        refusal("a", ValueError(row[1])) if row[0] == "refuse" else call(row[1], row[3], seed=[row[2]]) for row in rows
+    ]
+    found, _ = together(*acts)
+    same = len({row[:3] for row in rows}) == 1 and rows[0][0] == "call"
+    for row, one in zip(rows, found, strict=True):
+        if row[0] == "refuse":
+            assert one is None
+        elif same:
+            assert one == [row[3] for row in rows]
+        else:
+            assert isinstance(one, TransportError)
+
+
+def test_every_row_has_the_same_size():
+    shapes = []
+
+    def gather(mine):
+        shapes.append(tuple(mine.shape))
+        return [mine]
+
+    for count in (0, 3, MOST_FIELDS):
+        agree(0, gather, "a step", [Field.of(str(k), []) for k in range(count)])
+    assert set(shapes) == {(FIRST + MOST_FIELDS,)}
+
+
+@pytest.mark.parametrize("size", ["2", "16"])
+def test_several_processes_without_a_process_group_are_refused(size):
+    with pytest.raises(TransportError, match=rf"started {size} processes.*init_process_group\(\)"):
+        require_process_group({"WORLD_SIZE": size})
+    for alone in ({}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}):
+        require_process_group(alone)
+
+
+def test_private_names_of_torch():
+    """Where groups are looked up, and what they are called by."""
+    assert isinstance(distributed_c10d._world.pg_map, dict)
+    assert isinstance(vars(torch.distributed.ProcessGroup)["group_desc"], property)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that waits learns of failures elsewhere, reports slow peers, and gives up silent ones."""
+
+import logging
+import os
+import signal
+from datetime import timedelta
+from threading import Event, Timer
+
+import pytest
+import torch.distributed as dist
+
+from fpipe.errors import Cause
+from fpipe.network.board import Board
+from fpipe.network.lookout import Lookout
+from fpipe.network.waiting import Awaited
+from fpipe.runtime.transport import lookout as module
+
+HOUR = timedelta(hours=1)
+CAUSE = Cause(2, "a step (call 1), position 3, 2F1", "ValueError: one")
+
+
+class Posted:
+    """A wait for process 11, which is rank 1. It ends when it is given up; like Gloo's, no signal interrupts it."""
+
+    def __init__(self):
+        self.awaited, self.store = Awaited("1SEND_B0>0", (11,), None), dist.HashStore()
+
+    def give_up(self):
+        self.store.set("released", "")
+
+    def wait(self):
+        self.store.wait(["released"], timedelta(seconds=60))
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "SLICE", 0.02)
+    monkeypatch.setattr(module, "SILENCE", 0.2)
+
+
+@pytest.fixture
+def start(quick):
+    """A function that returns the lookout of rank 0 of 3, a wait that it may end, and its store."""
+    started = []
+
+    def begin(timeout=HOUR):
+        posted, store = Posted(), dist.HashStore()
+        lookout = Lookout(Board(lambda: store, 0, 3, 0), (10, 11, 12), timeout, lambda: None)
+        started.append(lookout)
+        return lookout, posted, store
+
+    yield begin
+    for one in started:
+        one.stop()
+
+
+def test_a_failure_elsewhere_ends_a_wait(start):
+    lookout, posted, store = start()
+    Timer(0.1, Board(lambda: store, 2, 3, 0).publish, [CAUSE]).start()
+    with lookout.on_duty("a step (call 1)"):
+        lookout.wait(posted)
+    assert lookout.board.found == CAUSE
+
+
+def test_a_rank_that_waits_and_one_that_computes_give_signs_of_life(start):
+    lookout, posted, store = start()
+    other, seen = Board(lambda: store, 1, 3, 0), []
+
+    def look():
+        seen.append(other.last_sign(0))
+        posted.give_up()
+
+    with lookout.on_duty("a step (call 1)"):
+        Event().wait(0.2)
+        before = other.last_sign(0)
+        Timer(0.2, look).start()
+        lookout.wait(posted)
+    assert (before.doing, list(before.peers)) == ("a step (call 1)", [])
+    assert list(seen[0].peers) == [1]
+
+
+def test_nothing_is_posted_between_calls(start):
+    _, _, store = start()
+    Event().wait(0.2)
+    assert not store.num_keys()
+
+
+def test_a_slow_peer_is_reported(start, caplog, monkeypatch):
+    monkeypatch.setattr(module, "FIRST_REPORT", 0.1)
+    lookout, posted, _ = start()
+    Timer(0.5, posted.give_up).start()
+    with caplog.at_level(logging.WARNING), lookout.on_duty("a step (call 1)"):
+        lookout.wait(posted)
+    assert "rank 0, a step (call 1): still waiting for 1SEND_B0>0 from rank 1, 0 s" in caplog.messages
+
+
+def test_the_one_who_keeps_all_waiting_is_given_up(start):
+    """Rank 1 waits for rank 2, which gives no sign of life."""
+    lookout, posted, store = start(timedelta(seconds=0.5))
+    one, over = Board(lambda: store, 1, 3, 0), Event()
+
+    def live():
+        while not over.wait(0.05):
+            one.give_sign("a step (call 1), position 5, 1B0", (2,))
+
+    Timer(0, live).start()
+    with lookout.on_duty("a step (call 1)"):
+        lookout.wait(posted)
+    over.set()
+    assert lookout.board.found == (
+        2,
+        "outside of fpipe, or stopped",
+        "no sign of life from it since, within the timeout of 0.5 s",
+    )
+
+
+def test_control_c_ends_a_wait(start):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, shells ignore it
+    try:
+        wait_for_control_c(start)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def wait_for_control_c(start):
+    lookout, posted, _ = start()
+    Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt), lookout.on_duty("a step (call 1)"):
+        lookout.wait(posted)
+    assert lookout.board.found == (0, "a step (call 1)", "KeyboardInterrupt")
+
+
+def test_a_signal_that_the_script_handles_ends_no_wait(start):
+    lookout, posted, _ = start()
+    told = Event()
+    before = signal.signal(signal.SIGINT, lambda *_: told.set())
+    try:
+        Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+        Timer(0.5, lambda: lookout.posted is posted and posted.give_up()).start()
+        with lookout.on_duty("a step (call 1)"):
+            lookout.wait(posted)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told.is_set()
+
+
+def test_who_listens_to_signals_already_goes_on_doing_so(start):
+    lookout, _, _ = start()
+    mine, other = os.pipe()
+    os.set_blocking(other, False)
+    signal.set_wakeup_fd(other)
+    try:
+        with lookout.on_duty("a step (call 1)"):
+            assert signal.set_wakeup_fd(other) == other
+        assert signal.set_wakeup_fd(-1) == other
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.close(mine)
+        os.close(other)
+
+
+def test_nobody_listens_to_signals_between_calls(start):
+    lookout, _, _ = start()
+    with lookout.on_duty("a step (call 1)"):
+        pass
+    assert signal.set_wakeup_fd(-1) == -1

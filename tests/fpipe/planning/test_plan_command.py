@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m fpipe plan`, as a user types it."""
+
+import pytest
+
+from fpipe import Plan
+from fpipe.__main__ import main
+from fpipe.planning.choosing import PlanProgress
+from fpipe.planning.commands import ProgressLine
+from tests.common.chain_profiles import chain_profile
+
+TASK = """
+import torch
+
+def task():
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
+    return {"model": model, "example": (torch.ones(8, 8),), "loss": torch.mean}
+
+def half():
+    return {"model": torch.nn.Linear(8, 8)}
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "profile.json"
+    chain_profile([3, 1, 4, 1, 5, 9, 2, 6]).save(path)
+    return path
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TASK)
+    return path
+
+
+def test_a_profile_is_planned_drawn_and_saved(profile, tmp_path, capsys):
+    saved = tmp_path / "plan.json"
+    words = ["plan", str(profile), "--ranks", "2", "--microbatches", "4", "--schedules", "zb_v,one_f_one_b"]
+    assert main([*words, "--memory", "1kB", "--cuts", "4", "--save", str(saved)]) == 0
+    out = capsys.readouterr().out
+    plan = Plan.read(saved)
+    assert str(plan) in out
+    assert str(plan.schedule) in out
+    assert "4" in plan.cuts
+
+
+def test_a_task_is_measured_and_planned(script, capsys):
+    assert main(["plan", f"{script}:task", "--ranks", "2", "--microbatches", "4", "--seconds", "5"]) == 0
+    assert "Plan for Sequential on 2 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["{profile}"], "expected one number of each"),
+        (
+            ["{profile}", "--ranks", "2", "--microbatches", "4", "--memory", "3 B"],
+            "memory: got 3.0 B, expected at least",
+        ),
+        (["{profile}", "--ranks", "2", "--microbatches", "4", "--schedules", "zigzag"], "got 'zigzag'"),
+        (["{profile}", "--ranks", "2", "--microbatches", "4", "--cuts", "99"], "got '99'"),
+        (["{script}:task"], "ranks: got none"),
+        (["{script}:nothing", "--ranks", "2"], "got int, expected a function that returns the arguments"),
+        (["{script}:other", "--ranks", "2"], "got NoneType"),
+        (["{script}:half", "--ranks", "2"], "['example'] among them"),
+        (["{script}", "--ranks", "2"], "expected a profile that fpipe saved"),
+        (["missing.json", "--ranks", "2"], "missing.json: "),
+    ],
+)
+def test_what_makes_no_sense_is_said(profile, script, capsys, words, said):
+    filled = [word.format(profile=profile, script=script) for word in words]
+    assert main(["plan", *filled]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("columns", "width"), [(80, 79), (200, 100)])
+def test_progress_fits_into_one_line_of_the_terminal(capsys, monkeypatch, columns, width):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    line = ProgressLine()
+    line(PlanProgress(14, 11, "moving cuts of " + "zb_v" * 40, 0.25, 0.125, took=30.0, most=60.0))
+    line.end()
+    assert {len(one) for one in capsys.readouterr().err.split("\r")} == {0, width}

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A forward that asks about its tensors is answered as on one device, or is refused by name."""
+
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from fpipe.record.trace import replaced
+from fpipe.tensors.tree import same_bits
+from schedules import one_f_one_b
+from tests.common.cases import mse
+from tests.common.loops import loop
+from tests.common.sizes import covering
+
+HOW = one_f_one_b(ranks=2, microbatches=3)
+
+
+class Asking(nn.Module):
+    """Goes one way if what it asks is so, another if not."""
+
+    def __init__(self, question):
+        super().__init__()
+        self.question = question
+        self.so, self.otherwise = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.so(x) if self.question(self, x) else self.otherwise(x)
+
+
+def caught(module, x):
+    try:
+        return bool(x.sum() > 0)
+    except Exception:
+        return False
+
+
+def as_array(module, x):
+    try:
+        return x.detach().numpy().sum() < 100
+    except RuntimeError:
+        return False
+
+
+def gathered(module, x):
+    try:
+        return torch.tensor([0.0, *x.sum(1)]).sum() < 100
+    except RuntimeError:
+        return False
+
+
+ANSWERED = {
+    "a parameter": lambda m, x: isinstance(m.so.weight, nn.Parameter),
+    "all parameters": lambda m, x: all(isinstance(p, nn.Parameter) for p in m.parameters()),
+    "no parameter": lambda m, x: not isinstance(x, nn.Parameter),
+    "a leaf": lambda m, x: m.so.weight.is_leaf and m.so.weight.grad_fn is None,
+    "no leaf": lambda m, x: not x.is_leaf,
+    "a node": lambda m, x: x.grad_fn is not None,
+    "no view": lambda m, x: not x._is_view(),
+    "a gradient of a value": lambda m, x: x.detach().grad is None,
+    "moved": lambda m, x: m.to(x.device) is m,
+}
+REFUSED = {
+    "a gradient": (lambda m, x: m.so.weight.grad is None, r"the \.grad of parameter 1\.so\.weight is asked for"),
+    "no gradient": (lambda m, x: setattr(m.so.weight, "grad", None), r"the \.grad of parameter .* is assigned to"),
+    "an address": (lambda m, x: x.data_ptr() != 0, "asks for the address"),
+    "a value, caught": (caught, "got a question about values that depend on"),
+    "a list of tensors": (lambda m, x: [x.new_tensor([[x.sum()]])], r"got new_tensor\(\) of a list .*torch\.stack"),
+    "a list of tensors, caught": (gathered, r"got tensor\(\) of a list with tensors in it in test_replaced"),
+    "an array, caught": (as_array, "got a question about values that depend on"),
+}
+
+
+def build(question, cut, backward):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Asking(question), nn.Linear(4, 4))
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=HOW, cuts=[cut], backward=backward)
+    return pipe, model, x, y
+
+
+@covering(name=[*ANSWERED], cut=["1", "2"], backward=["autograd", "graph"])
+def test_questions_about_tensors_are_answered_as_on_one_device(name, cut, backward):
+    pipe, model, x, y = build(ANSWERED[name], cut, backward)
+    got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    want = loop(model, mse, (x,), y, 3)
+    assert same_bits(got.loss, want.loss)
+    assert grads.keys() == want.grads.keys()
+    assert all(same_bits(grads[name], want.grads[name]) for name in want.grads)
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_questions_that_cannot_be_answered_are_refused(name, backward):
+    question, why = REFUSED[name]
+    with pytest.raises(fpipe.CaptureError, match=rf"module 1 \(Asking\).*{why}"):
+        build(question, "2", backward)
+
+
+def test_an_exception_that_one_device_raises_too_may_be_caught():
+    def mismatched(module, x):
+        try:
+            return x @ torch.ones(3, 3)
+        except RuntimeError:
+            return True
+
+    build(mismatched, "2", "autograd")
+
+
+def test_torch_calls_attributes_by_the_names_that_the_recorder_knows():
+    """The recorder knows these calls by the attributes of torch's class."""
+    seen = []
+
+    class Seeing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Seeing():
+        (x.grad, x.grad_fn, x.is_leaf, x.data_ptr())
+        x.grad = None
+    assert seen == [replaced.GRAD.__get__, *replaced.ASKING, torch.Tensor.data_ptr, replaced.GRAD.__set__]
+
+
+class Sparse(nn.Module):
+    """Attends to few; what it holds is made at random, and used by `Full`."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.query(x).relu()
+
+
+class Full(Sparse):
+    def forward(self, x):
+        return self.query(x).tanh()
+
+
+class Changing(nn.Module):
+    """Takes another module for short inputs, for good, with the weights of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.kind = Sparse(), "sparse"
+
+    def forward(self, x):
+        if self.kind == "sparse" and x.shape[1] < 8:
+            full = Full()
+            full.query = self.inner.query
+            self.inner, self.kind = full, "full"
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("cut", ["1.inner", "2"])
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_a_module_that_the_first_call_replaces_keeps_its_weights(cut, backward):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Changing(), nn.Linear(4, 4)), torch.randn(4, 4)
+    options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": [cut], "backward": backward}
+    pipe = fpipe.pipeline(model, example=(x,), loss=lambda out: out.square().mean(), **options)
+    for _ in range(2):  # the first leaves the model as it was built
+        fpipe.verify(pipe, model, (x,))
+    assert model[1].kind == "sparse"
+
+
+class Turning(nn.Module):
+    """Uses weights of its own at its first call, and those of a child from then on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias, self.child, self.turned = *nn.Linear(4, 4).parameters(), nn.Linear(4, 4), False
+
+    def forward(self, x):
+        turned, self.turned = self.turned, True
+        return self.child(x) if turned else nn.functional.linear(x, self.weight, self.bias)
+
+
+def test_a_module_whose_later_calls_use_other_weights_is_refused():
+    model, x = nn.Sequential(nn.Linear(4, 4), Turning()), torch.randn(6, 4)
+    with pytest.raises(fpipe.CaptureError, match="does something else when it is called again"):
+        fpipe.pipeline(model, example=(x,), loss=torch.sum, schedule=HOW, cuts=["1"])

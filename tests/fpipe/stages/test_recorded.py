@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recorded functions of a stage are pure and keep little; a stage that cannot be recorded is left to autograd."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import fpipe
+from fpipe.stages.autograd import Autograd
+from fpipe.stages.graph.simplification import LARGEST_CONSTANT
+from fpipe.stages.recorded import Recorded
+from fpipe.tensors.tree import same_bits
+from schedules import one_f_one_b
+from tests.common import written_layers
+from tests.common.cases import WIDTH, mse
+from tests.common.written_layers import gelu
+
+
+@pytest.mark.parametrize("s", [0, 1])
+def test_the_input_half_keeps_as_little_as_possible(s):
+    """Of linear layers it keeps only the inputs and the gradients of the outputs, also in the first stage."""
+    pipe, model, inputs, _ = written_layers.build(lambda m, x: gelu(m, gelu(m, x)), "graph")
+    stage, x = pipe.stages[s], inputs[0][:2]
+    params, _ = pipe.init(model)
+    outputs, _, residuals = stage.forward(stage.leaves(params), (), (x,), 0)
+    kept = stage.backward_input(residuals, (torch.randn_like(outputs[0]),))[1]
+    assert not residuals, "the residuals of the forward are released"
+    assert sum(tensor.numel() for tensor in kept) == 4 * x.numel()
+    stage.backward_weight(kept)
+    assert not kept
+
+
+def test_recorded_functions_are_pure():
+    """They return the same twice and change no argument; both halves together equal the whole backward."""
+    pipe, model, inputs, _ = written_layers.build(gelu, "graph")
+    stage, x = pipe.stages[1], inputs[0][:2]
+    leaves = stage.leaves(pipe.init(model)[0])
+    before = [tensor.clone() for tensor in (*leaves, x)]
+    forward = [stage.forward(leaves, (), (x,), 0) for _ in range(2)]
+    assert same_bits(forward[0][0][0], forward[1][0][0])
+    assert same_bits(forward[0][0][0], stage.evaluate(leaves, (), (x,), 0)[0][0])
+    cotangent = torch.randn_like(x)
+    outgoing, grads = stage.backward(forward[0][2], (cotangent,))
+    half, deferred = stage.backward_input(forward[1][2], (cotangent,))
+    assert all(map(same_bits, (*outgoing, *grads), (*half, *stage.backward_weight(deferred))))
+    assert all(map(same_bits, (*leaves, x), before))
+
+
+def test_a_stage_that_reads_values_is_left_to_autograd():
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.linear(x) if x.sum() > 0 else x
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Reading())
+    how, x = one_f_one_b(ranks=2, microbatches=2), torch.randn(4, WIDTH)
+    pipe = fpipe.pipeline(
+        model,
+        example=(x,),
+        targets=x,
+        loss=mse,
+        schedule=how,
+        cuts=["1"],
+        unsplittable=[Reading],
+        backward="graph",
+    )
+    assert [type(stage.functions) for stage in pipe.stages] == [Recorded, Autograd]
+    assert "  backward    by autograd: it reads the values of tensors" in str(pipe)
+    assert "  backward    as a graph" in str(pipe)
+    fpipe.verify(pipe, model, (x,), x)
+
+
+def test_operators_that_modes_do_not_see_are_left_to_autograd():
+    def hidden(module, x):
+        with torch.utils._python_dispatch._disable_current_modes():
+            y = x * 2
+        return functional.linear(y, module.weight, module.bias)
+
+    pipe, *_ = written_layers.build(hidden, "graph")
+    assert "by autograd" in pipe.stages[1].functions.remark
+
+
+def test_an_unknown_backward_is_refused():
+    with pytest.raises(fpipe.InputError, match="backward: got 'graphs', expected one of autograd, graph, "):
+        written_layers.build(gelu, "graphs")
+
+
+def test_only_small_constants_are_kept():
+    """Such as the one with which a backward begins, but not tensors of the size of a value."""
+    for rows, count in ((2, 1), (2 * LARGEST_CONSTANT, 0)):
+        x = torch.randn(rows, WIDTH)
+        pipe = fpipe.pipeline(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH)),
+            example=(x,),
+            loss=lambda out: (out * torch.ones_like(out)).sum(),
+            schedule=one_f_one_b(ranks=1, microbatches=1),
+            backward="graph",
+        )
+        known = pipe.stages[0].functions.forward.__globals__.values()
+        assert sum(isinstance(one, torch.Tensor) and one.numel() > 1 for one in known) == count
