@@ -61,7 +61,7 @@ def pipeline(
     unsplittable: Selector | Iterable[Selector] = (),
     whole: Selector | Iterable[Selector] = (),
     capture: str | FrontEnd | CaptureFunction = "trace",
-    backward: Backward = "autograd",
+    backward: Backward = "graph",
     tied: Tied = "exact",
     batch_dims: Any = 0,
     output_dims: Any = 0,

@@ -26,6 +26,7 @@ from fpipe.network.ranks import Ranks
 from fpipe.pipelines.batch import Batching, SplitBatch
 from fpipe.pipelines.fields import CommonArguments, argument_fields, batch_fields, call_fields, plan_fields
 from fpipe.pipelines.inputs import State, scatter
+from fpipe.pipelines.modes import is_autograd_watched
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Agreement
 from fpipe.pipelines.signature import Signature
@@ -116,6 +117,7 @@ def agree_to_step(
     require_seed(call.seed)
     kind = variant, batch.signature
     plan = agree_on_plan(pipe, *kind, call)
+    plan = plan.eager if variant.training and is_autograd_watched() else plan
     plan.watch.require_unchanged()
     if pipe.rechecks.is_due:
         pipe.rechecks.run(pipe.captures)

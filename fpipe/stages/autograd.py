@@ -65,6 +65,11 @@ class Autograd:
     enabled: bool = True
 
     @property
+    def eager(self) -> Autograd:
+        """These functions."""
+        return self
+
+    @property
     def below_autograd(self) -> bool:
         """False: autograd does the work."""
         return False

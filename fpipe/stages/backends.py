@@ -84,6 +84,7 @@ def record_stage(
             undeferred=phases.early,
             below_autograd=run is generate_function,
             remark=remark,
+            eager=eager,
         )
     except Exception as error:  # whatever tracers or compilers reject, autograd can run
         return replace(eager, remark=f"by autograd: {remark} it raises {_first_line(error)}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fpipe.record.captured import Tensors
+from fpipe.stages.autograd import Autograd
 from fpipe.stages.graph.codegen import PhaseFunction
 from fpipe.stages.interface import WeightIndex
 
@@ -26,6 +27,7 @@ class Recorded:
     - `below_autograd`: whether the functions call the recorded operators and nothing else.
     - `undeferred`: the weights whose gradients the input half computes, each with the reason.
     - `remark`: a note for users on how the phases are run.
+    - `eager`: the same functions, computed by autograd.
     """
 
     views: PhaseFunction
@@ -37,6 +39,7 @@ class Recorded:
     undeferred: Mapping[WeightIndex, str]
     below_autograd: bool
     remark: str
+    eager: Autograd
 
     @cached_property
     def evaluate(self) -> PhaseFunction:

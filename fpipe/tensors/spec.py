@@ -63,7 +63,7 @@ class Spec:
         return replace(self, shape=shape, stride=tuple(stride))
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, copied if its strides differ from these.
+        """Return `tensor`, copied if its strides differ from these, or if its elements are to be conjugated or negated.
 
         Raise `InputError` if its shape or dtype differs: the metadata was inferred under other conditions.
         """
@@ -73,6 +73,7 @@ class Spec:
                 "built. Put autocast inside the model's modules, not around the step, and keep shapes independent of "
                 "data."
             )
+        tensor = tensor.resolve_conj().resolve_neg()  # whoever receives it knows nothing of such views
         if tensor.stride() == self.stride:
             return tensor
         return self.allocate().copy_(tensor) if 0 not in self.stride else self.unpack(self.pack(tensor))

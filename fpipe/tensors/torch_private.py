@@ -130,6 +130,7 @@ NAMES: Final = (
     Name("torch._C.TensorBase", "noticing that a model asks for .grad, .grad_fn or .is_leaf"),
     Name("torch.autograd.graph._engine_run_backward", "calling the autograd engine"),
     Name("torch._C._AutoDispatchBelowAutograd", "running recorded stages without autograd"),
+    Name("torch._C._autograd._top_saved_tensors_default_hooks", "noticing saved-tensor hooks around a step"),
     Name("torch.autograd.forward_ad._current_level", "refusing tensors with tangents"),
     Name("torch._C._functorch.maybe_current_level", "refusing tensors inside transforms of torch.func"),
     Name("torch._C._functorch.is_functorch_wrapped_tensor", "refusing tensors inside transforms of torch.func"),
@@ -308,6 +309,7 @@ FUNCTORCH: Final = "torch._functorch"
 TENSOR_METHODS: Final = vars(torch._C.TensorBase)
 run_backward: Callable[..., tuple[Any, ...]] = graph._engine_run_backward
 bypass_autograd: Any = torch._C._AutoDispatchBelowAutograd
+saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 foreach_add_: Any = torch._foreach_add_

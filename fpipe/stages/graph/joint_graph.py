@@ -6,11 +6,12 @@ Problem. Autograd builds and walks the same graph for every microbatch of every 
 Idea. The functions of `autograd` are run once on fake tensors, forward and full backward, and every operator is
 recorded below autograd, as a list of nodes. The recording holds autograd's formulas in autograd's order, so replaying
 it gives the same bits; whatever modules do to their backward (custom functions, checkpoints, hooks) is recorded as it
-happened.
+happened. Torch's own checks of values are recorded, too.
 
 Other side effects of Python code are not recorded; the stage always repeats the recording. In the graph, as in the
 stage, the generator is seeded before each random operator. Recording uses key 0, and `random.reseed` xors key and
-label, so the seed seen while recording is the label.
+label, so the seed seen while recording is the label. Where a checkpoint goes back to a state that the generator had
+before an earlier draw, so does the graph.
 
 Runs when a plan is made, if stages are recorded.
 """
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import CaptureError
-from fpipe.record.capture.assumed_values import assume_values
+from fpipe.record.capture.assumed_values import assume_values, check_all
 from fpipe.record.captured import Tensors
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.graph.nodes import ARGUMENT, Node, constant
@@ -137,7 +138,7 @@ def record(eager: Autograd, examples: Examples) -> Joint:
     devices = {one.device for one in (*leaves, *buffers, *constants, *inputs, *cotangents)} | {torch.device("cpu")}
     with random.preserve_generators(d for d in devices if d.type in ("cpu", "cuda")), mode, assume_values(mode):
         functions = replace(eager, constants=constants)
-        with recorder, _Assignments():
+        with recorder, _Watch(recorder):
             outputs, new, residuals = functions.forward(leaves, buffers, inputs, 0)
             forward = frozenset(recorder.nodes)
             outgoing, grads = functions.differentiate(residuals, cotangents)
@@ -159,10 +160,17 @@ def _require_real(tensor: Any) -> Tensor:
     return tensor
 
 
-class _Assignments(TorchFunctionMode):
-    """A function mode that refuses assignments to `.data`, which replace a tensor's data without an operator."""
+class _Watch(TorchFunctionMode):
+    """A function mode for what happens without an operator: it records checks, and refuses assignments to `.data`."""
+
+    def __init__(self, recorder: OperatorRecorder) -> None:
+        super().__init__()
+        self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func is check_all:
+            self.recorder.nodes.append(Node(check_all, [self.recorder.argument(one) for one in args]))
+            return None
         if func == SET_DATA:
             raise CaptureError(
                 "got an assignment to .data, expected operators of torch only. Use copy_(), or backward='autograd'."
@@ -174,11 +182,13 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that records operators, each as a node that reads the nodes of its arguments.
 
     The generator is seeded again before the operators before which it was freshly seeded. Operators on fake tensors
-    draw nothing, so `_fresh_seed` draws in their place.
+    draw nothing, so `_note_draw` draws in their place.
 
     - `nodes`: what was recorded so far, the arguments first.
     - `known`: the node of each tensor, by the tensor's id. Nodes hold their tensors, and `aliases` has the detached
       ones, so that no id comes twice.
+    - `states`: by device and state of its generator, the node that reads that state before a draw; `drawn`: by device,
+      the state after the last draw.
     """
 
     supports_higher_order_operators = True
@@ -189,6 +199,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.nodes: list[Node] = [self.key]
         self.known: dict[int, Node] = {}
         self.aliases: list[Tensor] = []
+        self.states: dict[tuple[torch.device, bytes], Node] = {}
+        self.drawn: dict[torch.device, bytes] = {}
 
     def take(self, tensors: Tensors) -> tuple[Node, ...]:
         """Return a new node for each of these arguments."""
@@ -207,11 +219,11 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.known[id(made)], node.value = node, made
         return node
 
-    def _argument(self, one: Any) -> Any:
+    def argument(self, one: Any) -> Any:
         """Return an argument of an operator with nodes in place of tensors."""
         if isinstance(one, Tensor):
             return self.node_of(one)
-        return type(one)([self._argument(each) for each in one]) if type(one) in (tuple, list) else one
+        return type(one)([self.argument(each) for each in one]) if type(one) in (tuple, list) else one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in PLAIN_KINDS for kind in types):
@@ -228,16 +240,14 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CaptureError(f"got {func}, expected operators of torch only")
         if func.namespace == "profiler":  # times calls; nothing depends on it
             return func(*args, **kwargs)
-        given = {name: self._argument(one) for name, one in kwargs.items()}
+        given = {name: self.argument(one) for name, one in kwargs.items()}
         # A constant is copied: what is made of it may be written in place.
         target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
-        node = Node(target, [self._argument(one) for one in args], given)
+        node = Node(target, [self.argument(one) for one in args], given)
         out = func(*args, **kwargs)
         for device in random_devices(func, args, kwargs, out):
             with no_dispatch():
-                label = _fresh_seed(device)
-            if label is not None:
-                self.nodes.append(Node(random.reseed, (self.key, label, device)))
+                self._note_draw(device)
         self._add(node, out)
         if isinstance(out, tuple | list):
             for k, one in enumerate(out):
@@ -245,13 +255,22 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._add(Node(getitem, (node, k)), one)
         return out
 
+    def _note_draw(self, device: torch.device) -> None:
+        """Record what sets the generator's state before a draw, and draw."""
+        generator = random.generator(device)
+        state = _bytes(generator)
+        if random.is_fresh(device):
+            self.nodes.append(Node(random.reseed, (self.key, generator.initial_seed(), device)))
+        else:
+            if state != self.drawn.get(device):
+                if (device, state) not in self.states:
+                    raise CaptureError("got a draw from a generator in a state that no seed and no earlier draw left")
+                self.nodes.append(Node(random.restore, (self.states[device, state], device)))
+            self.states[device, state] = node = Node(random.state_of, (device,))
+            self.nodes.append(node)
+        torch.rand(1, device=device, generator=generator)
+        self.drawn[device] = _bytes(generator)
 
-def _fresh_seed(device: torch.device) -> int | None:
-    """Return the generator's seed if nothing has been drawn since it was set, and draw; else `None`."""
-    generator = random.generator(device)
-    seed = generator.initial_seed()
-    fresh = torch.Generator(device).manual_seed(seed)
-    if not torch.equal(generator.get_state(), fresh.get_state()):
-        return None
-    torch.rand(1, device=device, generator=generator)
-    return seed
+
+def _bytes(generator: torch.Generator) -> bytes:
+    return generator.get_state().numpy().tobytes()

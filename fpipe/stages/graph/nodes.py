@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpipe.record.capture.assumed_values import check_all
 from fpipe.tensors import random
 from fpipe.tensors.effects import written_arguments
 from fpipe.tensors.torch_private import OpOverload
 
 ARGUMENT, CONSTANT = "argument", "constant"
 """The targets of nodes that call nothing."""
+EFFECTS = frozenset({random.reseed, random.restore, check_all})
+"""Functions of Python that are called for what they do: nobody reads what they return."""
 
 
 class Node:
@@ -72,10 +75,10 @@ class Node:
 
     @property
     def has_effects(self) -> bool:
-        """True if the node must run though nobody reads its value: it writes, draws or seeds."""
+        """True if the node must run though nobody reads its value: it writes, draws, seeds or checks."""
         if not isinstance(self.target, OpOverload):
-            return self.target is random.reseed
-        if torch.Tag.nondeterministic_seeded in self.target.tags:
+            return self.target in EFFECTS
+        if torch.Tag.nondeterministic_seeded in self.target.tags or not self.target._schema.returns:
             return True
         return self.target._schema.is_mutable or bool(self.writes)
 
