@@ -20,7 +20,7 @@ from fpipe.cutting.calls import Calls, call_name, outermost
 from fpipe.record.captured import Call
 from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.assembly import Assembly
-from fpipe.stages.conversion import splits
+from fpipe.stages.backends import splits
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import first_names

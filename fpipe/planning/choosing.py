@@ -29,7 +29,7 @@ from fpipe.planning.ordering import list_orderable, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds, name_schedule
 from fpipe.planning.prediction import Predictor
 from fpipe.planning.profile import Profile
-from fpipe.stages.conversion import splits
+from fpipe.stages.backends import splits
 from schedules import Bound, recompute
 
 IMPROVED: Final = 6

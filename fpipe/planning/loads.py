@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe.planning.prediction import Predictor
-from fpipe.stages.conversion import splits
+from fpipe.stages.backends import splits
 from schedules import Schedule
 
 MOST_LISTED: Final = 20_000

@@ -16,7 +16,7 @@ from typing import Final
 
 from fpipe.planning.candidates import Candidate, Room, replace_schedule
 from fpipe.planning.prediction import Predictor
-from fpipe.stages.conversion import splits
+from fpipe.stages.backends import splits
 from schedules import Graph, Placement, Schedule, SizeError, search
 
 ORDERED: Final = 3

@@ -19,7 +19,7 @@ from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Captured
 from fpipe.record.variant import Variant
 from fpipe.stages.assembly import assemble
-from fpipe.stages.conversion import differentiate
+from fpipe.stages.backends import Recording
 from schedules import Schedule, check, lower
 
 
@@ -39,8 +39,8 @@ def plan_cut(
     """
     placement = schedule.placement
     with isolate(variant):
-        assembly = assemble(captured, positions, variant.outputs, placement, planner.summed)
-        assembly = differentiate(assembly, planner.backend, False, range(schedule.stages))
+        recording = Recording.of(planner.backend, range(schedule.stages), False)
+        assembly = assemble(captured, positions, variant, placement, planner.summed, recording)
         check(schedule, assembly.graph)
         program = lower(schedule, assembly.graph)
     return StepPlan((assembly,) * schedule.microbatches, program, tuple(range(schedule.ranks)), None)

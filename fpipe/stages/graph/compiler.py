@@ -21,7 +21,7 @@ from torch.fx import Node as GraphNode
 from fpipe.errors import InputError
 from fpipe.stages.accumulation import own_all
 from fpipe.stages.graph.codegen import PhaseFunction, generate_function
-from fpipe.stages.graph.nodes import EFFECTS, Node, map_nodes
+from fpipe.stages.graph.joint import EFFECTS, Node, map_nodes
 from fpipe.stages.graph.phases import Phase
 from fpipe.tensors import random
 from fpipe.tensors.torch_private import FakeTensor, foreach_add_

@@ -17,8 +17,7 @@ from itertools import chain
 
 import torch
 
-from fpipe.stages.graph.joint_graph import Joint
-from fpipe.stages.graph.nodes import Node
+from fpipe.stages.graph.joint import Joint, Node
 from fpipe.stages.interface import Wiring
 from fpipe.tensors.effects import memory
 from fpipe.tensors.layouts import aten

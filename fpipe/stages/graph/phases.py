@@ -18,8 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from fpipe.stages.graph.joint_graph import Joint
-from fpipe.stages.graph.nodes import Node, users_of
+from fpipe.stages.graph.joint import Joint, Node, users_of
 from fpipe.stages.graph.operators import LIGHT, PRODUCTS, SUMS, VIEWS
 from fpipe.stages.graph.ownership import own_gradients
 from fpipe.stages.graph.simplification import simplify

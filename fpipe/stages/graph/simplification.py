@@ -18,8 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fpipe.stages.graph.joint_graph import Joint
-from fpipe.stages.graph.nodes import CONSTANT, Node, constant, map_nodes
+from fpipe.stages.graph.joint import CONSTANT, Joint, Node, constant, map_nodes
 from fpipe.stages.graph.operators import LIKE
 from fpipe.tensors.effects import memory
 from fpipe.tensors.layouts import aten
