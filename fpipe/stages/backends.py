@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 from fpipe.errors import InputError
 from fpipe.stages.autograd import Autograd
@@ -28,11 +28,12 @@ from fpipe.stages.graph.compiler import Compiler, compile_adding, compile_phase
 from fpipe.stages.graph.joint import Joint
 from fpipe.stages.graph.phases import Phase, divide
 from fpipe.stages.interface import StageFunctions
-from fpipe.stages.recorded import Recorded
-from fpipe.stages.skipping import skip_absent
+from fpipe.stages.recorded import Recorded, skip_absent
 from fpipe.tensors.torch_private import find_compiler, list_compilers
 from schedules import Schedule
 
+PLAIN = "as a graph"
+"""The remark on a stage whose recorded operators run one by one."""
 Backward: TypeAlias = str | Compiler
 Backend: TypeAlias = Callable[[Autograd, Joint], Recorded]
 """`backend(eager, joint)` returns the functions of a stage that compute the same as `eager`, from its joint graph."""
@@ -111,10 +112,12 @@ def record_stage(
     return Recorded(
         views=generate_function(phases.views),
         forward=run(phases.forward),
-        backward=_at_first_call(partial(add, phases.backward)),
-        backward_input=_at_first_call(partial(run, phases.input)),
-        backward_weight=_at_first_call(partial(add, phases.weight)),
-        evaluation=partial(run, phases.evaluation),
+        makers={
+            "evaluate": partial(run, phases.evaluation),
+            "backward": partial(add, phases.backward),
+            "backward_input": partial(run, phases.input),
+            "backward_weight": partial(add, phases.weight),
+        },
         undeferred=phases.early,
         below_autograd=run is generate_function,
         remark=remark,
@@ -122,17 +125,5 @@ def record_stage(
     )
 
 
-def _at_first_call(make: Callable[[], PhaseFunction]) -> PhaseFunction:
-    """Return a function that is made when it is first called: a schedule has whole backwards or halves, rarely both."""
-    made: list[PhaseFunction] = []
-
-    def call(*args: Any) -> Any:
-        if not made:
-            made.append(make())
-        return made[0](*args)
-
-    return call
-
-
-AS_GRAPH: Backend = partial(record_stage, generate_function, generate_adding, "as a graph")
+AS_GRAPH: Backend = partial(record_stage, generate_function, generate_adding, PLAIN)
 """The backend that runs recorded operators one by one."""

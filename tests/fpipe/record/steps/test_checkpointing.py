@@ -111,7 +111,7 @@ def runs_as_python(how):
 
 def count_runs(case, runs, how):
     """A second step, after the first has found its way: its results, how often bodies ran, and the operators."""
-    built = build(case, how, ROWS * MICROBATCHES, capture="trace")
+    built = build(case, how, ROWS * MICROBATCHES, capture="trace", backward="autograd")
     run(*built)
     runs.clear()
     with Operators() as operators:
