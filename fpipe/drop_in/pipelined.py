@@ -36,11 +36,11 @@ from fpipe.drop_in.checks import (
 from fpipe.drop_in.delivery import Delivery, attach_delivery, divided
 from fpipe.drop_in.settings import Pipelines, Setting, read_setting
 from fpipe.errors import InputError
-from fpipe.meshes.border import require_plain
 from fpipe.network.launch import join_launched
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.record.objective import Loss
+from fpipe.tensors.placed import require_plain
 from fpipe.training.clipping import clip
 from fpipe.weights.loading import ValueSource
 from schedules import Schedule
