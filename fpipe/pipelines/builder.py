@@ -36,8 +36,8 @@ from fpipe.pipelines.resolver import Resolver
 from fpipe.record.captured import CaptureFunction, FrontEnd
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.front_ends.registry import find_capture
-from fpipe.record.model.skeleton import require_own_buffers, skeleton
-from fpipe.record.model.state import collect_gradient_hooks, require_exact_hooks
+from fpipe.record.model.skeleton import skeleton
+from fpipe.record.model.state import collect_gradient_hooks, require_exact_hooks, require_own_buffers
 from fpipe.record.objective import Loss
 from fpipe.record.reads.namespaces import ModelState
 from fpipe.record.reads.watch import Watcher
