@@ -42,7 +42,7 @@ from schedules import (
     zb_v,
 )
 from schedules.errors import quote
-from schedules.language.costs import of_stage
+from schedules.replay.costs import of_stage
 
 ScheduleFactory: TypeAlias = Callable[[int, int], Schedule]
 """Makes a schedule of so many ranks and microbatches; raises `SizeError` for sizes that it does not support."""

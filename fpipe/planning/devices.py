@@ -15,7 +15,7 @@ from fpipe.planning.merging import require_same_fields
 from fpipe.planning.profile import CutPlaces, Profile, require_placement
 from fpipe.planning.ranges import TIMED
 from schedules import Costs, Placement
-from schedules.language.costs import of_stage
+from schedules.replay.costs import of_stage
 
 
 def costs_by_rank(profiles: Sequence[Profile], cuts: CutPlaces, placement: Placement) -> Costs:

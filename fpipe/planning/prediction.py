@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fpipe.planning.profile import Profile
 from schedules import Costs, Placement, Schedule, Sizes, critical_path, simulate
-from schedules.language.costs import of_stage
+from schedules.replay.costs import of_stage
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from fpipe.record.front_ends.parts import modules
 from fpipe.record.front_ends.through import capture_through
 from fpipe.record.front_ends.tracers import dynamo, export_model, fx
 from fpipe.record.trace.front_end import trace_model
-from schedules.language.arguments import takes
+from schedules.arguments import takes
 
 FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType({"export": export_model, "fx": fx, "dynamo": dynamo})
 CAPTURES = ("trace", *FRONT_ENDS, "modules")
