@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from fpipe.checkpoints import manifest, save, shards
 from fpipe.meshes import arguments, holdings, peers
+from fpipe.network import board, calls, channels, control, creation, distributed, job, launch, lookout, ranks, waiting
 from fpipe.pipelines import builder
-from fpipe.runtime import executor, launch, ranks
-from fpipe.runtime.transport import board, calls, channels, control, creation, distributed, job, lookout, waiting
+from fpipe.runtime import executor
 from fpipe.training import optimizers
 from tests.common.world.fibers import Lock, Queue, Signal, World
 from tests.common.world.network import Group, Mesh, Network, Works
