@@ -27,7 +27,7 @@ from fpipe.record.captured import Call, Captured, Parameter
 from fpipe.record.observation import observe
 from fpipe.tensors.arguments import describe_argument
 from schedules import Schedule
-from schedules.language.arguments import each
+from schedules.arguments import each
 
 SLACK = 1.1
 Item: TypeAlias = str | int

@@ -35,7 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fpipe.record.capture.assumed_values import assume_values
 from fpipe.record.captured import BatchLeaf, Buffer, Parameter, Tensors
-from fpipe.runtime.executor import StageCrossing
+from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.prologue import Feed
 from fpipe.stages.stage import Stage

@@ -33,7 +33,7 @@ from fpipe.record.objective import Loss
 from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.tree import flatten
 from schedules import Schedule
-from schedules.language.arguments import MOST_STAGES, each, takes
+from schedules.arguments import MOST_STAGES, each, takes
 
 PER_RANK: Final = (1, 2, 4, 8)
 Amount: TypeAlias = float | str

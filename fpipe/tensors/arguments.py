@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The types of arguments of fpipe's functions, checked where users call.
 
-`schedules.language.arguments` reads them from annotations; here are the types that only fpipe has.
+`schedules.arguments` reads them from annotations; here are the types that only fpipe has.
 
 Runs when a public function is called.
 """
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
+from schedules.arguments import TYPES, ArgumentCheck, ArgumentType, is_number
 from schedules.errors import quote
-from schedules.language.arguments import TYPES, ArgumentCheck, ArgumentType, is_number
 
 
 def _is_number(value: Any) -> bool:

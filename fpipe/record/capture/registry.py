@@ -18,7 +18,7 @@ from fpipe.record.capture.modules import modules
 from fpipe.record.capture.through import capture_through
 from fpipe.record.captured import CaptureFunction, FrontEnd
 from fpipe.record.trace.front_end import trace_model
-from schedules.language.arguments import takes
+from schedules.arguments import takes
 
 FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType({"export": export_model, "fx": fx, "dynamo": dynamo})
 CAPTURES = ("trace", *FRONT_ENDS, "modules")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, TypeAlias
 
+from schedules.arguments import is_number, is_size
 from schedules.errors import SizeError
 from schedules.language.actions import GATHERINGS
-from schedules.language.arguments import is_number, is_size
 
 Cost: TypeAlias = float | tuple[float, ...]
 ROUNDING: Final = 1e-9

@@ -23,8 +23,8 @@ from schedules import (
     summarize,
     transform,
 )
+from schedules.arguments import each, require_types
 from schedules.errors import quote
-from schedules.language.arguments import each, require_types
 
 
 @schedule(placement=linear)
@@ -125,7 +125,7 @@ def test_annotations_are_checked():
 
 
 def test_lists_that_never_end_are_noticed(monkeypatch):
-    monkeypatch.setattr("schedules.language.arguments.MOST_ENTRIES", 9)
+    monkeypatch.setattr("schedules.arguments.MOST_ENTRIES", 9)
     with pytest.raises(ArgumentError, match=r"names\[9\]: got 'a', expected at most 9 values"):
         list(each("names", itertools.repeat("a"), str, ArgumentError))
 
