@@ -96,7 +96,8 @@ class Format:
 
     def require(self, value: Any) -> None:
         """Raise `InputError`, naming the field, unless all fields of a dataclass are what its annotations say."""
-        for name, hint in _list_fields(type(value)).items():
+        kind: Any = type(value)
+        for name, hint in _list_fields(kind).items():
             self.decode(name, hint, getattr(value, name))
 
     def decode(self, where: str, hint: Any, got: Any) -> Any:
@@ -110,11 +111,11 @@ class Format:
                 raise self.wrong(where, repr(got), expected)
             return got
         if is_dataclass(hint):
-            named = _list_fields(hint)
+            made: Any = hint
+            named = _list_fields(made)
             if not isinstance(got, dict) or {*got} != {*named}:
                 found = f"the fields {sorted(got)}" if isinstance(got, dict) else str(got)
                 raise self.wrong(where, found, str(sorted(named)))
-            made: Any = hint
             return made(**{name: self.decode(_join(where, name), named[name], got[name]) for name in named})
         return self._decode_tuple(where, hint, got)
 
@@ -162,7 +163,7 @@ def _encode(value: Any) -> Any:
     return None if value == inf else value
 
 
-@cache
+@cache  # reading annotations takes longer than checking a row
 def _list_fields(kind: Any) -> dict[str, Any]:
     """Return the types of the fields of a dataclass or a NamedTuple, by name."""
     return get_type_hints(kind, include_extras=True)
