@@ -48,8 +48,7 @@ from schedules import Costs, Link, Placement, Sizes, linear
 from schedules.errors import printable
 
 INSTANT: Final = Link()
-AGAIN: Final = "Profile the model again."
-FORMAT: Final = Format("profile", 1, AGAIN)
+PROFILE_FORMAT: Final = Format("profile", 1, "Profile the model again.")
 MOST_BLOCKS: Final = 10_000
 """More blocks than any model has; tables of all their runs would still fit into memory."""
 SEPARATOR: Final = "; "
@@ -139,7 +138,7 @@ class Profile:
     link: Link = INSTANT
 
     def __post_init__(self) -> None:
-        FORMAT.require(self)
+        PROFILE_FORMAT.require(self)
         _require_existing_blocks(self)
 
     @cached_property
@@ -279,7 +278,7 @@ class Profile:
 
     def save(self, path: AnyPath) -> None:
         """Write the profile as JSON."""
-        FORMAT.save(path, self)
+        PROFILE_FORMAT.save(path, self)
 
     @classmethod
     def read(cls, path: AnyPath) -> Profile:
@@ -287,13 +286,13 @@ class Profile:
 
         Raise `InputError`, naming the file and the field, for anything else, such as a block that does not exist.
         """
-        found: Profile = FORMAT.load(path, cls)
+        found: Profile = PROFILE_FORMAT.load(path, cls)
         return found
 
     @classmethod
     def parse(cls, text: str) -> Profile:
         """Return the profile in a JSON text."""
-        found: Profile = FORMAT.read(text, cls)
+        found: Profile = PROFILE_FORMAT.read(text, cls)
         return found
 
     def __str__(self) -> str:
@@ -304,19 +303,21 @@ def _require_existing_blocks(profile: Profile) -> None:
     """Raise `InputError` for a number of times other than that of blocks, and for blocks that do not exist."""
     count = len(profile.blocks)
     if not 0 < count <= MOST_BLOCKS:
-        raise FORMAT.wrong("blocks", f"{count} of them", f"1 to {MOST_BLOCKS}")
+        raise PROFILE_FORMAT.wrong("blocks", f"{count} of them", f"1 to {MOST_BLOCKS}")
     for name in ("times", "versions"):
         if len(getattr(profile, name)) != count:
-            raise FORMAT.wrong(name, f"{len(getattr(profile, name))} entries", f"{count}, one for each block")
+            raise PROFILE_FORMAT.wrong(name, f"{len(getattr(profile, name))} entries", f"{count}, one for each block")
     runs = [(f"{name}[{k}]", one[:2]) for name in ("hops", "arrivals") for k, one in enumerate(getattr(profile, name))]
     for name in ("activation", "residual", "parameters"):
         runs += [(f"{name}[{k}].blocks", blocks) for k, (_, blocks) in enumerate(getattr(profile, name))]
     for where, blocks in runs:
         if not blocks or blocks[-1] >= count or any(a >= b for a, b in pairwise(blocks)):
-            raise FORMAT.wrong(where, [*blocks], f"ascending numbers of blocks below {count}")
+            raise PROFILE_FORMAT.wrong(where, [*blocks], f"ascending numbers of blocks below {count}")
     for k, one in enumerate(profile.arrivals):
         if not one.target <= one.saved <= count:
-            raise FORMAT.wrong(f"arrivals[{k}].saved", one.saved, f"a number of blocks from {one.target} to {count}")
+            raise PROFILE_FORMAT.wrong(
+                f"arrivals[{k}].saved", one.saved, f"a number of blocks from {one.target} to {count}"
+            )
 
 
 def _require_same_model(got: Profile, expected: Profile, what: str) -> None:

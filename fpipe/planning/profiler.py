@@ -37,7 +37,7 @@ from fpipe.pipelines.step import make_training_step
 from fpipe.planning.cut_model import NO_TIMES, CutModel, measure_blocks, time_blocks
 from fpipe.planning.holdings import BlockMemory, find_hops, find_parameters
 from fpipe.planning.links import MESSAGE_SIZES, fit_link
-from fpipe.planning.profile import FORMAT, Profile
+from fpipe.planning.profile import PROFILE_FORMAT, Profile
 from fpipe.planning.roofline import Roofline, calibrate
 from fpipe.planning.standalone import ModelArguments, take_alone, training_variant_here
 from fpipe.record.captured import CaptureFunction, FrontEnd
@@ -175,7 +175,7 @@ def _profile_together(
     found = _profile(alone, asked.batch, asked.cuts, asked.source, asked.device, asked.seconds)
     if len(ranks.processes) > 1:
         found = found if asked.device is not None or asked.source is None else _add_messages(found, ranks)
-        every = [Profile.parse(text) for text in ranks.exchange_text(FORMAT.write(found), "profiles")]
+        every = [Profile.parse(text) for text in ranks.exchange_text(PROFILE_FORMAT.write(found), "profiles")]
         found = every[0].merge(*every[1:])
     measured = fit_link(ranks.measure_transfers(MESSAGE_SIZES)) if asked.link is None else asked.link
     return replace(found, link=replace(measured, bytes=0, back=None))

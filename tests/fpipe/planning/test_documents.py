@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 
 from fpipe import InputError, Profile
-from fpipe.planning.profile import FORMAT
+from fpipe.planning.profile import PROFILE_FORMAT
 from fpipe.weights.files import MOST_READ
 from tests.common.profiles import plain_profile, profiles
 
 
 @given(profiles())
 def test_what_is_read_equals_what_was_written(profile):
-    assert Profile.parse(FORMAT.write(profile)) == profile
+    assert Profile.parse(PROFILE_FORMAT.write(profile)) == profile
 
 
 def test_a_file_is_read_back(tmp_path):
@@ -72,7 +72,7 @@ BAD = [
 @pytest.mark.parametrize(("path", "value", "words"), BAD, ids=[words[:40] for _, _, words in BAD])
 def test_a_wrong_field_is_named(tmp_path, path, value, words):
     file = tmp_path / "profile.json"
-    file.write_text(json.dumps(changed(json.loads(FORMAT.write(plain_profile(4))), path, value)))
+    file.write_text(json.dumps(changed(json.loads(PROFILE_FORMAT.write(plain_profile(4))), path, value)))
     with pytest.raises(InputError) as caught:
         Profile.read(file)
     assert str(file) in str(caught.value)
@@ -82,7 +82,7 @@ def test_a_wrong_field_is_named(tmp_path, path, value, words):
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_numbers_that_json_lacks_are_refused(tmp_path, number):
     file = tmp_path / "profile.json"
-    file.write_text(FORMAT.write(plain_profile(4)).replace('"step": ', f'"step": {number}, "more": '))
+    file.write_text(PROFILE_FORMAT.write(plain_profile(4)).replace('"step": ', f'"step": {number}, "more": '))
     with pytest.raises(InputError, match=number):
         Profile.read(file)
 
