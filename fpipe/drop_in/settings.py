@@ -25,7 +25,7 @@ from fpipe.errors import InputError
 from fpipe.inference.predictions import predict
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
-from fpipe.record.model.stateless import on_meta, skeleton
+from fpipe.record.model.skeleton import on_meta, skeleton
 
 KEPT_PIPELINES = 8
 PLAIN_TYPES = (bool, int, float, str, type(None))

@@ -31,8 +31,8 @@ from fpipe.planning.ranges import ActionTimes
 from fpipe.planning.recutting import captured_for, plan_cut
 from fpipe.planning.roofline import Roofline, estimate_times
 from fpipe.planning.timing import MICROBATCHES, TimedPlan, fit_times, time_actions, two_at_a_time
-from fpipe.record.capture.eager_types import hide_fakes
 from fpipe.record.captured import Captured
+from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.variant import Variant
 from fpipe.stages.stage import Stage
 

@@ -17,7 +17,7 @@ from fpipe.pipelines.builder import Model, make_batchings
 from fpipe.pipelines.description import format_bytes
 from fpipe.pipelines.loss_weights import Weight
 from fpipe.planning.profile import Profile
-from fpipe.record.capture.modules import as_module
+from fpipe.record.front_ends.parts import as_module
 
 
 def require_profile_of(

@@ -41,8 +41,8 @@ from fpipe.planning.links import MESSAGE_SIZES, fit_link
 from fpipe.planning.profile import Profile
 from fpipe.planning.roofline import Roofline, calibrate
 from fpipe.planning.standalone import ModelArguments, take_alone, training_variant_here
-from fpipe.record.capture.modules import as_module
 from fpipe.record.captured import CaptureFunction, FrontEnd
+from fpipe.record.front_ends.parts import as_module
 from fpipe.record.objective import Loss
 from fpipe.record.variant import TRAINING
 from fpipe.stages.backends import Backward

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe.record.capture.places import places
+from fpipe.record.model.places import places
 from schedules import one_f_one_b, split_backward
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same

@@ -24,11 +24,10 @@ from torch import Tensor, fx, nn
 from torch.export import UnflattenedModule
 
 from fpipe.errors import CaptureError, PipelineError
-from fpipe.record.capture.folding import fold_module
-from fpipe.record.capture.module_state import is_torchs
-from fpipe.record.capture.originals import holding_attributes
-from fpipe.record.capture.places import blame, module_place
 from fpipe.record.captured import NAMED, BatchLeaf, Buffer, Captured, FrontEnd
+from fpipe.record.front_ends.folding import fold_module
+from fpipe.record.model.places import blame, module_place
+from fpipe.record.model.state import holding_attributes, is_torchs
 from fpipe.record.model.walk import CACHED, Walk
 from fpipe.record.objective import Objective
 from fpipe.record.questions import refuse_questions

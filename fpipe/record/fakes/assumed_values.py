@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fpipe.record.capture.eager_types import hide_fakes, tolist
-from fpipe.record.capture.fast_paths import allow_fast_paths
+from fpipe.record.fakes.eager_types import hide_fakes, tolist
+from fpipe.record.fakes.fast_paths import allow_fast_paths
 from fpipe.record.steps.branching import report_read
 from fpipe.tensors.fake import Fakes
 from fpipe.tensors.patching import replace

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end: `torch.fx`, which calls the model with proxies.
+"""Front ends: `torch.fx`, which calls the model with proxies, and `torch.export`.
 
-Problem. Proxies have neither shape nor value: sizes, and whatever is computed from them, are nodes of the graph just
-like tensors. And fx cannot see anything that is not a call on a proxy: grad modes, autocast, Python's in-place
-operators (`x += 1` becomes `x = x + 1`), random numbers that do not depend on an input.
+Non-strict export runs the model's Python; strict export ("dynamo") reads its bytecode. Both make the training graph of
+ATen operators, specialized to the microbatch's shapes and to train or eval mode.
+
+Problem. The proxies of torch.fx have neither shape nor value: sizes, and whatever is computed from them, are nodes of
+the graph just like tensors. And fx cannot see anything that is not a call on a proxy: grad modes, autocast, Python's
+in-place operators (`x += 1` becomes `x = x + 1`), random numbers that do not depend on an input.
 
 Idea. The recorder runs the graph, so sizes become numbers again. The tracer writes grad modes into the graph, and
 fpipe's proxies support the in-place operators; everything else is missing in the record, and refused.
@@ -14,6 +17,7 @@ Runs when a pipeline is built, and when a new kind of batch first comes.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +26,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fpipe.record.capture.folding import fold
+from fpipe.record.fakes.eager_types import show_fakes
+from fpipe.record.front_ends.folding import fold
 from fpipe.record.objective import call_model
 from fpipe.tensors.patching import current, replace
 from fpipe.tensors.tree import Structure, flatten, flatten_all
@@ -127,3 +132,21 @@ def _allow_in_place() -> Iterator[None]:
 
     with replace(nn.Module, "__setattr__", assigning):
         yield
+
+
+def export_model(model: nn.Module, inputs: Any) -> nn.Module:
+    """Return what non-strict `torch.export` makes of a model."""
+    return _export(model, inputs, strict=False)
+
+
+def dynamo(model: nn.Module, inputs: Any) -> nn.Module:
+    """Return what strict `torch.export` makes of a model."""
+    with warnings.catch_warnings(), show_fakes():
+        # it warns about in-place changes of buffers, but they are in the graph
+        warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
+        return _export(model, inputs, strict=True)
+
+
+def _export(model: nn.Module, inputs: Any, strict: bool) -> nn.Module:
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    return torch.export.export(model, args, kwargs, strict=strict).module(check_guards=False)

@@ -221,6 +221,6 @@ def test_seeding_inside_the_model_is_exact_or_refused(capture):
 
 
 def test_modules_run_as_python_under_two_front_ends():
-    from fpipe.record.capture.registry import CAPTURES, find_capture, is_eager
+    from fpipe.record.front_ends.registry import CAPTURES, find_capture, is_eager
 
     assert [name for name in CAPTURES if is_eager(find_capture(name, ("head",)))] == ["trace", "modules"]

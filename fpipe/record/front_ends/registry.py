@@ -12,11 +12,10 @@ from types import MappingProxyType
 from typing import cast
 
 from fpipe.errors import InputError
-from fpipe.record.capture.export import dynamo, export_model
-from fpipe.record.capture.fx import fx
-from fpipe.record.capture.modules import modules
-from fpipe.record.capture.through import capture_through
 from fpipe.record.captured import CaptureFunction, FrontEnd
+from fpipe.record.front_ends.parts import modules
+from fpipe.record.front_ends.through import capture_through
+from fpipe.record.front_ends.tracers import dynamo, export_model, fx
 from fpipe.record.trace.front_end import trace_model
 from schedules.arguments import takes
 
