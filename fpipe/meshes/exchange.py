@@ -66,7 +66,7 @@ class StageLayout:
 
 
 class Exchange:
-    """One copy's collectives in one step; it implements `fpipe.runtime.executor.StageGroup`.
+    """One copy's collectives in one step; it implements `fpipe.runtime.contract.StageGroup`.
 
     - `shards`: per stage, this copy's shards of its parameters.
     - `enter`, `leave`: put gathered weights into the parameters of a stage, and remove them.

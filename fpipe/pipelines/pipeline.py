@@ -36,7 +36,7 @@ from fpipe.pipelines.recheck import Recheck
 from fpipe.pipelines.resolver import ExchangeText, own_text
 from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.record.capture.eager_types import hide_fakes
+from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.stage import Stage
 from fpipe.tensors.arguments import require_arguments

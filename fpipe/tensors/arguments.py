@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The types of arguments of fpipe's functions, checked where users call.
 
-`schedules.language.arguments` reads them from annotations; here are the types that only fpipe has.
+`schedules.arguments` reads them from annotations; here are the types that only fpipe has.
 
 Tensors may carry more than values: tangents of forward-mode differentiation, and levels of torch.func. A step detaches
 its arguments, which would silently drop both, so it refuses them.
@@ -22,8 +22,8 @@ from torch.autograd import forward_ad
 
 from fpipe.errors import InputError
 from fpipe.tensors.torch_private import has_dual_level, is_transformed, transform_level
+from schedules.arguments import TYPES, ArgumentCheck, ArgumentType, is_number
 from schedules.errors import quote
-from schedules.language.arguments import TYPES, ArgumentCheck, ArgumentType, is_number
 
 
 def _is_number(value: Any) -> bool:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import CaptureError, PipelineError
-from fpipe.record.capture.advice import LOSS, advise_on_errors, advise_on_values
-from fpipe.record.capture.generators import Generators
-from fpipe.record.capture.places import blame, traceback_line
 from fpipe.record.captured import BatchLeaf, Buffer, Parameter, Source, Value
-from fpipe.record.model.stateless import Absent, absent, skeleton
+from fpipe.record.fakes.generators import Generators
+from fpipe.record.model.places import LOSS, advise_on_errors, advise_on_values, blame, traceback_line
+from fpipe.record.model.skeleton import Absent, absent, skeleton
 from fpipe.record.objective import Loss, Objective
 from fpipe.record.questions import Ask, refuse_questions
 from fpipe.record.steps.seats import Seat, Seating

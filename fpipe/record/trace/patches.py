@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint
 
 from fpipe.errors import CaptureError
-from fpipe.record.capture.assumed_values import check_all, check_valid
-from fpipe.record.capture.eager_types import hide_fakes
-from fpipe.record.capture.fast_paths import allow_fast_paths, attention
-from fpipe.record.capture.module_state import is_torchs
 from fpipe.record.captured import COMPILED_CODE
+from fpipe.record.fakes.assumed_values import check_all, check_valid
+from fpipe.record.fakes.eager_types import hide_fakes
+from fpipe.record.fakes.fast_paths import allow_fast_paths, attention
+from fpipe.record.model.state import is_torchs
 from fpipe.record.refusals import seeding_error
 from fpipe.record.steps.reentrant import CheckpointNode
 from fpipe.record.trace.checkpoint_frames import CheckpointFrames
