@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fpipe.errors import InputError
-from fpipe.meshes.border import wrap_state
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.handshake import agree_on_arguments
 from fpipe.pipelines.inputs import State
@@ -29,7 +28,7 @@ from fpipe.record.model.snapshot import restore_model
 from fpipe.record.variant import Variant
 from fpipe.tensors import random
 from fpipe.tensors.arguments import require_integer
-from fpipe.tensors.placed import Placed, local_part, whole_tensor
+from fpipe.tensors.placed import Placed, local_part, whole_tensor, wrap_state
 from fpipe.verification.comparison import Results, Verification, require_equal, require_numbers, run_eagerly
 from fpipe.verification.reference import CopySum, find_orders, make_reference_step
 
