@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from fpipe.record.capture.generators import Generators
-from fpipe.record.capture.places import current_place, places
+from fpipe.record.fakes.generators import Generators
+from fpipe.record.model.places import current_place, places
 from fpipe.record.tape import PART, Attribute, Frame
 from fpipe.record.trace.values import Values
 from fpipe.tensors.settings import changes_since

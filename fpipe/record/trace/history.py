@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import CaptureError
-from fpipe.record.capture.advice import advise_on_values
 from fpipe.record.captured import BatchLeaf, Constant, Source, Unit, Value, compose, single
+from fpipe.record.model.places import advise_on_values
 from fpipe.record.modes import Modes, apply_modes
 from fpipe.record.questions import GUESSES, Answer, Question
 from fpipe.record.tape import Invocation

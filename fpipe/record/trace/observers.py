@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from fpipe.record.capture.advice import LOSS
+from fpipe.record.model.places import LOSS
 from fpipe.record.model.snapshot import ContainerState
 from fpipe.record.model.walk import code_names, is_users
 from fpipe.tensors.closures import closure_variables

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import PipelineError
-from fpipe.record.capture.assumed_values import (
+from fpipe.record.captured import Source, Unit, Value
+from fpipe.record.fakes.assumed_values import (
     ASSUMPTIONS,
     UNKNOWN,
     VALUE_READS,
@@ -33,10 +34,8 @@ from fpipe.record.capture.assumed_values import (
     check_valid,
     is_torch_function,
 )
-from fpipe.record.capture.generators import Generators
-from fpipe.record.capture.group_names import hide_group_names
-from fpipe.record.capture.places import current_line
-from fpipe.record.captured import Source, Unit, Value
+from fpipe.record.fakes.generators import Generators
+from fpipe.record.model.places import current_line
 from fpipe.record.modes import Modes, current_casts, current_modes
 from fpipe.record.questions import Ask, refuse_questions
 from fpipe.record.steps.selection import count_selected, deciding_masks, result_on_fakes
@@ -53,11 +52,10 @@ from fpipe.record.trace.effect_checks import (
 from fpipe.record.trace.history import Facts, History, for_real
 from fpipe.record.trace.reassignment import Reassignments
 from fpipe.record.trace.replaced import find_fake_error, require_answerable
-from fpipe.record.trace.torch_calls import AutocastRegions, Questions, RunningCall, TorchCalls
+from fpipe.record.trace.torch_calls import AutocastRegions, Questions, RunningCall, TorchCalls, hide_group_names
 from fpipe.record.trace.values import Values
 from fpipe.tensors.closures import closure_contents
-from fpipe.tensors.collectives import has_handle, written_memory
-from fpipe.tensors.effects import Effects, is_collective
+from fpipe.tensors.effects import Effects, has_handle, is_collective, written_memory
 from fpipe.tensors.fake import Fakes
 from fpipe.tensors.torch_private import TENSOR_METHODS, active_fake_mode
 from fpipe.tensors.tree import flatten

@@ -6,8 +6,8 @@ Runs when a plan is made: once per kind of batch.
 
 from __future__ import annotations
 
-from fpipe.record.capture.fast_paths import FUSED
 from fpipe.record.captured import Buffer, Observed
+from fpipe.record.fakes.fast_paths import FUSED
 from fpipe.record.tape import Tape
 from fpipe.record.trace.effect_checks import ATTACHING
 from fpipe.record.trace.recorder import Recorder

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import CaptureError, PipelineError
-from fpipe.record.capture.assumed_values import UNKNOWN
-from fpipe.record.capture.places import current_line
+from fpipe.record.fakes.assumed_values import UNKNOWN
+from fpipe.record.model.places import current_line
 from fpipe.tensors.torch_private import FAKE_ERRORS, TENSOR_METHODS, FakeTensor
 
 GRAD: Any = TENSOR_METHODS["grad"]

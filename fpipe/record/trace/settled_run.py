@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fpipe.errors import CaptureError
-from fpipe.record.capture.generators import Generators, Suspects, drawing_error
-from fpipe.record.capture.leftovers import defining_files, remove_fakes, user_classes, user_files
-from fpipe.record.capture.module_state import plain_state, require_unchanged
-from fpipe.record.capture.originals import changed_attributes
+from fpipe.record.fakes.generators import Generators, Suspects, drawing_error
+from fpipe.record.fakes.leftovers import defining_files, remove_fakes, user_classes, user_files
 from fpipe.record.model.snapshot import ContainerState, Snapshot
+from fpipe.record.model.state import changed_attributes, plain_state, require_unchanged
 from fpipe.record.model.walk import CACHED, Walk, contents
 from fpipe.record.questions import Answer, Ask
 from fpipe.record.trace.fake_model import FakeModel

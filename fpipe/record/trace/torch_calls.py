@@ -14,9 +14,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
+
 from fpipe.record.captured import Value
 from fpipe.record.questions import Answer, Ask, Reply
 from fpipe.record.tape import CallResult
+from fpipe.tensors.torch_private import process_groups
 
 
 @dataclass
@@ -91,3 +94,11 @@ class Questions:
     def has_reply(self, tick: int) -> bool:
         """Return whether the torch call at `tick` was the last to get an answer."""
         return bool(self.replies) and self.replies[-1].tick == tick
+
+
+def hide_group_names(function: Any, arguments: Iterable[Any]) -> list[Any]:
+    """Return the arguments of a call that a description shows: for process groups of collectives, their sizes."""
+    if not dist.is_available() or "c10d_functional" not in str(getattr(function, "__module__", "")):
+        return [*arguments]
+    sizes = {group.group_name: group.size() for group in process_groups()}
+    return [f"group of {sizes[one]}" if isinstance(one, str) and one in sizes else one for one in arguments]
