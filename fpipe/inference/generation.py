@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.inference.decoders import MakeDecoder, StaticDecoder
-from fpipe.inference.decoding import PREFIX, build_decoding
+from fpipe.inference.decoders import PREFIX, MakeDecoder, StaticDecoder, build_decoding
 from fpipe.inference.sampling import Choose, choose_likeliest
 from fpipe.inference.session import Choice, Session
 from fpipe.network.agreement import Field

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from fpipe.cutting.calls import Selector
-from fpipe.cutting.partition import Cuts, Evenly, Explicit, parse_places
-from fpipe.cutting.places import find_places
+from fpipe.cutting.partition import Cuts, Evenly, Explicit, find_places, parse_places
 from fpipe.errors import CutError, InputError
 from fpipe.meshes.copies import ALONE
 from fpipe.network.one_process import LocalRanks

@@ -25,7 +25,7 @@ from fpipe.tensors.placed import local_part
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import finish_collective
 from fpipe.tensors.tree import flatten, same_bits
-from fpipe.verification.one_device import CopySum
+from fpipe.verification.reference import CopySum
 
 ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
 
