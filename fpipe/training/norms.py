@@ -210,11 +210,15 @@ def _compute_norms(grads: State, order: float) -> list[Tensor]:
     """Return the norm of each gradient; those of one dtype go together, which chooses the kernel on an accelerator."""
     found: dict[str, Tensor] = {}
     for kind in dict.fromkeys((grad.dtype, is_placed(grad)) for grad in grads.values()):
-        same = {
-            name: stored_values(grad.detach()) for name, grad in grads.items() if (grad.dtype, is_placed(grad)) == kind
-        }
+        same = {name: _find_numbers(grad) for name, grad in grads.items() if (grad.dtype, is_placed(grad)) == kind}
         found.update(zip(same, foreach_norm(list(same.values()), order), strict=True))
     return [whole_tensor(found[name]) for name in grads]
+
+
+def _find_numbers(grad: Tensor) -> Tensor:
+    """Return the tensor whose norm is that of a gradient; an empty one has no largest number, so it is a 0 if sparse."""
+    values = stored_values(grad.detach())
+    return values if values.numel() or not grad.is_sparse else values.new_zeros(1)
 
 
 def agree_over_meshes(finite: Tensor, grads: Iterable[Tensor]) -> Tensor:

@@ -89,7 +89,7 @@ def test_sparse_gradients_are_verified_and_clipped_like_dense_ones(backward):
         torch.testing.assert_close(norm, total)
         for name, grad in clipped.items():
             torch.testing.assert_close(grad.to_dense(), expected[name])
-    with pytest.raises(fpipe.InputError, match="order: got 0.0, expected one above 0: gradients are sparse"):
+    with pytest.raises(fpipe.InputError, match=r"order: got 0\.0, expected one above 0: gradients are sparse"):
         fpipe.norm(pipe, grads, 0)
     empty = {"0.weight": torch.sparse_coo_tensor(size=(9, 4))}
     assert [float(fpipe.norm(pipe, empty, order)) for order in (1.0, 2.0, float("inf"))] == [0.0] * 3
