@@ -216,7 +216,7 @@ def _compute_norms(grads: State, order: float) -> list[Tensor]:
 
 
 def _find_numbers(grad: Tensor) -> Tensor:
-    """Return the tensor whose norm is that of a gradient; an empty one has no largest number, so it is a 0 if sparse."""
+    """Return the tensor whose norm is that of a gradient; a sparse one without entries has the norm of a 0."""
     values = stored_values(grad.detach())
     return values if values.numel() or not grad.is_sparse else values.new_zeros(1)
 
