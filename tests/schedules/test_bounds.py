@@ -42,11 +42,10 @@ from schedules.analysis.bounds.problem import pose
 from schedules.analysis.bounds.windows import find_idle
 from schedules.testing import costs as schedule_costs
 from schedules.testing import schedules
-from tests.common.optimum import Case, find_optimum
-from tests.common.plain import plain_orders
+from tests.common.optimum import Case, bound_case, cases, find_optimum
 from tests.common.published_costs import MEASURED, SLOTS, read_measured, read_slots
+from tests.common.rows import plain_orders
 from tests.common.sizes import NIGHTLY, few
-from tests.common.small_problems import bound_case, cases
 
 # ---------------- No schedule takes less time than the bound, and where the best schedule is known, it takes that time
 

@@ -326,7 +326,7 @@ def test_an_unknown_command_is_code_2(capsys, arguments):
 
 
 def test_the_table_in_the_docs_is_what_compare_prints(capsys):
-    page = (Path(__file__).parents[3] / "docs" / "command_line.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
     shown = r"^    python -m schedules (compare [^\n]*)\n\n```text\n(.*?)```"
     found = re.search(shown, page, re.MULTILINE | re.DOTALL)
     assert answer(capsys, *found[1].split())[1] == found[2]

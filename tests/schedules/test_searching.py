@@ -47,10 +47,9 @@ from schedules.searching.queues import QueueTable
 from schedules.searching.repairing import free_early, put_off, take_late, untangle
 from schedules.searching.seeds import list_families, read_orders, read_seed, spell
 from schedules.searching.units import find_unit, take_turns
-from tests.common.optimum import Case, find_optimum
+from tests.common.optimum import Case, bound_case, cases, find_optimum, is_searchable
 from tests.common.published_costs import MEASURED, SLOTS, read_measured, read_slots
 from tests.common.sizes import NIGHTLY
-from tests.common.small_problems import bound_case, cases, is_searchable
 
 # ---------------- A search finds schedules that are correct, fit, beat the literature, and are often the best possible
 

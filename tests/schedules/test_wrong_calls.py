@@ -44,7 +44,7 @@ FACTORIES = [
     Known(
         one,
         SIZES | ({"chunks": 2} if "chunks" in one.signature.parameters else {}),
-        dict.fromkeys(("ranks", "microbatches", "k", "waves", "chunks", "slices"), NEVER),
+        {"k": NEVER[:2], **dict.fromkeys(("ranks", "microbatches", "waves", "chunks", "slices"), NEVER)},
     )
     for one in (getattr(families, name) for name in families.__all__)
     if "schedule" not in one.signature.parameters
