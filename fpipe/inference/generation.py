@@ -133,7 +133,7 @@ def generate(
                 decodings[key] = decodings.pop(key)  # the most recently used one
             else:
                 decodings[key] = build_decoding(pipe, decoder, how, first, length)
-                for old in [*decodings][: -pipe.planner.most]:
+                for old in [*decodings][: -pipe.memo.most]:
                     del decodings[old]
             held = {f"{PREFIX}{name}": value for name, value in {**params, **buffers}.items()}
             session = Session(decodings[key], variant, held, seed)

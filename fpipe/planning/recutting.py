@@ -27,7 +27,7 @@ def captured_for(planner: Planner, variant: Variant, signature: Signature) -> Ca
     """Return the captured model for the first microbatch of a batch; it must be known already."""
     captures = planner.captures
     first = captures.batchings[variant.loss].split(signature)[0]
-    return captures.captured[variant.capture, first]
+    return captures.of(variant, first).captured
 
 
 def plan_cut(
@@ -56,7 +56,7 @@ def recut(planner: Planner, captured: Captured, positions: Sequence[int], schedu
     where = Cuts(Marked(marks) if marks else Explicit(()), captures.cuts.unsplittable, captures.cuts.whole)
     return Planner(
         schedule,
-        replace(captures, cuts=where, positions={}, watches={}),
+        replace(captures, cuts=where, memo=captures.memo.without_stages()),
         planner.output_dims,
         tuple(range(schedule.ranks)),
         planner.summed,
