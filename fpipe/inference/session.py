@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError, TransportError
-from fpipe.inference.decoding import PREFIX
+from fpipe.inference.decoders import PREFIX
 from fpipe.inference.sampling import Choose
 from fpipe.network.ranks import Ranks
 from fpipe.pipelines.batch import SplitBatch

@@ -31,7 +31,7 @@ from fpipe.record.tape import Frame
 from fpipe.record.trace.backward_checks import bound_variables
 from fpipe.record.trace.recorder import Recorder
 from fpipe.record.trace.reentrant_checks import require_explicit_arguments
-from fpipe.tensors.torch_private import read_checkpoint, unseen_by_modes
+from fpipe.tensors.torch_private import read_checkpoint
 
 KIND = "activation checkpointing"
 
@@ -50,8 +50,7 @@ class CheckpointFrames:
         def call_again(function: Any, *args: Any, **kwargs: Any) -> Any:
             return checkpoint.checkpoint(function, *args, use_reentrant=False, **how, **kwargs)
 
-        with unseen_by_modes():
-            next(generator)
+        next(generator)
         frame = self._open_frame(call_again, (function, *args), kwargs)
         frame.how, frame.checkpointed = how, (function, bound_variables(function))
         with self.recorder.stack.enter(frame):

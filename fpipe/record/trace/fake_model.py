@@ -25,8 +25,7 @@ from fpipe.record.steps.seats import Seat, Seating
 from fpipe.record.trace.patches import watch_torch
 from fpipe.record.trace.recorder import Recorder
 from fpipe.record.trace.seat_checks import require_in_place
-from fpipe.tensors.attributes import as_parameter
-from fpipe.tensors.fake import fake, fake_mode
+from fpipe.tensors.fake import as_parameter, fake, fake_mode
 from fpipe.tensors.tree import first_names
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

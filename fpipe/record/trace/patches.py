@@ -31,7 +31,7 @@ from fpipe.record.steps.reentrant import CheckpointNode
 from fpipe.record.trace.checkpoint_frames import CheckpointFrames
 from fpipe.record.trace.decisions import Decisions
 from fpipe.record.trace.recorder import Recorder
-from fpipe.tensors.attributes import refuse_marks
+from fpipe.tensors.fake import refuse_marks
 from fpipe.tensors.patching import current, original, replace
 from fpipe.tensors.torch_private import (
     APPLY,
@@ -40,7 +40,6 @@ from fpipe.tensors.torch_private import (
     COMPILED,
     FUSED_ATTENTION,
     INNER_TRANSFORMS,
-    SAVED_INPUTS,
     TENSOR_CHECK,
     CheckpointHook,
     Place,
@@ -55,8 +54,6 @@ SEEDING = (Place(torch, "manual_seed"), Place(torch.random, "manual_seed"))
 """The places where forwards find the function that seeds the generators."""
 LOCAL_READS = tuple(Place(DTensor, name) for name in ("to_local", "redistribute", "full_tensor"))
 """The methods of DTensors that look at the local tensor, which no recorded call has made."""
-UNSEEN = (CheckpointNode, SAVED_INPUTS)
-"""Autograd functions that checkpointing itself applies; they are not recorded."""
 
 
 @contextmanager
@@ -188,7 +185,7 @@ class Replacements:
         if cls is checkpoint.CheckpointFunction and not self.is_idle:
             return self.checkpoints.record_reentrant(*args)
         function = self.torch.apply.__get__(None, cls)
-        unseen = self.is_idle or cls in UNSEEN
+        unseen = self.is_idle or cls is CheckpointNode  # which checkpointing itself applies
         return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
 
     def _record_calls(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -55,8 +55,7 @@ from fpipe.record.trace.replaced import find_fake_error, require_answerable
 from fpipe.record.trace.torch_calls import AutocastRegions, Questions, RunningCall, TorchCalls, hide_group_names
 from fpipe.record.trace.values import Values
 from fpipe.tensors.closures import closure_contents
-from fpipe.tensors.collectives import has_handle, written_memory
-from fpipe.tensors.effects import Effects, is_collective
+from fpipe.tensors.effects import Effects, has_handle, is_collective, written_memory
 from fpipe.tensors.fake import Fakes
 from fpipe.tensors.torch_private import TENSOR_METHODS, active_fake_mode
 from fpipe.tensors.tree import flatten
