@@ -137,7 +137,7 @@ def generate(
                 decodings[key] = decodings.pop(key)  # the most recently used one
             else:
                 decodings[key] = build_decoding(pipe, decoder, how, first, length)
-                for old in [*decodings][: -pipe.planner.most]:
+                for old in [*decodings][: -pipe.memo.most]:
                     del decodings[old]
             held = {f"{PREFIX}{name}": value for name, value in {**params, **buffers}.items()}
             session = Session(decodings[key], variant, held, seed)
@@ -246,7 +246,7 @@ class Session:
         """Return the plan for these inputs, cached for each kind of them, and the inputs split into groups."""
         batch = self.pipe.batch(self.variant, inputs, None, self.pipe.ranks.exchange_text)
         plan = agree_on_plan(self.pipe, self.variant, batch.signature, CommonArguments(self.seed))
-        self.pipe.planner.use((self.variant, batch.signature))
+        self.pipe.memo.use((self.variant, batch.signature))
         return plan, batch
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[StepPlan, Tensor | None]:

@@ -35,7 +35,7 @@ from fpipe.tensors.arguments import require_dense
 from fpipe.tensors.placed import is_placed, local_part, require_same_placement, whole_tensor, without_partial
 from fpipe.tensors.torch_private import foreach_norm
 from fpipe.tensors.tree import stored_values
-from fpipe.training.patterns import as_patterns, select_names
+from fpipe.training.groups import as_patterns, select_names
 
 KEPT_TABLES = 32
 SPREAD = 1e-3  # of the norms of equal gradients, which other kernels may round otherwise
