@@ -32,12 +32,12 @@ from fpipe.record.captured import NAMED, BatchLeaf, Buffer, Captured, FrontEnd
 from fpipe.record.model.walk import CACHED, Walk
 from fpipe.record.objective import Objective
 from fpipe.record.questions import refuse_questions
-from fpipe.record.tape import Frame
 from fpipe.record.trace.effect_checks import ATTACHING
 from fpipe.record.trace.fake_model import FakeModel
 from fpipe.record.trace.front_end import assemble_capture
 from fpipe.record.trace.recorder import Recorder
 from fpipe.record.trace.settled_run import SettledRun, Settling
+from fpipe.record.trace.tape import Frame
 from fpipe.record.variant import Casts
 from fpipe.tensors.placed import is_placed
 from fpipe.tensors.tree import Structure, flatten

@@ -2,7 +2,7 @@
 """The default front end: run a model on fake tensors, record a tape, and build the segments that stages run.
 
 Everything here runs when a plan is made: once per kind of batch. The segments that it builds run in every step, from
-the parts in `fpipe.record.steps`. From a model to a capture:
+the parts in `fpipe.record.trace`. From a model to a capture:
 
 1. `fake_model` runs a copy of the model on fake tensors. `settled_run` runs it twice and keeps the second recording: by
    then the model has filled its caches and installed its hooks.

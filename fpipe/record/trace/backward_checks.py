@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fpipe.errors import CaptureError
 from fpipe.record.captured import Unit
 from fpipe.record.model.walk import code_names
-from fpipe.record.tape import Frame, Invocation
+from fpipe.record.trace.tape import Frame, Invocation
 from fpipe.tensors.closures import closure_variables
 
 

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence, Set
 
 from fpipe.errors import CaptureError
 from fpipe.record.captured import Unit
-from fpipe.record.tape import Frame, Tape, outermost_checkpoints
+from fpipe.record.trace.tape import Frame, Tape, outermost_checkpoints
 from fpipe.tensors.effects import memory
 
 NORMS = frozenset({"batch_norm", "instance_norm"})

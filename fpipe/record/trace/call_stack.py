@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fpipe.record.capture.generators import Generators
 from fpipe.record.capture.places import current_place, places
-from fpipe.record.tape import PART, Attribute, Frame
+from fpipe.record.trace.tape import PART, Attribute, Frame
 from fpipe.record.trace.values import Values
 from fpipe.tensors.settings import changes_since
 from fpipe.tensors.torch_private import count_dispatch_modes

@@ -26,11 +26,11 @@ from typing import Any
 from torch.utils import checkpoint
 
 from fpipe.errors import CaptureError
-from fpipe.record.steps.reentrant import Reentrant
-from fpipe.record.tape import Frame
 from fpipe.record.trace.backward_checks import bound_variables
 from fpipe.record.trace.recorder import Recorder
+from fpipe.record.trace.reentrant import Reentrant
 from fpipe.record.trace.reentrant_checks import require_explicit_arguments
+from fpipe.record.trace.tape import Frame
 from fpipe.tensors.torch_private import read_checkpoint, unseen_by_modes
 
 KIND = "activation checkpointing"

@@ -28,10 +28,10 @@ from fpipe.record.captured import Constant, Source, Unit, Value
 from fpipe.record.model.snapshot import restore_attributes
 from fpipe.record.modes import Modes, contexts
 from fpipe.record.questions import Answer
-from fpipe.record.steps.selection import result_on_fakes
-from fpipe.record.tape import Frame, Invocation, Tape
 from fpipe.record.trace.history import for_real
 from fpipe.record.trace.recorder import Recorder
+from fpipe.record.trace.selection import result_on_fakes
+from fpipe.record.trace.tape import Frame, Invocation, Tape
 from fpipe.tensors.closures import closure_contents
 from fpipe.tensors.torch_private import DisableTorchFunction, FakeTensor
 from fpipe.tensors.tree import PLAIN

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fpipe.record.tape import Frame
 from fpipe.record.trace.call_stack import CallStack
+from fpipe.record.trace.tape import Frame
 from fpipe.tensors.patching import current, replace
 from fpipe.tensors.tree import PLAIN
 

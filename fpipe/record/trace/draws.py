@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fpipe.record.captured import Labels
-from fpipe.record.tape import Draw, Frame
+from fpipe.record.trace.tape import Draw, Frame
 from fpipe.tensors.random import label, stream_label
 
 

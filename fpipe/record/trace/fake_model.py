@@ -22,10 +22,10 @@ from fpipe.record.captured import BatchLeaf, Buffer, Parameter, Source, Value
 from fpipe.record.model.stateless import Absent, absent, skeleton
 from fpipe.record.objective import Loss, Objective
 from fpipe.record.questions import Ask, refuse_questions
-from fpipe.record.steps.seats import Seat, Seating
 from fpipe.record.trace.patches import watch_torch
 from fpipe.record.trace.recorder import Recorder
 from fpipe.record.trace.seat_checks import require_in_place
+from fpipe.record.trace.seats import Seat, Seating
 from fpipe.tensors.attributes import as_parameter
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.tree import first_names

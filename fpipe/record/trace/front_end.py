@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from fpipe.record.captured import NAMED, Call, Captured, Value
 from fpipe.record.objective import Objective
 from fpipe.record.questions import refuse_questions
-from fpipe.record.steps.placing import find_placed, fuse_placed, has_holders
-from fpipe.record.tape import PART, Frame, Tape, outermost_checkpoints
 from fpipe.record.trace.backward_checks import require_own_attributes, require_same_variables
 from fpipe.record.trace.comparison import RepeatRecorder
 from fpipe.record.trace.fake_model import FakeModel
 from fpipe.record.trace.observers import find_observers
+from fpipe.record.trace.placing import find_placed, fuse_placed, has_holders
 from fpipe.record.trace.recorder import Recorder
 from fpipe.record.trace.recording import build_observed, build_tape
 from fpipe.record.trace.reentrant_checks import require_own_parameters
@@ -31,6 +30,7 @@ from fpipe.record.trace.rehearsal import Rehearsal
 from fpipe.record.trace.reruns import require_same_again
 from fpipe.record.trace.segments import Segments
 from fpipe.record.trace.settled_run import SettledRun, Settling
+from fpipe.record.trace.tape import PART, Frame, Tape, outermost_checkpoints
 from fpipe.record.trace.whole import WholeCalls
 from fpipe.tensors.fake import fake
 from fpipe.tensors.placed import Arrivals, local_part, require_whole_result

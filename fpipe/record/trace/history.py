@@ -27,7 +27,7 @@ from fpipe.record.capture.advice import advise_on_values
 from fpipe.record.captured import BatchLeaf, Constant, Source, Unit, Value, compose, single
 from fpipe.record.modes import Modes, apply_modes
 from fpipe.record.questions import GUESSES, Answer, Question
-from fpipe.record.tape import Invocation
+from fpipe.record.trace.tape import Invocation
 from fpipe.record.trace.values import Values
 from fpipe.tensors.torch_private import without_modes
 

@@ -27,10 +27,10 @@ from fpipe.record.capture.fast_paths import allow_fast_paths, attention
 from fpipe.record.capture.module_state import is_torchs
 from fpipe.record.captured import COMPILED_CODE
 from fpipe.record.refusals import seeding_error
-from fpipe.record.steps.reentrant import CheckpointNode
 from fpipe.record.trace.checkpoint_frames import CheckpointFrames
 from fpipe.record.trace.decisions import Decisions
 from fpipe.record.trace.recorder import Recorder
+from fpipe.record.trace.reentrant import CheckpointNode
 from fpipe.tensors.attributes import refuse_marks
 from fpipe.tensors.patching import current, original, replace
 from fpipe.tensors.torch_private import (

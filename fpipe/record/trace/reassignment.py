@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from fpipe.errors import CaptureError
 from fpipe.record.captured import Buffer, Constant, Parameter, Source, Unit, Value
-from fpipe.record.tape import Frame, outermost_checkpoints
 from fpipe.record.trace.history import History, Provenance
+from fpipe.record.trace.tape import Frame, outermost_checkpoints
 from fpipe.record.trace.values import Values
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import DisableTorchFunction

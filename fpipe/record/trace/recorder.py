@@ -39,8 +39,6 @@ from fpipe.record.capture.places import current_line
 from fpipe.record.captured import Source, Unit, Value
 from fpipe.record.modes import Modes, current_casts, current_modes
 from fpipe.record.questions import Ask, refuse_questions
-from fpipe.record.steps.selection import count_selected, deciding_masks, result_on_fakes
-from fpipe.record.tape import CallResult, Frame, Invocation, constants_at, pick, tensors_at
 from fpipe.record.trace.call_stack import CallStack
 from fpipe.record.trace.draws import Draws
 from fpipe.record.trace.effect_checks import (
@@ -53,6 +51,8 @@ from fpipe.record.trace.effect_checks import (
 from fpipe.record.trace.history import Facts, History, for_real
 from fpipe.record.trace.reassignment import Reassignments
 from fpipe.record.trace.replaced import find_fake_error, require_answerable
+from fpipe.record.trace.selection import count_selected, deciding_masks, result_on_fakes
+from fpipe.record.trace.tape import CallResult, Frame, Invocation, constants_at, pick, tensors_at
 from fpipe.record.trace.torch_calls import AutocastRegions, Questions, RunningCall, TorchCalls
 from fpipe.record.trace.values import Values
 from fpipe.tensors.closures import closure_contents

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from fpipe.record.capture.fast_paths import FUSED
 from fpipe.record.captured import Buffer, Observed
-from fpipe.record.tape import Tape
 from fpipe.record.trace.effect_checks import ATTACHING
 from fpipe.record.trace.recorder import Recorder
 from fpipe.record.trace.replaced import ASKING
+from fpipe.record.trace.tape import Tape
 
 
 def build_tape(recorder: Recorder) -> Tape:

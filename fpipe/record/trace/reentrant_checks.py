@@ -2,7 +2,7 @@
 """Refuse reentrant checkpoints whose gradients would not have the bits of one device.
 
 A pipeline differentiates a reentrant checkpoint as one node, with its arguments and parameters as inputs
-(`fpipe.record.steps.reentrant`). Tensors that reach the function in any other way are refused.
+(`fpipe.record.trace.reentrant`). Tensors that reach the function in any other way are refused.
 
 Runs when a plan is made: once per kind of batch.
 """
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from fpipe.errors import CaptureError
 from fpipe.record.captured import Parameter, Source, Unit, Value
-from fpipe.record.tape import Frame
+from fpipe.record.trace.tape import Frame
 
 USE_OTHER = "Pass use_reentrant=False to checkpoint() (gradient_checkpointing_kwargs of transformers has it)."
 

@@ -27,10 +27,10 @@ from torch import Tensor
 from fpipe.record.captured import Value
 from fpipe.record.model.snapshot import ContainerState
 from fpipe.record.model.walk import contents
-from fpipe.record.tape import Frame, Tape
 from fpipe.record.trace.comparison import Comparison, RepeatRecorder
 from fpipe.record.trace.history import for_real
 from fpipe.record.trace.recorder import Recorder
+from fpipe.record.trace.tape import Frame, Tape
 from fpipe.tensors.torch_private import DisableTorchFunction
 
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fpipe.errors import CaptureError
-from fpipe.record.tape import Frame, Tape, outermost_checkpoints
 from fpipe.record.trace.rehearsal import Rehearse
+from fpipe.record.trace.tape import Frame, Tape, outermost_checkpoints
 from fpipe.record.trace.whole import WholeCalls
 
 

@@ -23,17 +23,17 @@ from fpipe.errors import CutError
 from fpipe.record.captured import Function, Labels, Operation, Unit, Value, compose, single
 from fpipe.record.model.snapshot import ContainerState
 from fpipe.record.modes import Modes, apply_modes, contexts
-from fpipe.record.steps.answers import answer_on_fakes
-from fpipe.record.steps.checkpoints import checkpoint_calls, rerun_for_buffers
-from fpipe.record.steps.keying import key_draws, key_stream, seed_once, stream_ends
-from fpipe.record.steps.reentrant import Reentrant
-from fpipe.record.steps.seats import Seat, Seats, seat_inputs
-from fpipe.record.steps.whole_calls import attach_outputs, call_whole, drop_unread
-from fpipe.record.tape import Frame, Tape
+from fpipe.record.trace.answers import answer_on_fakes
 from fpipe.record.trace.buffer_checkpoints import BufferCheckpoints
+from fpipe.record.trace.checkpoints import checkpoint_calls, rerun_for_buffers
+from fpipe.record.trace.keying import key_draws, key_stream, seed_once, stream_ends
+from fpipe.record.trace.reentrant import Reentrant
 from fpipe.record.trace.rehearsal import Rehearse
+from fpipe.record.trace.seats import Seat, Seats, seat_inputs
+from fpipe.record.trace.tape import Frame, Tape
 from fpipe.record.trace.usage import Usage, stream_frames
 from fpipe.record.trace.whole import WholeCalls, cut_error
+from fpipe.record.trace.whole_calls import attach_outputs, call_whole, drop_unread
 from fpipe.tensors.effects import memory
 from fpipe.tensors.random import stream_label
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from fpipe.record.captured import Value
 from fpipe.record.questions import Answer, Ask, Reply
-from fpipe.record.tape import CallResult
+from fpipe.record.trace.tape import CallResult
 
 
 @dataclass

@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from torch import nn
 
 from fpipe.record.captured import Value
-from fpipe.record.steps.collected import InnerOutput
-from fpipe.record.steps.keying import ModuleFrames
-from fpipe.record.steps.whole_calls import Outputs
-from fpipe.record.tape import Frame, Tape
+from fpipe.record.trace.collected import InnerOutput
+from fpipe.record.trace.keying import ModuleFrames
+from fpipe.record.trace.tape import Frame, Tape
+from fpipe.record.trace.whole_calls import Outputs
 
 
 class Usage:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fpipe.errors import CaptureError
 from fpipe.record.captured import Constant, Parameter, Source, Value
 from fpipe.record.refusals import foreign_parameter_error
-from fpipe.record.tape import tensors_at
+from fpipe.record.trace.tape import tensors_at
 from fpipe.tensors.effects import memory
 from fpipe.tensors.torch_private import DisableTorchFunction, FakeTensor
 

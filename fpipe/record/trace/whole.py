@@ -18,8 +18,8 @@ from collections.abc import Collection, Iterable, Iterator
 
 from fpipe.errors import CutError
 from fpipe.record.captured import Value
-from fpipe.record.tape import PART, Frame, Tape
 from fpipe.record.trace.buffer_checkpoints import BufferCheckpoints
+from fpipe.record.trace.tape import PART, Frame, Tape
 from fpipe.record.trace.usage import Usage, has_reentrant
 
 

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from fpipe.errors import InputError
 from fpipe.record.captured import Operation, Tensors, Value
 from fpipe.record.model.snapshot import restore_attributes
-from fpipe.record.steps.branching import attach
-from fpipe.record.steps.collected import InnerOutput, InnerOutputs
-from fpipe.record.steps.seats import Seat
-from fpipe.record.tape import Attribute, Frame, pick, require_constants
+from fpipe.record.trace.branching import attach
+from fpipe.record.trace.collected import InnerOutput, InnerOutputs
+from fpipe.record.trace.seats import Seat
+from fpipe.record.trace.tape import Attribute, Frame, pick, require_constants
 from fpipe.tensors.placed import Placed, local_part
 
 

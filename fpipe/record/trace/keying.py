@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import InputError
 from fpipe.record.captured import Labels, Operation, Tensors
-from fpipe.record.tape import Draw, Frame
+from fpipe.record.trace.tape import Draw, Frame
 from fpipe.tensors import random
 
 DrawsByCall: TypeAlias = Mapping[tuple[Any, int], Draw]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fpipe.errors import InputError
 from fpipe.record.captured import Tensors
-from fpipe.record.tape import tensors_at
+from fpipe.record.trace.tape import tensors_at
 
 
 class InnerOutput(NamedTuple):
