@@ -33,7 +33,8 @@ from fpipe.network.one_process import LocalRanks
 from fpipe.pipelines.inputs import scatter
 from fpipe.pipelines.step import run_plan
 from fpipe.record.variant import TRAINING
-from fpipe.runtime.executor import Execution, Inputs, StageCrossing, StageLike
+from fpipe.runtime.contract import StageCrossing, StageLike
+from fpipe.runtime.executor import Execution, Inputs
 from fpipe.runtime.instructions import link
 from fpipe.runtime.transport import Transport
 from fpipe.stages.backends import Backward

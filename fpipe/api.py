@@ -34,8 +34,8 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
 from fpipe.pipelines.step import ValueAndGrad, agree_to_train, make_evaluation_step, training_variant
 from fpipe.planning.plan import Plan, take_plan
-from fpipe.record.capture.modules import as_module
 from fpipe.record.captured import CaptureFunction, FrontEnd
+from fpipe.record.front_ends.parts import as_module
 from fpipe.record.objective import Loss
 from fpipe.stages.backends import Backward, backend_of
 from fpipe.stages.ties import Tied

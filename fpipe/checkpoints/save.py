@@ -29,13 +29,13 @@ from fpipe.checkpoints.manifest import Manifest, commit, next_save, write_sideca
 from fpipe.checkpoints.shards import copy_to_host, require_savable, write_shard
 from fpipe.checkpoints.slots import flatten_slots, require_slots
 from fpipe.errors import InputError
-from fpipe.meshes.border import require_plain
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value
 from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import hold_plain
+from fpipe.tensors.placed import require_plain
 from fpipe.tensors.spec import Spec
 from fpipe.training.optimizers import OptimizerState
 from fpipe.weights.files import as_path, make_folder

@@ -22,12 +22,12 @@ from fpipe.cutting.calls import Calls, Mark, Selector, describe_selector, is_pat
 from fpipe.cutting.clashes import refusals
 from fpipe.cutting.purity import Purity
 from fpipe.errors import CutError
-from fpipe.record.capture.advice import LOSS
 from fpipe.record.captured import Call, Captured, Parameter
+from fpipe.record.model.places import LOSS
 from fpipe.record.observation import observe
 from fpipe.tensors.arguments import describe_argument
 from schedules import Schedule
-from schedules.language.arguments import each
+from schedules.arguments import each
 
 SLACK = 1.1
 Item: TypeAlias = str | int

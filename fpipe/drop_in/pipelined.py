@@ -36,11 +36,11 @@ from fpipe.drop_in.checks import (
 from fpipe.drop_in.delivery import Delivery, attach_delivery, divided
 from fpipe.drop_in.settings import Pipelines, Setting, read_setting
 from fpipe.errors import InputError
-from fpipe.meshes.border import require_plain
 from fpipe.network.launch import join_launched
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.record.objective import Loss
+from fpipe.tensors.placed import require_plain
 from fpipe.training.clipping import clip
 from fpipe.weights.loading import ValueSource
 from schedules import Schedule
@@ -116,7 +116,8 @@ class Pipelined(nn.Module):
             require_free_names(example)
             root = pipe.module(*pipe.init(model if weights is None else weights))
             pipe.ranks.agree()
-        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"):
+        self.training = root.training
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[table] = vars(root)[table]  # not by `register_parameter`: a model may have a parameter `scale`
         frozen = frozenset(name for name, p in pipe.model.named_parameters() if not p.requires_grad)
         self._root = (root,)  # in a tuple, so that it is no submodule

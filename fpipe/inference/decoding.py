@@ -24,7 +24,7 @@ from fpipe.pipelines.batch import Batching
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
-from fpipe.record.capture.registry import find_capture
+from fpipe.record.front_ends.registry import find_capture
 from fpipe.tensors.fake import fake_mode
 from fpipe.tensors.torch_private import FakeTensor
 from schedules import Schedule

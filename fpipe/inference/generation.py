@@ -32,7 +32,6 @@ from fpipe.inference.decoders import MakeDecoder, StaticDecoder
 from fpipe.inference.decoding import PREFIX, build_decoding
 from fpipe.inference.sampling import Choose, choose_likeliest
 from fpipe.inference.session import Choice, Session
-from fpipe.meshes.border import require_plain
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import digest_tensor
 from fpipe.pipelines.fields import CommonArguments, call_fields
@@ -43,6 +42,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import hold_plain
 from fpipe.record.variant import EVALUATION
 from fpipe.tensors.arguments import describe_argument, require_integer, require_seed
+from fpipe.tensors.placed import require_plain
 from fpipe.tensors.spec import Spec
 from schedules import Schedule, forwards
 from schedules.errors import quote

@@ -19,7 +19,7 @@ from fpipe.errors import InputError
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.tensors.arguments import require_arguments, require_integer
 from schedules import Schedule
-from schedules.language.arguments import MOST_STAGES
+from schedules.arguments import MOST_STAGES
 
 MeshArgument: TypeAlias = DeviceMesh | Mapping[str, int] | None
 """A device mesh, or the size of each of its dimensions by name."""

@@ -21,9 +21,8 @@ from functools import cached_property
 import torch
 
 from fpipe.meshes.copies import CopyLinks
-from fpipe.meshes.flat_buffer import FlatBuffer
 from fpipe.meshes.peers import make_room
-from fpipe.meshes.pieces import Pieces
+from fpipe.meshes.pieces import FlatBuffer, Pieces
 from fpipe.runtime.local import LocalHandle
 from fpipe.runtime.transport import Handle, Payload
 from fpipe.stages.accumulation import Gradients
@@ -67,7 +66,7 @@ class StageLayout:
 
 
 class Exchange:
-    """One copy's collectives in one step; it implements `fpipe.runtime.executor.StageGroup`.
+    """One copy's collectives in one step; it implements `fpipe.runtime.contract.StageGroup`.
 
     - `shards`: per stage, this copy's shards of its parameters.
     - `enter`, `leave`: put gathered weights into the parameters of a stage, and remove them.

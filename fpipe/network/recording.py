@@ -27,7 +27,8 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 
 from fpipe.network.ranks import Ranks
-from fpipe.runtime.executor import ActionHandler, Execution, Inputs, LinkedProgram, Outcome, StageLike
+from fpipe.runtime.contract import StageLike
+from fpipe.runtime.executor import ActionHandler, Execution, Inputs, LinkedProgram, Outcome
 from fpipe.runtime.transport import Handle, Payload, Transport, posted_action
 from schedules import Action, Span
 from schedules.language.actions import wait_of

@@ -33,14 +33,13 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.preparation import prepare_steps
 from fpipe.pipelines.resolver import Resolver
-from fpipe.record.capture.modules import as_module
-from fpipe.record.capture.registry import find_capture
 from fpipe.record.captured import CaptureFunction, FrontEnd
-from fpipe.record.model.copying import require_own_buffers
-from fpipe.record.model.gradient_hooks import collect_gradient_hooks, require_exact_hooks
-from fpipe.record.model.stateless import skeleton
+from fpipe.record.front_ends.parts import as_module
+from fpipe.record.front_ends.registry import find_capture
+from fpipe.record.model.skeleton import skeleton
+from fpipe.record.model.state import collect_gradient_hooks, require_exact_hooks, require_own_buffers
 from fpipe.record.objective import Loss
-from fpipe.record.reads.model_state import ModelState
+from fpipe.record.reads.namespaces import ModelState
 from fpipe.record.reads.watch import Watcher
 from fpipe.record.variant import TRAINING
 from fpipe.stages.backends import Backend

@@ -22,14 +22,14 @@ from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls, Mark
 from fpipe.pipelines.batch import Batching, SplitBatch
 from fpipe.pipelines.signature import Microbatch
-from fpipe.record.capture.leftovers import defining_files, find_caches, remove_fakes, user_classes
-from fpipe.record.capture.originals import require_own_state
-from fpipe.record.capture.registry import is_eager, reads_bytecode
 from fpipe.record.captured import Captured, CaptureFunction, Hooks
-from fpipe.record.model.stateless import evaluation
+from fpipe.record.fakes.leftovers import defining_files, find_caches, remove_fakes, user_classes
+from fpipe.record.front_ends.registry import is_eager, reads_bytecode
+from fpipe.record.model.skeleton import evaluation
+from fpipe.record.model.state import require_own_state
 from fpipe.record.objective import Loss, Objective
 from fpipe.record.questions import Answer, Ask, Question, refuse_questions
-from fpipe.record.reads.attribute_reads import Reads, record_reads
+from fpipe.record.reads.accesses import Reads, record_reads
 from fpipe.record.reads.watch import Watch, Watcher
 from fpipe.record.validity import name_of, require_valid
 from fpipe.record.variant import TRAINING, Variant

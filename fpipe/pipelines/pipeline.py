@@ -23,7 +23,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from fpipe.meshes.border import require_plain, wrap_state
 from fpipe.meshes.copies import PipelineCopies
 from fpipe.meshes.holdings import Holdings
 from fpipe.network.ranks import Ranks, require_unclosed, wait_for_turn
@@ -37,10 +36,11 @@ from fpipe.pipelines.recheck import Recheck
 from fpipe.pipelines.resolver import ExchangeText, own_text
 from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.record.capture.eager_types import hide_fakes
+from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.stage import Stage
 from fpipe.tensors.arguments import require_arguments
+from fpipe.tensors.placed import require_plain, wrap_state
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
 from fpipe.weights.loading import ValueSource, hold, load_values
 from fpipe.weights.state import Form, Forms

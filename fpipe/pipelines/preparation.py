@@ -21,7 +21,7 @@ from fpipe.pipelines.planner import BatchKind
 from fpipe.pipelines.signature import Signature
 from fpipe.record.variant import EVALUATION, TRAINING, Variant
 from fpipe.tensors.arguments import require_arguments
-from schedules.language.arguments import each
+from schedules.arguments import each
 
 
 def prepare_steps(pipe: Pipeline, examples: Iterable[tuple[Any, Any]]) -> None:

@@ -30,7 +30,7 @@ from fpipe.errors import InputError
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.modes import isolate
 from fpipe.record.captured import Captured, Constant, Unit
-from fpipe.record.model.stateless import skeleton
+from fpipe.record.model.skeleton import skeleton
 from fpipe.record.questions import refuse_questions
 from fpipe.record.variant import TRAINING
 from fpipe.tensors.fake import fake, fake_mode

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.meshes.border import unwrap_state, wrap_state
 from fpipe.network.recording import Record, run_recorded
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.earlier_sums import add_reduced, assign_sums, join_sums, require_sums
@@ -33,6 +32,7 @@ from fpipe.record.variant import EVALUATION, Variant
 from fpipe.runtime.executor import Execution, Inputs, Outcome
 from fpipe.runtime.transport import Transport
 from fpipe.tensors import random
+from fpipe.tensors.placed import unwrap_state, wrap_state
 from fpipe.weights.state import require_recordable
 
 

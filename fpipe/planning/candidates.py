@@ -4,6 +4,8 @@
 Every schedule begins with the cuts that balance its stages. If a rank holds too much, stages are recomputed, those that
 lower its peak most first, until it fits. Then cuts move, block by block, as long as the predicted step gets shorter.
 
+A candidate's step takes what `schedules.simulate` says of its schedule, for the costs of the stages that its cuts make.
+
 Runs when a plan is made.
 """
 
@@ -20,12 +22,11 @@ import torch
 
 from fpipe.errors import InputError
 from fpipe.pipelines.argument_checks import require_backward, require_runnable
-from fpipe.planning.chain import partition_chain
-from fpipe.planning.loads import Loads
-from fpipe.planning.plan import name_schedule
-from fpipe.planning.prediction import Prediction, Predictor, find_peak
+from fpipe.planning.chain import Loads, partition_chain
+from fpipe.planning.plan import Prediction, name_schedule
 from fpipe.planning.profile import Profile
 from schedules import (
+    Placement,
     Schedule,
     SizeError,
     Sizes,
@@ -35,6 +36,7 @@ from schedules import (
     interleaved_zero_bubble,
     one_f_one_b,
     recompute,
+    simulate,
     v_half,
     v_min,
     zb_h1,
@@ -42,8 +44,10 @@ from schedules import (
     zb_v,
 )
 from schedules.errors import quote
-from schedules.language.costs import of_stage
+from schedules.replay.costs import of_stage
 
+StageEnds: TypeAlias = tuple[str | None, str | None]
+"""The module that a stage begins at, and the one that it ends before; `None` for the beginning and end of the model."""
 ScheduleFactory: TypeAlias = Callable[[int, int], Schedule]
 """Makes a schedule of so many ranks and microbatches; raises `SizeError` for sizes that it does not support."""
 
@@ -64,6 +68,25 @@ TRIED_LATER: Final = 2000
 
 
 @dataclass(frozen=True)
+class Predictor:
+    """Predicts the steps of a model; `weights` is how often its parameters are held, optimizer state included."""
+
+    profile: Profile
+    weights: float
+
+    def sizes(self, placement: Placement, cuts: Sequence[int]) -> Sizes:
+        """Return the sizes of the stages, in bytes; weights with what is held beside them."""
+        found = self.profile.sizes(cuts, placement)
+        return replace(found, weight=tuple(self.weights * of_stage(found.weight, s) for s in range(placement.stages)))
+
+    def predict(self, schedule: Schedule, cuts: Sequence[int]) -> Prediction:
+        """Return the prediction of a step."""
+        timeline = simulate(schedule, self.profile.costs(cuts), sizes=self.sizes(schedule.placement, cuts))
+        memory = tuple(int(-(-held // 1)) for held in timeline.peak_memory)
+        return Prediction(timeline.makespan + self.profile.step, timeline.bubble, memory)
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A way to run the model, and its prediction; stages after the first begin at the blocks numbered `cuts`."""
 
@@ -76,16 +99,6 @@ class Candidate:
     def of(cls, predictor: Predictor, schedule: Schedule, cuts: Sequence[int]) -> Candidate:
         """Return the candidate with its prediction."""
         return cls(predictor, schedule, tuple(cuts), predictor.predict(schedule, cuts))
-
-    @property
-    def profile(self) -> Profile:
-        """The profile of the model for microbatches of this size."""
-        return self.predictor.profile
-
-    @property
-    def excess(self) -> float:
-        """The most bytes that a rank holds."""
-        return max(self.predicted.memory)
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,40 @@ class Room:
         """Return whether time has run out."""
         return monotonic() > self.end
 
+    def pin(self, profile: Profile, cuts: Sequence[str], stages: Sequence[StageEnds] = ()) -> Room:
+        """Return the room in which a stage must begin at each of `cuts`, and each of `stages` is a whole stage.
+
+        Raise `InputError` for modules that no stage can begin at, and if a stage would have to be cut.
+        """
+        pinned = {start for start, _ in profile.stages(cuts)[1:]}
+        wholes = [_find_blocks(profile, k, stage) for k, stage in enumerate(stages)]
+        for begin, end in wholes:
+            pinned |= {begin, end} - {0, len(profile.blocks)}
+        for (begin, end), stage in zip(wholes, stages, strict=True):
+            inside = sorted(place for place in pinned if begin < place < end)
+            if inside:
+                raise InputError(
+                    f"stages: got {stage} and a stage that begins at {profile.blocks[inside[0]].name!r}, in the middle "
+                    "of it, expected none there. Drop one of the two."
+                )
+        places = {place for place in self.places if not any(begin < place < end for begin, end in wholes)}
+        return replace(self, places=frozenset(places), pinned=tuple(sorted(pinned)))
+
+
+def _find_blocks(profile: Profile, k: int, stage: StageEnds) -> tuple[int, int]:
+    """Return the first block of a stage and the one after its last."""
+    if not (isinstance(stage, tuple) and len(stage) == 2 and all(isinstance(name, str | None) for name in stage)):
+        raise InputError(
+            f'stages[{k}]: got {stage!r}, expected two names of modules, or None. Pass ("blocks.4", "blocks.8"), say.'
+        )
+    begin, end = (None if name is None else profile.stages([name])[1][0] for name in stage)
+    if begin is not None and end is not None and begin >= end:
+        raise InputError(
+            f"stages[{k}]: got {stage}, expected a second module that comes after the first. Give them in the order of "
+            "execution."
+        )
+    return begin or 0, len(profile.blocks) if end is None else end
+
 
 def find_starts(profile: Profile) -> frozenset[int]:
     """Return the blocks that begin with the call of a module, which a plan can name."""
@@ -119,7 +166,7 @@ def start(predictor: Predictor, schedule: Schedule, room: Room) -> Candidate | N
     Of a short list of cuts, those with the least load on the busiest rank are tried; otherwise, those that balance the
     stages. The candidate may still not fit.
     """
-    loads = Loads(predictor, schedule)
+    loads = Loads(predictor.profile, schedule)
     balanced = partition_chain(loads.work, schedule.stages, room.places, room.pinned)
     if balanced is None:
         return None
@@ -157,6 +204,18 @@ def fit_memory(candidate: Candidate, room: Room) -> Candidate:
     return Candidate.of(candidate.predictor, _recompute(base, stages), candidate.cuts) if stages else candidate
 
 
+def find_peak(schedule: Schedule, rank: int, sizes: Sizes) -> float:
+    """Return the most bytes that a rank holds at any moment, without its weights; `simulate` says the same.
+
+    It follows from the order of the rank's actions, so this takes a fraction of the time.
+    """
+    held = most = 0.0
+    for action in schedule.actions(rank):
+        held += sizes.growth(action.kind, action.stage, schedule.backward)
+        most = max(most, held)
+    return most
+
+
 def _recompute_on(rank: int, base: Schedule, sizes: Sizes, cap: float, stages: frozenset[int]) -> frozenset[int]:
     """Return the stages to recompute, so that a rank fits, if it can: one by one, those that lower its peak most.
 
@@ -179,7 +238,7 @@ def _recompute(base: Schedule, stages: frozenset[int]) -> Schedule:
 
 def improve(candidate: Candidate, room: Room) -> Iterator[Candidate]:
     """Yield better and better candidates: each moves one cut of the one before, or two, by the step that helps most."""
-    loads = Loads(candidate.predictor, _without_recomputation(candidate.schedule))
+    loads = Loads(candidate.predictor.profile, _without_recomputation(candidate.schedule))
     listed = loads.list_cuts(room.places, room.pinned)[TRIED_AT_START:TRIED_LATER]
     moves: tuple[Callable[[Candidate], list[tuple[int, ...]]], ...] = (
         lambda found: listed,
@@ -204,14 +263,17 @@ def _without_recomputation(schedule: Schedule) -> Schedule:
 def _rank(candidate: Candidate, room: Room) -> tuple[bool, float]:
     """Return what candidates are compared by: those that fit are first, then the faster one."""
     fits = candidate.predicted.fits(room.caps)
-    return not fits, candidate.predicted.seconds if fits else candidate.excess
+    return not fits, candidate.predicted.seconds if fits else max(candidate.predicted.memory)
 
 
 def _neighbors(cuts: tuple[int, ...], candidate: Candidate, room: Room) -> Iterator[tuple[int, ...]]:
     """Yield the cuts with one of them moved by one place, or by two."""
     places = sorted(room.places)
     for k, cut in enumerate(cuts):
-        low, high = cuts[k - 1] if k else 0, cuts[k + 1] if k + 1 < len(cuts) else len(candidate.profile.blocks)
+        low, high = (
+            cuts[k - 1] if k else 0,
+            cuts[k + 1] if k + 1 < len(cuts) else len(candidate.predictor.profile.blocks),
+        )
         at = places.index(cut)
         for moved in places[max(0, at - 2) : at + 3]:
             if low < moved < high and moved != cut and cut not in room.pinned:
@@ -262,8 +324,3 @@ def keep_best(candidates: Iterable[Candidate], room: Room, most: int) -> list[Ca
     """Return the best candidates, best first; of equal schedules only one."""
     ordered = sorted(candidates, key=lambda one: _rank(one, room))
     return list({repr(one.schedule): one for one in reversed(ordered)}.values())[::-1][:most]
-
-
-def replace_schedule(candidate: Candidate, schedule: Schedule) -> Candidate:
-    """Return the candidate with another order of the same stages."""
-    return replace(candidate, schedule=schedule, predicted=candidate.predictor.predict(schedule, candidate.cuts))

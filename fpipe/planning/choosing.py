@@ -15,22 +15,13 @@ from typing import Final, NamedTuple
 
 from fpipe.errors import InputError
 from fpipe.pipelines.description import format_bytes
-from fpipe.planning.candidates import (
-    Candidate,
-    Room,
-    ScheduleFactory,
-    improve,
-    keep_best,
-    list_candidates,
-)
+from fpipe.planning.candidates import Candidate, Predictor, Room, ScheduleFactory, improve, keep_best, list_candidates
 from fpipe.planning.floor import bound_plans
-from fpipe.planning.islands import place_on_islands
-from fpipe.planning.ordering import list_orderable, reorder
+from fpipe.planning.ordering import list_orderable, place_on_islands, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds, name_schedule
-from fpipe.planning.prediction import Predictor
 from fpipe.planning.profile import Profile
 from fpipe.stages.conversion import splits
-from schedules import Bound, recompute
+from schedules import Bound, critical_path, recompute
 
 IMPROVED: Final = 6
 """The number of candidates whose cuts are improved."""
@@ -154,7 +145,7 @@ def _conclude(search: Search, predictors: Mapping[int, Predictor], ranks: int) -
     best = _require_fitting(search)
     least = _bound_all(search.found, predictors, ranks)
     alone, copies = _estimate_alternatives(predictors, ranks, search.room)
-    profile = best.profile
+    profile = best.predictor.profile
     return Plan(
         model=profile.model,
         microbatch=profile.microbatch,
@@ -162,7 +153,7 @@ def _conclude(search: Search, predictors: Mapping[int, Predictor], ranks: int) -
         cuts=tuple(profile.blocks[cut].name for cut in best.cuts),
         schedule=best.schedule,
         predicted=best.predicted,
-        limits=best.predictor.explain(best.schedule, best.cuts),
+        limits=_explain_time(best),
         caps=search.room.caps,
         bound=least.makespan,
         because=least.because,
@@ -172,6 +163,13 @@ def _conclude(search: Search, predictors: Mapping[int, Predictor], ranks: int) -
         advice=_advise(best, alone, copies),
         complete=search.complete,
     )
+
+
+def _explain_time(candidate: Candidate, most: int = 3) -> str:
+    """Return what the step's time consists of: the largest shares of the critical path."""
+    path = critical_path(candidate.schedule, candidate.predictor.profile.costs(candidate.cuts))
+    whole = sum(share.time for share in path.shares) or 1.0
+    return ", ".join(f"{share.what} {100 * share.time / whole:.0f} %" for share in path.shares[:most])
 
 
 def _require_fitting(search: Search) -> Candidate:

@@ -6,11 +6,12 @@ Runs when it is called.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from inspect import signature
 from math import inf, isnan
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,23 +20,28 @@ from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value
 from fpipe.network.launch import LocalJob, enter_job
 from fpipe.pipelines.argument_checks import require_count
-from fpipe.pipelines.builder import Model
-from fpipe.planning.amounts import Amount, parse_caps
+from fpipe.pipelines.builder import Model, make_batchings
+from fpipe.pipelines.description import format_bytes
+from fpipe.pipelines.loss_weights import Weight
 from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory, find_starts
 from fpipe.planning.choosing import PlanProgress, choose
-from fpipe.planning.matching import require_profile_of
-from fpipe.planning.pins import pin
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.planning.profiler import profile as measure
-from fpipe.record.capture.modules import as_module
+from fpipe.record.front_ends.parts import as_module
 from fpipe.record.objective import Loss
 from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.tree import flatten
 from schedules import Schedule
-from schedules.language.arguments import MOST_STAGES, each, takes
+from schedules.arguments import MOST_STAGES, each, takes
 
-PER_RANK = (1, 2, 4, 8)
+PER_RANK: Final = (1, 2, 4, 8)
+Amount: TypeAlias = float | str
+BYTES_BY_UNIT: Final[dict[str, int]] = {
+    **{"": 1, "b": 1},
+    **{f"{letter}b": 1000**k for k, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**k for k, letter in enumerate("kmgt", 1)},
+}
 
 
 def plan(
@@ -109,7 +115,7 @@ def plan(
         same = {"ranks": count, "memory": caps, "microbatches": numbers, "schedules": factories, **limits}
         job.agree(lambda: [Field.of(name, describe_value(value)) for name, value in same.items()])
     if profile is not None:
-        require_profile_of(profile, model, example, targets, numbers[0], **options)
+        _require_profile_of(profile, model, example, targets, numbers[0], **options)
     profiles = {
         number: profile
         if profile is not None
@@ -117,7 +123,7 @@ def plan(
         for number in numbers
     }
     first = next(iter(profiles.values()))
-    room = pin(Room(caps, find_starts(first)), first, cuts, stages)
+    room = Room(caps, find_starts(first)).pin(first, cuts, stages)
     report = progress if progress is not None else _ignore
     return choose(profiles, factories, count, room, **limits, report=report, ordered=schedules is None)
 
@@ -208,3 +214,86 @@ def _read_microbatches(
 def _require_positive(name: str, number: Any) -> None:
     if isinstance(number, bool) or not isinstance(number, int | float) or isnan(number) or not 0 < number < inf:
         raise InputError(f"{name}: got {number!r}, expected a number above 0. Correct it.")
+
+
+def parse_bytes(where: str, amount: Amount) -> float:
+    """Return a number of bytes. Raise `InputError`, naming `where`, for anything but a number above 0.
+
+    >>> parse_bytes("memory", "80GB"), parse_bytes("memory", "1.5 GiB")
+    (80000000000.0, 1610612736.0)
+    """
+    if isinstance(amount, str):
+        match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", amount)
+        if match and match[2].lower() in BYTES_BY_UNIT:
+            return float(match[1]) * BYTES_BY_UNIT[match[2].lower()]
+    elif isinstance(amount, int | float) and not isinstance(amount, bool) and 0 < amount <= inf:
+        return float(amount)
+    raise InputError(
+        f'{where}: got {amount!r}, expected a number of bytes above 0, or a text such as "80GB" or "512 MiB". Correct '
+        "it."
+    )
+
+
+def parse_caps(memory: Amount | Sequence[Amount] | None, ranks: int) -> tuple[float, ...]:
+    """Return the bytes that each rank may hold; without a limit, infinity."""
+    if memory is None:
+        return (inf,) * ranks
+    if isinstance(memory, str | int | float):
+        return (parse_bytes("memory", memory),) * ranks
+    caps = tuple(parse_bytes(f"memory[{rank}]", one) for rank, one in enumerate(_listed(memory)))
+    if len(caps) != ranks:
+        raise InputError(f"memory: got {len(caps)} amounts, expected {ranks}: one for each rank. Correct it.")
+    return caps
+
+
+def _listed(memory: Any) -> list[Any]:
+    if not isinstance(memory, Sequence):
+        raise InputError(f"memory: got {memory!r}, expected a number of bytes, or one for each rank. Correct it.")
+    return list(memory)
+
+
+def _require_profile_of(
+    profile: Profile,
+    model: Model,
+    example: Any,
+    targets: Any,
+    microbatches: int,
+    *,
+    batch_dims: Any = 0,
+    weight: Weight | None = None,
+    **options: Any,
+) -> None:
+    """Raise `InputError`, naming what differs first, if a profile can't be of this model and batch.
+
+    A plan for another model would run, and its predictions would be wrong. Compare what can be compared without
+    capturing the model again: the batch, the class of the model, the modules at which blocks begin, and the bytes of
+    all parameters. `Profile.require` compares every operation, but needs a pipeline.
+
+    `options` are other arguments of `fpipe.profile`, which are ignored.
+    """
+    if not isinstance(profile, Profile):
+        raise InputError(
+            f"profile: got {profile!r}, expected a Profile. Pass what fpipe.profile returned, or "
+            "fpipe.Profile.read(path)."
+        )
+    batching = make_batchings(example, targets, batch_dims, microbatches, weight, microbatches)[True]
+    module, first = as_module(model), str(batching.split(batching.example)[0])
+    held = sum({id(one): one.nbytes for one in module.parameters()}.values())
+    known, blocks = {path for path, _ in module.named_modules()}, profile.blocks
+    unknown = [mark.path for block in blocks for mark in block.marks if mark.path not in known]
+    profiled = int(profile.ranges.parameters[0, len(blocks)])
+    if not profile.microbatch.startswith(first):
+        raise _differs("microbatch", profile.microbatch, f"{first}, the first of {microbatches}")
+    if profile.model != type(module).__name__:
+        raise _differs("model", profile.model, type(module).__name__)
+    if unknown:
+        raise _differs("blocks", f"one at the module {unknown[0]!r}", "modules that the model has")
+    if profiled != held:
+        raise _differs("parameters", format_bytes(profiled), f"{format_bytes(held)}, as the model has")
+
+
+def _differs(field: str, got: object, expected: object) -> InputError:
+    return InputError(
+        f"profile.{field}: got {got}, expected {expected}: the profile is of another model, batch, or number of "
+        "microbatches. Profile this one, or leave the profile out."
+    )

@@ -32,7 +32,7 @@ from fpipe.pipelines.footprint import FakeArguments, make_arrivals
 from fpipe.planning.ranges import ActionTimes
 from fpipe.tensors.spec import OptionalSpec
 from fpipe.tensors.torch_private import TorchDispatchMode
-from schedules.language.arguments import is_number
+from schedules.arguments import is_number
 
 LONG_ENOUGH: Final = 5e-3
 LARGEST: Final = 8192

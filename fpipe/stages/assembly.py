@@ -18,10 +18,10 @@ import torch
 
 from fpipe.cutting.repetition import ExtraBuffers, Repetition, choose_repetitions
 from fpipe.cutting.routing import Section, route
-from fpipe.record.capture.eager_types import hide_fakes
 from fpipe.record.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Parameter, Value
+from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.observation import observe
-from fpipe.runtime.executor import StageCrossing
+from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.crossings import Crossings, cross, names_of
 from fpipe.stages.interface import ArgumentIndex, StageFunctions, Wiring

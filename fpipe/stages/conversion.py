@@ -14,7 +14,7 @@ import torch
 
 from fpipe.cutting.routing import Section
 from fpipe.record.captured import Captured
-from fpipe.runtime.executor import StageCrossing
+from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.backends import AS_GRAPH, Backend

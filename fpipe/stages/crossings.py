@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from fpipe.cutting.routing import Section
 from fpipe.record.captured import Buffer, Captured, Parameter, Value
-from fpipe.runtime.executor import StageCrossing
+from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.metadata import Metadata
 from fpipe.stages.ties import needs_gradient
 from fpipe.tensors.spec import Spec

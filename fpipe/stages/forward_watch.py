@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fpipe.record.capture.assumed_values import VALUE_READS, AssumedValues
+from fpipe.record.fakes.assumed_values import VALUE_READS, AssumedValues
 from fpipe.tensors.settings import settings
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from fpipe.cutting.routing import Section
 from fpipe.errors import CaptureError
-from fpipe.record.capture.assumed_values import assume_values
-from fpipe.record.capture.places import traceback_line
 from fpipe.record.captured import AS_PYTHON, Buffer, Captured, Function, Parameter, Value
+from fpipe.record.fakes.assumed_values import assume_values
+from fpipe.record.model.places import traceback_line
 from fpipe.record.refusals import data_dependence_error
 from fpipe.record.trace.branching import certain_leaves
 from fpipe.stages.forward_watch import ForwardWatch

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from fpipe.errors import InputError
-from fpipe.meshes.border import require_same_placement
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import digest
 from fpipe.pipelines.handshake import call_together
@@ -33,7 +32,7 @@ from fpipe.pipelines.inputs import State
 from fpipe.pipelines.norm_table import NormTable, list_gradients
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.arguments import require_dense
-from fpipe.tensors.placed import is_placed, local_part, whole_tensor, without_partial
+from fpipe.tensors.placed import is_placed, local_part, require_same_placement, whole_tensor, without_partial
 from fpipe.tensors.torch_private import foreach_norm
 from fpipe.training.patterns import as_patterns, select_names
 

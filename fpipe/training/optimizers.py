@@ -32,7 +32,7 @@ from fpipe.tensors.arguments import require_arguments, require_tensors
 from fpipe.training.argument_checks import require_fitting, require_gradient, require_options, require_own_slots
 from fpipe.training.groups import Groups, Options, find_group
 from fpipe.training.trial import Traits, try_optimizer
-from schedules.language.arguments import each
+from schedules.arguments import each
 
 OptimizerState: TypeAlias = dict[str, dict[str, Any]]
 """For each parameter, by name, its state by slot: tensors or numbers; empty until its first update."""

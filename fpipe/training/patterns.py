@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from fpipe.errors import InputError
-from schedules.language.arguments import each
+from schedules.arguments import each
 
 
 def as_patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:

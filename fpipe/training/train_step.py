@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.meshes.border import require_plain, wrap_state
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value, digest
 from fpipe.network.recording import Record
@@ -45,6 +44,7 @@ from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
 from fpipe.record.variant import Variant
 from fpipe.runtime.executor import Outcome
+from fpipe.tensors.placed import require_plain, wrap_state
 from fpipe.training.argument_checks import require_fitting
 from fpipe.training.clipping import require_bound, scale_to_norm
 from fpipe.training.norms import compute_total

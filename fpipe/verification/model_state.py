@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fpipe.meshes.border import wrap_state
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import hold_plain
-from fpipe.tensors.placed import Placed, local_part, whole_tensor
+from fpipe.tensors.placed import Placed, local_part, whole_tensor, wrap_state
 
 RATE = 2**-10  # the learning rate between steps; scaling by a power of two is exact
 

@@ -30,7 +30,8 @@ from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import begin_step, hold_for_backward, training_variant
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.runtime.executor import ActionHandler, Execution, Inputs, Instruction, LinkedProgram, StageLike
+from fpipe.runtime.contract import StageLike
+from fpipe.runtime.executor import ActionHandler, Execution, Inputs, Instruction, LinkedProgram
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.runtime.transport import Payload, Transport
 from fpipe.stages.stage import Stage

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from fpipe.errors import InputError
-from fpipe.meshes.border import unwrap_state, wrap_state
 from fpipe.network.ranks import wait_for_turn
 from fpipe.pipelines.earlier_sums import add_reduced, join_sums, negative_zeros
 from fpipe.pipelines.inputs import State, make_keys, start_backward
@@ -24,6 +23,7 @@ from fpipe.record.variant import Variant
 from fpipe.stages.kinds import require_alike_uncut
 from fpipe.tensors import random
 from fpipe.tensors.arguments import require_seed, require_tensors
+from fpipe.tensors.placed import unwrap_state, wrap_state
 from fpipe.verification.one_device import run_on_one_device
 from fpipe.weights.state import Form, require_recordable
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
-from fpipe.record.model.stateless import skeleton
+from fpipe.record.model.skeleton import skeleton
 from fpipe.tensors import random
 from fpipe.tensors.effects import memory
 from fpipe.tensors.spec import Spec

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from schedules import Costs, Graph, Placement, Schedule, Sizes, chain
 from schedules.files.csv import table
-from schedules.language.costs import ROUNDING, of_stage
+from schedules.replay.costs import ROUNDING, of_stage
 
 ANY_SIZES = Sizes()
 TASKS = {"F": "F", "I": "I", "W": "W", "B": "IW"}

@@ -38,10 +38,8 @@ from fpipe.checkpoints import manifest
 from fpipe.pipelines.builder import Builder
 from fpipe.runtime import executor
 from tests.common.ranks import fork, redirect
-from tests.common.world.cases import Finding, InjectedError
-from tests.common.world.drawing import Case, Fault, draw
-from tests.common.world.scripts import Script
-from tests.common.world.setups import draw_layout
+from tests.common.world.cases import Finding, InjectedError, Script
+from tests.common.world.drawing import Case, Fault, draw, draw_layout
 from tests.common.world.sharing import Shelf
 from tests.common.world.verdicts import damage, require_final, require_results, run_alone
 

@@ -36,7 +36,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
-from fpipe.runtime.transport import clocks
+from fpipe.network import clocks
 from fpipe.tensors.torch_private import process_groups
 from schedules import Schedule, gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from tests.common.ranks import fork, redirect

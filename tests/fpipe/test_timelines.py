@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
+from fpipe.network import clocks
 from fpipe.network.clocks import difference
 from fpipe.network.one_process import LocalRanks
-from fpipe.runtime.transport import clocks
 from schedules import KINDS, Action, B, Costs, F, Span, parse, simulate, spans, split_backward, summarize
 from schedules.drawing import svg, trace
 from tests.common.running import build

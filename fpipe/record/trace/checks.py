@@ -25,10 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import CaptureError, PipelineError
-from fpipe.record.capture.advice import LOSS
-from fpipe.record.capture.assumed_values import UNKNOWN
-from fpipe.record.capture.places import current_line
 from fpipe.record.captured import Parameter, Unit, Value
+from fpipe.record.fakes.assumed_values import UNKNOWN
+from fpipe.record.model.places import LOSS, current_line
 from fpipe.record.model.snapshot import ContainerState
 from fpipe.record.model.walk import code_names, is_users
 from fpipe.record.refusals import own_generator_error, unregistered_write_error

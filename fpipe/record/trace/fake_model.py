@@ -15,19 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import CaptureError, PipelineError
-from fpipe.record.capture.advice import LOSS, advise_on_errors, advise_on_values
-from fpipe.record.capture.generators import Generators
-from fpipe.record.capture.places import blame, traceback_line
 from fpipe.record.captured import BatchLeaf, Buffer, Parameter, Source, Value
-from fpipe.record.model.stateless import Absent, absent, skeleton
+from fpipe.record.fakes.generators import Generators
+from fpipe.record.model.places import LOSS, advise_on_errors, advise_on_values, blame, traceback_line
+from fpipe.record.model.skeleton import Absent, absent, skeleton
 from fpipe.record.objective import Loss, Objective
 from fpipe.record.questions import Ask, refuse_questions
 from fpipe.record.trace.checks import require_in_place
 from fpipe.record.trace.patches import watch_torch
 from fpipe.record.trace.recorder import Recorder
 from fpipe.record.trace.whole_calls import Seat, Seating
-from fpipe.tensors.attributes import as_parameter
-from fpipe.tensors.fake import fake, fake_mode
+from fpipe.tensors.fake import as_parameter, fake, fake_mode
 from fpipe.tensors.tree import first_names
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -21,16 +21,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint
 
 from fpipe.errors import CaptureError
-from fpipe.record.capture.assumed_values import check_all, check_valid
-from fpipe.record.capture.eager_types import hide_fakes
-from fpipe.record.capture.fast_paths import allow_fast_paths, attention
-from fpipe.record.capture.module_state import is_torchs
 from fpipe.record.captured import COMPILED_CODE
+from fpipe.record.fakes.assumed_values import check_all, check_valid
+from fpipe.record.fakes.eager_types import hide_fakes
+from fpipe.record.fakes.fast_paths import allow_fast_paths, attention
+from fpipe.record.model.state import is_torchs
 from fpipe.record.refusals import seeding_error
 from fpipe.record.trace.checkpoints import CheckpointFrames, CheckpointNode
 from fpipe.record.trace.frames import Frame
 from fpipe.record.trace.recorder import CallStack, Recorder
-from fpipe.tensors.attributes import refuse_marks
+from fpipe.tensors.fake import refuse_marks
 from fpipe.tensors.patching import current, original, replace
 from fpipe.tensors.torch_private import (
     APPLY,
@@ -39,7 +39,6 @@ from fpipe.tensors.torch_private import (
     COMPILED,
     FUSED_ATTENTION,
     INNER_TRANSFORMS,
-    SAVED_INPUTS,
     TENSOR_CHECK,
     CheckpointHook,
     Place,
@@ -55,8 +54,6 @@ SEEDING = (Place(torch, "manual_seed"), Place(torch.random, "manual_seed"))
 """The places where forwards find the function that seeds the generators."""
 LOCAL_READS = tuple(Place(DTensor, name) for name in ("to_local", "redistribute", "full_tensor"))
 """The methods of DTensors that look at the local tensor, which no recorded call has made."""
-UNSEEN = (CheckpointNode, SAVED_INPUTS)
-"""Autograd functions that checkpointing itself applies; they are not recorded."""
 
 
 @contextmanager
@@ -188,7 +185,7 @@ class Replacements:
         if cls is checkpoint.CheckpointFunction and not self.is_idle:
             return self.checkpoints.record_reentrant(*args)
         function = self.torch.apply.__get__(None, cls)
-        unseen = self.is_idle or cls in UNSEEN
+        unseen = self.is_idle or cls is CheckpointNode  # which checkpointing itself applies
         return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
 
     def _record_calls(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import CaptureError
-from fpipe.record.capture.advice import advise_on_values
 from fpipe.record.captured import (
     BatchLeaf,
     Buffer,
@@ -42,6 +41,7 @@ from fpipe.record.captured import (
     compose,
     single,
 )
+from fpipe.record.model.places import advise_on_values
 from fpipe.record.modes import Modes, apply_modes
 from fpipe.record.questions import GUESSES, Answer, Question, Reply
 from fpipe.record.refusals import foreign_parameter_error

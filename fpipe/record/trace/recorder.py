@@ -21,11 +21,13 @@ from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import PipelineError
-from fpipe.record.capture.assumed_values import (
+from fpipe.record.captured import Source, Unit, Value
+from fpipe.record.fakes.assumed_values import (
     ASSUMPTIONS,
     UNKNOWN,
     VALUE_READS,
@@ -35,10 +37,8 @@ from fpipe.record.capture.assumed_values import (
     check_valid,
     is_torch_function,
 )
-from fpipe.record.capture.generators import Generators
-from fpipe.record.capture.group_names import hide_group_names
-from fpipe.record.capture.places import current_line, current_place, places
-from fpipe.record.captured import Source, Unit, Value
+from fpipe.record.fakes.generators import Generators
+from fpipe.record.model.places import current_line, current_place, places
 from fpipe.record.modes import Modes, current_casts
 from fpipe.record.questions import Answer, Ask, Reply, refuse_questions
 from fpipe.record.trace.checks import (
@@ -54,11 +54,10 @@ from fpipe.record.trace.reassignment import Reassignments
 from fpipe.record.trace.record import ATTACHING, Facts, Record, Values, for_real
 from fpipe.record.trace.selection import count_selected, deciding_masks, result_on_fakes
 from fpipe.tensors.closures import closure_contents
-from fpipe.tensors.collectives import has_handle, written_memory
-from fpipe.tensors.effects import Effects, is_collective
+from fpipe.tensors.effects import Effects, has_handle, is_collective, written_memory
 from fpipe.tensors.fake import Fakes
 from fpipe.tensors.settings import changes_since
-from fpipe.tensors.torch_private import TENSOR_METHODS, active_fake_mode, count_dispatch_modes
+from fpipe.tensors.torch_private import TENSOR_METHODS, active_fake_mode, count_dispatch_modes, process_groups
 from fpipe.tensors.tree import flatten
 
 GRAD_FN: Any = TENSOR_METHODS["grad_fn"].__get__
@@ -467,6 +466,14 @@ def _holds_module(leaf: object) -> bool:
     """Return whether an argument is a module, a method of one, or a function that closes over one."""
     inner = (leaf.__self__,) if isinstance(leaf, MethodType) else closure_contents(leaf)
     return any(isinstance(one, nn.Module) for one in (leaf, *inner))
+
+
+def hide_group_names(function: Any, arguments: Iterable[Any]) -> list[Any]:
+    """Return the arguments of a call that a description shows: for process groups of collectives, their sizes."""
+    if not dist.is_available() or "c10d_functional" not in str(getattr(function, "__module__", "")):
+        return [*arguments]
+    sizes = {group.group_name: group.size() for group in process_groups()}
+    return [f"group of {sizes[one]}" if isinstance(one, str) and one in sizes else one for one in arguments]
 
 
 def _is_data(leaf: object) -> bool:

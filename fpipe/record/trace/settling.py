@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fpipe.errors import CaptureError
-from fpipe.record.capture.generators import Generators, Suspects, drawing_error
-from fpipe.record.capture.leftovers import defining_files, remove_fakes, user_classes, user_files
-from fpipe.record.capture.module_state import plain_state, require_unchanged
-from fpipe.record.capture.originals import changed_attributes
 from fpipe.record.captured import Value
+from fpipe.record.fakes.generators import Generators, Suspects, drawing_error
+from fpipe.record.fakes.leftovers import defining_files, remove_fakes, user_classes, user_files
 from fpipe.record.model.snapshot import ContainerState, Snapshot, fill
+from fpipe.record.model.state import changed_attributes, plain_state, require_unchanged
 from fpipe.record.model.walk import CACHED, NOT_SET, Walk, contents
 from fpipe.record.questions import Answer, Ask, Question, refuse_questions
 from fpipe.record.trace.comparison import require_same_run

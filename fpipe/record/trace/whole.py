@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from torch import nn
 
 from fpipe.errors import CutError
-from fpipe.record.capture.fast_paths import FUSED
 from fpipe.record.captured import Value
+from fpipe.record.fakes.fast_paths import FUSED
 from fpipe.record.trace.checkpoints import BufferCheckpoints
 from fpipe.record.trace.draws import ModuleFrames
 from fpipe.record.trace.frames import PART, Frame, all_frames

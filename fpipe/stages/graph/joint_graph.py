@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import CaptureError
-from fpipe.record.capture.assumed_values import assume_values
 from fpipe.record.captured import Tensors
+from fpipe.record.fakes.assumed_values import assume_values
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.graph.nodes import ARGUMENT, Node, constant
 from fpipe.stages.graph.operators import SAME

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -17,14 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from fpipe.checkpoints import manifest, save, shards
 from fpipe.meshes import arguments, holdings, peers
+from fpipe.network import board, control, creation, distributed, job, lookout, ranks, waiting
 from fpipe.pipelines import builder
-from fpipe.runtime import executor, launch, ranks
-from fpipe.runtime.transport import board, calls, channels, control, creation, distributed, job, lookout, waiting
-from fpipe.training import optimizers
+from fpipe.runtime import executor
 from tests.common.world.fibers import Lock, Queue, Signal, World
 from tests.common.world.network import Group, Mesh, Network, Works
-
-USERS = (launch, board, calls, channels, control, creation, distributed, job, waiting, optimizers, arguments, peers)
 
 
 class Distributed:
@@ -197,12 +195,18 @@ class Turn:
         pass
 
 
+def users() -> list[Any]:
+    """Return the modules of fpipe that know `torch.distributed` as `dist`."""
+    found = [module for name, module in sys.modules.items() if name.startswith("fpipe.")]
+    return [module for module in found if vars(module).get("dist") is torch.distributed]
+
+
 @contextmanager
 def inhabit(network: Network) -> Iterator[None]:
     """Return the context in which fpipe's ranks live in the world of a network."""
     world = network.world
     one = Distributed(network)
-    replaced: list[tuple[Any, str, Any]] = [(module, "dist", one) for module in USERS]
+    replaced: list[tuple[Any, str, Any]] = [(module, "dist", one) for module in users()]
     replaced += [(ranks, "TURN", Turn())]
     for module in (board, creation, lookout):
         replaced += [

@@ -23,9 +23,9 @@ from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.record.capture.eager_types import hide_fakes
+from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.questions import Ask
-from fpipe.record.reads.attribute_reads import Reads
+from fpipe.record.reads.accesses import Reads
 from fpipe.record.reads.watch import Watcher
 from fpipe.record.variant import Variant
 

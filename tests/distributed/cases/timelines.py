@@ -8,8 +8,7 @@ import time
 import torch
 
 import fpipe
-from fpipe.runtime import recording
-from fpipe.runtime.transport import clocks
+from fpipe.network import clocks, recording
 from schedules import KINDS, Action, B, F, one_f_one_b
 from tests.common.running import build
 from tests.common.zoo import ZOO

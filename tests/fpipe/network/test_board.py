@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from fpipe.errors import Cause
+from fpipe.network import board as module
 from fpipe.network.board import Board, _find_keeper
-from fpipe.runtime.transport import board as module
 
 FIRST, SECOND = Cause(1, "a step (call 3), position 2, 1F1", "ValueError: one"), Cause(0, "a step (call 3)", "two")
 

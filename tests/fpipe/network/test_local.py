@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from fpipe import DeadlockError, PipelineError, TransportError
 from fpipe.network.one_process import LocalRanks
-from fpipe.runtime.executor import Execution, Inputs, StageCrossing
+from fpipe.runtime.contract import StageCrossing
+from fpipe.runtime.executor import Execution, Inputs
 from fpipe.runtime.instructions import link
 from fpipe.runtime.local import LocalTransport, drive
 from schedules import Action, Placement, parse

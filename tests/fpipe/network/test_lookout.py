@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from fpipe.errors import Cause
+from fpipe.network import lookout as module
 from fpipe.network.board import Board
 from fpipe.network.lookout import Lookout
 from fpipe.network.waiting import Awaited
-from fpipe.runtime.transport import lookout as module
 
 HOUR = timedelta(hours=1)
 CAUSE = Cause(2, "a step (call 1), position 3, 2F1", "ValueError: one")

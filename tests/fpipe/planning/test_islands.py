@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fpipe.planning.candidates import Room
+from fpipe.planning.candidates import Predictor, Room
 from fpipe.planning.choosing import choose
 from fpipe.planning.floor import bound_plans
-from fpipe.planning.islands import find_islands, list_placements, place_on_islands
-from fpipe.planning.prediction import Predictor
+from fpipe.planning.ordering import find_islands, list_placements, place_on_islands
 from schedules import Link, check, one_f_one_b, zb_h1, zb_v
 from tests.common.chain_profiles import chain_profile
 

@@ -3,11 +3,10 @@
 
 from math import inf
 
-from fpipe.planning.candidates import FACTORIES, Candidate, Room
+from fpipe.planning.candidates import FACTORIES, Candidate, Predictor, Room
 from fpipe.planning.choosing import choose
 from fpipe.planning.ordering import list_orderable, reorder
 from fpipe.planning.plan import Plan
-from fpipe.planning.prediction import Predictor
 from schedules import check, one_f_one_b, recompute, zb_h1, zb_v
 from tests.common.chain_profiles import chain_profile
 

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.errors import InputError
-from fpipe.planning.candidates import FACTORIES, Candidate, Room, fit_memory
+from fpipe.planning.candidates import FACTORIES, Candidate, Predictor, Room, find_peak, fit_memory
 from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.floor import bound_plans
-from fpipe.planning.pins import pin
 from fpipe.planning.plan import Plan
-from fpipe.planning.prediction import Predictor, find_peak
 from fpipe.planning.ranges import Spread
 from schedules import (
     Costs,
@@ -162,10 +160,10 @@ def test_too_few_places_for_cuts_are_refused():
 def test_a_pinned_stage_is_kept():
     profile = chain_profile([1] * 8)
     room = Room((inf,) * 3, frozenset(range(1, 8)))
-    one = pin(room, profile, ("1",), (("2", "7"),))
+    one = room.pin(profile, ("1",), (("2", "7"),))
     assert (one.pinned, one.places) == ((1, 2, 7), {1, 2, 7})
-    assert pin(room, profile, (), ((None, "3"), ("3", None))).places == {3}
-    found = choose({4: profile}, [one_f_one_b], 3, pin(room, profile, (), (("2", "7"),)), **LIMITS)
+    assert room.pin(profile, (), ((None, "3"), ("3", None))).places == {3}
+    found = choose({4: profile}, [one_f_one_b], 3, room.pin(profile, (), (("2", "7"),)), **LIMITS)
     assert found.cuts == ("2", "7")
 
 
@@ -173,13 +171,13 @@ def test_pins_that_contradict_one_another_are_refused():
     profile = chain_profile([1] * 8)
     room = Room((inf,) * 3, frozenset(range(1, 8)))
     with pytest.raises(InputError, match=r"stages: got \('2', '7'\) and a stage that begins at '4', in the middle"):
-        pin(room, profile, ("4",), (("2", "7"),))
+        room.pin(profile, ("4",), (("2", "7"),))
     with pytest.raises(InputError, match=r"stages: got \('2', '7'\) and a stage that begins at '5'"):
-        pin(room, profile, (), (("2", "7"), ("5", None)))
+        room.pin(profile, (), (("2", "7"), ("5", None)))
     with pytest.raises(InputError, match=r"stages\[0\]: got '27', expected two names of modules"):
-        pin(room, profile, (), ("27",))
+        room.pin(profile, (), ("27",))
     with pytest.raises(InputError, match=r"stages\[0\]: got \(.7., .2.\), expected a second module that comes after"):
-        pin(room, profile, (), (("7", "2"),))
+        room.pin(profile, (), (("7", "2"),))
 
 
 def test_a_pinned_cut_is_kept():
@@ -276,11 +274,11 @@ def test_a_plan_is_read_as_it_was_saved(saved):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('"fpipe plan"', '"other"', "expected a plan of version"),
-        ('"version": 1', '"version": 2', "expected a plan of version"),
+        ('"fpipe plan"', '"other"', "expected a plan that fpipe saved"),
+        ('"version": 1', '"version": 2', "version: got 2, expected 1"),
         ('"bound": ', '"bound": -', "bound: got -"),
         ('"bound": ', '"bound": NaN, "x": ', "NaN"),
-        ('"complete": true', '"complete": 3', "complete: got '3', expected bool"),
+        ('"complete": true', '"complete": 3', "complete: got 3, expected true or false"),
         ('"schedule": "', '"schedule": "no_', "expected a built-in schedule"),
         ("{", "", "plan.json: "),
     ],

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import InputError
-from fpipe.planning.devices import costs_by_rank
 from fpipe.planning.ranges import TIMED, Spread
 from schedules import Costs, Link, Sizes, dualpipe, gpipe, looped, simulate, vee, zb_h1
 from tests.common.profiles import cuts_of, plain_profile, profiles
@@ -118,20 +117,6 @@ def test_a_link_that_takes_no_time_is_left_out():
     profile = replace(plain_profile(4), link=Link())
     assert profile.costs([1]).comm == 0
     assert isinstance(replace(profile, link=Link(latency=1)).costs([1]).comm, Link)
-
-
-@given(FOUR, FOUR)
-def test_each_stage_costs_what_it_does_on_its_rank(a, b):
-    b = replace(b, **{name: getattr(a, name) for name in ("hops", "activation", "residual", "arrivals")})
-    b = replace(b, versions=a.versions, parameters=a.parameters)
-    cuts, placement = (1, 2, 3), vee(ranks=2, chunks=2)
-    costs = costs_by_rank([a, b], cuts, placement)
-    for stage, rank in enumerate(placement.homes):
-        assert costs.time("F", stage) == (a, b)[rank].costs(cuts).time("F", stage)
-    with pytest.raises(InputError, match=r"profiles: got 1, expected 2"):
-        costs_by_rank([a], cuts, placement)
-    with pytest.raises(InputError, match=r"profiles\[1\].versions"):
-        costs_by_rank([a, replace(b, versions=(1, *[size + 1 for size in a.versions[1:]]))], cuts, placement)
 
 
 def test_a_printed_profile_has_a_row_for_each_block():

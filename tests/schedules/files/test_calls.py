@@ -23,7 +23,7 @@ from schedules import (
 )
 from schedules.commands.subjects import transforms
 from schedules.files.calls import NAMED_TRANSFORMS, read_call, spell_call
-from schedules.language.costs import Costs, Link
+from schedules.replay.costs import Costs, Link
 
 
 def there_and_back(how):

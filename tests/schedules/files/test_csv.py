@@ -29,9 +29,9 @@ from schedules import (
 )
 from schedules.files.cells import pipelining
 from schedules.files.csv import Listing, listing, read_csv, table, write_csv
+from schedules.language.schedule import graph_of
 from schedules.proof.interpreter import interpret
 from schedules.proof.networks import fifo
-from schedules.replay.dependencies import graph_of
 from schedules.testing import graphs, orders, require_round_trip, schedules
 from tests.common.rows import rows
 from tests.common.sizes import few

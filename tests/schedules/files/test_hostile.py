@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schedules import PipelineError, Schedule, TableError, one_f_one_b, parse, recompute, zb_auto
 from schedules.files import read_csv, write_csv
 from schedules.files.calls import read_call, spell_call
-from schedules.language.costs import Costs, Link
+from schedules.replay.costs import Costs, Link
 from schedules.transforms.connect import parse_graph
 from tests.common.hostile import JSON, answer, changed
 
