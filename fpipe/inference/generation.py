@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.inference.decoders import MakeDecoder, StaticDecoder
-from fpipe.inference.decoding import PREFIX, build_decoding
+from fpipe.inference.decoders import PREFIX, MakeDecoder, StaticDecoder, build_decoding
 from fpipe.inference.sampling import Choose, choose_likeliest
 from fpipe.inference.session import Choice, Session
 from fpipe.network.agreement import Field
@@ -133,7 +132,7 @@ def generate(
                 decodings[key] = decodings.pop(key)  # the most recently used one
             else:
                 decodings[key] = build_decoding(pipe, decoder, how, first, length)
-                for old in [*decodings][: -pipe.planner.most]:
+                for old in [*decodings][: -pipe.memo.most]:
                     del decodings[old]
             held = {f"{PREFIX}{name}": value for name, value in {**params, **buffers}.items()}
             session = Session(decodings[key], variant, held, seed)

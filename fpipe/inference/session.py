@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError, TransportError
-from fpipe.inference.decoding import PREFIX
+from fpipe.inference.decoders import PREFIX
 from fpipe.inference.sampling import Choose
 from fpipe.network.ranks import Ranks
 from fpipe.pipelines.batch import SplitBatch
@@ -53,7 +53,7 @@ class Session:
         """Return the plan for these inputs, cached for each kind of them, and the inputs split into groups."""
         batch = self.pipe.batch(self.variant, inputs, None, self.pipe.ranks.exchange_text)
         plan = agree_on_plan(self.pipe, self.variant, batch.signature, CommonArguments(self.seed))
-        self.pipe.planner.use((self.variant, batch.signature))
+        self.pipe.memo.use((self.variant, batch.signature))
         return plan, batch
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[StepPlan, Tensor | None]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from time import perf_counter
 from typing import Final
@@ -27,11 +28,11 @@ import torch
 from torch import nn
 
 from fpipe.errors import InputError
-from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.modes import isolate
 from fpipe.record.captured import Captured, Constant, Unit
 from fpipe.record.model.skeleton import skeleton
-from fpipe.record.questions import refuse_questions
+from fpipe.record.questions import Answer, Question, refuse_questions
 from fpipe.record.variant import TRAINING
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.torch_private import FakeTensor
@@ -69,23 +70,23 @@ class Recheck:
         yield
         self.spent += perf_counter() - start
 
-    def run(self, captures: CaptureCache) -> None:
+    def run(self, captures: Captures) -> None:
         """Record every kind of microbatch again; raise `InputError` for the first call that differs."""
         start = perf_counter()
         require_same_records(captures)
         self.spent, self.cost = 0.0, perf_counter() - start
 
 
-def require_same_records(captures: CaptureCache) -> None:
+def require_same_records(captures: Captures) -> None:
     """Raise `InputError`, naming module and call, if the model or its loss now records otherwise than it did."""
     model = captures.watching.origin.model
     if model is None:
         return  # nothing is left to compare
-    for (variant, microbatch), old in list(captures.captured.items()):
-        again = replace(captures, model=_copy(model, captures), captured={}, reads={}, positions={}, questions={})
+    for (variant, microbatch), known in captures.memo.recordings.items():
+        again, left = replace(captures, model=_copy(model, captures)), list(microbatch.answers)
         with isolate(TRAINING):
-            told = again.explore(variant, microbatch, refuse_questions)
-        difference = "other questions" if told != microbatch else _difference(old, again.captured[variant, told])
+            new, _ = again.record(variant, microbatch, partial(_answer_again, left))
+        difference = "other questions" if left else _difference(known.captured, new)
         if difference:
             raise InputError(
                 f"{difference}, as when the model was recorded: its Python code, or that of its loss, does something "
@@ -94,7 +95,12 @@ def require_same_records(captures: CaptureCache) -> None:
             )
 
 
-def _copy(model: nn.Module, captures: CaptureCache) -> nn.Module:
+def _answer_again(left: list[Answer], question: Question) -> Answer:
+    """Return the answer to the model's next question, as when it was recorded."""
+    return left.pop(0) if left else refuse_questions(question)
+
+
+def _copy(model: nn.Module, captures: Captures) -> nn.Module:
     """Return a copy without tensors of the user's model, in the modes in which it was recorded."""
     mode, home = fake_mode(), captures.batchings[True].home
     again = skeleton(model, lambda tensor: fake(mode, tensor, home))

@@ -45,10 +45,9 @@ from fpipe.record.captured import Tensors
 from fpipe.record.variant import Variant
 from fpipe.runtime.executor import Outcome
 from fpipe.tensors.placed import require_plain, wrap_state
-from fpipe.training.argument_checks import require_fitting
 from fpipe.training.clipping import require_bound, scale_to_norm
 from fpipe.training.norms import compute_total
-from fpipe.training.optimizers import Optimizer, OptimizerState
+from fpipe.training.optimizers import Optimizer, OptimizerState, require_fitting
 
 
 class TrainStep(Protocol):

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of four processes that save under 1F1B, resume in pairs under ZB-V and alone, and refuse together.
-
-One job does all of it: the four form one pipeline, then two, then four. It prints `passed` at the end.
-"""
+"""Four processes save under 1F1B, resume in pairs under ZB-V and alone, and refuse together."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,19 +14,15 @@ import torch.distributed as dist
 
 import fpipe
 from schedules import one_f_one_b, zb_h1, zb_v
-from tests.common.resuming import Trainer, require_same_run, undisturbed
+from tests.common.resuming import Trainer, pipeline, require_same_run, step_of, undisturbed
 from tests.common.sizes import NIGHTLY
 from tests.common.training import MICROBATCHES, MODELS, train_alone
 from tests.common.training_runs import require_same_history, train_in_parts
+from tests.distributed.cases.checks import case, raises
+from tests.distributed.cases.training import neighbours
 
-RANKS, SUBJECTS = 4, ("tied", "dropping")
+SUBJECTS = ("tied", "dropping")
 STEPS = 20 if NIGHTLY else 4
-
-
-def split(size: int) -> Any:
-    """Return the group of this process, of all groups of `size` neighbours."""
-    groups = [dist.new_group([*range(first, first + size)]) for first in range(0, RANKS, size)]
-    return groups[dist.get_rank() // size]
 
 
 def save_on_four(subject: str, *paths: Path) -> None:
@@ -66,14 +59,6 @@ def replicas_get_their_copies(path: Path, pair: Any) -> None:
     require_same_run(trainer.train(again, range(2, 4)), trainer.train(run, range(2, 4)))
 
 
-def interrupted_loops_equal_plain_ones(folder: Path, pair: Any) -> None:
-    """Clipping, groups and a learning rate for each step; from four ranks to two and back."""
-    four, two = (one_f_one_b(4, MICROBATCHES), None), (zb_v(2, MICROBATCHES), pair)
-    for name in MODELS:
-        parts = [four, two, (zb_h1(4, MICROBATCHES), None)]
-        require_same_history(train_in_parts(name, parts, folder / name, dist.get_rank() < 2), train_alone(name))
-
-
 def save_while_training(path: Path) -> None:
     """What is saved is the run as it was when the save began."""
     four = Trainer("tied", "1f1b on four")
@@ -88,17 +73,6 @@ def save_while_training(path: Path) -> None:
     require_same_run(four.train(again, range(step, 3)), later)
 
 
-def raises(error: type[Exception], words: str, call: Callable[[], object]) -> None:
-    """Raise unless `call` raises this error with these words."""
-    try:
-        call()
-    except error as found:
-        said = str(found)
-    else:
-        said = "nothing raised"
-    assert words in said, said
-
-
 def refuse_together(path: Path) -> None:
     """Whatever one rank can't do, no rank does, and the checkpoint of before is intact."""
     rank, four = dist.get_rank(), Trainer("tied", "1f1b on four")
@@ -107,7 +81,8 @@ def refuse_together(path: Path) -> None:
 
     def expect(words: str, call: Callable[[], object], on: int, error: type[Exception]) -> None:
         """The call raises this error on one rank, and on the others one that says so."""
-        raises(error if rank == on else fpipe.TransportError, words, call)
+        with raises(error if rank == on else fpipe.TransportError, words):
+            call()
         found, step = four.resume(path)
         assert step == 0
         require_same_run(found, first)
@@ -119,7 +94,7 @@ def refuse_together(path: Path) -> None:
     expect("numbers them", lambda: four.save(path, numbered if rank == 1 else later, 1), 1, fpipe.InputError)
     expect("step: got on ranks 0-2: 1; on rank 3: 2", lambda: four.save(path, later, 1 + rank // 3), 0, every)
     expect("data: got", lambda: four.save(path, later, 1, data=[marked]), 0, every)
-    with patch("fpipe.checkpoints.save.write_shard", side_effect=OSError("no space left") if rank == 1 else None):
+    with patch("fpipe.checkpoints.save.write_safetensors", side_effect=OSError("no space left") if rank == 1 else None):
         expect("no space left", lambda: four.save(path, later, 1), 1, OSError)
     with patch("fpipe.checkpoints.save.commit", side_effect=OSError("no right to")):  # which rank 0 alone calls
         expect("no right to", lambda: four.save(path, later, 1), 0, OSError)
@@ -130,23 +105,23 @@ def refuse_together(path: Path) -> None:
 def refuse_what_does_not_fit(path: Path, pair: Any) -> None:
     """Every rank comes to the same verdict, whichever part it holds."""
     four, another = Trainer("tied", "1f1b on four"), Trainer("dropping", "zb_v on two", group=pair)
-    raises(fpipe.InputError, "got no checkpoint.json", lambda: four.resume(path / "nowhere"))
-    raises(fpipe.InputError, "missing ['0.0.weight'", lambda: another.resume(path))
+    with raises(fpipe.InputError, "got no checkpoint.json"):
+        four.resume(path / "nowhere")
+    with raises(fpipe.InputError, "missing ['0.0.weight'"):
+        another.resume(path)
     dist.barrier()
     shard = path / "save-1" / "model-00003-of-00004.safetensors"
     if dist.get_rank() == 0:
         shard.write_bytes(shard.read_bytes()[:-1])
     dist.barrier()
-    raises(fpipe.InputError, f"{shard.name}: got", lambda: four.resume(path))
+    with raises(fpipe.InputError, f"{shard.name}: got"):
+        four.resume(path)
 
 
-def main(rank: int, store: str, where: str) -> None:
-    """Run all of it."""
-    torch.set_num_threads(1)
-    folder = Path(where)
-    method = f"file://{store}"
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10), init_method=method, rank=rank, world_size=RANKS)
-    pair, alone = split(2), split(1)
+@case(sizes=[4])
+def runs_are_saved_and_resumed_on_other_ranks(rank, size):
+    """The four form one pipeline, then two, then four."""
+    folder, pair, alone = Path(os.environ["REPORT"]), neighbours(2), neighbours(1)
     for subject in SUBJECTS:
         save_on_four(subject, folder / subject, folder / f"{subject}-half")
         resume_on_two_and_one(subject, folder / subject, pair, alone)
@@ -154,7 +129,14 @@ def main(rank: int, store: str, where: str) -> None:
     refuse_together(folder / "refused")
     refuse_what_does_not_fit(folder / "refused", pair)
     replicas_get_their_copies(folder / "mirrored", pair)
-    if NIGHTLY:
-        interrupted_loops_equal_plain_ones(folder, pair)
-    dist.destroy_process_group()
-    print("passed")
+    pipeline.cache_clear()  # their channels end with the case
+    step_of.cache_clear()
+
+
+@case(sizes=[4], day=[])
+def interrupted_loops_are_plain_loops(rank, size):
+    """Clipping, groups and a learning rate for each step; from four ranks to two and back."""
+    four, two = (one_f_one_b(4, MICROBATCHES), None), (zb_v(2, MICROBATCHES), neighbours(2))
+    for name in MODELS:
+        parts, path = [four, two, (zb_h1(4, MICROBATCHES), None)], Path(os.environ["REPORT"], f"interrupted-{name}")
+        require_same_history(train_in_parts(name, parts, path, rank < 2), train_alone(name))
