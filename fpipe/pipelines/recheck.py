@@ -30,6 +30,7 @@ from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.modes import isolate
 from fpipe.record.model.skeleton import skeleton
 from fpipe.record.questions import Answer, Question, refuse_questions
+from fpipe.record.trace.comparison import compare_captures
 from fpipe.record.variant import TRAINING
 from fpipe.tensors.fake import fake, fake_mode
 
@@ -79,7 +80,7 @@ def require_same_records(captures: Captures) -> None:
         again, left = replace(captures, model=_copy(model, captures)), list(microbatch.answers)
         with isolate(TRAINING):
             new, _ = again.record(variant, microbatch, partial(_answer_again, left))
-        difference = "other questions" if left else _difference(known.captured, new)
+        difference = "other questions" if left else compare_captures(known.captured, new)
         if difference:
             raise InputError(
                 f"{difference}, as when the model was recorded: its Python code, or that of its loss, does something "
