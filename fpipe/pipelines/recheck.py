@@ -20,30 +20,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from time import perf_counter
 from typing import Final
 
-import torch
 from torch import nn
 
 from fpipe.errors import InputError
 from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.modes import isolate
-from fpipe.record.captured import Captured, Constant, Unit
 from fpipe.record.model.skeleton import skeleton
 from fpipe.record.questions import Answer, Question, refuse_questions
+from fpipe.record.trace.comparison import compare_captures
 from fpipe.record.variant import TRAINING
 from fpipe.tensors.fake import fake, fake_mode
-from fpipe.tensors.torch_private import FakeTensor
-from fpipe.tensors.tree import same_bits
 
 SHARE: Final = 0.005
 """How much of the time of steps recording again may take."""
 FIRST: Final = 1.0
 """Seconds that recording is assumed to take before it has been measured."""
-CHARACTERS: Final = 200
-"""The number of characters of a call that errors show."""
 
 
 @dataclass
@@ -86,7 +80,7 @@ def require_same_records(captures: Captures) -> None:
         again, left = replace(captures, model=_copy(model, captures)), list(microbatch.answers)
         with isolate(TRAINING):
             new, _ = again.record(variant, microbatch, partial(_answer_again, left))
-        difference = "other questions" if left else _difference(known.captured, new)
+        difference = "other questions" if left else compare_captures(known.captured, new)
         if difference:
             raise InputError(
                 f"{difference}, as when the model was recorded: its Python code, or that of its loss, does something "
@@ -108,38 +102,3 @@ def _copy(model: nn.Module, captures: Captures) -> nn.Module:
     for name, module in again.named_modules():
         module.training = recorded.get(name, module.training)
     return again
-
-
-def _difference(old: Captured, new: Captured) -> str:
-    """Return what differs between two records, as the beginning of a sentence; empty if nothing does."""
-    for before, now in zip_longest(old.units, new.units):
-        if before is None or now is None or _facts(before) != _facts(now):
-            where = (now or before).path if now or before else ""
-            return f"module {where or '(root)'}: got {_describe(now)}, expected {_describe(before)}"
-    for value, source in old.sources.items():
-        if isinstance(source, Constant) and not _is_same_constant(source, new.sources.get(value)):
-            path = next((unit.path for unit in old.units if value in unit.reads), "")
-            return f"module {path or '(root)'}: got another constant, expected the same"
-    if old.outputs != new.outputs or old.structure != new.structure:
-        return "the model: got other outputs, expected the same"
-    return ""
-
-
-def _facts(unit: Unit) -> tuple[object, ...]:
-    return unit.path, unit.does, unit.reads, unit.makes
-
-
-def _describe(unit: Unit | None) -> str:
-    return "no call" if unit is None else unit.does[:CHARACTERS] or "a call"
-
-
-def _is_same_constant(old: Constant, new: object) -> bool:
-    """Return whether two constants have the same values; those without values are compared by shape."""
-    if not isinstance(new, Constant):
-        return False
-    one, other = old.tensor, new.tensor
-    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
-        return False
-    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor) or one.layout is not torch.strided:
-        return True
-    return same_bits(one, other)
