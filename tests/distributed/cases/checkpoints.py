@@ -93,7 +93,7 @@ def refuse_together(path: Path) -> None:
     expect("numbers them", lambda: four.save(path, numbered if rank == 1 else later, 1), 1, fpipe.InputError)
     expect("step: got on ranks 0-2: 1; on rank 3: 2", lambda: four.save(path, later, 1 + rank // 3), 0, every)
     expect("data: got", lambda: four.save(path, later, 1, data=[marked]), 0, every)
-    with patch("fpipe.checkpoints.save.write_shard", side_effect=OSError("no space left") if rank == 1 else None):
+    with patch("fpipe.checkpoints.save.write_safetensors", side_effect=OSError("no space left") if rank == 1 else None):
         expect("no space left", lambda: four.save(path, later, 1), 1, OSError)
     with patch("fpipe.checkpoints.save.commit", side_effect=OSError("no right to")):  # which rank 0 alone calls
         expect("no right to", lambda: four.save(path, later, 1), 0, OSError)

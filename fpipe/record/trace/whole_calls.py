@@ -1,31 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call a module as its author wrote it, and take from the call the tensors that later operations read.
 
+The modules of a segment belong to a skeleton of the model, which holds no tensors. While a segment runs, the tensors
+passed to it are in their *seats*: the tables in which modules keep parameters and buffers. Afterwards the tables are
+restored.
+
 A whole call delivers tensors in three ways: it returns them, it assigns them to attributes, or a module inside it
-returns them to a hook that collects them. The call reads only what something inside it uses; other arguments are zeros
-without memory, so that a value that is merely passed through need not be sent to the stage.
+returns them to a hook that collects them, such as a router's logits or attention weights that the user's own forward
+hooks save. The call reads only what something inside it uses; other arguments are zeros without memory, so that a value
+that is merely passed through need not be sent to the stage.
 
 Runs when a pipeline is built; the operations that it returns run in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fpipe.errors import InputError
-from fpipe.record.captured import Operation, Tensors, Value
-from fpipe.record.model.snapshot import restore_attributes
-from fpipe.record.steps.branching import attach
-from fpipe.record.steps.collected import InnerOutput, InnerOutputs
-from fpipe.record.steps.seats import Seat
-from fpipe.record.tape import Attribute, Frame, pick, require_constants
+from fpipe.record.captured import Function, Operation, Tensors, Value
+from fpipe.record.model.snapshot import ContainerState, restore_attributes, restore_containers
+from fpipe.record.trace.branching import attach
+from fpipe.record.trace.frames import Attribute, Frame, pick, require_constants, tensors_at
 from fpipe.tensors.placed import Placed, local_part
+
+Seat: TypeAlias = tuple[dict[str, Any], str]
+"""A place where a module keeps a tensor: one of its tables, and the name there."""
+Seats: TypeAlias = Mapping[Value, Sequence[Seat]]
+
+
+class Seating:
+    """A context in which tensors are in their seats; on exit, the previous contents are restored.
+
+    Each of `seats` is a table, a name, and the position in `tensors` of the tensor that belongs there.
+    """
+
+    def __init__(self, seats: Sequence[tuple[dict[str, Any], str, int]], tensors: Sequence[Tensor]) -> None:
+        self.seats, self.tensors = seats, tensors
+
+    def __enter__(self) -> None:
+        seats, tensors = self.seats, self.tensors
+        self.before = [table[name] for table, name, _ in seats]
+        for table, name, k in seats:
+            table[name] = tensors[k]
+
+    def __exit__(self, *error: object) -> None:
+        for (table, name, _), old in zip(self.seats, self.before, strict=True):
+            table[name] = old
+
+
+def seat_inputs(
+    run: Callable[..., Tensors],
+    seats: Sequence[tuple[dict[str, Any], str, int]],
+    written: Sequence[ContainerState],
+) -> Function:
+    """Return `run(key, *inputs)` as a function that puts its inputs in their seats first.
+
+    `seats` are as in `Seating`. `written` are the containers that a run changes; they are restored after it. A
+    backward runs with the inputs in their seats, too: hooks and custom functions look weights up, checkpoints rerun.
+    """
+
+    def seat(tensors: Tensors) -> AbstractContextManager[None]:
+        seating = Seating(seats, tensors)
+        return restore_containers(written, tensors, seating) if written else seating
+
+    def run_seated(key: int, *tensors: Tensor) -> Tensors:
+        with seat(tensors):
+            return run(key, *tensors)
+
+    return Function(run_seated, seat)
+
+
+class InnerOutput(NamedTuple):
+    """A tensor that a module returns: the module, its call number inside the outer call, from 0, and the leaf."""
+
+    path: str
+    module: nn.Module
+    call: int
+    leaf: int
+
+
+class InnerOutputs:
+    """A context that records the results of the modules that return the `wanted` outputs."""
+
+    def __init__(self, wanted: Sequence[InnerOutput]) -> None:
+        self.wanted = wanted
+        self.returned: dict[tuple[nn.Module, int], Any] = {}
+        self.count: Counter[nn.Module] = Counter()
+
+    def __enter__(self) -> InnerOutputs:
+        modules = dict.fromkeys(one.module for one in self.wanted)
+        self.handles = [module.register_forward_hook(self._note) for module in modules]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _note(self, module: nn.Module, args: object, out: Any) -> None:
+        self.returned[module, self.count[module]] = out
+        self.count[module] += 1
+
+    @property
+    def tensors(self) -> Tensors:
+        """The wanted tensors."""
+        return tuple([self._tensor(one) for one in self.wanted])
+
+    def _tensor(self, one: InnerOutput) -> Tensor:
+        leaves = tensors_at(self.returned.get((one.module, one.call)))
+        if one.leaf not in leaves:
+            raise InputError(
+                f"module {one.path}: got no tensor at leaf {one.leaf} of the result of its call {one.call}, expected "
+                "one as at capture, because code outside of the module uses it. Call the module every time, and return "
+                "the same structure."
+            )
+        return leaves[one.leaf]
 
 
 @dataclass(frozen=True)

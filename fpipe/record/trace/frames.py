@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recording of a model's run: torch calls in order, and the module calls around them.
+"""Calls that can be repeated: torch calls with other tensors, and *frames*, the calls of the user's code around them.
 
-A *tape* is a flat list of units, one per torch call, with nested *frames* over it: the calls of modules, of the loss,
-and of checkpointed functions. Either can run again: a unit repeats one torch call; a frame repeats the original call,
-with all of the Python code inside it.
-
-A frame can run in place of its units only if it can be called from outside: every tensor that it reads is an argument
-or module state; every tensor that it makes and others use is returned or assigned to an attribute. Any other frame is
-opened: the units and frames inside it run instead.
+A frame is the call of a module, of the loss or of a checkpointed function. It can run in place of the torch calls in it
+only if it can be called from outside: every tensor that it reads is an argument or module state; every tensor that it
+makes and others use is returned or assigned to an attribute. Any other frame is opened: what is inside it runs.
 
 Runs when a plan is made; `Invocation`, `tensors_at`, `require_constants` and `pick` also run in every step.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,10 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
-from fpipe.record.captured import Labels, Tensors, Unit, Value
+from fpipe.record.captured import Labels, Tensors, Value
 from fpipe.record.modes import Modes
-from fpipe.record.questions import Answer, Reply
-from fpipe.record.variant import Casts
 from fpipe.tensors.closures import flatten_closures
 from fpipe.tensors.settings import Settings, settings
 from fpipe.tensors.torch_private import count_dispatch_modes
@@ -181,93 +174,14 @@ class Frame:
     inner: list[Frame] = field(default_factory=list)
 
 
-class CallResult(NamedTuple):
-    """The result of a torch call, the modes it ran in, and the tick of the next one."""
-
-    invocation: Invocation
-    modes: tuple[bool, Casts]
-    out: Any
-    last: int
-
-
-class Draw(NamedTuple):
-    """A torch call that draws random numbers: its tick, its function, its label, and the devices it draws on."""
-
-    tick: int
-    function: Any
-    label: int
-    devices: tuple[torch.device, ...]
-
-
-@dataclass(frozen=True)
-class Tape:
-    """A recorded run.
-
-    - `units`: the torch calls; `invocations`, `modes`, `ticks`: for each, the function and its arguments, the modes it
-      depends on, and the ticks between which it ran.
-    - `returned`: by tick, the result of each torch call not inside another, including those that left no unit.
-    - `casts`: for each unit, the values read that it casts to another dtype, as autocast does.
-    - `frames`: the outermost frames. `streams`: all frames that draw from a stream.
-    - `draws`: the calls that drew random numbers outside of streams, in order.
-    - `replies`: the calls that read values and were answered, in order.
-    - `calls`: for each function that was answered, the ticks of all of its calls; `outside`: for each function that
-      draws, the ticks of its calls outside of streams.
-    - `hooked`: positions of the units before which hooks on saved tensors were installed, as checkpoints do. Not ticks:
-      calls between the hooks and the first unit may have left no unit.
-    - `fused`: ticks at which torch's modules took their fast path, which they take only when no mode is on.
-    - `rewriters`: positions of the units that change buffers, and the memory of those buffers.
-    - `fakes`: the tensors of the run, by value.
-    """
-
-    units: tuple[Unit, ...]
-    invocations: Mapping[Unit, Invocation]
-    modes: Mapping[Unit, Modes]
-    ticks: Mapping[Unit, tuple[int, int]]
-    returned: Mapping[int, CallResult]
-    casts: Mapping[Unit, frozenset[Value]]
-    frames: tuple[Frame, ...]
-    streams: tuple[Frame, ...]
-    draws: tuple[Draw, ...]
-    replies: tuple[Reply, ...]
-    calls: Mapping[Any, Sequence[int]]
-    outside: Mapping[Any, Sequence[int]]
-    hooked: Sequence[int]
-    fused: Sequence[int]
-    rewriters: Mapping[int, frozenset[int]]
-    fakes: Mapping[Value, Tensor]
-
-    def draws_between(self, first: int, last: int) -> dict[tuple[Any, int], Draw]:
-        """Return the draws from tick `first` to `last` (exclusive), by function and its call number in that range.
-
-        Leave out draws from a stream; do not count calls made there.
-        """
-        found = [draw for draw in self.draws if first <= draw.tick < last]
-        return {(draw.function, _count_between(self.outside[draw.function], draw.tick, first)): draw for draw in found}
-
-    def stream_at(self, tick: int) -> Labels | None:
-        """Return the stream that a call at `tick` draws from, if any."""
-        return next((one.stream for one in self.streams if one.first_tick <= tick < one.last_tick), None)
-
-    def draw_counts(self, first: int, last: int) -> dict[Any, int]:
-        """Return how often each function that draws there is called from tick `first` to `last`, outside of streams."""
-        functions = dict.fromkeys(draw.function for draw in self.draws if first <= draw.tick < last)
-        return {function: _count_between(self.outside[function], last, first) for function in functions}
-
-    def answers_between(self, first: int, last: int) -> dict[tuple[Any, int], Answer]:
-        """Return the answers from tick `first` to `last` (exclusive), by function and its call number in that range."""
-        found = [reply for reply in self.replies if first <= reply.tick < last]
-        return {
-            (reply.function, _count_between(self.calls[reply.function], reply.tick, first)): reply.answer
-            for reply in found
-        }
-
-
-def _count_between(ticks: Sequence[int], tick: int, first: int) -> int:
-    """Return how many of `ticks` are at least `first` and below `tick`."""
-    return bisect_left(ticks, tick) - bisect_left(ticks, first)
-
-
 def outermost_checkpoints(frames: Iterable[Frame]) -> Iterator[Frame]:
     """Yield the frames of checkpointed functions that are not inside another one."""
     for frame in frames:
         yield from [frame] if frame.checkpoint else outermost_checkpoints(frame.inner)
+
+
+def all_frames(frames: Iterable[Frame]) -> Iterator[Frame]:
+    """Yield all frames, each before the frames inside it."""
+    for frame in frames:
+        yield frame
+        yield from all_frames(frame.inner)

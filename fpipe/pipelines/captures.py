@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch import nn
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls, Mark
 from fpipe.pipelines.batch import Batching, SplitBatch
+from fpipe.pipelines.memo import Memo, MicrobatchKind, Recording
 from fpipe.pipelines.signature import Microbatch
 from fpipe.record.captured import Captured, CaptureFunction, Hooks
 from fpipe.record.fakes.leftovers import defining_files, find_caches, remove_fakes, user_classes
@@ -35,21 +36,15 @@ from fpipe.record.validity import name_of, require_valid
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.tensors.fake import fake_mode
 
-Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
-"""A captured model, and the positions of the units at which new stages begin."""
-
 
 @dataclass(frozen=True, eq=False)
-class CaptureCache:
-    """A model's captures, cached.
+class Captures:
+    """A model's captures, remembered for each kind of microbatch.
 
     - `model`: its skeleton.
     - `batchings`: how batches are split, with the loss and without.
     - `backward`: whether gradients are ever computed. `hooks`: the hooks on gradients of parameters.
     - `watching`: makes the watch on a capture's assumptions.
-    - `captured`, `reads`: the captured model, and the attributes that were read while it was captured.
-    - `positions`, `watches`: where it is cut, and the assumptions that must still hold when it runs.
-    - `questions`: the model's next question about a microbatch, given its answers so far.
     """
 
     model: nn.Module
@@ -60,86 +55,67 @@ class CaptureCache:
     backward: bool
     hooks: Hooks
     watching: Watcher
-    captured: dict[tuple[Variant, Microbatch], Captured] = field(default_factory=dict)
-    reads: dict[tuple[Variant, Microbatch], Reads] = field(default_factory=dict)
-    positions: dict[tuple[Variant, Microbatch], tuple[int, ...]] = field(default_factory=dict)
-    questions: dict[tuple[Variant, Microbatch], Question] = field(default_factory=dict)
-    watches: dict[tuple[Variant, Microbatch], Watch] = field(default_factory=dict)
+    memo: Memo = field(default_factory=Memo)
 
-    def with_example(self, example: SplitBatch) -> CaptureCache:
-        """Return the same cache with the signature of `example`, which includes its answers."""
+    def with_example(self, example: SplitBatch) -> Captures:
+        """Return the same captures with the signature of `example`, which includes its answers."""
         batchings = {**self.batchings, True: replace(self.batchings[True], example=example.signature)}
         return replace(self, batchings=batchings)
 
-    def of(self, variant: Variant, microbatch: Microbatch) -> Cut:
-        """Return the captured model and the positions of its cuts for a microbatch; outputs make no difference."""
-        what = variant.capture, microbatch
-        if what not in self.positions:
-            if what not in self.captured:
-                told = self.explore(variant, microbatch, refuse_questions)
-                assert told == microbatch, "all answers are known, and none is left over"
-            self.positions[what] = self._positions(self.captured[what], *what)
-            self.watches[what] = self.watching.watch(self.reads[what], variant.training)
-        return self.captured[what], self.positions[what]
+    def find(self, variant: Variant, microbatch: Microbatch) -> Question | Recording | None:
+        """Return the model's next question about a microbatch, or its recording; `None` if neither is known."""
+        return self.memo.microbatches.get((variant.capture, microbatch))
+
+    def of(self, variant: Variant, microbatch: Microbatch) -> Recording:
+        """Return the recording for a microbatch whose answers are all known; outputs make no difference."""
+        if not isinstance(self.find(variant, microbatch), Recording):
+            told = self.explore(variant, microbatch, refuse_questions)
+            assert told == microbatch, "all answers are known, and none is left over"
+        found = self.find(variant, microbatch)
+        assert isinstance(found, Recording), "it has just been recorded"
+        return found
 
     @property
     def computes_loss(self) -> bool:
         """True if the loss is a function of the outputs alone."""
         return not self.batchings[True].has_targets and self.loss is not None
 
-    def question(self, variant: Variant, microbatch: Microbatch) -> Question | None:
-        """Return the model's next question about a microbatch; `None` if none is known."""
-        return self.questions.get((variant.capture, microbatch))
-
-    def knows(self, variant: Variant, microbatch: Microbatch) -> bool:
-        """Return whether the model has been captured for such a microbatch, with its answers."""
-        return (variant.capture, microbatch) in self.captured
-
     def explore(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Microbatch:
         """Capture the model for a microbatch; return the microbatch with all answers, getting new ones from `ask`."""
         variant, known = variant.capture, iter(microbatch.answers)
-        told, places = replace(microbatch, answers=()), self.watching.origin.places
+        told = replace(microbatch, answers=())
 
         def answer(question: Question) -> Answer:
             nonlocal told
-            self.questions[variant, told] = question
+            self.memo.microbatches[variant, told] = question
             told = told.with_answer(next(known, None) or ask(question))
             return told.answers[-1]
 
+        captured, reads = self.record(variant, microbatch, answer)
+        watch = self.watching.watch(reads, variant.training)
+        self.memo.microbatches[variant, told] = Recording(captured, watch)
+        return told
+
+    def record(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> tuple[Captured, Reads]:
+        """Return the model, captured for a microbatch, and the attributes that were read; remember nothing."""
         try:
             with (
                 nullcontext(Reads())
                 if reads_bytecode(self.front_end)
-                else record_reads(self.model, self.loss, places) as reads
+                else record_reads(self.model, self.loss, self.watching.origin.places) as reads
             ):  # dynamo bypasses patches
-                captured = self._capture(variant, microbatch, answer)
+                captured = self._capture(variant, microbatch, ask)
         finally:
             if not self.runs_python:
                 classes = user_classes(self.model)
                 remove_fakes(defining_files(classes, self.loss), classes, find_caches(self.model, self.loss))
         if captured.moved:
             require_own_state(captured.moved, {*reads.original, *self.watching.shared_attributes()})
-        self.captured[variant, told], self.reads[variant, told] = captured, reads
-        return told
-
-    def keep_only(self, used: Iterable[tuple[Variant, Microbatch]]) -> None:
-        """Drop everything about other variants and microbatches, except for the questions that led to these."""
-        known = {(variant.capture, microbatch) for variant, microbatch in used}
-        for key in self.captured.keys() - known:
-            for cache in (self.captured, self.reads, self.positions, self.watches):
-                cache.pop(key, None)
-        asked = {
-            (variant, replace(one, answers=one.answers[:answered]))
-            for variant, one in known
-            for answered in range(len(one.answers))
-        }
-        for key in self.questions.keys() - asked:
-            del self.questions[key]
+        return captured, reads
 
     def watch(self, variant: Variant, microbatches: Iterable[Microbatch]) -> Watch:
         """Return the assumptions of the captures for these microbatches, which must still hold when they run."""
-        wanted = [(variant.capture, one) for one in dict.fromkeys(microbatches)]
-        return Watch.union(self.watches[what] for what in wanted)
+        return Watch.union(self.of(variant, one).watch for one in dict.fromkeys(microbatches))
 
     @property
     def runs_python(self) -> bool:
@@ -162,18 +138,30 @@ class CaptureCache:
             require_valid(captured, name_of(self.front_end), self.model, objective, leaves)
         return replace(captured, backward=backward, hooks=self.hooks)
 
-    def _positions(self, captured: Captured, variant: Variant, microbatch: Microbatch) -> tuple[int, ...]:
-        """Return the positions of the cuts: at the same modules as for the example's first microbatch in training."""
-        batching, training = self.batchings[True], TRAINING.capture
-        first = batching.split(batching.example)[0]
-        if (variant, microbatch) == (training, first) or isinstance(self.cuts.where, partition.Marked):
+    def positions(self, variant: Variant, microbatch: Microbatch) -> tuple[int, ...]:
+        """Return the positions of the units at which new stages begin: at the same modules for all microbatches.
+
+        For all but the example's first one in training, those are where that one is cut.
+        """
+        if (variant.capture, microbatch) == self._first:
+            return self._first_positions
+        captured = self.of(variant, microbatch).captured
+        if isinstance(self.cuts.where, partition.Marked):
             return self.cuts.positions(captured, self.model)
         what = f"{'in training' if variant.training else 'in eval mode'} with microbatches of {microbatch}"
         return partition.cut_at_marks(Calls.of(captured, self.model), self.marks(), what)
 
     def marks(self) -> tuple[tuple[Mark, ...], ...]:
         """Return, for each stage but the first, the calls that begin or end where it begins in the example."""
+        calls = Calls.of(self.of(*self._first).captured, self.model)
+        return tuple(calls.marks(position) for position in self._first_positions)
+
+    @cached_property
+    def _first(self) -> MicrobatchKind:
+        """The example's first microbatch in training."""
         batching = self.batchings[True]
-        known, positions = self.of(TRAINING, batching.split(batching.example)[0])
-        calls = Calls.of(known, self.model)
-        return tuple(calls.marks(position) for position in positions)
+        return TRAINING.capture, batching.split(batching.example)[0]
+
+    @cached_property
+    def _first_positions(self) -> tuple[int, ...]:
+        return self.cuts.positions(self.of(*self._first).captured, self.model)

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.record.captured import Operation, Tensors
 from fpipe.record.questions import Answer
-from fpipe.record.steps.branching import report_read
-from fpipe.record.steps.selection import deciding_masks, result_on_fakes
+from fpipe.record.trace.branching import report_read
+from fpipe.record.trace.selection import deciding_masks, result_on_fakes
 from fpipe.tensors.torch_private import FakeTensor
 
 AnswersByCall: TypeAlias = Mapping[tuple[Any, int], Answer]
