@@ -38,7 +38,8 @@ from torch import Tensor, nn
 from fpipe.cutting.partition import Cuts, Marked
 from fpipe.errors import InputError
 from fpipe.pipelines.batch import Batching
-from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.captures import Captures
+from fpipe.pipelines.memo import Memo
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
 from fpipe.record.front_ends.registry import find_capture
@@ -154,7 +155,7 @@ def build_decoding(pipe: Pipeline, make: MakeDecoder, how: Schedule, inputs: Seq
     batching = Batching.of(tuple(inputs), None, ((0, None, 0)[: len(inputs)], None), how.microbatches)
     marks = [tuple(mark._replace(path=_prefixed(mark.path)) for mark in stage) for stage in known.marks()]
     whole = tuple(map(_prefixed, known.cuts.names(known.model, None)[0]))
-    captures = CaptureCache(
+    captures = Captures(
         model=decoder,
         loss=known.loss,
         batchings={True: batching, False: batching},
@@ -163,10 +164,10 @@ def build_decoding(pipe: Pipeline, make: MakeDecoder, how: Schedule, inputs: Seq
         backward=False,
         hooks={},
         watching=known.watching,
+        memo=Memo(max(2, known.memo.most)),
     )
     held = tuple(frozenset(map(_prefixed, stage.buffers)) for stage in pipe.stages)
-    most, backend = max(2, pipe.planner.most), pipe.planner.backend
-    planner = Planner(how, captures, 0, pipe.ranks.ranks, frozenset(), backend, extra=held, most=most)
+    planner = Planner(how, captures, 0, pipe.ranks.ranks, frozenset(), pipe.planner.backend, extra=held)
     return Pipeline(planner, pipe.ranks, pipe.rebuild, pipe.plan_ahead)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from fpipe.errors import InputError
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value, digest
-from fpipe.network.recording import Record
+from fpipe.network.recording import RecordSpan
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.earlier_sums import join_sums
 from fpipe.pipelines.fields import CommonArguments
@@ -58,7 +58,7 @@ def train_step(
     optimizer: Optimizer,
     max_norm: float | None = None,
     outputs: bool = False,
-    record: Record | None = None,
+    record: RecordSpan | None = None,
 ) -> TrainStep:
     """Return the function that runs one step and updates every stage as soon as its gradient is complete.
 

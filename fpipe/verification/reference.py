@@ -213,5 +213,5 @@ def _plan(pipe: Pipeline, variant: Variant, signature: Signature) -> StepPlan:
     with wait_for_turn():
         plan = pipe.plan(variant, signature)
         require_alike_uncut(plan.assemblies)
-        pipe.planner.keep_last(alone=pipe.planner.most)
+        pipe.memo.keep_last(alone=pipe.memo.most)
         return plan

@@ -288,7 +288,7 @@ def plans_are_forgotten_alike(rank, size):
         out, grads = step(*state, inputs, targets)
         got = Result(out.loss, None, grads, out.buffers)
         require_whole(got, loop(model, one.loss, inputs, targets, 2)._replace(outputs=None), rank, size)
-        orders = gather([str(signature) for _, signature in pipe.planner.agreements])
+        orders = gather([str(signature) for _, signature in pipe.memo.agreements])
         assert orders == [orders[0]] * size
         assert len(orders[0]) <= 3
     with raises(fpipe.TransportError, "plans: got on rank", "4", "5"):
@@ -304,13 +304,13 @@ def steps_are_prepared_by_all_ranks(rank, size):
     with raises(fpipe.PipelineError, "got 4 kinds of batches"):
         pipe.prepare([one.make(rows)[1:] for rows in (4, 5, 6, 7)])
     pipe.prepare([one.make(rows)[1:] for rows in (4, 5, 2)])
-    plans, step = dict(pipe.planner.plans), fpipe.value_and_grad(pipe)
+    plans, step = dict(pipe.memo.batches), fpipe.value_and_grad(pipe)
     for rows in (5, 2, 4):
         _, inputs, targets = one.make(rows)
         out, grads = step(*pipe.init(model), inputs, targets)
         got = Result(out.loss, None, grads, out.buffers)
         require_whole(got, loop(model, one.loss, inputs, targets, 2)._replace(outputs=None), rank, size)
-    assert pipe.planner.plans == plans
+    assert pipe.memo.batches == plans
 
 
 # ------------------------------------------------ Masks and tables that every rank computes from its part of the batch
