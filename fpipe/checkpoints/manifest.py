@@ -35,7 +35,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from fpipe.checkpoints.shards import shard_name
 from fpipe.errors import InputError
 from fpipe.tensors.arguments import require_arguments
 from fpipe.weights.files import AnyPath, as_path, read_text, require_regular
@@ -66,6 +65,10 @@ class Manifest:
         """Return the folder of this save in a checkpoint's directory."""
         return home / f"save-{self.save}"
 
+    def shard_files(self, home: Path) -> list[Path]:
+        """Return the files of tensors that are in that folder."""
+        return sorted(self.folder(home).glob("*.safetensors"))
+
 
 @dataclass(frozen=True)
 class Sidecar:
@@ -80,6 +83,15 @@ class Sidecar:
     checksum: int
     numbers: dict[str, float]
     on_device: list[str]
+
+
+def shard_name(index: int, count: int) -> str:
+    """Return the name of the file of process `index` of `count`.
+
+    >>> shard_name(0, 4)
+    'model-00001-of-00004.safetensors'
+    """
+    return f"model-{index + 1:05}-of-{count:05}.safetensors"
 
 
 def is_checkpoint(path: AnyPath) -> bool:

@@ -21,9 +21,8 @@ from functools import cached_property
 import torch
 
 from fpipe.meshes.copies import CopyLinks
-from fpipe.meshes.flat_buffer import FlatBuffer
 from fpipe.meshes.peers import make_room
-from fpipe.meshes.pieces import Pieces
+from fpipe.meshes.pieces import FlatBuffer, Pieces
 from fpipe.runtime.local import LocalHandle
 from fpipe.runtime.transport import Handle, Payload
 from fpipe.stages.accumulation import Gradients

@@ -28,8 +28,8 @@ from fpipe.pipelines.leaf import META, Leaf
 from fpipe.pipelines.loss_weights import Weight, compute_scales, require_total
 from fpipe.pipelines.memory import Memory
 from fpipe.pipelines.signature import Microbatch, Signature
+from fpipe.tensors.arguments import require_primal
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.tangents import require_primal
 from fpipe.tensors.tree import Structure, broadcast, flatten, require_same_tree
 
 

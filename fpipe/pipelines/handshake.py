@@ -26,8 +26,8 @@ from fpipe.network.ranks import Ranks
 from fpipe.pipelines.batch import Batching, SplitBatch
 from fpipe.pipelines.fields import CommonArguments, argument_fields, batch_fields, call_fields, plan_fields
 from fpipe.pipelines.inputs import State, scatter
+from fpipe.pipelines.memo import Agreement
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.planner import Agreement
 from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.variant import Variant
@@ -90,9 +90,9 @@ def agree_on_plan(
 
     Every rank must request the same plans in the same order. Raise `TransportError` on all of them if one doesn't.
     """
-    planner = pipe.planner
-    kind = planner.kind(variant, signature)
-    if kind not in planner.agreements:
+    kind = pipe.planner.kind(variant, signature)
+    known = pipe.memo.batches.get(kind)
+    if known is None or known.agreement is None:
         pipe.ranks.agree(lambda: [*batch_fields(pipe, kind), *call_fields(call)])
         plan, fields = pipe.plan(*kind), list[Field]()
 
@@ -102,11 +102,11 @@ def agree_on_plan(
 
         pipe.ranks.agree(record_fields, "a new kind of batch")
         pipe.ranks.connect(plan.program.channels)
-        known = digest(f"{field.name} {field.digest}" for field in fields)
+        summary = digest(f"{field.name} {field.digest}" for field in fields)
         user = weakref.proxy(pipe)  # what a pipeline caches must not keep it alive
-        planner.agree(kind, Agreement(known, batch_fields(user, kind, known)))
+        pipe.memo.agree(kind, Agreement(summary, batch_fields(user, kind, summary)))
         pipe.ranks.forget_layouts()
-    return planner.plans[kind]
+    return pipe.memo.batches[kind].plan
 
 
 def agree_to_step(
@@ -124,8 +124,8 @@ def agree_to_step(
         copy: scatter(part, pipe.holdings.locals(params, copy), buffers, batch, call.seed, links.get(copy))
         for copy, part in plan.parts.items()
     }
-    pipe.ranks.agree(lambda: [*pipe.planner.agreements[kind].fields, *call_fields(call)])
-    pipe.planner.use(kind)
+    pipe.ranks.agree(lambda: [*pipe.memo.agreements[kind].fields, *call_fields(call)])
+    pipe.memo.use(kind)
     if not pipe.compared:
         _require_same_copies(pipe, plan, {**params, **buffers})
         pipe.compared.add(kind)

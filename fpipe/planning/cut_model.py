@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from fpipe.cutting.calls import Selector
-from fpipe.cutting.partition import Cuts, Evenly, Explicit, parse_places
-from fpipe.cutting.places import find_places
+from fpipe.cutting.partition import Cuts, Evenly, Explicit, find_places, parse_places
 from fpipe.errors import CutError, InputError
 from fpipe.meshes.copies import ALONE
 from fpipe.network.one_process import LocalRanks
@@ -108,7 +107,8 @@ def take_alone(pipe: Pipeline, example: Any, targets: Any) -> Pipeline:
     variant, known, captures = training_variant_here(), pipe.planner, pipe.captures
     pipe.plan(variant, pipe.batch(variant, example, targets).signature)
     schedule = one_f_one_b(ranks=1, microbatches=captures.batchings[True].microbatches)
-    whole = replace(captures, cuts=captures.cuts._replace(where=Explicit(())), positions={}, watches={})
+    cuts, memo = captures.cuts._replace(where=Explicit(())), captures.memo.without_stages()
+    whole = replace(captures, cuts=cuts, memo=memo)
     planner = Planner(schedule, whole, known.output_dims, (0,), known.summed, known.backend, ALONE)
     return Pipeline(planner, LocalRanks(1), pipe.rebuild, pipe.plan_ahead)
 
@@ -136,7 +136,7 @@ class CutModel:
     def of(cls, planner: Planner, variant: Variant, batch: SplitBatch, cuts: Cuts) -> CutModel:
         """Return the model that `planner` has captured for such a batch, cut wherever `cuts` allow."""
         captures = planner.captures
-        captured = captures.captured[variant.capture, captures.batchings[variant.loss].split(batch.signature)[0]]
+        captured = captures.of(variant, captures.batchings[variant.loss].split(batch.signature)[0]).captured
         return cls(planner, variant, batch, captured, find_places(captured, captures.model, cuts, MOST_PLACES))
 
     def plan(self, positions: Sequence[int], how: Schedule | None = None) -> StepPlan:

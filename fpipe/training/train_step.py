@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.meshes.border import require_plain, wrap_state
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value, digest
-from fpipe.network.recording import Record
+from fpipe.network.recording import RecordSpan
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.earlier_sums import join_sums
 from fpipe.pipelines.fields import CommonArguments
@@ -45,10 +44,10 @@ from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
 from fpipe.record.variant import Variant
 from fpipe.runtime.executor import Outcome
-from fpipe.training.argument_checks import require_fitting
+from fpipe.tensors.placed import require_plain, wrap_state
 from fpipe.training.clipping import require_bound, scale_to_norm
 from fpipe.training.norms import compute_total
-from fpipe.training.optimizers import Optimizer, OptimizerState
+from fpipe.training.optimizers import Optimizer, OptimizerState, require_fitting
 
 
 class TrainStep(Protocol):
@@ -75,7 +74,7 @@ def train_step(
     optimizer: Optimizer,
     max_norm: float | None = None,
     outputs: bool = False,
-    record: Record | None = None,
+    record: RecordSpan | None = None,
 ) -> TrainStep:
     """Return the function that runs one step and updates every stage as soon as its gradient is complete.
 

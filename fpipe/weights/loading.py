@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
-from fpipe.meshes.border import require_same_placement
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.model.skeleton import Module, on_meta, skeleton
-from fpipe.tensors.placed import Placed, local_part
+from fpipe.tensors.placed import Placed, local_part, require_same_placement
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import finish_collective
 from fpipe.tensors.tree import same_bits

@@ -16,7 +16,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fpipe.checkpoints import manifest, save, shards
+from fpipe.checkpoints import manifest, save
 from fpipe.meshes import arguments, holdings, peers
 from fpipe.network import board, control, creation, distributed, job, lookout, ranks, waiting
 from fpipe.pipelines import builder
@@ -232,7 +232,7 @@ def inhabit(network: Network) -> Iterator[None]:
         (arguments, "init_device_mesh", one.init_device_mesh),
         (holdings, "get_rank", one.get_rank),
         (holdings, "get_process_group_ranks", one.get_process_group_ranks),
-        (shards, "whole_tensor", one.whole_tensor),
+        (save, "whole_tensor", one.whole_tensor),
         (peers, "post_all_gather", one.gather_flat),
         (builder.Builder, "_captures", stepped(world, "capture", builder.Builder._captures)),
         (save, "ThreadPoolExecutor", lambda **options: Writer(world)),

@@ -18,8 +18,6 @@ from schedules.language.actions import receive_of
 from schedules.proof.interpreter import interpret
 from schedules.proof.networks import fifo, rendezvous
 from schedules.testing import schedules
-from tests.common.processes import finish_ranks
-from tests.distributed import incumbent_worker
 
 LOOPED = [
     incumbent.ScheduleInterleaved1F1B,
@@ -254,14 +252,3 @@ def test_torch_reads_our_programs(s):
     for rank, row in read.items():
         assert ours(program, rank) == texts(row)
         assert sorted(map(str, row)) == sorted(set(map(str, lowered[rank])))  # it gathers weights again and again
-
-
-def test_torch_runs_our_programs(tmp_path):
-    paths = [tmp_path / f"{k}.csv" for k in range(4)]
-    split = split_backward(one_f_one_b(ranks=2, microbatches=5))
-    orders = [dump(kind(stages(2, 2), 4), "compute_only") for kind in (LOOPED[0], *VEE)]
-    for plan, path in zip((split, *orders), paths, strict=True):
-        write_csv(lower(plan), path, words=WORDS)
-    codes, printed = finish_ranks(incumbent_worker, 2, tmp_path, tmp_path / "store", *paths)
-    assert codes == [0, 0], "\n".join(printed)
-    assert printed == ["passed\n"] * 2
