@@ -152,7 +152,7 @@ def _class_text(identity: Ref | None) -> str:
     return "none" if identity is None else type(identity()).__name__
 
 
-TABLES: Final = (
+MODULE_TABLES: Final = (
     ("_parameters", "parameter", _flag, _flag_text),
     ("_buffers", "buffer", _is_there, _presence_text),
     ("_modules", "submodule", _identity, _class_text),
@@ -188,7 +188,9 @@ class ModelState:
         for path, module in model.named_modules():
             held, where = vars(module), module_place(path, module)
             attributes = {n: None if n in NOT_ATTRIBUTES else expectations.expect(one) for n, one in held.items()}
-            tables = {name: ExpectedTable.of(f"{where}, {what} ", held[name], *how) for name, what, *how in TABLES}
+            tables = {
+                name: ExpectedTable.of(f"{where}, {what} ", held[name], *how) for name, what, *how in MODULE_TABLES
+            }
             found[path] = ModuleState(weakref.ref(module), type(module), where, attributes, tables)
         return cls(found, len(list(model.parameters())))
 
