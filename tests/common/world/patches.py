@@ -126,6 +126,9 @@ class FiberThread:
     def start(self) -> None:
         self.world.start(self.world.process, self.name, self.target)
 
+    def join(self, timeout: float) -> None:
+        """Do nothing: the world ends its fibers itself."""
+
 
 class Bell:
     """The end of a socket pair that nobody writes to."""
