@@ -69,6 +69,13 @@ class ContainerState(NamedTuple):
         now = contents(self.container)
         return len(now) != len(self.contents) or any(map(is_not, now, self.contents))
 
+    @property
+    def by_key(self) -> Mapping[object, Any]:
+        """The recorded contents by key or position."""
+        if isinstance(self.container, dict):
+            return dict(zip(self.contents[::2], self.contents[1::2], strict=True))
+        return dict(enumerate(self.contents))
+
     def restore(self) -> None:
         """Restore the recorded contents."""
         if self.has_changed:

@@ -129,7 +129,7 @@ class Settling:
             settled = Snapshot.of(*roots)
             remaining = iter(answers)
             second, loss, outputs = self._run(lambda q: next(remaining, None) or refuse_questions(q), suspects[1])
-            require_unchanged(plain, plain_state(skeleton), "each microbatch would see another value")
+            require_unchanged(plain, plain_state(skeleton))
             require_same_run(first, second)
             changed = changed_attributes(skeleton, before, settled)
         except BaseException:
