@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fpipe.network.speeds import pair_up
+from fpipe.network.measurements import pair_up
 from fpipe.planning.links import MESSAGE_SIZES, fit_line, fit_link
 from schedules import Link
 
