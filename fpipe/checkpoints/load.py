@@ -172,7 +172,6 @@ def _choose(pipe: Pipeline, paths: Sequence[Path]) -> _Saved:
 
 
 def _require_names(saved: _Saved, pipe: Pipeline) -> None:
-    """Raise `InputError` unless the checkpoint has the names of the model, all of them and no others."""
     whole = pipe.training.assembly
     for kind, expected in (("params", whole.parameters), ("buffers", whole.buffers)):
         found = saved.names(f"{kind}.")
@@ -191,7 +190,6 @@ def _require_names(saved: _Saved, pipe: Pipeline) -> None:
 
 
 def _require_specs(saved: _Saved, pipe: Pipeline) -> None:
-    """Raise `InputError`, naming the leaf, unless shapes and dtypes are the model's."""
     whole = pipe.training.assembly
     for kind, expected in (("params", whole.parameters), ("buffers", whole.buffers)):
         for name, spec in whole_specs(expected, whole.placed).items():

@@ -254,7 +254,6 @@ def _sidecars(folder: Path, count: int) -> list[Path]:
 
 
 def _read_signed(path: Path) -> dict[str, Any]:
-    """Return the fields of a JSON file; raise `InputError` if it can't be read, or its checksum is wrong."""
     text = read_text(path, "a file of a checkpoint")
     try:
         fields = json.loads(text)
@@ -271,7 +270,6 @@ def _read_signed(path: Path) -> dict[str, Any]:
 
 
 def _build(path: Path, kind: Any, found: Mapping[str, Any]) -> Any:
-    """Return the value of a dataclass whose fields a file has; raise `InputError` for other names or types."""
     for name, hint in get_type_hints(kind).items():
         expected = get_origin(hint) or hint
         if expected is not Any and type(found.get(name)) is not expected:

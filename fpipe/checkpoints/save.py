@@ -242,7 +242,6 @@ def owned_names(pipe: Pipeline, held: State) -> list[str]:
 
 
 def _compare(home: Path, has_state: bool, step: object, data: object) -> list[Field]:
-    """Return what must be the same on every rank."""
     if type(step) is not int or not 0 <= step < 2**63:
         raise InputError(
             f"step: got {quote(step)}, expected an int from 0 to 2**63 - 1. Pass the number of steps done, and others "

@@ -261,7 +261,6 @@ def _require_parameters_everywhere(pipe: Pipeline) -> None:
 
 
 def _require_free_names(example: Any) -> None:
-    """Raise `InputError` if a keyword argument of the model has the name of one of the drop-in module's."""
     taken = [name for name in OWN_KEYWORDS if isinstance(example, dict) and name in example]
     if taken:
         raise InputError(
@@ -271,7 +270,6 @@ def _require_free_names(example: Any) -> None:
 
 
 def _join_inputs(inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...] | dict[str, Any]:
-    """Return the inputs as the pipeline takes them; raise `InputError` for a mixture."""
     if inputs and keywords:
         raise InputError(
             f"the model: got {len(inputs)} positional arguments and {sorted(keywords)} by keyword, expected either. "
@@ -299,7 +297,6 @@ def _find_total(pipe: Pipeline, steps: int, total: float | None) -> float | None
 
 
 def _require_eval_mode(module: nn.Module) -> None:
-    """Raise `InputError` if a submodule is in train mode while the model is in eval mode."""
     found = [name for name, one in module.named_modules() if one.training]
     if found:
         raise InputError(
@@ -326,13 +323,11 @@ def draw_seed() -> int:
 
 
 def _uses_half(pipe: Pipeline) -> bool:
-    """Return whether parameters, or autocast around the call, are float16."""
     dtypes = {p.dtype for p in pipe.model.parameters()} | {dtype for _, dtype in active_casts()}
     return torch.float16 in dtypes
 
 
 def _update_buffers(held: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    """Write the buffers of a step into those of the module."""
     with torch.no_grad():
         for name, value in new.items():
             if value is not held[name]:

@@ -68,7 +68,6 @@ MATRIX_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 
 
 def _require_one_dtype(matrices: Any) -> None:
-    """Raise `RuntimeError` for matrices of two dtypes, as the kernel does."""
     first, *others = [one.dtype for one in matrices if isinstance(one, Tensor)]
     for other in others:
         if other != first:
@@ -245,7 +244,6 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return devices.pop() if len(devices) == 1 else None
 
     def _kernel(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """Return the result of an operator's meta kernel as fake tensors on `device`."""
         with in_kernel_invocation_manager(self):
             out = func(*args, **kwargs)
         if isinstance(out, Tensor):

@@ -187,11 +187,6 @@ def require_whole_result(where: str, placed: Placed | None) -> None:
         )
 
 
-def is_placed(tensor: object) -> bool:
-    """Return whether a tensor is a DTensor."""
-    return isinstance(tensor, DTensor)
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, without a graph and sharing its memory; any other tensor as is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -240,7 +235,7 @@ def unwrap_state(what: str, tensors: dict[str, Tensor], placed: Mapping[str, Pla
     that is placed otherwise.
     """
     given: Any = tensors  # its type is checked later
-    if not isinstance(given, Mapping) or not (placed or any(map(is_placed, given.values()))):
+    if not isinstance(given, Mapping) or not (placed or any(isinstance(one, DTensor) for one in given.values())):
         return tensors
     for name, tensor in tensors.items():
         require_same_placement(f"{what}[{name!r}]", tensor, placed.get(name))

@@ -135,7 +135,6 @@ def _flatten_dataclass(value: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tu
 
 
 def _make_dataclass(kind: type, names: tuple[str, ...], values: Any) -> Any:
-    """Return a dataclass with these fields, bypassing its `__init__`."""
     made: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)

@@ -32,7 +32,7 @@ from fpipe.pipelines.inputs import State
 from fpipe.pipelines.norm_table import NormTable, list_gradients
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.arguments import require_dense
-from fpipe.tensors.placed import is_placed, local_part, require_same_placement, whole_tensor, without_partial
+from fpipe.tensors.placed import local_part, require_same_placement, whole_tensor, without_partial
 from fpipe.tensors.torch_private import foreach_norm
 from fpipe.tensors.tree import stored_values
 from fpipe.training.groups import as_patterns, select_names
@@ -128,7 +128,6 @@ def _find_shards(pipe: Pipeline, grads: State) -> dict[tuple[int, int], State]:
 
 
 def _require_order(order: float, shards: int, grads: State) -> None:
-    """Raise `InputError` for an order in which zeros count, if only parts of gradients, or no zeros, are at hand."""
     why = "sharded" if shards > 1 else "sparse" if any(grad.is_sparse for grad in grads.values()) else ""
     if why and not order > 0:
         raise InputError(f"order: got {order}, expected one above 0: gradients are {why}. Pass 2.0, or another.")
@@ -148,7 +147,7 @@ def require_gradients_of(pipe: Pipeline, grads: State) -> None:
                 f"{list(params)[:8]}. Pass the gradients that a step of this pipeline returned."
             )
         shape = placed[name].shape if name in placed else params[name].shape
-        if not isinstance(grad, Tensor) or grad.shape != shape or is_placed(grad) is not (name in placed):
+        if not isinstance(grad, Tensor) or grad.shape != shape or isinstance(grad, DTensor) is not (name in placed):
             got = f"shape {list(grad.shape)}" if isinstance(grad, Tensor) else type(grad).__name__
             kind = "DTensor" if name in placed else "tensor"
             raise InputError(
@@ -178,12 +177,12 @@ def _agree_on_table(
         rows = pipe.ranks.exchange_text(listed, "which gradients there are")
         if len(known) >= KEPT_TABLES:
             del known[next(iter(known))]
-        _require_equal_copies(pipe, grads)
+        _require_equal_tensors(pipe, grads)
         known[notes] = NormTable.of([one for row in rows for one in json.loads(row)], pipe.names, pipe.device)
     return known[notes]
 
 
-def _require_equal_copies(pipe: Pipeline, grads: State) -> None:
+def _require_equal_tensors(pipe: Pipeline, grads: State) -> None:
     """Raise `InputError`, on every rank, for plain gradients that differ along dimensions that fpipe has no name for.
 
     They count once. Checked when there are such gradients as in no call before, since it waits for the device.
@@ -208,9 +207,10 @@ def _require_equal_copies(pipe: Pipeline, grads: State) -> None:
 
 def _compute_norms(grads: State, order: float) -> list[Tensor]:
     """Return the norm of each gradient; those of one dtype go together, which chooses the kernel on an accelerator."""
+    kinds = {name: (grad.dtype, isinstance(grad, DTensor)) for name, grad in grads.items()}
     found: dict[str, Tensor] = {}
-    for kind in dict.fromkeys((grad.dtype, is_placed(grad)) for grad in grads.values()):
-        same = {name: _find_numbers(grad) for name, grad in grads.items() if (grad.dtype, is_placed(grad)) == kind}
+    for kind in dict.fromkeys(kinds.values()):
+        same = {name: _find_numbers(grad) for name, grad in grads.items() if kinds[name] == kind}
         found.update(zip(same, foreach_norm(list(same.values()), order), strict=True))
     return [whole_tensor(found[name]) for name in grads]
 

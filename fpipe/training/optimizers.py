@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,21 +38,6 @@ OptimizerState: TypeAlias = dict[str, dict[str, Any]]
 """For each parameter, by name, its state by slot: tensors or numbers; empty until its first update."""
 
 
-class Update(Protocol):
-    """The type of the function that updates parameters."""
-
-    def __call__(
-        self,
-        grads: State,
-        state: OptimizerState,
-        params: State,
-        *,
-        groups: Mapping[str, Options] | None = None,
-        **options: Any,
-    ) -> tuple[State, OptimizerState]:
-        """Return the parameters and the state after one update."""
-
-
 class Optimizer(NamedTuple):
     """A pair of pure functions.
 
@@ -61,7 +46,7 @@ class Optimizer(NamedTuple):
     """
 
     init: Callable[[State], OptimizerState]
-    update: Update
+    update: Callable[..., tuple[State, OptimizerState]]
 
 
 def optimizer(
@@ -155,7 +140,6 @@ def _make_leaf(p: Tensor, grad: Tensor, donate: bool) -> Tensor:
 
 
 def _copy(slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of a parameter's state."""
     return {slot: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for slot, value in slots.items()}
 
 
@@ -203,7 +187,6 @@ def _collect(params: State, leaves: State, donate: bool) -> State:
 
 
 def _require_options(cls: str, groups: Groups, traits: Traits) -> None:
-    """Raise `InputError` for an option that the class doesn't have."""
     listed = {"options": groups.options} | {f"groups[{pattern!r}]": own for pattern, own in groups.own.items()}
     for where, options in listed.items():
         unknown = [key for key in options if key not in traits.options]
@@ -237,7 +220,6 @@ def require_fitting(grads: Mapping[str, object], state: Mapping[str, object], pa
 
 
 def _require_gradient(name: str, grad: object, p: Tensor) -> None:
-    """Raise `InputError` unless a gradient has its parameter's shape and dtype."""
     if isinstance(grad, Tensor) and (grad.shape, grad.dtype, grad.device) == (p.shape, p.dtype, p.device):
         return
     got = f"{grad.dtype} of shape {list(grad.shape)}" if isinstance(grad, Tensor) else type(grad).__name__
@@ -251,7 +233,6 @@ def _require_gradient(name: str, grad: object, p: Tensor) -> None:
 
 
 def _require_own_slots(cls: str, name: str, slots: Mapping[str, Any], p: Tensor, traits: Traits) -> None:
-    """Raise `InputError`, naming the leaf, unless a parameter's state is of this optimizer, or empty."""
     where = f"state[{name!r}]"
     if not isinstance(slots, Mapping):
         raise InputError(f"{where}: got {type(slots).__name__}, expected a dict. Pass what the last update returned.")

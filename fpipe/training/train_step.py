@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,24 +49,8 @@ from fpipe.training.clipping import require_bound, scale_to_norm
 from fpipe.training.norms import compute_total
 from fpipe.training.optimizers import Optimizer, OptimizerState, require_fitting
 
-
-class TrainStep(Protocol):
-    """The type of the functions that `train_step` returns."""
-
-    def __call__(
-        self,
-        params: State,
-        buffers: State,
-        state: OptimizerState,
-        inputs: Any,
-        targets: Any = None,
-        *,
-        seed: int | None = None,
-        onto: State | None = None,
-        total: float | None = None,
-        **options: Any,
-    ) -> tuple[Step, State, OptimizerState, Tensor | None]:
-        """Run one step; return its `Step`, the new parameters and state, and the norm if there is a limit."""
+TrainStep: TypeAlias = Callable[..., tuple[Step, State, OptimizerState, Tensor | None]]
+"""Runs one step; returns its `Step`, the new parameters and state, and the norm if there is a limit."""
 
 
 def train_step(

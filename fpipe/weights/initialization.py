@@ -154,7 +154,6 @@ class _Initialization:
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """Split a leaf's name into its owner's path and its own name there."""
     owner, _, own = name.rpartition(".")
     return owner, own
 
@@ -176,7 +175,6 @@ def _blank(spec: Spec) -> Tensor:
 
 
 def _is_filled(leaf: Tensor, blank: Tensor, written: Collection[int]) -> bool:
-    """Return whether a leaf, which may have been replaced, got a value."""
     touched = memory(leaf) != memory(blank) or memory(blank) in written
     return touched and not leaf.is_meta and not _has_nan(leaf)
 

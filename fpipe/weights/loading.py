@@ -119,7 +119,6 @@ def list_transient_buffers(model: nn.Module) -> set[str]:
 
 
 def _copy_value(source: Mapping[str, Any], places: Sequence[str], spec: Spec, placed: Placed | None) -> Tensor:
-    """Return a copy of the value that `source` has under these names; raise `InputError` if they differ."""
     value, *others = [_read_value(source, alias, spec, placed) for alias in places]
     for alias, other in zip(places[1:], others, strict=True):
         if not same_bits(value, other):
@@ -168,6 +167,5 @@ def _require_none(missing: Sequence[str], not_persistent: Collection[str]) -> No
 
 
 def _some(listed: Collection[str]) -> str:
-    """Return the first few of many names, as text."""
     more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
     return f"{list(islice(listed, 5))}{more}"

@@ -83,7 +83,6 @@ def safetensors(paths: AnyPath | Iterable[AnyPath]) -> Safetensors:
 
 
 def _list_names(path: Path) -> Iterator[tuple[str, Path]]:
-    """Yield every name at `path`, and the file that contains it."""
     if path.is_dir():
         inside = [path / INDEX] if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))
         if not inside:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fpipe.checkpoints import manifest, save
-from fpipe.meshes import arguments, holdings, peers
+from fpipe.meshes import arguments, exchange, holdings
 from fpipe.network import board, control, creation, distributed, job, lookout, ranks, waiting
 from fpipe.pipelines import builder
 from fpipe.runtime import executor
@@ -126,6 +126,9 @@ class FiberThread:
     def start(self) -> None:
         self.world.start(self.world.process, self.name, self.target)
 
+    def join(self, timeout: float) -> None:
+        """Do nothing: the world ends its fibers itself."""
+
 
 class Bell:
     """The end of a socket pair that nobody writes to."""
@@ -233,7 +236,7 @@ def inhabit(network: Network) -> Iterator[None]:
         (holdings, "get_rank", one.get_rank),
         (holdings, "get_process_group_ranks", one.get_process_group_ranks),
         (save, "whole_tensor", one.whole_tensor),
-        (peers, "post_all_gather", one.gather_flat),
+        (exchange, "post_all_gather", one.gather_flat),
         (builder.Builder, "_captures", stepped(world, "capture", builder.Builder._captures)),
         (save, "ThreadPoolExecutor", lambda **options: Writer(world)),
         (manifest, "os", Files(world)),

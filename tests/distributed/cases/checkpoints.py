@@ -16,8 +16,7 @@ import fpipe
 from schedules import one_f_one_b, zb_h1, zb_v
 from tests.common.resuming import Trainer, pipeline, require_same_run, step_of, undisturbed
 from tests.common.sizes import NIGHTLY
-from tests.common.training import MICROBATCHES, MODELS, train_alone
-from tests.common.training_runs import require_same_history, train_in_parts
+from tests.common.training import MICROBATCHES, MODELS, require_same_history, train_alone, train_in_parts
 from tests.distributed.cases.checks import case, raises
 from tests.distributed.cases.training import neighbours
 

@@ -16,8 +16,18 @@ from fpipe.tensors.tree import same_bits
 from schedules import dualpipe, one_f_one_b, zb_h1, zb_v
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import NIGHTLY
-from tests.common.training import MICROBATCHES, MODELS, History, train_alone, train_low_alone, train_scaled_alone
-from tests.common.training_runs import require_same_history, train, train_low, train_scaled
+from tests.common.training import (
+    MICROBATCHES,
+    MODELS,
+    History,
+    require_same_history,
+    train,
+    train_alone,
+    train_low,
+    train_low_alone,
+    train_scaled,
+    train_scaled_alone,
+)
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import case, gather
 

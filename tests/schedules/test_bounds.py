@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """No schedule takes less time than the bound, and where the best schedule is known, it takes that time."""
 
+from itertools import combinations
 from math import inf
 
 import pytest
@@ -23,6 +24,7 @@ from schedules import (
     one_f_one_b,
     overlap,
     simulate,
+    spans,
     v_min,
     v_schedule,
     vee,
@@ -31,14 +33,21 @@ from schedules import (
     zb_h2,
     zb_v,
 )
+from schedules.analysis.bounds.heads import find_heads
 from schedules.analysis.bounds.lower_bound import rough_bound
+from schedules.analysis.bounds.machine import BusyTime, Passes, find_tightest
+from schedules.analysis.bounds.network import connect_queues, reverse
+from schedules.analysis.bounds.precedence import find_lags
+from schedules.analysis.bounds.problem import pose
+from schedules.analysis.bounds.windows import find_idle
 from schedules.testing import costs as schedule_costs
 from schedules.testing import schedules
-from tests.common.optimum import Case, find_optimum
-from tests.common.plain import plain_orders
+from tests.common.optimum import Case, bound_case, cases, find_optimum
 from tests.common.published_costs import MEASURED, SLOTS, read_measured, read_slots
+from tests.common.rows import plain_orders
 from tests.common.sizes import NIGHTLY, few
-from tests.common.small_problems import bound_case, cases
+
+# ---------------- No schedule takes less time than the bound, and where the best schedule is known, it takes that time
 
 ROUNDING = 1 + 1e-9
 HELD_BACK = {"zb_auto", "seq_1f1b"}  # the first needs costs and has a test of its own; slices are not covered
@@ -232,18 +241,6 @@ def test_more_memory_than_one_microbatch_needs_is_asked_for():
     assert bound(Costs(), vee(2), 4, memory=25, sizes=sizes).makespan < inf
 
 
-@pytest.mark.parametrize("memory", [-1, float("nan"), "80GB", (1, 2, 3)])
-def test_memory_is_a_number_or_one_per_rank(memory):
-    with pytest.raises(SizeError, match="a number of at least 0, or a tuple of 2: one for each rank"):
-        bound(Costs(), linear(2), 4, memory=memory)
-
-
-@pytest.mark.parametrize("microbatches", [0, -1, 1.5, True])
-def test_microbatches_are_a_positive_integer(microbatches):
-    with pytest.raises(SizeError, match="an integer of at least 1"):
-        bound(Costs(), linear(2), microbatches)
-
-
 def test_costs_sizes_and_graphs_have_as_many_stages_as_are_placed():
     with pytest.raises(SizeError, match="a tuple of 2"):
         bound(Costs(F=(1, 2, 3)), linear(2), 4)
@@ -262,3 +259,93 @@ def test_any_order_of_microbatches_is_one_of_the_orders_that_count(case):
         cases = [Case(costs, placement, 2, (memory,) * 2, in_order=in_order) for in_order in (True, False)]
         first, second = (find_optimum(one) for one in cases)
         assert first.makespan == second.makespan
+
+
+# --------------------------------- What bounds are made of holds in every schedule: lags, heads, tails, and idle times
+
+TINY = 1e-9
+TIMES = st.integers(1, 8)
+
+
+@st.composite
+def timelines(draw):
+    """Draw a schedule, simulate it, and return its network, and when its passes start and end, by queue.
+
+    An action may take longer than its pass: if a whole backward takes less time than its halves.
+    """
+    schedule, graph = draw(plain_orders())
+    each = TIMES | st.tuples(*[TIMES] * schedule.stages)
+    costs = draw(st.builds(Costs, **dict.fromkeys("FBIW", each), comm=st.integers(0, 3)))
+    sizes = draw(st.builds(Sizes, activation=each, residual=st.none() | each))
+    memory = simulate(schedule, costs, graph, sizes).peak_memory
+    problem = pose(costs, schedule.placement, schedule.microbatches, memory, sizes, graph=graph)
+    network = connect_queues(problem)
+    numbers = {(one.kind, one.stage): c for c, one in enumerate(network.queues)}
+    passes = [[] for _ in network.queues]
+    for span in spans(schedule, costs, graph):
+        kind, s, i = span.action[:3]
+        n = i % len(schedule.placement.routes) * schedule.stages + s
+        half = span.start + problem.stages[n].input_half
+        parts = {"B": [("I", span.start, half), ("W", half, span.end)]}.get(kind, [(kind, span.start, span.end)])
+        for part, start, end in parts:
+            if (part, n) in numbers:
+                passes[numbers[part, n]].append((start, end))
+    return network, [sorted(row) for row in passes]
+
+
+@given(timelines())
+def test_a_pass_comes_after_those_that_its_lags_say(timeline):
+    network, passes = timeline
+    for row, lags in zip(passes, find_lags(network)[1], strict=True):
+        for k, (start, _) in enumerate(row):
+            for u, lag in lags.items():
+                assert k < lag or passes[u][k - lag][1] <= start + TINY
+
+
+@given(timelines())
+def test_no_pass_starts_before_its_head_nor_ends_within_its_tail(timeline):
+    network, passes = timeline
+    makespan = max(end for row in passes for _, end in row)
+    heads, tails = find_heads(network), find_heads(reverse(network))
+    for c, row in enumerate(passes):
+        for (start, end), head, tail in zip(row, heads[c], reversed(tails[c]), strict=True):
+            assert head <= start + TINY
+            assert tail <= makespan - end + TINY
+
+
+@given(timelines())
+def test_a_rank_is_idle_for_as_long_as_it_must_be(timeline):
+    network, passes = timeline
+    makespan = max(end for row in passes for _, end in row)
+    short = [[(start, start + one.time) for start, _ in row] for one, row in zip(network.queues, passes, strict=True)]
+    flipped = [[(makespan - end, makespan - start) for start, end in reversed(row)] for row in short]
+    for mirrored, rows in ((network, short), (reverse(network), flipped)):
+        heads = find_heads(mirrored)
+        for rank in range(len(network.memory)):
+            mine = [one for c in network.on(rank) for one in rows[c]]
+            for time, idle in find_idle(mirrored, rank, heads):
+                busy = sum(min(end, time) - start for start, end in mine if start < time)
+                assert idle <= time - busy + TINY or time > makespan
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), max_size=12))
+def test_busy_time_ends_when_all_passes_can_have_ended(passes):
+    busy, filled = BusyTime(), set[int]()
+    for start, time in passes:
+        busy.add(start, time)
+        free = (slot for slot in range(100) if slot >= start and slot not in filled)
+        filled |= {next(free) for _ in range(time)}
+    working = [start for start, time in passes if time]
+    assert busy.end >= max([1 + slot for slot in filled], default=0)
+    gaps = {slot for begin, end in zip(busy.paused, busy.resumed, strict=True) for slot in range(int(begin), int(end))}
+    if len(working) == len(passes):
+        assert gaps == set(range(int(busy.end))) - filled
+
+
+@given(st.lists(st.builds(Passes, TIMES, TIMES, TIMES), min_size=1, max_size=7))
+def test_no_set_of_passes_is_tighter_than_the_one_found(passes):
+    sets = (some for n in range(1, len(passes) + 1) for some in combinations(passes, n))
+    ends = (
+        min(one.head for one in some) + sum(one.work for one in some) + min(one.tail for one in some) for some in sets
+    )
+    assert find_tightest(passes).end == pytest.approx(max(ends))

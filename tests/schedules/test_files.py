@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files are read back as they were written, and nothing but actions is read."""
+"""Files are read back as they were written, and nothing else is read, in bounded time and memory."""
 
 import io
+import json
+import os
 import pickle
+import time
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,27 +17,44 @@ from schedules import (
     B,
     F,
     Graph,
+    PipelineError,
     Placement,
+    Schedule,
     ScheduleError,
+    SizeError,
     TableError,
     chain,
     check,
     connect,
+    defer_weights,
     families,
     gpipe,
     lower,
     one_f_one_b,
     parse,
+    recompute,
+    repeat,
+    schedule,
     split_backward,
+    zb_auto,
+    zb_h1,
+    zb_v,
 )
+from schedules.commands.subjects import transforms
+from schedules.files.calls import NAMED_TRANSFORMS, read_call, spell_call
 from schedules.files.cells import pipelining
 from schedules.files.csv import Listing, listing, read_csv, table, write_csv
 from schedules.language.schedule import graph_of
 from schedules.proof.interpreter import interpret
 from schedules.proof.networks import fifo
+from schedules.replay.costs import Costs, Link
 from schedules.testing import graphs, orders, require_round_trip, schedules
+from schedules.transforms.connect import parse_graph
+from tests.common.hostile import JSON, answer, changed
 from tests.common.rows import rows
 from tests.common.sizes import few
+
+# ------------------------------------------- Files are read back as they were written, and nothing but actions is read
 
 
 def read_text(text):
@@ -357,9 +377,153 @@ def test_any_file_is_read_or_refused(tmp_path_factory, data):
         read_csv(path)
 
 
-def test_torch_reads_the_same_actions():
-    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    s = split_backward(one_f_one_b(ranks=2, microbatches=3))
-    for rank, line in enumerate(write(s).splitlines()):
-        theirs = [torch_schedules._Action.from_str(cell) for cell in line.split(",")]
-        assert list(map(str, theirs)) == list(map(str, s.actions(rank)))
+# ----------------- A schedule that was written as JSON and read again is equal, and nothing else in a file becomes one
+
+
+def there_and_back(how):
+    return read_call(json.loads(json.dumps(spell_call(how))))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        zb_v(4, 8),
+        recompute(one_f_one_b(2, 4), stages=(0,)),
+        repeat(recompute(one_f_one_b(2, 4)), times=2),
+        defer_weights(zb_h1(3, 6), memory=2.5),
+        zb_auto(2, 4, memory=6, costs=Costs(F=(1, 2), comm=Link(latency=0.5, slow=(((0, 1), 2.0),)))),
+    ],
+)
+def test_a_schedule_comes_back_equal(how):
+    assert there_and_back(how) == how
+
+
+def test_a_schedule_of_ones_own_comes_back_action_by_action():
+    @schedule()
+    def one_at_a_time(rank, ranks, microbatches):
+        for i in range(microbatches):
+            yield F(rank, i)
+            yield B(rank, i)
+
+    how = one_at_a_time(2, 3)
+    found = there_and_back(recompute(how))
+    assert [[*found.actions(rank)] for rank in range(2)] == [[*recompute(how).actions(rank)] for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("gpipe", "expected the call of a schedule"),
+        ({"schedule": "gpipe"}, "expected a name and its arguments"),
+        ({"schedule": "os", "arguments": {}}, "expected a built-in schedule"),
+        ({"schedule": "gpipe", "arguments": {"ranks": 2, "rows": 1}}, "got ['rows']"),
+        ({"schedule": "gpipe", "arguments": {"ranks": 2}}, "missing a required argument"),
+        ({"schedule": "recompute", "arguments": {"schedule": 3}}, "got 3, expected a schedule"),
+        ({"value": "Costs", "arguments": {}}, "expected the call of a schedule"),
+    ],
+)
+def test_anything_else_is_refused(call, words):
+    with pytest.raises(TableError, match=words.replace("[", r"\[")):
+        read_call(call)
+
+
+def test_sizes_are_those_that_the_factory_takes():
+    with pytest.raises(SizeError, match="ranks=0"):
+        read_call({"schedule": "gpipe", "arguments": {"ranks": 0, "microbatches": 1}})
+
+
+def test_every_transform_of_schedules_alone_can_be_named():
+    assert {one.__name__ for one in NAMED_TRANSFORMS} == {*transforms()} - {"connect"}
+
+
+def test_a_stage_graph_is_refused_rather_than_lost():
+    with pytest.raises(TableError, match="expected the chain"):
+        spell_call(connect(one_f_one_b(3, 3), chain(3)))
+
+
+# ------------ Whatever is in a file, its parser answers with a value or with a named error, in bounded time and memory
+
+NUMBERS = st.sampled_from(["0", "1", "2", "10", "00", "-1", "9" * 18, "9" * 30, "1.0", "", "²", "0x1"])
+KINDS_OF_CELLS = (
+    "F B I W C R G U OVERLAP_F UNSHARD RESHARD REDUCE_GRAD SEND_F RECV_F WAIT_F WAIT_SEND_F SEND_B SEND_G X"
+)
+CELLS = st.builds(
+    "{}{}{}{}".format,
+    NUMBERS,
+    st.sampled_from(KINDS_OF_CELLS.split()),
+    NUMBERS,
+    st.sampled_from(["", ".0", ".1", ">1", "<0", ">9", "F"]),
+)
+PAIRS = st.builds("({};{})OVERLAP_F_B".format, CELLS, CELLS)
+LINES = st.lists(CELLS | PAIRS | st.text(max_size=6), max_size=5).map(",".join)
+GRAPHS = st.lists(st.builds("{}{}-{}".format, st.sampled_from("FBGX"), NUMBERS, NUMBERS), max_size=3)
+TABLES = st.lists(LINES | GRAPHS.map(lambda edges: ",".join(["graph", *edges])), max_size=5).map("\n".join)
+
+
+@given(TABLES | st.text() | st.binary().map(lambda data: data.decode("latin-1")))
+def test_tables_are_read_or_refused(text):
+    found = answer(read_csv, io.StringIO(text))
+    if found is not None:
+        write_csv(found, io.StringIO())
+
+
+@given(st.text() | CELLS | PAIRS)
+def test_actions_are_parsed_or_refused(text):
+    assert answer(parse, text) is None or str(parse(text)) == text
+
+
+@given(GRAPHS.map(",".join) | st.text(), st.integers(0, 5))
+def test_graphs_are_parsed_or_refused(text, stages):
+    found = answer(parse_graph, text, stages)
+    assert found is None or found.stages == stages
+
+
+CALLS = [
+    spell_call(one)
+    for one in (
+        recompute(one_f_one_b(2, 4), stages=(0,)),
+        zb_auto(2, 3, costs=Costs(F=(1, 2), comm=Link(latency=1, slow=(((0, 1), 2.0),)))),
+    )
+]
+
+
+@given(st.sampled_from(CALLS).flatmap(lambda call: changed(call, JSON | st.sampled_from(CALLS))))
+def test_calls_are_read_or_refused(call):
+    assert isinstance(answer(read_call, call), Schedule | None)
+
+
+def test_calls_of_too_many_passes_are_refused():
+    call = {"schedule": "one_f_one_b", "arguments": {"ranks": 2**10, "microbatches": 2**14}}
+    with pytest.raises(TableError, match="got 16777216 passes, expected at most"):
+        read_call(call)
+
+
+def test_deep_values_are_refused():
+    call = CALLS[0]
+    for _ in range(17):
+        call = {"schedule": "forwards", "arguments": {"schedule": call}}
+    with pytest.raises(TableError, match="deep"):
+        read_call(call)
+    nested = json.loads("[" * 900 + "]" * 900)
+    with pytest.raises(PipelineError):
+        read_call({"schedule": "gpipe", "arguments": {"ranks": nested, "microbatches": 2}})
+
+
+def test_a_hundred_thousand_lines_are_read_in_about_a_second():
+    text = "".join(f"{rank}F0,{rank}B0\n" for rank in range(10**5))
+    start = time.process_time()
+    assert read_csv(io.StringIO(text)).ranks == 10**5
+    assert time.process_time() - start < 20
+
+
+def test_a_pipe_in_place_of_a_table_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "a.csv")
+    with pytest.raises(TableError, match="no regular file, expected one"):
+        read_csv(tmp_path / "a.csv")
+
+
+def test_errors_do_not_repeat_files():
+    for text in ("0F0," + "x" * 10**6, "0F0\n" * 10**4, ",".join(["0F0"] * 10**5 + ["?"])):
+        with pytest.raises(PipelineError) as caught:
+            read_csv(io.StringIO(text))
+        assert len(str(caught.value)) < 1000

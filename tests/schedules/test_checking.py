@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a violation says: it names the culprit, whatever the rule. (That `check` is right: test_never_wrong.py.)"""
+"""What `check` says, and that it is never wrong: it accepts exactly what, run on formulas, computes the whole model."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schedules import (
@@ -23,24 +23,30 @@ from schedules import (
     chain,
     check,
     critical_path,
+    dualpipe,
     forward_only,
     gpipe,
     looped,
     lower,
     mirror,
     one_f_one_b,
+    parse,
     pipedream,
     pipedream_2bw,
+    reduce_gradients,
     schedule,
     simulate,
     spans,
     split_backward,
 )
 from schedules.files.csv import table
-from schedules.proof.interpreter import interpret, prove
-from schedules.proof.networks import rendezvous
-from schedules.testing import schedules
+from schedules.proof.interpreter import ideal, interpret, prove, require_whole
+from schedules.proof.networks import fifo, rendezvous
+from schedules.testing import collective_orders, mutants, orders, schedules
+from schedules.testing.mutants import EditedProgram, mutant_programs
 from tests.common.rows import edit, rows
+
+# ------- What a violation says: it names the culprit, whatever the rule. (That `check` is right: test_never_wrong.py.)
 
 
 @settings(max_examples=100, deadline=None)
@@ -69,10 +75,14 @@ def test_a_duplicated_action_is_named(schedule, data):
     assert (caught.value.rank, caught.value.position, caught.value.action) == (rank, again, changed[rank][at])
 
 
-def violation(*rows, ranks=2, microbatches=1, graph=None):
+def refusal(plan, graph=None):
     with pytest.raises(ScheduleError) as caught:
-        check(edit(gpipe(ranks, microbatches), rows), graph)
+        check(plan, graph)
     return str(caught.value)
+
+
+def violation(*rows, ranks=2, microbatches=1, graph=None):
+    return refusal(edit(gpipe(ranks, microbatches), rows), graph)
 
 
 GOOD = (F(1, 0), B(1, 0))
@@ -323,3 +333,200 @@ def test_a_program_is_checked_against_its_own_graph():
     check(program, chain(2))
     with pytest.raises(GraphError, match="it has its own"):
         check(program, chain(3))
+
+
+# -------------------------- What `check` says of collectives in wrong places. (That it is right: test_never_wrong.py.)
+
+GATHERED = "0UNSHARD0,0F0,0RESHARD0,0UNSHARD1,0B0,0RESHARD1"
+
+
+def test_a_gathered_stage_and_a_reduced_gradient_are_accepted():
+    check(table(rows=(GATHERED,)))
+    check(table(rows=(f"{GATHERED},0REDUCE_GRAD0,0U0",)))
+    check(table(rows=("0UNSHARD0,0F0,0I0,0RESHARD0,0W0",)))  # the weight half reads no weights
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            "0UNSHARD0,0F0,0RESHARD0,0B0",
+            "rank 0, position 3, 0B0: reads weights that are not gathered [rule: gathered]. "
+            "Add 0UNSHARD1 before it, or free them later.",
+        ),
+        (
+            "0F0,0UNSHARD0,0B0,0RESHARD0",
+            "rank 0, position 1, 0UNSHARD0: comes after a pass through stage 0, which read weights that were not "
+            "gathered [rule: gathered]. Move it before the stage's first pass.",
+        ),
+        (
+            "0UNSHARD0,0UNSHARD1,0F0,0B0,0RESHARD1",
+            "rank 0, position 1, 0UNSHARD1: gathers weights that are gathered already [rule: gathered]. "
+            "Free them before it, or drop 0UNSHARD1.",
+        ),
+        (
+            "0UNSHARD1,0F0,0B0,0RESHARD1",
+            "rank 0, position 0, 0UNSHARD1: is not numbered as gathering 0 of its stage [rule: gathered]. "
+            "Write 0UNSHARD0.",
+        ),
+        (
+            "0RESHARD0,0F0,0B0",
+            "rank 0, position 0, 0RESHARD0: frees weights that are not gathered [rule: gathered]. "
+            "Drop 0RESHARD0, or gather them before it.",
+        ),
+        (
+            "0UNSHARD0,0F0,0B0,0RESHARD1",
+            "rank 0, position 3, 0RESHARD1: does not have the number of the gathering that it ends, 0 "
+            "[rule: gathered]. Write 0RESHARD0.",
+        ),
+        (
+            "0UNSHARD0,0F0,0B0",
+            "rank 0, position 3, end of its actions: 0RESHARD0 never runs: the weights stay gathered "
+            "[rule: gathered]. Add it to rank 0.",
+        ),
+        (
+            "0UNSHARD0,0F0,0B0,0U0,0RESHARD0",
+            "rank 0, position 3, 0U0: updates the shards while the weights are gathered, which would then be out of "
+            "date [rule: gathered]. Put 0RESHARD0 before it.",
+        ),
+        (
+            "0F0,0REDUCE_GRAD0,0B0",
+            "rank 0, position 1, 0REDUCE_GRAD0: comes before the backward of microbatch 0 [rule: reduced]. "
+            "Move it later.",
+        ),
+        (
+            "0F0,0B0,0REDUCE_GRAD0,0REDUCE_GRAD0",
+            "rank 0, position 3, 0REDUCE_GRAD0: has already run [rule: reduced]. "
+            "Drop 0REDUCE_GRAD0: a gradient is reduced once.",
+        ),
+        (
+            "0F0,0B0,0U0,0REDUCE_GRAD0",
+            "rank 0, position 3, 0REDUCE_GRAD0: comes after 0U0, which updated with a gradient that was not reduced "
+            "[rule: reduced]. Move it earlier.",
+        ),
+        (
+            "0F0,0B0,0F1,0B1,0REDUCE_GRAD0",
+            "rank 0, position 4, 0REDUCE_GRAD0: is not named after the last microbatch that this rank runs, 1 "
+            "[rule: reduced]. Write 0REDUCE_GRAD1.",
+        ),
+    ],
+)
+def test_each_rule_of_collectives_names_the_culprit(row, message):
+    assert refusal(table(rows=(row,))) == message
+
+
+def test_all_stages_are_reduced_or_none():
+    schedule = reduce_gradients(gpipe(ranks=2, microbatches=1))
+    left_out = edit(schedule, [rows(schedule)[0], rows(schedule, without=("REDUCE_GRAD",))[1]])
+    assert refusal(left_out) == (
+        "rank 1, position 2, end of its actions: 1REDUCE_GRAD0 never runs, though the gradients of other stages are "
+        "reduced [rule: reduced]. Add it to rank 1."
+    )
+
+
+def test_replicas_are_summed_before_they_are_reduced():
+    first, *others = rows(reduce_gradients(dualpipe(ranks=2, microbatches=4)))
+    at = next(at for at, action in enumerate(first) if action.kind == "REDUCE_GRAD")
+    first[at - 1], first[at] = first[at], first[at - 1]
+    message = refusal(edit(reduce_gradients(dualpipe(ranks=2, microbatches=4)), [first, *others]))
+    assert f"{first[at - 1]}: comes before {first[at]} has summed the gradients of the replicas" in message
+
+
+def test_a_schedule_without_backwards_has_nothing_to_reduce():
+    schedule = forward_only(ranks=1, microbatches=1)
+    reduced = edit(schedule, [[*rows(schedule)[0], Action("REDUCE_GRAD", 0, 0)]])
+    assert "0REDUCE_GRAD0: has no gradient to reduce: this schedule has no backwards" in refusal(reduced)
+
+
+@pytest.mark.parametrize(("number", "why"), [(-1, "gathering -1 does not exist"), (9, "is not numbered as gathering")])
+def test_gatherings_are_counted_from_0(number, why):
+    schedule = one_f_one_b(ranks=1, microbatches=1)
+    assert why in refusal(edit(schedule, [[Action("UNSHARD", 0, number), *rows(schedule)[0]]]))
+
+
+# -------------------------- `check` is never wrong: it accepts exactly what, run on formulas, computes the whole model
+
+often = settings(max_examples=settings().max_examples * 2, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def is_accepted(plan, graph=None):
+    try:
+        check(plan, graph)
+    except ScheduleError:
+        return False
+    return True
+
+
+def computes(schedule, graph):
+    try:
+        require_whole(ideal(schedule, graph), schedule, graph)
+    except PipelineError:
+        return False
+    return True
+
+
+def runs(program):
+    try:
+        for network in (rendezvous, fifo):
+            require_whole(interpret(program, network), program.schedule, program.graph)
+    except PipelineError:
+        return False
+    return True
+
+
+CASES = pytest.mark.parametrize("cases", [orders(), collective_orders()], ids=["alone", "with collectives"])
+
+
+@CASES
+@often
+@given(st.data())
+def test_every_correct_order_is_accepted_and_so_is_its_program(cases, data):
+    case = data.draw(cases)
+    check(*case)
+    check(lower(*case))
+    prove(*case)
+
+
+@CASES
+@often
+@given(st.data())
+def test_a_schedule_is_accepted_exactly_if_it_computes_the_whole_model(cases, data):
+    schedule, graph = data.draw(cases)
+    for _ in range(10):
+        mutant = data.draw(mutants(schedule))
+        assert is_accepted(mutant, graph) == computes(mutant, graph)
+
+
+@CASES
+@often
+@given(st.data())
+def test_a_program_is_accepted_exactly_if_it_runs_over_either_network(cases, data):
+    program = lower(*data.draw(cases))
+    for _ in range(10):
+        mutant = data.draw(mutant_programs(program))
+        assert is_accepted(mutant) == runs(mutant)
+
+
+def judge(*rows):
+    rows = tuple(tuple(map(parse, row.split())) for row in rows)
+    return refusal(EditedProgram(gpipe(2, 1), chain(2), rows))
+
+
+FIRST, SECOND = "0RECV_B0<1 0F0 0SEND_F0>1 0B0", "1RECV_F0<0 1F0 1B0 1SEND_B0>0"
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ((FIRST.replace(" 0SEND_F0>1", ""), SECOND), "1F0: waits for 0SEND_F0>1, which rank 0 never runs"),
+        ((FIRST, SECOND.replace("1RECV_F0<0 ", "")), "1F0: waits for 0SEND_F0>1, for which no receive is posted"),
+        (("0RECV_B0<1 0F0 0B0 0SEND_F0>1", SECOND), "for each other: rank 0 at 0B0, rank 1 at 1F0 [rule: flows]"),
+        ((FIRST + " 0SEND_F0>1", SECOND), "0SEND_F0>1: is sent before it is made, or twice"),
+        ((FIRST, SECOND + " 1WAIT_B0>0 1WAIT_B0>0"), "1WAIT_B0>0: waits for no earlier send, or waits twice"),
+        ((FIRST, SECOND + " 1RECV_F0<0"), "1RECV_F0<0 is posted, but never sent [rule: nothing_left]"),
+        ((FIRST + " 1RECV_B0<0", SECOND), "1RECV_B0<0: is not a message for rank 0 [rule: received_once]"),
+        ((FIRST + " 0SEND_F0>7", SECOND), "names a stage that does not exist"),
+    ],
+)
+def test_a_wrong_program_is_refused_with_the_reason(rows, why):
+    assert why in judge(*rows)

@@ -10,9 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from schedules import families, one_f_one_b
+from fpipe.__main__ import main as plan
+from schedules import dag, families, gpipe, lower, one_f_one_b, split_backward
 from schedules.__main__ import main
+from schedules.files.csv import read_csv, table, write_csv
 from tests.common.command_line import answer
+
+# --------------------------------------------------------------------------- `python -m schedules`, as a user types it
 
 MINE = """
 from schedules import B, F, schedule
@@ -322,7 +326,7 @@ def test_an_unknown_command_is_code_2(capsys, arguments):
 
 
 def test_the_table_in_the_docs_is_what_compare_prints(capsys):
-    page = (Path(__file__).parents[3] / "docs" / "command_line.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
     shown = r"^    python -m schedules (compare [^\n]*)\n\n```text\n(.*?)```"
     found = re.search(shown, page, re.MULTILINE | re.DOTALL)
     assert answer(capsys, *found[1].split())[1] == found[2]
@@ -369,3 +373,170 @@ def test_a_search_is_refused_where_its_bound_does_not_hold(capsys, words):
     code, out, err = answer(capsys, "search", *words)
     assert (code, out) == (2, "")
     assert "expected one with neither slices nor recomputation" in err
+
+
+# ----------------------------------- `python -m schedules` reads schedules from tables, and writes tables and pictures
+
+
+def test_a_table_is_checked_and_shown(capsys, tmp_path):
+    path = tmp_path / "table.csv"
+    write_csv(one_f_one_b(ranks=2, microbatches=3), path)
+    assert answer(capsys, "check", path)[:2] == (0, "ok: 2 ranks, 2 stages, 3 microbatches, 12 actions\n")
+    assert answer(capsys, "show", path)[1] == f"{one_f_one_b(ranks=2, microbatches=3)}\n"
+    path.write_text("0F0,0B0\n1F0,1X0\n")
+    code, _, err = answer(capsys, "show", path)
+    assert code == 2
+    assert err.startswith("python -m schedules: line 2, column 2: got '1X0'")
+
+
+def test_a_table_of_a_program_is_checked_and_shown(capsys, tmp_path):
+    path = tmp_path / "table.csv"
+    write_csv(lower(one_f_one_b(ranks=2, microbatches=3)), path)
+    assert answer(capsys, "check", path)[:2] == (0, "ok: 2 ranks, 2 stages, 3 microbatches, 12 actions\n")
+    assert answer(capsys, "show", path)[1] == f"{one_f_one_b(ranks=2, microbatches=3)}\n"
+    path.write_text(path.read_text().replace("0SEND_F1>1,", "", 1))
+    code, out, _ = answer(capsys, "check", path)
+    assert code == 1
+    assert out.startswith("rank 0 |F0 F1 .  .  B0    F2 |\nrank 1 |.  F0 B0    F1!.  .  |\nrank 1, position 5, 1F1: ")
+    assert "[rule: channel_order]" in out
+
+
+def test_pictures_and_tables_are_written_to_files(capsys, tmp_path):
+    svg, trace, table = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "a.csv"
+    files = ["--svg", svg, "--trace", trace, "--csv", table]
+    code, out, _ = answer(capsys, "show", "gpipe", "split_backward", "--ranks", 2, "--microbatches", 3, *files)
+    assert (code, out) == (0, f"wrote {svg}\nwrote {trace}\nwrote {table}\n")
+    assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    assert len([e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]) == 18
+    assert str(read_csv(table)) == str(split_backward(gpipe(2, 3)))
+    assert answer(capsys, "simulate", "gpipe", "--svg", svg)[1].endswith(f"wrote {svg}\n")
+    code, _, err = answer(capsys, "show", "gpipe", "--svg", tmp_path / "nowhere" / "a.svg")
+    assert (code, "No such file" in err) == (2, True)
+
+
+WITHOUT = """
+from schedules import transform
+
+@transform
+def without_backwards(rank, schedule):
+    yield from (action for action in schedule.actions(rank) if action.kind == "F")
+"""
+
+
+def test_a_transformed_program_from_a_file_is_checked(capsys, tmp_path):
+    program, changes = tmp_path / "program.csv", tmp_path / "changes.py"
+    changes.write_text(WITHOUT)
+    write_csv(lower(gpipe(ranks=2, microbatches=2)), program)
+    code, out, _ = answer(capsys, "check", program, f"{changes}:without_backwards")
+    assert code == 1
+    assert "0B0, or 0I0 and 0W0, never runs [rule: complete]" in out
+    assert answer(capsys, "check", program)[0] == answer(capsys, "check", program, "split_backward")[0] == 0
+
+
+def test_a_program_from_a_file_is_checked_with_its_graph(capsys, tmp_path):
+    towers, path = dag(3, {(0, 2), (1, 2)}), tmp_path / "towers.csv"
+    write_csv(lower(table(rows=("1F0,0F0,0B0,1B0", "2F0,2B0")), towers), path)
+    assert answer(capsys, "check", path)[0] == 0
+    right = "rank 0 |1F0 0F0 .   .   .   0B0     1B0     |\nrank 1 |.   .   2F0 2B0     .   .   .   .   |\n"
+    assert answer(capsys, "show", path) == (0, right, "")
+    assert "makespan  8" in answer(capsys, "simulate", path, "split_backward")[1]
+    assert answer(capsys, "check", path, "--graph", "0-1,1-2")[0] == 1, "another graph than its own"
+
+
+# --------------- The command lines as processes: users' files that fail, interrupts, narrow terminals, enormous ranges
+
+START = "from schedules import F, schedule\n@schedule()\ndef mine(rank, ranks, microbatches):\n    "
+FAILING = {
+    "at import": ("1 / 0\n", "line 1: got ZeroDivisionError: division by zero"),
+    "in its generator": (START + "yield F(rank, [][0])\n", "line 4: got IndexError: list index out of range"),
+    "no Python": ("def mine(:\n", "line 1: got SyntaxError"),
+    "an exit": ("import sys\nsys.exit(0)\n", "line 2: got SystemExit: 0"),
+    "an error without a text": (
+        "class Mine(Exception):\n    def __str__(self): raise ValueError\nraise Mine\n",
+        "line 3: got Mine: its text can't be made",
+    ),
+    "a control character": ("raise ValueError('\\x1b[2J')\n", "got ValueError: \\x1b[2J"),
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_an_error_of_a_users_file_is_one_line_that_says_where(capsys, tmp_path, what):
+    text, words = FAILING[what]
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    code, _, err = answer(capsys, "check", f"{file}:mine")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"python -m schedules: {file}, line ")
+    assert words in err
+    assert err.endswith("Repair it.\n")
+
+
+def test_a_task_that_fails_is_one_line(capsys, tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text("def task():\n    raise RuntimeError('no data')\n")
+    assert plan(["plan", f"{file}:task", "--ranks", "2"]) == 2
+    assert f"{file}, line 2: got RuntimeError: no data" in capsys.readouterr().err
+
+
+def test_errors_of_the_package_keep_their_traceback(monkeypatch):
+    monkeypatch.setattr("schedules.commands.reports.check", lambda schedule: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["check", "gpipe"])
+
+
+def test_an_interrupt_is_one_line_and_code_130(capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("raise KeyboardInterrupt\n")
+    assert answer(capsys, "check", f"{file}:mine") == (130, "", "python -m schedules: interrupted\n")
+
+
+@pytest.mark.parametrize("stream", [">&-", "2>&-", "| head -c 1 > /dev/null"])
+def test_closed_streams_are_quiet(stream):
+    command = f'"{sys.executable}" -m schedules list {stream}'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["interleaved_1f1b", "chunks=1..999999999"], "expected a range of at most 1000 values"),
+        (["v_schedule", "memory=1..100", "microbatches=1..100"], "got 10000 schedules of v_schedule"),
+        (["gpipe", "--microbatches", "999999999999"], "got 3999999999996 forwards in gpipe("),
+        (["gpipe", "--ranks", "999999999999"], "expected an integer of at least 1, and at most 1048576"),
+        (["gpipe", "microbatches=" + "9" * 5000], "expected a number"),
+    ],
+)
+def test_enormous_numbers_are_refused_not_tried(capsys, words, said):
+    code, out, err = answer(capsys, "simulate", *words)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err) < 1000
+
+
+COMMANDS = [
+    ["list"],
+    ["show", "interleaved_1f1b", "chunks=3"],
+    ["check", "gpipe"],
+    ["simulate", "one_f_one_b", "split_backward"],
+    ["compare", "one_f_one_b", "interleaved_1f1b", "chunks=2..4", "defer_weights", "memory=8"],
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_everything_fits_into_eighty_columns(capsys, monkeypatch, words):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    code, out, _ = answer(capsys, *words)
+    assert code == 0
+    assert max(map(len, out.split("\n"))) <= 80
+
+
+def test_names_of_files_do_not_control_the_terminal(capsys, tmp_path):
+    file = tmp_path / "a\x1b[2Jb.csv"
+    file.write_text("0F0,0B0\n")
+    code, out, _ = answer(capsys, "compare", file, "gpipe", "--ranks", 1, "--microbatches", 1)
+    assert code == 0
+    assert "\x1b" not in out
+    assert "a\\x1b[2Jb.csv" in out
