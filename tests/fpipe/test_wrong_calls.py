@@ -45,6 +45,7 @@ def known(tmp_path_factory):
     numbers, missing = (-1, 0, NAN, math.inf, HUGE), path / "missing"
     paths = ("\0", "a" * 5000, "a\udcff")
     unscalable = [{**grads, "0.weight": one} for one in (nested, X.long(), X.to("meta"), sparse)]
+    misfit = {**grads, "0.weight": X[0]}
     batches = {
         "params": ({}, {**params, "0.bias": params["0.bias"].double()}, {**params, "0.weight": nested}),
         "inputs": ((X.double(),), (sparse,), (nested,), (3,), X, None),
@@ -52,7 +53,9 @@ def known(tmp_path_factory):
     }
     files = {"path": (*paths, missing)}
     return {
-        "all_finite": Known(fpipe.all_finite, {"pipe": pipe, "grads": grads}, {"grads": ({"x": X}, *unscalable[:3])}),
+        "all_finite": Known(
+            fpipe.all_finite, {"pipe": pipe, "grads": grads}, {"grads": ({"x": X}, misfit, *unscalable[:3])}
+        ),
         "begin_save": Known(
             fpipe.begin_save,
             {**saving, "path": path / "other"},
@@ -71,7 +74,7 @@ def known(tmp_path_factory):
             {
                 "max_norm": (-1, NAN),
                 "names": ("nothing", FOREVER("*"), ()),
-                "grads": ({"x": X}, *unscalable[:3]),
+                "grads": ({"x": X}, misfit, *unscalable[:3]),
                 "order": (NAN, HUGE),
             },
         ),
@@ -93,7 +96,7 @@ def known(tmp_path_factory):
         "LossScale": Known(
             fpipe.LossScale,
             {},
-            {"scale": numbers, "growth": (1, *numbers), "backoff": (1, *numbers), "interval": (0,), "good": (-1,)},
+            {"scale": numbers, "growth": (1, *numbers), "backoff": (1, *numbers), "interval": (0,), "good": (-1, 2000)},
         ),
         "LossScale.unscale": Known(fpipe.LossScale().unscale, {"grads": grads}),
         "LossScale.next": Known(fpipe.LossScale().next, {"finite": True}, {"finite": (torch.ones(2),)}),
@@ -121,7 +124,7 @@ def known(tmp_path_factory):
         "update": Known(
             adam.update,
             {"grads": grads, "state": state, "params": params},
-            {"grads": ({"x": X}, *unscalable[2:]), "state": ({},), "groups": ({"x": {}},)},
+            {"grads": ({"x": X}, misfit, *unscalable[2:]), "state": ({},), "groups": ({"x": {}},)},
         ),
         "pipeline": Known(
             fpipe.pipeline,
