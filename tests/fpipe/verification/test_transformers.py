@@ -2,7 +2,8 @@
 """GPT-2, T5, ViT and decoders of transformers, tiny and random, and a UNet: bit for bit what one device computes.
 
 Models as their authors wrote them, which compute their own loss: tied heads, encoders and decoders, skips over several
-stages. Between stages of decoders, only hidden states cross. All other architectures of transformers are tried by `benchmarks/architectures`.
+stages. Between stages of decoders, only hidden states cross. All other architectures of transformers are tried by
+`benchmarks/architectures`.
 """
 
 from __future__ import annotations
