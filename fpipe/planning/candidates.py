@@ -68,7 +68,7 @@ TRIED_LATER: Final = 2000
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlanProblem:
     """What a plan is made for: a model for so many `microbatches` of one size, and the limits that it must fit into.
 
     - `profile`: the costs of the model's blocks.
@@ -86,7 +86,7 @@ class Problem:
     end: float = inf
 
     @classmethod
-    def of(cls, profile: Profile, microbatches: int, caps: tuple[float, ...], weights: float = 4.0) -> Problem:
+    def of(cls, profile: Profile, microbatches: int, caps: tuple[float, ...], weights: float = 4.0) -> PlanProblem:
         """Return the problem in which a stage may begin with the call of any module, which a plan can name."""
         starts = (any(mark.path and not mark.end for mark in block.marks) for block in profile.blocks)
         return cls(
@@ -114,7 +114,7 @@ class Problem:
         predicted = Prediction(timeline.makespan + self.profile.step, timeline.bubble, memory)
         return Candidate(self, schedule, tuple(cuts), predicted)
 
-    def pin(self, cuts: Sequence[str], stages: Sequence[StageEnds] = ()) -> Problem:
+    def pin(self, cuts: Sequence[str], stages: Sequence[StageEnds] = ()) -> PlanProblem:
         """Return the problem in which a stage must begin at each of `cuts`, and each of `stages` is a whole stage.
 
         Raise `InputError` for modules that no stage can begin at, and if a stage would have to be cut.
@@ -137,7 +137,7 @@ class Problem:
 class Candidate:
     """A way to run the model, and its prediction; stages after the first begin at the blocks numbered `cuts`."""
 
-    problem: Problem
+    problem: PlanProblem
     schedule: Schedule
     cuts: tuple[int, ...]
     predicted: Prediction
@@ -168,7 +168,7 @@ def _find_blocks(profile: Profile, k: int, stage: StageEnds) -> tuple[int, int]:
     return begin or 0, len(profile.blocks) if end is None else end
 
 
-def start(problem: Problem, schedule: Schedule) -> Candidate | None:
+def start(problem: PlanProblem, schedule: Schedule) -> Candidate | None:
     """Return a schedule with good cuts, recomputed as far as memory asks for; `None` if there are too few places.
 
     Of a short list of cuts, those with the least load on the busiest rank are tried; otherwise, those that balance the
@@ -263,7 +263,7 @@ def _without_recomputation(schedule: Schedule) -> Schedule:
     return inner if schedule.factory is recompute and isinstance(inner, Schedule) else schedule
 
 
-def _neighbors(cuts: tuple[int, ...], problem: Problem) -> Iterator[tuple[int, ...]]:
+def _neighbors(cuts: tuple[int, ...], problem: PlanProblem) -> Iterator[tuple[int, ...]]:
     """Yield the cuts with one of them moved by one place, or by two."""
     places, ends = sorted(problem.places), [0, *cuts, len(problem.profile.blocks)]
     for k, cut in enumerate(cuts):
@@ -273,7 +273,7 @@ def _neighbors(cuts: tuple[int, ...], problem: Problem) -> Iterator[tuple[int, .
                 yield (*cuts[:k], moved, *cuts[k + 1 :])
 
 
-def list_candidates(problems: Iterable[Problem], factories: Iterable[ScheduleFactory]) -> Iterator[Candidate | str]:
+def list_candidates(problems: Iterable[PlanProblem], factories: Iterable[ScheduleFactory]) -> Iterator[Candidate | str]:
     """Yield a candidate for every number of microbatches and every schedule, or why there is none."""
     for problem, factory in product(problems, factories):
         try:
@@ -302,7 +302,7 @@ def _make(factory: ScheduleFactory, ranks: int, microbatches: int) -> Schedule:
     return made
 
 
-def _explain(schedule: Schedule, problem: Problem) -> str:
+def _explain(schedule: Schedule, problem: PlanProblem) -> str:
     """Return why no cuts make the stages of a schedule."""
     name, stages = name_schedule(schedule), schedule.stages
     if len(problem.pinned) >= stages:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from fpipe.errors import InputError
 from fpipe.pipelines.description import format_bytes
-from fpipe.planning.candidates import Candidate, Problem, ScheduleFactory, improve, keep_best, list_candidates
+from fpipe.planning.candidates import Candidate, PlanProblem, ScheduleFactory, improve, keep_best, list_candidates
 from fpipe.planning.floor import bound_plans
 from fpipe.planning.ordering import list_orderable, place_on_islands, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds, name_schedule
@@ -83,7 +83,7 @@ class Search:
 
 
 def choose(
-    problems: Sequence[Problem],
+    problems: Sequence[PlanProblem],
     factories: Iterable[ScheduleFactory],
     *,
     seconds: float,
@@ -126,7 +126,7 @@ def choose(
     return _conclude(search, problems)
 
 
-def _conclude(search: Search, problems: Sequence[Problem]) -> Plan:
+def _conclude(search: Search, problems: Sequence[PlanProblem]) -> Plan:
     """Return the plan for the best candidate; raise `InputError` if it does not fit."""
     best = _require_fitting(search)
     least = _bound_all(search.found, problems)
@@ -178,7 +178,7 @@ def _require_fitting(search: Search) -> Candidate:
     return best
 
 
-def _bound_all(found: Sequence[Candidate], problems: Sequence[Problem]) -> Bound:
+def _bound_all(found: Sequence[Candidate], problems: Sequence[PlanProblem]) -> Bound:
     """Return the bound for all plans that do no more than some candidates: split, recompute, or hold stages twice."""
     schedules = [one.schedule for one in found]
     split, single = any(map(splits, schedules)), all(how.stages == how.ranks for how in schedules)
@@ -188,7 +188,7 @@ def _bound_all(found: Sequence[Candidate], problems: Sequence[Problem]) -> Bound
     return min(bounds, key=lambda one: one.makespan)
 
 
-def _estimate_alternatives(problems: Sequence[Problem]) -> tuple[RunnerUp, RunnerUp]:
+def _estimate_alternatives(problems: Sequence[PlanProblem]) -> tuple[RunnerUp, RunnerUp]:
     """Return the fastest step on one device, and of a copy of the model on every device, without a pipeline.
 
     Each copy trains its share of the microbatches, and gradients are summed in a ring.

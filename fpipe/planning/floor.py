@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fpipe.planning.candidates import Problem
+from fpipe.planning.candidates import PlanProblem
 from fpipe.planning.chain import bottleneck
 from fpipe.planning.profile import Profile
 from schedules import Bound
 from schedules.analysis.bounds.rough import Reason
 
 
-def bound_plans(problem: Problem, *, split: bool, single: bool, copies: int = 1, recomputed: bool = True) -> Bound:
+def bound_plans(problem: PlanProblem, *, split: bool, single: bool, copies: int = 1, recomputed: bool = True) -> Bound:
     """Return a lower bound on the seconds of a step, of every plan.
 
     - `split`: true if backwards may be split.

@@ -23,7 +23,7 @@ from fpipe.pipelines.argument_checks import require_count
 from fpipe.pipelines.builder import Model, make_batchings
 from fpipe.pipelines.description import format_bytes
 from fpipe.pipelines.loss_weights import Weight
-from fpipe.planning.candidates import FACTORIES, Problem, ScheduleFactory
+from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
 from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
@@ -119,7 +119,7 @@ def plan(
     problems = []
     for number in numbers:
         found = profile or measure(model, example, targets, loss=loss, microbatches=number, **options)
-        problems.append(Problem.of(found, number, caps, weights).pin(cuts, stages))
+        problems.append(PlanProblem.of(found, number, caps, weights).pin(cuts, stages))
     report = progress if progress is not None else _ignore
     return choose(problems, factories, seconds=seconds, report=report, ordered=schedules is None)
 

@@ -19,7 +19,7 @@ from itertools import chain, pairwise
 from time import monotonic
 from typing import Final, TypeAlias
 
-from fpipe.planning.candidates import Candidate, Problem
+from fpipe.planning.candidates import Candidate, PlanProblem
 from fpipe.planning.chain import partition_chain
 from fpipe.stages.conversion import splits
 from schedules import Graph, Link, Placement, Schedule, SizeError, search
@@ -71,7 +71,7 @@ def reorder(candidate: Candidate) -> Candidate | None:
 
 
 def find_order(
-    problem: Problem,
+    problem: PlanProblem,
     placement: Placement,
     cuts: Sequence[int],
     tries: int,
@@ -137,7 +137,7 @@ def list_placements(islands: Islands) -> Iterator[Placement]:
             yield Placement(ranks, tuple(chain.from_iterable(routes)))
 
 
-def place_on_islands(problem: Problem) -> Iterator[Candidate]:
+def place_on_islands(problem: PlanProblem) -> Iterator[Candidate]:
     """Yield a candidate for each placement on islands of ranks, if there are several, with an order of its own."""
     ranges = problem.profile.ranges
     work = ranges.seconds("F") + ranges.seconds("I") + ranges.seconds("W")

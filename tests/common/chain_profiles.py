@@ -10,7 +10,7 @@ from typing import Any
 
 from fpipe.cutting.calls import Mark
 from fpipe.planning.blocks import ModelBlock
-from fpipe.planning.candidates import FACTORIES, Problem, ScheduleFactory
+from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
 from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
@@ -50,10 +50,10 @@ def problem_of(
     microbatches: int = 4,
     caps: float | tuple[float, ...] = inf,
     pinned: tuple[int, ...] = (),
-) -> Problem:
+) -> PlanProblem:
     """The problem in which stages may begin at any block; a single cap is that of every rank."""
     caps = caps if isinstance(caps, tuple) else (caps,) * ranks
-    return Problem(profile, microbatches, caps, 1.0, frozenset(range(1, len(profile.blocks))), pinned)
+    return PlanProblem(profile, microbatches, caps, 1.0, frozenset(range(1, len(profile.blocks))), pinned)
 
 
 def find_plan(
