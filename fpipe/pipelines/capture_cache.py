@@ -24,9 +24,10 @@ from fpipe.pipelines.batch import Batching, SplitBatch
 from fpipe.pipelines.signature import Microbatch
 from fpipe.record.captured import Captured, CaptureFunction, Hooks
 from fpipe.record.fakes.leftovers import defining_files, find_caches, remove_fakes, user_classes
-from fpipe.record.front_ends.registry import is_eager, reads_bytecode
+from fpipe.record.front_ends.registry import is_eager, is_tracer, reads_bytecode
 from fpipe.record.model.skeleton import evaluation
 from fpipe.record.model.state import require_own_state
+from fpipe.record.numbers import NumbersError
 from fpipe.record.objective import Loss, Objective
 from fpipe.record.questions import Answer, Ask, Question, refuse_questions
 from fpipe.record.reads.accesses import Reads, record_reads
@@ -50,6 +51,7 @@ class CaptureCache:
     - `captured`, `reads`: the captured model, and the attributes that were read while it was captured.
     - `positions`, `watches`: where it is cut, and the assumptions that must still hold when it runs.
     - `questions`: the model's next question about a microbatch, given its answers so far.
+    - `plain`: the kinds of microbatches, without answers, whose numbers can't be values of the record.
     """
 
     model: nn.Module
@@ -65,6 +67,7 @@ class CaptureCache:
     positions: dict[tuple[Variant, Microbatch], tuple[int, ...]] = field(default_factory=dict)
     questions: dict[tuple[Variant, Microbatch], Question] = field(default_factory=dict)
     watches: dict[tuple[Variant, Microbatch], Watch] = field(default_factory=dict)
+    plain: set[tuple[Variant, Microbatch]] = field(default_factory=set)
 
     def with_example(self, example: SplitBatch) -> CaptureCache:
         """Return the same cache with the signature of `example`, which includes its answers."""
@@ -96,7 +99,19 @@ class CaptureCache:
         return (variant.capture, microbatch) in self.captured
 
     def explore(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Microbatch:
-        """Capture the model for a microbatch; return the microbatch with all answers, getting new ones from `ask`."""
+        """Capture the model for a microbatch; return the microbatch with all answers, getting new ones from `ask`.
+
+        If the model can't be recorded with its numbers as values, they become questions.
+        """
+        bare = variant.capture, replace(microbatch, answers=())
+        if is_tracer(self.front_end) and bare not in self.plain:
+            try:
+                return self._explore(variant, microbatch, ask, plain=False)
+            except NumbersError:
+                self.plain.add(bare)
+        return self._explore(variant, microbatch, ask, plain=True)
+
+    def _explore(self, variant: Variant, microbatch: Microbatch, ask: Ask, plain: bool) -> Microbatch:
         variant, known = variant.capture, iter(microbatch.answers)
         told, places = replace(microbatch, answers=()), self.watching.origin.places
 
@@ -112,7 +127,7 @@ class CaptureCache:
                 if reads_bytecode(self.front_end)
                 else record_reads(self.model, self.loss, places) as reads
             ):  # dynamo bypasses patches
-                captured = self._capture(variant, microbatch, answer)
+                captured = self._capture(variant, microbatch, answer, plain)
         finally:
             if not self.runs_python:
                 classes = user_classes(self.model)
@@ -151,10 +166,24 @@ class CaptureCache:
         loss = self.loss if variant.loss else None
         return Objective(loss, microbatch.structure, microbatch.divisor, casts=variant.casts)
 
-    def _capture(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Captured:
+    def _with_plain_numbers(self, objective: Objective, tensors: int) -> Objective:
+        """Return the objective with Python numbers in its batch, which are a question about the batch."""
+        batch = objective.batch
+        leaves = tuple(range(tensors, tensors + len(batch.numbers)))
+        if leaves:
+            names = ", ".join(self.batchings[True].leaf_name(leaf) for leaf in leaves)
+            where = f"the model, given {names}"
+            question = Question(where, leaves, lambda found: Answer.of([one.item() for one in found]), None)
+            batch = batch.with_numbers(objective.ask(question).result())
+        return replace(objective, batch=batch, plain=True)
+
+    def _capture(self, variant: Variant, microbatch: Microbatch, ask: Ask, plain: bool) -> Captured:
         with torch.inference_mode(False), fake_mode():
             leaves = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in microbatch.leaves]
         objective = replace(self.objective(variant, microbatch), ask=ask)
+        if plain:
+            leaves = leaves[: len(objective.batch.names)]
+            objective = self._with_plain_numbers(objective, len(leaves))
         backward = variant.training and self.backward
         mode = nullcontext() if variant.training else evaluation(self.model)
         with torch.inference_mode(False), torch.set_grad_enabled(backward), mode:

@@ -46,8 +46,11 @@ NESTING = 4  # how many levels of functions within functions to compare
 class RepeatRecorder(Recorder):
     """A recorder that knows the values of a tape, and gives the tape's answers to questions again."""
 
-    def __init__(self, model: nn.Module, tape: Tape, sources: Mapping[Value, Source], opaque: Collection[str]) -> None:
-        super().__init__(model, {v: (source, tape.fakes[v]) for v, source in sources.items()}, opaque=opaque)
+    def __init__(
+        self, model: nn.Module, tape: Tape, sources: Mapping[Value, Source], opaque: Collection[str], plain: bool
+    ) -> None:
+        known = {v: (source, tape.fakes[v]) for v, source in sources.items()}
+        super().__init__(model, known, opaque=opaque, plain=plain)
         self.values.know(tape.fakes)
         self.answers: Mapping[tuple[Any, int], Answer] = {}
         self.earlier: Mapping[Any, int] = {}

@@ -15,7 +15,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from fpipe.errors import CaptureError, PipelineError
 from fpipe.record.captured import NAMED, Call, Captured, Value
+from fpipe.record.numbers import NumbersError
 from fpipe.record.objective import Objective
 from fpipe.record.questions import refuse_questions
 from fpipe.record.steps.placing import find_placed, fuse_placed, has_holders
@@ -54,8 +56,12 @@ def trace_model(
     # wait for Python's collector.
     fake_model = FakeModel(model, replace(objective, ask=refuse_questions), leaves, opaque, _seals(whole, parts))
     settling = Settling(fake_model)
-    run = settling.run(objective.ask)
-    return assemble_capture(fake_model, settling, run)
+    try:
+        return assemble_capture(fake_model, settling, settling.run(objective.ask))
+    except PipelineError as error:
+        if objective.plain or not fake_model.has_numbers:
+            raise
+        raise NumbersError(str(error)) from error
 
 
 def _seals(whole: Collection[str], parts: Collection[str]) -> Mapping[str, str]:
@@ -80,6 +86,7 @@ def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> C
     segments = Segments(tape, model.seats_by_value(), set(sources), results, run.written, rehearsal.prepare)
     with rehearsal.prepare() as rehearse:
         require_same_again(tape, segments.whole, bool(run.written), rehearse)
+    _require_numbers_outside(recorder, tape, segments.whole)
     calls = tuple([_summarize(frame, segments.whole) for frame in _all_frames(tape.frames)])
     python = [call.path for call in calls if call.python]
     return Captured(
@@ -103,6 +110,14 @@ def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> C
     )
 
 
+def _require_numbers_outside(recorder: Recorder, tape: Tape, whole: WholeCalls) -> None:
+    """Raise `CaptureError` if a call that runs as Python deals with recorded numbers: it has Python numbers there."""
+    for frame in whole.outermost(tape.frames):
+        used = {value for unit in tape.units[frame.start : frame.stop] for value in (*unit.reads, *unit.makes)}
+        if not recorder.numbers.isdisjoint(used.union(frame.invocation.reads)):
+            raise CaptureError(f"module {frame.path or '(root)'}: got recorded numbers in a call that runs as Python.")
+
+
 def _require_own_parameters(recorder: Recorder, tape: Tape) -> None:
     wanting = frozenset(value for value, tensor in recorder.values.tensors.items() if tensor.requires_grad)
     require_own_parameters(tape.frames, tape.units, recorder.values.sources, wanting)
@@ -112,7 +127,8 @@ def _rehearsal(model: FakeModel, settling: Settling, run: SettledRun, tape: Tape
     def fresh() -> Mapping[Value, Tensor]:
         return {value: tensor for value, (_, tensor) in model.sources().items()}
 
-    again = partial(RepeatRecorder, model.skeleton, tape, run.recorder.values.sources, model.opaque)
+    plain, sources = model.objective.plain, run.recorder.values.sources
+    again = partial(RepeatRecorder, model.skeleton, tape, sources, model.opaque, plain)
     return Rehearsal(tape, again, model.watch, fresh, model.seat, run.state, settling.empty_caches)
 
 

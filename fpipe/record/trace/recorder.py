@@ -37,6 +37,20 @@ from fpipe.record.fakes.assumed_values import (
 from fpipe.record.fakes.generators import Generators
 from fpipe.record.model.places import current_line
 from fpipe.record.modes import Modes, current_casts, current_modes
+from fpipe.record.numbers import (
+    READERS,
+    compute,
+    creates_tensor,
+    extract,
+    forget_constants,
+    has_numbers,
+    learn_all,
+    number_of,
+    probe_all,
+    takes_numbers,
+    to_python,
+    to_tensor,
+)
 from fpipe.record.questions import Ask, refuse_questions
 from fpipe.record.steps.selection import count_selected, deciding_masks, result_on_fakes
 from fpipe.record.tape import CallResult, Frame, Invocation, constants_at, pick, tensors_at
@@ -81,7 +95,8 @@ class Recorder(TorchFunctionMode):
     - `torch_calls`: all of its torch calls. `history`: those recorded as units. `hooked`: positions of the units before
       which saved-tensor hooks were installed.
     - `effects`: the side effects of operators. `draws`: the torch calls that draw random numbers.
-    - `questions`: what the run asks about the batch.
+    - `questions`: what the run asks about the batch. `plain`: whether `.item()` asks, too. `numbers`: the values that
+      are numbers (`fpipe.record.numbers`).
     - `fake_errors`: errors for calls that failed only because tensors are fake, in case the forward swallows them.
     """
 
@@ -92,8 +107,10 @@ class Recorder(TorchFunctionMode):
         ask: Ask = refuse_questions,
         opaque: Collection[str] = (),
         generators: Generators | None = None,
+        plain: bool = False,
     ) -> None:
         super().__init__()
+        self.plain, self.numbers = plain, set[Value]()
         self.stack = CallStack(model, opaque, generators)
         self.values = Values(sources, self.stack.here)
         self.reassignments = Reassignments(self.values, self.stack.here)
@@ -118,9 +135,22 @@ class Recorder(TorchFunctionMode):
         return Modes(torch.is_grad_enabled(), self.ambient, current_casts(), self.autocast.current)
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func is to_python:
+            return self._note_number(args[0])
+        kwargs = kwargs or {}
+        if has_numbers(args, kwargs):
+            if creates_tensor(func, args, kwargs) and not self.is_in_torch_call:
+                return self.call(to_tensor, (args[0].tensor, kwargs.get("dtype"), kwargs.get("device")), {})
+            if self.is_in_torch_call or not takes_numbers(func, args, kwargs):
+                with self:
+                    args, kwargs = learn_all((args, kwargs))
         require_answerable(func, args, self.values.parameter, self.stack.here)
         try:
-            return self.call(func, args, kwargs or {})
+            if func is Tensor.item and self._can_extract(args[0]):
+                return self._note_number(self.call(extract, args, {}))
+            out = self.call(func, args, kwargs)
+            self.numbers |= {self.values.known[id(out)]} if func is compute else set()
+            return out
         except Exception as error:
             to_raise = None if self.is_in_torch_call else find_fake_error(func, error, self.stack.here)
             self.fake_errors += [] if to_raise is None else [to_raise]
@@ -151,6 +181,7 @@ class Recorder(TorchFunctionMode):
         self.effects.written.clear()
         self.effects.cast.clear()
         self.effects.communicates = False
+        args, kwargs = probe_all((args, kwargs)) if invocation.numbers else (args, kwargs)
         modes, running = current_modes(), RunningCall()
         self.torch_calls.running = running
         try:
@@ -163,9 +194,25 @@ class Recorder(TorchFunctionMode):
             require_own_gradients(self.values, self.stack.here)
         if function == GRAD_FN and out is not None and self.stack.path:
             self.stack.seal("a look at autograd's graph")  # it may hook the node, which no torch call shows
+        if invocation.numbers:
+            forget_constants((args, kwargs, out))
         self._record(invocation, running, out, tick)
         self.torch_calls.results[tick] = CallResult(invocation, modes, out, self.torch_calls.tick)
         return out
+
+    def _note_number(self, tensor: Tensor) -> Any:
+        """Return the number in a tensor."""
+        self.numbers.add(self.values.known[id(tensor)])
+        return number_of(tensor)
+
+    def _can_extract(self, tensor: Tensor) -> bool:
+        """Return whether `.item()` of a tensor need not be answered: it follows from the batch, and is a number."""
+        if self.plain or self.is_in_torch_call or self.stack.is_opaque or tensor.numel() != 1:
+            return False
+        if tensor.dtype is torch.bool or tensor.is_complex() or getattr(tensor, "constant", None) is not None:
+            return False
+        provenance = self.history.provenance((self.values.read(tensor),))
+        return bool(provenance.leaves) and not provenance.obstacle
 
     def _note_draws(self, function: Any, tick: int, run: Callable[[], Any]) -> Any:
         """Run a torch call; note it if it draws random numbers and no call inside it does."""
@@ -190,7 +237,7 @@ class Recorder(TorchFunctionMode):
         is_guard = is_torch_function(function) and function not in (*VALUE_READS, *ASSUMPTIONS)
         if is_guard and (provenance.obstacle or (self.stack.is_opaque and provenance.leaves)):
             return self._pass_guards(lambda: function(*args, **kwargs))
-        if self.stack.is_opaque and (provenance.obstacle or provenance.leaves):
+        if self.stack.is_opaque and (provenance.obstacle or provenance.leaves) and function not in READERS.values():
             return self._assume(function, args, kwargs, error)
         question = provenance.question(asking, f"{self.stack.here()}{current_line()}")
         with for_real():
