@@ -32,7 +32,7 @@ from fpipe.pipelines.signature import Microbatch, Signature
 from fpipe.record.numbers import DTYPES, as_tensor
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tangents import require_primal
-from fpipe.tensors.tree import Structure, broadcast, flatten, is_number, require_same_tree
+from fpipe.tensors.tree import Structure, broadcast, flatten, is_plain_number, require_same_tree
 
 CPU = torch.device("cpu")
 
@@ -305,7 +305,7 @@ def _tree(half: Structure, leaves: list[Tensor | None]) -> Any:
 
 
 def _program(halves: tuple[Structure, Structure]) -> str:
-    return repr([[type(value) if is_number(value) else value for _, value in half.constants] for half in halves])
+    return repr([[type(value) if is_plain_number(value) else value for _, value in half.constants] for half in halves])
 
 
 def _name_leaf(path: str) -> str:

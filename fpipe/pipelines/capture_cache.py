@@ -10,10 +10,11 @@ Runs when a plan is made: once per kind of batch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import nn
@@ -36,8 +37,34 @@ from fpipe.record.validity import name_of, require_valid
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.tensors.fake import fake_mode
 
+_LOG: Final = logging.getLogger(__name__)
+LONGEST_STREAK = 3
+"""The number of captures in a row for the same reason after which there is a warning."""
 Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
 """A captured model, and the positions of the units at which new stages begin."""
+
+
+@dataclass
+class Streak:
+    """Counts captures in a row that were made for the same `reason`; logs one warning for each reason."""
+
+    reason: str = ""
+    count: int = 0
+    warned: set[str] = field(default_factory=set)
+
+    def note(self, reason: str) -> None:
+        """Count a capture; `reason`: what it was made for, or empty."""
+        self.count = self.count + 1 if reason == self.reason else 1
+        self.reason = reason
+        if reason and self.count >= LONGEST_STREAK and reason not in self.warned:
+            self.warned.add(reason)
+            _LOG.warning(
+                "%s: the model was recorded %d times in a row because of it, which takes as long as many steps: each "
+                "new value is another program. If it changes in every step, pass it as a tensor, only compute with it "
+                "(no int(), range(), shape or index follows from it), or take it out of the forward.",
+                reason,
+                self.count,
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +79,7 @@ class CaptureCache:
     - `positions`, `watches`: where it is cut, and the assumptions that must still hold when it runs.
     - `questions`: the model's next question about a microbatch, given its answers so far.
     - `plain`: the kinds of microbatches, without answers, whose numbers can't be values of the record.
+    - `streak`: warns of captures in a row for the same reason.
     """
 
     model: nn.Module
@@ -68,6 +96,7 @@ class CaptureCache:
     questions: dict[tuple[Variant, Microbatch], Question] = field(default_factory=dict)
     watches: dict[tuple[Variant, Microbatch], Watch] = field(default_factory=dict)
     plain: set[tuple[Variant, Microbatch]] = field(default_factory=set)
+    streak: Streak = field(default_factory=Streak)
 
     def with_example(self, example: SplitBatch) -> CaptureCache:
         """Return the same cache with the signature of `example`, which includes its answers."""
@@ -134,8 +163,30 @@ class CaptureCache:
                 remove_fakes(defining_files(classes, self.loss), classes, find_caches(self.model, self.loss))
         if captured.moved:
             require_own_state(captured.moved, {*reads.original, *self.watching.shared_attributes()})
+        reason = self._reason(variant, told)
         self.captured[variant, told], self.reads[variant, told] = captured, reads
+        self.streak.note(reason)
         return told
+
+    def _reason(self, variant: Variant, new: Microbatch) -> str:
+        """Return what differs from the newest capture for the same shapes, besides tensors; empty if there is none."""
+        alike = [one for known, one in self.captured if known == variant and one.leaves == new.leaves]
+        if not alike:
+            return ""
+        old = alike[-1]
+        if old.program != new.program:
+            pairs = zip(old.structure.constants, new.structure.constants, strict=False)
+            path = next((new.structure.paths[leaf] for (_, was), (leaf, now) in pairs if was != now), "")
+            names = {"[0]": "inputs", "[1]": "targets"}
+            return f"the batch's {names.get(path[:3], path[:3])}{path[3:]}, which is not a tensor"
+        number = next(
+            (k for k, pair in enumerate(zip(old.answers, new.answers, strict=False)) if pair[0] != pair[1]), 0
+        )
+        question = self.questions.get((variant, replace(new, answers=new.answers[:number])))
+        if question is None:
+            return ""
+        leaves = ", ".join(self.batchings[True].leaf_name(leaf) for leaf in question.leaves)
+        return f"{question.where}, which asks for the value of something computed from {leaves}"
 
     def keep_only(self, used: Iterable[tuple[Variant, Microbatch]]) -> None:
         """Drop everything about other variants and microbatches, except for the questions that led to these."""

@@ -44,9 +44,9 @@ class NumbersError(CaptureError):
     """Raised if a model cannot be recorded with numbers as values of the record; then they become questions."""
 
 
-KINDS: Mapping[torch.dtype, type] = MappingProxyType({torch.int64: int, torch.float64: float, torch.bool: bool})
+NUMBER_TYPES: Mapping[torch.dtype, type] = MappingProxyType({torch.int64: int, torch.float64: float, torch.bool: bool})
 """The Python types of numbers, by the dtype of their tensors."""
-DTYPES: Mapping[type, torch.dtype] = MappingProxyType({kind: dtype for dtype, kind in KINDS.items()})
+DTYPES: Mapping[type, torch.dtype] = MappingProxyType({kind: dtype for dtype, kind in NUMBER_TYPES.items()})
 PROBES: Mapping[torch.dtype, PythonNumber] = MappingProxyType({torch.int64: 3, torch.float64: 0.75})
 """Numbers to call torch functions with on fake tensors; no metadata depends on them."""
 
@@ -129,7 +129,7 @@ def compute(name: str, *operands: Any) -> Tensor:
     """
     written = " ".join("_" if isinstance(one, Tensor) else repr(one) for one in operands)
     tensors = [one for one in operands if isinstance(one, Tensor)]
-    kind = _result_kind(name, *[KINDS[one.dtype] if isinstance(one, Tensor) else one for one in operands])
+    kind = _result_kind(name, *[NUMBER_TYPES[one.dtype] if isinstance(one, Tensor) else one for one in operands])
     assert kind is not None, "the kind of the result is known"
     result: Tensor = _compute_op(name, written, kind.__name__, tensors)
     return result
@@ -164,7 +164,7 @@ _compute_op: Any = torch.ops.fpipe.compute
 
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 INTEGRAL = frozenset({"and_", "or_", "xor", "lshift", "rshift", "invert"})
-ROUNDING = frozenset({"floor", "ceil", "trunc"})
+TO_INTEGER = frozenset({"floor", "ceil", "trunc"})
 MATH = frozenset(
     _words("sqrt exp expm1 exp2 log log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh pow hypot fabs")
 )
@@ -176,7 +176,7 @@ BINARY: Mapping[str, str] = MappingProxyType(
 UNARY = ("neg", "pos", "abs", "invert")
 FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {name: getattr(operator, name) for name in (*BINARY.values(), *UNARY, *COMPARISONS)}
-    | {name: getattr(math, name) for name in (*MATH - {"pow"}, *ROUNDING)}
+    | {name: getattr(math, name) for name in (*MATH - {"pow"}, *TO_INTEGER)}
     | {"math.pow": math.pow, "round": round}
 )
 
@@ -188,7 +188,7 @@ def _result_kind(name: str, *operands: Any) -> type | None:
         return bool
     if name in MATH - {"pow"} or name in ("truediv", "math.pow"):
         return float
-    if name in ROUNDING:
+    if name in TO_INTEGER:
         return int
     if name == "round":
         return kinds[0] if len(kinds) > 1 else int
@@ -216,7 +216,7 @@ def _calculate(name: str, *operands: Any) -> Any:
         return FUNCTIONS[name](*known)
     flat = [int(one) if one is True or one is False else one for one in known]
     mixed = [one if found is None else found for one, found in zip(operands, flat, strict=True)]
-    kinds = [KINDS[one.tensor.dtype] if isinstance(one, Number) else one for one in mixed]
+    kinds = [NUMBER_TYPES[one.tensor.dtype] if isinstance(one, Number) else one for one in mixed]
     kind = None if bool in kinds else _result_kind(name, *kinds)
     if kind is None:
         return FUNCTIONS[name](*[learn(one) for one in operands])
@@ -243,7 +243,7 @@ class Number:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return KINDS[self.tensor.dtype]
+        return NUMBER_TYPES[self.tensor.dtype]
 
     @property
     def node(self) -> Any:
@@ -277,7 +277,7 @@ class Number:
         return other // self, other % self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return KINDS[self.tensor.dtype], (self.learn(),)
+        return NUMBER_TYPES[self.tensor.dtype], (self.learn(),)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         import numpy
@@ -307,7 +307,7 @@ def _delegate(name: str) -> Callable[..., Any]:
     return lambda self, *args, **kwargs: getattr(self.learn(), name)(*args, **kwargs)
 
 
-KEPT = frozenset(
+OBJECT_METHODS = frozenset(
     _words(
         "__init__ __new__ __class__ __getattribute__ __getattr__ __setattr__ __delattr__ __dir__ __init_subclass__"
         " __subclasshook__ __sizeof__ __reduce__ __getnewargs__ __getstate__ __doc__ __slots__"
@@ -318,12 +318,12 @@ KEPT = frozenset(
 def _methods(*bases: type) -> dict[str, Any]:
     """Return the methods of numbers: arithmetic is recorded; any other method of int, float or `bases` learns it."""
     names = {name for base in (int, float, *bases) for name in dir(base) if callable(getattr(base, name))}
-    found: dict[str, Any] = {name: _delegate(name) for name in names - KEPT}
-    found |= {name: value for name, value in vars(Number).items() if name not in KEPT or name == "__init__"}
+    found: dict[str, Any] = {name: _delegate(name) for name in names - OBJECT_METHODS}
+    found |= {name: value for name, value in vars(Number).items() if name not in OBJECT_METHODS or name == "__init__"}
     for method, name in BINARY.items():
         found |= {f"__{method}__": _binary(name), f"__r{method}__": _binary(name, swapped=True)}
     found |= {f"__{name}__": _binary(name) for name in COMPARISONS}
-    found |= {f"__{name}__": _unary(name) for name in (*UNARY, *ROUNDING)}
+    found |= {f"__{name}__": _unary(name) for name in (*UNARY, *TO_INTEGER)}
     found |= {"__bool__": lambda self: bool(self.learn()), "__class__": vars(Number)["__class__"]}
     return found
 
@@ -396,8 +396,8 @@ def _math_function(name: str, function: Callable[..., Any]) -> Callable[..., Any
 
 BOTH = frozenset(
     _words(
-        "add sub subtract mul multiply div divide true_divide rsub remainder fmod floor_divide eq ne lt le gt ge not_equal"
-        " less less_equal greater greater_equal radd rmul rdiv rtruediv rmod rfloordiv iadd isub imul"
+        "add sub subtract mul multiply div divide true_divide rsub remainder fmod floor_divide eq ne lt le gt ge"
+        " not_equal less less_equal greater greater_equal radd rmul rdiv rtruediv rmod rfloordiv iadd isub imul"
         " itruediv ifloordiv imod truediv floordiv mod"
     )
 )
@@ -437,6 +437,13 @@ def creates_tensor(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     """Return whether a call turns a number into a tensor, and nothing else."""
     alone = len(args) == 1 and type(args[0]) in (_Integer, _Float)
     return function in CREATING and alone and kwargs.keys() <= {"dtype", "device"}
+
+
+def sets_number(function: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether a call assigns a number to elements of a tensor that can hold it."""
+    if function is not Tensor.__setitem__ or type(args[2]) not in (_Integer, _Float):
+        return False
+    return args[0].is_floating_point() or (type(args[2]) is _Integer and args[0].dtype is not torch.bool)
 
 
 def forget_constants(tree: Any) -> None:

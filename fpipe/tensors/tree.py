@@ -61,7 +61,7 @@ class Structure:
     @property
     def numbers(self) -> tuple[tuple[int, int | float], ...]:
         """The leaves that are numbers, which may differ from step to step: leaf numbers and values."""
-        return tuple((leaf, value) for leaf, value in self.constants if is_number(value))
+        return tuple((leaf, value) for leaf, value in self.constants if is_plain_number(value))
 
     def with_numbers(self, numbers: Iterable[Any]) -> Structure:
         """Return the structure with other numbers in place of its own, in order."""
@@ -76,10 +76,10 @@ class Structure:
         return optree.tree_unflatten(self.spec, leaves)
 
 
-def is_number(leaf: object) -> bool:
+def is_plain_number(leaf: object) -> bool:
     """Return whether a leaf is a number that a tensor can hold: an int or a float.
 
-    >>> [is_number(leaf) for leaf in (3, 2.5, True, 2**70, "3")]
+    >>> [is_plain_number(leaf) for leaf in (3, 2.5, True, 2**70, "3")]
     [True, True, False, False, False]
     """
     return type(leaf) is float or (type(leaf) is int and -(2**63) <= leaf < 2**63)

@@ -47,6 +47,7 @@ from fpipe.record.numbers import (
     learn_all,
     number_of,
     probe_all,
+    sets_number,
     takes_numbers,
     to_python,
     to_tensor,
@@ -141,6 +142,9 @@ class Recorder(TorchFunctionMode):
         if has_numbers(args, kwargs):
             if creates_tensor(func, args, kwargs) and not self.is_in_torch_call:
                 return self.call(to_tensor, (args[0].tensor, kwargs.get("dtype"), kwargs.get("device")), {})
+            if sets_number(func, args) and not self.is_in_torch_call:
+                value = self.call(to_tensor, (args[2].tensor, args[0].dtype, args[0].device), {})
+                args = (*args[:2], value)
             if self.is_in_torch_call or not takes_numbers(func, args, kwargs):
                 with self:
                     args, kwargs = learn_all((args, kwargs))
