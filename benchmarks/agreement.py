@@ -59,7 +59,7 @@ def measured() -> dict[str, float]:
 
 def _agreed(pipe: Any) -> None:
     """Run the agreement of a step."""
-    fields = pipe.planner.agreements[pipe.planner.kind(TRAINING)].fields
+    fields = pipe.memo.agreements[pipe.planner.kind(TRAINING)].fields
     pipe.ranks.agree(lambda: [*fields, *call_fields(CommonArguments())])
 
 

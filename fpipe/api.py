@@ -23,7 +23,7 @@ from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import CutsArgument, parse_cuts
 from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded
 from fpipe.network.launch import enter_job, resolve_group
-from fpipe.network.recording import Record
+from fpipe.network.recording import RecordSpan
 from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
 from fpipe.pipelines.batch import find_home
 from fpipe.pipelines.builder import Builder, agree_on_place, make_batchings
@@ -169,7 +169,7 @@ def pipeline(
 
 
 def value_and_grad(
-    pipe: Pipeline, outputs: bool = False, record: Record | None = None, sums: torch.dtype | None = None
+    pipe: Pipeline, outputs: bool = False, record: RecordSpan | None = None, sums: torch.dtype | None = None
 ) -> ValueAndGrad:
     """Return the function that computes the loss and gradients of one step.
 
@@ -218,7 +218,7 @@ def value_and_grad(
         return agree_to_train(pipe, outputs, sums, record)
 
 
-def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step]:
+def evaluate(pipe: Pipeline, record: RecordSpan | None = None) -> Callable[..., Step]:
     """Return the function that computes outputs, and with targets the loss, in eval mode; it keeps no graph.
 
     It takes the same arguments as the function that `value_and_grad` returns. A model that computes its own loss always

@@ -23,11 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe.checkpoints.json_trees import DATA_PREFIX, decode_tree
+from fpipe.checkpoints.encoding import DATA_PREFIX, STATE_PREFIX, decode_tree, find_parameter, unflatten_slots
 from fpipe.checkpoints.manifest import Manifest, read_manifest, read_sidecars
 from fpipe.checkpoints.save import count_processes, own_index
-from fpipe.checkpoints.shards import read_into, read_specs
-from fpipe.checkpoints.slots import STATE_PREFIX, find_parameter, unflatten_slots
 from fpipe.errors import InputError
 from fpipe.meshes.holdings import whole_specs
 from fpipe.network.agreement import Field
@@ -37,6 +35,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.spec import Spec
 from fpipe.training.optimizers import OptimizerState
 from fpipe.weights.files import AnyPath, as_path
+from fpipe.weights.safetensors import read_into, read_specs
 
 
 class Checkpoint(NamedTuple):
@@ -106,7 +105,8 @@ class _Saved:
         numbers = {name: value for sidecar in sidecars for name, value in sidecar.numbers.items()}
         on_device = frozenset(name for sidecar in sidecars for name in sidecar.on_device)
         sums = [f"file {k}: {one.size} bytes, checksum {one.checksum:08x}" for k, one in enumerate(sidecars)]
-        return cls(path, manifest, sums, read_specs(manifest.folder(path)), numbers, on_device)
+        specs = {name: spec for shard in manifest.shard_files(path) for name, spec in read_specs(shard).items()}
+        return cls(path, manifest, sums, specs, numbers, on_device)
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of tensors and numbers that begin with `prefix`, without it."""
@@ -126,7 +126,8 @@ class _Saved:
                     values[name] = self._blank(name, spec, params[owner])
             elif name.startswith(DATA_PREFIX):
                 values[name] = spec.empty("cpu")
-        read_into(self.manifest.folder(self.path), values)
+        for shard in self.manifest.shard_files(self.path):
+            read_into(shard, values)
         return values
 
     def _blank(self, name: str, spec: Spec, parameter: Spec) -> Tensor:
@@ -171,7 +172,6 @@ def _choose(pipe: Pipeline, paths: Sequence[Path]) -> _Saved:
 
 
 def _require_names(saved: _Saved, pipe: Pipeline) -> None:
-    """Raise `InputError` unless the checkpoint has the names of the model, all of them and no others."""
     whole = pipe.training.assembly
     for kind, expected in (("params", whole.parameters), ("buffers", whole.buffers)):
         found = saved.names(f"{kind}.")
@@ -190,7 +190,6 @@ def _require_names(saved: _Saved, pipe: Pipeline) -> None:
 
 
 def _require_specs(saved: _Saved, pipe: Pipeline) -> None:
-    """Raise `InputError`, naming the leaf, unless shapes and dtypes are the model's."""
     whole = pipe.training.assembly
     for kind, expected in (("params", whole.parameters), ("buffers", whole.buffers)):
         for name, spec in whole_specs(expected, whole.placed).items():

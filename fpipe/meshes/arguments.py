@@ -154,7 +154,6 @@ def _place_in(mesh: DeviceMesh, dims: Dimensions, copies: PipelineCopies, own_ro
 
 
 def _find_group(mesh: DeviceMesh, name: str | None) -> dist.ProcessGroup | None:
-    """Return the group along a dimension; `None` without one, or if this process is alone in it."""
     return None if name is None or mesh[name].size() == 1 else mesh.get_group(name)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
@@ -110,8 +110,9 @@ class Board:
         self.late: StoreQuery | None = None
         self.queries: SimpleQueue[StoreQuery | None] = SimpleQueue()
         self.queries.put(StoreQuery(self._connect))  # connect now, but let nobody wait for it
-        Thread(target=_answer_all, args=(self.queries,), name="fpipe board", daemon=True).start()
-        weakref.finalize(self, self.queries.put, None)
+        thread = Thread(target=_answer_all, args=(self.queries,), name="fpipe board", daemon=True)
+        thread.start()
+        weakref.finalize(self, _dismiss, thread, self.queries)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Board:
@@ -215,6 +216,17 @@ def _answer_all(queries: SimpleQueue[StoreQuery | None]) -> None:
             query.error = error
         query.done.set()
         del query
+
+
+def _dismiss(thread: Thread, queries: SimpleQueue[StoreQuery | None]) -> None:
+    """End the thread that asks, at the end of the process at the latest.
+
+    Let it finish its question, unless the store is lost. A thread that comes back from torch while Python ends aborts
+    the process: Python ends it by unwinding its stack, on which C++ has a frame that must not be unwound.
+    """
+    queries.put(None)
+    if thread is not current_thread():  # the last reference to a board may be in a question
+        thread.join(PATIENCE)
 
 
 def _find_keeper(processes: list[int], environment: Mapping[str, str]) -> int | None:

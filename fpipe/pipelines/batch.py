@@ -30,8 +30,8 @@ from fpipe.pipelines.loss_weights import Weight, compute_scales, require_total
 from fpipe.pipelines.memory import Memory
 from fpipe.pipelines.signature import Microbatch, Signature
 from fpipe.record.numbers import DTYPES, as_tensor
+from fpipe.tensors.arguments import require_primal
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.tangents import require_primal
 from fpipe.tensors.tree import Structure, broadcast, flatten, is_plain_number, require_same_tree
 
 CPU = torch.device("cpu")

@@ -25,9 +25,10 @@ from fpipe.network.launch import JobProcesses
 from fpipe.network.ranks import Ranks
 from fpipe.pipelines.argument_checks import require_buildable, require_trained
 from fpipe.pipelines.batch import Batching, SplitBatch
-from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.handshake import agree_on_plan, agree_to_build
 from fpipe.pipelines.loss_weights import Weight
+from fpipe.pipelines.memo import Memo
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
@@ -120,9 +121,7 @@ class Builder:
         kept = example if captures.batchings[True].example.answers else example.without_values()
         sums = parameters_to_sum(self.tied, module)
         ranks = self.ranks.ranks
-        planner = Planner(
-            self.schedule, captures, self.output_dims, ranks, sums, self.backend, self.copies, most=self.plans
-        )
+        planner = Planner(self.schedule, captures, self.output_dims, ranks, sums, self.backend, self.copies)
         pipe = Pipeline(planner, self.ranks, lambda model: self._rebuild(model, kept), prepare_steps, self.returned)
         require_exact_hooks(captures.hooks, sums)
         pipe.holdings.require_rows()
@@ -134,7 +133,7 @@ class Builder:
         _warn_of_observers(pipe.training.assembly.captured.observers)
         return pipe
 
-    def _captures(self, module: nn.Module) -> CaptureCache:
+    def _captures(self, module: nn.Module) -> Captures:
         """Return an empty cache for a model's captures; it holds none of the user's tensors."""
         see, mode, home = (
             find_capture(self.capture, *self.cuts.names(module, self.loss)),
@@ -144,7 +143,8 @@ class Builder:
         model = skeleton(module, lambda tensor: fake(mode, tensor, home))
         watching = Watcher(ModelState.of(module), self.loss)
         trains, hooks = self.schedule.backward, collect_gradient_hooks(module)
-        return CaptureCache(model, self.loss, self.batchings, see, self.cuts, trains, hooks, watching)
+        memo = Memo(self.plans)
+        return Captures(model, self.loss, self.batchings, see, self.cuts, trains, hooks, watching, memo)
 
 
 def _warn_of_observers(observers: Sequence[str]) -> None:

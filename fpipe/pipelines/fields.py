@@ -22,9 +22,9 @@ from fpipe.meshes.copies import PipelineCopies
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value, digest, digest_tensor
 from fpipe.pipelines.batch import Batching
+from fpipe.pipelines.memo import BatchKind
 from fpipe.pipelines.modes import DEVICE_TYPES
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.planner import BatchKind
 from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Constant
@@ -49,7 +49,7 @@ def batch_fields(pipe: Pipeline, kind: BatchKind, known: int = 0) -> tuple[Field
     Make them once per kind: in every step, they would cost too much.
     """
     variant, signature = kind
-    first = next((agreement.digest for agreement in pipe.planner.agreements.values()), known)
+    first = next((agreement.digest for agreement in pipe.memo.agreements.values()), known)
     batching = pipe.captures.batchings[variant.loss]
     return (
         Field("pipeline", first, lambda: _pipeline_lines(pipe)),
@@ -97,7 +97,7 @@ def number_fields(signature: Signature) -> tuple[Field, ...]:
 
 def _pipeline_lines(pipe: Pipeline) -> list[str]:
     """Return all lines of the pipeline as it was first agreed on."""
-    kind = next(iter(pipe.planner.agreements), None)
+    kind = next(iter(pipe.memo.agreements), None)
     fields = () if kind is None else plan_fields(pipe, pipe.plan(*kind), *kind)
     return [f"{field.name}: {line}" for field in fields for line in field.lines()]
 
@@ -189,9 +189,8 @@ def _constant_lines(plan: StepPlan) -> Iterator[str]:
 
 def _cut_lines(pipe: Pipeline, plan: StepPlan, variant: Variant, signature: Signature) -> Iterator[str]:
     microbatches = pipe.captures.batchings[variant.loss].split(signature)
-    for one, assembly in dict(zip(microbatches, plan.assemblies, strict=True)).items():
-        _, positions = pipe.captures.of(variant, one)
-        yield f"before units {list(positions)}"
+    for assembly in dict(zip(microbatches, plan.assemblies, strict=True)).values():
+        yield f"before units {list(assembly.partition)}"
         yield from map(str, assembly.stages)
 
 

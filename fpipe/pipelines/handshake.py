@@ -33,8 +33,8 @@ from fpipe.pipelines.fields import (
     plan_fields,
 )
 from fpipe.pipelines.inputs import State, scatter
+from fpipe.pipelines.memo import Agreement
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.planner import Agreement
 from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.variant import Variant
@@ -97,9 +97,9 @@ def agree_on_plan(
 
     Every rank must request the same plans in the same order. Raise `TransportError` on all of them if one doesn't.
     """
-    planner = pipe.planner
-    kind = planner.kind(variant, signature)
-    if kind not in planner.agreements:
+    kind = pipe.planner.kind(variant, signature)
+    known = pipe.memo.batches.get(kind)
+    if known is None or known.agreement is None:
         pipe.ranks.agree(lambda: [*batch_fields(pipe, kind), *call_fields(call)])
         plan, fields = pipe.plan(*kind), list[Field]()
 
@@ -109,11 +109,11 @@ def agree_on_plan(
 
         pipe.ranks.agree(record_fields, "a new kind of batch")
         pipe.ranks.connect(plan.program.channels)
-        known = digest(f"{field.name} {field.digest}" for field in fields)
+        summary = digest(f"{field.name} {field.digest}" for field in fields)
         user = weakref.proxy(pipe)  # what a pipeline caches must not keep it alive
-        planner.agree(kind, Agreement(known, batch_fields(user, kind, known)))
+        pipe.memo.agree(kind, Agreement(summary, batch_fields(user, kind, summary)))
         pipe.ranks.forget_layouts()
-    return planner.plans[kind]
+    return pipe.memo.batches[kind].plan
 
 
 def agree_to_step(
@@ -132,8 +132,8 @@ def agree_to_step(
         for copy, part in plan.parts.items()
     }
     numbers = number_fields(batch.signature)
-    pipe.ranks.agree(lambda: [*pipe.planner.agreements[kind].fields, *call_fields(call), *numbers])
-    pipe.planner.use(kind)
+    pipe.ranks.agree(lambda: [*pipe.memo.agreements[kind].fields, *call_fields(call), *numbers])
+    pipe.memo.use(kind)
     if not pipe.compared:
         _require_same_copies(pipe, plan, {**params, **buffers})
         pipe.compared.add(kind)

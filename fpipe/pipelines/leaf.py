@@ -18,9 +18,9 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fpipe.errors import InputError
-from fpipe.tensors.placed import is_placed
 from fpipe.tensors.spec import Spec
 
 SplitFunction: TypeAlias = Callable[[Tensor, int], Iterable[Tensor]]
@@ -161,7 +161,7 @@ def _require_dense(name: str, tensor: Tensor) -> None:
             f"{name}: got {what}, expected a dense one: batches are split along dimensions, and sent as they are in "
             "memory. Pass tensor.to_dense() or tensor.dequantize(), or a padded tensor with its mask."
         )
-    if is_placed(tensor):
+    if isinstance(tensor, DTensor):
         raise InputError(
             f"{name}: got a DTensor, expected a plain tensor: a batch is split into microbatches before any module "
             "places it. Pass tensor.to_local() or tensor.full_tensor(), and let PrepareModuleInput place it."

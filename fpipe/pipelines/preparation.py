@@ -15,9 +15,9 @@ import torch
 from fpipe.errors import InputError
 from fpipe.network.agreement import Field
 from fpipe.pipelines.handshake import agree_on_plan
+from fpipe.pipelines.memo import BatchKind
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.planner import BatchKind
 from fpipe.pipelines.signature import Signature
 from fpipe.record.variant import EVALUATION, TRAINING, Variant
 from fpipe.tensors.arguments import require_arguments
@@ -64,11 +64,11 @@ def _signature(pipe: Pipeline, variant: Variant, inputs: Any, targets: Any) -> S
 
 def _require_room(pipe: Pipeline, kinds: Collection[BatchKind]) -> None:
     """Raise `InputError` if there are more kinds of batches than plans are kept."""
-    own = next(iter(pipe.planner.agreements))
+    own = next(iter(pipe.memo.agreements))
     count = sum(kind != own for kind in kinds)
-    if count > pipe.planner.most:
+    if count > pipe.memo.most:
         raise InputError(
             f"examples: got {count} kinds of batches other than the pipeline's own example, expected at most "
-            f"{pipe.planner.most}, as many as it keeps plans for. Build it with plans={count} or more, or pad batches "
+            f"{pipe.memo.most}, as many as it keeps plans for. Build it with plans={count} or more, or pad batches "
             "to fewer lengths."
         )

@@ -23,7 +23,7 @@ from fpipe.record.captured import AS_PYTHON, Buffer, Captured, Function, Paramet
 from fpipe.record.fakes.assumed_values import assume_values
 from fpipe.record.model.places import traceback_line
 from fpipe.record.refusals import data_dependence_error
-from fpipe.record.steps.branching import certain_leaves
+from fpipe.record.trace.branching import certain_leaves
 from fpipe.stages.forward_watch import ForwardWatch
 from fpipe.tensors.effects import Effects, memory
 from fpipe.tensors.fake import note_effects

@@ -5,6 +5,11 @@ A dispatch mode sees every operator with its schema, which declares the argument
 batch normalization do not declare that they update the running statistics, and version counters miss it too; the table
 `UNDECLARED` gives the positions of these arguments.
 
+Collectives of torch.distributed in a forward, such as `dist.all_reduce`: a synchronous one is an ordinary torch call
+that writes to its arguments. An asynchronous one returns a handle, which is not a tensor; and some collectives bypass
+torch function modes. A module that calls either kind runs as a whole or not at all. A stage with collectives is never
+recorded as a graph. Functional collectives are ordinary operators.
+
 Runs when a pipeline is built, and when a new kind of batch first comes; `memory` also runs in every step.
 """
 
@@ -15,7 +20,9 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -129,6 +136,17 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
         undeclared = position in UNDECLARED.get(func._schema.name, ()) and args[TRAINING_FLAG]
         if undeclared or (declared.alias_info is not None and declared.alias_info.is_write):
             yield args[position] if position < len(args) else kwargs.get(declared.name)
+
+
+def written_memory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
+    """Return the memory that an operator call writes to, as identified by `memory`."""
+    leaves: list[Any] = optree.tree_leaves([*written_arguments(func, args, kwargs)])  # type: ignore[arg-type]
+    return {memory(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def has_handle(out: Any) -> bool:
+    """Return whether a call returned the handle of an asynchronous collective."""
+    return dist.is_available() and isinstance(out, dist.Work)
 
 
 def is_collective(func: Any) -> bool:

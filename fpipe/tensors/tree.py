@@ -154,7 +154,6 @@ def _flatten_dataclass(value: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tu
 
 
 def _make_dataclass(kind: type, names: tuple[str, ...], values: Any) -> Any:
-    """Return a dataclass with these fields, bypassing its `__init__`."""
     made: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
@@ -222,8 +221,19 @@ def first_names(module: nn.Module, kind: str) -> dict[str, str]:
     return found
 
 
+def stored_values(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements; of a sparse one, those that it stores, with entries of the same index added up."""
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether shape, dtype and bits are equal; unlike in `torch.equal`, nan equals nan, and 0 is not -0."""
-    if a.shape != b.shape or a.dtype != b.dtype:
+    """Return whether shape, dtype and bits are equal; unlike in `torch.equal`, nan equals nan, and 0 is not -0.
+
+    A sparse tensor equals one that is sparse, too, if their sums over entries of the same index do.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
+    if a.is_sparse:
+        a, b = a.detach().coalesce(), b.detach().coalesce()
+        return torch.equal(a.indices(), b.indices()) and same_bits(a.values(), b.values())
     return torch.equal(as_bytes(a.detach()), as_bytes(b.detach()))

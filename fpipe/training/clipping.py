@@ -110,7 +110,8 @@ def _add_parts(grads: State) -> State:
 def _hold(grads: Iterable[Tensor]) -> list[Tensor]:
     """Return tensors that have these, or their local tensors, as their `.grad`."""
     holders = []
-    for grad in map(local_part, grads):
+    for local in map(local_part, grads):
+        grad = local._values() if local.is_sparse else local  # shares its memory
         holder = grad.detach()
         holder.grad = grad
         holders.append(holder)

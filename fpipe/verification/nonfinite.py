@@ -37,7 +37,7 @@ from fpipe.runtime.transport import Payload, Transport
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
 from fpipe.tensors.placed import local_part
-from fpipe.tensors.tree import flatten
+from fpipe.tensors.tree import flatten, stored_values
 from schedules import Action
 
 FORWARDS, BACKWARDS = ("F", "C", "OVERLAP_F", "R"), ("B", "I", "W")
@@ -243,7 +243,7 @@ def _judge(tensor: object) -> str:
         return ""
     if tensor.is_meta:
         return ""
-    plain = tensor.coalesce().values() if tensor.is_sparse else tensor
+    plain = stored_values(tensor)
     if bool(torch.isfinite(plain).all()):
         return ""
     return "nan" if bool(torch.isnan(plain).any()) else "inf"

@@ -16,7 +16,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import Schedule, dualpipe, gpipe, one_f_one_b, zb_h1, zb_v
 from tests.common.cases import WIDTH, cross_entropy, mse, rows_of, words
 from tests.common.loops import piece
-from tests.common.models import GPT
+from tests.common.zoo import GPT
 
 MICROBATCHES, ROWS = 8, 16
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import fpipe
+from fpipe.record.questions import Question
 from schedules import Schedule
 from tests.common.cases import Case
 from tests.common.comparison import Result, assert_same
@@ -76,3 +77,8 @@ def require_exact(
     elif not case.random:
         assert_same(got, loop(model, case.loss, inputs, targets, how.microbatches, order))
     return got
+
+
+def open_questions(pipe):
+    """The questions that a pipeline remembers, by kind of microbatch."""
+    return {kind: one for kind, one in pipe.memo.microbatches.items() if isinstance(one, Question)}

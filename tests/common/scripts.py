@@ -18,7 +18,7 @@ import os
 import torch
 from torch import nn
 from torch.nn import functional
-from tests.common.models import GPT
+from tests.common.zoo import GPT
 from tests.common.training import cross_entropy, llama, padded
 
 ranks = int(os.environ.get("WORLD_SIZE", 2))

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.record.fakes.eager_types import hide_fakes, tolist
 from fpipe.record.fakes.fast_paths import allow_fast_paths
-from fpipe.record.steps.branching import report_read
+from fpipe.record.trace.branching import report_read
 from fpipe.tensors.fake import Fakes
 from fpipe.tensors.patching import replace
 from fpipe.tensors.torch_private import (

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 from torch.export import UnflattenedModule
 
 from fpipe.errors import CaptureError, PipelineError
@@ -31,14 +32,13 @@ from fpipe.record.model.state import holding_attributes, is_torchs
 from fpipe.record.model.walk import CACHED, Walk
 from fpipe.record.objective import Objective
 from fpipe.record.questions import refuse_questions
-from fpipe.record.tape import Frame
-from fpipe.record.trace.effect_checks import ATTACHING
 from fpipe.record.trace.fake_model import FakeModel
+from fpipe.record.trace.frames import all_frames
 from fpipe.record.trace.front_end import assemble_capture
+from fpipe.record.trace.record import ATTACHING
 from fpipe.record.trace.recorder import Recorder
-from fpipe.record.trace.settled_run import SettledRun, Settling
+from fpipe.record.trace.settling import SettledRun, Settling
 from fpipe.record.variant import Casts
-from fpipe.tensors.placed import is_placed
 from fpipe.tensors.tree import Structure, flatten
 
 GRAPH_REPAIR = 'Rewrite that part, or choose capture="trace", which runs the model.'
@@ -58,7 +58,7 @@ def capture_through(
     Raise `CaptureError`, naming the module, for what the front end would lose.
     """
     for name, parameter in model.named_parameters():
-        if is_placed(parameter):
+        if isinstance(parameter, DTensor):
             raise CaptureError(
                 f"parameter {name}: got a DTensor, expected a plain tensor: a graph loses how it is placed. Choose "
                 'capture="trace", which records the model itself.'
@@ -215,8 +215,10 @@ def _lost(original: FakeModel, before: Recorder, after: Recorder | None = None) 
 
 def _python_traits(recorder: Recorder) -> Iterator[tuple[str, str]]:
     """Yield what only Python code does in a recorded run, as text, each with the path of the module that does it."""
-    yield from _call_traits(recorder.stack.roots)
-    for unit, facts in recorder.history.facts.items():
+    for frame in all_frames(recorder.record.frames):
+        if frame.checkpoint or frame.sealed:
+            yield "activation checkpointing" if frame.checkpoint else frame.sealed, frame.path
+    for unit, facts in recorder.record.facts.items():
         function = facts.invocation.function
         owner = getattr(function, "__self__", None)
         if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
@@ -226,23 +228,16 @@ def _python_traits(recorder: Recorder) -> Iterator[tuple[str, str]]:
             yield f"the tensor hook {hooks[0]}" if hooks else f"a call of {function.__name__}", unit.path
 
 
-def _call_traits(frames: Sequence[Frame]) -> Iterator[tuple[str, str]]:
-    for frame in frames:
-        if frame.checkpoint or frame.sealed:
-            yield "activation checkpointing" if frame.checkpoint else frame.sealed, frame.path
-        yield from _call_traits(frame.inner)
-
-
 def _graph_traits(recorder: Recorder, casts: Casts) -> Iterator[tuple[str, str]]:
     """Yield what a graph can keep, but may have lost, likewise; `casts`: autocast around the model."""
     tensors = recorder.values.tensors
-    for unit, facts in recorder.history.facts.items():
+    for unit, facts in recorder.record.facts.items():
         modes = facts.modes
         if modes.grad != modes.ambient and any(tensors[value].requires_grad for value in unit.reads):
             yield f"gradients that are switched {'on' if modes.grad else 'off'}", unit.path
         if modes.autocast != casts and any(tensors[value].is_floating_point() for value in unit.makes):
             yield f"autocast to {[dtype for _, dtype in modes.autocast]}", unit.path
-    yield from [("random numbers that do not depend on an input", one.path) for one in recorder.draws.found]
+    yield from [("random numbers that do not depend on an input", one.path) for one in recorder.record.draws.found]
     # A graph may write to a buffer once where the model assigned to it twice.
     yield from dict([*_changed_buffers(recorder)]).items()
 
@@ -251,7 +246,7 @@ def _changed_buffers(recorder: Recorder) -> Iterator[tuple[str, str]]:
     values, assigned = recorder.values, recorder.reassignments.next_values
     buffers = {values.storage[value]: source for value, source in values.sources.items() if isinstance(source, Buffer)}
     next_of = {new: values.sources[old] for old, new in assigned.items()}
-    for unit, facts in recorder.history.facts.items():
+    for unit, facts in recorder.record.facts.items():
         changed = [buffers[memory] for memory in facts.written & buffers.keys()]
         for buffer in (*changed, *[next_of[value] for value in unit.makes if value in next_of]):
             yield f"a change of the buffer {buffer[0]!r}", unit.path

@@ -32,7 +32,7 @@ from torch.nn.parameter import is_lazy
 
 from fpipe.errors import CaptureError
 from fpipe.record.model.walk import Walk, code_names, codes, visible
-from fpipe.tensors.attributes import as_parameter
+from fpipe.tensors.fake import as_parameter
 from fpipe.tensors.placed import local_part
 from fpipe.tensors.torch_private import disabled_torch_function, mark_as_parameter, process_groups
 

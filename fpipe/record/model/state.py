@@ -19,6 +19,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fpipe.errors import CaptureError
 from fpipe.record.captured import Buffer, Captured, Constant, Hooks
@@ -27,7 +28,6 @@ from fpipe.record.model.snapshot import ContainerState, Snapshot
 from fpipe.record.model.walk import NOT_SET, Walk, code_names, visible
 from fpipe.record.observation import observe
 from fpipe.record.refusals import original_state_error
-from fpipe.tensors.placed import is_placed
 from fpipe.tensors.tree import PLAIN, Structure, flatten
 
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
@@ -159,7 +159,7 @@ def collect_gradient_hooks(model: nn.Module) -> Hooks:
                 "that are not finished differ between schedules. Remove it, and apply what it does to the gradients "
                 "that the step returns; or use register_hook, which sees the gradient of every microbatch."
             )
-        if found[name] and is_placed(parameter):
+        if found[name] and isinstance(parameter, DTensor):
             raise CaptureError(
                 f"parameter {name}: got a gradient hook on a DTensor, expected none: a stage has local tensors only, "
                 "and would call it with one of these. Apply what it does to the gradients that the step returns."

@@ -6,8 +6,8 @@ keep the model that it was built from alive, nor its tensors.
 
 Idea. Keep and compare numbers, flags and strings. Identify a tensor by a weak reference and its version, and a function
 or a module by a weak reference. Containers and plain objects are trees of these. Most of their entries are numbers,
-flags, strings and empty containers: `ExpectedEntries` keeps these in flat tuples that C code compares; only the rest is
-compared entry by entry in Python.
+flags, strings and empty containers: `ExpectedEntries` keeps these in flat mappings that C code compares; only the rest
+is compared entry by entry in Python.
 
 Runs when a pipeline is built or a plan is made, to record expectations, and in every step, to compare them.
 """
@@ -17,18 +17,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from operator import is_
 from types import MethodType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from fpipe.record.model.walk import MAX_SIZE, PLAIN_VALUES, entries, has_entries, is_container
+from fpipe.record.model.walk import MAX_SIZE, NOT_SET, PLAIN_VALUES, entries, has_entries, is_container
 from fpipe.record.reads.accesses import Accesses
 from fpipe.tensors.spec import Spec
 
 Ref: TypeAlias = Callable[[], Any]
+
+MAX_DEPTH: Final = 4
+"""The nesting depth up to which containers and objects are compared."""
 
 
 class Difference(NamedTuple):
@@ -100,116 +104,62 @@ class ExpectedTensor(NamedTuple):
             yield Difference(where, f"{self.text} with other values", self.text)
 
 
-def version(tensor: Tensor) -> int | None:
-    """Return a tensor's version counter; `None` for inference tensors, which have none."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def value_text(value: Any) -> str:
-    """Return the text that errors show for a value."""
-    if isinstance(value, PLAIN_VALUES):
-        return repr(value)
-    if isinstance(value, Tensor):
-        return f"a tensor {Spec.of(value)}" if value.layout is torch.strided else "a tensor"
-    return getattr(value, "__qualname__", type(value).__name__)
-
-
-def expect_object(value: Any) -> Expectation | None:
-    """Return the expectation of the same object; `None` if its class allows no weak reference."""
-    ref = weak_reference(value)
-    return None if ref is None else ExpectedObject(ref, value_text(value))
-
-
-def weak_reference(value: Any) -> Ref | None:
-    """Return a weak reference to an object; `None` if its class allows none."""
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return None
-
-
-MAX_DEPTH = 4
-"""The nesting depth up to which containers and objects are compared."""
-
-
 @dataclass(frozen=True)
 class ExpectedEntries:
-    """The expected values of some keys of a mapping: plain values, empty containers, and all others (`inner`).
+    """The expected values of some keys of a mapping.
 
+    - `plain`: plain values; `NOT_SET` for keys that must not exist. `empty`: the classes of empty containers. `inner`:
+      the expectations of all others.
     - `count`: the number of entries; `None` if others may come and go.
-    - `key_format`: how errors show a key.
-    - `absent`: keys that did not exist. `nones`: keys whose value was `None`, as distinct from a missing key.
-    - `kinds`: the classes of the empty containers.
+    - `label`: how errors show a key.
     """
 
-    keys: tuple[Any, ...]
-    values: tuple[Any, ...]
-    empty: tuple[Any, ...]
-    inner: tuple[tuple[Any, Expectation], ...]
-    count: int | None
-    key_format: str
-    absent: tuple[Any, ...] = ()
-    kinds: tuple[type, ...] = ()
-    nones: tuple[Any, ...] = ()
+    plain: Mapping[Any, Any]
+    empty: Mapping[Any, type]
+    inner: Mapping[Any, Expectation]
+    label: str
+    count: int | None = None
 
     @classmethod
-    def of(
-        cls, children: Mapping[Any, Expectation], count: int | None, key_format: str, absent: tuple[Any, ...] = ()
-    ) -> ExpectedEntries:
+    def of(cls, children: Mapping[Any, Expectation], label: str, count: int | None = None) -> ExpectedEntries:
         """Return the children, sorted into plain values, empty containers, and others."""
         plain = {key: child.value for key, child in children.items() if isinstance(child, ExpectedValue)}
-        empty = {k: c.kind for k, c in children.items() if isinstance(c, ExpectedContainer) and c.is_empty}
-        inner = tuple((k, child) for k, child in children.items() if k not in plain and k not in empty)
-        nones = tuple(key for key, value in plain.items() if value is None)
-        return cls(
-            keys=tuple(plain),
-            values=tuple(plain.values()),
-            empty=tuple(empty),
-            inner=inner,
-            count=count,
-            key_format=key_format,
-            absent=absent,
-            kinds=tuple(empty.values()),
-            nones=nones,
-        )
+        empty = {
+            k: child.kind for k, child in children.items() if isinstance(child, ExpectedContainer) and child.is_empty
+        }
+        inner = {key: child for key, child in children.items() if key not in plain and key not in empty}
+        return cls(plain, empty, inner, label, count)
 
     def holds(self, mapping: Mapping[Any, Any]) -> bool:
         """Return whether the mapping is as expected."""
-        get = mapping.get
+        get, plain, empty = mapping.get, self.plain, self.empty
         return (
             (self.count is None or len(mapping) == self.count)
-            and (all(map(is_, map(get, self.keys), self.values)) or self._has_equal_values(mapping))
-            and not any(map(get, self.empty))
-            and all(map(is_, map(type, map(get, self.empty)), self.kinds))
-            and not any(map(mapping.__contains__, self.absent))
-            and all(map(mapping.__contains__, self.nones))
-            and (not self.inner or all(child.holds(get(key)) for key, child in self.inner))
+            and (all(map(is_, map(get, plain, repeat(NOT_SET)), plain.values())) or self._has_equal_values(mapping))
+            and [*map(type, map(get, empty))] == [*empty.values()]
+            and not any(map(get, empty))
+            and (not self.inner or all(child.holds(get(key, NOT_SET)) for key, child in self.inner.items()))
         )
 
     def _has_equal_values(self, mapping: Mapping[Any, Any]) -> bool:
-        pairs = zip(self.keys, self.values, strict=True)
-        return all(ExpectedValue(value).holds(mapping.get(key)) for key, value in pairs)
+        return all(ExpectedValue(value).holds(mapping.get(key, NOT_SET)) for key, value in self.plain.items())
 
     def differences(self, mapping: Mapping[Any, Any], where: str) -> Iterator[Difference]:
         """Yield what has changed."""
-        for key, value in zip(self.keys, self.values, strict=True):
-            yield from ExpectedValue(value).differences(mapping.get(key), self.place(where, key))
-        for key in self.nones:
-            if key not in mapping:
-                yield Difference(self.place(where, key), "nothing", "None")
-        for key in mapping.keys() & set(self.absent):
-            yield Difference(self.place(where, key), f"{value_text(mapping[key])} of its own", "that of its class")
-        for key, kind in zip(self.empty, self.kinds, strict=True):
-            if mapping.get(key) or type(mapping.get(key)) is not kind:
-                yield Difference(self.place(where, key), value_text(mapping.get(key)), f"an empty {kind.__name__}")
-        for key, child in self.inner:
-            yield from child.differences(mapping.get(key), self.place(where, key))
+        for key, value in self.plain.items():
+            now, place = mapping.get(key, NOT_SET), where + self.label.format(key)
+            if value is NOT_SET and now is not NOT_SET:
+                yield Difference(place, f"{value_text(now)} of its own", "that of its class")
+            else:
+                yield from ExpectedValue(value).differences(now, place)
+        for key, kind in self.empty.items():
+            now = mapping.get(key, NOT_SET)
+            if type(now) is not kind or now:
+                yield Difference(where + self.label.format(key), value_text(now), f"an empty {kind.__name__}")
+        for key, child in self.inner.items():
+            yield from child.differences(mapping.get(key, NOT_SET), where + self.label.format(key))
         if self.count is not None and len(mapping) != self.count:
             yield Difference(where, f"{len(mapping)} elements", str(self.count))
-
-    def place(self, where: str, key: Any) -> str:
-        """Return the name, for errors, of an entry of the container named `where`."""
-        return where + self.key_format.format(key if isinstance(key, str) and "[" not in self.key_format else repr(key))
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,8 +182,8 @@ class ExpectedContainer:
         cls, kind: type, children: Mapping[Any, Expectation], count: int | None, ref: Ref | None, identity: int
     ) -> ExpectedContainer:
         """Return the expectation of a container of class `kind` with these children."""
-        key_format = "[{}]" if is_container(kind) else ".{}"
-        return cls(kind, children, count, ref, identity, ExpectedEntries.of(children, count, key_format))
+        label = "[{!r}]" if is_container(kind) else ".{}"
+        return cls(kind, children, count, ref, identity, ExpectedEntries.of(children, label, count))
 
     @property
     def is_empty(self) -> bool:
@@ -306,4 +256,33 @@ class Expectations:
         expected = {key: self.expect(one, depth - 1) for key, one in inside.items()} if len(inside) <= MAX_SIZE else {}
         children = {key: child for key, child in expected.items() if child is not None}
         count = len(inside) if is_container(type(value)) else None
-        return ExpectedContainer.of(type(value), children, count, weak_reference(value), id(value))
+        return ExpectedContainer.of(type(value), children, count, _weak_reference(value), id(value))
+
+
+def version(tensor: Tensor) -> int | None:
+    """Return a tensor's version counter; `None` for inference tensors, which have none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def value_text(value: Any) -> str:
+    """Return the text that errors show for a value."""
+    if value is NOT_SET:
+        return "nothing"
+    if isinstance(value, PLAIN_VALUES):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"a tensor {Spec.of(value)}" if value.layout is torch.strided else "a tensor"
+    return getattr(value, "__qualname__", type(value).__name__)
+
+
+def expect_object(value: Any) -> Expectation | None:
+    """Return the expectation of the same object; `None` if its class allows no weak reference."""
+    ref = _weak_reference(value)
+    return None if ref is None else ExpectedObject(ref, value_text(value))
+
+
+def _weak_reference(value: Any) -> Ref | None:
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return None

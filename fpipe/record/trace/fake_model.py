@@ -23,12 +23,11 @@ from fpipe.record.model.skeleton import Absent, absent, skeleton
 from fpipe.record.numbers import Number, learn
 from fpipe.record.objective import Loss, Objective
 from fpipe.record.questions import Ask, refuse_questions
-from fpipe.record.steps.seats import Seat, Seating
+from fpipe.record.trace.checks import require_in_place
 from fpipe.record.trace.patches import watch_torch
 from fpipe.record.trace.recorder import Recorder
-from fpipe.record.trace.seat_checks import require_in_place
-from fpipe.tensors.attributes import as_parameter
-from fpipe.tensors.fake import fake, fake_mode
+from fpipe.record.trace.whole_calls import Seat, Seating
+from fpipe.tensors.fake import as_parameter, fake, fake_mode
 from fpipe.tensors.tree import first_names, flatten_all
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -146,10 +145,12 @@ class FakeModel:
 
     def _require_kept_state(self, recorder: Recorder) -> None:
         """Raise `CaptureError` if a tensor that the run assigned in place of a parameter or buffer would be lost."""
-        recorder.reassignments.require_carried(recorder.history)
-        recorder.reassignments.require_not_repeated(recorder.stack.roots, recorder.history.units)
+        reassignments, values = recorder.reassignments, recorder.values
+        reassignments.require_carried(recorder.record)
+        reassignments.require_not_repeated(recorder.record)
+        current = reassignments.current_values
         for value, seats in self.seats_by_value().items():
-            require_in_place(recorder, value, seats)
+            require_in_place(values, value, values.tensors[current.get(value, value)], seats)
 
     def _explain(self, error: Exception) -> CaptureError:
         """Return the error for an exception that the model or the loss raised."""

@@ -28,11 +28,10 @@ from fpipe.record.fakes.fast_paths import allow_fast_paths, attention
 from fpipe.record.model.state import is_torchs
 from fpipe.record.numbers import learn, record_math
 from fpipe.record.refusals import seeding_error
-from fpipe.record.steps.reentrant import CheckpointNode
-from fpipe.record.trace.checkpoint_frames import CheckpointFrames
-from fpipe.record.trace.decisions import Decisions
-from fpipe.record.trace.recorder import Recorder
-from fpipe.tensors.attributes import refuse_marks
+from fpipe.record.trace.checkpoints import CheckpointFrames, CheckpointNode
+from fpipe.record.trace.frames import Frame
+from fpipe.record.trace.recorder import CallStack, Recorder
+from fpipe.tensors.fake import refuse_marks
 from fpipe.tensors.patching import current, original, replace
 from fpipe.tensors.torch_private import (
     APPLY,
@@ -41,12 +40,12 @@ from fpipe.tensors.torch_private import (
     COMPILED,
     FUSED_ATTENTION,
     INNER_TRANSFORMS,
-    SAVED_INPUTS,
     TENSOR_CHECK,
     CheckpointHook,
     Place,
     without_modes,
 )
+from fpipe.tensors.tree import PLAIN
 
 TRANSFORMS = (
     *INNER_TRANSFORMS,
@@ -56,8 +55,6 @@ SEEDING = (Place(torch, "manual_seed"), Place(torch.random, "manual_seed"))
 """The places where forwards find the function that seeds the generators."""
 LOCAL_READS = tuple(Place(DTensor, name) for name in ("to_local", "redistribute", "full_tensor"))
 """The methods of DTensors that look at the local tensor, which no recorded call has made."""
-UNSEEN = (CheckpointNode, SAVED_INPUTS)
-"""Autograd functions that checkpointing itself applies; they are not recorded."""
 
 
 @contextmanager
@@ -191,7 +188,7 @@ class Replacements:
         if cls is checkpoint.CheckpointFunction and not self.is_idle:
             return self.checkpoints.record_reentrant(*args)
         function = self.torch.apply.__get__(None, cls)
-        unseen = self.is_idle or cls in UNSEEN
+        unseen = self.is_idle or cls is CheckpointNode  # which checkpointing itself applies
         return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
 
     def _record_calls(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,9 +203,9 @@ class Replacements:
         """Record a call of a function that `torch.jit.script` made; its torch calls run in C++, unseen."""
         if self.is_idle:
             return self.torch.call_script(function, *args, **kwargs)
-        first = self.recorder.torch_calls.tick
+        first = self.recorder.record.tick
         out = self.recorder.call(function, args, kwargs)
-        if self.recorder.draws.has_from(first):
+        if self.recorder.record.draws.has_from(first):
             raise CaptureError(
                 f"{self.stack.here()}: got the torch.jit.script function {function.name!r} that draws random numbers, "
                 "expected draws that follow from the step's seed. Call the function without torch.jit.script."
@@ -216,14 +213,14 @@ class Replacements:
         return out
 
     def _enter_saved_hooks(self, hooks: Any) -> None:
-        self.recorder.hooked.append(len(self.recorder.history.units))
+        self.recorder.record.hooked.append(len(self.recorder.record.units))
         if not isinstance(hooks, CheckpointHook):
             self.stack.seal("saved-tensor hooks around what it calls")
         self.torch.enter_saved_hooks(hooks)
 
     def _enter_autocast(self, context: Any) -> Any:
         if not self.is_idle:
-            self.recorder.autocast.enter()
+            self.recorder.enter_autocast()
         entered = self.torch.enter_autocast(context)
         if self.active:
             torch.set_autocast_cache_enabled(False)  # so that each use shows its own cast; exit restores it
@@ -231,7 +228,7 @@ class Replacements:
 
     def _exit_autocast(self, context: Any, *error: Any) -> Any:
         if not self.is_idle:
-            self.recorder.autocast.exit()
+            self.recorder.exit_autocast()
         return self.torch.exit_autocast(context, *error)
 
     def note_nesting(self) -> None:
@@ -262,3 +259,52 @@ def _backward_hook(module: nn.Module) -> str:
     """Describe a hook that torch attaches to the autograd graph around a module's call; empty if it has none."""
     hooks: list[Any] = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     return f"the backward hook {getattr(hooks[0], '__qualname__', repr(hooks[0]))}" if hooks else ""
+
+
+class Decision(NamedTuple):
+    """An assignment: the path of the module, and the calls that it happened in, outermost first."""
+
+    path: str
+    calls: list[Frame]
+
+
+class Decisions:
+    """Tracks numbers that a module stores in attributes after branching on data.
+
+    On fake tensors, a module in `unsplittable` takes one branch of many, and code that reads such a number elsewhere
+    would get this branch's in every step. So seal the innermost call that contains both: its Python code then reads
+    the number that the step's data led to. The first such attribute installs a patch to notice reads, which `exits`
+    removes.
+    """
+
+    def __init__(self, stack: CallStack, exits: ExitStack) -> None:
+        self.stack, self.exits = stack, exits
+        self.made: dict[tuple[int, str], Decision] = {}
+
+    def note_assignment(self, module: nn.Module, name: str, value: object) -> None:
+        """Track an attribute of a module if data decided what was assigned to it."""
+        branching = self.stack.is_opaque and self.stack.outermost_branching.branching
+        if not branching or not isinstance(value, PLAIN):
+            self.made.pop((id(module), name), None)
+            return
+        if not self.made:
+            self._notice_reads()
+        self.made[id(module), name] = Decision(self.stack.paths.get(id(module), ""), [*self.stack.frames])
+
+    def _notice_reads(self) -> None:
+        get: Any = current(nn.Module, "__getattribute__")
+
+        def get_and_notice(module: nn.Module, name: str) -> Any:
+            decision = self.made.get((id(module), name))
+            if decision is not None:
+                self._read(name, decision)
+            return get(module, name)
+
+        self.exits.enter_context(replace(nn.Module, "__getattribute__", get_and_notice))
+
+    def _read(self, name: str, decision: Decision) -> None:
+        """Seal the innermost call that contains both the assignment and this read."""
+        around = {id(frame) for frame in decision.calls}
+        both = [frame for frame in self.stack.frames if id(frame) in around and not frame.checkpoint]
+        if both and not both[-1].sealed:
+            both[-1].sealed = f"a read of {name!r}, which module {decision.path} sets after branching on data"

@@ -16,8 +16,8 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fpipe.checkpoints import manifest, save, shards
-from fpipe.meshes import arguments, holdings, peers
+from fpipe.checkpoints import manifest, save
+from fpipe.meshes import arguments, exchange, holdings
 from fpipe.network import board, control, creation, distributed, job, lookout, ranks, waiting
 from fpipe.pipelines import builder
 from fpipe.runtime import executor
@@ -126,6 +126,9 @@ class FiberThread:
     def start(self) -> None:
         self.world.start(self.world.process, self.name, self.target)
 
+    def join(self, timeout: float) -> None:
+        """Do nothing: the world ends its fibers itself."""
+
 
 class Bell:
     """The end of a socket pair that nobody writes to."""
@@ -232,8 +235,8 @@ def inhabit(network: Network) -> Iterator[None]:
         (arguments, "init_device_mesh", one.init_device_mesh),
         (holdings, "get_rank", one.get_rank),
         (holdings, "get_process_group_ranks", one.get_process_group_ranks),
-        (shards, "whole_tensor", one.whole_tensor),
-        (peers, "post_all_gather", one.gather_flat),
+        (save, "whole_tensor", one.whole_tensor),
+        (exchange, "post_all_gather", one.gather_flat),
         (builder.Builder, "_captures", stepped(world, "capture", builder.Builder._captures)),
         (save, "ThreadPoolExecutor", lambda **options: Writer(world)),
         (manifest, "os", Files(world)),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fpipe.cutting.clashes import refusals
+from fpipe.cutting.balance import refusals
 from fpipe.record.captured import BatchLeaf, Buffer, Constant, Observed, Parameter, Unit
 
 SOURCES = {0: BatchLeaf(0), 1: Buffer("b"), 2: Parameter("p"), 3: Constant(None), 4: BatchLeaf(1)}

@@ -42,7 +42,7 @@ def steps(use, how=BACKWARDS[0], dtype=torch.float32, loss=square, numbers=((3, 
     for n, f in numbers:
         found = fpipe.verify(pipe, model, {"x": torch.randn(8, 4, dtype=dtype), "n": n, "f": f})
         assert found.eager
-    return len(pipe.captures.captured)
+    return len(pipe.memo.recordings)
 
 
 def _in_place(h, n, f, x):
@@ -99,7 +99,7 @@ def test_numbers_in_targets_and_losses(caplog):
     pipe = fpipe.pipeline(model, **batch, schedule=one_f_one_b(2, 2))
     for count in range(1, 9):
         assert fpipe.verify(pipe, model, (x,), {"y": torch.randn(8, 4), "count": count}).eager
-    assert len(pipe.captures.captured) == 1
+    assert len(pipe.memo.recordings) == 1
     assert not caplog.records
 
 

@@ -9,10 +9,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fpipe.errors import CaptureError, InputError
-from fpipe.meshes.border import require_plain, unwrap_state, wrap_state
 from fpipe.tensors.effects import memory
 from fpipe.tensors.fake import fake, fake_mode
-from fpipe.tensors.placed import Arrivals, Placed, enter, leave, require_whole_result
+from fpipe.tensors.placed import (
+    Arrivals,
+    Placed,
+    enter,
+    leave,
+    require_plain,
+    require_whole_result,
+    unwrap_state,
+    wrap_state,
+)
 from fpipe.tensors.torch_private import FakeTensor
 
 

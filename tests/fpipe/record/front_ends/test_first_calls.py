@@ -185,7 +185,7 @@ def test_no_fake_tensor_stays_in_the_copy_that_stages_run():
 
     inputs, targets = rows_of()(4)
     pipe = fpipe.pipeline(Noting(), example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(1, 2))
-    frame = pipe.training.assembly.captured.fuse.__self__.tape.frames[0]
+    frame = pipe.training.assembly.captured.fuse.__self__.record.frames[0]
     walk = Walk()
     walk.follow([frame.invocation.function])
     held = [part for one in walk.containers.values() for part in contents(one)]

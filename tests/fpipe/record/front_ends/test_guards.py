@@ -16,7 +16,7 @@ from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import covering
-from tests.common.unusual_layers import Negated
+from tests.common.unusual_models import Negated
 from tests.common.zoo import EXPORTS_LESS
 
 CUTS = ("1", "2", "3")

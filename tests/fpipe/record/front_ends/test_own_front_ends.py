@@ -11,7 +11,7 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
-from tests.common.unusual_layers import Negated
+from tests.common.unusual_models import Negated
 from tests.common.zoo import ZOO
 
 

@@ -72,3 +72,32 @@ def test_a_sparse_embedding_is_printed(backward):
     pipe = fpipe.pipeline(model, example=(words,), loss=torch.mean, schedule=HOW, cuts=["1"], backward=backward)
     assert "keeps" in str(pipe)
     assert pipe.sizes.activation
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_sparse_gradients_are_verified_and_clipped_like_dense_ones(backward):
+    torch.manual_seed(0)
+    model, words = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)), torch.tensor([[1, 2, 1], [5, 1, 2]])
+    pipe = fpipe.pipeline(model, example=(words,), loss=torch.mean, schedule=HOW, cuts=["1"], backward=backward)
+    assert fpipe.verify(pipe, model, (words,), steps=2) == (10, 10)
+    _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (words,))
+    dense = {name: grad.to_dense() for name, grad in grads.items()}
+    for order in (1.0, 2.0, float("inf")):
+        clipped, norm = fpipe.clip(pipe, grads, 0.1, order)
+        expected, total = fpipe.clip(pipe, dense, 0.1, order)
+        assert clipped["0.weight"].is_sparse
+        torch.testing.assert_close(norm, total)
+        for name, grad in clipped.items():
+            torch.testing.assert_close(grad.to_dense(), expected[name])
+    with pytest.raises(fpipe.InputError, match=r"order: got 0\.0, expected one above 0: gradients are sparse"):
+        fpipe.norm(pipe, grads, 0)
+    empty = {"0.weight": torch.sparse_coo_tensor(size=(9, 4))}
+    assert [float(fpipe.norm(pipe, empty, order)) for order in (1.0, 2.0, float("inf"))] == [0.0] * 3
+
+
+def test_sparse_tensors_of_other_bits_differ():
+    one = torch.sparse_coo_tensor([[0, 2, 0]], torch.tensor([1.0, 2.0, 3.0]), (3,))
+    same = torch.sparse_coo_tensor([[0, 2]], torch.tensor([4.0, 2.0]), (3,))
+    others = [same * 2, torch.sparse_coo_tensor([[0, 1]], torch.tensor([4.0, 2.0]), (3,)), same.to_dense()]
+    assert same_bits(one, same)
+    assert not any(same_bits(one, other) for other in others)

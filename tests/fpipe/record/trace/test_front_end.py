@@ -25,8 +25,20 @@ from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import by_day, covering, few
-from tests.common.unusual_layers import Block, Stack, branching, checkpointed, differentiated, packed
-from tests.common.unusual_models import AT_BLOCKS, INSIDE, MODELS, Autocast, WithNotes, backward_hook
+from tests.common.unusual_models import (
+    AT_BLOCKS,
+    INSIDE,
+    MODELS,
+    Autocast,
+    Block,
+    Stack,
+    WithNotes,
+    backward_hook,
+    branching,
+    checkpointed,
+    differentiated,
+    packed,
+)
 
 
 def dropping():
