@@ -21,7 +21,7 @@ from fpipe.cutting.partition import Cuts
 from fpipe.meshes.arguments import MeshOptions, MeshPlace, find_place, require_collectives
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.network.agreement import Field
-from fpipe.network.launch import JobProcesses
+from fpipe.network.job import JobProcesses
 from fpipe.network.ranks import Ranks
 from fpipe.pipelines.argument_checks import require_buildable, require_trained
 from fpipe.pipelines.batch import Batching, SplitBatch

@@ -26,9 +26,9 @@ from fpipe.pipelines.batch import Batching, SplitBatch
 from fpipe.pipelines.memo import Memo, MicrobatchKind, Recording
 from fpipe.pipelines.signature import Microbatch
 from fpipe.record.captured import Captured, CaptureFunction, Hooks
-from fpipe.record.fakes.leftovers import defining_files, find_caches, remove_fakes, user_classes
 from fpipe.record.front_ends.registry import is_eager, is_tracer, reads_bytecode
 from fpipe.record.model.skeleton import evaluation
+from fpipe.record.model.snapshot import defining_files, find_caches, remove_fakes, user_classes
 from fpipe.record.model.state import require_own_state
 from fpipe.record.numbers import NumbersError
 from fpipe.record.objective import Loss, Objective

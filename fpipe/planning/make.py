@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe.errors import InputError
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value
-from fpipe.network.launch import LocalJob, enter_job
+from fpipe.network.job import LocalJob, enter_job
 from fpipe.pipelines.argument_checks import require_count
 from fpipe.pipelines.builder import Model, make_batchings
 from fpipe.pipelines.description import format_bytes

@@ -48,8 +48,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from fpipe.errors import CaptureError
-from fpipe.record.captured import Operation, Tensors, Unit, Value
-from fpipe.record.modes import Contexts
+from fpipe.record.captured import Contexts, Operation, Tensors, Unit, Value
 from fpipe.record.trace.checks import bound_variables, require_explicit_arguments
 from fpipe.record.trace.frames import Frame, outermost_checkpoints
 from fpipe.record.trace.record import Record

@@ -42,10 +42,9 @@ from optree import treespec_paths
 from torch import Tensor
 
 from fpipe.errors import CaptureError
-from fpipe.record.captured import Buffer, Captured, Constant, Parameter, Unit, Value
+from fpipe.record.captured import Buffer, Captured, Constant, Modes, Parameter, Unit, Value
 from fpipe.record.model.snapshot import ContainerState, restore_attributes
 from fpipe.record.model.walk import contents
-from fpipe.record.modes import Modes, contexts
 from fpipe.record.questions import Answer
 from fpipe.record.trace.fake_model import FakeModel
 from fpipe.record.trace.frames import Frame, Invocation, outermost_checkpoints
@@ -201,7 +200,7 @@ class Comparison:
         try:
             with ExitStack() as stack:
                 stack.enter_context(restore_attributes(frame.touched))
-                for context in contexts(frame.modes):
+                for context in frame.modes.contexts:
                     stack.enter_context(context())
                 self._call(frame, again)
                 return self._compare_units(frame, start) or self._compare_results(frame, again)

@@ -46,8 +46,7 @@ class Draw(NamedTuple):
 
     tick: int
     function: Any
-    label: int
-    devices: tuple[torch.device, ...]
+    labels: Labels
 
 
 DrawsByCall: TypeAlias = Mapping[tuple[Any, int], Draw]
@@ -97,7 +96,7 @@ class Draws:
     def outside_streams(self) -> Sequence[Draw]:
         """The draws outside of streams, each with its own label, once the run is over."""
         alone = [one for one in self.found if self.stream_at(one.tick) is None]
-        return [Draw(one.tick, one.function, *self.labels[one.tick]) for one in alone]
+        return [Draw(one.tick, one.function, self.labels[one.tick]) for one in alone]
 
     @property
     def stream_devices(self) -> tuple[torch.device, ...]:
@@ -120,7 +119,7 @@ class DrawKeys(TorchFunctionMode):
             draw = self.draws.get((func, self.calls[func]))
             self.calls[func] += 1
             if draw is not None:
-                seed(self.key, draw)
+                draw.labels.seed(self.key)
         return func(*args, **(kwargs or {}))
 
     def require_as_many(self, counts: Mapping[Any, int], where: str) -> None:
@@ -177,7 +176,7 @@ class StreamKeys:
 def begin_stream(frame: Frame, key: int) -> Tensors:
     """Seed the generators that a stream draws from."""
     assert frame.stream is not None, "the call draws from a stream"
-    seed(key, frame.stream)
+    frame.stream.seed(key)
     return ()
 
 
@@ -190,24 +189,6 @@ def end_stream(frame: Frame, key: int) -> Tensors:
             "these data. Pass seed=step, a new one each step."
         )
     return ()
-
-
-def seed(key: int, draw: Draw | Labels) -> None:
-    """Make subsequent draws depend on `key` and the label of `draw`."""
-    for device in draw.devices:
-        random.reseed(key, draw.label, device)
-
-
-def seed_once(operation: Operation, draw: Labels | None) -> Operation:
-    """Return the operation, seeded before it runs if `draw` is given."""
-    if draw is None:
-        return operation
-
-    def run(key: int, *tensors: Tensor) -> Tensors:
-        seed(key, draw)
-        return operation.call(key, *tensors)
-
-    return operation._replace(call=run)
 
 
 def key_draws(

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
-from fpipe.record.captured import Labels, Tensors, Value
-from fpipe.record.modes import Modes
+from fpipe.record.captured import Labels, Modes, Tensors, Value
 from fpipe.record.numbers import Number, to_python
 from fpipe.tensors.closures import flatten_closures
 from fpipe.tensors.settings import Settings, settings

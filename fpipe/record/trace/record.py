@@ -33,16 +33,16 @@ from fpipe.record.captured import (
     BatchLeaf,
     Buffer,
     Constant,
+    Modes,
     Observed,
     Parameter,
     Source,
     Unit,
     Value,
     compose,
-    single,
+    operation_of,
 )
 from fpipe.record.model.places import advise_on_values
-from fpipe.record.modes import Modes, apply_modes
 from fpipe.record.questions import GUESSES, Answer, Question, Reply
 from fpipe.record.refusals import foreign_parameter_error
 from fpipe.record.trace.draws import Draw, Draws
@@ -364,8 +364,7 @@ class Provenance:
         facts = self.record.facts
         constants = {v: source.tensor for v, source in self.sources.items() if isinstance(source, Constant)}
         inputs = (*self.leaves, *constants)
-        items = [(facts[unit].modes, single(unit, None)) for unit in self.units]
-        run = compose(apply_modes(items, outputs), inputs, outputs)
+        run = compose([operation_of(u)._replace(modes=facts[u].modes) for u in self.units], inputs, outputs)
         changed = frozenset().union(*(facts[unit].written for unit in self.units))
         copied = [self.record.values.storage[value] in changed for value in inputs]
 

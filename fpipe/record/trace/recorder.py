@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import PipelineError
-from fpipe.record.captured import Source, Unit, Value
+from fpipe.record.captured import Modes, Source, Unit, Value, current_casts
 from fpipe.record.fakes.assumed_values import (
     ASSUMPTIONS,
     UNKNOWN,
@@ -39,7 +39,6 @@ from fpipe.record.fakes.assumed_values import (
 )
 from fpipe.record.fakes.generators import Generators
 from fpipe.record.model.places import current_line, current_place, places
-from fpipe.record.modes import Modes, current_casts
 from fpipe.record.numbers import (
     READERS,
     compute,
@@ -56,6 +55,7 @@ from fpipe.record.numbers import (
     to_tensor,
 )
 from fpipe.record.questions import Answer, Ask, Reply, refuse_questions
+from fpipe.record.trace.answers import count_selected, deciding_masks, result_on_fakes
 from fpipe.record.trace.checks import (
     find_fake_error,
     require_allowed,
@@ -67,7 +67,6 @@ from fpipe.record.trace.checks import (
 from fpipe.record.trace.frames import PART, Attribute, Frame, Invocation, constants_at, pick, tensors_at
 from fpipe.record.trace.reassignment import Reassignments
 from fpipe.record.trace.record import ATTACHING, Facts, Record, Values, for_real
-from fpipe.record.trace.selection import count_selected, deciding_masks, result_on_fakes
 from fpipe.tensors.closures import closure_contents
 from fpipe.tensors.effects import Effects, has_handle, is_collective, written_memory
 from fpipe.tensors.fake import Fakes

@@ -20,13 +20,23 @@ from typing import TypeAlias
 import torch
 
 from fpipe.errors import CutError
-from fpipe.record.captured import Function, Labels, Operation, Tensors, Unit, Value, compose, single
+from fpipe.record.captured import (
+    Function,
+    Labels,
+    Operation,
+    Tensors,
+    Unit,
+    Value,
+    compose,
+    join,
+    operation_of,
+    seed_once,
+)
 from fpipe.record.model.snapshot import ContainerState
-from fpipe.record.modes import Modes, apply_modes, contexts
 from fpipe.record.trace.answers import answer_on_fakes
 from fpipe.record.trace.checkpoints import BufferCheckpoints, Reentrant, checkpoint_calls, rerun_for_buffers
 from fpipe.record.trace.comparison import Rehearse
-from fpipe.record.trace.draws import begin_stream, end_stream, key_draws, key_stream, seed_once
+from fpipe.record.trace.draws import begin_stream, end_stream, key_draws, key_stream
 from fpipe.record.trace.frames import Frame
 from fpipe.record.trace.record import Record
 from fpipe.record.trace.whole import Usage, WholeCalls, cut_error, stream_frames
@@ -85,10 +95,10 @@ class Segments:
         """Return the function that runs these units, in the order of the record; see `fpipe.record.captured.Fuse`."""
         present = frozenset(self.position[unit] for unit in units)
         pieces = self._pieces(self.record.frames, range(len(self.record.units)), present)
-        items = [self._item(piece, keyed=True) for piece in pieces]
-        items += [self._rerun(frame) for frame in self.checkpoints.in_backward_order(self.record.frames, present)]
+        operations = [self._operation(piece, keyed=True) for piece in pieces]
+        operations += [self._rerun(frame) for frame in self.checkpoints.in_backward_order(self.record.frames, present)]
         require_own_casts(self.record, self.seats, present)
-        run, whole = compose(apply_modes(items, outputs), inputs, outputs), [*_frames(pieces)]
+        run, whole = compose(operations, inputs, outputs), [*_frames(pieces)]
         redraws = any(isinstance(piece, Checkpointed) for piece in pieces)
         if not whole:
             return Function(run, redraws=redraws)
@@ -144,49 +154,47 @@ class Segments:
 
     # ------------------------------------------------------------------------------------------------------ operations
 
-    def _item(self, piece: Piece, keyed: bool) -> tuple[Modes, Operation]:
-        """Return the operation of a piece, and the modes it runs under; unless `keyed`, what is around it is seeded."""
+    def _operation(self, piece: Piece, keyed: bool) -> Operation:
+        """Return the operation of a piece; unless `keyed`, what is around it is seeded."""
+        if isinstance(piece, Unit):
+            return self._repeat(piece, keyed)
         if isinstance(piece, Frame):
-            return piece.modes, self._call(piece, keyed)
+            return self._call(piece, keyed)._replace(modes=piece.modes)
         if isinstance(piece, Checkpointed):
             calls = self._calls(piece)
             labels = self._checkpoint_labels(piece.frame) if keyed else None
             buffers = self._changed(calls.reads, self.record.rewriters)
             changed = self._changed(calls.reads, range(piece.frame.start, piece.frame.stop))
-            return piece.frame.modes, seed_once(checkpoint_calls(calls, piece.frame.how, buffers, changed), labels)
-        if isinstance(piece, StreamEnd):
-            return piece.frame.modes, Operation((), (), partial(piece.call, piece.frame))
-        return self.record.facts[piece].modes, self._repeat(piece, keyed)
+            operation = seed_once(checkpoint_calls(calls, piece.frame.how, buffers, changed), labels)
+            return operation._replace(modes=piece.frame.modes)
+        return Operation((), (), partial(piece.call, piece.frame), piece.frame.modes)
 
     def _repeat(self, unit: Unit, keyed: bool) -> Operation:
         """Return the operation that repeats one torch call."""
-        first, last = self.record.facts[unit].ticks
-        draws = self.record.draws_between(first, last) if keyed else {}
-        labels = next((Labels(d.label, d.devices) for d in draws.values() if d.tick == first), None)
-        operation = answer_on_fakes(single(unit, labels), self.record.answers_between(first, last))
+        facts = self.record.facts[unit]
+        draws = self.record.draws_between(*facts.ticks) if keyed else {}
+        labels = next((draw.labels for draw in draws.values() if draw.tick == facts.ticks[0]), None)
+        operation = operation_of(unit, labels)._replace(modes=facts.modes)
+        operation = answer_on_fakes(operation, self.record.answers_between(*facts.ticks))
         return operation if labels or not draws else key_draws(operation, draws, (), {}, unit.path)
 
     def _calls(self, piece: Checkpointed) -> Operation:
         """Return the calls of a checkpointed function as one operation, which makes what others use."""
         frame = piece.frame
-        items = [self._item(one, keyed=False) for one in piece.pieces]
-        items = [(modes.inside(frame.modes), operation) for modes, operation in items]
-        makes = self.usage.used_outside(frame)
-        operations = apply_modes(items, makes)
-        made = {value for operation in operations for value in operation.makes}
-        reads = tuple(dict.fromkeys(v for operation in operations for v in operation.reads if v not in made))
-        return Operation(reads, makes, compose(operations, reads, makes))
+        operations = [self._operation(one, keyed=False) for one in piece.pieces]
+        inside = [operation._replace(modes=operation.modes.inside(frame.modes)) for operation in operations]
+        return join(inside, self.usage.used_outside(frame))
 
     def _changed(self, values: Sequence[Value], positions: Iterable[int]) -> frozenset[Value]:
         """Return those of the values that are buffers, or views of them, that the units at `positions` change."""
         changed = frozenset[int]().union(*(self.record.rewriters.get(k, frozenset()) for k in positions))
         return frozenset(value for value in values if self.record.values.storage[value] in changed)
 
-    def _rerun(self, frame: Frame) -> tuple[Modes, Operation]:
+    def _rerun(self, frame: Frame) -> Operation:
         """Return the operation that reruns a checkpointed function, as its backward would, to update buffers."""
         pieces = self._pieces(frame.inner, range(frame.start, frame.stop), range(frame.start, frame.stop))
         calls = rerun_for_buffers(self._calls(Checkpointed(frame, tuple(pieces))))
-        return frame.modes, seed_once(calls, self._checkpoint_labels(frame))
+        return seed_once(calls, self._checkpoint_labels(frame))._replace(modes=frame.modes)
 
     def _call(self, frame: Frame, keyed: bool) -> Operation:
         """Return the operation that makes a call as a whole."""
@@ -218,7 +226,7 @@ class Segments:
         stream = self.record.draws.stream_at(frame.first_tick)
         if stream is None or frame.stream:
             draw = next(iter(self.record.draws_between(frame.first_tick, frame.last_tick).values()), None)
-            return frame.stream or (None if draw is None else Labels(draw.label, draw.devices))
+            return frame.stream or (None if draw is None else draw.labels)
         again = Labels(stream_label(str(stream.label), frame.start), stream.devices)
         return again if self.checkpoints.includes(frame) else None
 
@@ -227,7 +235,7 @@ class Segments:
         seats = self._parameters(frame)
         invocation = copy(frame.invocation)
         invocation.function = Reentrant(
-            modes=contexts(frame.modes.in_ambient),
+            modes=frame.modes.in_ambient.contexts,
             devices=self._devices(frame),
             parameters=lambda: [table[name] for table, name in seats],
         )
@@ -239,7 +247,7 @@ class Segments:
         if stream is not None:
             return stream.devices
         draws = self.record.draws_between(frame.first_tick, frame.last_tick).values()
-        return tuple(dict.fromkeys(device for draw in draws for device in draw.devices))
+        return tuple(dict.fromkeys(device for draw in draws for device in draw.labels.devices))
 
     def _parameters(self, frame: Frame) -> list[Seat]:
         """Return a seat of each trainable parameter that a frame uses; others of its module may be absent."""
