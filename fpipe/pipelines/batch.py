@@ -20,6 +20,7 @@ Runs when a pipeline is built and in every step.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -32,10 +33,13 @@ from torch.distributed.tensor import DTensor
 from fpipe.errors import InputError
 from fpipe.pipelines.loss_weights import Weight, compute_scales, require_total
 from fpipe.pipelines.memory import Memory
+from fpipe.record.numbers import DTYPES, as_tensor
 from fpipe.record.questions import Answer
 from fpipe.tensors.arguments import require_primal
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.tree import Structure, broadcast, flatten, require_same_tree
+from fpipe.tensors.tree import Structure, broadcast, flatten, is_plain_number, require_same_tree
+
+CPU = torch.device("cpu")
 
 SplitFunction: TypeAlias = Callable[[Tensor, int], Iterable[Tensor]]
 SplitDim: TypeAlias = int | SplitFunction | None
@@ -187,8 +191,8 @@ class Signature:
     """Everything about a batch except its tensors' values, plus the answers to the model's questions about these.
 
     - `leaves`: per tensor leaf, its spec, or those of its microbatches if a user's function splits it.
-    - `program`: the non-tensor leaves, which are part of the program; `halves`: the trees of inputs and of targets,
-      which include them.
+    - `program`: the non-tensor leaves, which are part of the program, but of numbers only the types; `halves`: the
+      trees of inputs and of targets, which include them.
     - `divisor`: what losses are divided by, if they are not weighted: the number of microbatches in all.
     - `answers`: by microbatch, the answers to the model's questions; empty if it asks none.
     """
@@ -203,6 +207,11 @@ class Signature:
         said = f", answering {[[one.text for one in row] for row in self.answers]}" if self.answers else ""
         return f"{', '.join(' '.join(map(str, specs)) for specs in self.leaves)} and {self.program}{said}"
 
+    @property
+    def numbers(self) -> tuple[int | float, ...]:
+        """The numbers among the leaves, which may differ from step to step."""
+        return tuple(value for half in self.halves for _, value in half.numbers)
+
     def with_answers(self, rows: Sequence[tuple[Answer, ...]]) -> Signature:
         """Return the signature with the answers of each microbatch."""
         return replace(self, answers=tuple(rows) if any(rows) else ())
@@ -213,7 +222,8 @@ class Microbatch:
     """Everything about a microbatch except its tensors' values.
 
     `leaves` are the specs of its tensors, in the order of the tree `structure`: (inputs, targets, scale), where the
-    scale is `None` if losses are not weighted; then they are divided by `divisor`. `program` has the non-tensor leaves.
+    scale is `None` if losses are not weighted; then they are divided by `divisor`. The tensors that hold its numbers
+    follow. `program` has the other leaves.
     `answers` are those to the model's questions so far.
     """
 
@@ -284,7 +294,15 @@ class Batching:
 
     def leaf_name(self, number: int) -> str:
         """Return the name of a leaf, or of the scale, for error messages."""
-        return self.leaves[number].name if number < len(self.leaves) else "the scale of the loss"
+        if number < len(self.leaves):
+            return self.leaves[number].name
+        number -= len(self.leaves)
+        if self.weight is not None and number == 0:
+            return "the scale of the loss"
+        halves = zip(("inputs", "targets"), self.example.halves, strict=True)
+        names = [f"{what}{half.paths[leaf]}" for what, half in halves for leaf, _ in half.numbers]
+        number -= self.weight is not None
+        return names[number] if number < len(names) else "a number in the batch"
 
     @property
     def scale(self) -> Spec | None:
@@ -303,7 +321,8 @@ class Batching:
             leaf.part_specs(specs, self.microbatches) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)
         ]
         scale = () if self.scale is None else (self.scale,)
-        rows = [(*[column[i] for column in columns], *scale) for i in range(self.microbatches)]
+        numbers = [Spec((), (), DTYPES[type(number)], CPU) for number in signature.numbers]
+        rows = [(*[column[i] for column in columns], *scale, *numbers) for i in range(self.microbatches)]
         answers = signature.answers or ((),) * self.microbatches
         return [
             Microbatch(row, signature.program, structure, signature.divisor, said)
@@ -432,11 +451,14 @@ class SplitBatch:
 
         Raise `InputError` for a leaf that this process was not given.
         """
-        count = len(self.known) + (self.batching.weight is not None)
-        wanted = sorted(set(range(count) if needed is None else needed))
+        tensors = len(self.known) + (self.batching.weight is not None)
+        numbers = self.signature.numbers
+        wanted = sorted(set(range(tensors + len(numbers)) if needed is None else needed))
         taken = {number: self._parts(number) for number in wanted if number < len(self.known)}
-        if wanted and wanted[-1] == len(self.known):
-            taken[wanted[-1]] = self._scales()
+        if self.batching.weight is not None and len(self.known) in wanted:
+            taken[len(self.known)] = self._scales()
+        for number in wanted[bisect_left(wanted, tensors) :]:
+            taken[number] = (as_tensor(numbers[number - tensors]),) * self.batching.microbatches
         return taken
 
     def _parts(self, number: int) -> Sequence[Tensor]:
@@ -488,7 +510,7 @@ def _tree(half: Structure, leaves: list[Tensor | None]) -> Any:
 
 
 def _program(halves: tuple[Structure, Structure]) -> str:
-    return repr([[value for _, value in half.constants] for half in halves])
+    return repr([[type(value) if is_plain_number(value) else value for _, value in half.constants] for half in halves])
 
 
 def _name_leaf(path: str) -> str:

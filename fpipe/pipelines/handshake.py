@@ -102,6 +102,12 @@ def call_fields(call: CommonArguments) -> tuple[Field, ...]:
     )
 
 
+def number_fields(signature: Signature) -> tuple[Field, ...]:
+    """Return the field of the numbers in a batch."""
+    lines = [str(signature.numbers)] if signature.numbers else []
+    return (Field("numbers in the batch", digest(lines), lambda: lines),)
+
+
 def _pipeline_lines(pipe: Pipeline) -> list[str]:
     """Return all lines of the pipeline as it was first agreed on."""
     kind = next(iter(pipe.memo.agreements), None)
@@ -299,7 +305,8 @@ def agree_to_step(
         copy: scatter(part, pipe.holdings.locals(params, copy), buffers, batch, call.seed, links.get(copy))
         for copy, part in plan.parts.items()
     }
-    pipe.ranks.agree(lambda: [*pipe.memo.agreements[kind].fields, *call_fields(call)])
+    numbers = number_fields(batch.signature)
+    pipe.ranks.agree(lambda: [*pipe.memo.agreements[kind].fields, *call_fields(call), *numbers])
     pipe.memo.use(kind)
     if not pipe.compared:
         _require_same_copies(pipe, plan, {**params, **buffers})

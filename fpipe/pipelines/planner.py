@@ -19,9 +19,9 @@ from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.pipelines.batch import Microbatch, Signature, SplitBatch
 from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.memo import BatchKind, KnownBatch, Memo
+from fpipe.pipelines.merge import Merge
 from fpipe.pipelines.modes import isolate
 from fpipe.pipelines.resolver import ExchangeText, Resolver
-from fpipe.pipelines.results import Merge
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.assembly import Assembly, assemble

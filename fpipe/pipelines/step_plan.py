@@ -20,7 +20,7 @@ import torch
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.meshes.exchange import StageLayout, shard_spec
 from fpipe.network.recording import add_timers
-from fpipe.pipelines.results import Merge
+from fpipe.pipelines.merge import Merge
 from fpipe.record.captured import BatchLeaf
 from fpipe.record.reads.watch import Watch
 from fpipe.runtime.contract import StageCrossing

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe.pipelines.batch import Batching, Leaf, split_evenly
 from fpipe.pipelines.loss_weights import compute_scales
-from fpipe.pipelines.results import Merge, merge
+from fpipe.pipelines.merge import Merge, merge
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import broadcast, flatten, same_bits
 from tests.common.loops import piece

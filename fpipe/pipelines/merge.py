@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merge the outputs of microbatches: the inverse of splitting, in `fpipe.pipelines.batch`.
+
+Runs when a plan is made, and in every step that returns outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fpipe.errors import InputError
+from fpipe.tensors.arguments import describe_argument
+from fpipe.tensors.spec import Spec
+from fpipe.tensors.tree import Structure, broadcast
+from schedules.arguments import takes
+
+MergeDim: TypeAlias = int | Callable[[Sequence[Tensor]], Any] | None
+"""A dimension, `None` to take the first microbatch's, or a function of those of all microbatches."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """The rules for merging a tree of outputs; `dims` has one entry for each tensor."""
+
+    structure: Structure
+    dims: tuple[MergeDim, ...]
+
+    @classmethod
+    def of(cls, structure: Structure, dims: Any, parts: Sequence[Sequence[Spec]]) -> Merge:
+        """Return the rules for outputs whose microbatches have the specs `parts`; `dims` is a prefix of their tree.
+
+        Raise `InputError` for a dimension along which they can't be merged.
+        """
+        found = broadcast("output_dims", dims, structure)
+        for path, dim, specs in zip(structure.names, found, parts, strict=True):
+            _require_joinable(f"outputs{path}", dim, specs)
+        return cls(structure, tuple(found))
+
+    def apply(self, columns: Sequence[Sequence[Tensor]]) -> Any:
+        """Return the tree of merged outputs, given the microbatches of each tensor."""
+        return self.structure.unflatten([merge(column, dim) for column, dim in zip(columns, self.dims, strict=True)])
+
+
+def merge(parts: Sequence[Tensor], dim: MergeDim = 0) -> Any:
+    """Return a leaf: its microbatches concatenated along `dim` (scalars stacked), the first of them, or `dim(parts)`.
+
+    >>> merge([torch.zeros(2, 1), torch.ones(1, 1)]).tolist(), merge([torch.tensor(1), torch.tensor(2)]).tolist()
+    ([[0.0], [0.0], [1.0]], [1, 2])
+    """
+    if dim is None:
+        return parts[0]
+    if callable(dim):
+        return dim(parts)
+    return torch.cat(tuple(parts), dim) if parts[0].dim() else torch.stack(tuple(parts))
+
+
+def _require_joinable(name: str, dim: object, specs: Sequence[Spec]) -> None:
+    if dim is None or takes(dim, 1):
+        return
+    if callable(dim):
+        raise InputError(
+            f"{name}: got {describe_argument(dim)} in output_dims, expected a function of one argument, the sequence "
+            "of all microbatches. Write it as f(parts)."
+        )
+    shapes = list(dict.fromkeys(spec.shape for spec in specs))
+    rank = len(shapes[0])
+    if not isinstance(dim, int) or isinstance(dim, bool) or (rank and not -rank <= dim < rank):
+        raise InputError(
+            f"{name}: got shape {list(shapes[0])} to merge along dimension {dim!r}, expected one of its {rank} "
+            "dimensions. Pass one in output_dims, None to take the first microbatch's, or a function of all."
+        )
+    rest = {tuple(size for k, size in enumerate(shape) if not rank or k != dim % rank) for shape in shapes}
+    if len(rest) > 1:
+        raise InputError(
+            f"{name}: got shapes {[list(shape) for shape in shapes]} in different microbatches, expected them to "
+            f"differ in dimension {dim} only, along which they are merged. Say in output_dims how to merge them: "
+            "another dimension, None to take the first microbatch's, or a function of all of them, such as tuple."
+        )
