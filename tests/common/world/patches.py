@@ -182,22 +182,6 @@ class Files:
         self.world.step("fsync")
 
 
-class Turn:
-    """A lock that is always free: fibers run one at a time."""
-
-    def acquire(self, blocking: bool = True) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
-
-    def __enter__(self) -> bool:
-        return True
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 def users() -> list[Any]:
     """Return the modules of fpipe that know `torch.distributed` as `dist`."""
     found = [module for name, module in sys.modules.items() if name.startswith("fpipe.")]
@@ -210,7 +194,7 @@ def inhabit(network: Network) -> Iterator[None]:
     world = network.world
     one = Distributed(network)
     replaced: list[tuple[Any, str, Any]] = [(module, "dist", one) for module in users()]
-    replaced += [(ranks, "TURN", Turn())]
+    replaced += [(ranks, "TURN", mock.MagicMock())]
     for module in (board, groups, lookout, standing):
         replaced += [
             (module, "Thread", lambda **options: FiberThread(world, **options)),
