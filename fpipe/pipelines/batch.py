@@ -16,6 +16,7 @@ Runs when a pipeline is built and in every step.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,9 +29,12 @@ from fpipe.pipelines.leaf import META, Leaf
 from fpipe.pipelines.loss_weights import Weight, compute_scales, require_total
 from fpipe.pipelines.memory import Memory
 from fpipe.pipelines.signature import Microbatch, Signature
+from fpipe.record.numbers import DTYPES, as_tensor
 from fpipe.tensors.arguments import require_primal
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.tree import Structure, broadcast, flatten, require_same_tree
+from fpipe.tensors.tree import Structure, broadcast, flatten, is_plain_number, require_same_tree
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +89,15 @@ class Batching:
 
     def leaf_name(self, number: int) -> str:
         """Return the name of a leaf, or of the scale, for error messages."""
-        return self.leaves[number].name if number < len(self.leaves) else "the scale of the loss"
+        if number < len(self.leaves):
+            return self.leaves[number].name
+        number -= len(self.leaves)
+        if self.weight is not None and number == 0:
+            return "the scale of the loss"
+        halves = zip(("inputs", "targets"), self.example.halves, strict=True)
+        names = [f"{what}{half.paths[leaf]}" for what, half in halves for leaf, _ in half.numbers]
+        number -= self.weight is not None
+        return names[number] if number < len(names) else "a number in the batch"
 
     @property
     def scale(self) -> Spec | None:
@@ -104,7 +116,8 @@ class Batching:
             leaf.part_specs(specs, self.microbatches) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)
         ]
         scale = () if self.scale is None else (self.scale,)
-        rows = [(*[column[i] for column in columns], *scale) for i in range(self.microbatches)]
+        numbers = [Spec((), (), DTYPES[type(number)], CPU) for number in signature.numbers]
+        rows = [(*[column[i] for column in columns], *scale, *numbers) for i in range(self.microbatches)]
         answers = signature.answers or ((),) * self.microbatches
         return [
             Microbatch(row, signature.program, structure, signature.divisor, said)
@@ -233,11 +246,14 @@ class SplitBatch:
 
         Raise `InputError` for a leaf that this process was not given.
         """
-        count = len(self.known) + (self.batching.weight is not None)
-        wanted = sorted(set(range(count) if needed is None else needed))
+        tensors = len(self.known) + (self.batching.weight is not None)
+        numbers = self.signature.numbers
+        wanted = sorted(set(range(tensors + len(numbers)) if needed is None else needed))
         taken = {number: self._parts(number) for number in wanted if number < len(self.known)}
-        if wanted and wanted[-1] == len(self.known):
-            taken[wanted[-1]] = self._scales()
+        if self.batching.weight is not None and len(self.known) in wanted:
+            taken[len(self.known)] = self._scales()
+        for number in wanted[bisect_left(wanted, tensors) :]:
+            taken[number] = (as_tensor(numbers[number - tensors]),) * self.batching.microbatches
         return taken
 
     def _parts(self, number: int) -> Sequence[Tensor]:
@@ -289,7 +305,7 @@ def _tree(half: Structure, leaves: list[Tensor | None]) -> Any:
 
 
 def _program(halves: tuple[Structure, Structure]) -> str:
-    return repr([[value for _, value in half.constants] for half in halves])
+    return repr([[type(value) if is_plain_number(value) else value for _, value in half.constants] for half in halves])
 
 
 def _name_leaf(path: str) -> str:

@@ -89,6 +89,12 @@ def call_fields(call: CommonArguments) -> tuple[Field, ...]:
     )
 
 
+def number_fields(signature: Signature) -> tuple[Field, ...]:
+    """Return the field of the numbers in a batch."""
+    lines = [str(signature.numbers)] if signature.numbers else []
+    return (Field("numbers in the batch", digest(lines), lambda: lines),)
+
+
 def _pipeline_lines(pipe: Pipeline) -> list[str]:
     """Return all lines of the pipeline as it was first agreed on."""
     kind = next(iter(pipe.memo.agreements), None)

@@ -24,7 +24,14 @@ from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value, digest, digest_tensor
 from fpipe.network.ranks import Ranks
 from fpipe.pipelines.batch import Batching, SplitBatch
-from fpipe.pipelines.fields import CommonArguments, argument_fields, batch_fields, call_fields, plan_fields
+from fpipe.pipelines.fields import (
+    CommonArguments,
+    argument_fields,
+    batch_fields,
+    call_fields,
+    number_fields,
+    plan_fields,
+)
 from fpipe.pipelines.inputs import State, scatter
 from fpipe.pipelines.memo import Agreement
 from fpipe.pipelines.pipeline import Pipeline
@@ -124,7 +131,8 @@ def agree_to_step(
         copy: scatter(part, pipe.holdings.locals(params, copy), buffers, batch, call.seed, links.get(copy))
         for copy, part in plan.parts.items()
     }
-    pipe.ranks.agree(lambda: [*pipe.memo.agreements[kind].fields, *call_fields(call)])
+    numbers = number_fields(batch.signature)
+    pipe.ranks.agree(lambda: [*pipe.memo.agreements[kind].fields, *call_fields(call), *numbers])
     pipe.memo.use(kind)
     if not pipe.compared:
         _require_same_copies(pipe, plan, {**params, **buffers})

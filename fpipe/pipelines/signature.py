@@ -22,8 +22,8 @@ class Signature:
     """Everything about a batch except its tensors' values, plus the answers to the model's questions about these.
 
     - `leaves`: per tensor leaf, its spec, or those of its microbatches if a user's function splits it.
-    - `program`: the non-tensor leaves, which are part of the program; `halves`: the trees of inputs and of targets,
-      which include them.
+    - `program`: the non-tensor leaves, which are part of the program, but of numbers only the types; `halves`: the
+      trees of inputs and of targets, which include them.
     - `divisor`: what losses are divided by, if they are not weighted: the number of microbatches in all.
     - `answers`: by microbatch, the answers to the model's questions; empty if it asks none.
     """
@@ -38,6 +38,11 @@ class Signature:
         said = f", answering {[[one.text for one in row] for row in self.answers]}" if self.answers else ""
         return f"{', '.join(' '.join(map(str, specs)) for specs in self.leaves)} and {self.program}{said}"
 
+    @property
+    def numbers(self) -> tuple[int | float, ...]:
+        """The numbers among the leaves, which may differ from step to step."""
+        return tuple(value for half in self.halves for _, value in half.numbers)
+
     def with_answers(self, rows: Sequence[tuple[Answer, ...]]) -> Signature:
         """Return the signature with the answers of each microbatch."""
         return replace(self, answers=tuple(rows) if any(rows) else ())
@@ -48,7 +53,8 @@ class Microbatch:
     """Everything about a microbatch except its tensors' values.
 
     `leaves` are the specs of its tensors, in the order of the tree `structure`: (inputs, targets, scale), where the
-    scale is `None` if losses are not weighted; then they are divided by `divisor`. `program` has the non-tensor leaves.
+    scale is `None` if losses are not weighted; then they are divided by `divisor`. The tensors that hold its numbers
+    follow. `program` has the other leaves.
     `answers` are those to the model's questions so far.
     """
 
