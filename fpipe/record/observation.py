@@ -14,7 +14,7 @@ import torch
 from fpipe.record.captured import Captured, Labels, Observed, Unit
 from fpipe.record.refusals import data_dependence_error, own_generator_error, unregistered_write_error
 from fpipe.record.validity import require_results
-from fpipe.tensors.effects import EffectsMode, memory
+from fpipe.tensors.effects import EffectsMode, storage_id
 from fpipe.tensors.random import label
 from fpipe.tensors.torch_private import DataDependentOutputException, DynamicOutputShapeException
 
@@ -51,6 +51,6 @@ def observe(captured: Captured) -> Observed:
             if watch.effects.drawn:
                 ordinal = ordinals[unit.path] = ordinals.get(unit.path, -1) + 1
                 random[unit] = Labels(label(unit.path, ordinal), tuple(watch.effects.drawn))
-    storage = {value: memory(tensor) for value, tensor in values.items()}
+    storage = {value: storage_id(tensor) for value, tensor in values.items()}
     views = frozenset(value for value, tensor in values.items() if tensor._is_view())
     return Observed(storage, written, random, views, collective=frozenset(collective))
