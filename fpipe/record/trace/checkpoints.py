@@ -67,8 +67,8 @@ class CheckpointFrames:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
-    def record(self, generate: Callable[..., Iterator[None]], *given: Any, **named: Any) -> Iterator[None]:
-        """Do what torch's generator, which `generate` returns, does around a function, and record the function's frame."""
+    def record(self, generate: Callable[..., Iterator[None]], /, *given: Any, **named: Any) -> Iterator[None]:
+        """Do what torch's generator, which `generate` returns, does around a function, and record its frame."""
         generator = generate(*given, **named)
         function, args, kwargs, how = read_checkpoint(*given, **named)
 

@@ -76,7 +76,7 @@ def watch_torch(recorder: Recorder, model: nn.Module, seals: Mapping[str, str]) 
 
 
 class Replacements:
-    """Replacements for torch's functions that do the same and notify the recorder; each gets torch's as its first argument.
+    """Replacements for torch's functions that do the same and notify the recorder; each takes the patched one first.
 
     User code may keep one and call it after the recording; `active` is false by then.
     """
@@ -153,11 +153,11 @@ class Replacements:
         unseen = self.is_idle or cls is CheckpointNode  # which checkpointing itself applies
         return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
 
-    def _record(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _record(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function, and record it as a single torch call."""
         return function(*args, **kwargs) if self.is_idle else self.recorder.call(function, args, kwargs)
 
-    def _record_other(self, function: Callable[..., Any], _: Any, *args: Any, **kwargs: Any) -> Any:
+    def _record_other(self, function: Callable[..., Any], _: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function in place of torch's, likewise."""
         return self._record(function, *args, **kwargs)
 
@@ -213,7 +213,7 @@ class Replacements:
             self.stack.seal(COMPILED_CODE)
         return None if self.active else callback
 
-    def _checkpoint(self, generate: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _checkpoint(self, generate: Any, /, *args: Any, **kwargs: Any) -> Iterator[None]:
         return generate(*args, **kwargs) if self.is_idle else self.checkpoints.record(generate, *args, **kwargs)
 
 
