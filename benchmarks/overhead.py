@@ -29,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 import fpipe
 from benchmarks.common.rows import figure, most, row
 from benchmarks.common.turns import Function, device, medians
-from fpipe.network.one_process import LocalRanks
+from fpipe.network.ranks import LocalRanks
 from fpipe.pipelines.inputs import scatter
 from fpipe.pipelines.step import run_plan
 from fpipe.record.variant import TRAINING

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import CutsArgument, parse_cuts
 from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded
-from fpipe.network.launch import enter_job, resolve_group
+from fpipe.network.job import enter_job, resolve_group
 from fpipe.network.recording import RecordSpan
 from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
 from fpipe.pipelines.batch import find_home

@@ -67,7 +67,7 @@ def save(
     The checkpoint is a directory, on a file system that all ranks share. Its names are the model's, so any pipeline of
     the same model loads it: other ranks, cuts, schedules. It has no pickles. A checkpoint that is already at `path` is
     replaced in one atomic operation, so whenever a process is killed, the old one or the new one is there. Every rank
-    needs host memory for two copies of what it owns. Sharded tensors are gathered, one at a time, and saved whole.
+    needs host memory for a copy of what it owns. Sharded tensors are gathered, one at a time, and saved whole.
 
     Raises `InputError`, naming the leaf, for values that do not fit the pipeline or that a checkpoint can't hold, and
     for a `path` where something else is; if only some ranks fail, `TransportError` on the others. What was at `path`

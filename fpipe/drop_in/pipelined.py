@@ -25,7 +25,7 @@ from fpipe.api import pipeline
 from fpipe.drop_in.delivery import Delivery, attach_delivery, divided
 from fpipe.drop_in.settings import Pipelines, Setting, read_setting
 from fpipe.errors import InputError
-from fpipe.network.launch import join_launched
+from fpipe.network.job import join_launched
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.modes import active_casts
 from fpipe.pipelines.pipeline import Pipeline

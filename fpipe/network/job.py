@@ -11,27 +11,30 @@ in the same form; it is never broken, so there a wait ends when a connection end
 Invariant: no process creates a group before all have agreed to build. Then all name new groups alike, by the number of
 groups that any of them has created: a build that failed may have left some with fewer.
 
-Runs when a pipeline is built, or a model is profiled, if ranks are separate processes.
+Without a process group, this process runs all ranks (`LocalJob`).
+
+Runs when a pipeline is built, or a model is profiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.errors import TransportError
+from fpipe.errors import InputError, TransportError
 from fpipe.network.calls import SharedCalls
-from fpipe.network.control import GRACE, Control, list_replicas
-from fpipe.network.creation import Creator, Made
 from fpipe.network.distributed import DistributedRanks
+from fpipe.network.groups import GRACE, Control, Creator, Made, list_replicas
 from fpipe.network.lookout import SLICE
-from fpipe.network.ranks import Fields, Ranks, claim_turn
+from fpipe.network.ranks import Fields, LocalRanks, Ranks, claim_turn
 from fpipe.network.waiting import PendingWorks, Waitable, await_all, break_group, reporting
 from fpipe.tensors.torch_private import count_groups, device_types, name_groups_from, timeout_of
 
@@ -158,4 +161,75 @@ def _require_size(group: dist.ProcessGroup, ranks: int) -> None:
         raise TransportError(
             f"got a process group of {size} processes, expected one process for each of the schedule's {ranks} "
             f"ranks. Start {ranks} processes, or build the schedule for ranks={size}."
+        )
+
+
+class LocalJob:
+    """A job of this process alone."""
+
+    def agree(self, fields: Fields) -> None:
+        """Do nothing: there is no other process."""
+
+    def create(self, make: Callable[[], Made], what: str, device: torch.device) -> Made:
+        """Return what it makes."""
+        return make()
+
+    def join(
+        self, ranks: int, group: dist.ProcessGroup | None, device: torch.device, members: Sequence[int] = ()
+    ) -> Ranks:
+        """Return all ranks; raise `TransportError` if a launcher has started other processes."""
+        require_process_group(os.environ)
+        return LocalRanks(ranks)
+
+
+JobProcesses: TypeAlias = DistributedJob | LocalJob
+"""The processes that begin to build together: all of the job, or this one."""
+
+
+@contextmanager
+def enter_job(call: str) -> Iterator[JobProcesses]:
+    """Return the context in which all processes of the job begin to build; an error on one of them is raised on all.
+
+    They agree, and then join.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        yield LocalJob()
+        return
+    with enter_distributed_job(call) as job:
+        yield job
+
+
+def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Return the process group; raise `InputError` for a mesh of several dimensions."""
+    return take_dimension(group) if isinstance(group, DeviceMesh) else group
+
+
+def take_dimension(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the process group of a mesh with one dimension; raise `InputError` for another mesh."""
+    if mesh.ndim != 1:
+        names = list(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
+        raise InputError(
+            f"group: got a device mesh with the dimensions {names}, expected the one along which the pipeline "
+            'runs. Name it: group=mesh["pp"].'
+        )
+    return mesh.get_group()
+
+
+def join_launched() -> None:
+    """Initialize the default process group if a launcher started several processes and nobody has done so."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if size.isdecimal() and int(size) > 1 and dist.is_available() and not dist.is_initialized():
+        dist.init_process_group()
+
+
+def require_process_group(environment: Mapping[str, str]) -> None:
+    """Raise `TransportError` if a launcher started several processes, to call if no process group exists."""
+    size = environment.get("WORLD_SIZE", "")
+    if size.isdecimal() and int(size) > 1:
+        raise TransportError(
+            f"torch.distributed: got no process group, though a launcher has started {size} processes (WORLD_SIZE), "
+            "expected one: otherwise each process runs all ranks by itself. Call "
+            "torch.distributed.init_process_group() before pipeline(), and destroy_process_group() only after the last "
+            "step; or, to run all ranks in every "
+            'process, remove it first: del os.environ["WORLD_SIZE"].'
         )

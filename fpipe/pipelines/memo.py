@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from fpipe.network.agreement import Field
-from fpipe.pipelines.signature import Microbatch, Signature
+from fpipe.pipelines.batch import Microbatch, Signature
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Captured
 from fpipe.record.questions import Question
@@ -57,10 +57,14 @@ class KnownBatch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """The model recorded for a kind of microbatch, its assumptions, and the stages it was cut into, by variant."""
+    """The model recorded for a kind of microbatch, its assumptions, and the stages it was cut into, by variant.
+
+    `plain`: whether its numbers are questions about the batch rather than values of the record.
+    """
 
     captured: Captured
     watch: Watch
+    plain: bool
     assemblies: dict[Variant, Assembly] = field(default_factory=dict)
 
 
@@ -71,11 +75,13 @@ class Memo:
     - `most`: the largest number of agreed plans that are kept besides the one that the pipeline was built with.
     - `batches`: the plans, in the order of their last use; but the first that was agreed on is never moved.
     - `microbatches`: the next question about a kind of microbatch, or its recording.
+    - `plain`: the kinds of microbatches, without answers, whose numbers can't be values of the record.
     """
 
     most: int = 1
     batches: dict[BatchKind, KnownBatch] = field(default_factory=dict)
     microbatches: dict[MicrobatchKind, Question | Recording] = field(default_factory=dict)
+    plain: set[MicrobatchKind] = field(default_factory=set)
 
     @property
     def agreements(self) -> dict[BatchKind, Agreement]:
@@ -90,7 +96,7 @@ class Memo:
     def without_stages(self) -> Memo:
         """Return a memo with the same questions and recordings, for a pipeline that cuts the model elsewhere."""
         cut = {kind: replace(one, assemblies={}) for kind, one in self.recordings.items()}
-        return Memo(self.most, {}, {**self.microbatches, **cut})
+        return Memo(self.most, {}, {**self.microbatches, **cut}, set(self.plain))
 
     def agree(self, kind: BatchKind, agreement: Agreement) -> None:
         """Add the agreement of all ranks on a plan, and forget the kinds of batches that are used no more."""
@@ -117,6 +123,7 @@ class Memo:
         """Forget everything."""
         self.batches.clear()
         self.microbatches.clear()
+        self.plain.clear()
 
     def drop_unused(self) -> None:
         """Drop the recordings and stages that no plan uses, and the questions that did not lead to one of them."""

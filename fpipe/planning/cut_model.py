@@ -21,8 +21,7 @@ from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import Cuts, Evenly, Explicit, find_places, parse_places
 from fpipe.errors import CutError, InputError
 from fpipe.meshes.copies import ALONE
-from fpipe.network.one_process import LocalRanks
-from fpipe.network.ranks import wait_for_turn
+from fpipe.network.ranks import LocalRanks, wait_for_turn
 from fpipe.pipelines.argument_checks import require_buildable, require_count
 from fpipe.pipelines.batch import SplitBatch
 from fpipe.pipelines.builder import Builder, make_batchings

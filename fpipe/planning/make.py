@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe.errors import InputError
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value
-from fpipe.network.launch import LocalJob, enter_job
+from fpipe.network.job import LocalJob, enter_job
 from fpipe.pipelines.argument_checks import require_count
 from fpipe.pipelines.builder import Model, make_batchings
 from fpipe.pipelines.description import format_bytes
 from fpipe.pipelines.loss_weights import Weight
-from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory, find_starts
+from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
 from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
@@ -111,21 +111,17 @@ def plan(
                 f"microbatches: got {numbers} with a profile, expected one number: a profile is of microbatches of one "
                 "size. Pass the number that it was measured for."
             )
-        limits = {"weights": weights, "seconds": seconds}
-        same = {"ranks": count, "memory": caps, "microbatches": numbers, "schedules": factories, **limits}
+        same = {"ranks": count, "memory": caps, "microbatches": numbers, "schedules": factories}
+        same |= {"weights": weights, "seconds": seconds}
         job.agree(lambda: [Field.of(name, describe_value(value)) for name, value in same.items()])
     if profile is not None:
         _require_profile_of(profile, model, example, targets, numbers[0], **options)
-    profiles = {
-        number: profile
-        if profile is not None
-        else measure(model, example, targets, loss=loss, microbatches=number, **options)
-        for number in numbers
-    }
-    first = next(iter(profiles.values()))
-    room = Room(caps, find_starts(first)).pin(first, cuts, stages)
+    problems = []
+    for number in numbers:
+        found = profile or measure(model, example, targets, loss=loss, microbatches=number, **options)
+        problems.append(PlanProblem.of(found, number, caps, weights).pin(cuts, stages))
     report = progress if progress is not None else _ignore
-    return choose(profiles, factories, count, room, **limits, report=report, ordered=schedules is None)
+    return choose(problems, factories, seconds=seconds, report=report, ordered=schedules is None)
 
 
 def _ignore(progress: PlanProgress) -> None:

@@ -19,7 +19,7 @@ from itertools import chain, pairwise
 from time import monotonic
 from typing import Final, TypeAlias
 
-from fpipe.planning.candidates import Candidate, Predictor, Room
+from fpipe.planning.candidates import Candidate, PlanProblem
 from fpipe.planning.chain import partition_chain
 from fpipe.stages.conversion import splits
 from schedules import Graph, Link, Placement, Schedule, SizeError, search
@@ -54,57 +54,50 @@ def _is_plain(schedule: Schedule) -> bool:
     return kinds <= ORDERABLE and not schedule.placement.mirrors and schedule.slices == 1
 
 
-def reorder(candidate: Candidate, room: Room) -> Candidate | None:
+def reorder(candidate: Candidate) -> Candidate | None:
     """Return the candidate with a faster order of the same stages, or `None` if none is found."""
     schedule = candidate.schedule
-    if not candidate.predicted.fits(room.caps):
+    if not candidate.fits:
         return None
     found = find_order(
-        candidate.predictor,
+        candidate.problem,
         schedule.placement,
-        schedule.microbatches,
         candidate.cuts,
-        room,
         ORDER_TRIES,
         split=splits(schedule),
         graph=schedule.graph,
     )
-    if found is None:
-        return None
-    ordered = Candidate.of(candidate.predictor, found, candidate.cuts)
-    faster = ordered.predicted.seconds < candidate.predicted.seconds
-    return ordered if faster and ordered.predicted.fits(room.caps) else None
+    return found if found and found.fits and found.predicted.seconds < candidate.predicted.seconds else None
 
 
 def find_order(
-    predictor: Predictor,
+    problem: PlanProblem,
     placement: Placement,
-    microbatches: int,
     cuts: Sequence[int],
-    room: Room,
     tries: int,
     *,
     split: bool = True,
     graph: Graph | None = None,
-) -> Schedule | None:
+) -> Candidate | None:
     """Return the best order found of stages placed like this, or `None` if none fits or time has run out."""
-    seconds = room.end - monotonic()
+    seconds = problem.end - monotonic()
     if seconds <= 0:
         return None
     try:
-        return search(
-            predictor.profile.costs(cuts),
+        found = search(
+            problem.profile.costs(cuts),
             placement,
-            microbatches,
-            memory=tuple(cap * (1 - MARGIN) for cap in room.caps),
-            sizes=predictor.sizes(placement, cuts),
+            problem.microbatches,
+            memory=tuple(cap * (1 - MARGIN) for cap in problem.caps),
+            sizes=problem.sizes(placement, cuts),
             split=split,
             graph=graph,
             seconds=seconds,
             tries=tries,
-        ).schedule
+        )
     except SizeError:  # one microbatch does not fit
         return None
+    return problem.try_out(found.schedule, cuts)
 
 
 def find_islands(link: Link, ranks: int) -> Islands:
@@ -144,14 +137,12 @@ def list_placements(islands: Islands) -> Iterator[Placement]:
             yield Placement(ranks, tuple(chain.from_iterable(routes)))
 
 
-def place_on_islands(predictor: Predictor, microbatches: int, ranks: int, room: Room) -> Iterator[Candidate]:
+def place_on_islands(problem: PlanProblem) -> Iterator[Candidate]:
     """Yield a candidate for each placement on islands of ranks, if there are several, with an order of its own."""
-    ranges = predictor.profile.ranges
+    ranges = problem.profile.ranges
     work = ranges.seconds("F") + ranges.seconds("I") + ranges.seconds("W")
-    for placement in list_placements(find_islands(predictor.profile.link, ranks)):
-        cuts = partition_chain(work, placement.stages, room.places, room.pinned)
-        if cuts is None:
-            continue
-        found = find_order(predictor, placement, microbatches, cuts, room, ISLAND_TRIES)
+    for placement in list_placements(find_islands(problem.profile.link, problem.ranks)):
+        cuts = partition_chain(work, placement.stages, problem.places, problem.pinned)
+        found = None if cuts is None else find_order(problem, placement, cuts, ISLAND_TRIES)
         if found is not None:
-            yield Candidate.of(predictor, found, cuts)
+            yield found

@@ -9,7 +9,6 @@ Runs on request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Final
@@ -32,10 +31,6 @@ class Prediction:
     seconds: float
     bubble: float
     memory: tuple[int, ...]
-
-    def fits(self, caps: Sequence[float]) -> bool:
-        """Return whether no rank holds more than its cap at any moment."""
-        return all(held <= cap for held, cap in zip(self.memory, caps, strict=True))
 
 
 @dataclass(frozen=True)

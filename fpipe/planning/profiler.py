@@ -23,9 +23,8 @@ from fpipe.cutting.partition import CutsArgument, parse_places
 from fpipe.errors import InputError
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value
-from fpipe.network.launch import JobProcesses, enter_job, resolve_group
-from fpipe.network.one_process import LocalRanks
-from fpipe.network.ranks import Ranks
+from fpipe.network.job import JobProcesses, enter_job, resolve_group
+from fpipe.network.ranks import LocalRanks, Ranks
 from fpipe.pipelines.batch import find_home
 from fpipe.pipelines.builder import Model
 from fpipe.pipelines.handshake import agree_on_arguments

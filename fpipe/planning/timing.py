@@ -32,7 +32,7 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.network.one_process import LocalRanks
+from fpipe.network.ranks import LocalRanks
 from fpipe.network.recording import run_recorded
 from fpipe.pipelines.inputs import State, feed, make_keys
 from fpipe.pipelines.modes import postpone_collection

@@ -37,7 +37,7 @@ from fpipe.record.captured import (
 )
 from fpipe.record.objective import Objective
 from fpipe.record.refusals import data_dependence_error, own_generator_error, unregistered_write_error
-from fpipe.tensors.effects import EffectsMode, memory
+from fpipe.tensors.effects import EffectsMode, storage_id
 from fpipe.tensors.random import label
 from fpipe.tensors.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
@@ -98,7 +98,7 @@ def observe(captured: Captured) -> Observed:
             if watch.effects.drawn:
                 ordinal = ordinals[unit.path] = ordinals.get(unit.path, -1) + 1
                 random[unit] = Labels(label(unit.path, ordinal), tuple(watch.effects.drawn))
-    storage = {value: memory(tensor) for value, tensor in values.items()}
+    storage = {value: storage_id(tensor) for value, tensor in values.items()}
     views = frozenset(value for value, tensor in values.items() if tensor._is_view())
     return Observed(storage, written, random, views, collective=frozenset(collective))
 

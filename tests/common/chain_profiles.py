@@ -10,7 +10,7 @@ from typing import Any
 
 from fpipe.cutting.calls import Mark
 from fpipe.planning.blocks import ModelBlock
-from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory
+from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
 from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
@@ -44,17 +44,25 @@ def chain_profile(
     return Profile(**{one.name: made.get(one.name, ()) for one in fields(Profile)})
 
 
-def find_plan(
+def problem_of(
     profile: Profile,
-    factories: Iterable[ScheduleFactory] = FACTORIES,
     ranks: int = 2,
     microbatches: int = 4,
     caps: float | tuple[float, ...] = inf,
     pinned: tuple[int, ...] = (),
+) -> PlanProblem:
+    """The problem in which stages may begin at any block; a single cap is that of every rank."""
+    caps = caps if isinstance(caps, tuple) else (caps,) * ranks
+    return PlanProblem(profile, microbatches, caps, 1.0, frozenset(range(1, len(profile.blocks))), pinned)
+
+
+def find_plan(
+    profile: Profile,
+    factories: Iterable[ScheduleFactory] = FACTORIES,
+    *,
     report: Callable[[PlanProgress], None] = lambda progress: None,
     ordered: bool = False,
+    **given: Any,
 ) -> Plan:
-    """The plan that is chosen for a profile if stages may begin at any block; a single cap is that of every rank."""
-    caps = caps if isinstance(caps, tuple) else (caps,) * ranks
-    room, limits = Room(caps, frozenset(range(1, len(profile.blocks))), pinned), {"weights": 1.0, "seconds": 60.0}
-    return choose({microbatches: profile}, factories, ranks, room, **limits, report=report, ordered=ordered)
+    """The plan that is chosen for a problem, `given` as to `problem_of`."""
+    return choose([problem_of(profile, **given)], factories, seconds=60.0, report=report, ordered=ordered)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fpipe
-from fpipe.tensors.tree import same_bits
 from schedules import Schedule
+from tests.common.comparison import require_part, require_same_slots
 from tests.common.sizes import NIGHTLY
 
 # ----------------- Models that are trained, and plain loops that train them in one process: these use nothing of fpipe
@@ -373,14 +373,5 @@ def train_low(how: Schedule, group: dist.ProcessGroup | None = None) -> History:
 
 def require_same_history(got: History, want: History) -> None:
     """Raise unless a process's share of a run has the bits of the whole run."""
-    for step, (mine, theirs) in enumerate(zip(got.losses, want.losses, strict=True)):
-        assert same_bits(mine, theirs), f"loss of step {step}: {mine} and {theirs}"
-    for step, (mine, theirs) in enumerate(zip(got.norms, want.norms, strict=True)):
-        assert same_bits(mine, theirs), f"norm of step {step}: {mine} and {theirs}"
-    for what, mine, theirs in (("params", got.params, want.params), ("buffers", got.buffers, want.buffers)):
-        for name, value in mine.items():
-            assert same_bits(value.detach(), theirs[name]), f"{what} {name}"
-    for name, slots in got.state.items():
-        assert slots.keys() == want.state[name].keys()
-        for slot, value in slots.items():
-            assert same_bits(value, want.state[name][slot]), f"state {name} {slot}"
+    require_part([got.losses, got.norms, got.params, got.buffers], [want.losses, want.norms, want.params, want.buffers])
+    require_same_slots(got.state, want.state)

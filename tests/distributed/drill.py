@@ -37,7 +37,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
-from fpipe.network import clocks
+from fpipe.network import measurements
 from fpipe.tensors.torch_private import process_groups
 from schedules import Schedule, gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from tests.common.ranks import fork, read_ends, redirect, run_all, wait
@@ -141,7 +141,7 @@ ACTS = {
 PLACES = ("action", "stage", "hook", "loss", "join")
 STARTING, BUILDING, GROUPING, MEASURING = "start", "build", "group", "clock"
 """Places outside of steps: before the first build, in its capture, before a process group that all create, and among
-the messages that compare clocks."""
+the messages that compare measurements."""
 CALLS = ("less", "evaluate", "outputs", "batch")
 """What a rank does in place of the step of the others."""
 SILENT = ("stop", "hang")
@@ -270,7 +270,7 @@ def take_part(drill: Drill, rank: int) -> None:
     state, groups = pipe.init(model), len(process_groups())
     if drill.place == MEASURING:
         arm(drill, rank)
-        clocks.perf_counter = watched_clock
+        measurements.perf_counter = watched_clock
         fpipe.timeline(pipe, [])
     train = fpipe.value_and_grad(pipe, outputs=True, record=lambda span: step_on("action"))
     losses = []
@@ -298,7 +298,7 @@ def watched_creation(*arguments, **options) -> dist.ProcessGroup | None:
 
 
 def watched_clock() -> float:
-    """Return the time between two messages of clocks."""
+    """Return the time between two messages of measurements."""
     step_on(MEASURING)
     return time.perf_counter()
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.network import clocks
-from fpipe.network.clocks import difference
-from fpipe.network.one_process import LocalRanks
+from fpipe.network import measurements
+from fpipe.network.measurements import difference
+from fpipe.network.ranks import LocalRanks
 from schedules import KINDS, Action, B, Costs, F, Span, parse, simulate, spans, split_backward, summarize
 from schedules.drawing import svg, trace
 from tests.common.running import build
@@ -122,9 +122,9 @@ class Queued:
 
     def __init__(self, monkeypatch):
         self.now, self.sent = 0.0, []
-        monkeypatch.setattr(clocks, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(measurements, "perf_counter", lambda: self.now)
         self.device = torch.device("cpu")
-        monkeypatch.setattr(clocks.torch, "zeros", lambda *shape, **options: self)
+        monkeypatch.setattr(measurements.torch, "zeros", lambda *shape, **options: self)
 
     def send(self, tensor, other):
         self.sent.append(tensor)
@@ -139,8 +139,8 @@ class Queued:
 
 def test_clocks_are_read_once_a_message_has_arrived_on_the_device(monkeypatch):
     queue = Queued(monkeypatch)
-    assert list(clocks._ask(queue))[:2] == [(0.0, 77.0, 5.0), (5.0, 77.0, 10.0)]
+    assert list(measurements._ask(queue))[:2] == [(0.0, 77.0, 5.0), (5.0, 77.0, 10.0)]
     queue.sent.clear()
     queue.now = 0.0
-    clocks._answer(queue, 1)
+    measurements._answer(queue, 1)
     assert [answer.item() for answer in queue.sent[:2]] == [5.0, 10.0]

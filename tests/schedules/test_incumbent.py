@@ -158,18 +158,6 @@ def test_deferred_receives_of_torch_are_rejected_where_they_break_the_order_of_a
 
 
 @deferring
-@pytest.mark.parametrize("ranks", range(2, 6))
-@pytest.mark.parametrize("kind", VEE)
-def test_deferred_receives_of_torch_are_rejected_for_v_placements(kind, ranks):
-    program = dump(lower_by_torch(kind(stages(ranks, 2), 2 * ranks), defer=True), "compute_comms")
-    if kind is VEE[1] and ranks == 2:  # in order, as it happens
-        check(program)
-        return
-    with pytest.raises(ScheduleError, match=r"\[rule: channel_order\]"):
-        check(program)
-
-
-@deferring
 def test_the_simulator_of_torch_accepts_a_program_that_breaks_the_order_of_a_channel():
     theirs = lower_by_torch(VEE[0](stages(2, 2), 4), defer=True)
     program = dump(theirs, "compute_comms")

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from fpipe.record.numbers import Number
 from fpipe.tensors.patching import ByThread, replace, replace_value, share
 from fpipe.tensors.torch_private import FAKE_TENSOR, DataDependentOutputException, FakeTensor
 
@@ -62,6 +63,8 @@ class _Type:
         if len(args) == 1 and isinstance(args[0], FakeTensor) and HIDING.newest(False):
             return nn.Parameter if isinstance(args[0], nn.Parameter) else Tensor
         found = type(*args, **kwargs)
+        if len(args) == 1 and issubclass(found, Number):
+            return args[0].__class__
         return self if found is type else found
 
     def __instancecheck__(self, instance: object) -> bool:

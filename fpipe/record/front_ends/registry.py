@@ -54,6 +54,11 @@ def is_eager(capture: CaptureFunction) -> bool:
     return function in (trace_model, modules)
 
 
+def is_tracer(capture: CaptureFunction) -> bool:
+    """Return whether a front end records the model itself, with numbers as values of the record."""
+    return isinstance(capture, partial) and capture.func is trace_model
+
+
 def reads_bytecode(capture: CaptureFunction) -> bool:
     """Return whether a front end bypasses patches."""
     return isinstance(capture, partial) and dynamo in capture.args

@@ -14,7 +14,6 @@ Runs when a pipeline is built, and when a new kind of batch first comes.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from operator import is_not
 from types import FunctionType
 from typing import Any
 
@@ -25,7 +24,7 @@ from fpipe.errors import CaptureError
 from fpipe.record.captured import Buffer, Captured, Constant, Hooks
 from fpipe.record.model.places import module_place
 from fpipe.record.model.snapshot import ContainerState, Snapshot
-from fpipe.record.model.walk import NOT_SET, Walk, code_names, visible
+from fpipe.record.model.walk import NOT_SET, Walk, named_globals, visible
 from fpipe.record.refusals import original_state_error
 from fpipe.record.validity import observe
 from fpipe.tensors.tree import PLAIN, Structure, flatten
@@ -92,42 +91,36 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def _changes(old: ContainerState, new: ContainerState) -> list[object]:
     """Return the keys of a dict, or the positions in another container, whose contents have changed."""
-    if len(old.contents) == len(new.contents) and not any(map(is_not, old.contents, new.contents)):
-        return []
-    was, now = _contents_by_key(old), _contents_by_key(new)
+    was, now = old.by_key, new.by_key
     return [key for key in {**was, **now} if not _is_equal(was.get(key, NOT_SET), now.get(key, NOT_SET))]
-
-
-def _contents_by_key(held: ContainerState) -> dict[object, Any]:
-    parts = held.contents
-    return dict(zip(parts[::2], parts[1::2], strict=True) if isinstance(held.container, dict) else enumerate(parts))
 
 
 def _is_equal(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other))
 
 
-def plain_state(model: nn.Module, prefix: str = "") -> dict[str, Structure]:
+def plain_state(model: nn.Module) -> dict[str, Structure]:
     """Return the structure of each attribute of the user's modules, by its place; of buffers, the names only.
 
     Parameters, submodules, backward hooks and the training flag are left out.
     """
     return {
-        f"{module_place(path, module)}, attribute {name!r}": flatten(value, opaque=True)[1]
-        for path, module in model.named_modules(prefix=prefix)
+        place(path, module, name): flatten(value, opaque=True)[1]
+        for path, module in model.named_modules()
         if not is_torchs(module)
         for name, value in (*vars(module).items(), ("_buffers", dict.fromkeys(module._buffers)))
         if name not in ("_parameters", "_modules", "_backward_hooks", "training")
     }
 
 
-def require_unchanged(before: Mapping[str, Structure], after: Mapping[str, Structure], lost: str) -> None:
-    """Raise `CaptureError`, naming the attribute, if a run changed the state of modules; `lost` says what is lost."""
+def require_unchanged(before: Mapping[str, Structure], after: Mapping[str, Structure]) -> None:
+    """Raise `CaptureError`, naming the attribute, if a run changed the `plain_state` of modules."""
     for where in {**before, **after}:
         if where not in before or where not in after or not _is_same(before[where], after[where]):
             raise CaptureError(
-                f"{where}: got a forward that changes it, expected one without state of its own but buffers: {lost}. "
-                "Make it a buffer that is changed in place, or fill it before the pipeline is built."
+                f"{where}: got a forward that changes it, expected one without state of its own but buffers: each "
+                "microbatch would see another value. Make it a buffer that is changed in place, or fill it before the "
+                "pipeline is built."
             )
 
 
@@ -135,12 +128,7 @@ def _is_same(a: Structure, b: Structure) -> bool:
     if a.spec != b.spec or len(a.constants) != len(b.constants):
         return False
     pairs = zip(a.constants, b.constants, strict=True)
-    return all(i == j and is_no_change(old, new) for (i, old), (j, new) in pairs)
-
-
-def is_no_change(old: object, new: object) -> bool:
-    """Return whether an assignment leaves a module unchanged; in-place operators assign the same tensor again."""
-    return old is new or (type(old) is type(new) and isinstance(old, bool | int | float | str) and old == new)
+    return all(i == j and _is_equal(old, new) for (i, old), (j, new) in pairs)
 
 
 def is_torchs(module: nn.Module) -> bool:
@@ -190,8 +178,7 @@ def _parts(hook: Any) -> Iterator[Any]:
     for one in visible(hook):
         yield one
         if isinstance(one, FunctionType):
-            named = [one.__globals__.get(name) for name in code_names(one)]
-            yield from [part for part in named if isinstance(part, nn.Module | Tensor)]
+            yield from [part for part in named_globals(one).values() if isinstance(part, nn.Module | Tensor)]
 
 
 def require_own_buffers(model: nn.Module, captured: Captured) -> None:

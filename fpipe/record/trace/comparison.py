@@ -163,7 +163,7 @@ class RepeatRecorder(Recorder):
     def __init__(self, model: FakeModel, record: Record) -> None:
         tensors = record.values.tensors
         known = {value: (source, tensors[value]) for value, source in record.values.sources.items()}
-        super().__init__(model.skeleton, known, opaque=model.opaque)
+        super().__init__(model.skeleton, known, opaque=model.opaque, plain=model.objective.plain)
         self.values.know(tensors)
         self.answers: Mapping[tuple[Any, int], Answer] = {}
         self.earlier: Mapping[Any, int] = {}

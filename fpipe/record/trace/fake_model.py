@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
+import optree
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from fpipe.record.captured import BatchLeaf, Buffer, Parameter, Source, Value
 from fpipe.record.fakes.generators import Generators
 from fpipe.record.model.places import LOSS, advise_on_errors, advise_on_values, blame, traceback_line
 from fpipe.record.model.skeleton import Absent, absent, skeleton
+from fpipe.record.numbers import Number, learn
 from fpipe.record.objective import Loss, Objective
 from fpipe.record.questions import Ask, refuse_questions
 from fpipe.record.trace.checks import require_in_place
@@ -26,7 +28,7 @@ from fpipe.record.trace.patches import watch_torch
 from fpipe.record.trace.recorder import Recorder
 from fpipe.record.trace.whole_calls import Seat, Seating
 from fpipe.tensors.fake import as_parameter, fake, fake_mode
-from fpipe.tensors.tree import first_names
+from fpipe.tensors.tree import first_names, flatten_all
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -55,6 +57,7 @@ class FakeModel:
         self.opaque = (*opaque, *(name for name, module in self.skeleton.named_modules() if _reads_counter(module)))
         self.device = leaves[0].device if leaves else torch.device("cpu")
         self.mode = fake_mode()
+        self.newest: Recorder | None = None
         self.trainable = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
         self.state: list[tuple[Source, Tensor]] = [
             *((Parameter(name), tensor) for name, tensor in model.named_parameters()),
@@ -78,7 +81,13 @@ class FakeModel:
 
     def recorder(self, ask: Ask = refuse_questions, generators: Generators | None = None) -> Recorder:
         """Return a recorder for one run on fresh fake tensors."""
-        return Recorder(self.skeleton, self.sources(), ask, self.opaque, generators)
+        self.newest = Recorder(self.skeleton, self.sources(), ask, self.opaque, generators, self.objective.plain)
+        return self.newest
+
+    @property
+    def has_numbers(self) -> bool:
+        """True if the newest run dealt with numbers as values of the record."""
+        return self.newest is not None and bool(self.newest.numbers)
 
     # ------------------------------------------------------------------------------------------------------------ seats
 
@@ -105,11 +114,12 @@ class FakeModel:
         fakes = recorder.values.tensors
         try:
             with self.seat(fakes), self.watch(recorder):
-                result = self._objective(recorder)(self.skeleton, self._batch(recorder))
+                loss, outputs = self._objective(recorder)(self.skeleton, self._batch(recorder))
+                outputs = _learn_numbers(outputs)
                 for error in recorder.fake_errors:
                     raise error  # in case the forward swallowed it
                 self._require_kept_state(recorder)
-                return result
+                return loss, outputs
         except PipelineError:
             raise
         except Exception as error:
@@ -152,6 +162,14 @@ class FakeModel:
             "that runs on a copy of the model, on fake tensors, which have shapes but no values. "
             f"{repair}"
         )
+
+
+def _learn_numbers(outputs: Any) -> Any:
+    """Return outputs with Python numbers in place of recorded ones."""
+    leaves, spec = flatten_all(outputs)
+    if not any(isinstance(leaf, Number) for leaf in leaves):
+        return outputs
+    return optree.tree_unflatten(spec, map(learn, leaves))
 
 
 def _in_frame(loss: Loss, recorder: Recorder, sealed: str) -> Loss:

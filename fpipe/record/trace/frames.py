@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fpipe.errors import InputError
 from fpipe.record.captured import Labels, Modes, Tensors, Value
+from fpipe.record.numbers import Number, to_python
 from fpipe.tensors.closures import flatten_closures
 from fpipe.tensors.settings import Settings, settings
 from fpipe.tensors.torch_private import count_dispatch_modes
@@ -35,7 +36,7 @@ HARMLESS = (Tensor, *PLAIN, slice, range, type, FunctionType, BuiltinFunctionTyp
 class Invocation:
     """A call that can be repeated with other tensors: a function and the tree of its arguments.
 
-    - `reads`: the values of the tensors among the arguments, each once.
+    - `reads`: the values of the tensors among the arguments, each once, and of the numbers (`fpipe.record.numbers`).
     - `opaque`: the class name of an argument in which tensors or state may hide; empty if there is none.
     """
 
@@ -43,21 +44,26 @@ class Invocation:
         self.function = function
         self.leaves, self.spec = flatten_closures((args, kwargs))
         tensors = {k: value(leaf) for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
+        numbers = {k: value(leaf.tensor) for k, leaf in enumerate(self.leaves) if isinstance(leaf, Number)}
+        tensors = dict(sorted({**tensors, **numbers}.items())) if numbers else tensors
         self.reads = tuple(dict.fromkeys(tensors.values()))
+        self.numbers = frozenset(map(self.reads.index, numbers.values()))
         self.holes = [(k, self.reads.index(v)) for k, v in tensors.items()]
         hiding = [type(leaf).__name__ for leaf in self.leaves if _hides(leaf)]
         self.opaque = hiding[0] if hiding else ""
         for k in tensors:
             self.leaves[k] = None
-        given = [k for k, argument in enumerate(args) if isinstance(argument, Tensor)]
+        given = [k for k, argument in enumerate(args) if isinstance(argument, Tensor | Number)]
         self.flat = len(given) == len(self.holes) and all(map(_is_immutable, self.spec.children()))
-        self.args = [None if isinstance(one, Tensor) else one for one in args] if self.flat else []
+        self.args = [None if isinstance(one, Tensor | Number) else one for one in args] if self.flat else []
         self.kwargs = kwargs if self.flat else {}
         self.places = [(k, read) for k, (_, read) in zip(given, self.holes, strict=False)]
         self.direct = self.flat and not kwargs and self.places == [(k, k) for k in range(len(args))]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Call the function with `tensors`, the values of `reads`."""
+        if self.numbers:
+            tensors = [to_python(one) if k in self.numbers else one for k, one in enumerate(tensors)]
         if self.direct:  # just tensors, each once
             return self.function(*tensors)
         if self.flat:  # tensors are arguments by position, and nothing else can change
@@ -99,7 +105,7 @@ def constants_at(tree: Any) -> dict[int, Any]:
     """Return the leaves that are numbers, strings or flags, by leaf number."""
     if isinstance(tree, Tensor):
         return {}
-    return {k: x for k, x in enumerate(flatten_all(tree)[0]) if isinstance(x, PLAIN)}
+    return {k: x for k, x in enumerate(flatten_all(tree)[0]) if isinstance(x, PLAIN) and not isinstance(x, Number)}
 
 
 def require_constants(tree: Any, expected: Mapping[int, Any], where: str) -> None:

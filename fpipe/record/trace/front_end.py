@@ -14,7 +14,9 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from fpipe.errors import CaptureError, PipelineError
 from fpipe.record.captured import NAMED, Call, Captured
+from fpipe.record.numbers import NumbersError
 from fpipe.record.objective import Objective
 from fpipe.record.questions import refuse_questions
 from fpipe.record.trace.checks import (
@@ -27,6 +29,7 @@ from fpipe.record.trace.comparison import Rehearsal, require_same_reruns
 from fpipe.record.trace.fake_model import FakeModel
 from fpipe.record.trace.frames import PART, Frame, all_frames, outermost_checkpoints
 from fpipe.record.trace.placing import find_placed, fuse_placed, has_holders
+from fpipe.record.trace.recorder import Recorder
 from fpipe.record.trace.segments import Segments
 from fpipe.record.trace.settling import SettledRun, Settling
 from fpipe.record.trace.whole import WholeCalls
@@ -52,8 +55,12 @@ def trace_model(
     # wait for Python's collector.
     fake_model = FakeModel(model, replace(objective, ask=refuse_questions), leaves, opaque, _seals(whole, parts))
     settling = Settling(fake_model)
-    run = settling.run(objective.ask)
-    return assemble_capture(fake_model, settling, run)
+    try:
+        return assemble_capture(fake_model, settling, settling.run(objective.ask))
+    except PipelineError as error:
+        if objective.plain or not fake_model.has_numbers:
+            raise
+        raise NumbersError(str(error)) from error
 
 
 def _seals(whole: Collection[str], parts: Collection[str]) -> Mapping[str, str]:
@@ -75,6 +82,7 @@ def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> C
     rehearse = Rehearsal(model, record, run.state, settling.empty_caches)
     segments = Segments(record, model.seats_by_value(), results, run.written, rehearse)
     require_same_reruns(record, segments.whole, bool(run.written), rehearse)
+    _require_numbers_outside(run.recorder, segments.whole)
     calls = tuple([_summarize(frame, segments.whole) for frame in all_frames(record.frames)])
     python = [call.path for call in calls if call.python]
     return Captured(
@@ -96,6 +104,15 @@ def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> C
         moved=run.changed_attributes,
         observers=find_observers(model.skeleton, model.objective.loss, run.written, python),
     )
+
+
+def _require_numbers_outside(recorder: Recorder, whole: WholeCalls) -> None:
+    """Raise `CaptureError` if a call that runs as Python deals with recorded numbers: it has Python numbers there."""
+    for frame in whole.outermost(recorder.record.frames):
+        units = recorder.record.units[frame.start : frame.stop]
+        used = {value for unit in units for value in (*unit.reads, *unit.makes)}
+        if not recorder.numbers.isdisjoint(used.union(frame.invocation.reads)):
+            raise CaptureError(f"module {frame.path or '(root)'}: got recorded numbers in a call that runs as Python.")
 
 
 def _summarize(frame: Frame, whole: WholeCalls) -> Call:

@@ -27,6 +27,7 @@ from fpipe.record.fakes.assumed_values import check_all, check_valid
 from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.fakes.fast_paths import allow_fast_paths, attention
 from fpipe.record.model.state import is_torchs
+from fpipe.record.numbers import learn, record_math
 from fpipe.record.refusals import seeding_error
 from fpipe.record.trace.checkpoints import CheckpointFrames, CheckpointNode
 from fpipe.record.trace.frames import Frame
@@ -68,6 +69,7 @@ def watch_torch(recorder: Recorder, model: nn.Module, seals: Mapping[str, str]) 
         stack.enter_context(refuse_marks())
         stack.enter_context(hide_fakes())
         stack.enter_context(allow_fast_paths(watching.note_nesting))
+        stack.enter_context(record_math())
         stack.enter_context(recorder)
         try:
             yield
@@ -122,6 +124,7 @@ class Replacements:
         return self.recorder.call_in_frame(frame, lambda: call(module, *args, **kwargs))
 
     def _set_attribute(self, set_attribute: Any, module: nn.Module, name: str, value: object) -> None:
+        value = learn(value)
         if id(module) in self.ours and self.active:
             if name in module._parameters and value is not module._parameters[name]:
                 raise CaptureError(

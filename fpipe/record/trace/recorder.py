@@ -39,6 +39,21 @@ from fpipe.record.fakes.assumed_values import (
 )
 from fpipe.record.fakes.generators import Generators
 from fpipe.record.model.places import current_line, current_place, places
+from fpipe.record.numbers import (
+    READERS,
+    compute,
+    creates_tensor,
+    extract,
+    forget_constants,
+    has_numbers,
+    learn_all,
+    number_of,
+    probe_all,
+    sets_number,
+    takes_numbers,
+    to_python,
+    to_tensor,
+)
 from fpipe.record.questions import Answer, Ask, Reply, refuse_questions
 from fpipe.record.trace.answers import count_selected, deciding_masks, result_on_fakes
 from fpipe.record.trace.checks import (
@@ -201,7 +216,8 @@ class Recorder(TorchFunctionMode):
     - `stack`: the calls of modules in progress; `running`: the outermost torch call in progress, if any.
     - `ambient`: whether gradients are enabled around the run.
     - `autocasts`, `region`: how many autocast contexts the run is in, and how many outermost ones it has entered.
-    - `effects`: the side effects of operators. `ask`: answers questions about the batch.
+    - `effects`: the side effects of operators. `ask`: answers questions about the batch. `plain`: whether `.item()`
+      asks, too. `numbers`: the values that are numbers (`fpipe.record.numbers`).
     - `fake_errors`: errors for calls that failed only because tensors are fake, in case the forward swallows them.
     """
 
@@ -212,8 +228,10 @@ class Recorder(TorchFunctionMode):
         ask: Ask = refuse_questions,
         opaque: Collection[str] = (),
         generators: Generators | None = None,
+        plain: bool = False,
     ) -> None:
         super().__init__()
+        self.plain, self.numbers = plain, set[Value]()
         self.stack = CallStack(model, opaque, generators)
         self.values = Values(sources, self.stack.here)
         self.record = Record(self.values, self.stack.roots)
@@ -246,9 +264,25 @@ class Recorder(TorchFunctionMode):
         self.autocasts -= 1
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func is to_python:
+            return self._note_number(args[0])
+        kwargs = kwargs or {}
+        if has_numbers(args, kwargs):
+            if creates_tensor(func, args, kwargs) and not self.is_in_torch_call:
+                return self.call(to_tensor, (args[0].tensor, kwargs.get("dtype"), kwargs.get("device")), {})
+            if sets_number(func, args) and not self.is_in_torch_call:
+                value = self.call(to_tensor, (args[2].tensor, args[0].dtype, args[0].device), {})
+                args = (*args[:2], value)
+            if self.is_in_torch_call or not takes_numbers(func, args, kwargs):
+                with self:
+                    args, kwargs = learn_all((args, kwargs))
         require_answerable(func, args, self.values.parameter, self.stack.here)
         try:
-            return self.call(func, args, kwargs or {})
+            if func is Tensor.item and self._can_extract(args[0]):
+                return self._note_number(self.call(extract, args, {}))
+            out = self.call(func, args, kwargs)
+            self.numbers |= {self.values.known[id(out)]} if func is compute else set()
+            return out
         except Exception as error:
             to_raise = None if self.is_in_torch_call else find_fake_error(func, error, self.stack.here)
             self.fake_errors += [] if to_raise is None else [to_raise]
@@ -279,6 +313,7 @@ class Recorder(TorchFunctionMode):
         self.effects.written.clear()
         self.effects.cast.clear()
         self.effects.communicates = False
+        args, kwargs = probe_all((args, kwargs)) if invocation.numbers else (args, kwargs)
         self.running = running = RunningCall()
         try:
             out = self._note_draws(function, tick, lambda: call_or_raise(function, args, kwargs))
@@ -290,8 +325,24 @@ class Recorder(TorchFunctionMode):
             require_own_gradients(self.values, self.stack.here)
         if function == GRAD_FN and out is not None and self.stack.path:
             self.stack.seal("a look at autograd's graph")  # it may hook the node, which no torch call shows
+        if invocation.numbers:
+            forget_constants((args, kwargs, out))
         self._record(invocation, running, out, tick)
         return out
+
+    def _note_number(self, tensor: Tensor) -> Any:
+        """Return the number in a tensor."""
+        self.numbers.add(self.values.known[id(tensor)])
+        return number_of(tensor)
+
+    def _can_extract(self, tensor: Tensor) -> bool:
+        """Return whether `.item()` of a tensor need not be answered: it follows from the batch, and is a number."""
+        if self.plain or self.is_in_torch_call or self.stack.is_opaque or tensor.numel() != 1:
+            return False
+        if tensor.dtype is torch.bool or tensor.is_complex() or getattr(tensor, "constant", None) is not None:
+            return False
+        provenance = self.record.provenance((self.values.read(tensor),))
+        return bool(provenance.leaves) and not provenance.obstacle
 
     def _note_draws(self, function: Any, tick: int, run: Callable[[], Any]) -> Any:
         """Run a torch call; note it if it draws random numbers and no call inside it does."""
@@ -316,7 +367,7 @@ class Recorder(TorchFunctionMode):
         is_guard = is_torch_function(function) and function not in (*VALUE_READS, *ASSUMPTIONS)
         if is_guard and (provenance.obstacle or (self.stack.is_opaque and provenance.leaves)):
             return self._pass_guards(lambda: function(*args, **kwargs))
-        if self.stack.is_opaque and (provenance.obstacle or provenance.leaves):
+        if self.stack.is_opaque and (provenance.obstacle or provenance.leaves) and function not in READERS.values():
             return self._assume(function, args, kwargs, error)
         question = provenance.question(asking, f"{self.stack.here()}{current_line()}")
         with for_real():

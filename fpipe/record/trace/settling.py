@@ -25,8 +25,15 @@ from torch import Tensor
 from fpipe.errors import CaptureError
 from fpipe.record.captured import Value
 from fpipe.record.fakes.generators import Generators, Suspects, drawing_error
-from fpipe.record.fakes.leftovers import defining_files, remove_fakes, user_classes, user_files
-from fpipe.record.model.snapshot import ContainerState, Snapshot, fill
+from fpipe.record.model.snapshot import (
+    ContainerState,
+    Snapshot,
+    defining_files,
+    fill,
+    remove_fakes,
+    user_classes,
+    user_files,
+)
 from fpipe.record.model.state import changed_attributes, plain_state, require_unchanged
 from fpipe.record.model.walk import CACHED, NOT_SET, Walk, contents
 from fpipe.record.questions import Answer, Ask, Question, refuse_questions
@@ -116,7 +123,7 @@ class Settling:
             settled = Snapshot.of(*roots)
             remaining = iter(answers)
             second, loss, outputs = self._run(lambda q: next(remaining, None) or refuse_questions(q), suspects[1])
-            require_unchanged(plain, plain_state(skeleton), "each microbatch would see another value")
+            require_unchanged(plain, plain_state(skeleton))
             require_same_run(first, second)
             changed = changed_attributes(skeleton, before, settled)
         except BaseException:

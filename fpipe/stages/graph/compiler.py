@@ -21,7 +21,7 @@ from torch.fx import Node as GraphNode
 from fpipe.errors import InputError
 from fpipe.stages.accumulation import own_all
 from fpipe.stages.graph.codegen import PhaseFunction, generate_function
-from fpipe.stages.graph.nodes import Node, map_nodes
+from fpipe.stages.graph.nodes import Node, map_nodes, number_in
 from fpipe.stages.graph.phases import Phase
 from fpipe.tensors import random
 from fpipe.tensors.torch_private import FakeTensor, foreach_add_
@@ -32,8 +32,8 @@ Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[
 
 
 def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
-    """Return the phase as a function compiled by `compiler`; uncompiled if it has no nodes or seeds a generator."""
-    if not phase.nodes or any(node.target is random.reseed for node in phase.nodes):
+    """Return the phase as a function compiled by `compiler`; uncompiled if it is empty, or seeds or reads numbers."""
+    if not phase.nodes or any(node.target in (random.reseed, number_in) for node in phase.nodes):
         return generate_function(phase)
     takes = [node for node in phase.inputs if node.value is not None]
     run, plain = compiler(_module(phase, takes), [node.value for node in takes]), generate_function(phase)

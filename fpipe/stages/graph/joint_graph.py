@@ -29,8 +29,9 @@ from torch.overrides import TorchFunctionMode
 from fpipe.errors import CaptureError
 from fpipe.record.captured import Tensors
 from fpipe.record.fakes.assumed_values import assume_values
+from fpipe.record.numbers import to_python
 from fpipe.stages.autograd import Autograd
-from fpipe.stages.graph.nodes import ARGUMENT, Node, constant
+from fpipe.stages.graph.nodes import ARGUMENT, Node, constant, number_in
 from fpipe.stages.graph.operators import SAME
 from fpipe.stages.interface import Wiring
 from fpipe.tensors import random
@@ -48,6 +49,8 @@ from fpipe.tensors.torch_private import (
 
 SET_DATA: Any = TENSOR_METHODS["data"].__set__
 """The function that torch calls to assign to a tensor's `.data`."""
+FIRST_INTEGER, FIRST_FLOAT = 1_357_024_681, 0.7390851332151607
+"""The first names of numbers of the batch, which stand for them while operators are recorded."""
 PLAIN_KINDS = frozenset({Tensor, nn.Parameter, FakeTensor})
 """The classes of tensors whose operators are recorded."""
 
@@ -137,7 +140,7 @@ def record(eager: Autograd, examples: Examples) -> Joint:
     devices = {one.device for one in (*leaves, *buffers, *constants, *inputs, *cotangents)} | {torch.device("cpu")}
     with random.preserve_generators(d for d in devices if d.type in ("cpu", "cuda")), mode, assume_values(mode):
         functions = replace(eager, constants=constants)
-        with recorder, _Assignments():
+        with recorder, _Watch(recorder):
             outputs, new, residuals = functions.forward(leaves, buffers, inputs, 0)
             forward = frozenset(recorder.nodes)
             outgoing, grads = functions.differentiate(residuals, cotangents)
@@ -159,14 +162,23 @@ def _require_real(tensor: Any) -> Tensor:
     return tensor
 
 
-class _Assignments(TorchFunctionMode):
-    """A function mode that refuses assignments to `.data`, which replace a tensor's data without an operator."""
+class _Watch(TorchFunctionMode):
+    """A function mode that sees what is not an operator.
+
+    It refuses assignments to `.data`, which replace a tensor's data without one, and gives numbers of the batch names.
+    """
+
+    def __init__(self, recorder: OperatorRecorder) -> None:
+        super().__init__()
+        self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func == SET_DATA:
             raise CaptureError(
                 "got an assignment to .data, expected operators of torch only. Use copy_(), or backward='autograd'."
             )
+        if func is to_python:
+            return self.recorder.name_number(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -174,11 +186,13 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that records operators, each as a node that reads the nodes of its arguments.
 
     The generator is seeded again before the operators before which it was freshly seeded. Operators on fake tensors
-    draw nothing, so `_fresh_seed` draws in their place.
+    draw nothing, so `_fresh_seed` draws in their place. Operators get each number of the batch as a name: a number that
+    occurs nowhere else (`name_number`).
 
     - `nodes`: what was recorded so far, the arguments first.
     - `known`: the node of each tensor, by the tensor's id. Nodes hold their tensors, and `aliases` has the detached
       ones, so that no id comes twice.
+    - `numbers`: the node of the tensor that holds each number of the batch, by the number's name.
     """
 
     supports_higher_order_operators = True
@@ -189,10 +203,18 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.nodes: list[Node] = [self.key]
         self.known: dict[int, Node] = {}
         self.aliases: list[Tensor] = []
+        self.numbers: dict[int | float, Node] = {}
 
     def take(self, tensors: Tensors) -> tuple[Node, ...]:
         """Return a new node for each of these arguments."""
         return tuple([self._add(Node(ARGUMENT), tensor) for tensor in tensors])
+
+    def name_number(self, tensor: Tensor) -> int | float:
+        """Return the name of the number in a tensor, by which operators get it while they are recorded."""
+        integral, count = not tensor.is_floating_point(), len(self.numbers)
+        name = FIRST_INTEGER + count if integral else FIRST_FLOAT * (1 + count * 2**-20)
+        self.numbers[name] = self.node_of(tensor)
+        return name
 
     def node_of(self, tensor: Any) -> Node:
         """Return the node of a tensor; one that was not computed here is a constant."""
@@ -211,6 +233,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return an argument of an operator with nodes in place of tensors."""
         if isinstance(one, Tensor):
             return self.node_of(one)
+        if type(one) in (int, float) and one in self.numbers:
+            return self._add(Node(number_in, (self.numbers[one],)), None)
         return type(one)([self._argument(each) for each in one]) if type(one) in (tuple, list) else one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -92,6 +92,11 @@ class Node:
         return made
 
 
+def number_in(tensor: Tensor) -> Any:
+    """Return the number in a tensor: the target of nodes that are numbers of the batch."""
+    return tensor.item()
+
+
 def constant(tensor: Tensor, value: Tensor | None) -> Node:
     """Return a node for a tensor that depends on no argument; `value` is the fake one."""
     node = Node(CONSTANT)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fpipe.checkpoints import manifest, save
 from fpipe.meshes import arguments, exchange, holdings
-from fpipe.network import board, control, creation, distributed, job, lookout, ranks, waiting
+from fpipe.network import board, distributed, groups, job, lookout, ranks, standing, waiting
 from fpipe.pipelines import builder
 from fpipe.runtime import executor
 from tests.common.world.fibers import Lock, Queue, Signal, World
@@ -182,22 +182,6 @@ class Files:
         self.world.step("fsync")
 
 
-class Turn:
-    """A lock that is always free: fibers run one at a time."""
-
-    def acquire(self, blocking: bool = True) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
-
-    def __enter__(self) -> bool:
-        return True
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 def users() -> list[Any]:
     """Return the modules of fpipe that know `torch.distributed` as `dist`."""
     found = [module for name, module in sys.modules.items() if name.startswith("fpipe.")]
@@ -210,24 +194,24 @@ def inhabit(network: Network) -> Iterator[None]:
     world = network.world
     one = Distributed(network)
     replaced: list[tuple[Any, str, Any]] = [(module, "dist", one) for module in users()]
-    replaced += [(ranks, "TURN", Turn())]
-    for module in (board, creation, lookout):
+    replaced += [(ranks, "TURN", mock.MagicMock())]
+    for module in (board, groups, lookout, standing):
         replaced += [
             (module, "Thread", lambda **options: FiberThread(world, **options)),
             (module, "Lock", lambda: Lock(world)),
         ]
     replaced += [
         (board, "Event", lambda: Signal(world)),
-        (creation, "Event", lambda: Signal(world)),
+        (groups, "Event", lambda: Signal(world)),
         (waiting, "has_gloo", lambda group: True),
-        (creation, "renew_store", lambda: None),
+        (groups, "renew_store", lambda: None),
         (board, "SimpleQueue", lambda: Queue(world)),
         (board, "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)),
         (lookout, "monotonic", lambda: world.now),
         (lookout, "socket", SimpleNamespace(socketpair=lambda: (Bell(world), Bell(world)), socket=object)),
         (distributed, "process_groups", lambda: list(world.process.open)),
-        (control, "process_groups", lambda: list(world.process.open)),
-        (control, "timeout_of", lambda group, device: group.room.timeout),
+        (groups, "process_groups", lambda: list(world.process.open)),
+        (groups, "timeout_of", lambda group, device: group.room.timeout),
         (job, "timeout_of", lambda group, device: group.room.timeout),
         (job, "count_groups", lambda: world.process.groups),
         (job, "name_groups_from", lambda count: setattr(world.process, "groups", count)),

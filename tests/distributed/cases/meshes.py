@@ -25,6 +25,7 @@ from fpipe.tensors.placed import local_part, without_partial
 from fpipe.tensors.tree import same_bits
 from schedules import interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from tests.common import tensor_parallel
+from tests.common.comparison import require_part
 from tests.common.running import build
 from tests.common.sizes import NIGHTLY
 from tests.common.tensor_parallel import whole
@@ -173,11 +174,9 @@ def train_with_a_pipeline(task: Task, mesh: DeviceMesh, family: str, within: boo
 
 def require_same_run(got: Run, wanted: Run) -> None:
     """Require the same bits of everything that this process holds."""
-    assert all(map(same_bits, got.norms, wanted.norms)), (got.norms, wanted.norms)
-    for name, p in got.params.items():
-        assert same_bits(local_part(p), local_part(wanted.params[name])), name
-        for slot in ("exp_avg", "exp_avg_sq"):
-            assert same_bits(local_part(got.state[name][slot]), local_part(wanted.state[name][slot])), (name, slot)
+    require_part([got.norms, got.params], [wanted.norms, wanted.params])
+    for name, slot in product(got.params, ("exp_avg", "exp_avg_sq")):
+        require_part(got.state[name][slot], wanted.state[name][slot], f"{slot} of {name}")
 
 
 def training_has_the_bits_of_torch(name: str, family: str, sizes: Mapping[str, int], rank: int, size: int) -> None:

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
-from fpipe.network import clocks, recording
-from fpipe.network.envelope import Envelope
+from fpipe.network import measurements, recording
+from fpipe.network.channels import Envelope
 from fpipe.planning.links import MESSAGE_SIZES
 from fpipe.tensors.tree import same_bits
 from schedules import KINDS, Action, B, F, Link, one_f_one_b, simulate, zb_h1
@@ -116,7 +116,7 @@ def timelines_of_all_ranks(rank, size):
     clock = time.perf_counter
     pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
     for apart, tolerance in ((0.0, 0.0), (1000.0, 1.0)):
-        recording.perf_counter = clocks.perf_counter = lambda late=apart * rank: clock() - late
+        recording.perf_counter = measurements.perf_counter = lambda late=apart * rank: clock() - late
         spans = []
         fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
         found = fpipe.timeline(pipe, spans)
@@ -135,7 +135,7 @@ def timelines_of_all_ranks(rank, size):
         fpipe.evaluate(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
         forwards = [span.action for span in fpipe.timeline(pipe, spans) if not span.waits]
         assert forwards == [F(stage, i) for stage in range(size) for i in range(4)]
-    recording.perf_counter = clocks.perf_counter = clock
+    recording.perf_counter = measurements.perf_counter = clock
     rows = pipe.ranks.gather_rows(torch.full((rank, 3), float(rank), dtype=torch.float64))
     assert [one.tolist() for one in rows] == [[[float(r)] * 3] * r for r in range(size)]
     with raises(fpipe.InputError, "spans[0]: got", f"of rank {(rank + 1) % size}", f"of ranks [{rank}]"):

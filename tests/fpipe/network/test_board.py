@@ -184,7 +184,7 @@ def test_a_store_that_does_not_answer_is_lost_until_it_does(monkeypatch):
     assert zero.read() is None
     assert "does not answer" in zero.lost_cause.problem
     going_on.set()
-    zero.late.done.wait()
+    zero.trouble.done.wait()
     monkeypatch.setattr(module, "PATIENCE", 60.0)
     assert zero.read() == FIRST
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import DeadlockError, PipelineError, TransportError
-from fpipe.network.one_process import LocalRanks
+from fpipe.network.ranks import LocalRanks
 from fpipe.runtime.contract import StageCrossing
 from fpipe.runtime.executor import Execution, Inputs
 from fpipe.runtime.instructions import link

@@ -137,7 +137,7 @@ def test_a_signal_that_the_script_handles_ends_no_wait(start):
     before = signal.signal(signal.SIGINT, lambda *_: told.set())
     try:
         Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
-        Timer(0.5, lambda: lookout.posted is posted and posted.give_up()).start()
+        Timer(0.5, lambda: lookout.situation.posted is posted and posted.give_up()).start()
         with lookout.on_duty("a step (call 1)"):
             lookout.wait(posted)
     finally:

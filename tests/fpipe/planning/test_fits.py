@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fpipe.network.speeds import pair_up
+from fpipe.network.measurements import pair_up
 from fpipe.planning.links import MESSAGE_SIZES, fit_line, fit_link
 from fpipe.planning.ranges import TIMED
 from fpipe.planning.timing import fit_times, two_at_a_time

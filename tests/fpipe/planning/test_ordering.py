@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise, permutations
 from math import inf
 
@@ -10,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fpipe.planning.candidates import Candidate, Predictor, Room
 from fpipe.planning.floor import bound_plans
 from fpipe.planning.ordering import find_islands, list_orderable, list_placements, place_on_islands, reorder
 from fpipe.planning.plan import Plan
 from schedules import Link, check, one_f_one_b, recompute, zb_h1, zb_v
-from tests.common.chain_profiles import chain_profile, find_plan
+from tests.common.chain_profiles import chain_profile, find_plan, problem_of
 
 PROFILE = chain_profile([3, 1, 4, 1, 5, 9, 2, 6])
 
@@ -29,26 +29,26 @@ def test_an_order_of_its_own_makes_a_plan_faster_and_is_saved_with_it(tmp_path):
     )
     check(after.schedule)
     assert before.bound * (1 - 1e-9) <= after.predicted.seconds < before.predicted.seconds
-    assert after.predicted.fits(caps)
+    assert max(after.predicted.memory) <= caps[0]
     assert "an order of its own (" in str(after)
     after.save(tmp_path / "plan.json")
     assert Plan.read(tmp_path / "plan.json") == after
 
 
 def test_candidates_that_recompute_keep_their_order():
-    predictor = Predictor(PROFILE, 1.0)
-    plain = [Candidate.of(predictor, schedule, (4, 6)) for schedule in (one_f_one_b(3, 6), zb_h1(3, 6))]
+    problem = problem_of(PROFILE, ranks=3, microbatches=6)
+    plain = [problem.try_out(schedule, (4, 6)) for schedule in (one_f_one_b(3, 6), zb_h1(3, 6))]
     others = [
-        Candidate.of(predictor, recompute(one_f_one_b(3, 6)), (4, 6)),
-        Candidate.of(predictor, zb_v(3, 6), (1, 2, 4, 5, 6)),
+        problem.try_out(recompute(one_f_one_b(3, 6)), (4, 6)),
+        problem.try_out(zb_v(3, 6), (1, 2, 4, 5, 6)),
     ]
     assert list(list_orderable([*plain, *others])) == [plain[0], others[1]]
 
 
 def test_what_does_not_fit_or_has_no_time_keeps_its_order():
-    candidate = Candidate.of(Predictor(PROFILE, 1.0), one_f_one_b(3, 6), (4, 6))
-    assert reorder(candidate, Room((1.0,) * 3, frozenset())) is None
-    assert reorder(candidate, Room((inf,) * 3, frozenset(), end=0.0)) is None
+    problem = problem_of(PROFILE, ranks=3, microbatches=6)
+    for one in (replace(problem, caps=(1.0,) * 3), replace(problem, end=0.0)):
+        assert reorder(one.try_out(one_f_one_b(3, 6), (4, 6))) is None
 
 
 MICROBATCHES = 8
@@ -106,15 +106,15 @@ def test_ranks_that_alternate_between_data_centers_are_visited_one_data_center_a
 
 
 def test_too_few_blocks_or_too_little_memory_leave_fewer_placements():
-    predictor = Predictor(chain_profile([2.0] * 4, link=link_of(((0, 1), (2, 3)), 0.2, 18.0)), 1.0)
-    places = frozenset(range(1, 4))
-    assert len([*place_on_islands(predictor, MICROBATCHES, 4, Room((150.0,) * 4, places))]) == 1
-    assert not [*place_on_islands(predictor, MICROBATCHES, 4, Room((9.0,) * 4, places))]
+    profile = chain_profile([2.0] * 4, link=link_of(((0, 1), (2, 3)), 0.2, 18.0))
+    for cap, count in ((150.0, 1), (9.0, 0)):
+        assert len([*place_on_islands(problem_of(profile, 4, MICROBATCHES, cap))]) == count
 
 
 def test_the_bound_counts_the_fastest_link():
     """The usual link may be the slow one: that of the median pair."""
     fast = tuple((pair, 0.01) for pair in [(0, 1), (1, 0)])
     profile = chain_profile([1.0] * 4, link=Link(latency=50.0, slow=fast))
-    least = bound_plans(profile, 2, 1, split=True, single=False).makespan
-    assert least <= Predictor(profile, 1.0).predict(zb_h1(2, 1), (2,)).seconds
+    problem = problem_of(profile, 2, 1)
+    least = bound_plans(problem, split=True, single=False).makespan
+    assert least <= problem.try_out(zb_h1(2, 1), (2,)).predicted.seconds

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.errors import InputError
-from fpipe.planning.candidates import FACTORIES, Candidate, Predictor, Room, find_peak, fit_memory
+from fpipe.planning.candidates import FACTORIES, find_peak, fit_memory
 from fpipe.planning.chain import partition_chain
 from fpipe.planning.choosing import PlanProgress
 from fpipe.planning.floor import bound_plans
@@ -39,7 +39,7 @@ from schedules import (
     zb_h1,
     zb_v,
 )
-from tests.common.chain_profiles import chain_profile, find_plan
+from tests.common.chain_profiles import chain_profile, find_plan, problem_of
 from tests.common.zoo import ZOO
 
 FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
@@ -47,14 +47,14 @@ FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
 
 def by_hand(profile, factories, ranks, microbatches):
     """The predictions of all cuts of all schedules."""
-    predictor = Predictor(profile, 1.0)
+    problem = problem_of(profile, ranks, microbatches)
     for factory in factories:
         try:
             how = factory(ranks, microbatches)
         except SizeError:
             continue
         for cuts in combinations(range(1, len(profile.blocks)), how.stages - 1):
-            yield Candidate.of(predictor, how, cuts)
+            yield problem.try_out(how, cuts)
 
 
 @settings(max_examples=15, deadline=None)
@@ -62,7 +62,7 @@ def by_hand(profile, factories, ranks, microbatches):
 def test_no_cuts_by_hand_are_much_faster_and_none_is_below_the_bound(forward, ranks, latency):
     profile = chain_profile(forward, link=Link(latency=latency))
     factories = (one_f_one_b, zb_h1, zb_v, interleaved_1f1b)
-    plan = find_plan(profile, factories, ranks, 4)
+    plan = find_plan(profile, factories, ranks=ranks)
     best = min(by_hand(profile, factories, ranks, 4), key=lambda one: one.predicted.seconds)
     assert best.predicted.seconds * 1.03 >= plan.predicted.seconds
     assert plan.bound <= best.predicted.seconds * (1 + 1e-9)
@@ -79,7 +79,7 @@ def test_the_bound_knows_that_checkpointed_forwards_may_end_earlier():
 
 def test_the_bound_names_everything_that_it_consists_of():
     profile = replace(chain_profile([1] * 8, link=Link(latency=10)), step=3.0)
-    text = bound_plans(profile, 4, 1, split=False, single=True).because
+    text = bound_plans(problem_of(profile, 4, 1), split=False, single=True).because
     assert (
         text == "one microbatch takes 24 s from end to end, and its transfers 60 s, and a step 3 s besides its actions"
     )
@@ -90,7 +90,7 @@ def test_the_bound_names_everything_that_it_consists_of():
 def test_plans_with_a_stage_per_rank_are_not_below_their_bound(forward, ranks, microbatches, fixed):
     profile = chain_profile(forward, fixed=fixed)
     for split, factory in ((False, one_f_one_b), (True, zb_h1)):
-        least = bound_plans(profile, ranks, microbatches, split=split, single=True).makespan
+        least = bound_plans(problem_of(profile, ranks, microbatches), split=split, single=True).makespan
         fastest = min(one.predicted.seconds for one in by_hand(profile, [factory], ranks, microbatches))
         assert least <= fastest * (1 + 1e-9)
 
@@ -99,7 +99,7 @@ def test_plans_with_a_stage_per_rank_are_not_below_their_bound(forward, ranks, m
 @given(FORWARDS, st.sampled_from([dualpipe, chimera]), st.sampled_from([2, 4]), st.integers(2, 6))
 def test_plans_that_hold_stages_twice_are_not_below_their_bound(forward, factory, ranks, microbatches):
     profile = chain_profile(forward, fixed=0.5, link=Link(latency=0.25))
-    plan = find_plan(profile, [factory], ranks, microbatches)
+    plan = find_plan(profile, [factory], ranks=ranks, microbatches=microbatches)
     fastest = min(one.predicted.seconds for one in by_hand(profile, [factory], ranks, microbatches))
     assert plan.bound <= fastest * (1 + 1e-9)
 
@@ -134,9 +134,9 @@ def test_the_peak_of_a_rank_is_that_of_a_simulation(factory, stages, residual):
 def test_the_stages_whose_recomputation_lowers_the_peak_most_are_recomputed_and_no_more():
     profile = chain_profile([1] * 4, weights=[0] * 4)
     profile = replace(profile, activation=tuple(Spread(size, (k,)) for k, size in enumerate((10, 1, 1, 30))))
-    whole = Candidate.of(Predictor(profile, 1.0), zb_v(2, 4), (1, 2, 3))
+    whole = problem_of(profile, caps=(50.0, inf)).try_out(zb_v(2, 4), (1, 2, 3))
     assert whole.predicted.memory == (60, 20)
-    fitting = fit_memory(whole, Room((50.0, inf), frozenset({1, 2, 3})))
+    fitting = fit_memory(whole)
     assert dict(fitting.schedule.arguments)["stages"] == (0,), (
         "of stage 3, which keeps more, no two microbatches are held"
     )
@@ -157,10 +157,10 @@ def test_what_cannot_be_planned_is_refused(profile, given, words):
 
 def test_a_pinned_stage_leaves_no_places_inside():
     profile = chain_profile([1] * 8)
-    room = Room((inf,) * 3, frozenset(range(1, 8)))
-    one = room.pin(profile, ("1",), (("2", "7"),))
+    problem = problem_of(profile, ranks=3)
+    one = problem.pin(("1",), (("2", "7"),))
     assert (one.pinned, one.places) == ((1, 2, 7), {1, 2, 7})
-    assert room.pin(profile, (), ((None, "3"), ("3", None))).places == {3}
+    assert problem.pin((), ((None, "3"), ("3", None))).places == {3}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_pinned_stage_leaves_no_places_inside():
 )
 def test_pins_that_contradict_one_another_are_refused(cuts, stages, words):
     with pytest.raises(InputError, match=words):
-        Room((inf,) * 3, frozenset(range(1, 8))).pin(chain_profile([1] * 8), cuts, stages)
+        problem_of(chain_profile([1] * 8), ranks=3).pin(cuts, stages)
 
 
 def test_pinned_cuts_are_kept():

@@ -92,6 +92,6 @@ def test_a_plan_of_an_uneven_run_is_faster_and_nearly_the_best(name):
     backward = [b] * LAYERS * RANKS + [last_b - LAYERS * b]
     times = tuple(ActionTimes(x, y, y / 2, y / 2, x) for x, y in zip(forward, backward, strict=True))
     profile = replace(chain_profile(forward), times=times)
-    plan = find_plan(profile, [one_f_one_b], RANKS, MICROBATCHES)
+    plan = find_plan(profile, [one_f_one_b], ranks=RANKS, microbatches=MICROBATCHES)
     assert plan.predicted.seconds / 1e3 < 0.9 * run.measured
     assert plan.gap < 0.04

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front ends: what they take, what they deliver, and what they say of models that they cannot take."""
+"""The front ends, users' own among them: what they take, what they deliver, and what they refuse."""
 
 import itertools
 
@@ -14,13 +14,15 @@ from schedules import gpipe, one_f_one_b
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
-from tests.common.running import build, run, run_reference
+from tests.common.running import build, require_exact, run, run_reference
 from tests.common.sizes import by_day
+from tests.common.unusual_models import Negated
 from tests.common.zoo import EXPORTS_LESS, ZOO
 
 CASES = [(name, front) for name, case in ZOO.items() for front in case.fronts if name != "recurrent"]
 GRAPHS = ["export", "fx", "dynamo"]
 FRONTS = ["trace", "modules", *GRAPHS]
+TWO = one_f_one_b(ranks=2, microbatches=2)
 
 
 def capture_case(name, capture="export"):
@@ -107,7 +109,7 @@ def test_several_arguments_go_to_the_first_part():
 
     parts = nn.Sequential(Two(), nn.Linear(WIDTH, WIDTH))
     x, scale = torch.randn(4, WIDTH), torch.randn(4, 1)
-    how = one_f_one_b(ranks=2, microbatches=2)
+    how = TWO
     inputs = {"x": x, "scale": scale, "flag": True}
     pipe = fpipe.pipeline(parts, example=inputs, targets=x, loss=mse, schedule=how, cuts=["1"], capture="modules")
     step, grads = fpipe.value_and_grad(pipe)(*pipe.init(parts), inputs, x)
@@ -171,29 +173,13 @@ def test_a_part_that_returns_another_constant_in_a_step_is_an_error():
 def test_autocast_around_the_step_applies_to_model_and_loss(capture):
     parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     case = Case(lambda: parts, rows_of(), mse, ("", "1", ""))
-    pipe, model, inputs, targets = build(case, one_f_one_b(ranks=2, microbatches=2), 4, capture=capture)
+    pipe, model, inputs, targets = build(case, TWO, 4, capture=capture)
     plain = run(pipe, model, inputs, targets)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = run(pipe, model, inputs, targets)
         assert_same(got, run_reference(pipe, model, inputs, targets))
         assert fpipe.verify(pipe, model, inputs, targets).eager
     assert not torch.equal(got.loss, plain.loss)
-
-
-@pytest.mark.parametrize("capture", FRONTS)
-def test_a_model_with_its_own_generator_is_refused(capture):
-    """The key reaches the default generators only; numbers from another would depend on the order of execution."""
-    generator = torch.Generator()
-
-    class Own(nn.Module):
-        def forward(self, x):
-            return x + torch.rand(x.shape, generator=generator)
-
-    case = Case(
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Own(), nn.Linear(WIDTH, WIDTH)), rows_of(), mse, ("", "1", "")
-    )
-    with pytest.raises(fpipe.CaptureError, match=r"(?i)generator"):
-        build(case, one_f_one_b(ranks=2, microbatches=2), 4, capture=capture)
 
 
 @pytest.mark.parametrize("capture", FRONTS)
@@ -213,7 +199,7 @@ def test_seeding_inside_the_model_is_exact_or_refused(capture):
     )
     before = torch.get_rng_state()
     try:
-        built = build(case, one_f_one_b(ranks=2, microbatches=2), 4, capture=capture)
+        built = build(case, TWO, 4, capture=capture)
         assert_same(run(*built, seed=1), run_reference(*built, seed=1))
     except fpipe.CaptureError:
         pass
@@ -224,3 +210,126 @@ def test_modules_run_as_python_under_two_front_ends():
     from fpipe.record.front_ends.registry import CAPTURES, find_capture, is_eager
 
     assert [name for name in CAPTURES if is_eager(find_capture(name, ("head",)))] == ["trace", "modules"]
+
+
+def test_leaves_are_identified_whatever_their_order():
+    """torch's trees keep the order of a dict, fpipe's sort it."""
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, z, a):
+            return {"z": self.b(self.a(z) - a), "a": [a, {"y": z * 2, "b": 3}]}
+
+    def batch(rows):
+        targets = {"w": torch.randn(rows, WIDTH), "c": torch.randn(rows, WIDTH)}
+        return {"z": torch.randn(rows, WIDTH), "a": torch.randn(rows, WIDTH)}, targets
+
+    def loss(outputs, targets):
+        return mse(outputs["z"], targets["w"]) + (outputs["a"][1]["y"] * targets["c"]).mean() * outputs["a"][1]["b"]
+
+    require_exact(Case(Named, batch, loss, ("", "b", "")), TWO, capture="dynamo")
+
+
+# ------------------------------------------------------------------------------------------------------- users' own
+
+
+def exported(model, inputs):
+    """Return a flat graph, whose nodes know the modules that they come from."""
+    return torch.export.export(model, inputs, strict=False).module()
+
+
+def unflattened(model, inputs):
+    """Return torch's own modules, one for each of the model's."""
+    return torch.export.unflatten(torch.export.export(model, inputs, strict=False))
+
+
+def symbolic(model, inputs):
+    return torch.fx.symbolic_trace(model)
+
+
+def same(model, inputs):
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own unflatten asks
+@pytest.mark.parametrize("name", ["normalised", "tied_sequence", "dropping", "mlp"])
+@pytest.mark.parametrize("front_end", [exported, unflattened, same])
+def test_what_a_front_end_returns_is_recorded_and_cut_at_the_names_of_the_model(front_end, name):
+    require_exact(ZOO[name], one_f_one_b(ranks=4, microbatches=3), capture=front_end)
+
+
+class Layer(nn.Module):
+    """A linear layer with something done to what it returns."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.linear, self.then = nn.Linear(WIDTH, WIDTH), then
+
+    def forward(self, x):
+        return self.then(self.linear(x))
+
+
+def third(then):
+    return Case(lambda: nn.Sequential(*map(Layer, [torch.tanh, torch.tanh, then])), rows_of(), mse, ("", "1", ""))
+
+
+def nested(x):
+    """A region in a region, which torch.export forgets."""
+    with torch.autocast("cpu", torch.bfloat16):
+        h = x @ x.t()
+        with torch.no_grad():
+            g = h * 2
+        h = h + g
+    return h.float() @ x
+
+
+def negated(x):
+    return Negated.apply(x)
+
+
+@pytest.mark.parametrize(("front_end", "then"), [(symbolic, torch.sigmoid), (same, negated)])
+def test_cuts_lie_at_modules_and_what_a_front_end_keeps_is_not_refused(front_end, then):
+    require_exact(third(then), TWO, capture=front_end)
+
+
+@pytest.mark.parametrize(
+    ("then", "message"),
+    [(negated, "the custom autograd function Negated"), (nested, "gradients that are switched off")],
+)
+def test_what_a_front_end_loses_is_refused_by_name(then, message):
+    with pytest.raises(fpipe.CaptureError, match=rf"module 2 \(Layer\): got {message}"):
+        build(third(then), TWO, 4, capture=exported)
+
+
+def failing(model, inputs):
+    raise ValueError("no such model")
+
+
+NEITHER = r"\(model, inputs\) -> module, or a graph made by hand, a function"
+WRONG = {
+    "no module": (lambda model, inputs: (model, inputs), fpipe.CaptureError, "got tuple, expected a module"),
+    "other names": (
+        lambda model, inputs: nn.ModuleDict({"other": model}),
+        fpipe.CaptureError,
+        "parameter other.0.linear.weight: got one that the model does not have",
+    ),
+    "another result": (
+        lambda model, inputs: model[:2],
+        fpipe.CaptureError,
+        "the model: got a graph that returns|changes",
+    ),
+    "an error": (failing, fpipe.CaptureError, "the front end failing could not read it: no such model"),
+    "one argument": (lambda model: model, fpipe.InputError, NEITHER),
+    "any arguments": (lambda *given: given, fpipe.InputError, NEITHER),
+    "two or three arguments": (lambda a, b, c=3: a, fpipe.InputError, NEITHER),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_front_ends_are_told_what_is_wrong(what):
+    front_end, error, message = WRONG[what]
+    with pytest.raises(error, match=message):
+        build(third(lambda x: x[:, :2]), one_f_one_b(ranks=1, microbatches=2), 4, capture=front_end)
