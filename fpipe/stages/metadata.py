@@ -25,7 +25,7 @@ from fpipe.record.model.places import traceback_line
 from fpipe.record.refusals import data_dependence_error
 from fpipe.record.trace.branching import certain_leaves
 from fpipe.stages.forward_watch import ForwardWatch
-from fpipe.tensors.effects import Effects, memory
+from fpipe.tensors.effects import Effects, storage_id
 from fpipe.tensors.fake import note_effects
 from fpipe.tensors.random import preserve_generators
 from fpipe.tensors.spec import OptionalSpec, Spec
@@ -278,7 +278,7 @@ def _require_unwritten(s: int, forward: _FakeForward, effects: Effects, captured
     storage = captured.observed.storage if captured.observed else {}
     for value, leaf in forward.leaves.items():
         source = captured.sources.get(value)
-        if source is not None and memory(leaf) in effects.written and storage.get(value) not in again:
+        if source is not None and storage_id(leaf) in effects.written and storage.get(value) not in again:
             name = source.name if isinstance(source, Parameter | Buffer) else "a tensor of the batch"
             raise CaptureError(
                 f"stage {s}: got a backward (a hook, or a custom autograd function) that writes to {name}, expected "

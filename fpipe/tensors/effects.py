@@ -10,7 +10,7 @@ that writes to its arguments. An asynchronous one returns a handle, which is not
 torch function modes. A module that calls either kind runs as a whole or not at all. A stage with collectives is never
 recorded as a graph. Functional collectives are ordinary operators.
 
-Runs when a pipeline is built, and when a new kind of batch first comes; `memory` also runs in every step.
+Runs when a pipeline is built, and when a new kind of batch first comes; `storage_id` also runs in every step.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 TRAINING_FLAG = 5  # the position of the training flag; if false, the arguments in `UNDECLARED` are not written
 
 
-def memory(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Return an identifier of a live tensor's storage; for a sparse tensor, which has none, a unique number.
 
     For a DTensor, it is that of the local tensor.
     """
     if isinstance(tensor, HOLDERS):
         with DisableTorchFunction():  # a recorder does not know the local tensor
-            return memory(storage_holder(tensor))
+            return storage_id(storage_holder(tensor))
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
 
 
@@ -88,7 +88,7 @@ class Effects:
         for argument in written_arguments(func, args, kwargs):
             self._write(argument)
         if func is torch.ops.aten._to_copy.default:
-            self.cast.add(memory(args[0]))
+            self.cast.add(storage_id(args[0]))
         self.foreign |= torch.Generator in map(type, (*args, *kwargs.values()))
         self.communicates |= isinstance(func, OpOverload) and "c10d" in func.namespace
 
@@ -99,7 +99,7 @@ class Effects:
     def _write(self, argument: Any) -> None:
         for tensor in argument if isinstance(argument, tuple | list) else (argument,):
             if isinstance(tensor, FakeTensor):
-                self.written.add(memory(tensor))
+                self.written.add(storage_id(tensor))
             elif isinstance(tensor, Tensor):
                 self.unregistered = True
 
@@ -139,9 +139,9 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def written_memory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
-    """Return the memory that an operator call writes to, as identified by `memory`."""
+    """Return the memory that an operator call writes to, as identified by `storage_id`."""
     leaves: list[Any] = optree.tree_leaves([*written_arguments(func, args, kwargs)])  # type: ignore[arg-type]
-    return {memory(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    return {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def has_handle(out: Any) -> bool:

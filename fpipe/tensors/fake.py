@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fpipe.errors import CaptureError
-from fpipe.tensors.effects import Effects, Observer, is_collective, memory, require_same_draws
+from fpipe.tensors.effects import Effects, Observer, is_collective, require_same_draws, storage_id
 from fpipe.tensors.fake_cache import ResultCache, is_plain
 from fpipe.tensors.layouts import LAYOUT_RULES, apply_layout, aten
 from fpipe.tensors.patching import replace
@@ -202,7 +202,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
         Raise `DynamicOutputShapeException` if their number is neither known nor assumed.
         """
-        mask, count = self.true_counts.get(memory(tensor), (None, 0))
+        mask, count = self.true_counts.get(storage_id(tensor), (None, 0))
         if mask is not None and mask.shape == tensor.shape:
             with self:
                 return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
@@ -219,7 +219,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if mask is None or mask.dtype not in (torch.bool, torch.uint8) or any(one is not None for one in others):
             return
         if values.dim() == tensor.dim() - mask.dim() + 1 and len(values) > 1:  # else one value is broadcast
-            self.true_counts[memory(mask)] = mask, len(values)
+            self.true_counts[storage_id(mask)] = mask, len(values)
 
     def make(self, meta: Tensor, device: torch.device) -> FakeTensor:
         """Return a fake tensor on `device` with the metadata of `meta`.

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from fpipe.errors import InputError
 from fpipe.record.model.skeleton import skeleton
 from fpipe.tensors import random
-from fpipe.tensors.effects import memory, written_memory
+from fpipe.tensors.effects import storage_id, written_memory
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import TorchDispatchMode
 from fpipe.tensors.tree import first_names
@@ -175,7 +175,7 @@ def _blank(spec: Spec) -> Tensor:
 
 
 def _is_filled(leaf: Tensor, blank: Tensor, written: Collection[int]) -> bool:
-    touched = memory(leaf) != memory(blank) or memory(blank) in written
+    touched = storage_id(leaf) != storage_id(blank) or storage_id(blank) in written
     return touched and not leaf.is_meta and not _has_nan(leaf)
 
 

@@ -34,7 +34,7 @@ from fpipe.record.refusals import own_generator_error, unregistered_write_error
 from fpipe.record.trace.frames import Frame, all_frames
 from fpipe.record.trace.record import Record, Values
 from fpipe.tensors.closures import closure_variables
-from fpipe.tensors.effects import Effects, memory
+from fpipe.tensors.effects import Effects, storage_id
 from fpipe.tensors.torch_private import FAKE_ERRORS, TENSOR_METHODS, DisableTorchFunction, FakeTensor
 
 GRAD: Any = TENSOR_METHODS["grad"]
@@ -150,7 +150,7 @@ def require_in_place(
 ) -> None:
     """Raise unless all seats of a parameter or buffer hold the expected tensor, and nothing assigned to its `.data`."""
     in_place = all(table.get(name) is expected for table, name in seats)
-    if in_place and memory(values.tensors[value]) == values.storage[value]:
+    if in_place and storage_id(values.tensors[value]) == values.storage[value]:
         return
     source, (_, name) = values.sources[value], seats[0]
     kind, repair = "buffer", f"Change it in place, as in self.{name}.copy_(...)"

@@ -47,7 +47,7 @@ from fpipe.record.questions import GUESSES, Answer, Question, Reply
 from fpipe.record.refusals import foreign_parameter_error
 from fpipe.record.trace.draws import Draw, Draws
 from fpipe.record.trace.frames import Frame, Invocation, tensors_at
-from fpipe.tensors.effects import memory
+from fpipe.tensors.effects import storage_id
 from fpipe.tensors.torch_private import TENSOR_METHODS, DisableTorchFunction, FakeTensor, without_modes
 
 ASKING: tuple[Any, ...] = tuple(TENSOR_METHODS[name].__get__ for name in ("grad_fn", "is_leaf"))
@@ -75,7 +75,7 @@ class Values:
         self.sources = {value: source for value, (source, _) in sources.items()}
         self.tensors = {value: tensor for value, (_, tensor) in sources.items()}
         self.known = {id(tensor): value for value, tensor in self.tensors.items()}
-        self.storage = {value: memory(tensor) for value, tensor in self.tensors.items()}
+        self.storage = {value: storage_id(tensor) for value, tensor in self.tensors.items()}
         self.memories = set(self.storage.values())
         self.earlier: list[Tensor] = []
 
@@ -89,7 +89,7 @@ class Values:
         """Set the tensors of these values; previous ones still map to the same values."""
         self.earlier += [self.tensors[value] for value in tensors if value in self.tensors]
         with DisableTorchFunction():  # not a call of the model
-            storage = {value: memory(tensor) for value, tensor in tensors.items()}
+            storage = {value: storage_id(tensor) for value, tensor in tensors.items()}
         self.tensors.update(tensors)
         self.storage.update(storage)
         self.known.update({id(tensor): value for value, tensor in tensors.items()})

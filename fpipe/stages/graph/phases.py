@@ -24,7 +24,7 @@ from fpipe.stages.graph.operators import LIGHT, PRODUCTS, SUMS, VIEWS
 from fpipe.stages.graph.ownership import own_gradients
 from fpipe.stages.graph.simplification import simplify
 from fpipe.stages.interface import WeightIndex, Wiring
-from fpipe.tensors.effects import memory
+from fpipe.tensors.effects import storage_id
 from fpipe.tensors.layouts import aten
 from fpipe.tensors.spec import Spec
 
@@ -199,13 +199,13 @@ def _origin(node: Node) -> Node:
 def _written_memories(nodes: Iterable[Node]) -> frozenset[int]:
     """Return the identifiers of the memory that these nodes write in place."""
     values = [argument.value for node in nodes for argument in node.writes]
-    return frozenset(memory(value) for value in values if value is not None)
+    return frozenset(storage_id(value) for value in values if value is not None)
 
 
 def _touches(node: Node, memories: Collection[int]) -> bool:
     """Return whether a node's result or any of its operands is in this memory."""
     values = [one.value for one in (node, *node.reads)] if memories else []
-    return any(value is not None and memory(value) in memories for value in values)
+    return any(value is not None and storage_id(value) in memories for value in values)
 
 
 def _split_convolutions(joint: Joint) -> Joint:

@@ -32,9 +32,9 @@ OPERATIONS = {
     "where": lambda x, y: torch.where(x > y, x, y),
     "extremes": lambda x, y: x.max(-1, keepdim=True).values + y,
     "layouts": lambda x, y: torch.stack([(z * 2).mT for z in (x.mT, x.mT.contiguous(), x.mT)]).sum(0),
-    "offsets": lambda x, y: torch.stack([x[k].unsqueeze(0)[0, 1:] for k in range(4)]).repeat(1, 2, 1)[:, :6],
+    "offsets": lambda x, y: [torch.cat([x, y])[k : k + 4].unsqueeze(0)[0] for k in (1, 3)][1],
     "conjugates": lambda x, y: x + torch.view_as_complex(y.view(4, 6, 4, 2)).conj().imag.repeat(1, 1, 2),
-    "numbers": lambda x, y: x * sum((torch.arange(8) * one) for one in (1, 1.0, True, 1, 1.0)),
+    "types": lambda x, y: x @ [torch.arange(8) * one for one in (1, True, 1.0)][2].expand(8, 8),
     "resized": lambda x, y: x + y.detach().new_empty(4).resize_(8),
     "new": lambda x, y: x + torch.arange(8) + torch.zeros(6, 1) + y.new_zeros(4, 1, 1),
 }
