@@ -115,8 +115,8 @@ class _Saved:
 
     def read(self, pipe: Pipeline) -> dict[str, Tensor]:
         """Return the tensors that this process holds, by their names in the files."""
-        plan = pipe.training
-        params, buffers = whole_specs(plan.params, plan.placed), whole_specs(plan.buffers, plan.placed)
+        held = pipe.training
+        params, buffers = whole_specs(held.params, held.placed), whole_specs(held.buffers, held.placed)
         values = {f"params.{name}": spec.empty() for name, spec in params.items()}
         values |= {f"buffers.{name}": spec.empty() for name, spec in buffers.items()}
         for name, spec in self.specs.items():
@@ -203,11 +203,11 @@ def _require_specs(saved: _Saved, pipe: Pipeline) -> None:
 
 def _divide(saved: _Saved, pipe: Pipeline, values: Mapping[str, Tensor]) -> Checkpoint:
     """Return the values under the names that the caller knows them by."""
-    manifest, plan = saved.manifest, pipe.training
+    manifest, held = saved.manifest, pipe.training
     params, buffers = pipe.adopt(
         {
-            **{name: pipe.holdings.take_part(name, values[f"params.{name}"]) for name in plan.params},
-            **{name: pipe.holdings.take_part(name, values[f"buffers.{name}"]) for name in plan.buffers},
+            **{name: pipe.holdings.take_part(name, values[f"params.{name}"]) for name in held.params},
+            **{name: pipe.holdings.take_part(name, values[f"buffers.{name}"]) for name in held.buffers},
         }
     )
     flat = {**values, **_adopt_slots(pipe, values), **saved.numbers}

@@ -20,8 +20,7 @@ from fpipe.errors import InputError
 from fpipe.network.recording import RecordSpan, run_recorded
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.earlier_sums import add_reduced, assign_sums, join_sums, require_sums
-from fpipe.pipelines.fields import CommonArguments
-from fpipe.pipelines.handshake import agree_on_arguments, agree_on_plan, agree_to_step
+from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, agree_on_plan, agree_to_step
 from fpipe.pipelines.inputs import State, start_backward
 from fpipe.pipelines.loss_weights import count_weight
 from fpipe.pipelines.modes import require_gradients, suspend_autocast

@@ -3,8 +3,8 @@
 
 Problem. A process holds the gradients of its own stages. A sum of squares per rank, added up over ranks, is off in the
 last bit, since rounding depends on the order of additions: the first clipped step already differs from one device.
-`torch.nn.utils.clip_grad_norm_` on each rank is worse. It scales by the norm of that rank's share, so copies of a tied
-parameter are scaled by different factors and drift apart.
+`torch.nn.utils.clip_grad_norm_` on each rank is worse. It scales by the norm of that rank's share, so a tied
+parameter is scaled by another factor on each of its ranks, which drift apart.
 
 Idea. What torch does on one device: take the norm of each gradient, then the norm of these norms in the model's order
 of parameters. Each norm is computed by the one process that owns the parameter, and all processes get all of them.
