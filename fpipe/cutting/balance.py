@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fpipe.cutting.routing import ClashError, route
 from fpipe.record.captured import Buffer, Captured, Constant, Observed, Parameter, Value
-from fpipe.record.observation import observe
+from fpipe.record.validity import observe
 
 Positions: TypeAlias = tuple[int, ...]
 
