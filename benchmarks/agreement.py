@@ -26,9 +26,8 @@ import fpipe
 from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
 from benchmarks.common.rows import Reach, most, row
-from fpipe.network.envelope import Envelope
-from fpipe.pipelines.fields import CommonArguments, call_fields
-from fpipe.pipelines.handshake import agree_on_plan
+from fpipe.network.channels import Envelope
+from fpipe.pipelines.handshake import CommonArguments, agree_on_plan, call_fields
 from fpipe.record.variant import TRAINING
 from fpipe.tensors.spec import Spec
 from schedules import one_f_one_b, parse
@@ -59,7 +58,7 @@ def measured() -> dict[str, float]:
 
 def _agreed(pipe: Any) -> None:
     """Run the agreement of a step."""
-    fields = pipe.planner.agreements[pipe.planner.kind(TRAINING)].fields
+    fields = pipe.memo.agreements[pipe.planner.kind(TRAINING)].fields
     pipe.ranks.agree(lambda: [*fields, *call_fields(CommonArguments())])
 
 

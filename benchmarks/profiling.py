@@ -28,7 +28,7 @@ from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
 from benchmarks.common.rows import most, row
 from benchmarks.common.turns import timed, without_collection
-from fpipe.network.recording import Record
+from fpipe.network.recording import RecordSpan
 from fpipe.pipelines.inputs import scatter
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import run_plan
@@ -46,7 +46,7 @@ Step = Callable[[], object]
 
 
 def run_unrecorded(
-    pipe: Pipeline, plan: StepPlan, inputs: Mapping[int, Inputs], record: Record | None = None
+    pipe: Pipeline, plan: StepPlan, inputs: Mapping[int, Inputs], record: RecordSpan | None = None
 ) -> dict[int, dict[int, Outcome]]:
     """Run a plan as `run_copies` would if it could not record."""
     ((copy, own),) = inputs.items()

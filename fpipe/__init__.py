@@ -36,7 +36,7 @@ from fpipe.planning.profile import Profile
 from fpipe.planning.profiler import profile
 from fpipe.planning.roofline import Roofline
 from fpipe.planning.timelines import costs, timeline
-from fpipe.record.model.parts import ModuleGraph, Part
+from fpipe.record.front_ends.parts import ModuleGraph, Part
 from fpipe.training.clipping import clip, clip_value
 from fpipe.training.loss_scale import LossScale
 from fpipe.training.masters import masters

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import CutsArgument, parse_cuts
 from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded
-from fpipe.network.launch import enter_job, resolve_group
-from fpipe.network.recording import Record
+from fpipe.network.job import enter_job, resolve_group
+from fpipe.network.recording import RecordSpan
 from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
 from fpipe.pipelines.batch import find_home
 from fpipe.pipelines.builder import Builder, agree_on_place, make_batchings
@@ -34,8 +34,8 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
 from fpipe.pipelines.step import ValueAndGrad, agree_to_train, make_evaluation_step, training_variant
 from fpipe.planning.plan import Plan, take_plan
-from fpipe.record.capture.modules import as_module
 from fpipe.record.captured import CaptureFunction, FrontEnd
+from fpipe.record.front_ends.parts import as_module
 from fpipe.record.objective import Loss
 from fpipe.stages.backends import Backward, backend_of
 from fpipe.stages.ties import Tied
@@ -113,13 +113,14 @@ def pipeline(
       with less Python. `"autograd"`: whole backwards by autograd, for every microbatch; if the schedule splits
       backwards, the same as `"graph"`. `"inductor"`, or another backend of `torch.compile`, by name or as a callable:
       recorded and compiled, which is close but not bit for bit. A recording always repeats what was recorded. A stage
-      that can't be recorded is left to autograd, and its backward is not split (`print(pipe)` says why).
+      that can't be recorded, or runs faster without, is left to autograd, and its backward is not split (`print(pipe)`
+      says why). So are all stages in a step with saved-tensor hooks or anomaly detection around it.
     - `tied`: how the gradients of a parameter used by several stages are combined. `"exact"`: through cotangents sent
       in every microbatch, bit for bit as on one device. `"sum"`: the stages' own gradients are added once, at the end
       of the step. Or a dict from parameter name (any of its names) to one of these; parameters not in it are exact.
-    - `plans`: how many plans are kept for kinds of batches other than the example, in train and eval mode together. A
-      new kind of batch is captured and planned, which takes about as long as building the pipeline, and forgets the
-      plan that has not been used for longest.
+    - `plans`: how many step plans are kept for kinds of batches other than the example, in train and eval mode
+      together. A new kind of batch is captured and planned, which takes about as long as building the pipeline, and
+      forgets the step plan that has not been used for longest.
     - `mesh`: instead of a group, a `DeviceMesh` with named dimensions, or their sizes by name, `{"pp": 4, "dp": 2}`.
       The pipeline runs along `pp`. If torch.distributed is not initialized, this process plays all of the mesh.
     - `dp`: the dimension of replicas. Each trains on rows of its own, cut into the schedule's number of microbatches.
@@ -169,7 +170,7 @@ def pipeline(
 
 
 def value_and_grad(
-    pipe: Pipeline, outputs: bool = False, record: Record | None = None, sums: torch.dtype | None = None
+    pipe: Pipeline, outputs: bool = False, record: RecordSpan | None = None, sums: torch.dtype | None = None
 ) -> ValueAndGrad:
     """Return the function that computes the loss and gradients of one step.
 
@@ -218,7 +219,7 @@ def value_and_grad(
         return agree_to_train(pipe, outputs, sums, record)
 
 
-def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step]:
+def evaluate(pipe: Pipeline, record: RecordSpan | None = None) -> Callable[..., Step]:
     """Return the function that computes outputs, and with targets the loss, in eval mode; it keeps no graph.
 
     It takes the same arguments as the function that `value_and_grad` returns. A model that computes its own loss always

@@ -48,11 +48,11 @@ from schedules.families import (
     zb_v,
 )
 from schedules.language.actions import KINDS, Action, B, C, F, G, I, R, U, W, parse
-from schedules.language.costs import Costs, Link, Sizes
 from schedules.language.graph import Graph, chain, dag
 from schedules.language.placement import Placement, bidirectional, linear, looped, vee, wave
 from schedules.language.schedule import Factory, Limits, Schedule, schedule
 from schedules.lowering.program import Program, lower
+from schedules.replay.costs import Costs, Link, Sizes
 from schedules.replay.engine import Span
 from schedules.searching.search import SearchProgress, SearchResult, search
 from schedules.searching.solver import cp_sat

@@ -3,6 +3,7 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -13,6 +14,7 @@ import pytest
 
 HOME = Path(__file__).parents[1]
 PACKAGES = ("schedules", "fpipe")
+CORE = ("schedules.language", "schedules.lowering", "fpipe.runtime")
 
 
 class Import(NamedTuple):
@@ -87,12 +89,31 @@ def test_imports_go_down(package):
     assert not [one for one in ours if order.index(room(one.source)) > order.index(room(one.module))]
 
 
-@pytest.mark.parametrize("name", ["executor", "handlers", "instructions"])
-def test_what_drives_the_stages_does_not_know_torch(name):
-    tree = ast.parse(modules()[f"fpipe.runtime.{name}"].read_text())
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert not [name for name in imported if name.split(".")[0] == "torch"]
+def core() -> dict[str, Path]:
+    """Return the modules that docs/core.md walks through."""
+    return {name: file for name, file in modules().items() if name.startswith(CORE)}
+
+
+def test_the_core_is_read_in_an_hour():
+    assert sum(len(file.read_text().splitlines()) for file in core().values()) <= 2500
+
+
+def test_the_core_imports_nothing_else_of_the_house():
+    allowed = {*core(), "schedules.errors", "schedules.arguments", "fpipe.errors"}
+    assert not [one for one in found_imports() if one.module in core() and one.source not in allowed]
+
+
+def test_the_core_needs_the_standard_library_only():
+    for name, file in core().items():
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert {one.split(".")[0] for one in imported} <= {*sys.stdlib_module_names, *PACKAGES}, name
+
+
+def test_the_page_about_the_core_walks_through_all_of_it():
+    page = (HOME / "docs" / "core.md").read_text()
+    assert not [name for name, file in core().items() if file.name != "__init__.py" and f"{file.name}`" not in page]
 
 
 def test_imports_do_not_run_in_a_circle():

@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor
-
-from fpipe.checkpoints.manifest import write_durably
-from fpipe.checkpoints.save import count_processes, own_index, owned_names, require_whole_state
-from fpipe.checkpoints.shards import copy_to_host, shard_name, write_shard
+from fpipe.checkpoints.manifest import shard_name, write_durably
+from fpipe.checkpoints.save import copy_to_host, count_processes, own_index, owned_names, require_whole_state
 from fpipe.errors import InputError
 from fpipe.network.agreement import Field
 from fpipe.pipelines.handshake import call_together
@@ -26,7 +22,7 @@ from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.weights.files import as_path, make_folder
 from fpipe.weights.loading import list_transient_buffers
-from fpipe.weights.safetensors import INDEX
+from fpipe.weights.safetensors import INDEX, write_safetensors
 
 
 def export(pipe: Pipeline, path: str | os.PathLike[str], params: State, buffers: State | None = None) -> None:
@@ -57,16 +53,13 @@ def export(pipe: Pipeline, path: str | os.PathLike[str], params: State, buffers:
         mine, writes = [n for n in owned_names(pipe, held) if n not in transient], pipe.copies.is_first
         tensors = copy_to_host(pipe.ranks, pipe.copies, {name: held[name] for name in mine})
         if writes:
-            _write(home, tensors, index, count)
+            make_folder(home)
+            if tensors:
+                write_safetensors(home / shard_name(index, count), tensors)
         pipe.ranks.agree(about="its files")
         if index == 0 and writes:
             write_durably(home / INDEX, json.dumps(_index(pipe, transient), indent=2))
         pipe.ranks.agree(about="its index")
-
-
-def _write(home: Path, tensors: Mapping[str, Tensor], index: int, count: int) -> None:
-    make_folder(home)
-    write_shard(home, tensors, index, count)
 
 
 def _require_no_weights(home: Path) -> None:

@@ -35,7 +35,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from fpipe.checkpoints.shards import shard_name
 from fpipe.errors import InputError
 from fpipe.tensors.arguments import require_arguments
 from fpipe.weights.files import AnyPath, as_path, read_text, require_regular
@@ -66,6 +65,10 @@ class Manifest:
         """Return the folder of this save in a checkpoint's directory."""
         return home / f"save-{self.save}"
 
+    def shard_files(self, home: Path) -> list[Path]:
+        """Return the files of tensors that are in that folder."""
+        return sorted(self.folder(home).glob("*.safetensors"))
+
 
 @dataclass(frozen=True)
 class Sidecar:
@@ -80,6 +83,15 @@ class Sidecar:
     checksum: int
     numbers: dict[str, float]
     on_device: list[str]
+
+
+def shard_name(index: int, count: int) -> str:
+    """Return the name of the file of process `index` of `count`.
+
+    >>> shard_name(0, 4)
+    'model-00001-of-00004.safetensors'
+    """
+    return f"model-{index + 1:05}-of-{count:05}.safetensors"
 
 
 def is_checkpoint(path: AnyPath) -> bool:
@@ -242,7 +254,6 @@ def _sidecars(folder: Path, count: int) -> list[Path]:
 
 
 def _read_signed(path: Path) -> dict[str, Any]:
-    """Return the fields of a JSON file; raise `InputError` if it can't be read, or its checksum is wrong."""
     text = read_text(path, "a file of a checkpoint")
     try:
         fields = json.loads(text)
@@ -259,7 +270,6 @@ def _read_signed(path: Path) -> dict[str, Any]:
 
 
 def _build(path: Path, kind: Any, found: Mapping[str, Any]) -> Any:
-    """Return the value of a dataclass whose fields a file has; raise `InputError` for other names or types."""
     for name, hint in get_type_hints(kind).items():
         expected = get_origin(hint) or hint
         if expected is not Any and type(found.get(name)) is not expected:

@@ -22,23 +22,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from fpipe.checkpoints.json_trees import encode_tree
-from fpipe.checkpoints.manifest import Manifest, commit, next_save, write_sidecar
-from fpipe.checkpoints.shards import copy_to_host, require_savable, write_shard
-from fpipe.checkpoints.slots import flatten_slots, require_slots
+from fpipe.checkpoints.encoding import encode_tree, flatten_slots, require_slots
+from fpipe.checkpoints.manifest import Manifest, commit, next_save, shard_name, write_sidecar
 from fpipe.errors import InputError
-from fpipe.meshes.border import require_plain
+from fpipe.meshes.copies import PipelineCopies
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value
+from fpipe.network.ranks import Ranks
+from fpipe.network.waiting import Awaited, await_all, break_group, reporting
 from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import hold_plain
+from fpipe.tensors.placed import require_plain, whole_tensor
 from fpipe.tensors.spec import Spec
 from fpipe.training.optimizers import OptimizerState
 from fpipe.weights.files import as_path, make_folder
+from fpipe.weights.safetensors import require_savable, write_safetensors
 from schedules.errors import quote
 
 
@@ -63,7 +67,7 @@ def save(
     The checkpoint is a directory, on a file system that all ranks share. Its names are the model's, so any pipeline of
     the same model loads it: other ranks, cuts, schedules. It has no pickles. A checkpoint that is already at `path` is
     replaced in one atomic operation, so whenever a process is killed, the old one or the new one is there. Every rank
-    needs host memory for two copies of what it owns. Sharded tensors are gathered, one at a time, and saved whole.
+    needs host memory for a copy of what it owns. Sharded tensors are gathered, one at a time, and saved whole.
 
     Raises `InputError`, naming the leaf, for values that do not fit the pipeline or that a checkpoint can't hold, and
     for a `path` where something else is; if only some ranks fail, `TransportError` on the others. What was at `path`
@@ -173,6 +177,44 @@ def _collect(
     return _Share(copy_to_host(pipe.ranks, pipe.copies, tensors), numbers, scalars, data)
 
 
+class ShardedTensor:
+    """A tensor whose shards are still to be gathered from all processes of a group, which wait for them together."""
+
+    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
+        self.tensor, self.group = tensor, group
+
+    @property
+    def awaited(self) -> Awaited:
+        """The shards of the others."""
+        return await_all("a shard to save", self.group)
+
+    def wait(self) -> None:
+        """Gather the shards; raise `BrokenWaitError` if one does not come."""
+        with reporting(self.awaited):
+            self.tensor = whole_tensor(self.tensor)
+
+    def give_up(self) -> None:
+        """Break the group."""
+        break_group(self.group)
+
+
+def copy_to_host(ranks: Ranks, copies: PipelineCopies, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous copies in host memory, none of which shares memory with another: a file has no strides.
+
+    Shards are gathered one by one, which all their holders must do. Only the first of all copies keeps what it gathers.
+    """
+
+    def gather(tensor: Tensor) -> Tensor:
+        if copies.groups[0] is None:
+            return whole_tensor(tensor)
+        ranks.wait(sharded := ShardedTensor(tensor, copies.groups[0]))
+        return sharded.tensor
+
+    keep = copies.is_first
+    wholes = ((name, gather(tensor.detach())) for name, tensor in tensors.items())
+    return {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in wholes if keep}
+
+
 def require_whole_state(pipe: Pipeline, params: State, buffers: State | None) -> State:
     """Return the buffers; raise `InputError`, naming the leaf, unless these are this process's parameters and buffers.
 
@@ -200,7 +242,6 @@ def owned_names(pipe: Pipeline, held: State) -> list[str]:
 
 
 def _compare(home: Path, has_state: bool, step: object, data: object) -> list[Field]:
-    """Return what must be the same on every rank."""
     if type(step) is not int or not 0 <= step < 2**63:
         raise InputError(
             f"step: got {quote(step)}, expected an int from 0 to 2**63 - 1. Pass the number of steps done, and others "
@@ -221,7 +262,8 @@ def _start(share: _Share, folder: Path, index: int, count: int, writes: bool) ->
         if not writes:
             return
         make_folder(folder)
-        write_shard(folder, share.tensors, index, count)
+        if share.tensors:
+            write_safetensors(folder / shard_name(index, count), share.tensors)
         write_sidecar(folder, index, count, share.numbers, share.on_device)
 
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fpipe save")

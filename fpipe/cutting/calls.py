@@ -23,9 +23,8 @@ from typing import NamedTuple, TypeAlias
 from torch import nn
 
 from fpipe.errors import CutError
-from fpipe.record.capture.modules import Chain
 from fpipe.record.captured import Call, Captured, Unit
-from fpipe.record.model.parts import ModuleGraph
+from fpipe.record.front_ends.parts import Chain, ModuleGraph
 
 Selector: TypeAlias = str | type
 WILDCARDS = "*?["

@@ -6,7 +6,12 @@ stage begins (`Explicit`), or leaves the choice to fpipe (`Evenly`): then the st
 the allowed places permit. No stage may begin inside a call that is sealed or unsplittable; and none that fpipe chooses
 inside one that torch may run as a single operator in evaluation, if there is another choice.
 
-Runs when a pipeline is built; `cut_at_marks` runs when the model is captured for another kind of microbatch.
+A search over many cuts should not have to ask for each whether it is allowed, which can depend on other cuts: a module
+that modifies a tensor in place may have to be in the same stage as another that reads it. So `find_places` finds places
+at which a model may be cut in any combination.
+
+Runs when a pipeline is built, or a model profiled; `cut_at_marks` runs when the model is captured for another kind of
+microbatch.
 """
 
 from __future__ import annotations
@@ -17,17 +22,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from fpipe.cutting.balance import Positions, Refusal, balance
+from fpipe.cutting.balance import Forbidden, Positions, Refusal, balance, refusals
 from fpipe.cutting.calls import Calls, Mark, Selector, describe_selector, is_pattern, selects
-from fpipe.cutting.clashes import refusals
 from fpipe.cutting.purity import Purity
 from fpipe.errors import CutError
-from fpipe.record.capture.advice import LOSS
 from fpipe.record.captured import Call, Captured, Parameter
-from fpipe.record.observation import observe
+from fpipe.record.model.places import LOSS
+from fpipe.record.validity import observe
 from fpipe.tensors.arguments import describe_argument
 from schedules import Schedule
-from schedules.language.arguments import each
+from schedules.arguments import each
 
 SLACK = 1.1
 Item: TypeAlias = str | int
@@ -312,3 +316,55 @@ def _parameters(captured: Captured) -> list[int]:
         seen.update(new)
         sizes.append(sum(captured.fakes[value].numel() for value in new))
     return sizes
+
+
+def find_places(captured: Captured, model: nn.Module, cuts: Cuts, most: int) -> Positions:
+    """Return positions at which stages after the first may begin, ascending, such that any choice of them is allowed.
+
+    They are among those that the user's `cuts` allow. If these leave the choice to fpipe, and there are more than
+    `most`, leave out those within the innermost modules, then those within the modules around them, and so on. Raise
+    `CutError` if the model can't be run at all.
+    """
+    places, refusal, end = [*cuts.places(captured, model)], refusals(captured), len(captured.units)
+    if isinstance(cuts.where, Evenly) and not cuts.where.among:
+        places = _outermost(places, Calls.of(captured, model), most)
+    while (refused := refusal(tuple(places))) is not None:
+        largest = sorted(refused.stages, key=lambda one: -len(one.begins) * len(one.stops))
+        before = len(places)
+        for forbidden in largest:
+            places = _without(places, forbidden, end)
+        if len(places) == before:
+            raise CutError(refused.reason)
+    return tuple(places)
+
+
+def _outermost(places: Sequence[int], calls: Calls, most: int) -> list[int]:
+    """Return at most so many places: those at the edges of the outermost calls."""
+    depth: dict[int, int] = {}
+    running: list[Call] = []
+    for call in calls.listed:
+        while running and running[-1].stop <= call.start:
+            running.pop()
+        for edge in (call.start, call.stop):
+            depth[edge] = min(len(running), depth.get(edge, len(running)))
+        running.append(call)
+    deepest = max(depth.values(), default=0)
+    for limit in range(deepest, 0, -1):
+        found = [place for place in places if depth.get(place, 0) <= limit]
+        if len(found) <= most:
+            return found
+    return [place for place in places if depth.get(place, 0) == 0]
+
+
+def _without(places: Sequence[int], forbidden: Forbidden, end: int) -> list[int]:
+    """Return the places without those in one of the two ranges, so that no stage is forbidden; all if none is.
+
+    The model's beginning and its end are places that can't be dropped.
+    """
+    begins = [place for place in (0, *places) if place in forbidden.begins]
+    stops = [place for place in (*places, end) if place in forbidden.stops]
+    if not any(begin < stop for begin in begins for stop in stops):
+        return [*places]
+    droppable = [some for some, fixed in ((begins, 0), (stops, end)) if fixed not in some]
+    dropped = min(droppable, key=len, default=[])
+    return [place for place in places if place not in dropped]

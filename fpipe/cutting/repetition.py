@@ -22,21 +22,24 @@ decide alike.
 Buffers that are read where units are repeated live there, too. All plans of a pipeline must agree on that, so the first
 one decides for the others.
 
+Units whose values other stages make themselves may not be needed any more where they belong. Invariant values are made
+once in a step there, too. Other units are removed only if nothing in their stage reads what they make. A unit stays if
+others stay that write the same memory, or that are in the same whole call, and if hooks run in that call.
+
 Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from torch import Tensor
 
 from fpipe.cutting.purity import Purity
-from fpipe.cutting.removal import find_absent
 from fpipe.cutting.traffic import measure, stored_bytes
-from fpipe.record.captured import BatchLeaf, Buffer, Captured, Observed, Unit, Value
+from fpipe.record.captured import BatchLeaf, Buffer, Call, Captured, Observed, Unit, Value
 
 RATIO = 32
 """Memory over links: an H100 has 3,350 GB/s of memory, 50 of InfiniBand, and 450 of NVLink."""
@@ -56,7 +59,7 @@ class Repetition:
     - `values`: what the stage's function gets from them, besides what it receives, with a fake tensor for each.
     - `once`: the units to run once in a step; `shared`: the values that they make for all microbatches.
     - `each`: the units to run for each microbatch.
-    - `absent`: units of the stage that need not run in it (`fpipe.cutting.removal`).
+    - `absent`: units of the stage that need not run in it (`fpipe.cutting.repetition`).
     - `buffers`: the buffers that all of these units read, or that another plan's do: the stage holds them, too.
     """
 
@@ -175,3 +178,50 @@ class _Choice:
             if not large:
                 return self.purity.history(shared), tuple(shared), each
             each |= large.union(*(group for group in self.purity.written_groups if not group.isdisjoint(large)))
+
+
+def find_absent(purity: Purity, repeated: Collection[Value], leaving: Iterable[Value]) -> frozenset[int]:
+    """Return the units to remove from their stages, if other stages make the values `repeated` themselves.
+
+    The values `leaving` must still be made.
+    """
+    captured = purity.captured
+    whole = [*_whole_calls(captured.calls, purity)]
+    groups = [*purity.written_groups, *({*range(call.start, call.stop)} for call in whole)]
+    hooked = {k for call in whole if call.has_hooks for k in range(call.start, call.stop)}
+    kept = {*leaving, *purity.results, *captured.reassigned.values()}
+    early = {v for v in repeated if purity.makers[v] in purity.invariant and _is_local(purity, v)}
+    absent = {k for k in purity.history(repeated) if kept.isdisjoint(captured.units[k].makes)} - hooked
+    while True:
+        before = len(absent)
+        absent -= _makers_of_reads(purity, absent, early)
+        for group in groups:
+            absent -= group if not group <= absent else set()
+        if len(absent) == before:
+            return frozenset(absent)
+
+
+def _makers_of_reads(purity: Purity, absent: Collection[int], early: Collection[Value]) -> set[int]:
+    """Return those of the `absent` units that make values which others in the stage read, except the `early` ones."""
+    makers, found = purity.makers, set[int]()
+    for k, unit in enumerate(purity.captured.units):
+        if k not in absent:
+            made = [makers[v] for v in unit.reads if v not in early and makers.get(v) in absent]
+            found.update(maker for maker in made if purity.stage_of(maker) == purity.stage_of(k))
+    return found
+
+
+def _is_local(purity: Purity, value: Value) -> bool:
+    """Return whether everything that a value was computed from is made in the stage that makes it."""
+    first, last = purity.history((value,))[0], purity.makers[value]
+    return purity.stage_of(first) == purity.stage_of(last)
+
+
+def _whole_calls(calls: Iterable[Call], purity: Purity) -> Iterator[Call]:
+    """Yield the outermost calls that run as a whole: those inside one stage."""
+    last = 0
+    for call in calls:
+        inside = purity.stage_of(call.start) == purity.stage_of(call.stop - 1)
+        if inside and call.whole and last <= call.start < call.stop:
+            last = call.stop
+            yield call

@@ -10,9 +10,10 @@ Runs when a plan is made: once per kind of batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import optree
 import torch
@@ -20,10 +21,18 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fpipe.record.captured import Captured, Value
-from fpipe.tensors.torch_private import OpOverload, TorchDispatchMode
+from fpipe.tensors.torch_private import TorchDispatchMode
 
-OPERATIONS_PER_BYTE = 10
+OPERATIONS_PER_BYTE: Final = 10
 """Floating-point operations in the time of a byte: 20 in float32 on an H100, without tensor cores; 10 on CPUs."""
+COSTLESS: Final = ("aten::empty", "aten::new_empty", "prim::")
+"""Operators that neither compute nor move anything."""
+ALIASES: Final = {
+    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
+}
+"""Operators that `flop_registry` lacks, and those that do the same arithmetic."""
+_Result = TypeVar("_Result")
 
 
 def stored_bytes(tensor: Tensor) -> int:
@@ -38,48 +47,52 @@ def stored_bytes(tensor: Tensor) -> int:
     return prod(sizes) * tensor.itemsize
 
 
-class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that counts the bytes that operators read and write.
+class OperatorCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that adds up what operators cost: a function of their FLOPs, and of the bytes of their tensors.
 
-    >>> with Traffic() as traffic:
-    ...     _ = (torch.ones(4) + 1).view(2, 2)
-    >>> traffic.count  # `ones` writes 16, `add` reads 16 and writes 16
+    Views cost nothing.
+
+    >>> traffic, _ = OperatorCosts(lambda flops, traffic: traffic).measure(lambda: (torch.ones(4) + 1).view(2, 2))
+    >>> traffic  # `ones` writes 16, `add` reads 16 and writes 16
     48
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cost: Callable[[float, int], float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+        self.cost, self.total = cost, 0.0
+
+    def measure(self, work: Callable[[], _Result]) -> tuple[float, _Result]:
+        """Return the cost of a call, and its result."""
+        self.total = 0
+        with self:
+            found = work()
+        return self.total, found
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not _is_view(func):
-            self.count += sum(map(stored_bytes, _tensors((args, kwargs, out))))
-            operations = flop_registry.get(getattr(func, "_overloadpacket", None))
-            self.count += operations(*args, **kwargs, out_val=out) // OPERATIONS_PER_BYTE if operations else 0
+        if not (getattr(func, "is_view", False) or func.name().startswith(COSTLESS)):
+            leaves: Any = optree.tree_leaves((args, kwargs, out))  # type: ignore[arg-type]
+            traffic = sum(stored_bytes(one) for one in leaves if isinstance(one, Tensor))
+            self.total += self.cost(_count_flops(func, args, kwargs, out), traffic)
         return out
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor))
+def _count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Return the FLOPs of an operator; 0 if nobody counts them."""
+    packet = getattr(func, "overloadpacket", None)
+    packet = getattr(torch.ops.aten, ALIASES.get(getattr(packet, "__name__", ""), ""), packet)
+    return float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0.0
 
 
-def _is_view(func: Any) -> bool:
-    """Return whether an operator returns views of its arguments."""
-    returned = func._schema.returns if isinstance(func, OpOverload) else ()
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in returned)
-
-
-def measure(captured: Captured, positions: Iterable[int]) -> tuple[dict[int, int], dict[Value, Tensor]]:
+def measure(captured: Captured, positions: Iterable[int]) -> tuple[dict[int, float], dict[Value, Tensor]]:
     """Run pure units, in order, on fake tensors; return the traffic of each, and the fake tensors of all values."""
-    values, counts = dict(captured.fakes), dict[int, int]()
+    values, counts = dict(captured.fakes), dict[int, float]()
+    counting = OperatorCosts(lambda flops, traffic: traffic + flops // OPERATIONS_PER_BYTE)
     with captured.mode, torch.no_grad():
         for k in positions:
             unit = captured.units[k]
             run = captured.fuse((unit,), {}, unit.reads, unit.makes)
-            with Traffic() as traffic:
-                made = run(0, *[values[value] for value in unit.reads])
-            counts[k] = traffic.count
+            counts[k], made = counting.measure(partial(run, 0, *[values[value] for value in unit.reads]))
             values.update(zip(unit.makes, made, strict=True))
     return counts, values

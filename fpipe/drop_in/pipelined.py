@@ -15,32 +15,22 @@ Runs in the place of the model, in every step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from fpipe.api import pipeline
-from fpipe.drop_in.checks import (
-    draw_seed,
-    find_total,
-    ignore_other_ranks,
-    join_inputs,
-    require_eval_mode,
-    require_free_names,
-    require_no_hooks,
-    require_parameters_everywhere,
-    update_buffers,
-    uses_half,
-)
 from fpipe.drop_in.delivery import Delivery, attach_delivery, divided
 from fpipe.drop_in.settings import Pipelines, Setting, read_setting
 from fpipe.errors import InputError
-from fpipe.meshes.border import require_plain
-from fpipe.network.launch import join_launched
+from fpipe.network.job import join_launched
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.modes import active_casts
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.record.objective import Loss
+from fpipe.tensors.placed import require_plain
 from fpipe.training.clipping import clip
 from fpipe.weights.loading import ValueSource
 from schedules import Schedule
@@ -48,6 +38,8 @@ from schedules import Schedule
 CHANGED: Final = 1
 ADDS: Final = 2
 USED: Final = 4
+"""What ranks tell each other before a forward, as bits of one number."""
+OWN_KEYWORDS = ("targets", "steps", "total", "scale", "seed")
 
 
 class Pipelined(nn.Module):
@@ -112,17 +104,18 @@ class Pipelined(nn.Module):
         pipe = pipeline(model, example=example, targets=targets, loss=loss, schedule=schedule, **options)
         with pipe.ranks.enter_call("Pipelined"):
             require_plain("Pipelined", pipe.training.placed, "Use fpipe.pipeline and fpipe.value_and_grad.")
-            require_parameters_everywhere(pipe)
-            require_free_names(example)
+            _require_parameters_everywhere(pipe)
+            _require_free_names(example)
             root = pipe.module(*pipe.init(model if weights is None else weights))
             pipe.ranks.agree()
-        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"):
+        self.training = root.training
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[table] = vars(root)[table]  # not by `register_parameter`: a model may have a parameter `scale`
         frozen = frozenset(name for name, p in pipe.model.named_parameters() if not p.requires_grad)
         self._root = (root,)  # in a tuple, so that it is no submodule
         self._pipelines = Pipelines(pipe, read_setting(self, root)._replace(frozen=frozen))
         self._delivery: Delivery | None = None
-        self.register_load_state_dict_post_hook(ignore_other_ranks)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_ignore_other_ranks)  # type: ignore[no-untyped-call]
 
     @property
     def pipe(self) -> Pipeline:
@@ -143,8 +136,8 @@ class Pipelined(nn.Module):
         pipe = self.pipe
         with pipe.ranks.enter_call("the model"):
             mine = self._read_setting()
-            batch = join_inputs(inputs, keywords)
-            whole = find_total(pipe, steps, total)
+            batch = _join_inputs(inputs, keywords)
+            whole = _find_total(pipe, steps, total)
             notes = pipe.ranks.agree(note=self._check(mine))
         if any(note & CHANGED for note in notes):
             self._pipelines.follow(mine)
@@ -203,14 +196,14 @@ class Pipelined(nn.Module):
         """Return what the other ranks must know; raise `InputError` if the module is not ready for a forward."""
         changed = 0 if self._pipelines.is_current(mine) else CHANGED
         if not self.training:
-            require_eval_mode(self)
+            _require_eval_mode(self)
             return changed
         if not torch.is_grad_enabled():
             raise InputError(
                 "the model: got a forward in train mode under no_grad, expected one that computes gradients. Call "
                 "model.eval() first."
             )
-        require_no_hooks(dict(self.named_parameters()))
+        _require_no_hooks(dict(self.named_parameters()))
         known = self._delivery
         if known is not None and known.is_overdue:
             raise InputError(
@@ -240,10 +233,10 @@ class Pipelined(nn.Module):
                 scale=None if scale == 1 else scale,
                 total=total,
             )
-        update_buffers(buffers, out.buffers)
+        _update_buffers(buffers, out.buffers)
         assert out.loss is not None, "the schedule has a backward"
         rounded = float(out.loss.new_tensor(scale))
-        self._delivery = Delivery(grads, params, rounded, factor, uses_half(pipe))
+        self._delivery = Delivery(grads, params, rounded, factor, _uses_half(pipe))
         (self._delivery.borrow if adds else self._delivery.remember)(old)
         return attach_delivery(out.loss, self._delivery)
 
@@ -253,3 +246,95 @@ class Pipelined(nn.Module):
         if targets is None:
             return functions.prediction(params, buffers, inputs, seed=seed)
         return functions.evaluation(params, buffers, inputs, targets, seed=seed).loss
+
+
+def _require_parameters_everywhere(pipe: Pipeline) -> None:
+    """Raise `InputError`, on every rank, if a rank holds no parameter: torch's optimizers refuse an empty list."""
+    placement = pipe.schedule.placement
+    for rank in range(pipe.schedule.ranks):
+        here = [s for s in pipe.stages if rank in placement.replicas(s.index)]
+        if not any((*s.parameters, *s.unused) for s in here):
+            raise InputError(
+                f"rank {rank}: got stages {[s.index for s in here]} without parameters, expected some on every rank: "
+                "torch's optimizers refuse an empty list. Choose other cuts=, or fewer ranks."
+            )
+
+
+def _require_free_names(example: Any) -> None:
+    taken = [name for name in OWN_KEYWORDS if isinstance(example, dict) and name in example]
+    if taken:
+        raise InputError(
+            f"example: got arguments named {taken}, expected other names than {list(OWN_KEYWORDS)}, which "
+            "fpipe.Pipelined takes itself. Pass inputs by position, or use fpipe.pipeline."
+        )
+
+
+def _join_inputs(inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...] | dict[str, Any]:
+    if inputs and keywords:
+        raise InputError(
+            f"the model: got {len(inputs)} positional arguments and {sorted(keywords)} by keyword, expected either. "
+            "Pass them as in example=."
+        )
+    return keywords or inputs
+
+
+def _find_total(pipe: Pipeline, steps: int, total: float | None) -> float | None:
+    """Return the weight of all accumulated microbatches, or `None` for those of this step; raise `InputError`."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise InputError(
+            f"steps: got {steps!r}, expected a whole number above 0. Pass how many losses are accumulated."
+        )
+    if steps == 1 or total is not None:
+        if steps > 1:
+            raise InputError(f"steps: got {steps} and total={total}, expected one of them. Pass total alone.")
+        return total
+    if pipe.captures.batchings[True].weight is not None:
+        raise InputError(
+            f"steps: got {steps} for a pipeline with a weight, expected total: the weights of later steps are unknown. "
+            "Pass total=, the weight of all accumulated microbatches."
+        )
+    return steps * pipe.captures.batchings[True].example.divisor
+
+
+def _require_eval_mode(module: nn.Module) -> None:
+    found = [name for name, one in module.named_modules() if one.training]
+    if found:
+        raise InputError(
+            f"{found[0]}: got train mode in a model in eval mode, expected eval mode everywhere. Call model.eval() "
+            "last, or evaluate with the plain model."
+        )
+
+
+def _require_no_hooks(params: Mapping[str, Tensor]) -> None:
+    """Raise `InputError` for hooks on gradients of parameters, which would get the sum over microbatches."""
+    for name, p in params.items():
+        if p._backward_hooks:
+            hook = next(iter(p._backward_hooks.values()))
+            raise InputError(
+                f"{name}: got a hook on its gradient, {getattr(hook, '__qualname__', repr(hook))}, expected none: it "
+                "would get the sum of all microbatches instead of each. Register it on the model before "
+                "fpipe.Pipelined(model, ...), or change .grad after loss.backward()."
+            )
+
+
+def draw_seed() -> int:
+    """Return a new seed from torch's default generator, as its data loaders do."""
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+def _uses_half(pipe: Pipeline) -> bool:
+    dtypes = {p.dtype for p in pipe.model.parameters()} | {dtype for _, dtype in active_casts()}
+    return torch.float16 in dtypes
+
+
+def _update_buffers(held: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in new.items():
+            if value is not held[name]:
+                held[name].copy_(value)
+
+
+def _ignore_other_ranks(module: nn.Module, keys: Any) -> None:
+    """Drop the names of tensors on other ranks from those that `load_state_dict` did not expect."""
+    others = module.pipe.model.state_dict().keys()  # type: ignore[union-attr]
+    keys.unexpected_keys[:] = [name for name in keys.unexpected_keys if name not in others]

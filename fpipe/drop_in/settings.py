@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
@@ -25,7 +26,8 @@ from fpipe.errors import InputError
 from fpipe.inference.predictions import predict
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
-from fpipe.record.model.stateless import on_meta, skeleton
+from fpipe.record.model.skeleton import on_meta, skeleton
+from fpipe.record.model.walk import is_users
 
 KEPT_PIPELINES = 8
 PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -38,7 +40,7 @@ class Setting(NamedTuple):
 
     - `frozen`: the parameters that require no gradient.
     - `modes`: whether each module is in train mode.
-    - `modules`: the class and the plain attributes of each.
+    - `modules`: the class and the plain attributes of each, functions among them.
     """
 
     frozen: frozenset[str]
@@ -56,12 +58,19 @@ def read_setting(module: nn.Module, root: nn.Module) -> Setting:
 
 def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
-        if name != "training" and (isinstance(value, PLAIN_TYPES) or _is_plain_tuple(value)):
+        if name != "training" and _is_plain(value):
             yield name, value
 
 
-def _is_plain_tuple(value: object) -> bool:
-    return type(value) is tuple and all(isinstance(one, PLAIN_TYPES) for one in value)
+def _is_plain(value: object) -> bool:
+    """Return whether a value holds no part of a model: plain types, functions of libraries, and without closures."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    if type(value) is partial:  # such as the `torch.utils.checkpoint.checkpoint` that transformers sets
+        return all(map(_is_plain, (value.func, *value.args, *value.keywords.values())))
+    return isinstance(value, (*PLAIN_TYPES, BuiltinFunctionType)) or (
+        isinstance(value, FunctionType) and not (value.__closure__ and is_users(value))
+    )
 
 
 @dataclass(frozen=True, eq=False)

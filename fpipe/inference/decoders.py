@@ -17,6 +17,10 @@ as its attribute `model`, and registers its cache as buffers. Its forward takes
 
 and returns the logits of the last token, [sequences, vocabulary].
 
+The pipeline of a decoder is cut at the same modules as that of its model, whose captured module it wraps under the name
+`model`. So a parameter's name in the decoder is its name in the model after the prefix `model.`, and every rank already
+holds the parameters that it needs.
+
 Invariant: a decoder reads no parameter by another path than the model does, so it can be cut where the model is.
 
 Runs when a new kind of prompt is captured, and in every token, where modules run as Python.
@@ -24,14 +28,25 @@ Runs when a new kind of prompt is captured, and in every token, where modules ru
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from fpipe.cutting.partition import Cuts, Marked
 from fpipe.errors import InputError
+from fpipe.pipelines.batch import Batching
+from fpipe.pipelines.captures import Captures
+from fpipe.pipelines.memo import Memo
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.planner import Planner
+from fpipe.record.front_ends.registry import find_capture
 from fpipe.tensors.arguments import require_arguments
+from fpipe.tensors.fake import fake_mode
+from fpipe.tensors.torch_private import FakeTensor
+from schedules import Schedule
 
 MakeDecoder: TypeAlias = Callable[[nn.Module, int, int], nn.Module]
 """Makes the decoder of a model, for a number of sequences and a number of tokens."""
@@ -117,3 +132,50 @@ def _fill(layer: Any, keys: Tensor, values: Tensor, start: Tensor) -> None:
     layer.batch_size, layer.num_heads = keys.shape[:2]
     layer.k_head_dim, layer.v_head_dim = keys.shape[-1], values.shape[-1]
     layer.is_initialized = True
+
+
+PREFIX: Final = "model."
+
+
+def build_decoding(pipe: Pipeline, make: MakeDecoder, how: Schedule, inputs: Sequence[Tensor], length: int) -> Pipeline:
+    """Return the pipeline of the decoder of a model.
+
+    - `inputs`: an example of the decoder's inputs for all sequences.
+    - `length`: how many tokens the cache holds.
+    """
+    known = pipe.captures
+    rows = len(inputs[0]) // how.microbatches
+    with _mode_of(known.model), torch.device(pipe.device):
+        decoder = make(known.model, rows, length).eval()
+    if getattr(decoder, "model", None) is not known.model:
+        raise InputError(
+            f"decoder: got {type(decoder).__name__} without the model as its attribute 'model', expected one with it. "
+            "Set self.model = model, so that parameters keep their names."
+        )
+    batching = Batching.of(tuple(inputs), None, ((0, None, 0)[: len(inputs)], None), how.microbatches)
+    marks = [tuple(mark._replace(path=_prefixed(mark.path)) for mark in stage) for stage in known.marks()]
+    whole = tuple(map(_prefixed, known.cuts.names(known.model, None)[0]))
+    captures = Captures(
+        model=decoder,
+        loss=known.loss,
+        batchings={True: batching, False: batching},
+        front_end=find_capture("trace", whole),
+        cuts=Cuts(Marked(tuple(marks))),
+        backward=False,
+        hooks={},
+        watching=known.watching,
+        memo=Memo(max(2, known.memo.most)),
+    )
+    held = tuple(frozenset(map(_prefixed, stage.buffers)) for stage in pipe.stages)
+    planner = Planner(how, captures, 0, pipe.ranks.ranks, frozenset(), pipe.planner.backend, extra=held)
+    return Pipeline(planner, pipe.ranks, pipe.rebuild, pipe.plan_ahead)
+
+
+def _mode_of(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return the mode that a model's fake tensors belong to."""
+    found = [p.fake_mode for p in model.parameters() if isinstance(p, FakeTensor)]
+    return found[0] if found else fake_mode()
+
+
+def _prefixed(path: str) -> str:
+    return f"{PREFIX}{path}" if path else PREFIX.rstrip(".")

@@ -15,34 +15,37 @@ is on the last stage, others are on earlier ones.
 Ranks agree once per call. After that they see the same tokens, so they do the same without another word.
 
 Invariants. Nothing of training changes: parameters and buffers are read, caches live in the running call, and chosen
-tokens are drawn from a generator of the call. In each group, the result is that of the decoder on one device.
+tokens are drawn from a generator of the call. The executor passes the buffers of a microbatch on from one token to the
+next, never to another microbatch. In each group, the result is that of the decoder on one device.
 
 Runs when `generate` is called; the function that it returns runs for every batch of prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.inference.decoders import MakeDecoder, StaticDecoder
-from fpipe.inference.decoding import PREFIX, build_decoding
-from fpipe.inference.sampling import Choose, choose_likeliest
-from fpipe.inference.session import Choice, Session
-from fpipe.meshes.border import require_plain
+from fpipe.inference.decoders import PREFIX, MakeDecoder, StaticDecoder, build_decoding
+from fpipe.inference.sampling import Choice, Choose, choose_likeliest
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import digest_tensor
-from fpipe.pipelines.fields import CommonArguments, call_fields
-from fpipe.pipelines.handshake import agree_on_arguments, call_together
-from fpipe.pipelines.inputs import State
+from fpipe.pipelines.batch import SplitBatch
+from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, agree_on_plan, call_fields, call_together
+from fpipe.pipelines.inputs import State, feed, make_keys
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.step import hold_plain
-from fpipe.record.variant import EVALUATION
+from fpipe.pipelines.results import merge_results
+from fpipe.pipelines.step import hold_plain, run_plan
+from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.variant import EVALUATION, Variant
+from fpipe.runtime.executor import Inputs, Outcome
 from fpipe.tensors.arguments import describe_argument, require_integer, require_seed
+from fpipe.tensors.placed import require_plain
 from fpipe.tensors.spec import Spec
 from schedules import Schedule, forwards
 from schedules.errors import quote
@@ -133,7 +136,7 @@ def generate(
                 decodings[key] = decodings.pop(key)  # the most recently used one
             else:
                 decodings[key] = build_decoding(pipe, decoder, how, first, length)
-                for old in [*decodings][: -pipe.planner.most]:
+                for old in [*decodings][: -pipe.memo.most]:
                     del decodings[old]
             held = {f"{PREFIX}{name}": value for name, value in {**params, **buffers}.items()}
             session = Session(decodings[key], variant, held, seed)
@@ -222,3 +225,75 @@ def _require_prompts(prompts: Tensor, count: int, mask: Tensor | None, length: i
             f"mask, sequence {row}: got padding after a token, expected it on the left only: new tokens follow the "
             'last column. Set padding_side="left" in the tokenizer.'
         )
+
+
+class Session:
+    """The state of one generation on this process.
+
+    - `pipe`: the pipeline of the decoder; `variant`: how it runs.
+    - `held`: this process's parameters and the model's buffers, by the decoder's names.
+    - `caches`: by group, the decoder's own buffers.
+    - `leaves`: by plan, per microbatch and stage, the parameters in the form that the stage takes.
+    """
+
+    def __init__(self, pipe: Pipeline, variant: Variant, held: State, seed: int | None) -> None:
+        self.pipe, self.variant, self.held, self.seed = pipe, variant, held, seed
+        self.caches: list[State] = []
+        self.leaves: dict[StepPlan, Sequence[Mapping[int, Any]]] = {}
+
+    def plan(self, inputs: tuple[Tensor, ...]) -> tuple[StepPlan, SplitBatch]:
+        """Return the plan for these inputs, cached for each kind of them, and the inputs split into groups."""
+        batch = self.pipe.batch(self.variant, inputs, None, self.pipe.ranks.exchange_text)
+        plan = agree_on_plan(self.pipe, self.variant, batch.signature, CommonArguments(self.seed))
+        self.pipe.memo.use((self.variant, batch.signature))
+        return plan, batch
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[StepPlan, Tensor | None]:
+        """Run the decoder; return its plan, and on the rank of the last stage the logits of all sequences."""
+        plan, batch = self.plan(inputs)
+        outcomes = run_plan(self.pipe, plan, self._inputs(plan, batch))
+        self._keep(plan, outcomes)
+        results = {i: values for outcome in outcomes.values() for i, values in outcome.results.items()}
+        return plan, merge_results(plan, results)[1] if results else None
+
+    def _inputs(self, plan: StepPlan, batch: SplitBatch) -> Inputs:
+        leaves, here = batch.take(), plan.local_stages
+        if not self.caches:
+            self.caches = [_make_caches(plan) for _ in plan.assemblies]
+        if plan not in self.leaves:
+            plan.watch.require_unchanged()
+            self.leaves[plan] = self._leaves(plan)
+        held = [{**self.held, **cache} for cache in self.caches]
+        feeds = [
+            {s.index: feed(cut.stages[s.index], leaves, known) for s in here}
+            for cut, known in zip(plan.assemblies, held, strict=True)
+        ]
+        return Inputs(
+            params=self.leaves[plan],
+            buffers=[self._buffers(plan, cache) for cache in self.caches],
+            batch=lambda s, i: feeds[i][s](i),
+            keys=make_keys(plan, self.seed),
+        )
+
+    def _leaves(self, plan: StepPlan) -> Sequence[Mapping[int, Any]]:
+        local = [stage.index for stage in plan.local_stages]
+        by_cut = {cut: {s: cut.stages[s].leaves(self.held) for s in local} for cut in plan.cuts}
+        return [by_cut[cut] for cut in plan.assemblies]
+
+    def _buffers(self, plan: StepPlan, cache: State) -> Mapping[int, Any]:
+        found = {**self.held, **cache}
+        return {stage.index: tuple([found[name] for name in stage.buffers]) for stage in plan.local_stages}
+
+    def _keep(self, plan: StepPlan, outcomes: Mapping[int, Outcome]) -> None:
+        """Keep the caches that the groups leave, for their next tokens."""
+        for outcome in outcomes.values():
+            for cache, by_stage in zip(self.caches, outcome.buffers, strict=True):
+                for s, values in by_stage.items():
+                    names = plan.assembly.stages[s].buffers
+                    cache.update({n: v for n, v in zip(names, values, strict=True) if not n.startswith(PREFIX)})
+
+
+def _make_caches(plan: StepPlan) -> State:
+    """Return empty caches for one group: those of this process's layers."""
+    own = {name: spec for name, spec in plan.buffers.items() if not name.startswith(PREFIX)}
+    return {name: torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) for name, spec in own.items()}

@@ -19,7 +19,7 @@ from fpipe.errors import InputError
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.tensors.arguments import require_arguments, require_integer
 from schedules import Schedule
-from schedules.language.arguments import MOST_STAGES
+from schedules.arguments import MOST_STAGES
 
 MeshArgument: TypeAlias = DeviceMesh | Mapping[str, int] | None
 """A device mesh, or the size of each of its dimensions by name."""
@@ -111,10 +111,8 @@ def find_place(
     if group is not None:
         raise InputError(f"group: got {group} besides a mesh, expected one of them. Leave out group.")
     sharded = Sharded(options.shard) if isinstance(options.shard, str) else options.shard
-    sizes, dims = (
-        _list_sizes(options.mesh),
-        Dimensions(options.pp, options.dp, None if sharded is None else sharded.dim),
-    )
+    sizes = _list_sizes(options.mesh)
+    dims = Dimensions(options.pp, options.dp, None if sharded is None else sharded.dim)
     _require_dimensions(sizes, dims)
     _require_pipeline_size(sizes, dims.pp, ranks)
     replicas, shards = (1 if name is None else sizes[name] for name in (dims.dp, dims.shard))
@@ -154,7 +152,6 @@ def _place_in(mesh: DeviceMesh, dims: Dimensions, copies: PipelineCopies, own_ro
 
 
 def _find_group(mesh: DeviceMesh, name: str | None) -> dist.ProcessGroup | None:
-    """Return the group along a dimension; `None` without one, or if this process is alone in it."""
     return None if name is None or mesh[name].size() == 1 else mesh.get_group(name)
 
 

@@ -15,21 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.meshes.peers import DistributedPeers, LocalPeers, Meeting, Peers
+from fpipe.meshes.exchange import CopyLinks, DistributedPeers, LocalPeers, Meeting, Peers
 from schedules import Schedule, forwards, reduce_gradients, shard
 from schedules.language.actions import GATHERINGS
-
-
-class CopyLinks(NamedTuple):
-    """The two groups of one copy: its fellow shards of a replica, and its counterparts in the other replicas."""
-
-    shards: Peers
-    replicas: Peers
 
 
 @dataclass(frozen=True, eq=False)

@@ -156,7 +156,6 @@ class Holdings:
         return mesh[own]
 
     def _find_mesh(self, name: str, split: Placed | None) -> DeviceMesh:
-        """Return the part of the mesh that a sharded parameter is over; raise `InputError` if it is over another."""
         mesh, own = self.copies.mesh, self.copies.names
         assert mesh is not None, "processes are on a mesh"
         if split is None:

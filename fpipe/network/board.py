@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
@@ -99,19 +99,19 @@ class Board:
     - `connect`: returns a connection to the store that no other call blocks. The thread that asks calls it.
     - `keeper`: the rank whose process keeps the store, if one of them does.
     - `found`: the first cause, once it is known here.
-    - `is_gone`: whether the store has refused to answer; `late`: a question that it did not answer in time.
+    - `trouble`: the question that the store refused to answer, or did not answer in time.
     """
 
     def __init__(self, connect: Callable[[], dist.Store], rank: int, size: int, keeper: int | None) -> None:
         self.connect, self.rank, self.size, self.keeper = connect, rank, size, keeper
         self.found: Cause | None = None
         self.made: Connection | None = None
-        self.is_gone = False
-        self.late: StoreQuery | None = None
+        self.trouble: StoreQuery | None = None
         self.queries: SimpleQueue[StoreQuery | None] = SimpleQueue()
         self.queries.put(StoreQuery(self._connect))  # connect now, but let nobody wait for it
-        Thread(target=_answer_all, args=(self.queries,), name="fpipe board", daemon=True).start()
-        weakref.finalize(self, self.queries.put, None)
+        thread = Thread(target=_answer_all, args=(self.queries,), name="fpipe board", daemon=True)
+        thread.start()
+        weakref.finalize(self, _dismiss, thread, self.queries)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Board:
@@ -143,14 +143,15 @@ class Board:
     @property
     def is_lost(self) -> bool:
         """True if the store does not answer."""
-        return self.is_gone or (self.late is not None and not self.late.done.is_set())
+        return self.trouble is not None and (self.trouble.error is not None or not self.trouble.done.is_set())
 
     @property
     def lost_cause(self) -> Cause | None:
         """The cause if the board is lost: something is wrong with the process that keeps the store."""
-        if not self.is_lost:
+        if self.trouble is None or not self.is_lost:
             return None
-        problem = "it died, or left: the store is gone" if self.is_gone else "it is stopped: the store does not answer"
+        died, stopped = "it died, or left: the store is gone", "it is stopped: the store does not answer"
+        problem = stopped if self.trouble.error is None else died
         return Cause(self.keeper, "which keeps the store of the process group", problem)
 
     def linger(self) -> None:
@@ -190,11 +191,12 @@ class Board:
         asked = time.monotonic()
         while not query.done.wait(PATIENCE):
             if time.monotonic() - asked < 2 * PATIENCE:
-                self.late = query
+                self.trouble = query
                 return default
             asked = time.monotonic()  # this process was stopped itself: the answer may be there at once
-        self.is_gone = self.is_gone or query.error is not None
-        return default if self.is_gone else cast(T, query.answer)
+        if query.error is not None:
+            self.trouble = query
+        return default if self.is_lost else cast(T, query.answer)
 
 
 class StoreQuery:
@@ -215,6 +217,17 @@ def _answer_all(queries: SimpleQueue[StoreQuery | None]) -> None:
             query.error = error
         query.done.set()
         del query
+
+
+def _dismiss(thread: Thread, queries: SimpleQueue[StoreQuery | None]) -> None:
+    """End the thread that asks, at the end of the process at the latest.
+
+    Let it finish its question, unless the store is lost. A thread that comes back from torch while Python ends aborts
+    the process: Python ends it by unwinding its stack, on which C++ has a frame that must not be unwound.
+    """
+    queries.put(None)
+    if thread is not current_thread():  # the last reference to a board may be in a question
+        thread.join(PATIENCE)
 
 
 def _find_keeper(processes: list[int], environment: Mapping[str, str]) -> int | None:

@@ -8,30 +8,17 @@ Idea. What is raised before all have agreed is announced in place of this proces
 (`fpipe.network.agreement`). What is raised later is published on the board, and the groups on which the
 others wait are broken. A connection that ends is looked up on the board: another rank may know why.
 
-What an error here means to the others depends on one state, the `Standing` of this process:
-
-                   enter             begin              conclude
-        OUTSIDE ──────────▶ DECIDING ─────▶ MIDWAY ──────────────▶ CONCLUDED
-           ▲                   ▲              │                        │
-           │                   └──────────────┘ decide                 │
-           └───────────────────────────── the end of the call ─────────┘
-
-        an error           announced      published              its own affair
-
-An error that is published, a wait that breaks, or a wrong message leads to FAILED, from which nothing leads away. An
-error that all ranks raise together, because they do not agree, concludes.
+What an error here means to the others is a state of this process (`fpipe.network.standing`).
 
 Runs when a pipeline is built and in every step, if ranks are separate processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from enum import Enum, auto
-from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 import torch.distributed as dist
 from torch import Tensor
@@ -39,79 +26,33 @@ from torch import Tensor
 from fpipe.errors import Cause, RankError, TransportError
 from fpipe.network.agreement import agree, announce_refusal, exchange_texts
 from fpipe.network.board import Board
+from fpipe.network.groups import Control, World
 from fpipe.network.lookout import Lookout
 from fpipe.network.ranks import Fields
-from fpipe.network.waiting import Awaited, BrokenWaitError, Waitable, destroy_groups, list_closed
+from fpipe.network.standing import Standing
+from fpipe.network.waiting import Awaited, BrokenWaitError, destroy_groups, list_closed
 from schedules.errors import describe_error
 
 DIED: Final = "it died, or left: its connection ended, and it left no word. Look at the last lines that it printed"
-
-
-class ControlGroup(Protocol):
-    """Processes that agree: their group, the number in it of this one, and the numbers in the job of all."""
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The group over which they agree."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """The numbers in the job of all processes."""
-
-    def gather(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor]:
-        """Return the tensor that each process passes, in order; `wait` waits for the others."""
-
-
-class Standing(Enum):
-    """The standing of this process among those that make a call: what the others wait for.
-
-    - `OUTSIDE`: no call is running.
-    - `DECIDING`: they wait for it to agree. `MIDWAY`: they may wait for what it computes. `CONCLUDED`: for nothing.
-    - `FAILED`: they were told that a call failed; later calls are refused.
-    """
-
-    OUTSIDE = auto()
-    DECIDING = auto()
-    MIDWAY = auto()
-    CONCLUDED = auto()
-    FAILED = auto()
-
-
-_WITHIN: Final = frozenset({Standing.DECIDING, Standing.MIDWAY, Standing.CONCLUDED, Standing.OUTSIDE, Standing.FAILED})
-FOLLOWING: Mapping[Standing, frozenset[Standing]] = MappingProxyType(
-    {
-        Standing.OUTSIDE: frozenset({Standing.DECIDING, Standing.FAILED}),
-        Standing.DECIDING: _WITHIN,
-        Standing.MIDWAY: _WITHIN,
-        Standing.CONCLUDED: _WITHIN,
-        Standing.FAILED: frozenset({Standing.FAILED}),
-    }
-)
-"""The standings that may follow each one."""
 
 
 class SharedCalls:
     """The calls of one pipeline, or of a build, as this process makes them.
 
     - `owned`: returns the groups that nobody else uses, which are broken and destroyed if a call fails.
-    - `count`: the number of calls so far; `call`: the name and number of the current one.
-    - `standing`: what the others wait for; `failure`: why later calls are refused, once it is `FAILED`.
+    - `count`: the number of calls so far; `situation`: what this process is doing.
     """
 
     def __init__(
         self,
-        table: ControlGroup,
+        table: Control | World,
         timeout: timedelta,
         release: Callable[[], None],
         owned: Callable[[], Iterable[dist.ProcessGroup]],
     ) -> None:
-        self.table, self.owned = table, owned
-        self.count, self.call, self.standing, self.failure = 0, "", Standing.OUTSIDE, ""
+        self.table, self.owned, self.count = table, owned, 0
         self.lookout = Lookout(Board.of(table.group), table.processes, timeout, release)
+        self.situation = self.lookout.situation
 
     @contextmanager
     def enter(self, call: str) -> Iterator[None]:
@@ -120,9 +61,7 @@ class SharedCalls:
         Raise `RankError` if another rank fails, dies or falls silent.
         """
         self.count += 1
-        self.call = f"{call} (call {self.count})"
-        self._move(Standing.DECIDING)
-        with self.lookout.on_duty(self.call):
+        with self.lookout.on_duty(f"{call} (call {self.count})"):
             try:
                 yield
             except BrokenWaitError as error:
@@ -132,25 +71,22 @@ class SharedCalls:
                 if isinstance(error, SystemExit) and not error.code:
                     raise self._refuse_exit() from error
                 raise
-            finally:
-                if self.standing is not Standing.FAILED:
-                    self._move(Standing.OUTSIDE)
 
     def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
         """Raise `TransportError` on every rank unless all have called the same function with the same fields.
 
         `about` distinguishes several agreements within one call. Return the `note` that each rank passed.
         """
-        call = f"{self.call}, {about}" if about else self.call
+        call = f"{self.situation.call}, {about}" if about else self.situation.call
         try:
             return agree(self.table.rank, self.gather, call, fields(), note)
         except TransportError:
-            self._move(Standing.CONCLUDED)  # the others raise it too
+            self.situation.move(Standing.CONCLUDED)  # the others raise it too
             raise
 
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
         """Return the tensors that all processes pass, of the same shape and dtype."""
-        return self.table.gather(mine, self.lookout.wait, self.call)
+        return self.table.gather(mine, self.lookout.wait, self.situation.call)
 
     def exchange_text(self, text: str, about: str) -> list[str]:
         """Return the texts of all processes, in order; every one must call this."""
@@ -159,45 +95,37 @@ class SharedCalls:
 
     def begin(self) -> None:
         """Declare that the others wait for what this process does next: an error is theirs, too."""
-        self._move(Standing.MIDWAY)
+        self.situation.move(Standing.MIDWAY)
 
     def decide(self) -> None:
         """Declare that the others wait for this process only to agree on what follows."""
-        self._move(Standing.DECIDING)
+        self.situation.move(Standing.DECIDING)
 
     def conclude(self) -> None:
         """Declare that no other process waits any more for what this one does."""
-        self._move(Standing.CONCLUDED)
+        self.situation.move(Standing.CONCLUDED)
 
     def refuse(self, error: TransportError, why: str) -> None:
         """Announce an error to the others, and refuse later calls."""
         with suppress(RuntimeError):  # no other rank is left
-            announce_refusal(self.gather, self.call, error)
-        self.fail(why)
-
-    def fail(self, why: str) -> None:
-        """Refuse later calls."""
-        self._move(Standing.FAILED)
-        self.failure = why
-
-    def _move(self, standing: Standing) -> None:
-        assert standing in FOLLOWING[self.standing], f"{self.standing} does not lead to {standing}"
-        self.standing = standing
+            announce_refusal(self.gather, self.situation.call, error)
+        self.situation.fail(why)
 
     def _share(self, error: BaseException) -> None:
         """Let the other ranks know of an error, if they wait for this one."""
         # Who is interrupted while it decides can't wait for the others to hear of it, as an announcement does.
-        is_deciding = self.standing is Standing.DECIDING
-        if self.standing is Standing.MIDWAY or (is_deciding and not isinstance(error, Exception)):
+        standing = self.situation.standing
+        is_deciding = standing is Standing.DECIDING
+        if standing is Standing.MIDWAY or (is_deciding and not isinstance(error, Exception)):
             self._tell(error)
         elif is_deciding:
             with suppress(RuntimeError):  # no other rank is left
-                announce_refusal(self.gather, self.call, error)
+                announce_refusal(self.gather, self.situation.call, error)
 
     def _tell(self, error: BaseException) -> None:
         """Tell the other ranks of an error midway in a call, and end their waits for this one."""
         said = describe_error(error)
-        mine = Cause(self.table.rank, self.lookout.place, said)
+        mine = Cause(self.table.rank, self.situation.place, said)
         first = self.lookout.board.publish(mine)
         self._end(said)
         order = "the first failure; the other ranks were told" if first == mine else f"after the first failure: {first}"
@@ -205,28 +133,28 @@ class SharedCalls:
 
     def _learn(self, awaited: Awaited) -> RankError:
         """Return the error of this rank, for which something did not come; find out why, and tell the others."""
-        lookout, place = self.lookout, self.lookout.place
-        board = lookout.board
+        lookout, board = self.lookout, self.lookout.board
         cause = board.read() or board.lost_cause
         if cause is None:
             closed = tuple(list_closed(awaited))
             lost = lookout.ranks_of(awaited._replace(peers=closed or awaited.peers))
             died = Cause(lost[0] if lost else None, f"before {awaited.what}", DIED)
             cause = board.publish(died, lost[:1] if closed else ())
+        place = self.situation.place
         self._end(str(cause))
         return RankError(self.table.rank, place, lookout.name(awaited), cause)
 
     def _end(self, why: str) -> None:
         """Refuse later calls, end all waits of this process, and wait until all ranks that are left know why."""
-        self.fail(why)
+        self.situation.fail(why)
         self.lookout.release()
         self.lookout.board.linger()
-        with self.lookout.asking:  # the thread may be about to break them, too
+        with self.situation.looking:  # the lookout may be about to break them, too
             destroy_groups(self.owned())
-            self.lookout.call = ""
 
     def _refuse_exit(self) -> TransportError:
         return TransportError(
-            f"rank {self.table.rank}, {self.call}: got sys.exit() in the middle of a call, expected its end: other "
-            "ranks wait for this one. Exit between calls, on every rank; or with a code other than 0, if this failed."
+            f"rank {self.table.rank}, {self.situation.call}: got sys.exit() in the middle of a call, expected its end: "
+            "other ranks wait for this one. Exit between calls, on every rank; or with a code other than 0, if this "
+            "failed."
         )

@@ -2,7 +2,7 @@
 """One rank per process: the communication and agreement of torch.distributed processes.
 
 Messages travel over channels (`fpipe.network.channels`). Before any is sent, all ranks agree on what they are
-about to do (`fpipe.network.agreement`), over a separate group (`fpipe.network.control`).
+about to do (`fpipe.network.agreement`), over a separate group (`fpipe.network.groups`).
 
 If a call fails on one rank, the others hear of it (`fpipe.network.calls`), and the pipeline's own groups are
 broken, so that nobody waits for it. The user's groups stay whole.
@@ -23,12 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import TransportError
-from fpipe.network import clocks, speeds
+from fpipe.network import measurements
 from fpipe.network.calls import SharedCalls
 from fpipe.network.channels import DistributedTransport
-from fpipe.network.control import GRACE, Control, choose_timeout, find_mesh_group
-from fpipe.network.creation import Creator
-from fpipe.network.ranks import Fields, claim_turn, require_unclosed
+from fpipe.network.groups import GRACE, Control, Creator, choose_timeout, find_mesh_group
+from fpipe.network.ranks import Fields, Ranks, claim_turn, require_unclosed
 from fpipe.network.waiting import Line, PendingWorks, Waitable, await_all, reporting
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.transport import Route, Transport
@@ -36,7 +35,7 @@ from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import process_groups
 
 
-class DistributedRanks:
+class DistributedRanks(Ranks):
     """One rank of a schedule: this process, in a `group` with as many processes as ranks.
 
     `replicas` lists the processes of every pipeline of the job; `everyone` lists those that agree on every call, which
@@ -130,11 +129,12 @@ class DistributedRanks:
         self.transport.forget_layouts()
 
     def _require_whole(self, what: str) -> None:
-        if not self.calls.failure and not self.control.is_alive:
-            self.calls.fail("its process group was destroyed")
-        if self.calls.failure:
+        situation = self.calls.situation
+        if not situation.failure and not self.control.is_alive:
+            situation.fail("its process group was destroyed")
+        if situation.failure:
             raise TransportError(
-                f"rank {self.control.rank}, {what}: got a pipeline that failed midway ({self.calls.failure}), expected "
+                f"rank {self.control.rank}, {what}: got a pipeline that failed midway ({situation.failure}), expected "
                 "one whose ranks are in step: messages would no longer match. Restart all processes from a checkpoint."
             )
 
@@ -142,15 +142,15 @@ class DistributedRanks:
         """Run this process's rank to completion, blocking on each handle that it yields; return its outcome."""
         (rank,), (execution,) = self.ranks, copies
         self.calls.begin()
-        lookout = self.calls.lookout
-        lookout.execution = execution(rank, self.transport)
-        run = lookout.execution.run()
+        situation, wait = self.calls.situation, self.calls.lookout.wait
+        situation.execution = execution(rank, self.transport)
+        run = situation.execution.run()
         try:
             while True:
                 posted: Any = next(run)
-                lookout.wait(posted)
+                wait(posted)
         except StopIteration as stop:
-            lookout.execution = None
+            situation.execution = None
             return [{rank: stop.value}]
 
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
@@ -176,26 +176,26 @@ class DistributedRanks:
     def measure_clock_offset(self) -> float:
         """Return how many seconds this process's clock is ahead of the first rank's; every rank must call this."""
         with self._hold_line("its clock") as line:
-            return clocks.measure_offset(line)
+            return measurements.measure_offset(line)
 
     def measure_transfers(self, sizes: Sequence[int]) -> Tensor:
         """Return how long messages take between any two ranks; every rank must call this with the same sizes."""
         self.agree(about="transfers to measure")
         with self._hold_line("a message to measure") as line:
-            rows = speeds.measure_transfers(line, sizes)
+            rows = measurements.measure_transfers(line, sizes)
         return torch.cat(self.gather_rows(rows))
 
     def measure_posting(self) -> float:
         """Return how long this process takes to post a send and a receive; every rank must call this."""
         self.agree(about="messages to post")
         with self._hold_line("a message to measure") as line:
-            return speeds.measure_posting(line)
+            return measurements.measure_posting(line)
 
     @contextmanager
     def _hold_line(self, what: str) -> Iterator[Line]:
         """Return the context in which ranks exchange messages of their own; afterwards they decide on what follows."""
         self.calls.begin()
-        yield Line(self.results, self.device, f"{what} in {self.calls.call}", self.calls.lookout.wait)
+        yield Line(self.results, self.device, f"{what} in {self.calls.situation.call}", self.calls.lookout.wait)
         self.calls.decide()
 
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
@@ -211,7 +211,7 @@ class DistributedRanks:
         self.calls.begin()
         mine = vector.contiguous().view(torch.uint8)  # not every backend knows every dtype
         rows = mine.new_empty(dist.get_world_size(self.everyone), len(mine))
-        awaited = await_all(f"vectors of {self.calls.call}", self.everyone)
+        awaited = await_all(f"vectors of {self.calls.situation.call}", self.everyone)
         with reporting(awaited):
             work = dist.all_gather([*rows], mine, group=self.everyone, async_op=True)
         self.calls.lookout.wait(PendingWorks([work], awaited))
@@ -222,7 +222,7 @@ class DistributedRanks:
         """Return the tensor of number `source` in the group on all its processes."""
         mine = tensor if group.rank() == source else None  # else it may be the user's own, to receive into
         data = spec.buffer() if mine is None else spec.pack(mine)
-        awaited = await_all(f"result of {self.calls.call}", group)  # others may pass it on
+        awaited = await_all(f"result of {self.calls.situation.call}", group)  # others may pass it on
         with reporting(awaited):
             sender = dist.get_process_group_ranks(group)[source]
             work = dist.broadcast(data, src=sender, group=group, async_op=True)

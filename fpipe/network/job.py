@@ -11,65 +11,34 @@ in the same form; it is never broken, so there a wait ends when a connection end
 Invariant: no process creates a group before all have agreed to build. Then all name new groups alike, by the number of
 groups that any of them has created: a build that failed may have left some with fewer.
 
-Runs when a pipeline is built, or a model is profiled, if ranks are separate processes.
+Without a process group, this process runs all ranks (`LocalJob`).
+
+Runs when a pipeline is built, or a model is profiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.errors import TransportError
+from fpipe.errors import InputError, TransportError
 from fpipe.network.calls import SharedCalls
-from fpipe.network.control import GRACE, Control, list_replicas
-from fpipe.network.creation import Creator, Made
 from fpipe.network.distributed import DistributedRanks
+from fpipe.network.groups import GRACE, Control, Creator, Made, World
 from fpipe.network.lookout import SLICE
 from fpipe.network.ranks import Fields, Ranks, claim_turn
-from fpipe.network.waiting import PendingWorks, Waitable, await_all, break_group, reporting
+from fpipe.network.waiting import break_group
 from fpipe.tensors.torch_private import count_groups, device_types, name_groups_from, timeout_of
 
 EARLIER: Final = timedelta(seconds=4 * SLICE)
 """How much earlier than the default group a process gives up, so that it has time to find out why."""
-
-
-class UnbreakableWorks(PendingWorks):
-    """Works over the user's group, which stays whole."""
-
-    def give_up(self) -> None:
-        """Do nothing: the wait ends as the description of this module says."""
-
-
-class World(NamedTuple):
-    """The default group of the user, over which processes agree until the job has a control group."""
-
-    group: dist.ProcessGroup
-    device: torch.device
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-        return dist.get_rank()
-
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """The numbers of all processes of the job."""
-        return tuple(range(dist.get_world_size()))
-
-    def gather(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor]:
-        """Return the tensor that each process passes, in order; all must have the same shape and dtype."""
-        sent = mine.to(self.device)
-        rows, awaited = [torch.empty_like(sent) for _ in self.processes], await_all(f"agreement on {call}", self.group)
-        with reporting(awaited):
-            work = dist.all_gather(rows, sent, async_op=True)
-        wait(UnbreakableWorks([work], awaited))
-        return [row.cpu() for row in rows]
 
 
 class DistributedJob:
@@ -159,3 +128,94 @@ def _require_size(group: dist.ProcessGroup, ranks: int) -> None:
             f"got a process group of {size} processes, expected one process for each of the schedule's {ranks} "
             f"ranks. Start {ranks} processes, or build the schedule for ranks={size}."
         )
+
+
+class LocalJob:
+    """A job of this process alone."""
+
+    def agree(self, fields: Fields) -> None:
+        """Do nothing: there is no other process."""
+
+    def create(self, make: Callable[[], Made], what: str, device: torch.device) -> Made:
+        """Return what it makes."""
+        return make()
+
+    def join(
+        self, ranks: int, group: dist.ProcessGroup | None, device: torch.device, members: Sequence[int] = ()
+    ) -> Ranks:
+        """Return all ranks; raise `TransportError` if a launcher has started other processes."""
+        require_process_group(os.environ)
+        return Ranks(ranks)
+
+
+JobProcesses: TypeAlias = DistributedJob | LocalJob
+"""The processes that begin to build together: all of the job, or this one."""
+
+
+@contextmanager
+def enter_job(call: str) -> Iterator[JobProcesses]:
+    """Return the context in which all processes of the job begin to build; an error on one of them is raised on all.
+
+    They agree, and then join.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        yield LocalJob()
+        return
+    with enter_distributed_job(call) as job:
+        yield job
+
+
+def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Return the process group; raise `InputError` for a mesh of several dimensions."""
+    return take_dimension(group) if isinstance(group, DeviceMesh) else group
+
+
+def take_dimension(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the process group of a mesh with one dimension; raise `InputError` for another mesh."""
+    if mesh.ndim != 1:
+        names = list(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
+        raise InputError(
+            f"group: got a device mesh with the dimensions {names}, expected the one along which the pipeline "
+            'runs. Name it: group=mesh["pp"].'
+        )
+    return mesh.get_group()
+
+
+def join_launched() -> None:
+    """Initialize the default process group if a launcher started several processes and nobody has done so."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if size.isdecimal() and int(size) > 1 and dist.is_available() and not dist.is_initialized():
+        dist.init_process_group()
+
+
+def require_process_group(environment: Mapping[str, str]) -> None:
+    """Raise `TransportError` if a launcher started several processes, to call if no process group exists."""
+    size = environment.get("WORLD_SIZE", "")
+    if size.isdecimal() and int(size) > 1:
+        raise TransportError(
+            f"torch.distributed: got no process group, though a launcher has started {size} processes (WORLD_SIZE), "
+            "expected one: otherwise each process runs all ranks by itself. Call "
+            "torch.distributed.init_process_group() before pipeline(), and destroy_process_group() only after the last "
+            "step; or, to run all ranks in every "
+            'process, remove it first: del os.environ["WORLD_SIZE"].'
+        )
+
+
+def list_replicas(world: list[int], job: SharedCalls) -> list[list[int]]:
+    """Return the processes of every pipeline in the job, in the same order everywhere; `world` is this pipeline's.
+
+    `job` are the calls of all processes.
+    """
+    sizes = job.agree(about="the processes of its pipelines", note=len(world))
+    if len({*sizes}) > 1:
+        raise TransportError(
+            f"group: got groups of {sorted({*sizes})} processes, expected the same size for every pipeline of the job. "
+            "Build all pipelines at the same time, over groups of the same size."
+        )
+    lists = sorted({tuple(other.tolist()) for other in job.gather(torch.tensor(world))})
+    if sorted(rank for ranks in lists for rank in ranks) != list(range(dist.get_world_size())):
+        raise TransportError(
+            f"group: got groups of the processes {[*map(list, lists)]}, expected each process in exactly one of them. "
+            "Pass every process the group, or the mesh, that it belongs to."
+        )
+    return [*map(list, lists)]

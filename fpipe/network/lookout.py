@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Lock, Thread, current_thread, main_thread
+from threading import Thread, current_thread, main_thread
 from time import monotonic
 from typing import Final
 
 from fpipe.errors import Cause
 from fpipe.network.board import Board, Sign
+from fpipe.network.standing import Situation
 from fpipe.network.waiting import Awaited, Waitable
-from fpipe.runtime.executor import Execution
 
 SLICE: Final = 0.5  # seconds between two looks
 SILENCE: Final = 4 * SLICE  # a rank without a new sign of life for so long is silent
@@ -56,8 +56,7 @@ class Lookout:
 
     - `processes`: the numbers in the job of the ranks.
     - `release`: breaks the groups of the pipeline.
-    - `call`: the call that is running, or nothing; `execution`: the program that it runs, if it has come to that.
-    - `posted`: what the rank waits for, if it waits. `vigil`: the wait that the thread has seen last.
+    - `situation`: what the rank is doing. `vigil`: the wait that the thread has seen last.
     """
 
     def __init__(
@@ -68,11 +67,7 @@ class Lookout:
         release: Callable[[], None],
     ) -> None:
         self.board, self.processes, self.timeout = board, processes, timeout.total_seconds()
-        self.release = release
-        self.call = ""
-        self.execution: Execution | None = None
-        self.posted: Waitable | None = None
-        self.asking = Lock()  # held while the thread uses the board
+        self.release, self.situation = release, Situation()
         self.vigil = Vigil(None, 0.0, FIRST_REPORT)
         self.is_over = False
         self.bell, self.string = socket.socketpair()
@@ -82,28 +77,21 @@ class Lookout:
 
     def wait(self, posted: Waitable) -> None:
         """Wait for it, in sight of the thread."""
-        self.posted = posted
+        self.situation.posted = posted
         try:
             posted.wait()
         finally:
-            self.posted = None
+            self.situation.posted = None
 
     @contextmanager
     def on_duty(self, call: str) -> Iterator[None]:
         """Return the context of a call: the thread looks around, and Ctrl-C ends a wait."""
-        self.call = call
+        self.situation.enter(call)
         try:
             with _ringing(self.string):
                 yield
         finally:
-            with self.asking:
-                self.call, self.execution = "", None
-
-    @property
-    def place(self) -> str:
-        """The call, position and action of this rank."""
-        at = self.execution.at if self.execution is not None else None
-        return self.call if at is None else f"{self.call}, position {at.position}, {at.action}"
+            self.situation.leave()
 
     def stop(self) -> None:
         """End the thread."""
@@ -116,23 +104,23 @@ class Lookout:
                 rung = self.bell.recv(64)
             except TimeoutError:
                 rung = b""
-            with self.asking:
-                if self.call:
+            with self.situation.looking:
+                if self.situation.is_running:
                     self._look(signal.SIGINT in rung and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
         self.bell.close()
 
     def _look(self, is_interrupted: bool) -> None:
         """Look whether the rank waits, and for how long; let the others know that it is alive."""
-        posted, now = self.posted, monotonic()
+        posted, now = self.situation.posted, monotonic()
         if posted is not self.vigil.posted or posted is None:
             self.vigil = Vigil(posted, now, FIRST_REPORT)
         is_failed = self.board.read() is not None
         awaited = None if posted is None else posted.awaited
-        self.board.give_sign(self.place, () if awaited is None else self.ranks_of(awaited))
+        self.board.give_sign(self.situation.place, () if awaited is None else self.ranks_of(awaited))
         if posted is None or awaited is None:
             return
         if is_interrupted:  # others must not take it for a death
-            self.board.publish(Cause(self.board.rank, self.place, KeyboardInterrupt.__name__))
+            self.board.publish(Cause(self.board.rank, self.situation.place, KeyboardInterrupt.__name__))
         is_over = is_failed or is_interrupted
         if is_over or self._is_too_long(awaited, now - self.vigil.since):
             posted.give_up()
@@ -142,7 +130,7 @@ class Lookout:
         """Report a wait that is long; once it is too long, publish why, and return true."""
         vigil = self.vigil
         if waited >= vigil.report:
-            where = f"rank {self.board.rank}, {self.place}"
+            where = f"rank {self.board.rank}, {self.situation.place}"
             LOG.warning("%s: still waiting for %s, %d s", where, self.name(awaited), waited)
             vigil.report *= 2
         if vigil.signs is None:

@@ -27,12 +27,13 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 
 from fpipe.network.ranks import Ranks
-from fpipe.runtime.executor import ActionHandler, Execution, Inputs, LinkedProgram, Outcome, StageLike
+from fpipe.runtime.contract import StageLike
+from fpipe.runtime.executor import ActionHandler, Execution, Inputs, LinkedProgram, Outcome
 from fpipe.runtime.transport import Handle, Payload, Transport, posted_action
 from schedules import Action, Span
 from schedules.language.actions import wait_of
 
-Record: TypeAlias = Callable[[Span], None]
+RecordSpan: TypeAlias = Callable[[Span], None]
 """The user's function, which is called with each span; times are in seconds of `time.perf_counter`."""
 TimeMark: TypeAlias = Any
 """A point in time that a `Stopwatch` can read."""
@@ -54,7 +55,7 @@ class Stopwatch(Protocol):
 class HostStopwatch:
     """The host's clock; spans are recorded immediately."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: RecordSpan) -> None:
         self.record, self.mark = record, perf_counter
 
     def lap(self, rank: int, action: Action, start: float, end: float) -> None:
@@ -86,7 +87,7 @@ class DeviceStopwatch:
     """
 
     def __init__(
-        self, record: Record, mark: Callable[[], StreamEvent], clock: Callable[[], float] = perf_counter
+        self, record: RecordSpan, mark: Callable[[], StreamEvent], clock: Callable[[], float] = perf_counter
     ) -> None:
         self.record, self.mark, self.clock = record, mark, clock
         self.laps: list[tuple[int, Action, StreamEvent, StreamEvent]] = []
@@ -105,7 +106,7 @@ class DeviceStopwatch:
             self.record(Span(rank, action, began, max(began, ended)))
 
 
-def stopwatch(device: torch.device, record: Record) -> Stopwatch:
+def stopwatch(device: torch.device, record: RecordSpan) -> Stopwatch:
     """Return the stopwatch for computations on `device`."""
     if device.type == "cpu":
         return HostStopwatch(record)
@@ -147,7 +148,7 @@ def run_recorded(
     ranks: Ranks,
     copies: Sequence[tuple[Mapping[int, LinkedProgram], Inputs]],
     device: torch.device,
-    record: Record,
+    record: RecordSpan,
 ) -> list[dict[int, Outcome]]:
     """Run each copy's programs, from `add_timers`; return the outcomes. `record` gets the spans of actions and waits.
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fpipe.errors import CaptureError, InputError
-from fpipe.record.model.stateless import require_plain_tensors, require_registered
+from fpipe.record.model.skeleton import require_plain_tensors, require_registered
 from fpipe.record.objective import Loss, require_no_parameters
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly

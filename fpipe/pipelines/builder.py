@@ -21,26 +21,25 @@ from fpipe.cutting.partition import Cuts
 from fpipe.meshes.arguments import MeshOptions, MeshPlace, find_place, require_collectives
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.network.agreement import Field
-from fpipe.network.launch import JobProcesses
+from fpipe.network.job import JobProcesses
 from fpipe.network.ranks import Ranks
 from fpipe.pipelines.argument_checks import require_buildable, require_trained
 from fpipe.pipelines.batch import Batching, SplitBatch
-from fpipe.pipelines.capture_cache import CaptureCache
-from fpipe.pipelines.handshake import agree_on_plan, agree_to_build
+from fpipe.pipelines.captures import Captures
+from fpipe.pipelines.handshake import agree_on_plan, agree_to_build, prepare_steps
 from fpipe.pipelines.loss_weights import Weight
+from fpipe.pipelines.memo import Memo
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
-from fpipe.pipelines.preparation import prepare_steps
 from fpipe.pipelines.resolver import Resolver
-from fpipe.record.capture.modules import as_module
-from fpipe.record.capture.registry import find_capture
 from fpipe.record.captured import CaptureFunction, FrontEnd
-from fpipe.record.model.copying import require_own_buffers
-from fpipe.record.model.gradient_hooks import collect_gradient_hooks, require_exact_hooks
-from fpipe.record.model.stateless import skeleton
+from fpipe.record.front_ends.parts import as_module
+from fpipe.record.front_ends.registry import find_capture
+from fpipe.record.model.skeleton import skeleton
+from fpipe.record.model.state import collect_gradient_hooks, require_exact_hooks, require_own_buffers
 from fpipe.record.objective import Loss
-from fpipe.record.reads.model_state import ModelState
+from fpipe.record.reads.namespaces import ModelState
 from fpipe.record.reads.watch import Watcher
 from fpipe.record.variant import TRAINING
 from fpipe.stages.backends import Backend
@@ -121,9 +120,7 @@ class Builder:
         kept = example if captures.batchings[True].example.answers else example.without_values()
         sums = parameters_to_sum(self.tied, module)
         ranks = self.ranks.ranks
-        planner = Planner(
-            self.schedule, captures, self.output_dims, ranks, sums, self.backend, self.copies, most=self.plans
-        )
+        planner = Planner(self.schedule, captures, self.output_dims, ranks, sums, self.backend, self.copies)
         pipe = Pipeline(planner, self.ranks, lambda model: self._rebuild(model, kept), prepare_steps, self.returned)
         require_exact_hooks(captures.hooks, sums)
         pipe.holdings.require_rows()
@@ -135,7 +132,7 @@ class Builder:
         _warn_of_observers(pipe.training.assembly.captured.observers)
         return pipe
 
-    def _captures(self, module: nn.Module) -> CaptureCache:
+    def _captures(self, module: nn.Module) -> Captures:
         """Return an empty cache for a model's captures; it holds none of the user's tensors."""
         see, mode, home = (
             find_capture(self.capture, *self.cuts.names(module, self.loss)),
@@ -145,7 +142,8 @@ class Builder:
         model = skeleton(module, lambda tensor: fake(mode, tensor, home))
         watching = Watcher(ModelState.of(module), self.loss)
         trains, hooks = self.schedule.backward, collect_gradient_hooks(module)
-        return CaptureCache(model, self.loss, self.batchings, see, self.cuts, trains, hooks, watching)
+        memo = Memo(self.plans)
+        return Captures(model, self.loss, self.batchings, see, self.cuts, trains, hooks, watching, memo)
 
 
 def _warn_of_observers(observers: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from fpipe.cutting.calls import Calls, call_name, outermost
 from fpipe.record.captured import Call
-from fpipe.runtime.executor import StageCrossing
+from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.backends import PLAIN, splits
 from fpipe.stages.stage import Stage
@@ -26,7 +26,7 @@ from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import first_names
 from schedules import Schedule, Sizes
 from schedules.errors import printable
-from schedules.language.costs import of_stage
+from schedules.replay.costs import of_stage
 
 COLUMNS = 98
 MOST_LINES = 12

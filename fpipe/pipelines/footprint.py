@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fpipe.record.capture.assumed_values import assume_values
 from fpipe.record.captured import BatchLeaf, Buffer, Parameter, Tensors
-from fpipe.runtime.executor import StageCrossing
+from fpipe.record.fakes.assumed_values import assume_values
+from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.prologue import Feed
 from fpipe.stages.stage import Stage

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.meshes.copies import CopyLinks
-from fpipe.meshes.exchange import Exchange
+from fpipe.meshes.exchange import CopyLinks, Exchange
 from fpipe.pipelines.batch import SplitBatch
 from fpipe.pipelines.memory import require_apart
 from fpipe.pipelines.step_plan import StepPlan

@@ -17,7 +17,7 @@ from fpipe.errors import InputError
 from fpipe.tensors.arguments import describe_argument
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import Structure, broadcast
-from schedules.language.arguments import takes
+from schedules.arguments import takes
 
 MergeDim: TypeAlias = int | Callable[[Sequence[Tensor]], Any] | None
 """A dimension, `None` to take the first microbatch's, or a function of those of all microbatches."""

@@ -20,7 +20,7 @@ import torch
 
 from fpipe.errors import InputError
 from fpipe.network.ranks import wait_for_turn
-from fpipe.record.capture.eager_types import hide_fakes
+from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.variant import Casts, Variant
 from fpipe.tensors import random
 from fpipe.tensors.torch_private import saved_tensor_hooks

@@ -23,24 +23,24 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from fpipe.meshes.border import require_plain, wrap_state
 from fpipe.meshes.copies import PipelineCopies
 from fpipe.meshes.holdings import Holdings
 from fpipe.network.ranks import Ranks, require_unclosed, wait_for_turn
-from fpipe.pipelines.batch import SplitBatch
-from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.batch import Signature, SplitBatch
+from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.description import describe
 from fpipe.pipelines.footprint import measure_sizes, shard_sizes
+from fpipe.pipelines.memo import BatchKind, Memo
 from fpipe.pipelines.norm_table import NormTable
-from fpipe.pipelines.planner import BatchKind, Planner
+from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.recheck import Recheck
 from fpipe.pipelines.resolver import ExchangeText, own_text
-from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.record.capture.eager_types import hide_fakes
+from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.stage import Stage
 from fpipe.tensors.arguments import require_arguments
+from fpipe.tensors.placed import require_plain, wrap_state
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
 from fpipe.weights.loading import ValueSource, hold, load_values
 from fpipe.weights.state import Form, Forms
@@ -75,9 +75,14 @@ class Pipeline:
         return self.planner.schedule
 
     @property
-    def captures(self) -> CaptureCache:
+    def captures(self) -> Captures:
         """The captured model, for every kind of microbatch so far."""
         return self.planner.captures
+
+    @property
+    def memo(self) -> Memo:
+        """What is remembered of the kinds of batches so far."""
+        return self.captures.memo
 
     @property
     def model(self) -> nn.Module:
@@ -349,7 +354,7 @@ class Pipeline:
         finally:
             with wait_for_turn():
                 self.ranks.close()
-                self.planner.clear()
+                self.memo.clear()
                 self.norm_tables.clear()
 
     def __enter__(self) -> Self:

@@ -19,30 +19,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from functools import partial
 from time import perf_counter
 from typing import Final
 
-import torch
 from torch import nn
 
 from fpipe.errors import InputError
-from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.modes import isolate
-from fpipe.record.captured import Captured, Constant, Unit
-from fpipe.record.model.stateless import skeleton
-from fpipe.record.questions import refuse_questions
+from fpipe.record.model.skeleton import skeleton
+from fpipe.record.questions import Answer, Question, refuse_questions
+from fpipe.record.trace.comparison import compare_captures
 from fpipe.record.variant import TRAINING
 from fpipe.tensors.fake import fake, fake_mode
-from fpipe.tensors.torch_private import FakeTensor
-from fpipe.tensors.tree import same_bits
 
 SHARE: Final = 0.005
 """How much of the time of steps recording again may take."""
 FIRST: Final = 1.0
 """Seconds that recording is assumed to take before it has been measured."""
-CHARACTERS: Final = 200
-"""The number of characters of a call that errors show."""
 
 
 @dataclass
@@ -69,23 +64,23 @@ class Recheck:
         yield
         self.spent += perf_counter() - start
 
-    def run(self, captures: CaptureCache) -> None:
+    def run(self, captures: Captures) -> None:
         """Record every kind of microbatch again; raise `InputError` for the first call that differs."""
         start = perf_counter()
         require_same_records(captures)
         self.spent, self.cost = 0.0, perf_counter() - start
 
 
-def require_same_records(captures: CaptureCache) -> None:
+def require_same_records(captures: Captures) -> None:
     """Raise `InputError`, naming module and call, if the model or its loss now records otherwise than it did."""
     model = captures.watching.origin.model
     if model is None:
         return  # nothing is left to compare
-    for (variant, microbatch), old in list(captures.captured.items()):
-        again = replace(captures, model=_copy(model, captures), captured={}, reads={}, positions={}, questions={})
+    for (variant, microbatch), known in captures.memo.recordings.items():
+        again, left = replace(captures, model=_copy(model, captures)), list(microbatch.answers)
         with isolate(TRAINING):
-            told = again.explore(variant, microbatch, refuse_questions)
-        difference = "other questions" if told != microbatch else _difference(old, again.captured[variant, told])
+            new, _ = again.record(variant, microbatch, partial(_answer_again, left), known.plain)
+        difference = "other questions" if left else compare_captures(known.captured, new)
         if difference:
             raise InputError(
                 f"{difference}, as when the model was recorded: its Python code, or that of its loss, does something "
@@ -94,7 +89,12 @@ def require_same_records(captures: CaptureCache) -> None:
             )
 
 
-def _copy(model: nn.Module, captures: CaptureCache) -> nn.Module:
+def _answer_again(left: list[Answer], question: Question) -> Answer:
+    """Return the answer to the model's next question, as when it was recorded."""
+    return left.pop(0) if left else refuse_questions(question)
+
+
+def _copy(model: nn.Module, captures: Captures) -> nn.Module:
     """Return a copy without tensors of the user's model, in the modes in which it was recorded."""
     mode, home = fake_mode(), captures.batchings[True].home
     again = skeleton(model, lambda tensor: fake(mode, tensor, home))
@@ -102,38 +102,3 @@ def _copy(model: nn.Module, captures: CaptureCache) -> nn.Module:
     for name, module in again.named_modules():
         module.training = recorded.get(name, module.training)
     return again
-
-
-def _difference(old: Captured, new: Captured) -> str:
-    """Return what differs between two records, as the beginning of a sentence; empty if nothing does."""
-    for before, now in zip_longest(old.units, new.units):
-        if before is None or now is None or _facts(before) != _facts(now):
-            where = (now or before).path if now or before else ""
-            return f"module {where or '(root)'}: got {_describe(now)}, expected {_describe(before)}"
-    for value, source in old.sources.items():
-        if isinstance(source, Constant) and not _is_same_constant(source, new.sources.get(value)):
-            path = next((unit.path for unit in old.units if value in unit.reads), "")
-            return f"module {path or '(root)'}: got another constant, expected the same"
-    if old.outputs != new.outputs or old.structure != new.structure:
-        return "the model: got other outputs, expected the same"
-    return ""
-
-
-def _facts(unit: Unit) -> tuple[object, ...]:
-    return unit.path, unit.does, unit.reads, unit.makes
-
-
-def _describe(unit: Unit | None) -> str:
-    return "no call" if unit is None else unit.does[:CHARACTERS] or "a call"
-
-
-def _is_same_constant(old: Constant, new: object) -> bool:
-    """Return whether two constants have the same values; those without values are compared by shape."""
-    if not isinstance(new, Constant):
-        return False
-    one, other = old.tensor, new.tensor
-    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
-        return False
-    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor) or one.layout is not torch.strided:
-        return True
-    return same_bits(one, other)

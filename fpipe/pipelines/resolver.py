@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fpipe.errors import InputError
-from fpipe.pipelines.batch import SplitBatch
-from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.batch import Microbatch, SplitBatch
+from fpipe.pipelines.captures import Captures
+from fpipe.pipelines.memo import Recording
 from fpipe.pipelines.modes import isolate
-from fpipe.pipelines.signature import Microbatch
 from fpipe.record.questions import Answer, Question
 from fpipe.record.variant import Variant
 
@@ -42,7 +42,7 @@ class Resolver:
     - `example`: whether the batch only provides shapes: if so, ranks may disagree, and all may lack its values.
     """
 
-    captures: CaptureCache
+    captures: Captures
     variant: Variant
     batch: SplitBatch
     exchange_text: ExchangeText
@@ -60,8 +60,8 @@ class Resolver:
 
     def _open_questions(self, microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, Question]]:
         for i, microbatch in enumerate(microbatches):
-            question = self.captures.question(self.variant, microbatch)
-            if question is not None:
+            question = self.captures.find(self.variant, microbatch)
+            if isinstance(question, Question):
                 yield i, question
 
     def _explore(self, i: int, microbatch: Microbatch) -> Microbatch:
@@ -70,12 +70,11 @@ class Resolver:
         def ask(question: Question) -> Answer:
             return self._ask({i: question})[i]
 
-        while not self.captures.knows(self.variant, microbatch):
-            question = self.captures.question(self.variant, microbatch)
-            if question is None:
+        while not isinstance(known := self.captures.find(self.variant, microbatch), Recording):
+            if known is None:
                 with isolate(self.variant):
                     return self.captures.explore(self.variant, microbatch, ask)
-            microbatch = microbatch.with_answer(ask(question))
+            microbatch = microbatch.with_answer(ask(known))
         return microbatch
 
     def _ask(self, asked: OpenQuestions) -> dict[int, Answer]:

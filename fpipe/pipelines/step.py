@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.meshes.border import unwrap_state, wrap_state
-from fpipe.network.recording import Record, run_recorded
+from fpipe.network.recording import RecordSpan, run_recorded
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.earlier_sums import add_reduced, assign_sums, join_sums, require_sums
-from fpipe.pipelines.fields import CommonArguments
-from fpipe.pipelines.handshake import agree_on_arguments, agree_on_plan, agree_to_step
+from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, agree_on_plan, agree_to_step
 from fpipe.pipelines.inputs import State, start_backward
 from fpipe.pipelines.loss_weights import count_weight
 from fpipe.pipelines.modes import require_gradients, suspend_autocast
@@ -33,6 +31,7 @@ from fpipe.record.variant import EVALUATION, Variant
 from fpipe.runtime.executor import Execution, Inputs, Outcome
 from fpipe.runtime.transport import Transport
 from fpipe.tensors import random
+from fpipe.tensors.placed import unwrap_state, wrap_state
 from fpipe.weights.state import require_recordable
 
 
@@ -61,7 +60,7 @@ def training_variant(outputs: bool, sums: torch.dtype | None) -> Variant:
     return Variant(training=True, loss=True, outputs=outputs, sums=sums)
 
 
-def agree_to_train(pipe: Pipeline, outputs: bool, sums: torch.dtype | None, record: Record | None) -> ValueAndGrad:
+def agree_to_train(pipe: Pipeline, outputs: bool, sums: torch.dtype | None, record: RecordSpan | None) -> ValueAndGrad:
     """Return the function that `fpipe.value_and_grad` returns, once all ranks have agreed on the example's plan."""
     require_backward(pipe.schedule)
     variant = training_variant(outputs, sums)
@@ -71,7 +70,7 @@ def agree_to_train(pipe: Pipeline, outputs: bool, sums: torch.dtype | None, reco
     return make_training_step(pipe, variant, record)
 
 
-def make_training_step(pipe: Pipeline, variant: Variant, record: Record | None) -> ValueAndGrad:
+def make_training_step(pipe: Pipeline, variant: Variant, record: RecordSpan | None) -> ValueAndGrad:
     """Return the function that runs training steps of a variant."""
 
     def step(
@@ -119,14 +118,14 @@ def hold_for_backward(
 ) -> Held:
     """Return the plain tensors that a training step begins with; raise `InputError` if it can't use one of them."""
     require_gradients()
-    forms, returned, sums = pipe.forms, pipe.returned, {} if onto is None else onto
-    sums = unwrap_state("onto", sums, pipe.holdings.placed_gradients)
-    held = Held(
-        forms.params.unwrap_for_backward(params, returned), forms.buffers.unwrap_for_backward(buffers, returned), sums
-    )
-    require_sums(sums, held.params, pipe.training, variant, pipe.holdings.specs)
+    params = pipe.forms.params.unwrap_for_backward(params, pipe.returned)
+    buffers = pipe.forms.buffers.unwrap_for_backward(buffers, pipe.returned)
+    if onto is None:
+        return Held(params, buffers, {})
+    sums = unwrap_state("onto", onto, pipe.holdings.placed_gradients)
+    require_sums(sums, params, pipe.training, variant, pipe.holdings.specs)
     require_recordable(sums, "onto")
-    return held
+    return Held(params, buffers, sums)
 
 
 def begin_step(
@@ -174,13 +173,13 @@ def find_weight_of_all(pipe: Pipeline, variant: Variant, inputs: Any, targets: A
     return float(sum(found[0] for found in weights))
 
 
-def run_plan(pipe: Pipeline, plan: StepPlan, inputs: Inputs, record: Record | None = None) -> dict[int, Outcome]:
+def run_plan(pipe: Pipeline, plan: StepPlan, inputs: Inputs, record: RecordSpan | None = None) -> dict[int, Outcome]:
     """Run the plan's program on this process's ranks; return their outcomes. `record` gets each measured span."""
     return run_copies(pipe, plan, {plan.copy: inputs}, record)[plan.copy]
 
 
 def run_copies(
-    pipe: Pipeline, plan: StepPlan, inputs: Mapping[int, Inputs], record: Record | None = None
+    pipe: Pipeline, plan: StepPlan, inputs: Mapping[int, Inputs], record: RecordSpan | None = None
 ) -> dict[int, dict[int, Outcome]]:
     """Run the plan's program for each copy of the pipeline that this process plays; return outcomes by copy."""
 
@@ -234,7 +233,7 @@ def scale_variant(variant: Variant, scale: object) -> Variant:
     return replace(variant, scaled=True)
 
 
-def make_evaluation_step(pipe: Pipeline, record: Record | None) -> Callable[..., Step]:
+def make_evaluation_step(pipe: Pipeline, record: RecordSpan | None) -> Callable[..., Step]:
     """Return the function that `fpipe.evaluate` returns."""
 
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:

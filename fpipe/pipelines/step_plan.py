@@ -23,7 +23,8 @@ from fpipe.network.recording import add_timers
 from fpipe.pipelines.merge import Merge
 from fpipe.record.captured import BatchLeaf
 from fpipe.record.reads.watch import Watch
-from fpipe.runtime.executor import LinkedProgram, StageCrossing
+from fpipe.runtime.contract import StageCrossing
+from fpipe.runtime.executor import LinkedProgram
 from fpipe.runtime.instructions import link
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage

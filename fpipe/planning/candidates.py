@@ -4,6 +4,8 @@
 Every schedule begins with the cuts that balance its stages. If a rank holds too much, stages are recomputed, those that
 lower its peak most first, until it fits. Then cuts move, block by block, as long as the predicted step gets shorter.
 
+A candidate's step takes what `schedules.simulate` says of its schedule, for the costs of the stages that its cuts make.
+
 Runs when a plan is made.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import product, takewhile
 from math import inf
 from time import monotonic
 from typing import Final, TypeAlias
@@ -20,12 +22,11 @@ import torch
 
 from fpipe.errors import InputError
 from fpipe.pipelines.argument_checks import require_backward, require_runnable
-from fpipe.planning.chain import partition_chain
-from fpipe.planning.loads import Loads
-from fpipe.planning.plan import name_schedule
-from fpipe.planning.prediction import Prediction, Predictor, find_peak
+from fpipe.planning.chain import Loads, partition_chain
+from fpipe.planning.plan import Prediction, name_schedule
 from fpipe.planning.profile import Profile
 from schedules import (
+    Placement,
     Schedule,
     SizeError,
     Sizes,
@@ -35,6 +36,7 @@ from schedules import (
     interleaved_zero_bubble,
     one_f_one_b,
     recompute,
+    simulate,
     v_half,
     v_min,
     zb_h1,
@@ -42,8 +44,10 @@ from schedules import (
     zb_v,
 )
 from schedules.errors import quote
-from schedules.language.costs import of_stage
+from schedules.replay.costs import of_stage
 
+StageEnds: TypeAlias = tuple[str | None, str | None]
+"""The module that a stage begins at, and the one that it ends before; `None` for the beginning and end of the model."""
 ScheduleFactory: TypeAlias = Callable[[int, int], Schedule]
 """Makes a schedule of so many ranks and microbatches; raises `SizeError` for sizes that it does not support."""
 
@@ -64,97 +68,154 @@ TRIED_LATER: Final = 2000
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A way to run the model, and its prediction; stages after the first begin at the blocks numbered `cuts`."""
+class PlanProblem:
+    """What a plan is made for: a model for so many `microbatches` of one size, and the limits that it must fit into.
 
-    predictor: Predictor
-    schedule: Schedule
-    cuts: tuple[int, ...]
-    predicted: Prediction
-
-    @classmethod
-    def of(cls, predictor: Predictor, schedule: Schedule, cuts: Sequence[int]) -> Candidate:
-        """Return the candidate with its prediction."""
-        return cls(predictor, schedule, tuple(cuts), predictor.predict(schedule, cuts))
-
-    @property
-    def profile(self) -> Profile:
-        """The profile of the model for microbatches of this size."""
-        return self.predictor.profile
-
-    @property
-    def excess(self) -> float:
-        """The most bytes that a rank holds."""
-        return max(self.predicted.memory)
-
-
-@dataclass(frozen=True)
-class Room:
-    """The limits that candidates must fit into.
-
-    - `caps`: the bytes of each rank.
+    - `profile`: the costs of the model's blocks.
+    - `caps`: the bytes of each rank. `weights`: how often parameters are held, optimizer state included.
     - `places`: the blocks at which a stage may begin; `pinned`: those at which one must.
     - `end`: when the search has to end, in seconds of `time.monotonic`.
     """
 
+    profile: Profile
+    microbatches: int
     caps: tuple[float, ...]
+    weights: float
     places: frozenset[int]
     pinned: tuple[int, ...] = ()
     end: float = inf
 
-    def is_closed(self) -> bool:
+    @classmethod
+    def of(cls, profile: Profile, microbatches: int, caps: tuple[float, ...], weights: float = 4.0) -> PlanProblem:
+        """Return the problem in which a stage may begin with the call of any module, which a plan can name."""
+        starts = (any(mark.path and not mark.end for mark in block.marks) for block in profile.blocks)
+        return cls(
+            profile, microbatches, caps, weights, frozenset(k for k, begins in enumerate(starts) if k and begins)
+        )
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.caps)
+
+    def is_over(self) -> bool:
         """Return whether time has run out."""
         return monotonic() > self.end
 
+    def sizes(self, placement: Placement, cuts: Sequence[int]) -> Sizes:
+        """Return the sizes of the stages, in bytes; weights with what is held beside them."""
+        found = self.profile.sizes(cuts, placement)
+        return replace(found, weight=tuple(self.weights * of_stage(found.weight, s) for s in range(placement.stages)))
 
-def find_starts(profile: Profile) -> frozenset[int]:
-    """Return the blocks that begin with the call of a module, which a plan can name."""
-    starts = (any(mark.path and not mark.end for mark in block.marks) for block in profile.blocks)
-    return frozenset(k for k, begins in enumerate(starts) if k and begins)
+    def try_out(self, schedule: Schedule, cuts: Sequence[int]) -> Candidate:
+        """Return a schedule and cuts as a candidate, with the prediction of a step."""
+        timeline = simulate(schedule, self.profile.costs(cuts), sizes=self.sizes(schedule.placement, cuts))
+        memory = tuple(int(-(-held // 1)) for held in timeline.peak_memory)
+        predicted = Prediction(timeline.makespan + self.profile.step, timeline.bubble, memory)
+        return Candidate(self, schedule, tuple(cuts), predicted)
+
+    def pin(self, cuts: Sequence[str], stages: Sequence[StageEnds] = ()) -> PlanProblem:
+        """Return the problem in which a stage must begin at each of `cuts`, and each of `stages` is a whole stage.
+
+        Raise `InputError` for modules that no stage can begin at, and if a stage would have to be cut.
+        """
+        blocks, pinned = self.profile.blocks, {start for start, _ in self.profile.stages(cuts)[1:]}
+        wholes = [_find_blocks(self.profile, k, stage) for k, stage in enumerate(stages)]
+        pinned = pinned.union(*wholes) - {0, len(blocks)}
+        for (begin, end), stage in zip(wholes, stages, strict=True):
+            inside = sorted(place for place in pinned if begin < place < end)
+            if inside:
+                raise InputError(
+                    f"stages: got {stage} and a stage that begins at {blocks[inside[0]].name!r}, in the middle of it, "
+                    "expected none there. Drop one of the two."
+                )
+        places = {place for place in self.places if not any(begin < place < end for begin, end in wholes)}
+        return replace(self, places=frozenset(places), pinned=tuple(sorted(pinned)))
 
 
-def start(predictor: Predictor, schedule: Schedule, room: Room) -> Candidate | None:
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run the model, and its prediction; stages after the first begin at the blocks numbered `cuts`."""
+
+    problem: PlanProblem
+    schedule: Schedule
+    cuts: tuple[int, ...]
+    predicted: Prediction
+
+    @property
+    def fits(self) -> bool:
+        """Whether no rank holds more than its cap at any moment."""
+        return all(held <= cap for held, cap in zip(self.predicted.memory, self.problem.caps, strict=True))
+
+    @property
+    def rank_key(self) -> tuple[bool, float]:
+        """What candidates are compared by: those that fit are first, then the faster, or else the smaller one."""
+        return not self.fits, self.predicted.seconds if self.fits else max(self.predicted.memory)
+
+
+def _find_blocks(profile: Profile, k: int, stage: StageEnds) -> tuple[int, int]:
+    """Return the first block of a stage and the one after its last."""
+    if not (isinstance(stage, tuple) and len(stage) == 2 and all(isinstance(name, str | None) for name in stage)):
+        raise InputError(
+            f'stages[{k}]: got {stage!r}, expected two names of modules, or None. Pass ("blocks.4", "blocks.8"), say.'
+        )
+    begin, end = (None if name is None else profile.stages([name])[1][0] for name in stage)
+    if begin is not None and end is not None and begin >= end:
+        raise InputError(
+            f"stages[{k}]: got {stage}, expected a second module that comes after the first. Give them in the order of "
+            "execution."
+        )
+    return begin or 0, len(profile.blocks) if end is None else end
+
+
+def start(problem: PlanProblem, schedule: Schedule) -> Candidate | None:
     """Return a schedule with good cuts, recomputed as far as memory asks for; `None` if there are too few places.
 
     Of a short list of cuts, those with the least load on the busiest rank are tried; otherwise, those that balance the
     stages. The candidate may still not fit.
     """
-    loads = Loads(predictor, schedule)
-    balanced = partition_chain(loads.work, schedule.stages, room.places, room.pinned)
+    loads = Loads(problem.profile, schedule)
+    balanced = partition_chain(loads.work, schedule.stages, problem.places, problem.pinned)
     if balanced is None:
         return None
-    best = fit_memory(Candidate.of(predictor, schedule, balanced), room)
-    listed = loads.list_cuts(room.places, room.pinned)[:TRIED_AT_START]
-    return _best_of(best, _worth_trying(best, listed, loads, room), room)
+    best = fit_memory(problem.try_out(schedule, balanced))
+    return _best_of(best, loads, loads.list_cuts(problem.places, problem.pinned)[:TRIED_AT_START])
 
 
-def _worth_trying(
-    best: Candidate, cuts: Sequence[tuple[int, ...]], loads: Loads, room: Room
-) -> Sequence[tuple[int, ...]]:
-    """Return the cuts whose busiest rank works for less time than a step of `best` takes; all if that does not fit."""
-    if not cuts or not best.predicted.fits(room.caps):
-        return cuts
-    worth = loads.busiest(torch.tensor(cuts, dtype=torch.int64)) < best.predicted.seconds
-    return [one for one, yes in zip(cuts, worth.tolist(), strict=True) if yes]
+def _best_of(best: Candidate, loads: Loads, cuts: Sequence[tuple[int, ...]]) -> Candidate:
+    """Return the best of a candidate and the same schedule with these cuts, as far as there is time.
+
+    If it fits, cuts with which the busiest rank alone works for as long as its step takes are not tried.
+    """
+    problem, base = best.problem, _without_recomputation(best.schedule)
+    if cuts and best.fits:
+        worth = loads.busiest(torch.tensor(cuts, dtype=torch.int64)) < best.predicted.seconds
+        cuts = [one for one, yes in zip(cuts, worth.tolist(), strict=True) if yes]
+    in_time = takewhile(lambda one: not problem.is_over(), cuts)
+    return min((best, *(fit_memory(problem.try_out(base, one)) for one in in_time)), key=lambda one: one.rank_key)
 
 
-def _best_of(best: Candidate, cuts: Iterable[tuple[int, ...]], room: Room) -> Candidate:
-    """Return the best of a candidate and the same schedule with these cuts."""
-    base = _without_recomputation(best.schedule)
-    open_cuts = takewhile(lambda one: not room.is_closed(), cuts)
-    others = (fit_memory(Candidate.of(best.predictor, base, one), room) for one in open_cuts)
-    return min((best, *others), key=lambda one: _rank(one, room))
-
-
-def fit_memory(candidate: Candidate, room: Room) -> Candidate:
+def fit_memory(candidate: Candidate) -> Candidate:
     """Return the candidate with as many stages recomputed as it takes to fit, or with all of them."""
-    if candidate.predicted.fits(room.caps):
+    if candidate.fits:
         return candidate
-    base, stages = candidate.schedule, frozenset[int]()
-    sizes = candidate.predictor.sizes(base.placement, candidate.cuts)
-    for rank, cap in enumerate(room.caps):
+    problem, base, stages = candidate.problem, candidate.schedule, frozenset[int]()
+    sizes = problem.sizes(base.placement, candidate.cuts)
+    for rank, cap in enumerate(problem.caps):
         stages = _recompute_on(rank, base, sizes, cap, stages)
-    return Candidate.of(candidate.predictor, _recompute(base, stages), candidate.cuts) if stages else candidate
+    return problem.try_out(_recompute(base, stages), candidate.cuts) if stages else candidate
+
+
+def find_peak(schedule: Schedule, rank: int, sizes: Sizes) -> float:
+    """Return the most bytes that a rank holds at any moment, without its weights; `simulate` says the same.
+
+    It follows from the order of the rank's actions, so this takes a fraction of the time.
+    """
+    held = most = 0.0
+    for action in schedule.actions(rank):
+        held += sizes.growth(action.kind, action.stage, schedule.backward)
+        most = max(most, held)
+    return most
 
 
 def _recompute_on(rank: int, base: Schedule, sizes: Sizes, cap: float, stages: frozenset[int]) -> frozenset[int]:
@@ -177,18 +238,19 @@ def _recompute(base: Schedule, stages: frozenset[int]) -> Schedule:
     return recompute(base, tuple(sorted(stages))) if stages else base
 
 
-def improve(candidate: Candidate, room: Room) -> Iterator[Candidate]:
+def improve(candidate: Candidate) -> Iterator[Candidate]:
     """Yield better and better candidates: each moves one cut of the one before, or two, by the step that helps most."""
-    loads = Loads(candidate.predictor, _without_recomputation(candidate.schedule))
-    listed = loads.list_cuts(room.places, room.pinned)[TRIED_AT_START:TRIED_LATER]
-    moves: tuple[Callable[[Candidate], list[tuple[int, ...]]], ...] = (
-        lambda found: listed,
-        lambda found: list(_neighbors(found.cuts, found, room)),
-        lambda found: [pair for one in _neighbors(found.cuts, found, room) for pair in _neighbors(one, found, room)],
+    problem = candidate.problem
+    loads = Loads(problem.profile, _without_recomputation(candidate.schedule))
+    listed = loads.list_cuts(problem.places, problem.pinned)[TRIED_AT_START:TRIED_LATER]
+    moves: tuple[Callable[[tuple[int, ...]], list[tuple[int, ...]]], ...] = (
+        lambda cuts: listed,
+        lambda cuts: list(_neighbors(cuts, problem)),
+        lambda cuts: [pair for one in _neighbors(cuts, problem) for pair in _neighbors(one, problem)],
     )
     k = 0
     while k < len(moves):
-        better = _best_of(candidate, _worth_trying(candidate, moves[k](candidate)[:TRIED_LATER], loads, room), room)
+        better = _best_of(candidate, loads, moves[k](candidate.cuts)[:TRIED_LATER])
         if better is candidate:
             k += 1
             continue
@@ -201,43 +263,35 @@ def _without_recomputation(schedule: Schedule) -> Schedule:
     return inner if schedule.factory is recompute and isinstance(inner, Schedule) else schedule
 
 
-def _rank(candidate: Candidate, room: Room) -> tuple[bool, float]:
-    """Return what candidates are compared by: those that fit are first, then the faster one."""
-    fits = candidate.predicted.fits(room.caps)
-    return not fits, candidate.predicted.seconds if fits else candidate.excess
-
-
-def _neighbors(cuts: tuple[int, ...], candidate: Candidate, room: Room) -> Iterator[tuple[int, ...]]:
+def _neighbors(cuts: tuple[int, ...], problem: PlanProblem) -> Iterator[tuple[int, ...]]:
     """Yield the cuts with one of them moved by one place, or by two."""
-    places = sorted(room.places)
+    places, ends = sorted(problem.places), [0, *cuts, len(problem.profile.blocks)]
     for k, cut in enumerate(cuts):
-        low, high = cuts[k - 1] if k else 0, cuts[k + 1] if k + 1 < len(cuts) else len(candidate.profile.blocks)
         at = places.index(cut)
         for moved in places[max(0, at - 2) : at + 3]:
-            if low < moved < high and moved != cut and cut not in room.pinned:
+            if ends[k] < moved < ends[k + 2] and moved != cut and cut not in problem.pinned:
                 yield (*cuts[:k], moved, *cuts[k + 1 :])
 
 
 def list_candidates(
-    predictors: dict[int, Predictor], factories: Iterable[ScheduleFactory], ranks: int, room: Room
+    problems: Iterable[PlanProblem], schedules: Iterable[Schedule | ScheduleFactory]
 ) -> Iterator[Candidate | str]:
     """Yield a candidate for every number of microbatches and every schedule, or why there is none."""
-    for microbatches, predictor in predictors.items():
-        for factory in factories:
-            try:
-                schedule = _make(factory, ranks, microbatches)
-            except SizeError as error:
-                yield str(error)
-                continue
-            yield start(predictor, schedule, room) or _explain(schedule, room)
+    for problem, factory in product(problems, schedules):
+        try:
+            schedule = _make(factory, problem.ranks, problem.microbatches)
+        except SizeError as error:
+            yield str(error)
+            continue
+        yield start(problem, schedule) or _explain(schedule, problem)
 
 
-def _make(factory: ScheduleFactory, ranks: int, microbatches: int) -> Schedule:
-    """Return what a factory makes.
+def _make(factory: Schedule | ScheduleFactory, ranks: int, microbatches: int) -> Schedule:
+    """Return what a factory makes; a schedule as it is.
 
     Raise `SizeError` for other sizes, and `InputError` for what can't train a model in a pipeline.
     """
-    made: object = factory(ranks, microbatches)
+    made: object = factory if isinstance(factory, Schedule) else factory(ranks, microbatches)
     if not isinstance(made, Schedule):
         raise InputError(
             f"schedules: got {quote(made)} from {quote(factory)}, expected a Schedule of {ranks} ranks and "
@@ -250,20 +304,15 @@ def _make(factory: ScheduleFactory, ranks: int, microbatches: int) -> Schedule:
     return made
 
 
-def _explain(schedule: Schedule, room: Room) -> str:
+def _explain(schedule: Schedule, problem: PlanProblem) -> str:
     """Return why no cuts make the stages of a schedule."""
     name, stages = name_schedule(schedule), schedule.stages
-    if len(room.pinned) >= stages:
-        return f"{name} has {stages} stages, and the pins make at least {len(room.pinned) + 1}."
-    return f"{name} needs {stages - 1} cuts, and the model has too few places for them: {len(room.places)}."
+    if len(problem.pinned) >= stages:
+        return f"{name} has {stages} stages, and the pins make at least {len(problem.pinned) + 1}."
+    return f"{name} needs {stages - 1} cuts, and the model has too few places for them: {len(problem.places)}."
 
 
-def keep_best(candidates: Iterable[Candidate], room: Room, most: int) -> list[Candidate]:
+def keep_best(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
     """Return the best candidates, best first; of equal schedules only one."""
-    ordered = sorted(candidates, key=lambda one: _rank(one, room))
+    ordered = sorted(candidates, key=lambda one: one.rank_key)
     return list({repr(one.schedule): one for one in reversed(ordered)}.values())[::-1][:most]
-
-
-def replace_schedule(candidate: Candidate, schedule: Schedule) -> Candidate:
-    """Return the candidate with another order of the same stages."""
-    return replace(candidate, schedule=schedule, predicted=candidate.predictor.predict(schedule, candidate.cuts))

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut a chain of blocks into stages so that the largest stage costs as little as possible.
+"""Cut a chain of blocks into stages so that the largest stage, or the busiest rank, has as little work as possible.
 
 The bottleneck partition of a chain, solved exactly in O(stages n^2) by dynamic programming: the least largest cost of
 the first `j` blocks in `k` stages is the minimum over `i` of the larger of that of the first `i` blocks in `k - 1`
 stages, and the cost of the stage of blocks `i` to `j`. Of the partitions that attain it, the most even one is chosen.
+
+If a rank has several stages, the work of the busiest rank counts. It is computed for many cuts at once: no step takes
+less, so cuts with more work need no simulation.
 
 A table of costs is a matrix, as in `fpipe.planning.ranges`: entry `[a, b]` is that of the stage of blocks `a` to
 `b - 1`.
@@ -14,13 +17,22 @@ Runs when a plan is made.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from itertools import combinations
+from math import comb
+from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fpipe.cutting.balance import find_best_path
+from fpipe.planning.profile import Profile
+from fpipe.stages.backends import splits
+from schedules import Schedule
 
-TIES = 1e-9
+MOST_LISTED: Final = 20_000
+"""If there are more ways to cut, they are not listed."""
+TIES: Final = 1e-9
 """Largest stages whose costs differ by this share are equal."""
 
 
@@ -62,3 +74,43 @@ def _forbid(cost: Tensor, places: Collection[int], pinned: Iterable[int]) -> Ten
     for pin in pinned:
         allowed[:pin, pin + 1 :] = torch.inf
     return allowed
+
+
+class Loads:
+    """The loads of ranks under a schedule; recomputation is left out, since it only adds to them.
+
+    If no times are known, because all are 0, parameters stand for them.
+    """
+
+    def __init__(self, profile: Profile, schedule: Schedule) -> None:
+        ranges = profile.ranges
+        self.work = ranges.seconds("F") + (
+            ranges.seconds("I") + ranges.seconds("W") if splits(schedule) else ranges.seconds("B")
+        )
+        if not self.work.any():
+            self.work = ranges.parameters
+        self.blocks, self.outside = len(profile.blocks), profile.step
+        passes = [
+            [
+                sum(schedule.placement.home(s, i) == rank for i in range(schedule.microbatches))
+                for s in range(schedule.stages)
+            ]
+            for rank in range(schedule.ranks)
+        ]
+        self.passes = torch.tensor(passes, dtype=torch.float64)
+
+    def busiest(self, cuts: Tensor) -> Tensor:
+        """Return the seconds that the busiest rank works, for each row of cuts."""
+        ends = pad(pad(cuts, (1, 0)), (0, 1), value=self.blocks)
+        work = self.work[ends[:, :-1], ends[:, 1:]]
+        return (work @ self.passes.T).amax(1) + self.outside
+
+    def list_cuts(self, places: Collection[int], pinned: Collection[int]) -> list[tuple[int, ...]]:
+        """Return all cuts, those with the least load first; none if there are too many of them."""
+        free, number = sorted({*places} - {*pinned}), self.passes.shape[1] - 1 - len(pinned)
+        if number < 0 or comb(len(free), number) > MOST_LISTED:
+            return []
+        rows = [sorted((*chosen, *pinned)) for chosen in combinations(free, number)]
+        cuts = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), -1)
+        order = self.busiest(cuts).argsort(stable=True)
+        return [tuple(row) for row in cuts[order].tolist()]

@@ -8,29 +8,20 @@ Runs when a plan is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from time import monotonic
 from typing import Final, NamedTuple
 
 from fpipe.errors import InputError
 from fpipe.pipelines.description import format_bytes
-from fpipe.planning.candidates import (
-    Candidate,
-    Room,
-    ScheduleFactory,
-    improve,
-    keep_best,
-    list_candidates,
-)
+from fpipe.planning.candidates import Candidate, PlanProblem, ScheduleFactory, improve, keep_best, list_candidates
 from fpipe.planning.floor import bound_plans
-from fpipe.planning.islands import place_on_islands
-from fpipe.planning.ordering import list_orderable, reorder
+from fpipe.planning.ordering import list_orderable, place_on_islands, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds, name_schedule
-from fpipe.planning.prediction import Predictor
-from fpipe.planning.profile import Profile
 from fpipe.stages.backends import splits
-from schedules import Bound, recompute
+from schedules import Bound, Schedule, critical_path, recompute
 
 IMPROVED: Final = 6
 """The number of candidates whose cuts are improved."""
@@ -66,11 +57,11 @@ class Search:
     `total` is the number of schedules to try; no plan takes less than `bound` seconds; the search may take `seconds`.
     """
 
-    room: Room
     report: Report
     total: int
     bound: float
     seconds: float
+    begin: float = field(default_factory=monotonic)
     found: list[Candidate] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     tried: int = 0
@@ -79,82 +70,65 @@ class Search:
     def add(self, candidate: Candidate, doing: str) -> None:
         """Add a candidate, and report."""
         self.tried += 1
-        self.found = keep_best([*self.found, candidate], self.room, 1000)
+        self.found = keep_best([*self.found, candidate], 1000)
         self.tell(doing)
 
     def tell(self, doing: str) -> None:
         """Report how far the search is."""
-        best = self.found[0].predicted
-        seconds = best.seconds if best.fits(self.room.caps) else None
+        best = self.found[0]
+        seconds = best.predicted.seconds if best.fits else None
         gap = None if seconds is None or not self.bound else max(0.0, seconds / self.bound - 1)
-        took = self.seconds - (self.room.end - monotonic())
+        took = monotonic() - self.begin
         self.report(PlanProgress(self.tried, self.total, doing, seconds, gap, took, self.seconds))
 
 
 def choose(
-    profiles: Mapping[int, Profile],
-    factories: Iterable[ScheduleFactory],
-    ranks: int,
-    room: Room,
+    problems: Sequence[PlanProblem],
+    schedules: Iterable[Schedule | ScheduleFactory],
     *,
-    weights: float,
     seconds: float,
     report: Report,
     ordered: bool = False,
 ) -> Plan:
-    """Return the best plan found for a model, given its profile for each number of microbatches.
+    """Return the best plan found for a model, given the problem for each number of microbatches.
 
-    If `ordered`, the best candidates may get an order of their own, beyond those of the factories, and where links
+    If `ordered`, the best candidates may get an order of their own, beyond those of `schedules`, and where links
     differ, a placement of its own.
 
     Stop after about `seconds`, or at a KeyboardInterrupt, with the best so far. Raise `InputError` if nothing fits.
     """
-    predictors = {count: Predictor(profile, weights) for count, profile in profiles.items()}
-    room, made = replace(room, end=monotonic() + seconds), tuple(factories)
-    bounds = [bound_plans(one, ranks, number, split=True, single=False, copies=2) for number, one in profiles.items()]
-    search = Search(room, report, len(made) * len(bounds), min(one.makespan for one in bounds), seconds)
+    bounds, made = [bound_plans(one, split=True, single=False, copies=2) for one in problems], tuple(schedules)
+    search = Search(report, len(made) * len(problems), min(one.makespan for one in bounds), seconds)
+    problems = [replace(one, end=search.begin + seconds) for one in problems]
     try:
-        for one in list_candidates(predictors, made, ranks, room):
+        for one in list_candidates(problems, made):
             search.refused.append(one) if isinstance(one, str) else search.add(one, "trying schedules")
-            if room.is_closed() and search.found:
+            if problems[0].is_over() and search.found:
                 break
-        if ordered:
-            for count, predictor in predictors.items():
-                for candidate in place_on_islands(predictor, count, ranks, room):
-                    search.add(candidate, "placing stages where links are fast")
-        _improve_all(search)
-        if ordered:
-            _order_all(search)
-        search.complete = not room.is_closed()
+        for candidate in chain.from_iterable(map(place_on_islands, problems)) if ordered else ():
+            search.add(candidate, "placing stages where links are fast")
+        for candidate in search.found[:IMPROVED]:
+            for better in improve(candidate):
+                search.add(better, f"moving cuts of {better.schedule!r}")
+        for candidate in list(list_orderable(search.found)) if ordered else ():
+            search.tell(f"ordering {candidate.schedule!r}")
+            reordered = reorder(candidate)
+            if reordered is not None:
+                search.add(reordered, f"ordering {candidate.schedule!r}")
+        search.complete = not problems[0].is_over()
     except KeyboardInterrupt:
         search.complete = False
         if not search.found:
             raise
-    return _conclude(search, predictors, ranks)
+    return _conclude(search, problems)
 
 
-def _improve_all(search: Search) -> None:
-    """Move the cuts of the best candidates as long as that helps, and there is time."""
-    for candidate in search.found[:IMPROVED]:
-        for better in improve(candidate, search.room):
-            search.add(better, f"moving cuts of {better.schedule!r}")
-
-
-def _order_all(search: Search) -> None:
-    """Give the best candidates faster orders."""
-    for candidate in list(list_orderable(search.found)):
-        search.tell(f"ordering {candidate.schedule!r}")
-        better = reorder(candidate, search.room)
-        if better is not None:
-            search.add(better, f"ordering {candidate.schedule!r}")
-
-
-def _conclude(search: Search, predictors: Mapping[int, Predictor], ranks: int) -> Plan:
+def _conclude(search: Search, problems: Sequence[PlanProblem]) -> Plan:
     """Return the plan for the best candidate; raise `InputError` if it does not fit."""
     best = _require_fitting(search)
-    least = _bound_all(search.found, predictors, ranks)
-    alone, copies = _estimate_alternatives(predictors, ranks, search.room)
-    profile = best.profile
+    least = _bound_all(search.found, problems)
+    alone, copies = _estimate_alternatives(problems)
+    profile = best.problem.profile
     return Plan(
         model=profile.model,
         microbatch=profile.microbatch,
@@ -162,16 +136,26 @@ def _conclude(search: Search, predictors: Mapping[int, Predictor], ranks: int) -
         cuts=tuple(profile.blocks[cut].name for cut in best.cuts),
         schedule=best.schedule,
         predicted=best.predicted,
-        limits=best.predictor.explain(best.schedule, best.cuts),
-        caps=search.room.caps,
+        limits=_explain_time(best),
+        caps=best.problem.caps,
         bound=least.makespan,
         because=least.because,
-        others=tuple(_runner_up(one, search.room) for one in search.found[1 : 1 + SHOWN]),
+        others=tuple(
+            RunnerUp(name_schedule(one.schedule), one.predicted.seconds, max(one.predicted.memory), one.fits)
+            for one in search.found[1 : 1 + SHOWN]
+        ),
         alone=alone,
         copies=copies,
         advice=_advise(best, alone, copies),
         complete=search.complete,
     )
+
+
+def _explain_time(candidate: Candidate, most: int = 3) -> str:
+    """Return what the step's time consists of: the largest shares of the critical path."""
+    path = critical_path(candidate.schedule, candidate.problem.profile.costs(candidate.cuts))
+    whole = sum(share.time for share in path.shares) or 1.0
+    return ", ".join(f"{share.what} {100 * share.time / whole:.0f} %" for share in path.shares[:most])
 
 
 def _require_fitting(search: Search) -> Candidate:
@@ -181,8 +165,8 @@ def _require_fitting(search: Search) -> Candidate:
             "fewer pins, other schedules, or more microbatches."
         )
     best = search.found[0]
-    if not best.predicted.fits(search.room.caps):
-        held, cap = max(zip(best.predicted.memory, search.room.caps, strict=True), key=lambda pair: pair[0] - pair[1])
+    if not best.fits:
+        held, cap = max(zip(best.predicted.memory, best.problem.caps, strict=True), key=lambda pair: pair[0] - pair[1])
         raise InputError(
             f"memory: got {format_bytes(cap)}, expected at least {format_bytes(held)} ({held} bytes), which is the "
             f"least that a rank holds of all that was tried ({name_schedule(best.schedule)}). Use more ranks, more "
@@ -191,56 +175,35 @@ def _require_fitting(search: Search) -> Candidate:
     return best
 
 
-def _bound_all(found: Sequence[Candidate], predictors: Mapping[int, Predictor], ranks: int) -> Bound:
+def _bound_all(found: Sequence[Candidate], problems: Sequence[PlanProblem]) -> Bound:
     """Return the bound for all plans that do no more than some candidates: split, recompute, or hold stages twice."""
     schedules = [one.schedule for one in found]
     split, single = any(map(splits, schedules)), all(how.stages == how.ranks for how in schedules)
     recomputed = any(how.factory is recompute for how in schedules)
     copies = max(len(how.placement.replicas(s)) for how in schedules for s in range(how.stages))
-    bounds = [
-        bound_plans(one.profile, ranks, count, split=split, single=single, copies=copies, recomputed=recomputed)
-        for count, one in predictors.items()
-    ]
+    bounds = [bound_plans(one, split=split, single=single, copies=copies, recomputed=recomputed) for one in problems]
     return min(bounds, key=lambda one: one.makespan)
 
 
-def _runner_up(candidate: Candidate, room: Room) -> RunnerUp:
-    predicted = candidate.predicted
-    return RunnerUp(
-        name_schedule(candidate.schedule), predicted.seconds, max(predicted.memory), predicted.fits(room.caps)
-    )
+def _estimate_alternatives(problems: Sequence[PlanProblem]) -> tuple[RunnerUp, RunnerUp]:
+    """Return the fastest step on one device, and of a copy of the model on every device, without a pipeline.
 
-
-def _estimate_alternatives(predictors: Mapping[int, Predictor], ranks: int, room: Room) -> tuple[RunnerUp, RunnerUp]:
-    """Return the fastest step on one device, and of a copy of the model on every device, without a pipeline."""
-    alone = [_one_device(one, count, room) for count, one in predictors.items()]
-    copies = [_data_parallel(one, count, ranks, room) for count, one in predictors.items()]
+    Each copy trains its share of the microbatches, and gradients are summed in a ring.
+    """
+    alone, copies = list[RunnerUp](), list[RunnerUp]()
+    for one in problems:
+        profile, ranges, ranks = one.profile, one.profile.ranges, one.ranks
+        whole = 0, len(profile.blocks)
+        parameters = float(ranges.parameters[whole])
+        held = int(one.weights * parameters + ranges.activation[whole])
+        seconds = float(ranges.seconds("F")[whole] + ranges.seconds("B")[whole])
+        summing = 2 * (ranks - 1) * (parameters / ranks / profile.link.bandwidth + profile.link.latency)
+        total, share = one.microbatches * seconds, -(-one.microbatches // ranks) * seconds + summing
+        name = f"{one.microbatches} microbatches on one device"
+        alone.append(RunnerUp(name, total + profile.step, held, held <= max(one.caps)))
+        copies.append(RunnerUp(f"a copy on each of {ranks} devices", share + profile.step, held, held <= min(one.caps)))
     first, second = (min(found, key=lambda one: (not one.fits, one.seconds)) for found in (alone, copies))
     return first, second
-
-
-def _one_device(predictor: Predictor, microbatches: int, room: Room) -> RunnerUp:
-    seconds, held = _one_microbatch(predictor)
-    total = microbatches * seconds + predictor.profile.step
-    return RunnerUp(f"{microbatches} microbatches on one device", total, held, held <= max(room.caps))
-
-
-def _data_parallel(predictor: Predictor, microbatches: int, ranks: int, room: Room) -> RunnerUp:
-    """Return the step in which every rank has a copy, trains its share, and gradients are summed in a ring."""
-    seconds, held = _one_microbatch(predictor)
-    profile = predictor.profile
-    shared = 2 * (ranks - 1) / ranks * float(profile.ranges.parameters[0, len(profile.blocks)])
-    summing = shared / profile.link.bandwidth + 2 * (ranks - 1) * profile.link.latency
-    total = -(-microbatches // ranks) * seconds + summing + profile.step
-    return RunnerUp(f"a copy on each of {ranks} devices", total, held, held <= min(room.caps))
-
-
-def _one_microbatch(predictor: Predictor) -> tuple[float, int]:
-    """Return the seconds of a forward and backward of the whole model, and the bytes that it holds with them."""
-    profile, whole = predictor.profile, (0, len(predictor.profile.blocks))
-    ranges = profile.ranges
-    seconds = float(ranges.seconds("F")[whole] + ranges.seconds("B")[whole])
-    return seconds, int(predictor.weights * ranges.parameters[whole] + ranges.activation[whole])
 
 
 def _advise(best: Candidate, alone: RunnerUp, copies: RunnerUp) -> str:

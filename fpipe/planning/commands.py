@@ -20,10 +20,9 @@ from time import monotonic
 from typing import Any
 
 from fpipe.errors import InputError
-from fpipe.planning.amounts import parse_caps
-from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory, find_starts
+from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
 from fpipe.planning.choosing import PlanProgress, choose
-from fpipe.planning.make import plan
+from fpipe.planning.make import parse_caps, plan
 from fpipe.planning.plan import Plan, format_seconds
 from fpipe.planning.profile import Profile
 from fpipe.tensors.arguments import require_integer
@@ -131,12 +130,9 @@ def _plan_profile(path: Path, given: Mapping[str, Any], seconds: float, progress
     require_integer("microbatches", numbers[0], least=1)
     if not 0 < seconds < inf:
         raise InputError(f"seconds: got {seconds}, expected a number above 0. Correct it.")
-    pinned = tuple(start for start, _ in profile.stages(given.get("cuts", ()))[1:])
-    room = Room(parse_caps(given.get("memory"), ranks), find_starts(profile), pinned)
+    problem = PlanProblem.of(profile, numbers[0], parse_caps(given.get("memory"), ranks)).pin(given.get("cuts", ()))
     factories: tuple[ScheduleFactory, ...] = tuple(given.get("schedules", FACTORIES))
-    limits = {"weights": 4.0, "seconds": seconds}
-    own = "schedules" not in given
-    return choose({numbers[0]: profile}, factories, ranks, room, **limits, report=progress, ordered=own)
+    return choose([problem], factories, seconds=seconds, report=progress, ordered="schedules" not in given)
 
 
 def describe_progress(progress: PlanProgress) -> str:

@@ -1,53 +1,127 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that is cut everywhere: its blocks, their times, and their memory.
+"""A model as a pipeline of a single stage in this process, cut again and again: its blocks, their times and memory.
 
-What each block keeps is found on fake tensors, once for all blocks that compute the same; so are its times, if the
-model is not run.
+It is captured once. What each block keeps is found on fake tensors, once for all blocks that compute the same; so are
+its times, if the model is not run.
 
 Runs when a model is profiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import torch
+from torch import nn
 
-from fpipe.cutting.partition import Cuts, Evenly
-from fpipe.cutting.places import find_places
-from fpipe.errors import CutError
-from fpipe.network.ranks import wait_for_turn
+from fpipe.cutting.calls import Selector
+from fpipe.cutting.partition import Cuts, Evenly, Explicit, find_places, parse_places
+from fpipe.errors import CutError, InputError
+from fpipe.meshes.copies import ALONE
+from fpipe.network.ranks import Ranks, wait_for_turn
+from fpipe.pipelines.argument_checks import require_buildable, require_count
 from fpipe.pipelines.batch import SplitBatch
+from fpipe.pipelines.builder import Builder, make_batchings
 from fpipe.pipelines.footprint import run_on_fakes
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.loss_weights import Weight
+from fpipe.pipelines.modes import active_casts, isolate
+from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.planning.blocks import ModelBlock, find_blocks
 from fpipe.planning.holdings import StageHolding, find_holdings
 from fpipe.planning.ranges import ActionTimes
-from fpipe.planning.recutting import captured_for, plan_cut
 from fpipe.planning.roofline import Roofline, estimate_times
 from fpipe.planning.timing import MICROBATCHES, TimedPlan, fit_times, time_actions, two_at_a_time
-from fpipe.record.capture.eager_types import hide_fakes
-from fpipe.record.captured import Captured
-from fpipe.record.variant import Variant
+from fpipe.record.captured import Captured, CaptureFunction, FrontEnd
+from fpipe.record.fakes.eager_types import hide_fakes
+from fpipe.record.objective import Loss
+from fpipe.record.variant import TRAINING, Variant
+from fpipe.stages.assembly import assemble
+from fpipe.stages.backends import Backward, Recording, backend_of
 from fpipe.stages.stage import Stage
+from fpipe.stages.ties import Tied
+from schedules import Schedule, check, lower, one_f_one_b
 
 FEW_STAGES: Final = 4
 MOST_PLACES: Final = 256
 NO_TIMES: Final = ActionTimes(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
+@dataclass(frozen=True)
+class ModelArguments:
+    """The arguments of `fpipe.pipeline` that matter to a single stage."""
+
+    loss: Loss | None = None
+    microbatches: int = 1
+    unsplittable: Selector | Iterable[Selector] = ()
+    whole: Selector | Iterable[Selector] = ()
+    capture: str | FrontEnd | CaptureFunction = "trace"
+    backward: Backward = "graph"
+    tied: Tied = "exact"
+    batch_dims: Any = 0
+    weight: Weight | None = None
+
+    def require_defaults(self) -> None:
+        """Raise `InputError` for an argument besides a pipeline, which has its own."""
+        for one in fields(self):
+            if getattr(self, one.name) != one.default:
+                raise InputError(
+                    f"{one.name}: got {getattr(self, one.name)!r} besides a pipeline, which has its own, expected "
+                    "none. Leave it out, or pass the model instead of the pipeline."
+                )
+
+    def build(self, module: nn.Module, example: Any, targets: Any) -> Pipeline:
+        """Return the pipeline of a model as a single stage in this process."""
+        require_count("microbatches", self.microbatches)
+        schedule = one_f_one_b(ranks=1, microbatches=self.microbatches)
+        loss: Any = self.loss
+        require_buildable(module, example, loss, schedule)
+        batchings = make_batchings(example, targets, self.batch_dims, self.microbatches, self.weight, self.microbatches)
+        builder = Builder(
+            loss,
+            schedule,
+            batchings,
+            parse_places(None, self.unsplittable, 1, self.whole),
+            self.capture,
+            backend_of(self.backward),
+            self.tied,
+            0,
+            Ranks(1),
+            1,
+        )
+        return builder.build(module, batchings[True].split_batch(example, targets))
+
+
+def take_alone(pipe: Pipeline, example: Any, targets: Any) -> Pipeline:
+    """Return the pipeline of the same model as a single stage in this process, captured for batches like this one.
+
+    Captures are shared with `pipe`; plans are not.
+    """
+    variant, known, captures = training_variant_here(), pipe.planner, pipe.captures
+    pipe.plan(variant, pipe.batch(variant, example, targets).signature)
+    schedule = one_f_one_b(ranks=1, microbatches=captures.batchings[True].microbatches)
+    cuts, memo = captures.cuts._replace(where=Explicit(())), captures.memo.without_stages()
+    whole = replace(captures, cuts=cuts, memo=memo)
+    planner = Planner(schedule, whole, known.output_dims, (0,), known.summed, known.backend, ALONE)
+    return Pipeline(planner, Ranks(1), pipe.rebuild, pipe.plan_ahead)
+
+
+def training_variant_here() -> Variant:
+    """Return the variant of a training step under the autocast that is on."""
+    return replace(TRAINING, casts=active_casts())
+
+
 @dataclass(frozen=True, eq=False)
 class CutModel:
     """A captured model, cut everywhere where it may be.
 
-    - `planner`: plans other cuts of it; `variant` and `batch`: what it was captured for.
+    - `planner`: has captured it for `variant` and `batch`. The first microbatch stands for all.
     - `places`: the positions of units before which blocks after the first begin.
-    - `finest`: the plan in which each block is a stage; `blocks`: what they are.
     """
 
     planner: Planner
@@ -55,21 +129,37 @@ class CutModel:
     batch: SplitBatch
     captured: Captured
     places: tuple[int, ...]
-    finest: StepPlan
-    blocks: tuple[ModelBlock, ...]
 
     @classmethod
     def of(cls, planner: Planner, variant: Variant, batch: SplitBatch, cuts: Cuts) -> CutModel:
         """Return the model that `planner` has captured for such a batch, cut wherever `cuts` allow."""
-        captured, model = captured_for(planner, variant, batch.signature), planner.captures.model
-        places = find_places(captured, model, cuts, MOST_PLACES)
-        finest = _plan(planner, variant, captured, places)
-        blocks = find_blocks(captured, model, places)
-        return cls(planner, variant, batch, captured, places, finest, blocks)
+        captures = planner.captures
+        captured = captures.of(variant, captures.batchings[variant.loss].split(batch.signature)[0]).captured
+        return cls(planner, variant, batch, captured, find_places(captured, captures.model, cuts, MOST_PLACES))
 
-    def plan(self, positions: Sequence[int]) -> StepPlan:
-        """Return the plan of the model cut before the units at `positions`."""
-        return _plan(self.planner, self.variant, self.captured, positions)
+    def plan(self, positions: Sequence[int], how: Schedule | None = None) -> StepPlan:
+        """Return the plan of the model cut before the units at `positions`; all ranks are in this process.
+
+        By default its schedule is the one that is timed. It does not watch for changes of the model: run it at once.
+        """
+        stages = len(positions) + 1
+        how = how or two_at_a_time(ranks=min(2, stages), microbatches=MICROBATCHES, stages=stages)
+        with isolate(self.variant):
+            recording = Recording.of(self.planner.backend, range(stages), False)
+            assembly = assemble(self.captured, positions, self.variant, how.placement, self.planner.summed, recording)
+            check(how, assembly.graph)
+            program = lower(how, assembly.graph)
+        return StepPlan((assembly,) * how.microbatches, program, tuple(range(how.ranks)), None)
+
+    @cached_property
+    def finest(self) -> StepPlan:
+        """The plan in which each block is a stage."""
+        return self.plan(self.places)
+
+    @cached_property
+    def blocks(self) -> tuple[ModelBlock, ...]:
+        """The pieces between places."""
+        return find_blocks(self.captured, self.planner.captures.model, self.places)
 
     @cached_property
     def kinds(self) -> tuple[Hashable, ...]:
@@ -88,12 +178,6 @@ class CutModel:
             except CutError:
                 continue
         return ()
-
-
-def _plan(planner: Planner, variant: Variant, captured: Captured, positions: Sequence[int]) -> StepPlan:
-    stages = len(positions) + 1
-    how = two_at_a_time(ranks=min(2, stages), microbatches=MICROBATCHES, stages=stages)
-    return plan_cut(planner, variant, captured, positions, how)
 
 
 def time_blocks(

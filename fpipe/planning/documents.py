@@ -1,158 +1,177 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles as JSON.
+"""Frozen values as JSON: profiles and plans.
 
-A document is a dict of the profile's fields; tuples are lists, and an infinite bandwidth is `null`. It says which
-version of the format it has. Reading one runs no code of it: shapes are checked here, and the numbers by
-`fpipe.planning.validity` when the profile is made of them.
+Problem. A file may have been altered, or be anything else. Every number in it must be checked, and an error must name
+the one that is wrong.
 
-Runs when a profile is written or read.
+Idea. The annotations of a class say what its fields are, so one function reads values of all classes. A dataclass is an
+object of its fields; a tuple is a list, with or without names. A schedule is the call that makes it. A number is at
+least 0, and finite but for a `Limit`, which is `null` if there is none. Reading runs no code of a file.
+
+Runs when a profile or a plan is made, written or read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from math import inf
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from math import inf, isnan
+from typing import Annotated, Any, Final, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
 
-from fpipe.cutting.calls import Mark
-from fpipe.errors import InputError
-from fpipe.planning.blocks import ModelBlock
-from fpipe.planning.ranges import ActionTimes, Arrival, Hop, Spread
-from fpipe.tensors.arguments import require_arguments
+from fpipe.errors import InputError, PipelineError
 from fpipe.weights.files import AnyPath, as_path, read_text
-from schedules import Link, SizeError
+from schedules import Link, Schedule
+from schedules.files.calls import read_call, spell_call
 
-DOCUMENT_KIND: Final = "fpipe profile"
-EDITION: Final = 1
-
-Decoder = Callable[[str, Any], Any]
-
-
-def write_fields(profile: Any) -> str:
-    """Return a profile's fields as a JSON text."""
-    link = profile.link
-    fields = {name: getattr(profile, name) for name in DECODERS} | {
-        "link": {
-            "latency": link.latency,
-            "bandwidth": None if link.bandwidth == inf else link.bandwidth,
-            "slow": link.slow,
-        }
-    }
-    return json.dumps({"kind": DOCUMENT_KIND, "version": EDITION, **fields}, allow_nan=False)
+Limit: TypeAlias = Annotated[float, "or infinity"]
+MOST_TEXT: Final = 10_000
+LINK_FIELDS: Final = ("latency", "bandwidth", "slow")
+"""Of a link, without the sizes of messages."""
 
 
-def parse_document(text: str) -> Any:
-    """Return the value of a JSON text; raise `InputError` for any other, and for numbers that are not finite."""
-    try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"got {error}, expected a profile that fpipe saved, or a plan, as JSON. Make it again."
-        ) from error
+def _is_number(got: object) -> bool:
+    return isinstance(got, int | float) and not isinstance(got, bool) and not isnan(got) and got >= 0
 
 
-def read_fields(text: str) -> dict[str, Any]:
-    """Return the fields in a JSON text; raise `InputError`, naming the field, for anything else."""
-    document = parse_document(text)
-    if not isinstance(document, dict) or document.get("kind") != DOCUMENT_KIND:
-        raise InputError(f"got {str(document)[:80]}, expected a profile that fpipe saved. Check the path.")
-    if document.get("version") != EDITION:
-        raise InputError(
-            f"version: got {document.get('version')!r}, expected {EDITION}. Read it with the version of fpipe that "
-            "saved it, or profile the model again."
-        )
-    names = {*document} - {"kind", "version"}
-    if names != {*DECODERS}:
-        raise InputError(f"got the fields {sorted(names)}, expected {sorted(DECODERS)}. Profile the model again.")
-    return {name: decode(name, document[name]) for name, decode in DECODERS.items()}
+LEAVES: Final[Mapping[Any, tuple[str, Callable[[Any], bool]]]] = {
+    str: (f"a text of at most {MOST_TEXT} characters", lambda got: isinstance(got, str) and len(got) <= MOST_TEXT),
+    bool: ("true or false", lambda got: isinstance(got, bool)),
+    int: ("an integer of at least 0", lambda got: type(got) is int and 0 <= got < 2**62),
+    float: ("a finite number of at least 0", lambda got: _is_number(got) and got < inf),
+    Limit: ("a number of at least 0, or none", _is_number),
+}
+"""What the simplest values are: in words, and as a test."""
 
 
-def read_document(path: AnyPath) -> str:
-    """Return the text of a file; raise `InputError` if there is none, or if it is larger than any profile."""
-    require_arguments(read_document, locals())
-    return read_text(as_path(path), "a profile or plan that fpipe saved")
+@dataclass(frozen=True)
+class Format:
+    """A kind of document, in one version; `repair` is what to do about a wrong one."""
+
+    kind: str
+    version: int
+    repair: str
+    indent: int | None = None
+
+    def save(self, path: AnyPath, value: Any) -> None:
+        """Write a value to a file; raise `InputError` if there can be none at this path."""
+        try:
+            as_path(path).write_text(self.write(value))
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"{path}: got {type(error).__name__}: {error}, expected a file. Choose another path."
+            ) from error
+
+    def load(self, path: AnyPath, make: type[Any]) -> Any:
+        """Return the value in a file; raise `InputError`, naming the file and the field, for anything else."""
+        text = read_text(as_path(path), f"a {self.kind} that fpipe saved")
+        try:
+            return self.read(text, make)
+        except PipelineError as error:
+            raise InputError(f"{path}: {error}") from error
+
+    def write(self, value: Any) -> str:
+        """Return a value as a JSON text."""
+        document = {"kind": f"fpipe {self.kind}", "version": self.version, **_encode(value)}
+        return json.dumps(document, indent=self.indent, allow_nan=False)
+
+    def read(self, text: str, make: type[Any]) -> Any:
+        """Return the value of class `make` in a JSON text; raise `InputError`, naming the field, for anything else."""
+        try:
+            document = json.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise InputError(
+                f"got {error}, expected a {self.kind} that fpipe saved, as JSON. Make it again."
+            ) from error
+        if not isinstance(document, dict) or document.pop("kind", None) != f"fpipe {self.kind}":
+            raise InputError(f"got {str(document)[:80]}, expected a {self.kind} that fpipe saved. Check the path.")
+        version = document.pop("version", None)
+        if version != self.version:
+            raise InputError(
+                f"version: got {version!r}, expected {self.version}. Read it with the version of fpipe that saved it. "
+                f"{self.repair}"
+            )
+        return self.decode("", make, document)
+
+    def require(self, value: Any) -> None:
+        """Raise `InputError`, naming the field, unless all fields of a dataclass are what its annotations say."""
+        kind: Any = type(value)
+        for name, hint in _list_fields(kind).items():
+            self.decode(name, hint, getattr(value, name))
+
+    def decode(self, where: str, hint: Any, got: Any) -> Any:
+        """Return the value of type `hint` that a JSON value describes; values of the type itself are checked, too."""
+        if hint in (Link, Schedule):
+            return got if isinstance(got, hint) else self._decode_call(where, hint, got)
+        if hint in LEAVES:
+            got = inf if got is None and hint is Limit else got
+            expected, accepts = LEAVES[hint]
+            if not accepts(got):
+                raise self.wrong(where, repr(got), expected)
+            return got
+        if is_dataclass(hint):
+            made: Any = hint
+            named = _list_fields(made)
+            if not isinstance(got, dict) or {*got} != {*named}:
+                found = f"the fields {sorted(got)}" if isinstance(got, dict) else str(got)
+                raise self.wrong(where, found, str(sorted(named)))
+            return made(**{name: self.decode(_join(where, name), named[name], got[name]) for name in named})
+        return self._decode_tuple(where, hint, got)
+
+    def _decode_tuple(self, where: str, hint: Any, got: Any) -> tuple[Any, ...]:
+        if not isinstance(got, list | tuple):
+            raise self.wrong(where, got, "a list")
+        parts = get_args(hint)
+        if parts[-1:] == (...,):
+            return tuple([self.decode(f"{where}[{k}]", parts[0], one) for k, one in enumerate(got)])
+        columns: Sequence[tuple[str, Any]] = [(f"{where}[{k}]", part) for k, part in enumerate(parts)]
+        if get_origin(hint) is not tuple:
+            columns = [(_join(where, name), kind) for name, kind in _list_fields(hint).items()]
+        if len(got) != len(columns):
+            raise self.wrong(where, got, f"a list of {len(columns)} entries")
+        found = [self.decode(place, kind, one) for (place, kind), one in zip(columns, got, strict=True)]
+        return tuple(found) if get_origin(hint) is tuple else hint(*found)
+
+    def _decode_call(self, where: str, hint: Any, got: Any) -> Any:
+        if hint is Schedule:
+            return read_call(got)
+        if not isinstance(got, dict) or {*got} != {*LINK_FIELDS}:
+            raise self.wrong(where, got, ", ".join(LINK_FIELDS))
+        hints = get_type_hints(Link)
+        slow = self.decode(_join(where, "slow"), hints["slow"], got["slow"])
+        try:
+            return Link(got["latency"], inf if got["bandwidth"] is None else got["bandwidth"], slow=slow)
+        except (PipelineError, TypeError) as error:
+            raise InputError(f"{where}: {error} {self.repair}") from error
+
+    def wrong(self, where: str, got: object, expected: str) -> InputError:
+        """Return the error that says what a document has where."""
+        place = f"{where}: " if where else ""
+        return InputError(f"{place}got {str(got)[:80]}, expected {expected}. {self.repair}")
 
 
-def write_document(path: AnyPath, text: str) -> None:
-    """Write a text to a file; raise `InputError` if there can be none at this path."""
-    require_arguments(write_document, locals())
-    try:
-        as_path(path).write_text(text)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path}: got {type(error).__name__}: {error}, expected a file. Choose another path."
-        ) from error
+def _encode(value: Any) -> Any:
+    if isinstance(value, Schedule):
+        return spell_call(value)
+    if isinstance(value, Link):
+        return {name: _encode(getattr(value, name)) for name in LINK_FIELDS}
+    if is_dataclass(value):
+        return {one.name: _encode(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, tuple):
+        return [_encode(one) for one in value]
+    return None if value == inf else value
+
+
+@cache  # reading annotations takes longer than checking a row
+def _list_fields(kind: Any) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass or a NamedTuple, by name."""
+    return get_type_hints(kind, include_extras=True)
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"the number {name}")
-
-
-def _whole(where: str, got: Any) -> Any:
-    """Return a text or number as it is; it is checked once the profile is made."""
-    return got
-
-
-def _row(make: Callable[..., Any], *columns: Decoder) -> Decoder:
-    """Return the decoder of a list of as many entries as there are `columns`, which are passed to `make`."""
-
-    def decode(where: str, got: Any) -> Any:
-        if not isinstance(got, list) or len(got) != len(columns):
-            raise InputError(
-                f"{where}: got {str(got)[:80]}, expected a list of {len(columns)} entries. Profile the model again."
-            )
-        return make(*[column(f"{where}[{k}]", one) for k, (column, one) in enumerate(zip(columns, got, strict=True))])
-
-    return decode
-
-
-def _rows(decode: Decoder) -> Decoder:
-    """Return the decoder of a list of any length."""
-
-    def decode_all(where: str, got: Any) -> Any:
-        if not isinstance(got, list):
-            raise InputError(f"{where}: got {str(got)[:80]}, expected a list. Profile the model again.")
-        return tuple([decode(f"{where}[{k}]", one) for k, one in enumerate(got)])
-
-    return decode_all
-
-
-def _pair(*both: Any) -> tuple[Any, ...]:
-    return both
-
-
-def _link(where: str, got: Any) -> Link:
-    if not isinstance(got, dict) or {*got} != {"latency", "bandwidth", "slow"}:
-        raise InputError(
-            f"{where}: got {str(got)[:80]}, expected latency, bandwidth and slow. Profile the model again."
-        )
-    slow: Sequence[Any] = _rows(_row(_pair, _row(_pair, _whole, _whole), _whole))(f"{where}.slow", got["slow"])
-    bandwidth = inf if got["bandwidth"] is None else got["bandwidth"]
-    try:
-        return Link(latency=got["latency"], bandwidth=bandwidth, slow=tuple(slow))
-    except (SizeError, TypeError) as error:
-        raise InputError(f"{where}: {error} Profile the model again.") from error
-
-
-_SPREADS: Final = _rows(_row(Spread, _whole, _rows(_whole)))
-_TIMES: Final = _row(ActionTimes, *[_whole] * len(ActionTimes._fields))
-_MARKS: Final = _rows(_row(Mark, _whole, _whole, _whole))
-DECODERS: Final[dict[str, Decoder]] = {
-    "model": _whole,
-    "microbatch": _whole,
-    "backward": _whole,
-    "device": _whole,
-    "blocks": _rows(_row(ModelBlock, _whole, _MARKS, _whole, _whole)),
-    "times": _rows(_TIMES),
-    "fixed": _TIMES,
-    "step": _whole,
-    "hops": _rows(_row(Hop, *[_whole] * 4)),
-    "activation": _SPREADS,
-    "residual": _SPREADS,
-    "arrivals": _rows(_row(Arrival, *[_whole] * 4)),
-    "versions": _rows(_whole),
-    "parameters": _SPREADS,
-    "link": _link,
-}
-"""How the fields of a profile are read."""

@@ -15,22 +15,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fpipe.planning.candidates import PlanProblem
 from fpipe.planning.chain import bottleneck
 from fpipe.planning.profile import Profile
 from schedules import Bound
 from schedules.analysis.bounds.rough import Reason
 
 
-def bound_plans(
-    profile: Profile,
-    ranks: int,
-    microbatches: int,
-    *,
-    split: bool,
-    single: bool,
-    copies: int = 1,
-    recomputed: bool = True,
-) -> Bound:
+def bound_plans(problem: PlanProblem, *, split: bool, single: bool, copies: int = 1, recomputed: bool = True) -> Bound:
     """Return a lower bound on the seconds of a step, of every plan.
 
     - `split`: true if backwards may be split.
@@ -38,6 +30,7 @@ def bound_plans(
     - `copies`: the most ranks that hold a stage: two in a bidirectional schedule, which share its microbatches.
     - `recomputed`: true if stages may be recomputed.
     """
+    profile, ranks, microbatches = problem.profile, problem.ranks, problem.microbatches
     times = _Times(profile, split, recomputed)
     parts = [
         _bound_work(times, ranks, microbatches, copies),

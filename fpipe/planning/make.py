@@ -6,36 +6,42 @@ Runs when it is called.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from inspect import signature
 from math import inf, isnan
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import InputError
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value
-from fpipe.network.launch import LocalJob, enter_job
+from fpipe.network.job import LocalJob, enter_job
 from fpipe.pipelines.argument_checks import require_count
-from fpipe.pipelines.builder import Model
-from fpipe.planning.amounts import Amount, parse_caps
-from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory, find_starts
+from fpipe.pipelines.builder import Model, make_batchings
+from fpipe.pipelines.description import format_bytes
+from fpipe.pipelines.loss_weights import Weight
+from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
 from fpipe.planning.choosing import PlanProgress, choose
-from fpipe.planning.matching import require_profile_of
-from fpipe.planning.pins import pin
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.planning.profiler import profile as measure
-from fpipe.record.capture.modules import as_module
+from fpipe.record.front_ends.parts import as_module
 from fpipe.record.objective import Loss
 from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.tree import flatten
 from schedules import Schedule
-from schedules.language.arguments import MOST_STAGES, each, takes
+from schedules.arguments import MOST_STAGES, each, takes
 
-PER_RANK = (1, 2, 4, 8)
+PER_RANK: Final = (1, 2, 4, 8)
+Amount: TypeAlias = float | str
+BYTES_BY_UNIT: Final[dict[str, int]] = {
+    **{"": 1, "b": 1},
+    **{f"{letter}b": 1000**k for k, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**k for k, letter in enumerate("kmgt", 1)},
+}
 
 
 def plan(
@@ -96,7 +102,7 @@ def plan(
         count = _count_ranks(ranks)
         cuts, stages = (tuple(each(name, given[name], object, InputError)) for name in ("cuts", "stages"))
         listed = _list_schedules(schedules, count)
-        caps, factories = parse_caps(memory, count), _make_factories(listed)
+        caps = parse_caps(memory, count)
         numbers = _read_microbatches(microbatches, listed, example, targets, count)
         _require_positive("weights", weights)
         _require_positive("seconds", seconds)
@@ -105,25 +111,17 @@ def plan(
                 f"microbatches: got {numbers} with a profile, expected one number: a profile is of microbatches of one "
                 "size. Pass the number that it was measured for."
             )
-        limits = {"weights": weights, "seconds": seconds}
-        same = {"ranks": count, "memory": caps, "microbatches": numbers, "schedules": factories, **limits}
+        same = {"ranks": count, "memory": caps, "microbatches": numbers, "schedules": listed}
+        same |= {"weights": weights, "seconds": seconds}
         job.agree(lambda: [Field.of(name, describe_value(value)) for name, value in same.items()])
     if profile is not None:
-        require_profile_of(profile, model, example, targets, numbers[0], **options)
-    profiles = {
-        number: profile
-        if profile is not None
-        else measure(model, example, targets, loss=loss, microbatches=number, **options)
-        for number in numbers
-    }
-    first = next(iter(profiles.values()))
-    room = pin(Room(caps, find_starts(first)), first, cuts, stages)
-    report = progress if progress is not None else _ignore
-    return choose(profiles, factories, count, room, **limits, report=report, ordered=schedules is None)
-
-
-def _ignore(progress: PlanProgress) -> None:
-    """Report nothing."""
+        _require_profile_of(profile, model, example, targets, numbers[0], **options)
+    problems = []
+    for number in numbers:
+        found = profile or measure(model, example, targets, loss=loss, microbatches=number, **options)
+        problems.append(PlanProblem.of(found, number, caps, weights).pin(cuts, stages))
+    report: Callable[[PlanProgress], None] = progress or (lambda progress: None)
+    return choose(problems, listed, seconds=seconds, report=report, ordered=schedules is None)
 
 
 def _require_options(options: Mapping[str, Any]) -> None:
@@ -151,10 +149,10 @@ def _count_ranks(ranks: Any) -> int:
     return ranks["pp"].size()
 
 
-def _list_schedules(schedules: Any, ranks: int) -> list[Any]:
+def _list_schedules(schedules: Any, ranks: int) -> Sequence[Schedule | ScheduleFactory]:
     """Return the schedules and factories to choose from; raise `InputError` for anything else."""
     if schedules is None:
-        return [*FACTORIES]
+        return FACTORIES
     several = isinstance(schedules, Iterable) and not isinstance(schedules, Schedule) and not callable(schedules)
     listed = list(each("schedules", schedules, object, InputError)) if several else [schedules]
     for k, one in enumerate(listed):
@@ -175,18 +173,8 @@ def _list_schedules(schedules: Any, ranks: int) -> list[Any]:
     return listed
 
 
-def _make_factories(listed: Sequence[Any]) -> tuple[ScheduleFactory, ...]:
-    """Return factories; a schedule becomes one that makes it for its own sizes."""
-    return tuple(_as_given(one) if isinstance(one, Schedule) else one for one in listed)
-
-
-def _as_given(schedule: Schedule) -> ScheduleFactory:
-    """Return the factory that makes this schedule, whatever the sizes; others are refused later."""
-    return lambda ranks, microbatches: schedule
-
-
 def _read_microbatches(
-    microbatches: Any, schedules: Sequence[Any], example: Any, targets: Any, ranks: int
+    microbatches: Any, schedules: Sequence[Schedule | ScheduleFactory], example: Any, targets: Any, ranks: int
 ) -> list[int]:
     """Return the numbers of microbatches to choose from, ascending."""
     if microbatches is None:
@@ -208,3 +196,86 @@ def _read_microbatches(
 def _require_positive(name: str, number: Any) -> None:
     if isinstance(number, bool) or not isinstance(number, int | float) or isnan(number) or not 0 < number < inf:
         raise InputError(f"{name}: got {number!r}, expected a number above 0. Correct it.")
+
+
+def parse_bytes(where: str, amount: Amount) -> float:
+    """Return a number of bytes. Raise `InputError`, naming `where`, for anything but a number above 0.
+
+    >>> parse_bytes("memory", "80GB"), parse_bytes("memory", "1.5 GiB")
+    (80000000000.0, 1610612736.0)
+    """
+    if isinstance(amount, str):
+        match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", amount)
+        if match and match[2].lower() in BYTES_BY_UNIT:
+            return float(match[1]) * BYTES_BY_UNIT[match[2].lower()]
+    elif isinstance(amount, int | float) and not isinstance(amount, bool) and 0 < amount <= inf:
+        return float(amount)
+    raise InputError(
+        f'{where}: got {amount!r}, expected a number of bytes above 0, or a text such as "80GB" or "512 MiB". Correct '
+        "it."
+    )
+
+
+def parse_caps(memory: Amount | Sequence[Amount] | None, ranks: int) -> tuple[float, ...]:
+    """Return the bytes that each rank may hold; without a limit, infinity."""
+    if memory is None:
+        return (inf,) * ranks
+    if isinstance(memory, str | int | float):
+        return (parse_bytes("memory", memory),) * ranks
+    caps = tuple(parse_bytes(f"memory[{rank}]", one) for rank, one in enumerate(_listed(memory)))
+    if len(caps) != ranks:
+        raise InputError(f"memory: got {len(caps)} amounts, expected {ranks}: one for each rank. Correct it.")
+    return caps
+
+
+def _listed(memory: Any) -> list[Any]:
+    if not isinstance(memory, Sequence):
+        raise InputError(f"memory: got {memory!r}, expected a number of bytes, or one for each rank. Correct it.")
+    return list(memory)
+
+
+def _require_profile_of(
+    profile: Profile,
+    model: Model,
+    example: Any,
+    targets: Any,
+    microbatches: int,
+    *,
+    batch_dims: Any = 0,
+    weight: Weight | None = None,
+    **options: Any,
+) -> None:
+    """Raise `InputError`, naming what differs first, if a profile can't be of this model and batch.
+
+    A plan for another model would run, and its predictions would be wrong. Compare what can be compared without
+    capturing the model again: the batch, the class of the model, the modules at which blocks begin, and the bytes of
+    all parameters. `Profile.require` compares every operation, but needs a pipeline.
+
+    `options` are other arguments of `fpipe.profile`, which are ignored.
+    """
+    if not isinstance(profile, Profile):
+        raise InputError(
+            f"profile: got {profile!r}, expected a Profile. Pass what fpipe.profile returned, or "
+            "fpipe.Profile.read(path)."
+        )
+    batching = make_batchings(example, targets, batch_dims, microbatches, weight, microbatches)[True]
+    module, first = as_module(model), str(batching.split(batching.example)[0])
+    held = sum({id(one): one.nbytes for one in module.parameters()}.values())
+    known, blocks = {path for path, _ in module.named_modules()}, profile.blocks
+    unknown = [mark.path for block in blocks for mark in block.marks if mark.path not in known]
+    profiled = int(profile.ranges.parameters[0, len(blocks)])
+    if not profile.microbatch.startswith(first):
+        raise _differs("microbatch", profile.microbatch, f"{first}, the first of {microbatches}")
+    if profile.model != type(module).__name__:
+        raise _differs("model", profile.model, type(module).__name__)
+    if unknown:
+        raise _differs("blocks", f"one at the module {unknown[0]!r}", "modules that the model has")
+    if profiled != held:
+        raise _differs("parameters", format_bytes(profiled), f"{format_bytes(held)}, as the model has")
+
+
+def _differs(field: str, got: object, expected: object) -> InputError:
+    return InputError(
+        f"profile.{field}: got {got}, expected {expected}: the profile is of another model, batch, or number of "
+        "microbatches. Profile this one, or leave the profile out."
+    )

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search for orders of a plan's own, where those of the literature leave ranks idle.
+"""Orders and placements of a plan's own, beyond those of the literature.
 
 Families of schedules suit equal stages. Once cuts, placement and number of microbatches are chosen, the costs of the
 stages are known, and `schedules.search` finds an order for them. It neither recomputes nor holds stages twice, so
 candidates that do keep their order.
+
+Families also place stages as if all links were alike, so a loop or a vee crosses a slow link again and again. With two
+data centers, say, a microbatch should pass through one, then the other: a line through all ranks, or a loop or a vee
+inside each, crosses the slow link once in each direction. Orders for these placements are searched for, too.
 
 Runs when a plan is made.
 """
@@ -11,13 +15,14 @@ Runs when a plan is made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 from time import monotonic
-from typing import Final
+from typing import Final, TypeAlias
 
-from fpipe.planning.candidates import Candidate, Room, replace_schedule
-from fpipe.planning.prediction import Predictor
+from fpipe.planning.candidates import Candidate, PlanProblem
+from fpipe.planning.chain import partition_chain
 from fpipe.stages.backends import splits
-from schedules import Graph, Placement, Schedule, SizeError, search
+from schedules import Graph, Link, Placement, Schedule, SizeError, search
 
 ORDERED: Final = 3
 """The number of candidates that get an order of their own."""
@@ -25,6 +30,11 @@ ORDER_TRIES: Final = 300
 MARGIN: Final = 1e-6
 """Of memory, so that rounding does not exceed it."""
 ORDERABLE: Final = frozenset("FBIW")
+APART: Final = 2.0
+"""Islands are told apart where links take at least this factor longer than the next faster ones."""
+ISLAND_TRIES: Final = 100
+Islands: TypeAlias = tuple[tuple[int, ...], ...]
+"""Groups of ranks that fast links connect."""
 
 
 def list_orderable(found: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -44,54 +54,95 @@ def _is_plain(schedule: Schedule) -> bool:
     return kinds <= ORDERABLE and not schedule.placement.mirrors and schedule.slices == 1
 
 
-def reorder(candidate: Candidate, room: Room) -> Candidate | None:
+def reorder(candidate: Candidate) -> Candidate | None:
     """Return the candidate with a faster order of the same stages, or `None` if none is found."""
     schedule = candidate.schedule
-    if not candidate.predicted.fits(room.caps):
+    if not candidate.fits:
         return None
     found = find_order(
-        candidate.predictor,
+        candidate.problem,
         schedule.placement,
-        schedule.microbatches,
         candidate.cuts,
-        room,
         ORDER_TRIES,
         split=splits(schedule),
         graph=schedule.graph,
     )
-    if found is None:
-        return None
-    ordered = replace_schedule(candidate, found)
-    faster = ordered.predicted.seconds < candidate.predicted.seconds
-    return ordered if faster and ordered.predicted.fits(room.caps) else None
+    return found if found and found.fits and found.predicted.seconds < candidate.predicted.seconds else None
 
 
 def find_order(
-    predictor: Predictor,
+    problem: PlanProblem,
     placement: Placement,
-    microbatches: int,
     cuts: Sequence[int],
-    room: Room,
     tries: int,
     *,
     split: bool = True,
     graph: Graph | None = None,
-) -> Schedule | None:
+) -> Candidate | None:
     """Return the best order found of stages placed like this, or `None` if none fits or time has run out."""
-    seconds = room.end - monotonic()
+    seconds = problem.end - monotonic()
     if seconds <= 0:
         return None
     try:
-        return search(
-            predictor.costs(cuts),
+        found = search(
+            problem.profile.costs(cuts),
             placement,
-            microbatches,
-            memory=tuple(cap * (1 - MARGIN) for cap in room.caps),
-            sizes=predictor.sizes(placement, cuts),
+            problem.microbatches,
+            memory=tuple(cap * (1 - MARGIN) for cap in problem.caps),
+            sizes=problem.sizes(placement, cuts),
             split=split,
             graph=graph,
             seconds=seconds,
             tries=tries,
-        ).schedule
+        )
     except SizeError:  # one microbatch does not fit
         return None
+    return problem.try_out(found.schedule, cuts)
+
+
+def find_islands(link: Link, ranks: int) -> Islands:
+    """Return the groups of ranks that fast links connect; a single one if all links are about as fast.
+
+    Links are fast up to the widest gap between their times. The slower direction of a pair counts.
+
+    >>> slow = tuple(((a, b), 9.0) for a in range(4) for b in range(4) if a % 2 != b % 2)
+    >>> find_islands(Link(latency=1, slow=slow), ranks=4)
+    ((0, 2), (1, 3))
+    """
+    factor = dict(link.slow)
+    pairs = [(a, b) for b in range(ranks) for a in range(b)]
+    slower = {(a, b): max(factor.get((a, b), 1.0), factor.get((b, a), 1.0)) for a, b in pairs}
+    steps = [(high / low if low else float("inf"), low) for low, high in pairwise(sorted({*slower.values()}))]
+    gap, fastest = max(steps, default=(1.0, 1.0))
+    if gap < APART:
+        return (tuple(range(ranks)),)
+    islands = [{rank} for rank in range(ranks)]
+    for a, b in pairs:
+        if slower[a, b] <= fastest:
+            joined = islands[a] | islands[b]
+            for rank in joined:
+                islands[rank] = joined
+    return tuple(sorted({tuple(sorted(one)) for one in islands}))
+
+
+def list_placements(islands: Islands) -> Iterator[Placement]:
+    """Yield a line through all islands, a loop in each, and a vee in each; nothing for a single island.
+
+    >>> [placement.homes for placement in list_placements(((0, 2), (1, 3)))]
+    [(0, 2, 1, 3), (0, 2, 0, 2, 1, 3, 1, 3), (0, 2, 2, 0, 1, 3, 3, 1)]
+    """
+    if len(islands) > 1:
+        ranks = sum(map(len, islands))
+        for routes in (islands, [one * 2 for one in islands], [one + one[::-1] for one in islands]):
+            yield Placement(ranks, tuple(chain.from_iterable(routes)))
+
+
+def place_on_islands(problem: PlanProblem) -> Iterator[Candidate]:
+    """Yield a candidate for each placement on islands of ranks, if there are several, with an order of its own."""
+    ranges = problem.profile.ranges
+    work = ranges.seconds("F") + ranges.seconds("I") + ranges.seconds("W")
+    for placement in list_placements(find_islands(problem.profile.link, problem.ranks)):
+        cuts = partition_chain(work, placement.stages, problem.places, problem.pinned)
+        found = None if cuts is None else find_order(problem, placement, cuts, ISLAND_TRIES)
+        if found is not None:
+            yield found

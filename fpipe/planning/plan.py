@@ -9,24 +9,28 @@ Runs on request.
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Final
 
 from fpipe.errors import InputError, PipelineError
 from fpipe.pipelines.description import format_bytes
-from fpipe.planning.documents import parse_document, read_document, write_document
-from fpipe.planning.prediction import Prediction
+from fpipe.planning.documents import Format, Limit
 from fpipe.tensors.arguments import describe_argument
+from fpipe.weights.files import AnyPath
 from schedules import Schedule, check
 from schedules.errors import printable
-from schedules.files.calls import read_call, spell_call
 
-PLAN_KIND: Final = "fpipe plan"
-PLAN_EDITION: Final = 1
+PLAN_FORMAT: Final = Format("plan", 1, "Make the plan again.", indent=1)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted step: its `seconds`, its `bubble`, and the bytes that each rank holds at most."""
+
+    seconds: float
+    bubble: float
+    memory: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Plan:
     schedule: Schedule
     predicted: Prediction
     limits: str
-    caps: tuple[float, ...]
+    caps: tuple[Limit, ...]
     bound: float
     because: str
     others: tuple[RunnerUp, ...]
@@ -79,29 +83,28 @@ class Plan:
         """The time by which the predicted step is above the bound, as a fraction of the bound."""
         return max(0.0, self.predicted.seconds / self.bound - 1) if self.bound else 0.0
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: AnyPath) -> None:
         """Write the plan as JSON."""
-        write_document(path, json.dumps(self._document(), indent=1, allow_nan=False))
-
-    def _document(self) -> dict[str, Any]:
-        fields = {name: getattr(self, name) for name in (*TEXTS, "cuts", "bound", "complete")}
-        fields |= {"caps": [cap if isfinite(cap) else None for cap in self.caps]}
-        fields |= {"schedule": spell_call(self.schedule), "predicted": asdict(self.predicted)}
-        fields |= {name: asdict(getattr(self, name)) for name in ("alone", "copies")}
-        return {"kind": PLAN_KIND, "version": PLAN_EDITION, **fields, "others": [asdict(one) for one in self.others]}
+        PLAN_FORMAT.save(path, self)
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Plan:
+    def read(cls, path: AnyPath) -> Plan:
         """Return the plan in a file that `save` wrote.
 
         Raise `InputError`, naming the file and the field, for anything else, a schedule that `schedules.check` refuses
         included.
         """
-        text = read_document(path)
+        plan: Plan = PLAN_FORMAT.load(path, cls)
         try:
-            return _parse(parse_document(text))
+            check(plan.schedule)
         except PipelineError as error:
             raise InputError(f"{path}: {error}") from error
+        if len(plan.cuts) + 1 != plan.schedule.stages:
+            raise InputError(
+                f"{path}: cuts: got {len(plan.cuts)}, expected {plan.schedule.stages - 1} for "
+                f"{describe_argument(plan.schedule)}. Make the plan again."
+            )
+        return plan
 
     def __str__(self) -> str:
         return "\n".join(map(printable, _describe(self)))
@@ -129,74 +132,6 @@ def take_plan(plan: Plan | None, schedule: Schedule | None, cuts: Any, stages: A
 LONGEST: Final = 200
 """Characters of a schedule that are shown."""
 UNTIMED: Final = "  a step      not predicted: the profile has no times, so stages are balanced by their parameters"
-TEXTS: Final = ("model", "microbatch", "device", "limits", "because", "advice")
-
-
-def _parse(document: Any) -> Plan:
-    """Return the plan that a JSON value describes."""
-    if not isinstance(document, dict) or document.get("kind") != PLAN_KIND or document.get("version") != PLAN_EDITION:
-        raise InputError(
-            f"got {str(document)[:80]}, expected a plan of version {PLAN_EDITION} that fpipe saved. Make the plan "
-            "again."
-        )
-    texts = {name: _take(document, name, str) for name in TEXTS}
-    schedule = read_call(document.get("schedule"))
-    check(schedule)
-    cuts = tuple(_require(f"cuts[{k}]", cut, str) for k, cut in enumerate(_take(document, "cuts", list)))
-    if len(cuts) + 1 != schedule.stages:
-        raise InputError(
-            f"cuts: got {len(cuts)}, expected {schedule.stages - 1} for {describe_argument(schedule)}. Make the plan "
-            "again."
-        )
-    caps = [float("inf") if cap is None else _number("caps", cap) for cap in _take(document, "caps", list)]
-    others = [_runner_up(f"others[{k}]", one) for k, one in enumerate(_take(document, "others", list))]
-    return Plan(
-        **texts,
-        cuts=cuts,
-        schedule=schedule,
-        predicted=_prediction(_take(document, "predicted", dict)),
-        caps=tuple(caps),
-        bound=_number("bound", document.get("bound")),
-        others=tuple(others),
-        alone=_runner_up("alone", document.get("alone")),
-        copies=_runner_up("copies", document.get("copies")),
-        complete=_take(document, "complete", bool),
-    )
-
-
-def _take(document: Mapping[str, Any], name: str, kind: type) -> Any:
-    return _require(name, document.get(name), kind)
-
-
-def _require(where: str, got: Any, kind: type) -> Any:
-    if not isinstance(got, kind):
-        raise InputError(f"{where}: got {str(got)[:80]!r}, expected {kind.__name__}. Make the plan again.")
-    return got
-
-
-def _number(where: str, got: Any) -> float:
-    if isinstance(got, bool) or not isinstance(got, int | float) or not 0 <= got < float("inf"):
-        raise InputError(f"{where}: got {str(got)[:80]}, expected a number of at least 0. Make the plan again.")
-    return float(got)
-
-
-def _prediction(found: Mapping[str, Any]) -> Prediction:
-    memory = [int(_number("predicted.memory", held)) for held in _take(found, "memory", list)]
-    return Prediction(
-        _number("predicted.seconds", found.get("seconds")),
-        _number("predicted.bubble", found.get("bubble")),
-        tuple(memory),
-    )
-
-
-def _runner_up(where: str, found: Any) -> RunnerUp:
-    fields = _require(where, found, dict)
-    return RunnerUp(
-        _take(fields, "name", str),
-        _number(f"{where}.seconds", fields.get("seconds")),
-        int(_number(f"{where}.memory", fields.get("memory"))),
-        _take(fields, "fits", bool),
-    )
 
 
 def format_seconds(seconds: float) -> str:

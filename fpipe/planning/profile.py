@@ -15,11 +15,10 @@ Runs on request.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final, TypeAlias
@@ -28,10 +27,10 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
+from fpipe.pipelines.description import format_bytes
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.planning.blocks import ModelBlock, require_blocks_of
-from fpipe.planning.documents import read_document, read_fields, write_document, write_fields
-from fpipe.planning.merging import join_texts, require_same_fields, slowest, slowest_link
+from fpipe.planning.blocks import ModelBlock, require_blocks_of, require_same_blocks
+from fpipe.planning.documents import Format
 from fpipe.planning.ranges import (
     TIMED,
     ActionTimes,
@@ -43,12 +42,18 @@ from fpipe.planning.ranges import (
     sum_crossing,
     sum_entering,
 )
-from fpipe.planning.table import describe_profile
-from fpipe.planning.validity import require_valid_profile
 from fpipe.tensors.arguments import require_arguments
+from fpipe.weights.files import AnyPath
 from schedules import Costs, Link, Placement, Sizes, linear
+from schedules.errors import printable
 
 INSTANT: Final = Link()
+PROFILE_FORMAT: Final = Format("profile", 1, "Profile the model again.")
+MOST_BLOCKS: Final = 10_000
+"""More blocks than any model has; tables of all their runs would still fit into memory."""
+SEPARATOR: Final = "; "
+BY_DEVICE: Final = ("device", "times", "fixed", "step", "link")
+"""The fields in which profiles of one model may differ."""
 CutPlaces: TypeAlias = Iterable[str | int]
 """Where stages after the first begin: names of module calls, or numbers of blocks, ascending."""
 
@@ -133,7 +138,8 @@ class Profile:
     link: Link = INSTANT
 
     def __post_init__(self) -> None:
-        require_valid_profile(self)
+        PROFILE_FORMAT.require(self)
+        _require_existing_blocks(self)
 
     @cached_property
     def ranges(self) -> Ranges:
@@ -224,7 +230,11 @@ class Profile:
 
     def _weights(self, stages: Sequence[tuple[int, int]], placement: Placement) -> tuple[int, ...]:
         """Return the bytes of each stage's parameters that no earlier stage places on all of its ranks."""
-        require_placement(placement, len(stages))
+        if not isinstance(placement, Placement) or placement.stages != len(stages):
+            got = f"one of {placement.stages} stages" if isinstance(placement, Placement) else type(placement).__name__
+            raise InputError(
+                f"placement: got {got}, expected {len(stages)}, as the cuts make. Change the cuts, or the schedule."
+            )
         weights = [int(self.ranges.parameters[stage]) for stage in stages]
         ranks = [set(placement.replicas(s)) for s in range(len(stages))]
         for size, blocks in (spread for spread in self.parameters if len(spread.blocks) > 1):
@@ -251,49 +261,174 @@ class Profile:
     def merge(self, *others: Profile) -> Profile:
         """Return the profile in which each time is the largest of these profiles, and so that of the slowest device.
 
-        They must be of the same model, cut at the same places. Raise `InputError`, naming what differs first.
+        A schedule moves at the pace of its slowest rank, so a plan made for the slowest device holds on all of them.
+        The profiles must be of the same model, cut at the same places. Raise `InputError`, naming what differs first.
         """
         for k, other in enumerate(others):
-            require_same_fields(other, self, f"others[{k}]")
+            _require_same_model(other, self, f"others[{k}]")
         every = (self, *others)
         return replace(
             self,
-            device=join_texts([one.device for one in every]),
-            times=tuple(slowest(rows) for rows in zip(*[one.times for one in every], strict=True)),
-            fixed=slowest([one.fixed for one in every]),
+            device=SEPARATOR.join(sorted({part for one in every for part in one.device.split(SEPARATOR)})),
+            times=tuple(_slowest(rows) for rows in zip(*[one.times for one in every], strict=True)),
+            fixed=_slowest([one.fixed for one in every]),
             step=max(one.step for one in every),
-            link=slowest_link([one.link for one in every]),
+            link=_slowest_link([one.link for one in every]),
         )
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: AnyPath) -> None:
         """Write the profile as JSON."""
-        write_document(path, write_fields(self))
+        PROFILE_FORMAT.save(path, self)
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Profile:
+    def read(cls, path: AnyPath) -> Profile:
         """Return the profile in a file that `save` wrote.
 
         Raise `InputError`, naming the file and the field, for anything else, such as a block that does not exist.
         """
-        text = read_document(path)
-        try:
-            return cls.parse(text)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from error
+        found: Profile = PROFILE_FORMAT.load(path, cls)
+        return found
 
     @classmethod
     def parse(cls, text: str) -> Profile:
         """Return the profile in a JSON text."""
-        return cls(**read_fields(text))
+        found: Profile = PROFILE_FORMAT.read(text, cls)
+        return found
 
     def __str__(self) -> str:
-        return describe_profile(self)
+        return _describe(self)
 
 
-def require_placement(placement: Placement, stages: int) -> None:
-    """Raise `InputError` unless a placement is one of so many stages."""
-    if not isinstance(placement, Placement) or placement.stages != stages:
-        got = f"one of {placement.stages} stages" if isinstance(placement, Placement) else type(placement).__name__
-        raise InputError(
-            f"placement: got {got}, expected {stages}, as the cuts make. Change the cuts, or the schedule."
+def _require_existing_blocks(profile: Profile) -> None:
+    """Raise `InputError` for a number of times other than that of blocks, and for blocks that do not exist."""
+    count = len(profile.blocks)
+    if not 0 < count <= MOST_BLOCKS:
+        raise PROFILE_FORMAT.wrong("blocks", f"{count} of them", f"1 to {MOST_BLOCKS}")
+    for name in ("times", "versions"):
+        if len(getattr(profile, name)) != count:
+            raise PROFILE_FORMAT.wrong(name, f"{len(getattr(profile, name))} entries", f"{count}, one for each block")
+    runs = [(f"{name}[{k}]", one[:2]) for name in ("hops", "arrivals") for k, one in enumerate(getattr(profile, name))]
+    for name in ("activation", "residual", "parameters"):
+        runs += [(f"{name}[{k}].blocks", blocks) for k, (_, blocks) in enumerate(getattr(profile, name))]
+    for where, blocks in runs:
+        if not blocks or blocks[-1] >= count or any(a >= b for a, b in pairwise(blocks)):
+            raise PROFILE_FORMAT.wrong(where, [*blocks], f"ascending numbers of blocks below {count}")
+    for k, one in enumerate(profile.arrivals):
+        if not one.target <= one.saved <= count:
+            raise PROFILE_FORMAT.wrong(
+                f"arrivals[{k}].saved", one.saved, f"a number of blocks from {one.target} to {count}"
+            )
+
+
+def _require_same_model(got: Profile, expected: Profile, what: str) -> None:
+    """Raise `InputError` unless two profiles are equal in what does not depend on devices."""
+    for field in (one.name for one in fields(Profile) if one.name not in BY_DEVICE):
+        mine, other = getattr(expected, field), getattr(got, field)
+        if field == "blocks":
+            require_same_blocks(other, mine, what)
+        elif mine != other:
+            pair = (other, mine) if isinstance(mine, str) else _first_difference(other, mine)
+            raise InputError(
+                f"{what}.{field}: got {pair[0]}, expected {pair[1]}, as in the profile that it is merged with. Profile "
+                "the same model for the same microbatch on all devices."
+            )
+
+
+def _first_difference(got: Sequence[Any], expected: Sequence[Any]) -> tuple[Any, Any]:
+    pairs = (pair for pair in zip(got, expected, strict=False) if pair[0] != pair[1])
+    return next(pairs, (f"{len(got)} entries", f"{len(expected)} entries"))
+
+
+def _slowest(rows: Iterable[ActionTimes]) -> ActionTimes:
+    return ActionTimes(*map(max, zip(*rows, strict=True)))
+
+
+def _slowest_link(links: Sequence[Link]) -> Link:
+    """Return a link that is no faster than any of these, between any two ranks."""
+    ends = sorted({ends for one in links for ends, _ in one.slow})
+    factors = {pair: max(dict(one.slow).get(pair, 1) for one in links) for pair in ends}
+    return Link(
+        latency=max(one.latency for one in links),
+        bandwidth=min(one.bandwidth for one in links),
+        slow=tuple((pair, factor) for pair, factor in factors.items() if factor != 1),
+    )
+
+
+HEADER: Final = (
+    *("", "block", "operations", *[f"{kind} ms" for kind in TIMED], "keeps", "after I", "parameters"),
+    *("crosses", "back"),
+)
+FIRST, LAST, WIDEST = 30, 5, 44  # rows shown of a long table, and characters of a name
+
+
+def _describe(profile: Profile) -> str:
+    """Return the table of a profile; a long one is cut short in the middle."""
+    rows = _rows(profile)
+    hidden = len(rows) - FIRST - LAST
+    shown = rows if hidden <= 1 else [*rows[:FIRST], ("", f"... {hidden} more"), *rows[-LAST:]]
+    fixed = ", ".join(f"{kind} {_ms(time)}" for kind, time in zip(TIMED, profile.fixed, strict=True))
+    lines = [
+        f"Profile of {profile.model}: {len(profile.blocks)} blocks, differentiated {profile.backward}",
+        f"microbatch  {_shorten(profile.microbatch, 84)}",
+        f"device      {_shorten(profile.device, 84)}",
+        f"an action   takes {fixed} ms, and the sum over the blocks of its stage",
+        *([f"a step      takes {_ms(profile.step)} ms besides its actions"] if profile.step else []),
+        *([f"a transfer  takes {_describe_link(profile.link)}"] if profile.link != INSTANT else []),
+        "",
+    ]
+    return "\n".join(map(printable, [*lines, *_align([HEADER, *shown, _total(profile)])]))
+
+
+def _rows(profile: Profile) -> list[tuple[str, ...]]:
+    ranges, count = profile.ranges, len(profile.blocks)
+    values, cotangents = ranges.crossing
+    tables = ranges.activation, ranges.residual, ranges.parameters
+    columns = [[table[k, k + 1] for k in range(count)] for table in tables] + [values, cotangents]
+    return [
+        (
+            str(k),
+            _shorten(block.name, WIDEST),
+            str(block.units),
+            *map(_ms, profile.times[k]),
+            *[format_bytes(int(column[k])) for column in columns],
         )
+        for k, block in enumerate(profile.blocks)
+    ]
+
+
+def _total(profile: Profile) -> tuple[str, ...]:
+    """Return the row of the uncut model."""
+    ranges, count = profile.ranges, len(profile.blocks)
+    times = [_ms(float(ranges.sums[kind][-1])) for kind in TIMED]
+    sizes = [int(table[0, count]) for table in (ranges.activation, ranges.residual, ranges.parameters)]
+    return ("", "all", str(sum(block.units for block in profile.blocks)), *times, *map(format_bytes, sizes))
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines, numbers to the right; a short row lacks its last columns."""
+    full = [[*row, *[""] * (len(HEADER) - len(row))] for row in rows]
+    wide = [max(map(len, column)) for column in zip(*full, strict=True)]
+    return [
+        "  ".join(
+            f"{cell:<{w}}" if k == 1 else f"{cell:>{w}}" for k, (cell, w) in enumerate(zip(row, wide, strict=True))
+        ).rstrip()
+        for row in full
+    ]
+
+
+def _describe_link(link: Link) -> str:
+    rate = f" and {format_bytes(link.bandwidth)} per second" if link.bandwidth < float("inf") else ""
+    slow = (
+        f"; {len(link.slow)} pairs of ranks take up to {max(f for _, f in link.slow):.2g} times as long"
+        if link.slow
+        else ""
+    )
+    return f"{_ms(link.latency)} ms{rate}{slow}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3f}"
+
+
+def _shorten(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -23,8 +23,7 @@ from fpipe.cutting.partition import CutsArgument, parse_places
 from fpipe.errors import InputError
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value
-from fpipe.network.launch import JobProcesses, enter_job, resolve_group
-from fpipe.network.one_process import LocalRanks
+from fpipe.network.job import JobProcesses, enter_job, resolve_group
 from fpipe.network.ranks import Ranks
 from fpipe.pipelines.batch import find_home
 from fpipe.pipelines.builder import Model
@@ -34,15 +33,21 @@ from fpipe.pipelines.loss_weights import Weight
 from fpipe.pipelines.modes import require_gradients, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import make_training_step
-from fpipe.planning.cut_model import NO_TIMES, CutModel, measure_blocks, time_blocks
-from fpipe.planning.documents import write_fields
+from fpipe.planning.cut_model import (
+    NO_TIMES,
+    CutModel,
+    ModelArguments,
+    measure_blocks,
+    take_alone,
+    time_blocks,
+    training_variant_here,
+)
 from fpipe.planning.holdings import BlockMemory, find_hops, find_parameters
 from fpipe.planning.links import MESSAGE_SIZES, fit_link
-from fpipe.planning.profile import Profile
+from fpipe.planning.profile import PROFILE_FORMAT, Profile
 from fpipe.planning.roofline import Roofline, calibrate
-from fpipe.planning.standalone import ModelArguments, take_alone, training_variant_here
-from fpipe.record.capture.modules import as_module
 from fpipe.record.captured import CaptureFunction, FrontEnd
+from fpipe.record.front_ends.parts import as_module
 from fpipe.record.objective import Loss
 from fpipe.record.variant import TRAINING
 from fpipe.stages.backends import Backward
@@ -159,7 +164,7 @@ def _require_profile(given: Mapping[str, Any]) -> None:
 def _join(job: JobProcesses, device: torch.device, group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
     """Return this process's place among those that profile a model together."""
     if not (dist.is_available() and dist.is_initialized()):
-        return LocalRanks(1)
+        return Ranks(1)
     return job.join(dist.get_world_size() if group is None else group.size(), resolve_group(group), device)
 
 
@@ -167,16 +172,12 @@ def _has_values(module: nn.Module) -> bool:
     return not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
-def _profile_together(
-    ranks: Ranks,
-    alone: Pipeline,
-    asked: Asked,
-) -> Profile:
+def _profile_together(ranks: Ranks, alone: Pipeline, asked: Asked) -> Profile:
     """Return the profile that all ranks find together: that of the slowest, and the time of transfers between them."""
-    found = _profile(alone, asked.batch, asked.cuts, asked.source, asked.device, asked.seconds)
+    found = _profile(alone, asked)
     if len(ranks.processes) > 1:
         found = found if asked.device is not None or asked.source is None else _add_messages(found, ranks)
-        every = [Profile.parse(text) for text in ranks.exchange_text(write_fields(found), "profiles")]
+        every = [Profile.parse(text) for text in ranks.exchange_text(PROFILE_FORMAT.write(found), "profiles")]
         found = every[0].merge(*every[1:])
     measured = fit_link(ranks.measure_transfers(MESSAGE_SIZES)) if asked.link is None else asked.link
     return replace(found, link=replace(measured, bytes=0, back=None))
@@ -202,48 +203,36 @@ def _time_agreement(ranks: Ranks) -> float:
     return median(times[1:])
 
 
-def _profile(
-    alone: Pipeline,
-    batch: tuple[Any, Any],
-    cuts: CutsArgument,
-    source: ValueSource | None,
-    device: Roofline | None,
-    seconds: float,
-) -> Profile:
+def _profile(alone: Pipeline, asked: Asked) -> Profile:
     """Return the profile of a pipeline of one stage, as this process finds it."""
     _require_plain(alone)
-    variant = training_variant_here()
-    split = alone.batch(variant, *batch)
+    variant, cuts = training_variant_here(), alone.captures.cuts
+    split = alone.batch(variant, *asked.batch)
     alone.plan(variant, split.signature)
-    where = parse_places(cuts, alone.captures.cuts.unsplittable, 1, alone.captures.cuts.whole)
-    model = CutModel.of(alone.planner, variant, split, where)
-    if device is None and source is not None:
+    model = CutModel.of(alone.planner, variant, split, parse_places(asked.cuts, cuts.unsplittable, 1, cuts.whole))
+    if asked.device is None and asked.source is not None:
         holdings, _ = measure_blocks(model, None)
-        params, buffers = alone.init(source)
+        params, buffers = alone.init(asked.source)
         with suspend_autocast(TRAINING):
-            times, fixed = time_blocks(model, params, buffers, alone.device, seconds)
-        outside, where_text = _time_outside(alone, params, buffers, batch), _describe_device(alone.device)
+            times, fixed = time_blocks(model, params, buffers, alone.device, asked.seconds)
+        outside, where = _time_outside(alone, params, buffers, asked.batch), _describe_device(alone.device)
     else:
-        roofline = device or calibrate(alone.device, _main_dtype(alone))
+        roofline = asked.device or calibrate(alone.device, _main_dtype(alone))
         holdings, estimated = measure_blocks(model, roofline)
-        times, fixed, outside, where_text = tuple(estimated), NO_TIMES, 0.0, f"estimated by {roofline}"
+        times, fixed, outside, where = tuple(estimated), NO_TIMES, 0.0, f"estimated by {roofline}"
     assembly = model.finest.assembly
-    memory = BlockMemory.of(assembly, holdings)
     return Profile(
         model=type(alone.model).__name__,
         microbatch=str(alone.captures.batchings[True].split(split.signature)[0]),
         backward=_describe_backward(model),
-        device=where_text,
+        device=where,
         blocks=model.blocks,
         times=times,
         fixed=fixed,
         step=outside,
         hops=find_hops(assembly),
-        activation=memory.activation,
-        residual=memory.residual,
-        arrivals=memory.arrivals,
-        versions=memory.versions,
         parameters=find_parameters(assembly),
+        **vars(BlockMemory.of(assembly, holdings)),
     )
 
 

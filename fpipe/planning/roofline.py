@@ -15,35 +15,26 @@ Runs when a model is profiled that can't be run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from sys import float_info
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
-import optree
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
+from fpipe.cutting.traffic import OperatorCosts
 from fpipe.errors import InputError
 from fpipe.pipelines.footprint import FakeArguments, make_arrivals
 from fpipe.planning.ranges import ActionTimes
 from fpipe.tensors.spec import OptionalSpec
-from fpipe.tensors.torch_private import TorchDispatchMode
-from schedules.language.arguments import is_number
+from schedules.arguments import is_number
 
 LONG_ENOUGH: Final = 5e-3
 LARGEST: Final = 8192
 VECTOR_BYTES: Final = 2**26
-COSTLESS: Final = ("aten::empty", "aten::new_empty", "prim::")
-"""Operators that neither compute nor move anything."""
-ALIASES: Final = {
-    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
-}
-"""Operators that `flop_registry` lacks, and those that do the same arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +103,7 @@ def _synchronize(device: torch.device) -> None:
 def estimate_times(given: FakeArguments, roofline: Roofline) -> ActionTimes:
     """Return the estimated times of the actions of a stage, whose arguments are fake tensors."""
     stage, params, buffers, feed = given
-    count = _Count(roofline)
+    count = OperatorCosts(roofline.seconds).measure
 
     def cotangents() -> tuple[Tensor, ...]:
         return make_arrivals(stage.pulled_by)
@@ -127,36 +118,3 @@ def estimate_times(given: FakeArguments, roofline: Roofline) -> ActionTimes:
     W, _ = count(lambda: stage.backward_weight(deferred, sums))
     C, _ = count(lambda: stage.evaluate(params, buffers, inputs, 0))
     return ActionTimes(F, B, I, W, C)
-
-
-class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that adds up the estimated times of all operators inside."""
-
-    def __init__(self, roofline: Roofline) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.roofline, self.total = roofline, 0.0
-
-    def __call__(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the estimated time of a call, and its result."""
-        self.total = 0.0
-        with self:
-            found = work()
-        return self.total, found
-
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        if not (func.is_view or func.name().startswith(COSTLESS)):
-            values: Any = (args, kwargs, found)
-            leaves: Iterable[Any] = optree.tree_leaves(values)
-            traffic = sum(min(one.untyped_storage().nbytes(), one.nbytes) for one in leaves if isinstance(one, Tensor))
-            self.total += self.roofline.seconds(_flops(func, args, kwargs, found), traffic)
-        return found
-
-
-def _flops(func: Any, args: Any, kwargs: Any, found: Any) -> float:
-    """Return the FLOPs of an operator; 0 if nobody counts them."""
-    packet = func.overloadpacket
-    if packet.__name__ in ALIASES:
-        packet = getattr(torch.ops.aten, ALIASES[packet.__name__])
-    return float(flop_registry[packet](*args, **kwargs, out_val=found)) if packet in flop_registry else 0.0

@@ -4,7 +4,7 @@
 Problem. Each process has only the spans of its own ranks, timed by its own clock.
 
 Idea. A span is a row of numbers, so rows travel as tensors. Each process converts its times to the first one's clock
-(`fpipe.network.clocks`) before it sends them. The result has the form of `schedules.spans`, so it can be
+(`fpipe.network.measurements`) before it sends them. The result has the form of `schedules.spans`, so it can be
 summarized, drawn and simulated in the same way.
 
 Runs when `timeline` or `costs` is called.

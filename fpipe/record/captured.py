@@ -13,20 +13,24 @@ A front end may also supply a function that fuses a run of units into one callab
 Invariants. Every value is made before it is read. A unit's `call` takes the values of `reads` and returns a tuple of
 those of `makes`; it modifies nothing but the tensors passed to it.
 
-Runs when a plan is made; the functions that `chain_units` and `compose` return run in every step.
+Runs when a plan is made; the functions that `chain_units` and `compose` return run in every step. Whatever runs a list
+of operations, be it a stage, the uncut model, a prologue or a question about the batch, is made by `compose`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from fpipe.record.objective import Objective
+from fpipe.record.variant import Casts
 from fpipe.tensors import random
 from fpipe.tensors.placed import Arrivals, Placed
 from fpipe.tensors.torch_private import FakeTensorMode
@@ -38,6 +42,7 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 Hook: TypeAlias = Callable[[Tensor], Tensor | None]
 """A hook on a parameter's gradient: returns a replacement, or `None` to keep it."""
 Hooks: TypeAlias = Mapping[str, tuple[Hook, ...]]
+Contexts: TypeAlias = Sequence[Callable[[], AbstractContextManager[Any]]]
 
 
 class Parameter(NamedTuple):
@@ -103,49 +108,111 @@ class Function:
 
 
 class Labels(NamedTuple):
-    """The label that a random unit is seeded from, and the devices whose generators it draws from."""
+    """The label that a random call is seeded from, and the devices whose generators it draws from."""
 
     label: int
     devices: tuple[torch.device, ...]
 
+    def seed(self, key: int) -> None:
+        """Make subsequent draws depend on `key` and the label."""
+        for device in self.devices:
+            random.reseed(key, self.label, device)
+
 
 Fuse: TypeAlias = Callable[[Sequence[Unit], Mapping[Unit, Labels], tuple[Value, ...], tuple[Value, ...]], "Function"]
-
-
-class Operation(NamedTuple):
-    """One call of a function: `call(key, *tensors)` takes the values of `reads` and returns those of `makes`."""
-
-    reads: tuple[Value, ...]
-    makes: tuple[Value, ...]
-    call: Callable[..., Tensors]
 
 
 def chain_units(
     units: Sequence[Unit], random_units: Mapping[Unit, Labels], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
 ) -> Function:
     """Return a function that calls the units one after another."""
-    return Function(compose([single(unit, random_units.get(unit)) for unit in units], inputs, outputs))
+    return Function(compose([operation_of(unit, random_units.get(unit)) for unit in units], inputs, outputs))
 
 
-def single(unit: Unit, labels: Labels | None) -> Operation:
+# -------------------------------------------------------------------------------------------------- operations in modes
+
+
+class Modes(NamedTuple):
+    """The modes in force around a torch call: grad mode, and autocast by device type.
+
+    - `grad`, `ambient`: whether gradients are enabled, here and around the whole model.
+    - `region`: the number of the outermost autocast context, which has its own cache of casts; 0 outside of all.
+    """
+
+    grad: bool = True
+    ambient: bool = True
+    autocast: Casts = ()
+    region: int = 0
+
+    @property
+    def in_ambient(self) -> Modes:
+        """The same autocast, in the ambient grad mode."""
+        return self._replace(grad=self.ambient)
+
+    def inside(self, around: Modes) -> Modes:
+        """Return the modes for a call that runs where the modes `around` are in force already."""
+        same = (self.grad, self.autocast, self.region) == (around.grad, around.autocast, around.region)
+        return Modes(around.grad, around.grad) if same else self._replace(ambient=around.grad)
+
+    @property
+    def contexts(self) -> Contexts:
+        """The contexts that establish these modes; none for the ambient grad mode without autocast."""
+        casts = [partial(torch.autocast, kind, dtype) for kind, dtype in self.autocast]
+        off = [partial(torch.autocast, "cpu", enabled=False)] if self.region and not casts else []
+        grads = [] if self.grad == self.ambient else [partial(torch.set_grad_enabled, self.grad)]
+        return [*grads, *casts, *off]
+
+
+def current_casts() -> Casts:
+    """Return the autocast dtype of each device type for which autocast is on."""
+    kinds = ("cpu", "cuda")
+    return tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)])
+
+
+class Operation(NamedTuple):
+    """One call of a function: `call(key, *tensors)` takes the values of `reads` and returns those of `makes`.
+
+    It runs under `modes`, if it is composed with others.
+    """
+
+    reads: tuple[Value, ...]
+    makes: tuple[Value, ...]
+    call: Callable[..., Tensors]
+    modes: Modes = Modes()
+
+
+def operation_of(unit: Unit, labels: Labels | None = None) -> Operation:
     """Return a unit as an operation; if the unit is random, the operation seeds the generators first."""
+    return seed_once(Operation(unit.reads, unit.makes, lambda key, *tensors: unit.call(*tensors)), labels)
 
-    def seeded(key: int, *tensors: Tensor) -> Tensors:
-        assert labels is not None, "the unit is random"
-        for device in labels.devices:
-            random.reseed(key, labels.label, device)
-        return unit.call(*tensors)
 
-    return Operation(unit.reads, unit.makes, (lambda key, *tensors: unit.call(*tensors)) if labels is None else seeded)
+def seed_once(operation: Operation, labels: Labels | None) -> Operation:
+    """Return the operation, seeded before it runs if `labels` are given."""
+    if labels is None:
+        return operation
+
+    def run(key: int, *tensors: Tensor) -> Tensors:
+        labels.seed(key)
+        return operation.call(key, *tensors)
+
+    return operation._replace(call=run)
+
+
+def join(operations: Sequence[Operation], makes: tuple[Value, ...]) -> Operation:
+    """Return one operation that runs these in order, and makes some of what they make; it enters their modes itself."""
+    made = {value for operation in operations for value in operation.makes}
+    reads = tuple(dict.fromkeys(v for operation in operations for v in operation.reads if v not in made))
+    return Operation(reads, makes, compose(operations, reads, makes))
 
 
 def compose(
     operations: Sequence[Operation], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
 ) -> Callable[..., Tensors]:
-    """Return a function `(key, *inputs) -> outputs` that runs the operations in order.
+    """Return a function `(key, *inputs) -> outputs` that runs the operations in order, each under its modes.
 
     It frees each value after its last use.
     """
+    operations = _enter_modes(operations, outputs)
     last = {
         value: index for index, operation in enumerate(operations) for value in (*operation.reads, *operation.makes)
     }
@@ -170,6 +237,54 @@ def compose(
         return tuple([slots[k] for k in returned])
 
     return run
+
+
+def _enter_modes(operations: Sequence[Operation], outputs: tuple[Value, ...]) -> list[Operation]:
+    """Return the operations; join each run that needs special modes into one operation that enters them.
+
+    An autocast region is entered once, because autocast caches casts until the outermost context exits: it casts a
+    weight once for all of its uses.
+    """
+    found: list[Operation] = []
+    for region, later in _group(operations, lambda modes: modes.region, outputs):
+        inner: list[Operation] = []
+        for group, needed in _group(region, lambda modes: modes, later):
+            inner += _run_inside(group[0].modes.contexts, group, needed)
+        modes = region[0].modes
+        found += _run_inside(modes.in_ambient.contexts if modes.region else (), inner, later)
+    return found
+
+
+def _group(
+    operations: Sequence[Operation], key: Callable[[Modes], Any], outputs: Collection[Value]
+) -> list[tuple[list[Operation], set[Value]]]:
+    """Return the runs of operations with equal keys, each with the values that are read after it."""
+    groups = [list(group) for _, group in groupby(operations, key=lambda operation: key(operation.modes))]
+    later = {*outputs}
+    found: list[tuple[list[Operation], set[Value]]] = []
+    for group in reversed(groups):
+        found.append((group, set(later)))
+        later |= {value for operation in group for value in operation.reads}
+    return found[::-1]
+
+
+def _run_inside(around: Contexts, operations: Sequence[Operation], needed: Collection[Value]) -> list[Operation]:
+    """Return the operations; join them into one that runs inside the contexts `around`, if there are any."""
+    operations = [operation._replace(modes=Modes()) for operation in operations]
+    if not around:
+        return operations
+    run = join(operations, tuple(value for one in operations for value in one.makes if value in needed))
+
+    def call(key: int, *tensors: Tensor) -> Tensors:
+        with ExitStack() as stack:
+            for context in around:
+                stack.enter_context(context())
+            return run.call(key, *tensors)
+
+    return [run._replace(call=call)]
+
+
+# ------------------------------------------------------------------------------------------------ a model and its calls
 
 
 NAMED, COMPILED_CODE = "named in whole", "code compiled by torch.compile"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import CaptureError, InputError
+from fpipe.record.numbers import to_python
 from fpipe.record.questions import Ask, refuse_questions
 from fpipe.record.variant import Casts
 from fpipe.tensors.tree import Structure
@@ -70,7 +71,8 @@ class Objective:
 
     `batch` is the tree (inputs, targets, scale). The loss is multiplied by the scale or, if that is `None`, divided by
     the `divisor`: the number of microbatches in all. `ask` answers the model's questions about the microbatch's values
-    during a capture. Model and loss run under the autocast `casts`.
+    during a capture. Model and loss run under the autocast `casts`. The numbers in `batch` are replaced by those in the
+    tensors that follow its tensor leaves; if the batch is `plain`, there are none.
     """
 
     loss: Loss | None
@@ -78,10 +80,13 @@ class Objective:
     divisor: float
     ask: Ask = field(default=refuse_questions, compare=False)
     casts: Casts = ()
+    plain: bool = False
 
     def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> tuple[Tensor | None, Any]:
-        """Return `(scaled loss, outputs)` for the tensor leaves of `batch`; without a loss, `(None, outputs)`."""
-        return self.of(model, self.batch.unflatten(list(leaves)))
+        """Return `(scaled loss, outputs)` for the leaves of `batch`; without a loss, `(None, outputs)`."""
+        count = len(self.batch.names)
+        batch = self.batch if self.plain else self.batch.with_numbers(map(to_python, leaves[count:]))
+        return self.of(model, batch.unflatten(list(leaves[:count])))
 
     def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor | None, Any]:
         """Return the same for `batch` as a tree (inputs, targets, scale)."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import CaptureError, InputError
+from fpipe.record.numbers import NUMBER_TYPES, READERS
 
 LONGEST_ANSWER = 4096
 """The limit on an answer, in characters: answers are part of a capture's key, and ranks exchange them."""
@@ -87,6 +88,7 @@ GUESSES: Mapping[Any, Answer] = MappingProxyType(
     dict.fromkeys((Tensor.__bool__, Tensor.__contains__, torch.equal, torch.allclose), Answer.of(False))
     | dict.fromkeys((Tensor.item, Tensor.__int__, Tensor.__index__), Answer.of(0))
     | {Tensor.__float__: Answer.of(0.0)}
+    | {read: Answer.of(NUMBER_TYPES[dtype]()) for dtype, read in READERS.items()}
 )
 """Answers assumed for an example without values: no, and zero."""
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from fpipe.runtime.executor import ActionHandler, Execution, StageGroup, StageLike
+from fpipe.runtime.contract import StageGroup, StageLike
+from fpipe.runtime.executor import ActionHandler, Execution
 from fpipe.runtime.transport import Payload
-from schedules import Action
+from schedules.language.actions import Action
 
 
 def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:

@@ -26,7 +26,8 @@ from itertools import count, zip_longest
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from fpipe.runtime.executor import ActionHandler, Instruction, LinkedProgram, StageLike, Transfer
+from fpipe.runtime.contract import StageLike
+from fpipe.runtime.executor import ActionHandler, Instruction, LinkedProgram, Transfer
 from fpipe.runtime.handlers import (
     HANDLERS,
     do_nothing,
@@ -36,8 +37,8 @@ from fpipe.runtime.handlers import (
     take_reduced,
 )
 from fpipe.runtime.transport import Route
-from schedules import KINDS, Action, Placement
-from schedules.language.actions import SENDS, Message, message_of
+from schedules.language.actions import KINDS, SENDS, Action, Message, message_of
+from schedules.language.placement import Placement
 
 BEFORE, COMPUTE, AFTER = range(3)
 NO_STAGES: Mapping[int, Mapping[int, StageLike]] = MappingProxyType({})

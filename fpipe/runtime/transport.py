@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeAlias
 
-from schedules import Action
-from schedules.language.actions import Message, receive_of
+from schedules.language.actions import Action, Message, receive_of
 
 Payload: TypeAlias = tuple[Any, ...]
 Route: TypeAlias = tuple[int, int]

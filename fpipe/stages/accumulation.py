@@ -24,7 +24,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.tensors.effects import memory
+from fpipe.tensors.effects import storage_id
 from fpipe.tensors.torch_private import foreach_add_
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
@@ -64,9 +64,9 @@ def own_all(grads: list[Tensor | None], fresh: Container[int], weights: Sequence
     """
     owned = set[int]()
     for k, grad in enumerate(grads):
-        if grad is not None and (k not in fresh or memory(grad) in owned):
+        if grad is not None and (k not in fresh or storage_id(grad) in owned):
             grads[k] = grad = _copy_for(weights[k], grad) if weights else grad.clone()
-        owned.update(() if grad is None else (memory(grad),))
+        owned.update(() if grad is None else (storage_id(grad),))
     return tuple(grads)
 
 

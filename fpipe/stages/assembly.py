@@ -19,11 +19,11 @@ import torch
 
 from fpipe.cutting.repetition import ExtraBuffers, Repetition, choose_repetitions
 from fpipe.cutting.routing import Section, route
-from fpipe.record.capture.eager_types import hide_fakes
 from fpipe.record.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Parameter, Value
-from fpipe.record.observation import observe
+from fpipe.record.fakes.eager_types import hide_fakes
+from fpipe.record.validity import observe
 from fpipe.record.variant import Variant
-from fpipe.runtime.executor import StageCrossing
+from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.backends import Recording
 from fpipe.stages.interface import ArgumentIndex, StageFunctions, Wiring

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backends that differentiate a stage, by the names that users pass.
 
-- `"autograd"`: by autograd, for every microbatch. Works for every model as it is. It has no halves: stages whose
-  backwards are split are recorded (`fpipe.stages.conversion.differentiate`).
 - `"graph"`: forward and backward are recorded once, and from then on only torch's operators are called: the same bits
   with less Python. A stage always repeats what was recorded; Python side effects of modules (counting calls, printing)
   happen only while recording.
+- `"autograd"`: by autograd, for every microbatch. Works for every model as it is. It has no halves: stages whose
+  backwards are split are recorded.
 - `"inductor"`, or any other backend of `torch.compile`, by name or as a callable: the same graphs, compiled. The
   results are close, but not the same bits.
 

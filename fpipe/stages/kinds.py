@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import reduce
 
 from fpipe.errors import InputError
-from fpipe.runtime.executor import StageCrossing
+from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from schedules import Graph

@@ -21,15 +21,15 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.cutting.routing import Section
 from fpipe.errors import CaptureError
-from fpipe.record.capture.assumed_values import VALUE_READS, AssumedValues, assume_values
-from fpipe.record.capture.places import traceback_line
 from fpipe.record.captured import AS_PYTHON, Buffer, Captured, Constant, Function, Parameter, Value
+from fpipe.record.fakes.assumed_values import VALUE_READS, AssumedValues, assume_values
+from fpipe.record.model.places import traceback_line
 from fpipe.record.refusals import data_dependence_error
-from fpipe.record.steps.branching import certain_leaves
+from fpipe.record.trace.branching import certain_leaves
 from fpipe.record.variant import Variant
 from fpipe.stages.backends import Recording
 from fpipe.stages.graph.joint import Joint, Node, Tape, note_on
-from fpipe.tensors.effects import Effects, memory
+from fpipe.tensors.effects import Effects, storage_id
 from fpipe.tensors.fake import note_effects
 from fpipe.tensors.random import preserve_generators
 from fpipe.tensors.settings import settings
@@ -428,7 +428,7 @@ def _require_unwritten(s: int, run: FakeRun, effects: Effects, captured: Capture
     again = frozenset[int]().union(*rewritten)
     storage = captured.observed.storage if captured.observed else {}
     for value, leaf in run.leaves.items():
-        source, places = captured.sources.get(value), {memory(leaf), memory(run.scoped.get(value, leaf))}
+        source, places = captured.sources.get(value), {storage_id(leaf), storage_id(run.scoped.get(value, leaf))}
         if source is not None and not places.isdisjoint(effects.written) and storage.get(value) not in again:
             name = source.name if isinstance(source, Parameter | Buffer) else "a tensor of the batch"
             raise CaptureError(

@@ -1,22 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stage: a piece of the model as pure functions, and what it exchanges with other stages.
 
-On tuples of tensors:
-
-    forward(params, buffers, inputs, key)  -> outputs, buffers', residuals
-    evaluate(params, buffers, inputs, key) -> outputs, buffers'
-    backward(residuals, cotangents, onto)  -> input_cotangents, grads
-    backward_input(residuals, cotangents)  -> input_cotangents, deferred
-    backward_weight(deferred, onto)        -> grads
-
-`params` is what `Stage.leaves` returns for the parameters, once per step. `inputs` are the stage's leaves of the batch
-and what its prologue computes, as a `Feed` returns them, then what it gets from earlier stages. `outputs` are its
-results, then what it gives to later stages, including values that it only passes on. No argument is modified except
-`onto`; residuals and deferred state are consumed by their single use. `onto` is the sum of the gradients so far, in
-memory that the stage owns, or `()`. The microbatch's gradients are added to it, and the sum is returned. A stage in
-which nothing needs a gradient keeps nothing: its residuals are `None`.
-
-`fpipe.stages` implements the functions.
+It keeps the contract of `fpipe.runtime.contract`, on tuples of tensors. `params` is what `Stage.leaves` returns for the
+parameters, once per step. The stage's part of the batch is its leaves of the batch and what its prologue computes, as a
+`Feed` returns them. `fpipe.stages` implements the functions.
 
 Runs in every step.
 """
@@ -31,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from fpipe.record.captured import Tensors
-from fpipe.runtime.executor import StageCrossing
+from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.accumulation import Gradients, sum_of
 from fpipe.stages.interface import StageFunctions, Wiring
 from fpipe.stages.prologue import Prologue

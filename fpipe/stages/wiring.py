@@ -20,7 +20,7 @@ from itertools import chain
 
 from fpipe.cutting.routing import Section
 from fpipe.record.captured import Buffer, Captured, Parameter, Value
-from fpipe.runtime.executor import StageCrossing
+from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.interface import ArgumentIndex, BufferIndex, OutputIndex, Wiring
 from fpipe.stages.metadata import Metadata
 from fpipe.stages.ties import needs_gradient

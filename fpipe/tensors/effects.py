@@ -5,7 +5,12 @@ A dispatch mode sees every operator with its schema, which declares the argument
 batch normalization do not declare that they update the running statistics, and version counters miss it too; the table
 `UNDECLARED` gives the positions of these arguments.
 
-Runs when a pipeline is built, and when a new kind of batch first comes; `memory` also runs in every step.
+Collectives of torch.distributed in a forward, such as `dist.all_reduce`: a synchronous one is an ordinary torch call
+that writes to its arguments. An asynchronous one returns a handle, which is not a tensor; and some collectives bypass
+torch function modes. A module that calls either kind runs as a whole or not at all. A stage with collectives is never
+recorded as a graph. Functional collectives are ordinary operators.
+
+Runs when a pipeline is built, and when a new kind of batch first comes; `storage_id` also runs in every step.
 """
 
 from __future__ import annotations
@@ -15,7 +20,9 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -36,14 +43,14 @@ UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 TRAINING_FLAG = 5  # the position of the training flag; if false, the arguments in `UNDECLARED` are not written
 
 
-def memory(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Return an identifier of a live tensor's storage; for a sparse tensor, which has none, a unique number.
 
     For a DTensor, it is that of the local tensor.
     """
     if isinstance(tensor, HOLDERS):
         with DisableTorchFunction():  # a recorder does not know the local tensor
-            return memory(storage_holder(tensor))
+            return storage_id(storage_holder(tensor))
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
 
 
@@ -81,7 +88,7 @@ class Effects:
         for argument in written_arguments(func, args, kwargs):
             self._write(argument)
         if func is torch.ops.aten._to_copy.default:
-            self.cast.add(memory(args[0]))
+            self.cast.add(storage_id(args[0]))
         self.foreign |= torch.Generator in map(type, (*args, *kwargs.values()))
         self.communicates |= isinstance(func, OpOverload) and "c10d" in func.namespace
 
@@ -92,7 +99,7 @@ class Effects:
     def _write(self, argument: Any) -> None:
         for tensor in argument if isinstance(argument, tuple | list) else (argument,):
             if isinstance(tensor, FakeTensor):
-                self.written.add(memory(tensor))
+                self.written.add(storage_id(tensor))
             elif isinstance(tensor, Tensor):
                 self.unregistered = True
 
@@ -129,6 +136,17 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
         undeclared = position in UNDECLARED.get(func._schema.name, ()) and args[TRAINING_FLAG]
         if undeclared or (declared.alias_info is not None and declared.alias_info.is_write):
             yield args[position] if position < len(args) else kwargs.get(declared.name)
+
+
+def written_memory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
+    """Return the memory that an operator call writes to, as identified by `storage_id`."""
+    leaves: list[Any] = optree.tree_leaves([*written_arguments(func, args, kwargs)])  # type: ignore[arg-type]
+    return {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def has_handle(out: Any) -> bool:
+    """Return whether a call returned the handle of an asynchronous collective."""
+    return dist.is_available() and isinstance(out, dist.Work)
 
 
 def is_collective(func: Any) -> bool:

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fake tensor mode of captures, in which operators return metadata and compute nothing.
 
+Users set Python attributes on parameters and buffers. Stages get tensors without them, so a forward that reads one is
+refused; attributes that nothing reads don't matter. A fake tensor keeps their names, its *marks*.
+
 Runs when a pipeline is built, and when a new kind of batch first comes.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fpipe.tensors.attributes import MARKS, marks
-from fpipe.tensors.collectives import preserve_python_generator
-from fpipe.tensors.effects import Effects, Observer, is_collective, memory, require_same_draws
+from fpipe.errors import CaptureError
+from fpipe.tensors.effects import Effects, Observer, is_collective, require_same_draws, storage_id
 from fpipe.tensors.fake_cache import ResultCache, is_plain
 from fpipe.tensors.layouts import LAYOUT_RULES, apply_layout, aten
 from fpipe.tensors.patching import replace
@@ -34,6 +37,8 @@ from fpipe.tensors.torch_private import (
     set_warn_deprecated_on_mutable_data_ptr,
 )
 
+MARKS: Final = "_original_attributes"
+"""The attribute of a fake tensor that holds the names of its original's attributes."""
 DEVICE = torch.ops.prim.device.default
 READS = (aten._local_scalar_dense.default, aten.equal.default)
 """Operators that return a value."""
@@ -63,7 +68,6 @@ MATRIX_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 
 
 def _require_one_dtype(matrices: Any) -> None:
-    """Raise `RuntimeError` for matrices of two dtypes, as the kernel does."""
     first, *others = [one.dtype for one in matrices if isinstance(one, Tensor)]
     for other in others:
         if other != first:
@@ -198,7 +202,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
         Raise `DynamicOutputShapeException` if their number is neither known nor assumed.
         """
-        mask, count = self.true_counts.get(memory(tensor), (None, 0))
+        mask, count = self.true_counts.get(storage_id(tensor), (None, 0))
         if mask is not None and mask.shape == tensor.shape:
             with self:
                 return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
@@ -215,7 +219,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if mask is None or mask.dtype not in (torch.bool, torch.uint8) or any(one is not None for one in others):
             return
         if values.dim() == tensor.dim() - mask.dim() + 1 and len(values) > 1:  # else one value is broadcast
-            self.true_counts[memory(mask)] = mask, len(values)
+            self.true_counts[storage_id(mask)] = mask, len(values)
 
     def make(self, meta: Tensor, device: torch.device) -> FakeTensor:
         """Return a fake tensor on `device` with the metadata of `meta`.
@@ -240,7 +244,6 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return devices.pop() if len(devices) == 1 else None
 
     def _kernel(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """Return the result of an operator's meta kernel as fake tensors on `device`."""
         with in_kernel_invocation_manager(self):
             out = func(*args, **kwargs)
         if isinstance(out, Tensor):
@@ -279,3 +282,44 @@ def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
     if found := marks(tensor):
         vars(made)[MARKS] = found
     return made
+
+
+def marks(tensor: Tensor) -> frozenset[str]:
+    """Return the names of the attributes that users set on a tensor or, for a fake tensor, on its original."""
+    known: frozenset[str] = vars(tensor).get(MARKS, frozenset())
+    return known if isinstance(tensor, FakeTensor) else frozenset(vars(tensor))
+
+
+def as_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """Return a tensor as an `nn.Parameter`; a fake tensor keeps its marks."""
+    made = nn.Parameter(tensor, requires_grad)
+    if isinstance(made, FakeTensor) and MARKS in vars(tensor):
+        vars(made)[MARKS] = vars(tensor)[MARKS]
+    return made
+
+
+@contextmanager
+def refuse_marks() -> Iterator[None]:
+    """Raise `CaptureError`, inside this context, on reads of attributes that users set on a fake tensor's original."""
+
+    def missing(tensor: Any, name: str) -> Any:
+        if name in vars(tensor).get(MARKS, ()):
+            raise CaptureError(
+                f"a parameter or buffer of shape {list(tensor.shape)}: got a forward that reads its attribute "
+                f"{name!r}, expected one that reads its values only: stages get tensors without attributes of their "
+                "own. Keep it in an attribute of the module."
+            )
+        raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}")
+
+    with replace(FakeTensor, "__getattr__", missing):
+        yield
+
+
+@contextmanager
+def preserve_python_generator() -> Iterator[None]:
+    """Restore Python's random generator on exit: torch draws a number from it for every fake handle."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)

@@ -10,6 +10,9 @@ A gradient that is still to be summed over processes (`Partial`) stays so, as it
 microbatches are added before processes are. Only a gradient whose local tensor has another shape than the value's is
 redistributed: autograd accepts no other, and the owner of a part needs that part only.
 
+A step takes and returns parameters with the mesh and the placements that the model's have: `unwrap_state` and
+`wrap_state` stand at its border.
+
 Invariant: the gradient that reaches a value has the same placements in every microbatch. `Arrivals` notes them when the
 backward runs on fake tensors.
 
@@ -18,6 +21,7 @@ Runs when a plan is made, and in every step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -26,7 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from fpipe.errors import CaptureError
+from fpipe.errors import CaptureError, InputError
 from fpipe.tensors.torch_private import (
     AsyncCollectiveTensor,
     DisableTorchFunction,
@@ -183,11 +187,6 @@ def require_whole_result(where: str, placed: Placed | None) -> None:
         )
 
 
-def is_placed(tensor: object) -> bool:
-    """Return whether a tensor is a DTensor."""
-    return isinstance(tensor, DTensor)
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, without a graph and sharing its memory; any other tensor as is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -227,3 +226,45 @@ def storage_holder(tensor: Tensor) -> Tensor:
     """Return the tensor whose storage has the elements of `tensor` on this process."""
     tensor = local_part(tensor)
     return tensor.elem if type(tensor) is AsyncCollectiveTensor else tensor
+
+
+def unwrap_state(what: str, tensors: dict[str, Tensor], placed: Mapping[str, Placed]) -> dict[str, Tensor]:
+    """Return the local tensors of `tensors`, by name; `placed` says how DTensors must be placed.
+
+    Raise `InputError`, naming the leaf, for a plain tensor where a DTensor is expected, and the reverse, and for one
+    that is placed otherwise.
+    """
+    given: Any = tensors  # its type is checked later
+    if not isinstance(given, Mapping) or not (placed or any(isinstance(one, DTensor) for one in given.values())):
+        return tensors
+    for name, tensor in tensors.items():
+        require_same_placement(f"{what}[{name!r}]", tensor, placed.get(name))
+    return {name: finish_collective(local_part(tensor)) for name, tensor in tensors.items()}
+
+
+def wrap_state(tensors: Mapping[str, Tensor], placed: Mapping[str, Placed]) -> dict[str, Tensor]:
+    """Return the DTensors of local tensors that `placed` names, and the other tensors as they are."""
+    return {**tensors, **{name: place.place(tensors[name]) for name, place in placed.items() if name in tensors}}
+
+
+def require_same_placement(where: str, tensor: Tensor, expected: Placed | None) -> None:
+    """Raise `InputError` unless a tensor is placed as expected; `None` stands for a plain tensor."""
+    got = Placed.of(tensor) if isinstance(tensor, DTensor) else None
+    if (got is None and expected is None) or not isinstance(tensor, Tensor):  # other checks refuse what is no tensor
+        return
+    if got is None or expected is None:
+        raise InputError(
+            f"{where}: got {got or 'a plain tensor'}, expected {expected or 'a plain tensor'}. Pass what "
+            "pipe.init(model) and a step return; call parallelize_module before building the pipeline."
+        )
+    if (got.mesh, got.placements, got.shape) != (expected.mesh, expected.placements, expected.shape):
+        raise InputError(
+            f"{where}: got {got}, expected {expected}. Pass what pipe.init(model) and a step return, or call "
+            "tensor.redistribute(placements=...)."
+        )
+
+
+def require_plain(what: str, placed: Mapping[str, Placed], repair: str) -> None:
+    """Raise `InputError` if there are DTensors; `repair` is a sentence that says what to do instead."""
+    for name, one in placed.items():
+        raise InputError(f"{what}: got a model whose leaf {name} is {one}, expected plain tensors. {repair}")

@@ -18,41 +18,31 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from fpipe.tensors.torch_private import (
-    get_cudnn_benchmark,
-    get_cudnn_deterministic,
-    get_cudnn_enabled,
-    get_cudnn_sdp_enabled,
-    get_deterministic_algorithms,
-    get_flash_sdp_enabled,
-    get_fp32_precision,
-    get_math_sdp_enabled,
-    get_mem_efficient_sdp_enabled,
-    get_mkldnn_deterministic,
-    get_mkldnn_enabled,
-    get_nnpack_enabled,
-)
+from fpipe.tensors.torch_private import setting_getter
 
 PRECISIONS: Final = [(kind, what) for kind in ("mkldnn", "cuda") for what in ("matmul", "conv", "rnn")]
 KERNEL_SETTINGS: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
     {
         "the default dtype": torch.get_default_dtype,
-        "deterministic algorithms": get_deterministic_algorithms,
-        "oneDNN": get_mkldnn_enabled,
-        "deterministic kernels of oneDNN": get_mkldnn_deterministic,
-        "NNPACK": get_nnpack_enabled,
-        "cuDNN": get_cudnn_enabled,
-        "deterministic kernels of cuDNN": get_cudnn_deterministic,
-        "the search for kernels of cuDNN": get_cudnn_benchmark,
+        "deterministic algorithms": setting_getter("deterministic_algorithms"),
+        "oneDNN": setting_getter("mkldnn_enabled"),
+        "deterministic kernels of oneDNN": setting_getter("mkldnn_deterministic"),
+        "NNPACK": setting_getter("nnpack_enabled"),
+        "cuDNN": setting_getter("cudnn_enabled"),
+        "deterministic kernels of cuDNN": setting_getter("cudnn_deterministic"),
+        "the search for kernels of cuDNN": setting_getter("cudnn_benchmark"),
+        **{
+            f"the precision of {what} on {kind}": partial(setting_getter("fp32_precision_getter"), kind, what)
+            for kind, what in PRECISIONS
+        },
     }
-    | {f"the precision of {what} on {kind}": partial(get_fp32_precision, kind, what) for kind, what in PRECISIONS}
 )
 OPERATOR_SETTINGS: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
     {
-        "flash attention": get_flash_sdp_enabled,
-        "memory-efficient attention": get_mem_efficient_sdp_enabled,
-        "attention in single operators": get_math_sdp_enabled,
-        "attention of cuDNN": get_cudnn_sdp_enabled,
+        "flash attention": setting_getter("flash_sdp_enabled"),
+        "memory-efficient attention": setting_getter("mem_efficient_sdp_enabled"),
+        "attention in single operators": setting_getter("math_sdp_enabled"),
+        "attention of cuDNN": setting_getter("cudnn_sdp_enabled"),
     }
 )
 

@@ -4,10 +4,10 @@
 Problem. fpipe reaches into torch where no public name exists, and torch may drop such a name in any release. The error
 would be an `AttributeError` in the middle of a step.
 
-Idea. Each name has one row here: what fpipe needs it for, and the versions of torch it was tested with. Importing fpipe
-looks every name up and raises one `ImportError` that lists those that are missing. The rest of fpipe imports private
-names from this module. Two kinds stay where they are used, because a function around them would only obscure: private
-attributes of torch's objects (`ATTRIBUTES`), and operators whose names begin with an underscore (`OPERATORS`).
+Idea. Each name is listed here under what fpipe needs it for. Importing fpipe looks every name up and raises one
+`ImportError` that lists those that are missing. The rest of fpipe imports private names from this module. Two kinds
+stay where they are used, because a function around them would only obscure: private attributes of torch's objects
+(`ATTRIBUTES`), and operators whose names begin with an underscore (`OPERATORS`).
 
 Differences between versions of torch are handled here, too.
 
@@ -22,13 +22,11 @@ Runs when fpipe is imported; its functions run where they are used.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 import torch._dynamo
@@ -56,19 +54,149 @@ __all__ = [
 
 TESTED: Final = ("2.12", "2.13", "2.14", "2.15")
 """The versions of torch that were tested: 2.13 with all tests, the others with those of `make versions`."""
-
-
 VERSION: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
 GENERATOR: Final = "_checkpoint_without_reentrant_generator" + ("" if VERSION < (2, 14) else "_impl")
 """The generator that `checkpoint` runs around the function. Since torch 2.14, torch does not use the old name."""
 
+SETTINGS: Final = (
+    *("cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled", "cudnn_sdp_enabled", "deterministic_algorithms"),
+    *("flash_sdp_enabled", "fp32_precision_getter", "math_sdp_enabled", "mem_efficient_sdp_enabled"),
+    *("mkldnn_deterministic", "mkldnn_enabled", "nnpack_enabled"),
+)
+"""The settings that choose kernels, by the names of their getters."""
 
-class Name(NamedTuple):
-    """A private name: where it is in torch, what fails without it, and the versions of torch it was seen in."""
+Paths: TypeAlias = Mapping[str, Sequence[str]]
+"""Dotted paths in torch, by what fails without them."""
 
-    path: str
-    purpose: str
-    versions: tuple[str, ...] = TESTED
+NAMES: Final[Paths] = {
+    # tensors without values
+    "running a model without computing": [
+        "torch._subclasses.FakeTensor",
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
+        "torch._C._set_warn_deprecated_on_mutable_data_ptr",
+    ],
+    "noticing that a model reads values, or that shapes depend on them": [
+        "torch._subclasses.fake_tensor.DataDependentOutputException",
+        "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+        "torch._guards.active_fake_mode",
+    ],
+    "shapes and strides that fake tensors get wrong": [
+        "torch._meta_registrations._create_grouped_mm_output_tensor",
+        "torch._prims_common.compute_elementwise_output_strides",
+        "torch._prims_common.suggest_memory_format",
+    ],
+    "caching the results of operators on fake tensors": ["torch._C._dispatch_keys", "torch._C._get_default_device"],
+    "models whose parameters exist on other ranks only": ["torch._C._disabled_torch_function_impl"],
+    # modes that see calls and operators
+    "seeing operators, and telling them from functions": [
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch._ops.OpOverload",
+    ],
+    "computing for real during a capture": [
+        "torch.utils._python_dispatch._disable_current_modes",
+        "torch.utils._mode_utils.no_dispatch",
+        "torch._C.DisableTorchFunction",
+    ],
+    "noticing modes that the model enters": ["torch._C._len_torch_dispatch_stack", "torch._C._set_grad_enabled"],
+    "calling recorded operators the fast way": ["torch._C._nn.gelu"],
+    # what a capture replaces
+    "compiled code, run as plain Python": [
+        "torch._dynamo.variables.builder.VariableBuilder._type_dispatch",
+        "torch._dynamo.eval_frame._callback_from_stance",
+    ],
+    "seeing calls of custom autograd functions": ["torch.autograd.function._SingleLevelFunction"],
+    "models and distributions that check their tensors": ["torch._check_tensor_all_with", "torch._is_all_true"],
+    "the fast path of torch's attention modules": [
+        "torch._transformer_encoder_layer_fwd",
+        "torch._native_multi_head_attention",
+        "torch.nn.modules.activation._is_make_fx_tracing",
+    ],
+    "captures that run a backward in the threads of an accelerator": [
+        "torch._C._stash_obj_in_tls",
+        "torch._C._is_key_in_tls",
+        "torch._C._get_obj_in_tls",
+    ],
+    "activation checkpointing": [f"torch.utils.checkpoint.{GENERATOR}", "torch.utils.checkpoint._checkpoint_hook"],
+    "models that call torch.func": [
+        "torch._functorch.apis.vmap_impl",
+        "torch._functorch.eager_transforms.grad_impl",
+        "torch._functorch.eager_transforms.grad_and_value_impl",
+    ],
+    "the trees that torch.export returns": ["torch.utils._pytree"],
+    # autograd
+    "noticing that a model asks for .grad, .grad_fn or .is_leaf": ["torch._C.TensorBase"],
+    "calling the autograd engine": ["torch.autograd.graph._engine_run_backward"],
+    "running recorded stages without autograd": ["torch._C._AutoDispatchBelowAutograd"],
+    "noticing saved-tensor hooks around a step": ["torch._C._autograd._top_saved_tensors_default_hooks"],
+    "refusing tensors with tangents, or inside transforms of torch.func": [
+        "torch.autograd.forward_ad._current_level",
+        "torch._C._functorch.maybe_current_level",
+        "torch._C._functorch.is_functorch_wrapped_tensor",
+    ],
+    "adding gradients in one call": ["torch._foreach_add_"],
+    "norms of gradients with the bits of torch's clipping": [
+        "torch._foreach_norm",
+        "torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
+    ],
+    # tensors that are split over processes
+    "tensor parallelism inside stages": [
+        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+        "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+        "torch.distributed.tensor._dtensor_spec.TensorMeta",
+        "torch.distributed.tensor.placement_types._StridedShard",
+    ],
+    # process groups
+    "names, timeouts, devices and the end of process groups": [
+        "torch.distributed.distributed_c10d._world",
+        "torch.distributed.distributed_c10d._World.group_count",
+        "torch.distributed.distributed_c10d._World.pg_to_tag",
+        "torch.distributed.distributed_c10d._World.tags_to_pg",
+        "torch.distributed.ProcessGroup._get_backend",
+        "torch.distributed.ProcessGroup._device_types",
+    ],
+    # settings
+    "comparing the settings that choose kernels": [f"torch._C._get_{setting}" for setting in SETTINGS],
+}
+
+ATTRIBUTES: Final[Paths] = {
+    "caching results on fake tensors": ["torch._subclasses.fake_tensor.FakeTensor._has_symbolic_sizes_strides"],
+    "noticing tensors that were modified, and views": ["torch.Tensor._version", "torch.Tensor._is_view"],
+    "making fake and absent tensors": ["torch.Tensor._make_subclass"],
+    "tensor parallelism inside stages": ["torch.distributed.tensor.DTensor._local_tensor"],
+    "hooks on the gradients of parameters": [
+        "torch.Tensor._backward_hooks",
+        "torch.Tensor._post_accumulate_grad_hooks",
+    ],
+    "counting the bytes of sparse tensors": ["torch.Tensor._indices", "torch.Tensor._values"],
+    "telling whether two tensors share memory": ["torch.UntypedStorage._cdata"],
+    "reading what a module holds": [
+        "torch.nn.Module()._parameters",
+        "torch.nn.Module()._buffers",
+        "torch.nn.Module()._modules",
+        "torch.nn.Module()._non_persistent_buffers_set",
+    ],
+    "hooks on modules": [
+        "torch.nn.Module()._forward_hooks",
+        "torch.nn.Module()._forward_pre_hooks",
+        "torch.nn.Module()._backward_hooks",
+        "torch.nn.Module()._backward_pre_hooks",
+    ],
+    "models that were compiled in place": ["torch.nn.Module()._compiled_call_impl"],
+    "initializing modules one by one": ["torch.nn.MultiheadAttention._reset_parameters"],
+    "telling what an operator writes": ["torch.ops.aten.add.Tensor._schema"],
+    "calling recorded operators the fast way": ["torch.ops.aten.add.Tensor._op"],
+}
+"""Private attributes of torch's objects. `Module()` stands for an instance."""
+
+OPERATORS: Final = (
+    *("_ctc_loss", "_ctc_loss_backward", "_grouped_mm", "_index_put_impl_", "_local_scalar_dense", "_log_softmax"),
+    *("_log_softmax_backward_data", "_prelu_kernel_backward", "_softmax", "_softmax_backward_data", "_to_copy"),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+    "_unsafe_view",
+)
+"""Operators of `torch.ops.aten` whose shapes, strides or gradients fpipe knows."""
 
 
 class Place(NamedTuple):
@@ -81,127 +209,6 @@ class Place(NamedTuple):
     def value(self) -> Any:
         """The object that the name refers to now."""
         return getattr(self.owner, self.name)
-
-
-NAMES: Final = (
-    # tensors without values
-    Name("torch._subclasses.FakeTensor", "hiding from a model that its tensors are fake"),
-    Name("torch._subclasses.fake_tensor.FakeTensor", "running a model without computing"),
-    Name("torch._subclasses.fake_tensor.FakeTensorMode", "running a model without computing"),
-    Name("torch._subclasses.fake_tensor.DataDependentOutputException", "noticing that a model reads values"),
-    Name("torch._subclasses.fake_tensor.DynamicOutputShapeException", "noticing shapes that depend on values"),
-    Name("torch._subclasses.fake_tensor.in_kernel_invocation_manager", "calling the kernels that compute shapes"),
-    Name("torch._guards.active_fake_mode", "noticing that a branch is taken on fake tensors"),
-    Name("torch._meta_registrations._create_grouped_mm_output_tensor", "shapes of grouped matrix products"),
-    Name("torch._prims_common.compute_elementwise_output_strides", "strides that fake tensors get wrong"),
-    Name("torch._prims_common.suggest_memory_format", "strides that fake tensors get wrong"),
-    Name("torch._C._set_warn_deprecated_on_mutable_data_ptr", "making fake tensors fast"),
-    Name("torch._C._dispatch_keys", "caching the results of operators on fake tensors"),
-    Name("torch._C._get_default_device", "caching the results of operators on fake tensors"),
-    Name("torch._C._disabled_torch_function_impl", "models whose parameters exist on other ranks only"),
-    # modes that see calls and operators
-    Name("torch.utils._python_dispatch.TorchDispatchMode", "seeing operators"),
-    Name("torch.utils._python_dispatch._disable_current_modes", "computing for real during a capture"),
-    Name("torch.utils._mode_utils.no_dispatch", "recording a backward as a graph"),
-    Name("torch._C._len_torch_dispatch_stack", "noticing modes that the model enters"),
-    Name("torch._C.DisableTorchFunction", "calling torch without recording the call"),
-    Name("torch._C._set_grad_enabled", "noticing where gradients are switched off"),
-    Name("torch._ops.OpOverload", "telling operators from functions"),
-    Name("torch._C._nn.gelu", "calling recorded operators the fast way"),
-    # what a capture replaces
-    Name("torch._dynamo.variables.builder.VariableBuilder._type_dispatch", "compiling modules during a capture"),
-    Name("torch._dynamo.eval_frame._callback_from_stance", "noticing compiled code, and running it as plain Python"),
-    Name("torch.autograd.function._SingleLevelFunction", "seeing calls of custom autograd functions"),
-    Name("torch._check_tensor_all_with", "models that check their tensors"),
-    Name("torch._is_all_true", "distributions that check their arguments"),
-    Name("torch._transformer_encoder_layer_fwd", "the fast path of torch's attention modules"),
-    Name("torch._native_multi_head_attention", "the fast path of torch's attention modules"),
-    Name("torch._C._stash_obj_in_tls", "captures that run a backward in the threads of an accelerator"),
-    Name("torch._C._is_key_in_tls", "captures that run a backward in the threads of an accelerator"),
-    Name("torch._C._get_obj_in_tls", "captures that run a backward in the threads of an accelerator"),
-    Name("torch.nn.modules.activation._is_make_fx_tracing", "the fast path of torch's attention modules"),
-    Name(f"torch.utils.checkpoint.{GENERATOR}", "activation checkpointing"),
-    Name("torch.utils.checkpoint._checkpoint_hook", "activation checkpointing"),
-    Name("torch._functorch.apis.vmap_impl", "models that call torch.func"),
-    Name("torch._functorch.eager_transforms.grad_impl", "models that call torch.func"),
-    Name("torch._functorch.eager_transforms.grad_and_value_impl", "models that call torch.func"),
-    Name("torch.utils._pytree", "the trees that torch.export returns"),
-    # autograd
-    Name("torch._C.TensorBase", "noticing that a model asks for .grad, .grad_fn or .is_leaf"),
-    Name("torch.autograd.graph._engine_run_backward", "calling the autograd engine"),
-    Name("torch._C._AutoDispatchBelowAutograd", "running recorded stages without autograd"),
-    Name("torch._C._autograd._top_saved_tensors_default_hooks", "noticing saved-tensor hooks around a step"),
-    Name("torch.autograd.forward_ad._current_level", "refusing tensors with tangents"),
-    Name("torch._C._functorch.maybe_current_level", "refusing tensors inside transforms of torch.func"),
-    Name("torch._C._functorch.is_functorch_wrapped_tensor", "refusing tensors inside transforms of torch.func"),
-    Name("torch._foreach_add_", "adding gradients in one call"),
-    Name("torch._foreach_norm", "norms of gradients with the bits of torch's clipping"),
-    Name("torch.utils._foreach_utils._group_tensors_by_device_and_dtype", "the order in which torch combines norms"),
-    # tensors that are split over processes
-    Name("torch.distributed._functional_collectives.AsyncCollectiveTensor", "tensor parallelism inside stages"),
-    Name("torch.distributed.tensor._dtensor_spec.DTensorSpec", "tensor parallelism inside stages"),
-    Name("torch.distributed.tensor._dtensor_spec.TensorMeta", "tensor parallelism inside stages"),
-    Name("torch.distributed.tensor.placement_types._StridedShard", "shards of what modules split, too"),
-    # process groups
-    Name("torch.distributed.distributed_c10d._world", "pipelines of the same processes that share a control group"),
-    Name("torch.distributed.distributed_c10d._World.group_count", "names of groups that are alike on all ranks"),
-    Name("torch.distributed.distributed_c10d._World.pg_to_tag", "the end of a process group"),
-    Name("torch.distributed.distributed_c10d._World.tags_to_pg", "the end of a process group"),
-    Name("torch.distributed.ProcessGroup._get_backend", "the timeout of a pipeline's process groups"),
-    Name("torch.distributed.ProcessGroup._device_types", "the device over which a job agrees before its first build"),
-    # settings that choose kernels
-    *(
-        Name(f"torch._C._get_{setting}", "comparing torch's settings")
-        for setting in (
-            *("cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled", "cudnn_sdp_enabled"),
-            *("deterministic_algorithms", "flash_sdp_enabled", "fp32_precision_getter", "math_sdp_enabled"),
-            *("mem_efficient_sdp_enabled", "mkldnn_deterministic", "mkldnn_enabled", "nnpack_enabled"),
-        )
-    ),
-)
-
-ATTRIBUTES: Final = (
-    Name("torch._subclasses.fake_tensor.FakeTensor._has_symbolic_sizes_strides", "caching results on fake tensors"),
-    Name("torch.Tensor._version", "noticing tensors that were modified"),
-    Name("torch.Tensor._is_view", "noticing views"),
-    Name("torch.Tensor._make_subclass", "making fake and absent tensors"),
-    Name("torch.distributed.tensor.DTensor._local_tensor", "tensor parallelism inside stages"),
-    Name("torch.Tensor._backward_hooks", "hooks on the gradients of parameters"),
-    Name("torch.Tensor._post_accumulate_grad_hooks", "hooks on the gradients of parameters"),
-    Name("torch.Tensor._indices", "counting the bytes of sparse tensors"),
-    Name("torch.Tensor._values", "counting the bytes of sparse tensors"),
-    Name("torch.UntypedStorage._cdata", "telling whether two tensors share memory"),
-    Name("torch.nn.Module()._parameters", "reading what a module holds"),
-    Name("torch.nn.Module()._buffers", "reading what a module holds"),
-    Name("torch.nn.Module()._modules", "reading what a module holds"),
-    Name("torch.nn.Module()._non_persistent_buffers_set", "loading state dicts"),
-    Name("torch.nn.Module()._forward_hooks", "hooks on modules"),
-    Name("torch.nn.Module()._forward_pre_hooks", "hooks on modules"),
-    Name("torch.nn.Module()._backward_hooks", "hooks on modules"),
-    Name("torch.nn.Module()._backward_pre_hooks", "hooks on modules"),
-    Name("torch.nn.Module()._compiled_call_impl", "models that were compiled in place"),
-    Name("torch.nn.MultiheadAttention._reset_parameters", "initializing modules one by one"),
-    Name("torch.ops.aten.add.Tensor._schema", "telling what an operator writes"),
-    Name("torch.ops.aten.add.Tensor._op", "calling recorded operators the fast way"),
-)
-"""Private attributes of torch's objects. `Module()` stands for an instance."""
-
-OPERATORS: Final = (
-    *("_ctc_loss", "_ctc_loss_backward", "_grouped_mm", "_index_put_impl_", "_local_scalar_dense", "_log_softmax"),
-    *("_log_softmax_backward_data", "_prelu_kernel_backward", "_softmax", "_softmax_backward_data", "_to_copy"),
-    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
-    "_unsafe_view",
-)
-"""Operators of `torch.ops.aten` whose shapes, strides or gradients fpipe knows."""
-
-
-def missing_names(names: Iterable[Name]) -> Iterator[Name]:
-    """Yield the names that this version of torch lacks."""
-    for name in names:
-        try:
-            look_up(name.path)
-        except (AttributeError, ImportError):
-            yield name
 
 
 def look_up(path: str) -> Any:
@@ -218,18 +225,23 @@ def look_up(path: str) -> Any:
         return getattr(import_module(f"torch.{holder}"), name)
 
 
-def require_names(names: Iterable[Name]) -> None:
+def require_names(names: Paths) -> None:
     """Raise `ImportError`, naming what stops working, if this version of torch lacks one of `names`."""
-    missing = [*missing_names(names)]
+    missing = ""
+    for purpose, paths in names.items():
+        for path in paths:
+            try:
+                look_up(path)
+            except (AttributeError, ImportError):
+                missing += f"\n  {path}: {purpose}"
     if missing:
-        lines = "".join(f"\n  {one.path}: {one.purpose} (seen in {', '.join(one.versions)})" for one in missing)
         raise ImportError(
-            f"torch {torch.__version__} lacks private names that fpipe needs, each for what follows it:{lines}\n"
+            f"torch {torch.__version__} lacks private names that fpipe needs, each for what follows it:{missing}\n"
             f"Install a version of torch that fpipe was tested with: {', '.join(TESTED)}."
         )
 
 
-require_names((*NAMES, *ATTRIBUTES, *(Name(f"torch.ops.aten.{one}", "shapes of operators") for one in OPERATORS)))
+require_names({**NAMES, **ATTRIBUTES, "shapes of operators": [f"torch.ops.aten.{name}" for name in OPERATORS]})
 
 
 # --------------------------------------------------------------------------------------------------------------- names
@@ -300,8 +312,6 @@ INNER_TRANSFORMS: Final = (
 """The functions that torch.func's transforms call, for those that cannot be replaced under their public names."""
 fused_encoder_layer: Any = torch._transformer_encoder_layer_fwd
 CheckpointHook: Any = checkpoint._checkpoint_hook
-SAVED_INPUTS: Any = vars(checkpoint).get("_NoopSaveInputs")
-"""The autograd function with which checkpoints save their inputs in torch 2.11; later versions need none."""
 FUNCTORCH: Final = "torch._functorch"
 """The package of the operators that torch.func leaves in graphs."""
 
@@ -315,29 +325,14 @@ is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrap
 foreach_add_: Any = torch._foreach_add_
 foreach_norm: Any = torch._foreach_norm
 
-# settings
-get_deterministic_algorithms: Callable[[], bool] = torch._C._get_deterministic_algorithms
-get_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
-get_mkldnn_deterministic: Callable[[], bool] = torch._C._get_mkldnn_deterministic
-get_nnpack_enabled: Callable[[], bool] = torch._C._get_nnpack_enabled
-get_cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
-get_cudnn_deterministic: Callable[[], bool] = torch._C._get_cudnn_deterministic
-get_cudnn_benchmark: Callable[[], bool] = torch._C._get_cudnn_benchmark
-get_fp32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
-get_flash_sdp_enabled: Callable[[], bool] = torch._C._get_flash_sdp_enabled
-get_mem_efficient_sdp_enabled: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
-get_math_sdp_enabled: Callable[[], bool] = torch._C._get_math_sdp_enabled
-get_cudnn_sdp_enabled: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+set_thread_local: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
+"""Stores a value for this thread; torch passes it to the threads in which it runs a backward for this one."""
 
 
-def set_thread_local(key: str, value: Any) -> None:
-    """Store a value for this thread; torch passes it to the threads in which it runs a backward for this one.
-
-    torch 2.11 stores the value without counting its reference, which is counted here.
-    """
-    if VERSION < (2, 12):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    torch._C._stash_obj_in_tls(key, value)
+def setting_getter(name: str) -> Callable[..., Any]:
+    """Return the function of torch that gets one of the settings that choose kernels, such as `cudnn_enabled`."""
+    found: Callable[..., Any] = getattr(torch._C, f"_get_{name}")
+    return found
 
 
 def read_checkpoint(
@@ -350,11 +345,6 @@ def read_checkpoint(
         return function, given[count:], named, dict(zip(settings, given[:count], strict=True))
     args, kwargs = given
     return function, args, kwargs, named
-
-
-def unseen_by_modes() -> AbstractContextManager[Any]:
-    """Return the context in which a checkpoint begins: in torch 2.11, it makes torch calls that are not the model's."""
-    return nullcontext() if SAVED_INPUTS is None else DisableTorchFunction()
 
 
 def mark_as_parameter(tensor: Tensor) -> None:

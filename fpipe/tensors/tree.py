@@ -9,7 +9,7 @@ Runs when a pipeline is built and in every step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -58,12 +58,31 @@ class Structure:
         """The paths and type names of the leaves that may contain tensors."""
         return tuple((self.paths[leaf], type(x).__name__) for leaf, x in self.constants if not isinstance(x, PLAIN))
 
+    @property
+    def numbers(self) -> tuple[tuple[int, int | float], ...]:
+        """The leaves that are numbers, which may differ from step to step: leaf numbers and values."""
+        return tuple((leaf, value) for leaf, value in self.constants if is_plain_number(value))
+
+    def with_numbers(self, numbers: Iterable[Any]) -> Structure:
+        """Return the structure with other numbers in place of its own, in order."""
+        new = dict(zip((leaf for leaf, _ in self.numbers), numbers, strict=True))
+        return Structure(self.spec, tuple((leaf, new.get(leaf, value)) for leaf, value in self.constants))
+
     def unflatten(self, tensors: list[Any] | tuple[Any, ...]) -> Tree:
         """Return the tree with `tensors` as its tensor leaves, in order."""
         leaves = list(tensors)
         for leaf, value in self.constants:
             leaves.insert(leaf, value)
         return optree.tree_unflatten(self.spec, leaves)
+
+
+def is_plain_number(leaf: object) -> bool:
+    """Return whether a leaf is a number that a tensor can hold: an int or a float.
+
+    >>> [is_plain_number(leaf) for leaf in (3, 2.5, True, 2**70, "3")]
+    [True, True, False, False, False]
+    """
+    return type(leaf) is float or (type(leaf) is int and -(2**63) <= leaf < 2**63)
 
 
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -135,7 +154,6 @@ def _flatten_dataclass(value: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tu
 
 
 def _make_dataclass(kind: type, names: tuple[str, ...], values: Any) -> Any:
-    """Return a dataclass with these fields, bypassing its `__init__`."""
     made: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
@@ -203,8 +221,19 @@ def first_names(module: nn.Module, kind: str) -> dict[str, str]:
     return found
 
 
+def stored_values(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements; of a sparse one, those that it stores, with entries of the same index added up."""
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether shape, dtype and bits are equal; unlike in `torch.equal`, nan equals nan, and 0 is not -0."""
-    if a.shape != b.shape or a.dtype != b.dtype:
+    """Return whether shape, dtype and bits are equal; unlike in `torch.equal`, nan equals nan, and 0 is not -0.
+
+    A sparse tensor equals one that is sparse, too, if their sums over entries of the same index do.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
+    if a.is_sparse:
+        a, b = a.detach().coalesce(), b.detach().coalesce()
+        return torch.equal(a.indices(), b.indices()) and same_bits(a.values(), b.values())
     return torch.equal(as_bytes(a.detach()), as_bytes(b.detach()))

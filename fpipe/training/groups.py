@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of parameters with options of their own, by patterns over names.
+"""Parameters selected by patterns over names, and groups of them with options of their own.
 
-Invariant: a parameter is in one group at most, and a group's options are those of the optimizer with the group's own
-ones in their place, as in `torch.optim`.
+A pattern is matched against the whole name, as `fnmatch` does: in `*.bias` the star stands for any text, dots included,
+so it matches `blocks.3.norm.bias`. (Where a model is cut, a star stands for one name between dots.) A tied parameter
+goes by the first of its names, as in `model.named_parameters()`.
 
-Runs when an optimizer is made, and in every update.
+Invariants. The names are those of the whole model, so a pattern selects the same parameters on every rank. A parameter
+is in one group at most, and a group's options are those of the optimizer with the group's own ones in their place, as
+in `torch.optim`.
+
+Runs when an optimizer is made, and in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 from fpipe.errors import InputError
-from fpipe.training.patterns import require_match
+from schedules.arguments import each
 
 Options: TypeAlias = Mapping[str, Any]
 """Options of an optimizer class by name, such as `lr`."""
@@ -81,3 +87,42 @@ def find_group(name: str, patterns: tuple[str, ...]) -> str | None:
             "patterns narrower."
         )
     return found[0] if found else None
+
+
+def as_patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
+    """Return one pattern, or several, as a tuple; raise `InputError` for anything but strings."""
+    several = (patterns,) if isinstance(patterns, str) else patterns
+    found = tuple(each("names", several, str, InputError)) if isinstance(several, Iterable) else ()
+    if not found:
+        raise InputError(
+            f'names: got {patterns!r}, expected a pattern or several. Write names="*.bias", or ("*.bias", "norm.*").'
+        )
+    return found
+
+
+def select_names(patterns: Iterable[str], names: Sequence[str], where: str = "names") -> list[str]:
+    """Return the names that match any of the patterns, in the order of `names`.
+
+    Raise `InputError` for a pattern that matches nothing.
+
+    >>> select_names(["*.bias"], ["0.weight", "0.bias", "1.norm.bias"])
+    ['0.bias', '1.norm.bias']
+    """
+    patterns = tuple(patterns)
+    if patterns == ("*",):
+        return list(names)
+    for pattern in patterns:
+        require_match(pattern, names, where)
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def require_match(pattern: str, names: Sequence[str], where: str) -> None:
+    """Raise `InputError` if a pattern matches none of the names."""
+    if any(fnmatchcase(name, pattern) for name in names):
+        return
+    close = difflib.get_close_matches(pattern, names, n=3) or list(names)[:3]
+    raise InputError(
+        f"{where}: got the pattern {pattern!r}, which matches none of the model's {len(names)} parameters, expected it "
+        f"to match one. The star stands for any text, dots included, and a tied parameter goes by the first of its "
+        f"names. Parameters are named {close}, say."
+    )

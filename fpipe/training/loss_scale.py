@@ -93,5 +93,4 @@ class LossScale:
 
 
 def _as_float32(number: float) -> float:
-    """Return the nearest number of float32."""
     return ctypes.c_float(number).value

@@ -95,7 +95,6 @@ def needs_master(p: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _take_master(name: str, state: OptimizerState, p: Tensor) -> Tensor:
-    """Return the master of a parameter; raise `InputError` if the state has none."""
     master = state.get(name, {}).get(MASTER) if isinstance(state, Mapping) else None
     if isinstance(master, Tensor) and master.shape == p.shape:
         return master

@@ -3,8 +3,8 @@
 
 Problem. A process holds the gradients of its own stages. A sum of squares per rank, added up over ranks, is off in the
 last bit, since rounding depends on the order of additions: the first clipped step already differs from one device.
-`torch.nn.utils.clip_grad_norm_` on each rank is worse. It scales by the norm of that rank's share, so copies of a tied
-parameter are scaled by different factors and drift apart.
+`torch.nn.utils.clip_grad_norm_` on each rank is worse. It scales by the norm of that rank's share, so a tied
+parameter is scaled by another factor on each of its ranks, which drift apart.
 
 Idea. What torch does on one device: take the norm of each gradient, then the norm of these norms in the model's order
 of parameters. Each norm is computed by the one process that owns the parameter, and all processes get all of them.
@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from fpipe.errors import InputError
-from fpipe.meshes.border import require_same_placement
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import digest
 from fpipe.pipelines.handshake import call_together
@@ -33,9 +32,10 @@ from fpipe.pipelines.inputs import State
 from fpipe.pipelines.norm_table import NormTable, list_gradients
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.arguments import require_dense
-from fpipe.tensors.placed import is_placed, local_part, whole_tensor, without_partial
+from fpipe.tensors.placed import local_part, require_same_placement, whole_tensor, without_partial
 from fpipe.tensors.torch_private import foreach_norm
-from fpipe.training.patterns import as_patterns, select_names
+from fpipe.tensors.tree import stored_values
+from fpipe.training.groups import as_patterns, select_names
 
 KEPT_TABLES = 32
 SPREAD = 1e-3  # of the norms of equal gradients, which other kernels may round otherwise
@@ -49,7 +49,8 @@ def norm(pipe: Pipeline, grads: State, order: float = 2.0, names: str | Iterable
     the model's modules are split, too, torch rounds the norms of parameters that are not once more.)
 
     - `grads`: this process's gradients by name, as the step returned them. Parameters without one are left out.
-    - `order`: of the norm, such as 2, 1 or `float("inf")`.
+    - `order`: of the norm, such as 2, 1 or `float("inf")`. For sparse gradients, which torch refuses, it must be above
+      0: the norm is that of the numbers that they store.
     - `names`: a pattern or patterns; only matching parameters count. A star stands for any text, dots included.
 
     Under torch.distributed every rank must call this, with the same `order` and `names`. Raise `InputError` for
@@ -101,8 +102,8 @@ def choose_gradients(pipe: Pipeline, grads: State, names: str | Iterable[str]) -
 def compute_total(pipe: Pipeline, chosen: State, order: float, *arguments: str) -> Tensor:
     """Return the norm of the chosen gradients; called inside of a call of all ranks, which agree on the arguments."""
     order = float(order)
+    _require_order(order, pipe.copies.shards, chosen)
     shards = _find_shards(pipe, {name: chosen[name] for name in pipe.owned if name in chosen})
-    _require_order(order, pipe.copies.shards)
     norms = [_compute_norms(one, order) for one in shards.values()]
     table = _agree_on_table(pipe, shards, chosen, (f"order={order}", *arguments))
     rows = torch.cat([table.row(one, pipe.device) for one in norms])
@@ -126,10 +127,10 @@ def _find_shards(pipe: Pipeline, grads: State) -> dict[tuple[int, int], State]:
     return {(copies.part, k): {name: one for name, one in own.items() if one.numel()} for k, own in found.items()}
 
 
-def _require_order(order: float, shards: int) -> None:
-    """Raise `InputError` for an order by which norms of shards can't be combined."""
-    if shards > 1 and not order > 0:
-        raise InputError(f"order: got {order}, expected one above 0: gradients are sharded. Pass 2.0, or another.")
+def _require_order(order: float, shards: int, grads: State) -> None:
+    why = "sharded" if shards > 1 else "sparse" if any(grad.is_sparse for grad in grads.values()) else ""
+    if why and not order > 0:
+        raise InputError(f"order: got {order}, expected one above 0: gradients are {why}. Pass 2.0, or another.")
 
 
 def require_gradients_of(pipe: Pipeline, grads: State) -> None:
@@ -146,14 +147,14 @@ def require_gradients_of(pipe: Pipeline, grads: State) -> None:
                 f"{list(params)[:8]}. Pass the gradients that a step of this pipeline returned."
             )
         shape = placed[name].shape if name in placed else params[name].shape
-        if not isinstance(grad, Tensor) or grad.shape != shape or is_placed(grad) is not (name in placed):
+        if not isinstance(grad, Tensor) or grad.shape != shape or isinstance(grad, DTensor) is not (name in placed):
             got = f"shape {list(grad.shape)}" if isinstance(grad, Tensor) else type(grad).__name__
             kind = "DTensor" if name in placed else "tensor"
             raise InputError(
                 f"grads[{name!r}]: got {got}, expected a {kind} of shape {list(shape)}. Pass the gradients that a step "
                 "of this pipeline returned."
             )
-        require_dense(f"grads[{name!r}]", grad, params[name].device)
+        require_dense(f"grads[{name!r}]", grad._values() if grad.is_sparse else grad, params[name].device)
         if isinstance(grad, DTensor) and grad.device_mesh != placed[name].mesh:
             require_same_placement(f"grads[{name!r}]", grad, pipe.holdings.placed_gradients.get(name))
 
@@ -165,10 +166,8 @@ def _agree_on_table(
 
     Every rank learns the digests of all ranks' lists of gradients. If these were seen before, so were the lists.
     """
-    listed, known = (
-        json.dumps([(*at, list_gradients(own.items())) for at, own in shards.items()]),
-        pipe.norm_tables,
-    )
+    listed = json.dumps([(*at, list_gradients(own.items())) for at, own in shards.items()])
+    known = pipe.norm_tables
     notes = tuple(pipe.ranks.agree(lambda: [Field.of("arguments", arguments)], note=digest([listed])))
     if notes in known:
         known[notes] = known.pop(notes)  # the most recently used one
@@ -176,12 +175,12 @@ def _agree_on_table(
         rows = pipe.ranks.exchange_text(listed, "which gradients there are")
         if len(known) >= KEPT_TABLES:
             del known[next(iter(known))]
-        _require_equal_copies(pipe, grads)
+        _require_equal_tensors(pipe, grads)
         known[notes] = NormTable.of([one for row in rows for one in json.loads(row)], pipe.names, pipe.device)
     return known[notes]
 
 
-def _require_equal_copies(pipe: Pipeline, grads: State) -> None:
+def _require_equal_tensors(pipe: Pipeline, grads: State) -> None:
     """Raise `InputError`, on every rank, for plain gradients that differ along dimensions that fpipe has no name for.
 
     They count once. Checked when there are such gradients as in no call before, since it waits for the device.
@@ -206,11 +205,18 @@ def _require_equal_copies(pipe: Pipeline, grads: State) -> None:
 
 def _compute_norms(grads: State, order: float) -> list[Tensor]:
     """Return the norm of each gradient; those of one dtype go together, which chooses the kernel on an accelerator."""
+    kinds = {name: (grad.dtype, isinstance(grad, DTensor)) for name, grad in grads.items()}
     found: dict[str, Tensor] = {}
-    for kind in dict.fromkeys((grad.dtype, is_placed(grad)) for grad in grads.values()):
-        same = {name: grad.detach() for name, grad in grads.items() if (grad.dtype, is_placed(grad)) == kind}
+    for kind in dict.fromkeys(kinds.values()):
+        same = {name: _find_numbers(grad) for name, grad in grads.items() if kinds[name] == kind}
         found.update(zip(same, foreach_norm(list(same.values()), order), strict=True))
     return [whole_tensor(found[name]) for name in grads]
+
+
+def _find_numbers(grad: Tensor) -> Tensor:
+    """Return the tensor whose norm is that of a gradient; a sparse one without entries has the norm of a 0."""
+    values = stored_values(grad.detach())
+    return values if values.numel() or not grad.is_sparse else values.new_zeros(1)
 
 
 def agree_over_meshes(finite: Tensor, grads: Iterable[Tensor]) -> Tensor:
@@ -223,6 +229,6 @@ def agree_over_meshes(finite: Tensor, grads: Iterable[Tensor]) -> Tensor:
 
 def _find_ends(grad: Tensor) -> tuple[Tensor, ...]:
     """Return the least and the greatest number of a gradient; both are nan if one number is."""
-    values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
+    values = stored_values(grad.detach())
     values = torch.view_as_real(values) if values.is_complex() else values
     return tuple(end.double() for end in torch.aminmax(values)) if values.numel() else ()

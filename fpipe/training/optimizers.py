@@ -11,7 +11,8 @@ makes an instance of the class, puts the state in, calls its `step`, and takes t
 with the same bits.
 
 Invariant: the update of a parameter depends on its own gradient, state and options only. `fpipe.training.trial` refuses
-classes for which that isn't so. Nothing is kept between updates but what they return.
+classes for which that isn't so. Nothing is kept between updates but what they return. Everything is checked before
+anything is updated, so arguments that are refused stay as they were.
 
 Runs in every step, after the backward.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,28 +30,12 @@ from torch import Tensor
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
 from fpipe.tensors.arguments import require_arguments, require_tensors
-from fpipe.training.argument_checks import require_fitting, require_gradient, require_options, require_own_slots
 from fpipe.training.groups import Groups, Options, find_group
 from fpipe.training.trial import Traits, try_optimizer
-from schedules.language.arguments import each
+from schedules.arguments import each
 
 OptimizerState: TypeAlias = dict[str, dict[str, Any]]
 """For each parameter, by name, its state by slot: tensors or numbers; empty until its first update."""
-
-
-class Update(Protocol):
-    """The type of the function that updates parameters."""
-
-    def __call__(
-        self,
-        grads: State,
-        state: OptimizerState,
-        params: State,
-        *,
-        groups: Mapping[str, Options] | None = None,
-        **options: Any,
-    ) -> tuple[State, OptimizerState]:
-        """Return the parameters and the state after one update."""
 
 
 class Optimizer(NamedTuple):
@@ -61,7 +46,7 @@ class Optimizer(NamedTuple):
     """
 
     init: Callable[[State], OptimizerState]
-    update: Update
+    update: Callable[..., tuple[State, OptimizerState]]
 
 
 def optimizer(
@@ -133,13 +118,13 @@ def optimizer(
     ) -> tuple[State, OptimizerState]:
         """Return the parameters and the state after one update."""
         now = parts.replace(options, groups)
-        require_options(cls.__name__, now, traits[None])
+        _require_options(cls.__name__, now, traits[None])
         require_fitting(grads, state, params)
         chosen = {name: find_group(name, tuple(parts.own)) for name in grads}
         leaves = {}
         for name, grad in grads.items():
-            require_gradient(name, grad, params[name])
-            require_own_slots(cls.__name__, name, state[name], params[name], traits[chosen[name]])
+            _require_gradient(name, grad, params[name])
+            _require_own_slots(cls.__name__, name, state[name], params[name], traits[chosen[name]])
             leaves[name] = _make_leaf(params[name], grad, donate)
         new = _step(cls, now, chosen, leaves, {name: state[name] if donate else _copy(state[name]) for name in leaves})
         return _collect(params, leaves, donate), {**state, **new}
@@ -155,7 +140,6 @@ def _make_leaf(p: Tensor, grad: Tensor, donate: bool) -> Tensor:
 
 
 def _copy(slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of a parameter's state."""
     return {slot: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for slot, value in slots.items()}
 
 
@@ -200,3 +184,67 @@ def _collect(params: State, leaves: State, donate: bool) -> State:
         if not donate:
             new[name] = leaf.requires_grad_(params[name].requires_grad)
     return new
+
+
+def _require_options(cls: str, groups: Groups, traits: Traits) -> None:
+    listed = {"options": groups.options} | {f"groups[{pattern!r}]": own for pattern, own in groups.own.items()}
+    for where, options in listed.items():
+        unknown = [key for key in options if key not in traits.options]
+        if unknown:
+            raise InputError(
+                f"{where}: got {unknown}, expected options of {cls}: {sorted(traits.options)}. Correct the name."
+            )
+
+
+def require_fitting(grads: Mapping[str, object], state: Mapping[str, object], params: Mapping[str, object]) -> None:
+    """Raise `InputError`, naming the leaf, unless these are dicts by parameter name that fit together."""
+    for what, one in (("grads", grads), ("state", state), ("params", params)):
+        if not isinstance(one, Mapping):
+            raise InputError(
+                f"{what}: got {type(one).__name__}, expected a dict by parameter name. Call update(grads, state, "
+                "params)."
+            )
+    missing = [name for name in params if name not in state]
+    surplus = [name for name in state if name not in params]
+    if missing or surplus:
+        raise InputError(
+            f"state: got one for {len(state)} parameters, expected {len(params)} (missing {missing}, unexpected "
+            f"{surplus}). Pass what init(params) or the last update returned, or load it with fpipe.load."
+        )
+    for name in grads:
+        if name not in params:
+            raise InputError(
+                f"grads[{name!r}]: got a gradient of none of the {len(params)} parameters, expected names of params. "
+                "Pass the gradients and the parameters of the same step."
+            )
+
+
+def _require_gradient(name: str, grad: object, p: Tensor) -> None:
+    if isinstance(grad, Tensor) and (grad.shape, grad.dtype, grad.device) == (p.shape, p.dtype, p.device):
+        return
+    got = f"{grad.dtype} of shape {list(grad.shape)}" if isinstance(grad, Tensor) else type(grad).__name__
+    want = f"{p.dtype} of shape {list(p.shape)}"
+    if got == want:
+        got, want = (f"a gradient on {one.device}" for one in (grad, p) if isinstance(one, Tensor))
+    raise InputError(
+        f"grads[{name!r}]: got {got}, expected {want}, as the parameter. Pass the gradients that a step returned; for "
+        "gradients in float32 of parameters in less, see fpipe.masters."
+    )
+
+
+def _require_own_slots(cls: str, name: str, slots: Mapping[str, Any], p: Tensor, traits: Traits) -> None:
+    where = f"state[{name!r}]"
+    if not isinstance(slots, Mapping):
+        raise InputError(f"{where}: got {type(slots).__name__}, expected a dict. Pass what the last update returned.")
+    if slots and traits.slots and frozenset(slots) not in traits.slots:
+        expected = " or ".join(str(sorted(one)) for one in sorted(traits.slots, key=sorted))
+        raise InputError(
+            f"{where}: got {sorted(slots)}, expected {expected}, as {cls} keeps with these options. Pass the state of "
+            "this optimizer; to begin with none, call init(params)."
+        )
+    for slot, value in slots.items():
+        if slot in traits.alike and isinstance(value, Tensor) and value.shape != p.shape:
+            raise InputError(
+                f"{where}[{slot!r}]: got shape {list(value.shape)}, expected {list(p.shape)}, as the parameter. Pass "
+                "the state of this parameter."
+            )

@@ -22,20 +22,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.meshes.border import require_plain, wrap_state
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value, digest
-from fpipe.network.recording import Record
+from fpipe.network.recording import RecordSpan
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.earlier_sums import join_sums
-from fpipe.pipelines.fields import CommonArguments
-from fpipe.pipelines.handshake import agree_on_arguments, agree_on_plan, call_together
+from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, agree_on_plan, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
@@ -45,29 +43,13 @@ from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
 from fpipe.record.variant import Variant
 from fpipe.runtime.executor import Outcome
-from fpipe.training.argument_checks import require_fitting
+from fpipe.tensors.placed import require_plain, wrap_state
 from fpipe.training.clipping import require_bound, scale_to_norm
 from fpipe.training.norms import compute_total
-from fpipe.training.optimizers import Optimizer, OptimizerState
+from fpipe.training.optimizers import Optimizer, OptimizerState, require_fitting
 
-
-class TrainStep(Protocol):
-    """The type of the functions that `train_step` returns."""
-
-    def __call__(
-        self,
-        params: State,
-        buffers: State,
-        state: OptimizerState,
-        inputs: Any,
-        targets: Any = None,
-        *,
-        seed: int | None = None,
-        onto: State | None = None,
-        total: float | None = None,
-        **options: Any,
-    ) -> tuple[Step, State, OptimizerState, Tensor | None]:
-        """Run one step; return its `Step`, the new parameters and state, and the norm if there is a limit."""
+TrainStep: TypeAlias = Callable[..., tuple[Step, State, OptimizerState, Tensor | None]]
+"""Runs one step; returns its `Step`, the new parameters and state, and the norm if there is a limit."""
 
 
 def train_step(
@@ -75,7 +57,7 @@ def train_step(
     optimizer: Optimizer,
     max_norm: float | None = None,
     outputs: bool = False,
-    record: Record | None = None,
+    record: RecordSpan | None = None,
 ) -> TrainStep:
     """Return the function that runs one step and updates every stage as soon as its gradient is complete.
 

@@ -71,7 +71,6 @@ def try_optimizer(cls: type[torch.optim.Optimizer], options: Mapping[str, Any], 
 
 
 def _require_optimizer(cls: object) -> None:
-    """Raise `InputError` for anything but a class of optimizers whose step takes no argument."""
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise InputError(
             f"cls: got {cls!r}, expected a class of optimizers, such as torch.optim.AdamW. Pass the class, and its "

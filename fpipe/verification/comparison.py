@@ -24,8 +24,8 @@ from fpipe.record.objective import Objective
 from fpipe.tensors.placed import local_part
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import finish_collective
-from fpipe.tensors.tree import flatten, same_bits
-from fpipe.verification.one_device import CopySum
+from fpipe.tensors.tree import flatten, same_bits, stored_values
+from fpipe.verification.reference import CopySum
 
 ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
 
@@ -164,7 +164,8 @@ def require_numbers(results: Results) -> None:
     """Raise `MismatchError` for a loss or a gradient that is all nan, since equality then proves nothing."""
     grads = {f"gradient {name}": grad for name, grad in results.grads.items()}
     for name, tensor in {"loss": results.loss, **grads}.items():
-        if tensor is not None and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
+        values = None if tensor is None else stored_values(tensor)
+        if values is not None and values.is_floating_point() and values.numel() and bool(values.isnan().all()):
             raise MismatchError(
                 f"{name}: got nan on both sides, expected numbers: nan is nan however it was computed, so nothing was "
                 "compared. Pass parameters and a batch for which the loss is a number."
@@ -174,11 +175,15 @@ def require_numbers(results: Results) -> None:
 def _is_close(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
-    return _difference(mine, theirs) <= tolerance * float(theirs.abs().max().double())
+    return _difference(mine, theirs) <= tolerance * float(_as_dense(theirs).abs().max().double())
 
 
 def _difference(mine: Tensor, theirs: Tensor) -> float:
-    return float((mine.double() - theirs.double()).abs().max())
+    return float((_as_dense(mine).double() - _as_dense(theirs).double()).abs().max())
+
+
+def _as_dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def _local_pair(mine: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

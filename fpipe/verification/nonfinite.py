@@ -23,20 +23,20 @@ import torch
 from torch import Tensor
 
 from fpipe.pipelines.argument_checks import require_backward
-from fpipe.pipelines.fields import CommonArguments
-from fpipe.pipelines.handshake import agree_on_arguments, call_together
+from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import begin_step, hold_for_backward, training_variant
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.runtime.executor import ActionHandler, Execution, Inputs, Instruction, LinkedProgram, StageLike
+from fpipe.runtime.contract import StageLike
+from fpipe.runtime.executor import ActionHandler, Execution, Inputs, Instruction, LinkedProgram
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.runtime.transport import Payload, Transport
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
 from fpipe.tensors.placed import local_part
-from fpipe.tensors.tree import flatten
+from fpipe.tensors.tree import flatten, stored_values
 from schedules import Action
 
 FORWARDS, BACKWARDS = ("F", "C", "OVERLAP_F", "R"), ("B", "I", "W")
@@ -242,7 +242,7 @@ def _judge(tensor: object) -> str:
         return ""
     if tensor.is_meta:
         return ""
-    plain = tensor.coalesce().values() if tensor.is_sparse else tensor
+    plain = stored_values(tensor)
     if bool(torch.isfinite(plain).all()):
         return ""
     return "nan" if bool(torch.isnan(plain).any()) else "inf"

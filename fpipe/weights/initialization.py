@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
-from fpipe.record.model.stateless import skeleton
+from fpipe.record.model.skeleton import skeleton
 from fpipe.tensors import random
-from fpipe.tensors.effects import memory
+from fpipe.tensors.effects import storage_id, written_memory
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import TorchDispatchMode
 from fpipe.tensors.tree import first_names
@@ -154,7 +154,6 @@ class _Initialization:
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """Split a leaf's name into its owner's path and its own name there."""
     owner, _, own = name.rpartition(".")
     return owner, own
 
@@ -176,8 +175,7 @@ def _blank(spec: Spec) -> Tensor:
 
 
 def _is_filled(leaf: Tensor, blank: Tensor, written: Collection[int]) -> bool:
-    """Return whether a leaf, which may have been replaced, got a value."""
-    touched = memory(leaf) != memory(blank) or memory(blank) in written
+    touched = storage_id(leaf) != storage_id(blank) or storage_id(blank) in written
     return touched and not leaf.is_meta and not _has_nan(leaf)
 
 
@@ -224,9 +222,5 @@ class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "from the seed and the module. Drop the generator argument."
             )
         out = func(*args, **kwargs)
-        for position, declared in enumerate(func._schema.arguments):
-            if declared.alias_info is not None and declared.alias_info.is_write:
-                argument = args[position] if position < len(args) else kwargs.get(declared.name)
-                tensors = argument if isinstance(argument, tuple | list) else (argument,)
-                self.written.update(memory(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+        self.written |= written_memory(func, args, kwargs)
         return out

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
-from fpipe.meshes.border import require_same_placement
-from fpipe.record.capture.modules import as_module
-from fpipe.record.model.stateless import Module, on_meta, skeleton
-from fpipe.tensors.placed import Placed, local_part
+from fpipe.record.front_ends.parts import as_module
+from fpipe.record.model.skeleton import Module, on_meta, skeleton
+from fpipe.tensors.placed import Placed, local_part, require_same_placement
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import finish_collective
 from fpipe.tensors.tree import same_bits
@@ -120,7 +119,6 @@ def list_transient_buffers(model: nn.Module) -> set[str]:
 
 
 def _copy_value(source: Mapping[str, Any], places: Sequence[str], spec: Spec, placed: Placed | None) -> Tensor:
-    """Return a copy of the value that `source` has under these names; raise `InputError` if they differ."""
     value, *others = [_read_value(source, alias, spec, placed) for alias in places]
     for alias, other in zip(places[1:], others, strict=True):
         if not same_bits(value, other):
@@ -169,6 +167,5 @@ def _require_none(missing: Sequence[str], not_persistent: Collection[str]) -> No
 
 
 def _some(listed: Collection[str]) -> str:
-    """Return the first few of many names, as text."""
     more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
     return f"{list(islice(listed, 5))}{more}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files as one mapping from names to tensors, each read only on access.
+"""Safetensors files: written, and read as one mapping from names to tensors, each only on access.
 
 Problem. A checkpoint has many files, and together they may not fit into the memory of one process.
 
@@ -7,7 +7,7 @@ Idea. The mapping knows the names, from the index or from the headers of the fil
 file that is opened for that one read: its pages are freed with the tensor, whereas pages of a file that stays open
 would count as the process's own memory.
 
-Runs when `fpipe.safetensors` is called, and when its values are read, as by `pipe.init`.
+Runs when `fpipe.safetensors` is called and its values are read, as by `pipe.init`, and for checkpoints and exports.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
 from fpipe.tensors.arguments import require_arguments
+from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
 from fpipe.weights.files import AnyPath, as_path, join_inside, read_text, require_regular
 from schedules.errors import quote
@@ -81,7 +83,6 @@ def safetensors(paths: AnyPath | Iterable[AnyPath]) -> Safetensors:
 
 
 def _list_names(path: Path) -> Iterator[tuple[str, Path]]:
-    """Yield every name at `path`, and the file that contains it."""
     if path.is_dir():
         inside = [path / INDEX] if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))
         if not inside:
@@ -113,6 +114,51 @@ def _read_tensor(path: Path, name: str) -> Tensor:
     with wrap_read_errors(path), open_safetensors(path) as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor
+
+
+def read_specs(path: Path) -> dict[str, Spec]:
+    """Return the spec of each tensor in a file, by name; values stay on the disk. Raise `InputError` for a damaged one.
+
+    The library compares the header with the size of the file, so no shape is larger than what is there.
+    """
+    with wrap_read_errors(path), open_safetensors(path) as file:
+        return {name: Spec.of(file.get_tensor(name)) for name in list(file.keys())}
+
+
+def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill those of these tensors whose names a file has; the caller has compared dtypes and shapes."""
+    with wrap_read_errors(path), open_safetensors(path) as file:
+        for name in tensors.keys() & {*file.keys()}:
+            tensors[name].copy_(file.get_tensor(name))
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write contiguous host tensors, by name, into a file that stays if the machine fails."""
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), path, metadata={"format": "pt"})  # without which transformers refuses the file
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def require_savable(where: str, tensor: Tensor) -> None:
+    """Raise `InputError` unless a safetensors file can hold such a tensor."""
+    require_library()
+    from safetensors.torch import save
+
+    try:
+        save({"": torch.empty(0, dtype=tensor.dtype)})
+    except KeyError:
+        raise InputError(
+            f"{where}: got {Spec.of(tensor)}, expected a dtype that safetensors files have. Convert it; for a complex "
+            "one, take torch.view_as_real."
+        ) from None
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"a tensor on {tensor.device} of layout {tensor.layout}"
+        raise InputError(
+            f"{where}: got {kind}, expected a dense one with values. "
+            "Pass tensor.to_dense(), and make what is on the meta device first."
+        )
 
 
 def open_safetensors(path: Path) -> Any:

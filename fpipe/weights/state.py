@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
-from fpipe.meshes.border import unwrap_state
-from fpipe.tensors.placed import Placed
+from fpipe.tensors.arguments import is_differentiated, require_primal
+from fpipe.tensors.placed import Placed, unwrap_state
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.tangents import is_differentiated, require_primal
 
 _ORDINARY = (Tensor, nn.Parameter)
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from schedules.analysis.simulation import spans
+from schedules.arguments import require_types
 from schedules.language.actions import KINDS, Action
-from schedules.language.arguments import require_types
-from schedules.language.costs import Costs
 from schedules.language.graph import Graph
-from schedules.language.schedule import Schedule
-from schedules.replay.dependencies import graph_of
+from schedules.language.schedule import Schedule, graph_of
+from schedules.replay.costs import Costs
 from schedules.replay.engine import Span
 from schedules.replay.outputs import Flow, flow_of, inputs_of
 

@@ -14,11 +14,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
+from schedules.arguments import require_types
 from schedules.errors import TimelineError
 from schedules.language.actions import KINDS
-from schedules.language.arguments import require_types
-from schedules.language.costs import Costs
 from schedules.language.schedule import Schedule
+from schedules.replay.costs import Costs
 from schedules.replay.engine import Span
 from schedules.replay.timelines import read_spans
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from math import inf
 from typing import TypeAlias
 
+from schedules.arguments import require_types
 from schedules.checking.progress import Progress
 from schedules.checking.rules import count_versions, require_forward_before_backward
 from schedules.language.actions import COLLECTIVES, KINDS
-from schedules.language.arguments import require_types
-from schedules.language.costs import UNITS, Costs, Sizes, of_stage, require_stages
 from schedules.language.graph import Graph
-from schedules.language.schedule import Schedule
-from schedules.replay.dependencies import graph_of, wires
+from schedules.language.schedule import Schedule, graph_of
+from schedules.replay.costs import UNITS, Costs, Sizes, of_stage, require_stages
+from schedules.replay.dependencies import wires
 from schedules.replay.engine import Span, replay
 from schedules.replay.timelines import read_spans
 

@@ -12,18 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+from schedules.arguments import require_types
 from schedules.checking.channels import LoweredProgram, check_transfers
 from schedules.checking.collectives import require_collected, require_reductions_everywhere
 from schedules.checking.progress import Progress, Work, violation
 from schedules.checking.updates import require_updated, require_updates_everywhere
 from schedules.errors import GraphError
 from schedules.language.actions import KINDS, Action
-from schedules.language.arguments import require_types
-from schedules.language.costs import ROUNDING, UNITS, Costs
 from schedules.language.graph import Graph
 from schedules.language.membership import require_compute_only, require_placed
-from schedules.language.schedule import Actions, Schedule
-from schedules.replay.dependencies import graph_of, wires
+from schedules.language.schedule import Actions, Schedule, graph_of
+from schedules.replay.costs import ROUNDING, UNITS, Costs
+from schedules.replay.dependencies import wires
 from schedules.replay.engine import replay
 
 Rule: TypeAlias = Callable[[Progress, Actions], Actions]

@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 from schedules import drawing
 from schedules.files.csv import write_csv
-from schedules.language.costs import Sizes
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
+from schedules.replay.costs import Sizes
 from schedules.replay.engine import Span
 
 Timelines: TypeAlias = Mapping[str, Callable[[], Iterable[Span]]]

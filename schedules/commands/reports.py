@@ -20,8 +20,8 @@ from schedules.commands.subjects import Subject, built_in, parameters, transform
 from schedules.commands.terminal import choose_paint, format_table, is_terminal, terminal_width, wrap_paragraphs
 from schedules.errors import ScheduleError
 from schedules.files.csv import Listing
-from schedules.language.costs import Costs
 from schedules.language.schedule import Factory, Schedule
+from schedules.replay.costs import Costs
 from schedules.replay.engine import Span
 
 PAGE, SHARES, LONG = 120, 6, 100

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
+from schedules.arguments import require_types
 from schedules.drawing.palette import look_of
 from schedules.drawing.strips import Strip, make_strip
 from schedules.language.actions import COLLECTIVES
-from schedules.language.arguments import require_types
-from schedules.language.costs import Sizes
 from schedules.language.graph import Graph, chain
+from schedules.replay.costs import Sizes
 from schedules.replay.engine import Span
 from schedules.replay.outputs import Flow, flow_of
 

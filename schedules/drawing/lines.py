@@ -11,19 +11,18 @@ from sys import maxsize
 from typing import Final, NamedTuple, TypeAlias
 
 from schedules.analysis.simulation import spans
+from schedules.arguments import require_types
 from schedules.checking.progress import Progress
 from schedules.checking.rules import rules_of
 from schedules.drawing.palette import MARKED, Paint, look_of, plain
 from schedules.drawing.strips import Strip, lanes_of, make_strip
 from schedules.errors import ScheduleError, SizeError, TimelineError, printable
 from schedules.language.actions import Action
-from schedules.language.arguments import require_types
-from schedules.language.costs import Costs
 from schedules.language.graph import Graph
 from schedules.language.membership import require_compute_only, require_placed
-from schedules.language.picture import picture
-from schedules.language.schedule import Actions, Schedule
+from schedules.language.schedule import Actions, Schedule, picture
 from schedules.lowering.program import Program
+from schedules.replay.costs import Costs
 from schedules.replay.engine import Span
 from schedules.transforms.transform import transform
 

@@ -13,9 +13,9 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
+from schedules.arguments import each, require_types
 from schedules.errors import ArgumentError, quote
 from schedules.language.actions import KINDS
-from schedules.language.arguments import each, require_types
 
 Paint: TypeAlias = Callable[[str, str], str]
 MARKED = "#ff3030"

@@ -14,7 +14,7 @@ from functools import cached_property
 from schedules.analysis.simulation import levels
 from schedules.drawing.palette import WAIT, look_of, shade
 from schedules.language.actions import COLLECTIVES, Action
-from schedules.language.costs import UNITS, Sizes
+from schedules.replay.costs import UNITS, Sizes
 from schedules.replay.engine import Span
 from schedules.replay.timelines import read_spans
 

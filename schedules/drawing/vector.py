@@ -9,11 +9,11 @@ from math import floor, inf, log10
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
+from schedules.arguments import require_types
 from schedules.drawing.palette import LOOKS, MARKED, WAIT, look_of
 from schedules.drawing.strips import Strip, lanes_of, make_strip
 from schedules.errors import SizeError
-from schedules.language.arguments import require_types
-from schedules.language.costs import Sizes
+from schedules.replay.costs import Sizes
 from schedules.replay.engine import Span
 
 LEFT, RIGHT, TITLE, ROW, CURVE, GAP, AXIS = 64, 48, 24, 22, 16, 4, 26  # pixels, as are all sizes here

@@ -14,12 +14,12 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+from schedules.arguments import is_number
 from schedules.errors import SizeError
 from schedules.language.actions import Action
-from schedules.language.arguments import is_number
-from schedules.language.costs import Costs, require_stages
 from schedules.language.placement import linear
 from schedules.language.schedule import Limits, schedule
+from schedules.replay.costs import Costs, require_stages
 
 
 class Heuristics(NamedTuple):

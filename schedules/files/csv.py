@@ -26,15 +26,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Concatenate, Final, TextIO, TypeAlias
 
+from schedules.arguments import MOST_MICROBATCHES, MOST_STAGES, require_types
 from schedules.errors import GraphError, TableError, printable, quote
 from schedules.files.cells import Notation, ScheduleOrProgram, has_transfers, own, read_row
 from schedules.language.actions import GATHERINGS, KINDS, Action
-from schedules.language.arguments import MOST_MICROBATCHES, MOST_STAGES, require_types
 from schedules.language.graph import Edge, Graph, chain
 from schedules.language.placement import Placement
-from schedules.language.schedule import Arguments, Factory, Schedule, Shape, without_rank
+from schedules.language.schedule import Arguments, Factory, Schedule, Shape, graph_of, without_rank
 from schedules.lowering.program import Program
-from schedules.replay.dependencies import graph_of
 from schedules.transforms.connect import connect, format_graph, parse_graph
 
 File: TypeAlias = str | os.PathLike[str] | TextIO

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
+from schedules.arguments import MOST_STAGES, is_size, require_types
 from schedules.errors import GraphError, quote
-from schedules.language.arguments import MOST_STAGES, is_size, require_types
 
 Edge: TypeAlias = tuple[int, int]
 

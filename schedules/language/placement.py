@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from schedules.arguments import is_size, require_shape
 from schedules.errors import SizeError
-from schedules.language.arguments import is_size, require_shape
 
 
 @dataclass(frozen=True)

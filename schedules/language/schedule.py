@@ -12,18 +12,17 @@ prints as the call that made it, and can regenerate any rank's actions at any ti
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import update_wrapper
-from itertools import chain, islice
+from functools import singledispatch, update_wrapper
 from math import inf
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec
 
-from schedules.errors import ArgumentError, ScheduleError, SizeError, quote
+from schedules.arguments import MOST_MICROBATCHES, MOST_STAGES, is_size, require_types
+from schedules.errors import ArgumentError, GraphError, ScheduleError, SizeError, quote
 from schedules.language.actions import KINDS, Action
-from schedules.language.arguments import MOST_MICROBATCHES, MOST_STAGES, is_size, require_types
-from schedules.language.graph import Graph
-from schedules.language.picture import picture
+from schedules.language.graph import Graph, chain
 from schedules.language.placement import Placement, Placer, linear
 
 Arguments = ParamSpec("Arguments")
@@ -45,6 +44,12 @@ class Limits:
 
 
 UNLIMITED = Limits()
+
+
+@singledispatch
+def picture(value: object) -> str:
+    """Return the text that `print(value)` shows. `schedules.drawing` extends it, since a picture needs a simulation."""
+    return repr(value)
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,7 +96,7 @@ class Schedule:
                 "Write yield, as in yield F(rank, i)."
             )
         most = max(1, len(KINDS) * self.stages * self.microbatches * self.slices)
-        return chain(islice(actions := iter(found), most), self._refuse_more(actions, rank, most))
+        return itertools.chain(itertools.islice(actions := iter(found), most), self._refuse_more(actions, rank, most))
 
     def _refuse_more(self, rest: Actions, rank: int, most: int) -> Actions:
         """Yield nothing; raise `ScheduleError` if there is more."""
@@ -126,6 +131,34 @@ class Schedule:
 
     def __reduce__(self) -> tuple[Callable[..., Schedule], tuple[object, ...]]:
         return self.factory.make, (self.arguments,)
+
+
+def graph_of(schedule: Schedule, graph: Graph | None) -> Graph:
+    """Return `graph`, else the schedule's own graph, else the chain. Raise `GraphError` if the sizes differ."""
+    if graph is None:
+        return schedule.graph or chain(schedule.stages)
+    if graph.stages != schedule.stages:
+        raise GraphError(
+            f"got a graph of {graph.stages} stages for {quote(schedule)}, expected {schedule.stages}. "
+            f"Cut the model into {schedule.stages} stages, or change the schedule's ranks or chunks."
+        )
+    return graph
+
+
+def completes_gradient(schedule: Schedule, stage: int, rank: int) -> str:
+    """Return what makes the gradient of `stage` on `rank` final: its `REDUCE_GRAD`, its `G`, or else every `done` unit.
+
+    Generate the rank's actions to find out.
+
+    >>> from schedules import gpipe, reduce_gradients
+    >>> s = gpipe(ranks=2, microbatches=2)
+    >>> completes_gradient(s, 0, 0), completes_gradient(reduce_gradients(s), 0, 0)
+    ('done', 'REDUCE_GRAD')
+    """
+    actions = (action for action in schedule.actions(rank) if type(action) is Action)
+    if any(action.kind == "REDUCE_GRAD" and action.stage == stage for action in actions):
+        return "REDUCE_GRAD"
+    return "G" if len(schedule.placement.replicas(stage)) > 1 else "done"
 
 
 class Shape(NamedTuple):

@@ -26,15 +26,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from schedules.arguments import require_types
 from schedules.errors import ScheduleError
 from schedules.language.actions import COLLECTIVES, Action, Message, receive_of, wait_of
-from schedules.language.arguments import require_types
 from schedules.language.graph import Graph
 from schedules.language.membership import require_valid_actions
-from schedules.language.picture import picture
-from schedules.language.schedule import Schedule
+from schedules.language.schedule import Schedule, graph_of, picture
 from schedules.lowering.turns import Turn, Turns
-from schedules.replay.dependencies import graph_of
 
 LOOK_AHEAD = 1
 

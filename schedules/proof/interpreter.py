@@ -23,7 +23,7 @@ from schedules.checking.channels import LoweredProgram
 from schedules.errors import ProgramError
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
-from schedules.language.schedule import Schedule
+from schedules.language.schedule import Schedule, graph_of
 from schedules.lowering.program import lower
 from schedules.proof.formulas import Formula, Meaning, formula
 from schedules.proof.gatherings import Gatherings
@@ -32,7 +32,6 @@ from schedules.proof.inflight import Parcel, parcels_for
 from schedules.proof.networks import Links, Network, fifo, rendezvous
 from schedules.proof.store import Store, Waits
 from schedules.proof.transfers import Transfers
-from schedules.replay.dependencies import graph_of
 
 
 def ideal(schedule: Schedule, graph: Graph | None = None) -> Meaning:

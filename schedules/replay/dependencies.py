@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
-from schedules.errors import GraphError, quote
-from schedules.language.actions import COLLECTIVES, KINDS, Action
-from schedules.language.costs import Costs, Sizes, require_stages
-from schedules.language.graph import Edge, Graph, chain
-from schedules.language.schedule import Schedule
+from schedules.language.actions import COLLECTIVES, KINDS
+from schedules.language.graph import Edge, Graph
+from schedules.language.schedule import Schedule, completes_gradient
+from schedules.replay.costs import Costs, Sizes, require_stages
 
 
 class Dependency:
@@ -81,18 +80,6 @@ Wires: TypeAlias = list[dict[str, dict[int, Wire]]]
 _Key: TypeAlias = tuple[str, int, int]  # a kind, or a payload kind, or `done`; stage and route
 
 
-def graph_of(schedule: Schedule, graph: Graph | None) -> Graph:
-    """Return `graph`, else the schedule's own graph, else the chain. Raise `GraphError` if the sizes differ."""
-    if graph is None:
-        return schedule.graph or chain(schedule.stages)
-    if graph.stages != schedule.stages:
-        raise GraphError(
-            f"got a graph of {graph.stages} stages for {quote(schedule)}, expected {schedule.stages}. "
-            f"Cut the model into {schedule.stages} stages, or change the schedule's ranks or chunks."
-        )
-    return graph
-
-
 def list_dependencies(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Dependency]]:
     """Yield every value, cotangent and gradient that one action makes for another, each with its route."""
     for route, homes in enumerate(schedule.placement.routes):
@@ -118,22 +105,6 @@ def _gradient_dependency(schedule: Schedule, edge: Edge, route: int, consumer: i
     once = s != t and completes_gradient(schedule, s, producer) != "done"
     dependency.arrived = GradientArrival(dependency, 1 if once else units)
     return dependency
-
-
-def completes_gradient(schedule: Schedule, stage: int, rank: int) -> str:
-    """Return what makes the gradient of `stage` on `rank` final: its `REDUCE_GRAD`, its `G`, or else every `done` unit.
-
-    Generate the rank's actions to find out.
-
-    >>> from schedules import gpipe, reduce_gradients
-    >>> s = gpipe(ranks=2, microbatches=2)
-    >>> completes_gradient(s, 0, 0), completes_gradient(reduce_gradients(s), 0, 0)
-    ('done', 'REDUCE_GRAD')
-    """
-    actions = (action for action in schedule.actions(rank) if type(action) is Action)
-    if any(action.kind == "REDUCE_GRAD" and action.stage == stage for action in actions):
-        return "REDUCE_GRAD"
-    return "G" if len(schedule.placement.replicas(stage)) > 1 else "done"
 
 
 def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires:

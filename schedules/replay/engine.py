@@ -23,9 +23,9 @@ from typing import NamedTuple, TypeAlias
 
 from schedules.errors import ScheduleError
 from schedules.language.actions import COLLECTIVES, KINDS, Action
-from schedules.language.costs import Costs
 from schedules.language.membership import require_valid_actions
 from schedules.language.schedule import Schedule
+from schedules.replay.costs import Costs
 from schedules.replay.dependencies import Dependency, Wire, Wires
 from schedules.replay.lanes import CollectiveLane
 from schedules.replay.outputs import unit_of

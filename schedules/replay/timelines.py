@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from math import isfinite
 from typing import Final
 
+from schedules.arguments import MOST_STAGES, is_number, is_size
 from schedules.errors import TimelineError, quote
 from schedules.language.actions import KINDS, Action
-from schedules.language.arguments import MOST_STAGES, is_number, is_size
 from schedules.replay.engine import Span
 
 MOST_SPANS: Final = 2**22

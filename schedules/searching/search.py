@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from schedules.analysis.bounds.lower_bound import Bound, bound
 from schedules.analysis.bounds.rough import Reason
 from schedules.analysis.simulation import simulate
+from schedules.arguments import require_types
 from schedules.errors import SizeError
-from schedules.language.arguments import require_types
-from schedules.language.costs import ROUNDING, UNITS, Costs, Sizes
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement, linear
 from schedules.language.schedule import Schedule
+from schedules.replay.costs import ROUNDING, UNITS, Costs, Sizes
 from schedules.searching.instance import Contender, Instance, make_instance
 from schedules.searching.race import Race
 from schedules.searching.seeds import list_families, read_seed, spell

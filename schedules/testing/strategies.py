@@ -10,9 +10,9 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from schedules.errors import SizeError
-from schedules.language.costs import Costs
 from schedules.language.graph import Edge, Graph
 from schedules.language.schedule import SIZES, Schedule
+from schedules.replay.costs import Costs
 
 RANKS, MICROBATCHES, CHUNKS = 8, 12, 4
 

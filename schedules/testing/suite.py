@@ -21,11 +21,11 @@ from schedules.drawing import text
 from schedules.errors import ScheduleError
 from schedules.files.csv import table
 from schedules.language.actions import COLLECTIVES, KINDS, Action, message_of, receive_of
-from schedules.language.costs import Costs
 from schedules.language.graph import Edge, Graph, chain
 from schedules.language.schedule import Factory, Schedule
 from schedules.lowering.program import lower
 from schedules.proof.interpreter import prove
+from schedules.replay.costs import Costs
 from schedules.replay.outputs import inputs_of, output_of
 from schedules.testing.strategies import costs, graphs, schedules
 from schedules.testing.timing import TOLERANCE, require_same_times

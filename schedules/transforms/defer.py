@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from itertools import accumulate
 from math import isfinite
 
+from schedules.arguments import is_number
 from schedules.errors import SizeError
 from schedules.language.actions import KINDS, Action
-from schedules.language.arguments import is_number
-from schedules.language.costs import ROUNDING, UNITS
 from schedules.language.schedule import Limits, Schedule
+from schedules.replay.costs import ROUNDING, UNITS
 from schedules.transforms.transform import KEPT, transform
 
 

@@ -21,8 +21,7 @@ from schedules.errors import SizeError
 from schedules.language.actions import COLLECTIVES, KINDS, Action, G
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement
-from schedules.language.schedule import Factory, Limits, Schedule, Shape
-from schedules.replay.dependencies import graph_of
+from schedules.language.schedule import Factory, Limits, Schedule, Shape, graph_of
 from schedules.replay.outputs import Output, inputs_of, output_of, unit_of
 from schedules.transforms.transform import transform
 

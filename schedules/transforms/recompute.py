@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from schedules.arguments import is_size
 from schedules.errors import SizeError
 from schedules.language.actions import KINDS, Action, C, R
-from schedules.language.arguments import is_size
 from schedules.language.schedule import Schedule
 from schedules.transforms.transform import KEPT, transform
 

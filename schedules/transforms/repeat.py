@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from schedules.arguments import MOST_MICROBATCHES, is_size
 from schedules.errors import SizeError
 from schedules.language.actions import COLLECTIVES, Action
-from schedules.language.arguments import MOST_MICROBATCHES, is_size
 from schedules.language.schedule import Factory, Schedule, Shape
 from schedules.transforms.transform import KEPT, transform
 

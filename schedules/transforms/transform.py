@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, overload
 
+from schedules.arguments import require_types
 from schedules.errors import ArgumentError, quote
 from schedules.language.actions import Action
-from schedules.language.arguments import require_types
 from schedules.language.schedule import (
     UNLIMITED,
     Arguments,

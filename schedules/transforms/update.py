@@ -16,8 +16,7 @@ from collections.abc import Iterator
 
 from schedules.errors import SizeError
 from schedules.language.actions import KINDS, Action, U
-from schedules.language.schedule import Schedule
-from schedules.replay.dependencies import completes_gradient, graph_of
+from schedules.language.schedule import Schedule, completes_gradient, graph_of
 from schedules.transforms.transform import KEPT, transform
 
 

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles of models that do not exist: a chain of blocks with given times and sizes."""
+"""Profiles of models that do not exist, chains of blocks with given times and sizes, and plans for them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from math import inf
 from typing import Any
 
 from fpipe.cutting.calls import Mark
 from fpipe.planning.blocks import ModelBlock
+from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
+from fpipe.planning.choosing import PlanProgress, choose
+from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.planning.ranges import ActionTimes, Hop, Spread
 from schedules import Link
@@ -38,3 +42,27 @@ def chain_profile(
         "link": Link() if link is None else link,
     }
     return Profile(**{one.name: made.get(one.name, ()) for one in fields(Profile)})
+
+
+def problem_of(
+    profile: Profile,
+    ranks: int = 2,
+    microbatches: int = 4,
+    caps: float | tuple[float, ...] = inf,
+    pinned: tuple[int, ...] = (),
+) -> PlanProblem:
+    """The problem in which stages may begin at any block; a single cap is that of every rank."""
+    caps = caps if isinstance(caps, tuple) else (caps,) * ranks
+    return PlanProblem(profile, microbatches, caps, 1.0, frozenset(range(1, len(profile.blocks))), pinned)
+
+
+def find_plan(
+    profile: Profile,
+    factories: Iterable[ScheduleFactory] = FACTORIES,
+    *,
+    report: Callable[[PlanProgress], None] = lambda progress: None,
+    ordered: bool = False,
+    **given: Any,
+) -> Plan:
+    """The plan that is chosen for a problem, `given` as to `problem_of`."""
+    return choose([problem_of(profile, **given)], factories, seconds=60.0, report=report, ordered=ordered)

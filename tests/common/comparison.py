@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import optree
 from torch import Tensor
 
+from fpipe.tensors.placed import local_part
 from fpipe.tensors.tree import same_bits
 
 
@@ -46,3 +47,26 @@ def differences(got: Result, want: Result) -> Iterator[str]:
 def assert_same(got: Result, want: Result) -> None:
     found = list(differences(got, want))
     assert not found, "\n".join(found)
+
+
+def require_part(got: Any, want: Any, what: str = "") -> None:
+    """Raise unless all that is in `got`, a tree of dicts and lists, is in `want`, too, with the same types and bits.
+
+    A dict may lack names, since a process holds a part of them. Of DTensors, what this process holds is compared.
+    """
+    if isinstance(got, Mapping):
+        for name in got:
+            require_part(got[name], want[name], f"{what} {name}")
+    elif isinstance(got, list | tuple):
+        for k, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+            require_part(mine, theirs, f"{what} {k}")
+    elif isinstance(got, Tensor):
+        assert same_bits(local_part(got.detach()), local_part(want.detach())), f"{what}: {got}, expected {want}"
+    else:
+        assert (type(got), got) == (type(want), want), f"{what}: {got}, expected {want}"
+
+
+def require_same_slots(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+    """Raise unless the state of an optimizer has the same slots for each parameter that it has."""
+    require_part(got, want, "state")
+    assert {name: {*got[name]} for name in got} == {name: {*want[name]} for name in got}

@@ -51,13 +51,6 @@ def finish_ranks(worker: ModuleType, count: int, folder: Path, *arguments: objec
     return codes, [log.read_text() for log in logs or [folder / "log"]]
 
 
-def finish_workers(worker: ModuleType, count: int, folder: Path) -> None:
-    """Run `worker.main(rank, store, folder)` as so many ranks; raise unless each ends with `passed`."""
-    codes, printed = finish_ranks(worker, count, folder, folder / "store", folder)
-    assert not any(codes), "\n".join(printed)
-    assert all(text.endswith("passed\n") for text in printed), "\n".join(printed)
-
-
 def once(factory: pytest.TempPathFactory, name: str, start: Callable[[Path], T]) -> T:
     """Return what `start(folder)` returns, a value of JSON; only the first process of this session to ask runs it."""
     base = factory.getbasetemp()

@@ -3,7 +3,13 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from hypothesis import assume
+from hypothesis import strategies as st
+
 from schedules import Action, Program, Schedule, transform
+from schedules.testing import orders
+
+# ----------------------------------- A schedule as rows of actions, one row per rank, and a schedule made of such rows
 
 
 def rows(plan: Schedule | Program, without: Collection[str] = "") -> list[list[Action]]:
@@ -21,3 +27,19 @@ def edited(rank: int, schedule: Schedule, rows: Sequence[Sequence[Action]]) -> I
 def edit(schedule: Schedule, rows: Iterable[Iterable[Action]]) -> Schedule:
     """Return a schedule of the same sizes and placement that has these rows of actions."""
     return edited(schedule, tuple(map(tuple, rows)))
+
+
+# -------------------------- Correct schedules of forwards and backwards only: nothing is recomputed or cut into slices
+
+
+@st.composite
+def plain_orders(draw, fused=False):
+    """Draw any such schedule, and the graph it is correct for; fused pairs only if asked for."""
+    schedule, graph = draw(orders())
+    assume(schedule.slices == 1)
+    instead = {"C": "F"} if fused else {"C": "F", "OVERLAP_F": "F"}
+    return edit(schedule, [_replace(row, instead) for row in rows(schedule, without="R")]), graph
+
+
+def _replace(row, instead):
+    return [action._replace(kind=instead.get(action.kind, action.kind)) for action in row]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import torch
 
-from fpipe.tensors.tree import same_bits
+from tests.common.comparison import require_part, require_same_slots
 from tests.common.sizes import NIGHTLY, in_turn
 
 HEAD = """
@@ -18,7 +19,7 @@ import os
 import torch
 from torch import nn
 from torch.nn import functional
-from tests.common.models import GPT
+from tests.common.zoo import GPT
 from tests.common.training import cross_entropy, llama, padded
 
 ranks = int(os.environ.get("WORLD_SIZE", 2))
@@ -191,13 +192,8 @@ def require_same_training(name: str, schedule: str) -> set[str]:
     """
     plain, piped = run_script(name), run_script(name, schedule)
     assert len(plain["losses"]) == len(piped["losses"]) >= 50
-    for k, (one, two) in enumerate(zip(plain["losses"], piped["losses"], strict=True)):
-        assert same_bits(one, two), f"loss {k}: {one} {two}"
     known, found = plain["model"].state_dict(), piped["model"].state_dict()
-    for leaf, value in found.items():
-        assert same_bits(known[leaf], value), leaf
+    require_part([piped["losses"], dict(found)], [plain["losses"], known])
     states = [{n: left["optimizer"].state[p] for n, p in left["model"].named_parameters()} for left in (plain, piped)]
-    for leaf, slots in states[1].items():
-        assert slots.keys() == states[0][leaf].keys()
-        assert all(same_bits(torch.as_tensor(states[0][leaf][slot]), torch.as_tensor(v)) for slot, v in slots.items())
+    require_same_slots(*optree.tree_map(torch.as_tensor, states[::-1]))
     return set(found)

@@ -29,8 +29,10 @@ def on_meta(case: Case, ranks: int = 1, rows: int = 4):
 def ranks_of(pipe: fpipe.Pipeline):
     """The same pipeline as each of its ranks alone would have it; only what it holds can be asked for."""
     for rank in range(pipe.schedule.ranks):
-        plans = {variant: dataclasses.replace(plan, ranks=(rank,)) for variant, plan in pipe.planner.plans.items()}
-        yield dataclasses.replace(pipe, planner=dataclasses.replace(pipe.planner, plans=plans))
+        memo, of_rank = pipe.memo, lambda plan: dataclasses.replace(plan, ranks=(rank,))  # noqa: B023 - called at once
+        batches = {kind: one._replace(plan=of_rank(one.plan)) for kind, one in memo.batches.items()}
+        captures = dataclasses.replace(pipe.captures, memo=dataclasses.replace(memo, batches=batches))
+        yield dataclasses.replace(pipe, planner=dataclasses.replace(pipe.planner, captures=captures))
 
 
 def union(states):

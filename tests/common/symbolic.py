@@ -3,7 +3,7 @@
 
 from hypothesis import strategies as st
 
-from fpipe.runtime.executor import StageCrossing
+from fpipe.runtime.contract import StageCrossing
 from schedules import Graph
 from schedules.proof.formulas import formula
 from schedules.testing import orders

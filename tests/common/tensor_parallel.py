@@ -7,6 +7,7 @@ import copy
 from typing import Any, NamedTuple
 
 import torch
+from optree import tree_map
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -137,14 +138,16 @@ class Plain(NamedTuple):
 
 def plain_loop(model: nn.Module, inputs: Any, targets: Tensor | None, loss: Any) -> Plain:
     """Return what a loop over microbatches computes on the parallelized module itself, without fpipe."""
-    model, total = copy.deepcopy(model), torch.zeros(())
+    total = torch.zeros(())
     for i in range(MICROBATCHES):
-        given = {name: one.chunk(MICROBATCHES)[i] for name, one in inputs.items()}
-        out = model(**given)
+        given = tree_map(lambda one, i=i: one.chunk(MICROBATCHES)[i], inputs)
+        out = model(**given) if isinstance(given, dict) else model(*given)
         value = (loss(out) if targets is None else loss(out, targets.chunk(MICROBATCHES)[i])) / MICROBATCHES
         value.backward()
         total = total + value.detach()
-    return Plain(total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return Plain(total, grads)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that are trained, and plain loops that train them in one process: these use nothing of fpipe.
+"""Training runs of fpipe, and the plain loops in one process that they must equal, which use nothing of fpipe.
 
-A plain loop draws dropout's numbers as a pipeline does, from the seed of the step, the microbatch and the module's
-path. Everything else is what anyone would write.
+A plain loop draws dropout numbers as a pipeline does, from the seed of the step, the microbatch and the path of the
+module. Everything else is what anyone would write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+import fpipe
+from schedules import Schedule
+from tests.common.comparison import require_part, require_same_slots
 from tests.common.sizes import NIGHTLY
+
+# ----------------- Models that are trained, and plain loops that train them in one process: these use nothing of fpipe
 
 MICROBATCHES, STEPS, LIMIT = 4, 20 if NIGHTLY else 10, 0.1
 LARGE = 2.0**26
@@ -258,3 +265,113 @@ def part(tree: Any, i: int) -> Any:
     if isinstance(tree, dict):
         return {key: part(one, i) for key, one in tree.items()}
     return tuple(part(one, i) for one in tree)
+
+
+# ------------------------------------------------------ Training loops of fpipe, and their comparison with plain loops
+
+
+def train(name: str, how: Schedule, donate: bool = False, group: dist.ProcessGroup | None = None) -> History:
+    """Train a model as a pipeline: this process's share."""
+    pipe = pipeline_of(name, how, group)
+    params, buffers = pipe.init(MODELS[name].make()[0])
+    history = History([], [], params, buffers, {name: {} for name in params})
+    train_on(pipe, name, history, range(STEPS), donate)
+    return history
+
+
+def train_in_parts(
+    name: str, parts: Sequence[tuple[Schedule, dist.ProcessGroup | None]], path: Path, saves: bool = True
+) -> History:
+    """Train as `train` does, but on one schedule after the other; each goes on from what the one before has saved.
+
+    Where several pipelines train the same, one of them `saves`.
+    """
+    history, step = History([], [], {}, {}, {}), 0
+    for k, (how, group) in enumerate(parts):
+        pipe, end = pipeline_of(name, how, group), STEPS * (k + 1) // len(parts)
+        if k == 0:
+            params, buffers = pipe.init(MODELS[name].make()[0])
+            state = {name: {} for name in params}
+        else:
+            params, buffers, state, step, _ = fpipe.load(pipe, path)
+        if dist.is_initialized():
+            dist.barrier()  # the save of one pipeline removes what another may still be reading
+        history.params, history.buffers, history.state = params, buffers, state
+        train_on(pipe, name, history, range(step, end))
+        if saves or group is None:
+            fpipe.save(pipe, path, params=history.params, buffers=history.buffers, state=history.state, step=end)
+        if dist.is_initialized():
+            dist.barrier()
+    return history
+
+
+def pipeline_of(name: str, how: Schedule, group: dist.ProcessGroup | None = None) -> fpipe.Pipeline:
+    """Return the pipeline of a model."""
+    one = MODELS[name]
+    model, [(inputs, targets), *_] = one.make()
+    return fpipe.pipeline(model, example=inputs, targets=targets, loss=one.loss, schedule=how, group=group)
+
+
+def train_on(pipe: fpipe.Pipeline, name: str, history: History, steps: Iterable[int], donate: bool = False) -> None:
+    """Run these steps from where `history` ends, and add what they compute to it."""
+    one = MODELS[name]
+    batches, groups = one.make()[1], {one.group: {"weight_decay": 0.0}}
+    _, update = fpipe.optimizer(torch.optim.AdamW, groups=groups, names=pipe.names, donate=donate)
+    step, params, buffers, state = fpipe.value_and_grad(pipe), history.params, history.buffers, history.state
+    for i in steps:
+        out, grads = step(params, buffers, *batches[i], seed=i)
+        buffers = out.buffers
+        grads, norm = fpipe.clip(pipe, grads, LIMIT, donate=donate)
+        params, state = update(grads, state, params, lr=rate(i))
+        history.losses.append(out.loss)
+        history.norms.append(norm)
+    history.params, history.buffers, history.state = params, buffers, state
+
+
+def train_scaled(how: Schedule, group: dist.ProcessGroup | None = None) -> History:
+    """Train a GPT under autocast to float16 with a scale that all ranks share."""
+    one = MODELS["gpt"]
+    model, batches = one.make()
+    pipe = fpipe.pipeline(model, example=batches[0][0], targets=batches[0][1], loss=one.loss, schedule=how, group=group)
+    params, buffers = pipe.init(model)
+    init, update = fpipe.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)
+    state, step, loss_scale = init(params), fpipe.value_and_grad(pipe), fpipe.LossScale(LARGE, interval=3)
+    history = History([], [], {}, {}, {})
+    for inputs, targets in batches:
+        with torch.autocast("cpu", torch.float16):
+            out, grads = step(params, buffers, inputs, targets, scale=loss_scale.scale)
+        finite = fpipe.all_finite(pipe, grads)
+        if finite:
+            grads, _ = fpipe.clip(pipe, loss_scale.unscale(grads), LIMIT)
+            params, state = update(grads, state, params)
+        loss_scale = loss_scale.next(finite)
+        history.losses.append(out.loss)
+        history.norms.append(torch.tensor(loss_scale.scale))
+    history.params, history.state = params, state
+    return history
+
+
+def train_low(how: Schedule, group: dist.ProcessGroup | None = None) -> History:
+    """Train a GPT in bfloat16 with master copies in float32."""
+    one = MODELS["gpt"]
+    model, batches = one.make()
+    model = model.to(torch.bfloat16)
+    pipe = fpipe.pipeline(model, example=batches[0][0], targets=batches[0][1], loss=one.loss, schedule=how, group=group)
+    params, buffers = pipe.init(model)
+    init, update = fpipe.masters(fpipe.optimizer(torch.optim.AdamW, lr=1e-3))
+    state, step = init(params), fpipe.value_and_grad(pipe)
+    history = History([], [], {}, {}, {})
+    for inputs, targets in batches:
+        out, grads = step(params, buffers, inputs, targets)
+        grads, norm = fpipe.clip(pipe, grads, LIMIT)
+        params, state = update(grads, state, params)
+        history.losses.append(out.loss)
+        history.norms.append(norm)
+    history.params, history.state = params, state
+    return history
+
+
+def require_same_history(got: History, want: History) -> None:
+    """Raise unless a process's share of a run has the bits of the whole run."""
+    require_part([got.losses, got.norms, got.params, got.buffers], [want.losses, want.norms, want.params, want.buffers])
+    require_same_slots(got.state, want.state)

@@ -37,11 +37,9 @@ import torch.distributed as dist
 from fpipe.checkpoints import manifest
 from fpipe.pipelines.builder import Builder
 from fpipe.runtime import executor
-from tests.common.ranks import fork, redirect
-from tests.common.world.cases import Finding, InjectedError
-from tests.common.world.drawing import Case, Fault, draw
-from tests.common.world.scripts import Script
-from tests.common.world.setups import draw_layout
+from tests.common.ranks import fork, read_ends, redirect, run_all, wait
+from tests.common.world.cases import Finding, InjectedError, Script
+from tests.common.world.drawing import Case, Fault, draw, draw_layout
 from tests.common.world.sharing import Shelf
 from tests.common.world.verdicts import damage, require_final, require_results, run_alone
 
@@ -214,28 +212,11 @@ def run(case: Case, faults: tuple[Fault, ...], folder: Path, home: Path) -> dict
             be_rank(case, by_rank.get(rank), rank, folder, home)
         finally:
             os._exit(1)
-    codes, is_hung = wait(children, {r for r, fault in by_rank.items() if fault.kind == "stop"})
-    ends = [folder / f"end-{r}.json" for r in range(case.setup.processes)]
-    said = [json.loads(end.read_text()) if end.exists() else None for end in ends]
+    stopped = [r for r, fault in by_rank.items() if fault.kind == "stop"]
+    codes, is_hung = wait(children, LIMIT, silent=stopped, is_stuck=is_stopped)
+    said = read_ends(folder, case.setup.processes)
     struck = {r: json.loads((folder / f"struck-{r}").read_text()) for r in by_rank if (folder / f"struck-{r}").exists()}
     return {"codes": codes, "said": said, "struck": struck, "hung": is_hung}
-
-
-def wait(children: dict[int, int], stopped: set[int]) -> tuple[list[int], bool]:
-    """Return the exit codes by rank, and whether any hung; kill what hangs, and stopped ranks once all others ended."""
-    codes, deadline, is_hung = dict[int, int](), time.monotonic() + LIMIT, False
-    while len(codes) < len(children):
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if child in children:
-            codes[children[child]] = os.waitstatus_to_exitcode(status)
-            continue
-        is_hung = time.monotonic() > deadline
-        if is_hung or children.values() - codes.keys() <= stopped:
-            for one, rank in children.items():
-                if rank not in codes and (is_hung or is_stopped(one)):
-                    os.kill(one, signal.SIGKILL)
-        time.sleep(0.01)
-    return [codes[rank] for rank in range(len(children))], is_hung
 
 
 def is_stopped(process: int) -> bool:
@@ -255,9 +236,9 @@ def judge(case: Case, found: dict[str, Any]) -> str:
     return ""
 
 
-def judge_rank(said: dict[str, Any] | None, code: int, kind: str, struck: dict[int, Any]) -> str:
+def judge_rank(said: dict[str, Any], code: int, kind: str, struck: dict[int, Any]) -> str:
     """Return what is wrong with how a rank ended that a fault of this kind struck, if any did."""
-    if said is None:
+    if not said:
         return "" if kind in DEADLY and code == -signal.SIGKILL else f"it ended with code {code}, and left no word"
     if said["wrong"]:
         return "it computed something wrong"
@@ -313,16 +294,8 @@ def main(folder: str, seed: str, cases: str) -> None:
     logging.getLogger("fpipe").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     gc.freeze()
-    outcomes = []
-    for one in range(int(seed), int(seed) + int(cases)):
-        began = time.monotonic()
-        outcomes.append(run_case(one, Path(folder, str(one))))
-        took = time.monotonic() - began
-        print(
-            f"{one}: {outcomes[-1]['struck']} {took:.1f} s: {outcomes[-1]['wrong'] or outcomes[-1]['ended']}",
-            flush=True,
-        )
-        Path(folder, "outcomes.json").write_text(json.dumps(outcomes))
+    seeds = range(int(seed), int(seed) + int(cases))
+    run_all(Path(folder), seeds, lambda _, one: run_case(one, Path(folder, str(one))))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Timer
@@ -36,10 +37,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
-from fpipe.runtime.transport import clocks
+from fpipe.network import measurements
 from fpipe.tensors.torch_private import process_groups
 from schedules import Schedule, gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
-from tests.common.ranks import fork, redirect
+from tests.common.ranks import fork, read_ends, redirect, run_all, wait
 from tests.common.schedules import split_1f1b
 
 WIDTH, MICROBATCHES, ROWS, STEPS = 4, 4, 12, 3
@@ -140,7 +141,7 @@ ACTS = {
 PLACES = ("action", "stage", "hook", "loss", "join")
 STARTING, BUILDING, GROUPING, MEASURING = "start", "build", "group", "clock"
 """Places outside of steps: before the first build, in its capture, before a process group that all create, and among
-the messages that compare clocks."""
+the messages that compare measurements."""
 CALLS = ("less", "evaluate", "outputs", "batch")
 """What a rank does in place of the step of the others."""
 SILENT = ("stop", "hang")
@@ -269,7 +270,7 @@ def take_part(drill: Drill, rank: int) -> None:
     state, groups = pipe.init(model), len(process_groups())
     if drill.place == MEASURING:
         arm(drill, rank)
-        clocks.perf_counter = watched_clock
+        measurements.perf_counter = watched_clock
         fpipe.timeline(pipe, [])
     train = fpipe.value_and_grad(pipe, outputs=True, record=lambda span: step_on("action"))
     losses = []
@@ -297,7 +298,7 @@ def watched_creation(*arguments, **options) -> dist.ProcessGroup | None:
 
 
 def watched_clock() -> float:
-    """Return the time between two messages of clocks."""
+    """Return the time between two messages of measurements."""
     step_on(MEASURING)
     return time.perf_counter()
 
@@ -365,28 +366,9 @@ def run(drill: Drill, folder: Path) -> dict:
         except BaseException:
             os._exit(1)
         os._exit(0)
-    codes = wait(drill, children)
-    ends = [folder / f"end-{r}.json" for r in range(drill.ranks)]
-    said = [json.loads(end.read_text()) if end.exists() else {} for end in ends]
-    began = folder / "began"
+    codes, _ = wait(children, LIMIT, silent=[drill.rank] if drill.act in SILENT else [])
+    said, began = read_ends(folder, drill.ranks), folder / "began"
     return {"codes": codes, "said": said, "began": float(began.read_text()) if began.exists() else 0.0}
-
-
-def wait(drill: Drill, children: dict[int, int]) -> list[int]:
-    """Return the exit codes by rank; kill what hangs, and the one that was stopped once all others have ended."""
-    codes, deadline = dict[int, int](), time.monotonic() + LIMIT
-    while len(codes) < len(children):
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if child:
-            codes[children[child]] = os.waitstatus_to_exitcode(status)
-            continue
-        late = time.monotonic() > deadline
-        if late or (drill.act in SILENT and len(codes) == len(children) - 1 and drill.rank not in codes):
-            for child, rank in children.items():
-                if rank not in codes:
-                    os.kill(child, signal.SIGKILL)
-        time.sleep(0.01)
-    return [codes[rank] for rank in range(len(children))]
 
 
 def judge(drill: Drill, found: dict) -> str:
@@ -463,20 +445,19 @@ def find_port() -> int:
         return free.getsockname()[1]
 
 
+def run_placed(folder: Path, k: int, drill: Drill) -> dict:
+    """Run a drill; return its outcome."""
+    placed = drill._replace(store=str(find_port())) if drill.store == "tcp" else drill
+    found = run(placed, folder / str(k))
+    return {"drill": str(drill), "wrong": judge(drill, found), **found}
+
+
 def main(folder: str, *texts: str) -> None:
     """Run drills, and write their outcomes to `FOLDER`/outcomes.json."""
     drills = [*draw(*map(int, texts))] if texts[0].isdecimal() else [*map(Drill.parse, texts)]
     build(Drill("kill", "action", "one_f_one_b", 2, 0, 1, 0))  # imports what a build imports
     gc.freeze()
-    outcomes = []
-    for k, drill in enumerate(drills):
-        start = time.monotonic()
-        placed = drill._replace(store=str(find_port())) if drill.store == "tcp" else drill
-        found = run(placed, Path(folder, str(k)))
-        took, wrong = time.monotonic() - start, judge(drill, found)
-        outcomes.append({"drill": str(drill), "wrong": wrong, "seconds": took, **found})
-        print(f"{k} {drill} {took:.2f} s: {wrong or 'named'}", flush=True)
-        Path(folder, "outcomes.json").write_text(json.dumps(outcomes))
+    run_all(Path(folder), drills, partial(run_placed, Path(folder)))
 
 
 if __name__ == "__main__":

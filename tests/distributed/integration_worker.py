@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with other libraries, as one process or one rank of several, against a plain loop in the same process.
 
-python integration_worker.py LIBRARY FOLDER
+python integration_worker.py FOLDER LIBRARY...
 """
 
 from __future__ import annotations
@@ -36,22 +36,49 @@ def require_same(model, plain) -> None:
     assert RANKS == 1 or len(list(model.parameters())) <= len(list(plain.parameters()))
 
 
+def make_net(rows):
+    """Return a model with BatchNorm, a copy of it for the plain loop, a batch and the data."""
+    torch.manual_seed(0)
+    x, y = torch.randn(rows, 6), torch.randint(0, 3, (rows,))
+    net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    return net, copy.deepcopy(net), x, y, DataLoader(TensorDataset(x, y), batch_size=8)
+
+
+def pipelined(net, x, y):
+    how = one_f_one_b(RANKS, M)
+    return fpipe.Pipelined(net, loss=functional.cross_entropy, example=(x[:8],), targets=y[:8], schedule=how)
+
+
+def train_plainly(plain, data, epochs, limit, *tools):
+    """Train with two accumulated batches per update, and at the end of an epoch; return the losses of all batches."""
+    losses = []
+    for _ in range(epochs):
+        for k, (a, b) in enumerate(data):
+            total = 0.0
+            for c, d in zip(a.chunk(M), b.chunk(M), strict=True):
+                part = functional.cross_entropy(plain(c), d) / M
+                (part / 2).backward()
+                total = total + part.detach()
+            losses.append(total)
+            if k % 2 or k + 1 == len(data):
+                nn.utils.clip_grad_norm_(plain.parameters(), limit)
+                for one in tools:
+                    one.step()
+                plain.zero_grad()
+    return losses
+
+
 def with_accelerate(folder) -> None:
     from fpipe.integrations.accelerate import PipelineAccelerator
 
-    torch.manual_seed(0)
-    x, y = torch.randn(56, 6), torch.randint(0, 3, (56,))
-    net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-    plain, data = copy.deepcopy(net), DataLoader(TensorDataset(x, y), batch_size=8)
+    net, plain, x, y, data = make_net(56)
 
     def tools(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
     accelerator = PipelineAccelerator(gradient_accumulation_steps=2, cpu=True)
-    model = fpipe.Pipelined(
-        net, loss=functional.cross_entropy, example=(x[:8],), targets=y[:8], schedule=one_f_one_b(RANKS, M)
-    )
+    model = pipelined(net, x, y)
     model, loader, optimizer, scheduler = accelerator.prepare(model, data, *tools(model))
     losses = []
     for _ in range(6):
@@ -66,20 +93,7 @@ def with_accelerate(folder) -> None:
                 optimizer.zero_grad()
                 losses.append(accelerator.gather_for_metrics(loss).detach())
 
-    (optimizer, scheduler), expected = tools(plain), []
-    for _ in range(6):
-        for k, (a, b) in enumerate(data):
-            total = 0.0
-            for c, d in zip(a.chunk(M), b.chunk(M), strict=True):
-                part = functional.cross_entropy(plain(c), d) / M
-                (part / 2).backward()
-                total = total + part.detach()
-            expected.append(total)
-            if k % 2 or k == 6:
-                nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
+    expected = train_plainly(plain, data, 6, 0.1, *tools(plain))
     assert len(losses) == len(expected) == 42
     assert all(same_bits(one, two) for one, two in zip(losses, expected, strict=True))
     require_same(model, plain)
@@ -146,19 +160,13 @@ def with_lightning(folder) -> None:
 
     from fpipe.integrations.lightning import PipelineStrategy
 
-    torch.manual_seed(0)
-    x, y = torch.randn(48, 6), torch.randint(0, 3, (48,))
-    net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-    plain, data = copy.deepcopy(net), DataLoader(TensorDataset(x, y), batch_size=8)
+    net, plain, x, y, data = make_net(48)
     losses, checked = [], []
 
     class Task(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            how = one_f_one_b(RANKS, M)
-            self.model = fpipe.Pipelined(
-                net, loss=functional.cross_entropy, example=(x[:8],), targets=y[:8], schedule=how
-            )
+            self.model = pipelined(net, x, y)
 
         def training_step(self, batch, index):
             loss = self.model(batch[0], targets=batch[1])
@@ -178,19 +186,8 @@ def with_lightning(folder) -> None:
         enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(task, data, DataLoader(TensorDataset(x, y), batch_size=16))
-    optimizer, expected = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), []
-    for _ in range(EPOCHS):
-        for k, (a, b) in enumerate(data):
-            total = 0.0
-            for c, d in zip(a.chunk(M), b.chunk(M), strict=True):
-                part = functional.cross_entropy(plain(c), d) / M
-                (part / 2).backward()
-                total = total + part.detach()
-            expected.append(total)
-            if k % 2:
-                nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    expected = train_plainly(plain, data, EPOCHS, 0.5, sgd)
     assert len(losses) == len(expected) == 6 * EPOCHS
     assert all(same_bits(one, two) for one, two in zip(losses, expected, strict=True))
     require_same(task.model, plain)
@@ -200,20 +197,21 @@ def with_lightning(folder) -> None:
 LIBRARIES = {"accelerate": with_accelerate, "lightning": with_lightning, "transformers": with_transformers}
 
 
-def main(rank: int, store: str, library: str, folder: str) -> None:
+def main(rank: int, store: str, folder: str, *libraries: str) -> None:
     """Be one of two ranks that were started by hand, with what torchrun puts into the environment."""
     warnings.resetwarnings()  # libraries use what others deprecate
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # the group exists already
-    run(library, folder)
+    run(folder, *libraries)
 
 
-def run(library: str, folder: str) -> None:
-    """Train with a library."""
+def run(folder: str, *libraries: str) -> None:
+    """Train with some libraries, one after the other."""
     torch.set_num_threads(1)
-    LIBRARIES[library](folder)
-    print("passed")
+    for library in libraries:
+        LIBRARIES[library](folder)
+        print(f"passed with {library}")
 
 
 if __name__ == "__main__":

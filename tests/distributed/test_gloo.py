@@ -4,27 +4,34 @@
 One job per number of ranks runs all cases of `tests/distributed/cases`; here every case is a test.
 """
 
+import inspect
 import json
 import shlex
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import fpipe
 from fpipe.tensors.tree import same_bits
 from tests.common.processes import TORCHRUN, finish, finish_ranks, once
+from tests.common.resuming import Trainer, require_same_run, undisturbed
 from tests.common.running import build, run
 from tests.common.schedules import SCHEDULES
 from tests.common.zoo import ZOO
 from tests.distributed import worker
+from tests.distributed.cases import agreements, checkpoints
+from tests.distributed.cases.checks import names
+
+SIZES = (2, 4, 8)
 
 
 class Job:
     """The reports of all ranks."""
 
     def __init__(self, size, folder, codes, printed):
-        self.folder, self.codes, self.printed = Path(folder), codes, printed
+        self.size, self.folder, self.codes, self.printed = size, Path(folder), codes, printed
         paths = [self.folder / f"{rank}.json" for rank in range(size)]
         self.reports = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
 
@@ -34,71 +41,64 @@ class Job:
             assert found.startswith("passed"), f"rank {rank}: {found}"
 
     def ending(self):
-        failed = [
-            f"{name}, rank {rank}: {text}" for rank, report in enumerate(self.reports) for name, text in report.items()
-        ]
-        failed = [text for text in failed if ": passed" not in text]
+        reports = [(name, rank, text) for rank, report in enumerate(self.reports) for name, text in report.items()]
+        failed = [f"{name}, rank {rank}: {text}" for name, rank, text in reports if not text.startswith("passed")]
         return "\n".join([*failed, *(text[-3000:] for text in self.printed)])
 
 
-def start_by_torchrun(size, folder):
-    """Start the ranks as users do."""
+def start(size, folder):
+    """Start two ranks as users do, and more of them by hand, which takes less time."""
+    if size > 2:
+        return size, str(folder), *finish_ranks(worker, size, folder, size, folder)
     code = finish((*shlex.split(TORCHRUN.format(size, 0)), worker.__file__, folder), folder / "log")
     return size, str(folder), [code], [(folder / "log").read_text()]
 
 
-def start_by_hand(size, folder):
-    return size, str(folder), *finish_ranks(worker, size, folder, size, folder)
-
-
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """All cases on two ranks."""
-    return Job(*once(tmp_path_factory, "two", partial(start_by_torchrun, 2)))
+def job(tmp_path_factory):
+    """The job of each size, which runs all cases of this size when it is asked for."""
+    return cache(lambda size: Job(*once(tmp_path_factory, f"job-{size}", partial(start, size))))
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    """All cases on four ranks."""
-    return Job(*once(tmp_path_factory, "four", partial(start_by_hand, 4)))
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in names(size)])
+def test_all_ranks_pass(job, size, name):
+    job(size).require(name)
 
 
-@pytest.fixture(scope="module")
-def eight(tmp_path_factory):
-    """The cases that need eight ranks."""
-    return Job(*once(tmp_path_factory, "eight", partial(start_by_hand, 8)))
+@pytest.mark.parametrize("size", SIZES)
+def test_jobs_exit_with_code_zero(job, size):
+    assert not any(job(size).codes), "\n".join(job(size).printed)
 
 
-@pytest.mark.parametrize("name", worker.names(2))
-def test_two_ranks_pass(two, name):
-    two.require(name)
-
-
-@pytest.mark.parametrize("name", worker.names(4))
-def test_four_ranks_pass(four, name):
-    four.require(name)
-
-
-@pytest.mark.parametrize("name", worker.names(8))
-def test_eight_ranks_pass(eight, name):
-    eight.require(name)
-
-
-def test_jobs_exit_with_code_zero(two, four, eight):
-    assert (two.codes, four.codes, eight.codes) == ([0], [0] * 4, [0] * 8), "\n".join(two.printed + four.printed)
-
-
-def test_dropout_is_the_same_on_one_process_two_and_four(two, four):
+@pytest.mark.parametrize("size", [2, 4])
+def test_dropout_is_the_same_on_one_process_and_several(job, size):
     """Ranks, cuts, schedule and transport: none of them changes a bit."""
-    alone = run(*build(ZOO["dropping"], SCHEDULES["gpipe"](ranks=1, microbatches=4), 8), seed=5)
-    for size, job in ((2, two), (4, four)):
-        found = {}
-        for rank in range(size):
-            grads, loss = torch.load(job.folder / f"dropping-{size}-{rank}.pt")
-            assert same_bits(loss, alone.loss)
-            found |= grads
-        assert found.keys() == alone.grads.keys()
-        assert all(same_bits(found[name], alone.grads[name]) for name in found)
+    alone, found = run(*build(ZOO["dropping"], SCHEDULES["gpipe"](ranks=1, microbatches=4), 8), seed=5), {}
+    for rank in range(size):
+        grads, loss = torch.load(job(size).folder / f"dropping-{size}-{rank}.pt")
+        assert same_bits(loss, alone.loss)
+        found |= grads
+    assert found.keys() == alone.grads.keys()
+    assert all(same_bits(found[name], alone.grads[name]) for name in found)
+
+
+@pytest.mark.parametrize("path", ["tied-half/save-1", "dropping-half/save-1", "mirrored/0/save-1"])
+def test_every_name_is_in_exactly_one_file_of_a_checkpoint(job, path):
+    """Also the names of tied parameters, and of those of which two ranks have replicas."""
+    found = fpipe.safetensors(job(4).folder / path)
+    assert all(len(files) == 1 for files in found.files.values())
+    assert len({file for files in found.files.values() for file in files}) == (2 if "mirrored" in path else 4)
+
+
+@pytest.mark.parametrize("subject", checkpoints.SUBJECTS)
+@pytest.mark.parametrize("layout", ["1f1b on eight", "one"])
+def test_this_process_resumes_what_four_saved(job, subject, layout):
+    trainer, path = Trainer(subject, layout), job(4).folder / f"{subject}-half"
+    run, step = trainer.resume(path)
+    assert step == checkpoints.STEPS // 2
+    assert fpipe.load(trainer.pipe, path).data == {"epoch": (1, "a")}
+    run = trainer.train(run, range(step, checkpoints.STEPS))
+    require_same_run(run, undisturbed(subject, "adamw", checkpoints.STEPS))
 
 
 def test_a_killed_peer_makes_the_others_fail(tmp_path):
@@ -107,3 +107,12 @@ def test_a_killed_peer_makes_the_others_fail(tmp_path):
     assert codes[2] == 7
     assert [codes[rank] for rank in (0, 1, 3)] == [1, 1, 1], "\n".join(printed)
     assert all("failed at once" in printed[rank] for rank in (0, 1, 3)), "\n".join(printed)
+
+
+def test_every_public_function_is_in_the_matrix_or_needs_no_other_rank(monkeypatch):
+    monkeypatch.setattr(agreements, "gather", lambda value: [value])
+    monkeypatch.setattr(agreements.torch.distributed, "get_rank", lambda: 0)
+    rows = agreements.list_rows(agreements.Run(1))
+    functions = {name for name in fpipe.__all__ if inspect.isfunction(getattr(fpipe, name))}
+    assert functions <= {*rows} | agreements.LOCAL
+    assert not {*rows} & agreements.LOCAL

@@ -4,26 +4,27 @@ device."""
 
 import pytest
 
-from tests.common.processes import finish_ranks, run_under_torchrun
-from tests.common.sizes import by_day, by_night
+from tests.common.processes import finish_ranks, once, run_under_torchrun
+from tests.common.sizes import by_night
 from tests.distributed import integration_worker
 
 
-def start_by_hand(library, folder):
-    """Start two ranks, which import torch together, with the environment that torchrun gives to them."""
-    codes, printed = finish_ranks(integration_worker, 2, folder, folder / "store", library, folder)
-    return max(codes, key=abs), "\n".join(printed)
-
-
-def start_by_torchrun(library, folder):
-    code, out, err = run_under_torchrun(integration_worker.__file__, library, folder)
-    return code, f"{out}\n{err}"
-
-
-@pytest.mark.parametrize("start", by_day([start_by_hand, start_by_torchrun], 2))
-@pytest.mark.parametrize("library", [pytest.param("accelerate", marks=by_night), "lightning", "transformers"])
-def test_two_ranks_train_as_one_device(library, start, tmp_path):
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_two_ranks_train_as_one_device(library, tmp_path_factory):
     """The Trainer of transformers runs on Accelerate, so by day that need not be tried alone."""
-    code, printed = start(library, tmp_path)
-    assert code == 0, printed[-3000:]
-    assert printed.count("passed") == 2
+
+    def start(folder):
+        """Start two ranks, which import torch together, with the environment that torchrun gives to them."""
+        return finish_ranks(integration_worker, 2, folder, folder / "store", folder, "lightning", "transformers")
+
+    codes, printed = once(tmp_path_factory, "integrations", start)
+    assert "\n".join(printed).count(f"passed with {library}") == 2, "\n".join(printed)[-3000:]
+    assert not any(codes)
+
+
+@by_night
+@pytest.mark.parametrize("library", integration_worker.LIBRARIES)
+def test_two_ranks_train_as_one_device_under_torchrun(library, tmp_path):
+    code, out, err = run_under_torchrun(integration_worker.__file__, tmp_path, library)
+    assert code == 0, f"{out}\n{err}"[-3000:]
+    assert out.count(f"passed with {library}") == 2

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tests.distributed.cases import CASES
-from tests.distributed.selection import names
+from tests.distributed.cases.checks import names
 
 PATIENCE = timedelta(minutes=10)  # ends what hangs, and nothing else, however slow the machine is
 
@@ -68,7 +68,7 @@ def run(rank: int, size: int, report: str, chosen: Sequence[str] = ()) -> None:
     try:
         for name in chosen or names(size):
             start, busy, before = time.perf_counter(), time.process_time(), groups()
-            CASES[name](rank, size)
+            CASES[name].run(rank, size)
             end(before)
             took, busy = time.perf_counter() - start, time.process_time() - busy
             results[name] = f"passed in {took:.2f} s, of which it computed {busy:.2f} s"

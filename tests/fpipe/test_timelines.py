@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.network.clocks import difference
-from fpipe.network.one_process import LocalRanks
-from fpipe.runtime.transport import clocks
+from fpipe.network import measurements
+from fpipe.network.measurements import difference
+from fpipe.network.ranks import Ranks
 from schedules import KINDS, Action, B, Costs, F, Span, parse, simulate, spans, split_backward, summarize
 from schedules.drawing import svg, trace
 from tests.common.running import build
@@ -22,7 +22,7 @@ SIZES = st.none() | st.integers(0, 10)
 ACTIONS = st.builds(Action, st.sampled_from(list(KINDS)), st.integers(0, 4096), st.integers(0, 2**40), SIZES, SIZES)
 
 
-class Elsewhere(LocalRanks):
+class Elsewhere(Ranks):
     """The first of two processes, whose clock is `late`; the other passes these rows."""
 
     def __init__(self, late, rows):
@@ -54,7 +54,7 @@ def test_spans_of_all_ranks_are_put_on_one_clock(mine, other, late, start, lasts
 
 
 def test_waits_for_the_step_before_are_left_out():
-    pipe = SimpleNamespace(ranks=LocalRanks(2))
+    pipe = SimpleNamespace(ranks=Ranks(2))
     wait = parse("1RECV_F0<0")
     recorded = [Span(0, parse("0WAIT_F0>1"), 4, 10), Span(1, wait, 2, 12), Span(1, F(1, 0), 12, 14)]
     found = fpipe.timeline(pipe, [*recorded, Span(0, F(0, 0), 10, 11)])
@@ -63,7 +63,7 @@ def test_waits_for_the_step_before_are_left_out():
 
 
 def test_spans_of_unknown_ranks_are_refused():
-    pipe = SimpleNamespace(ranks=LocalRanks(2))
+    pipe = SimpleNamespace(ranks=Ranks(2))
     with pytest.raises(fpipe.InputError, match=r"spans\[1\]: got 2B0 of rank 2, expected spans of ranks \[0, 1\]"):
         fpipe.timeline(pipe, [Span(0, F(0, 0), 0, 1), Span(2, B(2, 0), 0, 1)])
 
@@ -122,9 +122,9 @@ class Queued:
 
     def __init__(self, monkeypatch):
         self.now, self.sent = 0.0, []
-        monkeypatch.setattr(clocks, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(measurements, "perf_counter", lambda: self.now)
         self.device = torch.device("cpu")
-        monkeypatch.setattr(clocks.torch, "zeros", lambda *shape, **options: self)
+        monkeypatch.setattr(measurements.torch, "zeros", lambda *shape, **options: self)
 
     def send(self, tensor, other):
         self.sent.append(tensor)
@@ -139,8 +139,8 @@ class Queued:
 
 def test_clocks_are_read_once_a_message_has_arrived_on_the_device(monkeypatch):
     queue = Queued(monkeypatch)
-    assert list(clocks._ask(queue))[:2] == [(0.0, 77.0, 5.0), (5.0, 77.0, 10.0)]
+    assert list(measurements._ask(queue))[:2] == [(0.0, 77.0, 5.0), (5.0, 77.0, 10.0)]
     queue.sent.clear()
     queue.now = 0.0
-    clocks._answer(queue, 1)
+    measurements._answer(queue, 1)
     assert [answer.item() for answer in queue.sent[:2]] == [5.0, 10.0]

@@ -3,7 +3,7 @@
 
 import ast
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from fpipe.tensors.torch_private import (
     NAMES,
     OPERATORS,
     PARAMETER_MARK,
-    Name,
+    SETTINGS,
     look_up,
     read_checkpoint,
     require_names,
@@ -31,7 +31,17 @@ PYTHON = {"_replace", "_fields", "_asdict", "_getframe", "_thread"}
 """Private names of Python's own, and of its library."""
 
 OPERATOR = {one.split(".")[0] for one in OPERATORS}
-ATTRIBUTE = {one.path.rpartition(".")[2] for one in ATTRIBUTES}
+
+
+def paths(*tables: Mapping[str, Sequence[str]]) -> list[str]:
+    return [path for table in tables for listed in table.values() for path in listed]
+
+
+def last_parts(table: Mapping[str, Sequence[str]]) -> set[str]:
+    return {path.rpartition(".")[2] for path in paths(table)}
+
+
+ATTRIBUTE = last_parts(ATTRIBUTES)
 
 
 def is_private(name: str) -> bool:
@@ -90,7 +100,7 @@ def test_private_attributes_of_torch_are_in_the_tables():
 
 
 def test_private_names_of_torch_are_not_spelled_as_strings_elsewhere():
-    inside = {one.path.rpartition(".")[2] for one in NAMES}
+    inside = last_parts(NAMES)
     for file, tree in trees():
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_private(node.value):
@@ -101,29 +111,25 @@ def test_no_row_is_left_over():
     used = {name for *_, name in accesses()}
     for _, tree in trees():
         used |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str}
-    assert used >= OPERATOR | ATTRIBUTE
+    assert used >= OPERATOR | ATTRIBUTE | {*SETTINGS}
+    getters = {f"_get_{setting}" for setting in SETTINGS}
     text = OURS.read_text().partition("# ----")[2]
-    assert not [
-        one.path
-        for one in NAMES
-        if one.path.rpartition(".")[2] not in text and one.path.rpartition(".")[2] != GENERATOR
-    ]
+    assert not [name for name in last_parts(NAMES) - getters - {GENERATOR} if name not in text]
 
 
 def test_every_private_name_that_the_module_uses_has_a_row():
-    rows = {part for one in (*NAMES, *ATTRIBUTES) for part in one.path.split(".")}
+    listed = {part for path in paths(NAMES, ATTRIBUTES) for part in path.split(".")}
     for node in ast.walk(ast.parse(OURS.read_text())):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
-            assert node.attr in rows | {"_dynamo", "_timeout"}, node.lineno
+            assert node.attr in listed | {"_dynamo", "_timeout"}, node.lineno
 
 
 def test_a_missing_name_is_reported_with_what_stops_working():
-    gone = Name("torch._C._gone", "adding gradients in place", ("2.11", "2.13"))
     with pytest.raises(ImportError) as error:
-        require_names([gone, Name("torch._C._nn.gelu", "nothing")])
+        require_names({"adding gradients in place": ["torch._C._gone"], "nothing": ["torch._C._nn.gelu"]})
     said = str(error.value)
     assert torch.__version__ in said
-    assert "torch._C._gone: adding gradients in place (seen in 2.11, 2.13)" in said
+    assert "torch._C._gone: adding gradients in place" in said
     assert "gelu" not in said
 
 

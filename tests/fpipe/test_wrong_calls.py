@@ -44,7 +44,8 @@ def known(tmp_path_factory):
     sparse, nested = X.to_sparse(), torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged)
     numbers, missing = (-1, 0, NAN, math.inf, HUGE), path / "missing"
     paths = ("\0", "a" * 5000, "a\udcff")
-    unscalable = [{**grads, "0.weight": one} for one in (sparse, nested, X.long(), X.to("meta"))]
+    unscalable = [{**grads, "0.weight": one} for one in (nested, X.long(), X.to("meta"), sparse)]
+    misfit = {**grads, "0.weight": X[0]}
     batches = {
         "params": ({}, {**params, "0.bias": params["0.bias"].double()}, {**params, "0.weight": nested}),
         "inputs": ((X.double(),), (sparse,), (nested,), (3,), X, None),
@@ -52,7 +53,9 @@ def known(tmp_path_factory):
     }
     files = {"path": (*paths, missing)}
     return {
-        "all_finite": Known(fpipe.all_finite, {"pipe": pipe, "grads": grads}, {"grads": ({"x": X}, *unscalable)}),
+        "all_finite": Known(
+            fpipe.all_finite, {"pipe": pipe, "grads": grads}, {"grads": ({"x": X}, misfit, *unscalable[:3])}
+        ),
         "begin_save": Known(
             fpipe.begin_save,
             {**saving, "path": path / "other"},
@@ -71,14 +74,14 @@ def known(tmp_path_factory):
             {
                 "max_norm": (-1, NAN),
                 "names": ("nothing", FOREVER("*"), ()),
-                "grads": ({"x": X}, *unscalable),
+                "grads": ({"x": X}, misfit, *unscalable[:3]),
                 "order": (NAN, HUGE),
             },
         ),
         "clip_value": Known(
             fpipe.clip_value,
             {"grads": grads, "value": 1.0},
-            {"value": (-1, NAN), "grads": ({"x": "y"}, *unscalable[:3])},
+            {"value": (-1, NAN), "grads": ({"x": "y"}, *unscalable[:2], unscalable[3])},
         ),
         "costs": Known(fpipe.costs, {"pipe": pipe, "timelines": measured_step}, {"timelines": ([3], MANY())}),
         "evaluate": Known(fpipe.evaluate, {"pipe": pipe}),
@@ -93,7 +96,7 @@ def known(tmp_path_factory):
         "LossScale": Known(
             fpipe.LossScale,
             {},
-            {"scale": numbers, "growth": (1, *numbers), "backoff": (1, *numbers), "interval": (0,), "good": (-1,)},
+            {"scale": numbers, "growth": (1, *numbers), "backoff": (1, *numbers), "interval": (0,), "good": (-1, 2000)},
         ),
         "LossScale.unscale": Known(fpipe.LossScale().unscale, {"grads": grads}),
         "LossScale.next": Known(fpipe.LossScale().next, {"finite": True}, {"finite": (torch.ones(2),)}),
@@ -121,7 +124,7 @@ def known(tmp_path_factory):
         "update": Known(
             adam.update,
             {"grads": grads, "state": state, "params": params},
-            {"grads": ({"x": X}, unscalable[0], unscalable[3]), "state": ({},), "groups": ({"x": {}},)},
+            {"grads": ({"x": X}, misfit, *unscalable[2:]), "state": ({},), "groups": ({"x": {}},)},
         ),
         "pipeline": Known(
             fpipe.pipeline,

@@ -44,7 +44,7 @@ FACTORIES = [
     Known(
         one,
         SIZES | ({"chunks": 2} if "chunks" in one.signature.parameters else {}),
-        {"ranks": NEVER, "microbatches": NEVER},
+        {"k": NEVER[:2], **dict.fromkeys(("ranks", "microbatches", "waves", "chunks", "slices"), NEVER)},
     )
     for one in (getattr(families, name) for name in families.__all__)
     if "schedule" not in one.signature.parameters
@@ -53,7 +53,7 @@ CALLS = {
     "bound": Known(
         schedules.bound,
         {"costs": Costs(), "placement": linear(2), "microbatches": 2},
-        {"microbatches": NEVER, "memory": (-1, (1,), "1")},
+        {"microbatches": NEVER, "memory": (-1, (1,), (1, 2, 3), "80GB")},
     ),
     "check": Known(check, {"schedule": S}),
     "connect": Known(schedules.connect, {"schedule": S, "graph": chain(2)}, {"graph": [chain(3)]}),

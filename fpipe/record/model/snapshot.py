@@ -8,6 +8,13 @@ Idea. Walk everything that the model's code reaches: the tables of modules, the 
 cells and defaults of functions (hooks and losses included), and the globals that those functions use. Record the
 contents of each container, one level deep, so that they can be compared and restored.
 
+A forward may also cache a mask or a table where no snapshot looks: with `functools.lru_cache`, in a dict of a class, or
+in a global of another file. In a run on fake tensors, the cached tensor is fake, and the capture's next run, or later
+the user's own code, finds it. Most models leave none, so the default front end searches for these *leftovers* only if a
+run has failed: in the files that define the loss and the classes of the model's modules, or, if the run found a fake
+tensor of an earlier run, in all files outside of libraries. What it finds is removed, and later runs restore those
+containers. Front ends that make graphs search after every capture.
+
 Invariant: a container belongs to the model's copy if the copy reaches it without going through a function and the
 original does not reach it. All others are `outside`: they belong to the user.
 
@@ -16,18 +23,37 @@ Runs when a plan is made; `restore_containers` and `restore_attributes` run in e
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import gc
+import sys
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_not
-from types import CellType
-from typing import Any, NamedTuple
+from types import CellType, FunctionType, ModuleType
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
-from fpipe.record.model.walk import CACHED, NOT_SET, AssignedGlobals, ClassAttributes, Walk, contents
+from fpipe.record.model.walk import (
+    CACHED,
+    NOT_SET,
+    AssignedGlobals,
+    ClassAttributes,
+    Walk,
+    contents,
+    is_library,
+    is_users,
+)
 from fpipe.tensors.torch_private import FakeTensor
+
+CONTAINERS: Final = (dict, list, set, deque)
+NOT_OPENED: Final = (type, ModuleType, FunctionType, Tensor, nn.Module)
+CONTAINER_DEPTH: Final = 4
+SET_BY_IMPORT: Final = frozenset({"__builtins__", "__loader__", "__spec__", "__path__"})
+"""Globals that Python's import system sets in each file: no forward writes to what they hold, which is large."""
 
 
 class ContainerState(NamedTuple):
@@ -42,6 +68,13 @@ class ContainerState(NamedTuple):
         """True if it no longer holds the recorded objects."""
         now = contents(self.container)
         return len(now) != len(self.contents) or any(map(is_not, now, self.contents))
+
+    @property
+    def by_key(self) -> Mapping[object, Any]:
+        """The recorded contents by key or position."""
+        if isinstance(self.container, dict):
+            return dict(zip(self.contents[::2], self.contents[1::2], strict=True))
+        return dict(enumerate(self.contents))
 
     def restore(self) -> None:
         """Restore the recorded contents."""
@@ -94,27 +127,21 @@ def restore_containers(
                 one.restore()
 
 
-@contextmanager
-def restore_attributes(touched: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
+def restore_attributes(touched: Iterable[tuple[nn.Module, str]]) -> AbstractContextManager[None]:
     """Restore these module attributes on exit, so that every call finds the same and no tensor stays alive."""
-    missing = object()
-    before = [(vars(module), name, vars(module).get(name, missing)) for module, name in touched]
-    try:
-        yield
-    finally:
-        for table, name, old in before:
-            if old is missing:
-                table.pop(name, None)
-            else:
-                table[name] = old
+    return _restore([AssignedGlobals(vars(module), (name,)) for module, name in touched])
 
 
-@contextmanager
-def restore_model(model: nn.Module) -> Iterator[None]:
+def restore_model(model: nn.Module) -> AbstractContextManager[None]:
     """On exit, restore all containers that a model reaches, including its modules' tables and attributes."""
     walk = Walk()
     walk.follow([model])
-    before = [ContainerState(one, contents(one), True) for one in walk.containers.values()]
+    return _restore(walk.containers.values())
+
+
+@contextmanager
+def _restore(containers: Iterable[Any]) -> Iterator[None]:
+    before = [ContainerState(one, contents(one), True) for one in containers]
     try:
         yield
     finally:
@@ -157,3 +184,96 @@ def _refill(cell: CellType, parts: tuple[Any, ...]) -> None:
         (cell.cell_contents,) = parts
     else:
         del cell.cell_contents
+
+
+# ---------------------------------------------------------------------------------------------------------- leftovers
+
+
+def user_classes(model: nn.Module) -> set[type]:
+    """Return the classes of a model's modules and their base classes, without those of libraries."""
+    return {base for one in model.modules() for base in type(one).__mro__ if is_users(base)}
+
+
+def defining_files(kinds: Iterable[type], loss: object) -> set[str]:
+    """Return the names of the files that define these classes and the loss, without those of libraries."""
+    found = {kind.__module__ for kind in kinds} | {str(getattr(loss, "__module__", "__main__"))}
+    return {name for name in found if not is_library(name)}
+
+
+def user_files() -> list[str]:
+    """Return the names of all imported files outside of libraries."""
+    return [name for name in list(sys.modules) if not is_library(name)]
+
+
+def find_caches(*roots: object) -> list[Any]:
+    """Return the `functools.lru_cache` functions that are reachable from these objects."""
+    walk = Walk()
+    walk.enter()
+    walk.follow(roots)
+    return [one for one in walk.containers.values() if isinstance(one, CACHED)]
+
+
+def remove_fakes(files: Iterable[str], kinds: Iterable[type], others: Iterable[Any] = ()) -> list[Any]:
+    """Remove fake tensors from containers in these files and classes, and from `others`; return those that held any."""
+    searched = {id(one): one for one in (*_containers(files, kinds), *others)}  # many files import the same ones
+    found = [one for one in searched.values() if _holds_fake(one)]
+    for one in found:
+        _empty(one)
+    return found
+
+
+def _containers(files: Iterable[str], kinds: Iterable[type]) -> Iterator[Any]:
+    """Yield the containers in these files and classes that a forward may write to."""
+    tables = [vars(file) for name in files if isinstance(file := sys.modules.get(name), ModuleType)]
+    inside = [one for table in tables for one in list(table.values()) if isinstance(one, type)]
+    for table in tables:
+        for name, value in list(table.items()):
+            if name not in SET_BY_IMPORT:
+                yield from _written(value, AssignedGlobals(table, (name,)))
+    names = {table.get("__name__") for table in tables}
+    for kind in [*kinds, *[one for one in inside if one.__module__ in names]]:
+        for name, value in list(vars(kind).items()):
+            yield from _written(value, ClassAttributes(kind, (name,)))
+
+
+def _written(value: Any, place: AssignedGlobals | ClassAttributes) -> Iterator[Any]:
+    """Yield what a forward may have written of a global or a class attribute.
+
+    That is a container; for a fake tensor, its `place`; and for a plain object, its `__dict__`.
+    """
+    value = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+    if type(value) is FakeTensor:
+        yield place
+    elif isinstance(value, (*CONTAINERS, CACHED)):
+        yield value
+    elif isinstance(value, threading.local) or vars(object)["__getattribute__"] is type(value).__getattribute__:
+        held = getattr(value, "__dict__", None) if not isinstance(value, NOT_OPENED) else None
+        yield from [held] if type(held) is dict else []
+
+
+def _holds_fake(value: Any, depth: int = CONTAINER_DEPTH) -> bool:
+    """Return whether a value is a fake tensor, or contains one at most `depth` containers deep."""
+    if isinstance(value, FakeTensor | AssignedGlobals | ClassAttributes):
+        return True
+    if isinstance(value, CACHED):
+        return any(_holds_fake(one, depth) for one in gc.get_referents(value))  # its keys, its results, or both
+    if not depth or not isinstance(value, (*CONTAINERS, tuple)):
+        return False
+    return any(_holds_fake(one, depth - 1) for one in contents(value))
+
+
+def _empty(container: Any) -> None:
+    """Remove fake tensors from a container and those inside it; a fake global or class attribute becomes `None`."""
+    if not isinstance(container, CONTAINERS):
+        fill(container, (None,))
+        return
+    size = 2 if isinstance(container, dict) else 1
+    parts = contents(container)
+    entries = [parts[k : k + size] for k in range(0, len(parts), size)]
+    for *_, value in entries:
+        if isinstance(value, CONTAINERS):
+            _empty(value)
+    fill(
+        container,
+        tuple(chain(*[one for one in entries if isinstance(one[-1], CONTAINERS) or not _holds_fake(one[-1])])),
+    )

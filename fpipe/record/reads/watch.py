@@ -18,82 +18,92 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from types import CodeType
-from typing import Any
+from typing import Any, Final
+
+from torch import nn
 
 from fpipe.errors import InputError
-from fpipe.record.capture.originals import shared_attributes
+from fpipe.record.model.state import shared_attributes
 from fpipe.record.model.walk import is_users
-from fpipe.record.reads.accesses import Accesses, Reach
-from fpipe.record.reads.attribute_reads import Reads
+from fpipe.record.reads.accesses import Accesses, Reach, Reads
 from fpipe.record.reads.code_names import CodeNames, find_names
-from fpipe.record.reads.containers import ExpectedEntries
-from fpipe.record.reads.expectation import Difference, ExpectedValue
-from fpipe.record.reads.model_state import ModelState, ModuleState
-from fpipe.record.reads.namespaces import Namespace, find_namespaces
-from fpipe.record.reads.quick_check import QuickCheck, QuickNamespaces
-from fpipe.tensors.settings import captured_settings
+from fpipe.record.reads.expectations import Difference
+from fpipe.record.reads.namespaces import ModelState, Namespace, NamespaceFinder, read_tables, torch_settings
 
-MAX_SHOWN = 5
+MAX_SHOWN: Final = 5
 """The number of differences that one error lists."""
 
 
 @dataclass(frozen=True)
 class Watch:
-    """The expected states of the model's modules, its number of parameters, and what code reads outside of it."""
+    """The expected state of a model, and of what its code reads elsewhere.
 
-    modules: tuple[ModuleState, ...] = ()
+    - `modules`, `tables`: the attributes of the model's modules; and their parameters, buffers and submodules.
+    - `parameters`: the number of distinct parameters. `outside`: what code reads outside of the model.
+    """
+
+    modules: tuple[Namespace, ...] = ()
+    tables: tuple[Namespace, ...] = ()
     parameters: int = 0
     outside: tuple[Namespace, ...] = ()
 
     @classmethod
     def union(cls, watches: Iterable[Watch]) -> Watch:
-        """Return the union of several, each module state once."""
-        modules, outside, counts = dict[Any, ModuleState](), list[Namespace](), list[int]()
-        for watch in watches:
-            modules.update({state.key: state for state in watch.modules})
-            outside += watch.outside
-            counts.append(watch.parameters)
-        return cls(tuple(modules.values()), max([0, *counts]), tuple(outside))
+        """Return the union of several, each module once."""
+        watches = [*watches]
+        modules, tables = (
+            tuple({one.key: one for one in namespaces}.values())
+            for namespaces in (chain(*[one.modules for one in watches]), chain(*[one.tables for one in watches]))
+        )
+        parameters = max([0, *[one.parameters for one in watches]])
+        return cls(modules, tables, parameters, tuple(chain(*[one.outside for one in watches])))
 
     def require_unchanged(self) -> None:
         """Raise `InputError`, naming modules and attributes, if anything has changed."""
-        is_same = self._quick_check.passes() or self._holds()
-        if is_same and (self._quick_namespaces.passes() or all(one.holds() for one in self.outside)):
-            return
-        inside = [one for state in self.modules for one in state.differences()]
-        if not is_same and not inside:
-            inside = [Difference("parameters", f"{len(self._parameters())} different ones", f"{self.parameters}")]
-        if inside:
-            _raise_changed(inside, "when the pipeline was built: it runs a copy of the model. Restore it")
-        outside = list(dict.fromkeys(one for namespace in self.outside for one in namespace.differences()))
-        if outside:
+        if not (_hold(self.modules) and (self._looks_the_same() or self._tables_hold())):
+            inside = _differences((*self.modules, *self.tables))
+            count = Difference("parameters", f"{len(self._parameters())} different ones", f"{self.parameters}")
+            _raise_changed(inside or [count], "when the pipeline was built: it runs a copy of the model. Restore it")
+        if not _hold(self.outside):
             _raise_changed(
-                outside,
+                _differences(self.outside),
                 "when it was captured: recorded code does not read it again. Restore it, pass it with the batch if it "
                 "changes from step to step",
             )
 
     @cached_property
-    def _quick_check(self) -> QuickCheck:
-        """A check that the model looks as it did at the first step, if nothing had changed by then."""
-        return QuickCheck.of(self.modules if self._holds() else ())
+    def _lists(self) -> tuple[list[Any], ...] | None:
+        """The tables of all modules as they were at the first step, if nothing had changed by then."""
+        modules = self._existing()
+        return read_tables(modules) if modules and self._tables_hold() else None
 
-    @cached_property
-    def _quick_namespaces(self) -> QuickNamespaces:
-        """A check that the namespaces hold exactly the expected objects."""
-        return QuickNamespaces.of(self.outside)
+    def _looks_the_same(self) -> bool:
+        """Return whether all modules have the same tables, compared in one sweep, since most steps change nothing."""
+        modules = self._existing()
+        return self._lists is not None and len(modules) == len(self.tables) and self._lists == read_tables(modules)
 
-    def _holds(self) -> bool:
-        """Return whether all modules that exist are unchanged and, if all exist, have as many parameters in total."""
-        if not all(state.holds() for state in self.modules):
+    def _tables_hold(self) -> bool:
+        """Return whether the tables of existing modules hold and, if all exist, they have as many parameters."""
+        if not _hold(self.tables):
             return False
-        return len(self._parameters()) == self.parameters or any(state.ref() is None for state in self.modules)
+        return len(self._parameters()) == self.parameters or len(self._existing()) < len(self.tables)
+
+    def _existing(self) -> list[nn.Module]:
+        return [module for one in self.tables if (module := one.owner()) is not None]
 
     def _parameters(self) -> set[int]:
         """Return the ids of the distinct parameters that exist now."""
-        modules = [module for state in self.modules if (module := state.ref()) is not None]
-        return {id(p) for module in modules for p in module._parameters.values() if p is not None}
+        return {id(p) for module in self._existing() for p in module._parameters.values() if p is not None}
+
+
+def _hold(namespaces: Iterable[Namespace]) -> bool:
+    return all(one.holds() for one in namespaces)
+
+
+def _differences(namespaces: Iterable[Namespace]) -> list[Difference]:
+    return list(dict.fromkeys(one for namespace in namespaces for one in namespace.differences()))
 
 
 def _raise_changed(found: Sequence[Difference], when: str) -> None:
@@ -125,17 +135,17 @@ class Watcher:
     def watch(self, reads: Reads, training: bool) -> Watch:
         """Return the watch over what a capture with these `reads` assumed."""
         accesses = Accesses(Reach(self._roots(reads), self._names))
-        losses = [] if self.loss is None else [self.loss]
-        outside = find_namespaces(losses, reads, accesses)
-        modules = self.origin.select(reads, accesses, training)
-        return Watch(modules, self.origin.parameters, (*outside, _torch_settings()))
+        outside = NamespaceFinder(reads, accesses).find(self.loss)
+        modules = self.origin.attributes(reads, accesses, training)
+        tables = self.origin.tables(reads, training)
+        return Watch(modules, tables, self.origin.parameters, (*outside, torch_settings()))
 
     def _roots(self, reads: Reads) -> Iterator[Any]:
         """Yield the model, the loss, and of each class of module the members that a capture read."""
         model = self.origin.model
         parameters = () if model is None else model.parameters()
         yield from (self.loss, model, *(hook for p in parameters for hook in (p._backward_hooks or {}).values()))
-        for kind in {*reads.read, *(state.kind for state, _ in self.origin.modules.values())}:
+        for kind in {*reads.read, *(state.kind for state in self.origin.modules.values())}:
             if is_users(kind):
                 yield kind
                 for base in kind.__mro__:
@@ -146,9 +156,3 @@ class Watcher:
         if code not in self.codes:
             self.codes[code] = find_names(code)
         return self.codes[code]
-
-
-def _torch_settings() -> Namespace:
-    """Return the namespace of torch's settings that must stay as they were at capture."""
-    values = {name: ExpectedValue(value) for name, value in captured_settings().items()}
-    return Namespace(captured_settings, ExpectedEntries.of(values, None, "{}"), "torch: ")

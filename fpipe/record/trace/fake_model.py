@@ -11,24 +11,24 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
+import optree
 import torch
 from torch import Tensor, nn
 
 from fpipe.errors import CaptureError, PipelineError
-from fpipe.record.capture.advice import LOSS, advise_on_errors, advise_on_values
-from fpipe.record.capture.generators import Generators
-from fpipe.record.capture.places import blame, traceback_line
 from fpipe.record.captured import BatchLeaf, Buffer, Parameter, Source, Value
-from fpipe.record.model.stateless import Absent, absent, skeleton
+from fpipe.record.fakes.generators import Generators
+from fpipe.record.model.places import LOSS, advise_on_errors, advise_on_values, blame, traceback_line
+from fpipe.record.model.skeleton import Absent, absent, skeleton
+from fpipe.record.numbers import Number, learn
 from fpipe.record.objective import Loss, Objective
 from fpipe.record.questions import Ask, refuse_questions
-from fpipe.record.steps.seats import Seat, Seating
+from fpipe.record.trace.checks import require_in_place
 from fpipe.record.trace.patches import watch_torch
 from fpipe.record.trace.recorder import Recorder
-from fpipe.record.trace.seat_checks import require_in_place
-from fpipe.tensors.attributes import as_parameter
-from fpipe.tensors.fake import fake, fake_mode
-from fpipe.tensors.tree import first_names
+from fpipe.record.trace.whole_calls import Seat, Seating
+from fpipe.tensors.fake import as_parameter, fake, fake_mode
+from fpipe.tensors.tree import first_names, flatten_all
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -57,6 +57,7 @@ class FakeModel:
         self.opaque = (*opaque, *(name for name, module in self.skeleton.named_modules() if _reads_counter(module)))
         self.device = leaves[0].device if leaves else torch.device("cpu")
         self.mode = fake_mode()
+        self.newest: Recorder | None = None
         self.trainable = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
         self.state: list[tuple[Source, Tensor]] = [
             *((Parameter(name), tensor) for name, tensor in model.named_parameters()),
@@ -80,7 +81,13 @@ class FakeModel:
 
     def recorder(self, ask: Ask = refuse_questions, generators: Generators | None = None) -> Recorder:
         """Return a recorder for one run on fresh fake tensors."""
-        return Recorder(self.skeleton, self.sources(), ask, self.opaque, generators)
+        self.newest = Recorder(self.skeleton, self.sources(), ask, self.opaque, generators, self.objective.plain)
+        return self.newest
+
+    @property
+    def has_numbers(self) -> bool:
+        """True if the newest run dealt with numbers as values of the record."""
+        return self.newest is not None and bool(self.newest.numbers)
 
     # ------------------------------------------------------------------------------------------------------------ seats
 
@@ -107,11 +114,12 @@ class FakeModel:
         fakes = recorder.values.tensors
         try:
             with self.seat(fakes), self.watch(recorder):
-                result = self._objective(recorder)(self.skeleton, self._batch(recorder))
+                loss, outputs = self._objective(recorder)(self.skeleton, self._batch(recorder))
+                outputs = _learn_numbers(outputs)
                 for error in recorder.fake_errors:
                     raise error  # in case the forward swallowed it
                 self._require_kept_state(recorder)
-                return result
+                return loss, outputs
         except PipelineError:
             raise
         except Exception as error:
@@ -137,10 +145,12 @@ class FakeModel:
 
     def _require_kept_state(self, recorder: Recorder) -> None:
         """Raise `CaptureError` if a tensor that the run assigned in place of a parameter or buffer would be lost."""
-        recorder.reassignments.require_carried(recorder.history)
-        recorder.reassignments.require_not_repeated(recorder.stack.roots, recorder.history.units)
+        reassignments, values = recorder.reassignments, recorder.values
+        reassignments.require_carried(recorder.record)
+        reassignments.require_not_repeated(recorder.record)
+        current = reassignments.current_values
         for value, seats in self.seats_by_value().items():
-            require_in_place(recorder, value, seats)
+            require_in_place(values, value, values.tensors[current.get(value, value)], seats)
 
     def _explain(self, error: Exception) -> CaptureError:
         """Return the error for an exception that the model or the loss raised."""
@@ -152,6 +162,14 @@ class FakeModel:
             "that runs on a copy of the model, on fake tensors, which have shapes but no values. "
             f"{repair}"
         )
+
+
+def _learn_numbers(outputs: Any) -> Any:
+    """Return outputs with Python numbers in place of recorded ones."""
+    leaves, spec = flatten_all(outputs)
+    if not any(isinstance(leaf, Number) for leaf in leaves):
+        return outputs
+    return optree.tree_unflatten(spec, map(learn, leaves))
 
 
 def _in_frame(loss: Loss, recorder: Recorder, sealed: str) -> Loss:

@@ -9,28 +9,29 @@ Runs when a plan is made; the segments that it builds run in every step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor, nn
 
-from fpipe.record.captured import NAMED, Call, Captured, Value
+from fpipe.errors import CaptureError, PipelineError
+from fpipe.record.captured import NAMED, Call, Captured
+from fpipe.record.numbers import NumbersError
 from fpipe.record.objective import Objective
 from fpipe.record.questions import refuse_questions
-from fpipe.record.steps.placing import find_placed, fuse_placed, has_holders
-from fpipe.record.tape import PART, Frame, Tape, outermost_checkpoints
-from fpipe.record.trace.backward_checks import require_own_attributes, require_same_variables
-from fpipe.record.trace.comparison import RepeatRecorder
+from fpipe.record.trace.checks import (
+    find_observers,
+    require_own_attributes,
+    require_own_parameters,
+    require_same_variables,
+)
+from fpipe.record.trace.comparison import Rehearsal, require_same_reruns
 from fpipe.record.trace.fake_model import FakeModel
-from fpipe.record.trace.observers import find_observers
+from fpipe.record.trace.frames import PART, Frame, all_frames, outermost_checkpoints
+from fpipe.record.trace.placing import find_placed, fuse_placed, has_holders
 from fpipe.record.trace.recorder import Recorder
-from fpipe.record.trace.recording import build_observed, build_tape
-from fpipe.record.trace.reentrant_checks import require_own_parameters
-from fpipe.record.trace.rehearsal import Rehearsal
-from fpipe.record.trace.reruns import require_same_again
 from fpipe.record.trace.segments import Segments
-from fpipe.record.trace.settled_run import SettledRun, Settling
+from fpipe.record.trace.settling import SettledRun, Settling
 from fpipe.record.trace.whole import WholeCalls
 from fpipe.tensors.fake import fake
 from fpipe.tensors.placed import Arrivals, local_part, require_whole_result
@@ -54,8 +55,12 @@ def trace_model(
     # wait for Python's collector.
     fake_model = FakeModel(model, replace(objective, ask=refuse_questions), leaves, opaque, _seals(whole, parts))
     settling = Settling(fake_model)
-    run = settling.run(objective.ask)
-    return assemble_capture(fake_model, settling, run)
+    try:
+        return assemble_capture(fake_model, settling, settling.run(objective.ask))
+    except PipelineError as error:
+        if objective.plain or not fake_model.has_numbers:
+            raise
+        raise NumbersError(str(error)) from error
 
 
 def _seals(whole: Collection[str], parts: Collection[str]) -> Mapping[str, str]:
@@ -65,62 +70,49 @@ def _seals(whole: Collection[str], parts: Collection[str]) -> Mapping[str, str]:
 
 def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> Captured:
     """Return the capture of a recorded run; raise `CaptureError` if its checkpoints cannot be rerun exactly."""
-    recorder = run.recorder
+    record, values, reassigned = run.recorder.record, run.recorder.values, run.recorder.reassignments.next_values
     tensors, structure = flatten(run.outputs, opaque=True)
-    values, tape = recorder.values, build_tape(recorder)
     placed, arrivals = find_placed(values.tensors), Arrivals()
-    _require_own_parameters(recorder, tape)
-    require_own_attributes(model.skeleton, tape.frames, tape.invocations)
-    require_same_variables(outermost_checkpoints(tape.frames))
+    require_own_parameters(record)
+    require_own_attributes(model.skeleton, record)
+    require_same_variables(outermost_checkpoints(record.frames))
     outputs, loss = tuple(map(values.read, tensors)), None if run.loss is None else values.read(run.loss)
     require_whole_result("loss", None if loss is None else placed.get(loss))
-    results = (*outputs, *(() if loss is None else (loss,)), *recorder.reassignments.next_values.values())
-    rehearsal = _rehearsal(model, settling, run, tape)
-    sources = values.sources
-    segments = Segments(tape, model.seats_by_value(), set(sources), results, run.written, rehearsal.prepare)
-    with rehearsal.prepare() as rehearse:
-        require_same_again(tape, segments.whole, bool(run.written), rehearse)
-    calls = tuple([_summarize(frame, segments.whole) for frame in _all_frames(tape.frames)])
+    results = (*outputs, *(() if loss is None else (loss,)), *reassigned.values())
+    rehearse = Rehearsal(model, record, run.state, settling.empty_caches)
+    segments = Segments(record, model.seats_by_value(), results, run.written, rehearse)
+    require_same_reruns(record, segments.whole, bool(run.written), rehearse)
+    _require_numbers_outside(run.recorder, segments.whole)
+    calls = tuple([_summarize(frame, segments.whole) for frame in all_frames(record.frames)])
     python = [call.path for call in calls if call.python]
     return Captured(
-        units=tape.units,
-        sources=sources,
+        units=tuple(record.units),
+        sources=values.sources,
         loss=loss,
         outputs=outputs,
         structure=structure,
-        fakes={value: fake(model.mode, local_part(values.tensors[value]), model.device) for value in sources},
+        fakes={value: fake(model.mode, local_part(values.tensors[value]), model.device) for value in values.sources},
         mode=model.mode,
         trainable=model.trainable,
         calls=calls,
-        observed=build_observed(recorder),
-        dynamic=model.trainable if any(frame.branching for frame in tape.frames) else frozenset(),
+        observed=record.observed(),
+        dynamic=model.trainable if any(frame.branching for frame in record.frames) else frozenset(),
         fuse=fuse_placed(segments.fuse, placed, arrivals) if has_holders(values.tensors.values()) else segments.fuse,
         placed=placed,
         arrivals=arrivals,
-        reassigned=recorder.reassignments.next_values,
+        reassigned=reassigned,
         moved=run.changed_attributes,
         observers=find_observers(model.skeleton, model.objective.loss, run.written, python),
     )
 
 
-def _require_own_parameters(recorder: Recorder, tape: Tape) -> None:
-    wanting = frozenset(value for value, tensor in recorder.values.tensors.items() if tensor.requires_grad)
-    require_own_parameters(tape.frames, tape.units, recorder.values.sources, wanting)
-
-
-def _rehearsal(model: FakeModel, settling: Settling, run: SettledRun, tape: Tape) -> Rehearsal:
-    def fresh() -> Mapping[Value, Tensor]:
-        return {value: tensor for value, (_, tensor) in model.sources().items()}
-
-    again = partial(RepeatRecorder, model.skeleton, tape, run.recorder.values.sources, model.opaque)
-    return Rehearsal(tape, again, model.watch, fresh, model.seat, run.state, settling.empty_caches)
-
-
-def _all_frames(frames: Sequence[Frame]) -> Iterator[Frame]:
-    """Yield all frames, each before the frames inside it."""
-    for frame in frames:
-        yield frame
-        yield from _all_frames(frame.inner)
+def _require_numbers_outside(recorder: Recorder, whole: WholeCalls) -> None:
+    """Raise `CaptureError` if a call that runs as Python deals with recorded numbers: it has Python numbers there."""
+    for frame in whole.outermost(recorder.record.frames):
+        units = recorder.record.units[frame.start : frame.stop]
+        used = {value for unit in units for value in (*unit.reads, *unit.makes)}
+        if not recorder.numbers.isdisjoint(used.union(frame.invocation.reads)):
+            raise CaptureError(f"module {frame.path or '(root)'}: got recorded numbers in a call that runs as Python.")
 
 
 def _summarize(frame: Frame, whole: WholeCalls) -> Call:
@@ -139,6 +131,6 @@ def _summarize(frame: Frame, whole: WholeCalls) -> Call:
 
 def _has_hooks(frame: Frame) -> bool:
     """Return whether a module that is called in a frame has hooks."""
-    called = [one.invocation.function for one in (frame, *_all_frames(frame.inner))]
+    called = [one.invocation.function for one in all_frames([frame])]
     modules = [one for one in called if isinstance(one, nn.Module)]
     return any(one._forward_pre_hooks or one._forward_hooks for one in modules)

@@ -16,16 +16,15 @@ Runs when a plan is made: once per kind of batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fpipe.errors import CaptureError
-from fpipe.record.captured import Buffer, Constant, Parameter, Source, Unit, Value
-from fpipe.record.tape import Frame, outermost_checkpoints
-from fpipe.record.trace.history import History, Provenance
-from fpipe.record.trace.values import Values
+from fpipe.record.captured import Buffer, Constant, Parameter, Source, Value
+from fpipe.record.trace.frames import outermost_checkpoints
+from fpipe.record.trace.record import Provenance, Record, Values
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import DisableTorchFunction
 
@@ -120,11 +119,11 @@ class Reassignments:
 
     # ---------------------------------------------------------------------------------------------------------- checks
 
-    def require_carried(self, history: History) -> None:
+    def require_carried(self, record: Record) -> None:
         """Raise `CaptureError`, naming the buffer, unless every assigned tensor can be carried or rebuilt."""
-        written = history.written
+        written = record.written
         for one in self.caches:
-            self._require_constant(one, written, history.provenance((one.new,)))
+            self._require_constant(one, written, record.provenance((one.new,)))
         for one in self.by_place.values():
             if one.buffer in self.next_values:
                 self._require_apart(one, written)
@@ -165,14 +164,13 @@ class Reassignments:
                     f"other. Write self.{one.name} = (...).clone()."
                 )
 
-    def require_not_repeated(self, frames: Sequence[Frame], units: Sequence[Unit]) -> None:
+    def require_not_repeated(self, record: Record) -> None:
         """Raise `CaptureError` if a checkpointed function uses a reassigned buffer: a rerun would see the new value."""
-        tensors = self.values.tensors
         changing = self.assigned | {one.buffer for one in self.by_place.values()}
-        for frame in outermost_checkpoints(frames):
-            inside = units[frame.start : frame.stop]
+        for frame in outermost_checkpoints(record.frames):
+            inside = record.units_in(frame)
             used = {value for unit in inside for value in (*unit.reads, *unit.makes)} - {*frame.invocation.reads}
-            if changing & used and any(tensors[value].requires_grad for value in frame.returned.values()):
+            if changing & used and record.is_rerun(frame):
                 names = sorted({one.name for one in self.by_place.values()})
                 raise CaptureError(
                     f"module {frame.path or '(root)'}: got a checkpointed function that uses or assigns a buffer that "

@@ -8,22 +8,26 @@ memory each call writes, and on which devices it draws random numbers.
 Whatever runs inside a torch call belongs to that call. Anything that changes how other calls run, such as saved-tensor
 hooks, seals the module whose forward contains it: that module runs as a whole or not at all.
 
-Runs when a plan is made; `fpipe.record.trace.recording` then turns the recording into a tape.
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import PipelineError
-from fpipe.record.capture.assumed_values import (
+from fpipe.record.captured import Modes, Source, Unit, Value, current_casts
+from fpipe.record.fakes.assumed_values import (
     ASSUMPTIONS,
     UNKNOWN,
     VALUE_READS,
@@ -33,33 +37,41 @@ from fpipe.record.capture.assumed_values import (
     check_valid,
     is_torch_function,
 )
-from fpipe.record.capture.generators import Generators
-from fpipe.record.capture.group_names import hide_group_names
-from fpipe.record.capture.places import current_line
-from fpipe.record.captured import Source, Unit, Value
-from fpipe.record.modes import Modes, current_casts, current_modes
-from fpipe.record.questions import Ask, refuse_questions
-from fpipe.record.steps.selection import count_selected, deciding_masks, result_on_fakes
-from fpipe.record.tape import CallResult, Frame, Invocation, constants_at, pick, tensors_at
-from fpipe.record.trace.call_stack import CallStack
-from fpipe.record.trace.draws import Draws
-from fpipe.record.trace.effect_checks import (
-    ATTACHING,
+from fpipe.record.fakes.generators import Generators
+from fpipe.record.model.places import current_line, current_place, places
+from fpipe.record.numbers import (
+    READERS,
+    compute,
+    creates_tensor,
+    extract,
+    forget_constants,
+    has_numbers,
+    learn_all,
+    number_of,
+    probe_all,
+    sets_number,
+    takes_numbers,
+    to_python,
+    to_tensor,
+)
+from fpipe.record.questions import Answer, Ask, Reply, refuse_questions
+from fpipe.record.trace.answers import count_selected, deciding_masks, result_on_fakes
+from fpipe.record.trace.checks import (
+    find_fake_error,
     require_allowed,
+    require_answerable,
     require_kept,
     require_no_barrier,
     require_own_gradients,
 )
-from fpipe.record.trace.history import Facts, History, for_real
+from fpipe.record.trace.frames import PART, Attribute, Frame, Invocation, constants_at, pick, tensors_at
 from fpipe.record.trace.reassignment import Reassignments
-from fpipe.record.trace.replaced import find_fake_error, require_answerable
-from fpipe.record.trace.torch_calls import AutocastRegions, Questions, RunningCall, TorchCalls
-from fpipe.record.trace.values import Values
+from fpipe.record.trace.record import ATTACHING, Facts, Record, Values, for_real
 from fpipe.tensors.closures import closure_contents
-from fpipe.tensors.collectives import has_handle, written_memory
-from fpipe.tensors.effects import Effects, is_collective
+from fpipe.tensors.effects import Effects, has_handle, is_collective, written_memory
 from fpipe.tensors.fake import Fakes
-from fpipe.tensors.torch_private import TENSOR_METHODS, active_fake_mode
+from fpipe.tensors.settings import changes_since
+from fpipe.tensors.torch_private import TENSOR_METHODS, active_fake_mode, count_dispatch_modes, process_groups
 from fpipe.tensors.tree import flatten
 
 GRAD_FN: Any = TENSOR_METHODS["grad_fn"].__get__
@@ -73,16 +85,139 @@ SEALING: Mapping[Any, str] = MappingProxyType(
 """Torch functions that seal the module that calls them, and why."""
 
 
+class CallStack:
+    """The calls of a run.
+
+    - `frames`: the calls in progress, outermost first. `roots`: all calls so far that are not inside another.
+    - `within`: the names of modules in which control flow may depend on data.
+    - `paths`: the path of each module, by `id`. `names`: what errors call it.
+    - `generators`: checked around each call, if given.
+    """
+
+    def __init__(self, model: nn.Module, within: Collection[str], generators: Generators | None = None) -> None:
+        self.within = tuple(within)
+        self.roots: list[Frame] = []
+        self.frames: list[Frame] = []
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.names = places(model)
+        self.generators = generators
+
+    def begin(self, frame: Frame) -> Frame:
+        """Push a call, inside the innermost one."""
+        (self.frames[-1].inner if self.frames else self.roots).append(frame)
+        self.frames.append(frame)
+        return frame
+
+    @contextmanager
+    def enter(self, frame: Frame) -> Iterator[None]:
+        """Push a call, and pop it on exit."""
+        self._look()
+        self.check_settings()
+        if not frame.checkpoint:  # one enters its own modes before the function is called
+            self.check_modes()
+        self.begin(frame)
+        try:
+            yield
+        finally:
+            self._look()
+            self.frames.pop()
+
+    def _look(self) -> None:
+        if self.generators is not None:
+            self.generators.look(self.where)
+
+    def seal(self, reason: str) -> None:
+        """Seal the innermost running module: it must run as a whole, for this reason if there is none yet."""
+        for frame in reversed(self.frames):
+            if not frame.checkpoint:
+                frame.sealed = reason if frame.sealed in ("", PART) else frame.sealed
+                return
+
+    def check_settings(self) -> None:
+        """Seal the innermost module if it has changed torch's settings since it was called."""
+        names = changes_since(self.frames[-1].settings) if self.frames else ""
+        if names:
+            self.seal(f"a change of torch's settings ({names}) around what it calls")
+
+    def check_modes(self) -> None:
+        """Seal the innermost module if it has entered a dispatch mode, which sees what torch calls do."""
+        if self.frames and count_dispatch_modes() != self.frames[-1].depth:
+            self.seal("a dispatch mode around what it calls")
+
+    def note_assignment(self, module: nn.Module, name: str, value: object, values: Values) -> None:
+        """Record an assignment to an attribute in every call in progress."""
+        for frame in self.frames:
+            if (module, name) not in frame.touched:
+                frame.touched.append((module, name))
+            frame.assigned = [one for one in frame.assigned if (one.module, one.name) != (module, name)]
+            if isinstance(value, Tensor) and id(value) in values.known:
+                frame.assigned.append(Attribute(module, name, values.known[id(value)]))
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The innermost running module; `None` inside a loss that is not a module."""
+        called = [frame.invocation.function for frame in reversed(self.frames)]
+        return next((module for module in called if isinstance(module, nn.Module)), None)
+
+    @property
+    def is_opaque(self) -> bool:
+        """True inside a module of `within`, which may branch on data because it is never cut."""
+        return any(map(self._is_within, self.frames))
+
+    @property
+    def innermost(self) -> list[Frame]:
+        """The call of the innermost running module, then the checkpointed functions running inside it."""
+        last = next((k for k, frame in enumerate(reversed(self.frames)) if not frame.checkpoint), 0)
+        return self.frames[-last - 1 :]
+
+    @property
+    def outermost_branching(self) -> Frame:
+        """The outermost call in progress that may branch on data or is checkpointed."""
+        return next(frame for frame in self.frames if frame.checkpoint or self._is_within(frame))
+
+    def _is_within(self, frame: Frame) -> bool:
+        return any(f"{frame.path}.".startswith(f"{name}.") for name in self.within)
+
+    @property
+    def path(self) -> str:
+        """The path of the innermost running module."""
+        return self.frames[-1].path if self.frames else ""
+
+    @property
+    def where(self) -> str:
+        """The innermost running module, for error messages."""
+        return f"module {self.path or '(root)'}"
+
+    def here(self) -> str:
+        """Return the innermost module that has a method running, for error messages."""
+        return current_place(self.names, self.where)
+
+
+@dataclass
+class RunningCall:
+    """A torch call that is running: the values passed to calls inside it, and whether it calls a collective.
+
+    `guarded`: whether questions inside it, which only guard its arguments, are answered with no.
+    """
+
+    used: dict[Value, None] = field(default_factory=dict)
+    communicates: bool = False
+    guarded: bool = False
+
+    def use(self, values: Iterable[Value]) -> None:
+        """Note that these values are used inside."""
+        self.used.update(dict.fromkeys(values))
+
+
 class Recorder(TorchFunctionMode):
     """Records the run made while it is entered, inside a fake mode.
 
-    - `values`: the run's tensors. `reassignments`: the buffers that it reassigns.
-    - `stack`: its module calls. `autocast`: the autocast region that it is in. `ambient`: whether gradients are enabled
-      around it.
-    - `torch_calls`: all of its torch calls. `history`: those recorded as units. `hooked`: positions of the units before
-      which saved-tensor hooks were installed.
-    - `effects`: the side effects of operators. `draws`: the torch calls that draw random numbers.
-    - `questions`: what the run asks about the batch.
+    - `record`: what it records, of the tensors in `values`. `reassignments`: the buffers that the run reassigns.
+    - `stack`: the calls of modules in progress; `running`: the outermost torch call in progress, if any.
+    - `ambient`: whether gradients are enabled around the run.
+    - `autocasts`, `region`: how many autocast contexts the run is in, and how many outermost ones it has entered.
+    - `effects`: the side effects of operators. `ask`: answers questions about the batch. `plain`: whether `.item()`
+      asks, too. `numbers`: the values that are numbers (`fpipe.record.numbers`).
     - `fake_errors`: errors for calls that failed only because tensors are fake, in case the forward swallows them.
     """
 
@@ -93,16 +228,17 @@ class Recorder(TorchFunctionMode):
         ask: Ask = refuse_questions,
         opaque: Collection[str] = (),
         generators: Generators | None = None,
+        plain: bool = False,
     ) -> None:
         super().__init__()
+        self.plain, self.numbers = plain, set[Value]()
         self.stack = CallStack(model, opaque, generators)
         self.values = Values(sources, self.stack.here)
+        self.record = Record(self.values, self.stack.roots)
         self.reassignments = Reassignments(self.values, self.stack.here)
-        self.history = History(self.values)
-        self.hooked: list[int] = []
-        self.torch_calls, self.autocast = TorchCalls(), AutocastRegions()
-        self.effects, self.draws = Effects(), Draws()
-        self.questions = Questions(ask)
+        self.running: RunningCall | None = None
+        self.autocasts = self.region = 0
+        self.effects, self.ask = Effects(), ask
         self.fake_errors: list[PipelineError] = []
         self.ambient = torch.is_grad_enabled()
 
@@ -111,17 +247,42 @@ class Recorder(TorchFunctionMode):
     @property
     def is_in_torch_call(self) -> bool:
         """True while a torch call runs; whatever happens then belongs to that call."""
-        return self.torch_calls.running is not None
+        return self.running is not None
 
     @property
     def modes(self) -> Modes:
         """The modes in force."""
-        return Modes(torch.is_grad_enabled(), self.ambient, current_casts(), self.autocast.current)
+        return Modes(torch.is_grad_enabled(), self.ambient, current_casts(), self.region if self.autocasts else 0)
+
+    def enter_autocast(self) -> None:
+        """Enter an autocast context: the casts that it caches are kept until the outermost one exits."""
+        self.region += not self.autocasts
+        self.autocasts += 1
+
+    def exit_autocast(self) -> None:
+        """Exit the innermost autocast context."""
+        self.autocasts -= 1
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func is to_python:
+            return self._note_number(args[0])
+        kwargs = kwargs or {}
+        if has_numbers(args, kwargs):
+            if creates_tensor(func, args, kwargs) and not self.is_in_torch_call:
+                return self.call(to_tensor, (args[0].tensor, kwargs.get("dtype"), kwargs.get("device")), {})
+            if sets_number(func, args) and not self.is_in_torch_call:
+                value = self.call(to_tensor, (args[2].tensor, args[0].dtype, args[0].device), {})
+                args = (*args[:2], value)
+            if self.is_in_torch_call or not takes_numbers(func, args, kwargs):
+                with self:
+                    args, kwargs = learn_all((args, kwargs))
         require_answerable(func, args, self.values.parameter, self.stack.here)
         try:
-            return self.call(func, args, kwargs or {})
+            if func is Tensor.item and self._can_extract(args[0]):
+                return self._note_number(self.call(extract, args, {}))
+            out = self.call(func, args, kwargs)
+            self.numbers |= {self.values.known[id(out)]} if func is compute else set()
+            return out
         except Exception as error:
             to_raise = None if self.is_in_torch_call else find_fake_error(func, error, self.stack.here)
             self.fake_errors += [] if to_raise is None else [to_raise]
@@ -129,7 +290,7 @@ class Recorder(TorchFunctionMode):
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a torch call, and record it unless it runs inside another."""
-        tick, running = self.torch_calls.begin(function), self.torch_calls.running
+        tick, running = self.record.count_call(function), self.running
         if running is None:
             return self._call_outermost(function, args, kwargs, tick)
         running.use(self.values.within((args, kwargs)))
@@ -152,28 +313,43 @@ class Recorder(TorchFunctionMode):
         self.effects.written.clear()
         self.effects.cast.clear()
         self.effects.communicates = False
-        modes, running = current_modes(), RunningCall()
-        self.torch_calls.running = running
+        args, kwargs = probe_all((args, kwargs)) if invocation.numbers else (args, kwargs)
+        self.running = running = RunningCall()
         try:
             out = self._note_draws(function, tick, lambda: call_or_raise(function, args, kwargs))
         except UNKNOWN as error:
             out = self._answer(invocation, tick, args, kwargs, error)
         finally:
-            self.torch_calls.running = None
+            self.running = None
         if function in SEALING:
             require_own_gradients(self.values, self.stack.here)
         if function == GRAD_FN and out is not None and self.stack.path:
             self.stack.seal("a look at autograd's graph")  # it may hook the node, which no torch call shows
+        if invocation.numbers:
+            forget_constants((args, kwargs, out))
         self._record(invocation, running, out, tick)
-        self.torch_calls.results[tick] = CallResult(invocation, modes, out, self.torch_calls.tick)
         return out
+
+    def _note_number(self, tensor: Tensor) -> Any:
+        """Return the number in a tensor."""
+        self.numbers.add(self.values.known[id(tensor)])
+        return number_of(tensor)
+
+    def _can_extract(self, tensor: Tensor) -> bool:
+        """Return whether `.item()` of a tensor need not be answered: it follows from the batch, and is a number."""
+        if self.plain or self.is_in_torch_call or self.stack.is_opaque or tensor.numel() != 1:
+            return False
+        if tensor.dtype is torch.bool or tensor.is_complex() or getattr(tensor, "constant", None) is not None:
+            return False
+        provenance = self.record.provenance((self.values.read(tensor),))
+        return bool(provenance.leaves) and not provenance.obstacle
 
     def _note_draws(self, function: Any, tick: int, run: Callable[[], Any]) -> Any:
         """Run a torch call; note it if it draws random numbers and no call inside it does."""
         drawn, self.effects.drawn = self.effects.drawn, {}
         out = run()
-        if self.effects.drawn and not self.draws.has_from(tick + 1):
-            self.draws.note(tick, function, self.stack.path, self.effects.drawn)
+        if self.effects.drawn and not self.record.draws.has_from(tick + 1):
+            self.record.draws.note(tick, function, self.stack.path, self.effects.drawn)
         self.effects.drawn |= drawn
         return out
 
@@ -187,16 +363,20 @@ class Recorder(TorchFunctionMode):
         """
         function, masks = invocation.function, deciding_masks(invocation.function, args)
         asking = Invocation(count_selected, (masks,), {}, self.values.read) if masks else invocation
-        provenance = self.history.provenance(asking.reads)
+        provenance = self.record.provenance(asking.reads)
         is_guard = is_torch_function(function) and function not in (*VALUE_READS, *ASSUMPTIONS)
         if is_guard and (provenance.obstacle or (self.stack.is_opaque and provenance.leaves)):
             return self._pass_guards(lambda: function(*args, **kwargs))
-        if self.stack.is_opaque and (provenance.obstacle or provenance.leaves):
+        if self.stack.is_opaque and (provenance.obstacle or provenance.leaves) and function not in READERS.values():
             return self._assume(function, args, kwargs, error)
         question = provenance.question(asking, f"{self.stack.here()}{current_line()}")
         with for_real():
-            answer = self.questions.ask(question) if provenance.leaves else question.compute(())
-        self.questions.note_reply(tick, function, answer)
+            answer = self.ask(question) if provenance.leaves else question.compute(())
+        return self._reply(tick, function, args, answer)
+
+    def _reply(self, tick: int, function: Any, args: Any, answer: Answer) -> Any:
+        """Return the result of a call that gets this answer."""
+        self.record.replies.append(Reply(tick, function, answer))
         return result_on_fakes(function, args, answer)
 
     def _pass_guards(self, run: Callable[[], Any]) -> Any:
@@ -204,7 +384,7 @@ class Recorder(TorchFunctionMode):
 
         The call is one unit, so in a step the function checks real values.
         """
-        mode, running = active_fake_mode(), self.torch_calls.running
+        mode, running = active_fake_mode(), self.running
         assert isinstance(mode, Fakes), "models run on fake tensors"
         assert running is not None, "a torch call reads values"
         before, mode.answer_read, running.guarded = mode.answer_read, answer_guard, True
@@ -225,15 +405,15 @@ class Recorder(TorchFunctionMode):
 
         Another branch may use everything that the module holds and receives, and write to any of its buffers.
         """
-        assert self.torch_calls.running is not None, "a torch call reads values"
+        assert self.running is not None, "a torch call reads values"
         self.stack.seal("control flow on data")
         for frame in self.stack.frames:
             frame.branching = True
-        self.draws.begin_stream(self.stack.outermost_branching, self.values.tensors.values())
+        self.record.draws.begin_stream(self.stack.outermost_branching, self.values.tensors.values())
         module = self.stack.module
         parameters, buffers = ([], []) if module is None else ([*module.parameters()], [*module.buffers()])
-        self.torch_calls.running.use(self.values.within([*parameters, *buffers]))
-        self.torch_calls.running.use(v for frame in self.stack.innermost for v in frame.invocation.reads)
+        self.running.use(self.values.within([*parameters, *buffers]))
+        self.running.use(v for frame in self.stack.innermost for v in frame.invocation.reads)
         self.effects.written |= {self.values.storage[value] for value in self.values.within(buffers)}
 
     # ----------------------------------------------------------------------------------------------------------- units
@@ -247,13 +427,13 @@ class Recorder(TorchFunctionMode):
         makes = tuple(self.values.add(tensor) for tensor in picks.values())
         used = [value for value in running.used if value not in invocation.reads]
         facts = self._facts(invocation, used, tick)
-        was_answered = self.questions.has_reply(tick)
+        was_answered = self.record.was_answered(tick)
         acts = facts.written or facts.draw is not None or running.communicates or invocation.function in EFFECTS
         if not (makes or used or was_answered or acts):
             return
         if used and invocation.function not in ASSUMPTIONS:
             self.stack.seal("a function of functions, such as vmap, over one that uses tensors from outside")
-        self.history.add(self._unit(invocation, used, makes, tuple(picks)), facts)
+        self.record.add(self._unit(invocation, used, makes, tuple(picks)), facts)
 
     def _new_tensors(self, out: Any) -> dict[int, Tensor]:
         """Return the new tensors among those that a call returned, each once, by leaf number."""
@@ -268,10 +448,10 @@ class Recorder(TorchFunctionMode):
         return Facts(
             invocation,
             self.modes,
-            ticks=(tick, self.torch_calls.tick),
+            ticks=(tick, self.record.tick),
             written=frozenset(self.effects.written & self.values.memories),
             casts=frozenset(value for value in (*invocation.reads, *used) if storage[value] in cast),
-            draw=self.draws.found[-1].tick if self.draws.has_from(tick) else None,
+            draw=self.record.draws.found[-1].tick if self.record.draws.has_from(tick) else None,
             communicates=self.effects.communicates,
         )
 
@@ -292,11 +472,11 @@ class Recorder(TorchFunctionMode):
             return
         name = func._schema.name.partition("::")[2].rstrip("_")
         require_no_barrier(name, self.stack.here)
-        if self.torch_calls.running is not None:
-            self.torch_calls.running.communicates = True
+        if self.running is not None:
+            self.running.communicates = True
             return
         self.stack.seal(f"a collective of torch.distributed ({name})")
-        earlier = self.history.existing_at(self.stack.frames[-1].start if self.stack.frames else 0)
+        earlier = self.record.existing_at(self.stack.frames[-1].start if self.stack.frames else 0)
         is_lost = written_memory(func, args, kwargs) & {self.values.storage[value] for value in earlier}
         require_kept(bool(is_lost), name, self.stack.here)
 
@@ -306,12 +486,12 @@ class Recorder(TorchFunctionMode):
         self, path: str, kind: type, function: Callable[..., Any], args: Any, kwargs: Any, sealed: str = ""
     ) -> Frame:
         """Return a frame for a call of `function` that begins now."""
-        invocation, start = Invocation(function, args, kwargs, self.values.read), len(self.history.units)
-        return Frame(path, kind, invocation, self.modes, start, first_tick=self.torch_calls.tick, sealed=sealed)
+        invocation, start = Invocation(function, args, kwargs, self.values.read), len(self.record.units)
+        return Frame(path, kind, invocation, self.modes, start, first_tick=self.record.tick, sealed=sealed)
 
     def close_frame(self, frame: Frame, out: Any) -> None:
         """Complete the frame of a call that returned `out`."""
-        frame.stop, frame.last_tick = len(self.history.units), self.torch_calls.tick
+        frame.stop, frame.last_tick = len(self.record.units), self.record.tick
         frame.constants = constants_at(out)
         known = self.values.known
         frame.returned = {k: known[id(tensor)] for k, tensor in tensors_at(out).items() if id(tensor) in known}
@@ -328,7 +508,7 @@ class Recorder(TorchFunctionMode):
     def view_others(self, frame: Frame, out: Any) -> Any:
         """Return `out` with views in place of tensors that the call did not make: another branch may make new ones."""
         tensors, structure = flatten(out, opaque=True)
-        made, known = self.history.made_since(frame.start), self.values.known
+        made, known = self.record.made_since(frame.start), self.values.known
         return structure.unflatten([t if known.get(id(t)) in made else t.view_as(t) for t in tensors])
 
 
@@ -336,6 +516,14 @@ def _holds_module(leaf: object) -> bool:
     """Return whether an argument is a module, a method of one, or a function that closes over one."""
     inner = (leaf.__self__,) if isinstance(leaf, MethodType) else closure_contents(leaf)
     return any(isinstance(one, nn.Module) for one in (leaf, *inner))
+
+
+def hide_group_names(function: Any, arguments: Iterable[Any]) -> list[Any]:
+    """Return the arguments of a call that a description shows: for process groups of collectives, their sizes."""
+    if not dist.is_available() or "c10d_functional" not in str(getattr(function, "__module__", "")):
+        return [*arguments]
+    sizes = {group.group_name: group.size() for group in process_groups()}
+    return [f"group of {sizes[one]}" if isinstance(one, str) and one in sizes else one for one in arguments]
 
 
 def _is_data(leaf: object) -> bool:

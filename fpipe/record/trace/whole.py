@@ -14,25 +14,121 @@ Runs when a plan is made: once per kind of batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from torch import nn
 
 from fpipe.errors import CutError
 from fpipe.record.captured import Value
-from fpipe.record.tape import PART, Frame, Tape
-from fpipe.record.trace.buffer_checkpoints import BufferCheckpoints
-from fpipe.record.trace.usage import Usage, has_reentrant
+from fpipe.record.fakes.fast_paths import FUSED
+from fpipe.record.trace.checkpoints import BufferCheckpoints
+from fpipe.record.trace.draws import ModuleFrames
+from fpipe.record.trace.frames import PART, Frame, all_frames
+from fpipe.record.trace.record import Record
+from fpipe.record.trace.whole_calls import InnerOutput, Outputs
+
+
+class Usage:
+    """The units of a record that make and use its values.
+
+    `maker` is, by value, the position of the unit that makes it, `last_use` that of the last unit that reads it. The
+    `results` leave the model, and count as read after the last unit.
+    """
+
+    def __init__(self, record: Record, results: Sequence[Value]) -> None:
+        self.record = record
+        self.maker = {value: k for k, unit in enumerate(record.units) for value in unit.makes}
+        self.last_use = {value: k for k, unit in enumerate(record.units) for value in unit.reads}
+        self.last_use.update(dict.fromkeys(results, len(record.units)))
+
+    def read_in(self, frame: Frame) -> dict[Value, None]:
+        """Return the values read inside a frame, in order."""
+        return dict.fromkeys(value for unit in self.record.units_in(frame) for value in unit.reads)
+
+    def is_made_in(self, frame: Frame, value: Value) -> bool:
+        """Return whether a unit inside the frame makes a value."""
+        return self.maker.get(value, -1) in range(frame.start, frame.stop)
+
+    def used_outside(self, frame: Frame) -> tuple[Value, ...]:
+        """Return the values made in a frame and read after it, in order."""
+        made = dict.fromkeys(value for unit in self.record.units_in(frame) for value in unit.makes)
+        return tuple(value for value in made if self.last_use.get(value, 0) >= frame.stop)
+
+    def outputs(self, frame: Frame) -> Outputs:
+        """Return where a call delivers the values it makes: its result, attributes, or inner modules' results."""
+        returned = {value: leaf for leaf, value in frame.returned.items() if self.is_made_in(frame, value)}
+        assigned = {one.value: one for one in frame.assigned if self.is_made_in(frame, one.value)}
+        assigned = {value: one for value, one in assigned.items() if value not in returned}
+        return Outputs(returned, assigned, inner_outputs(frame, self._kept_inside(frame)))
+
+    def lost(self, frame: Frame) -> list[Value]:
+        """Return the values used outside of a frame that would be lost if it were called as a whole."""
+        inside = self._kept_inside(frame)
+        collected = inner_outputs(frame, inside)
+        return [value for value in inside if value not in collected]
+
+    def _kept_inside(self, frame: Frame) -> list[Value]:
+        """Return the values made in a frame and used outside of it that it neither returns nor assigns."""
+        reached = {*frame.returned.values(), *(attribute.value for attribute in frame.assigned)}
+        return [value for value in self.used_outside(frame) if value not in reached]
+
+
+def inner_outputs(frame: Frame, wanted: Collection[Value]) -> Mapping[Value, InnerOutput]:
+    """Return where to collect those of the `wanted` values that modules inside a call return.
+
+    Empty if the call is or contains a reentrant checkpoint, which computes them without a graph.
+    """
+    if not wanted or has_reentrant(frame):
+        return {}
+    found: dict[Value, InnerOutput] = {}
+    count: Counter[nn.Module] = Counter()
+    for one in all_frames(frame.inner):
+        module = one.invocation.function
+        if not isinstance(module, nn.Module):
+            continue
+        for leaf, value in one.returned.items():
+            if value in wanted and not (module._backward_hooks or module._backward_pre_hooks):
+                found.setdefault(value, InnerOutput(one.path, module, count[module], leaf))
+        count[module] += 1
+    return found
+
+
+def has_reentrant(frame: Frame) -> bool:
+    """Return whether a frame is a reentrant checkpoint, or contains one."""
+    return any(one.reentrant for one in all_frames([frame]))
+
+
+def stream_frames(frames: Sequence[Frame]) -> list[ModuleFrames]:
+    """Return all calls in `frames`, outside of streams, of each module of which at least one call is a stream."""
+    found = defaultdict[nn.Module, list[Frame | None]](list)
+
+    for frame in _outside_streams(frames):
+        function = frame.invocation.function
+        if isinstance(function, nn.Module):
+            found[function].append(None if frame.stream is None else frame)
+    return [ModuleFrames(module, calls) for module, calls in found.items() if any(calls)]
+
+
+def _outside_streams(frames: Sequence[Frame]) -> Iterator[Frame]:
+    """Yield all frames that are in no stream, each before those inside it."""
+    for frame in frames:
+        yield frame
+        if frame.stream is None:
+            yield from _outside_streams(frame.inner)
 
 
 class WholeCalls:
-    """The calls of a tape that run as Python; `sources` are the values that no unit makes."""
+    """The calls of a record that run as Python."""
 
-    def __init__(self, tape: Tape, usage: Usage, sources: Collection[Value], checkpoints: BufferCheckpoints) -> None:
-        self.tape, self.usage, self.sources, self.checkpoints = tape, usage, sources, checkpoints
+    def __init__(self, record: Record, usage: Usage, checkpoints: BufferCheckpoints) -> None:
+        self.record, self.usage, self.checkpoints = record, usage, checkpoints
+        self.sources = set(record.values.sources)
         self.obstacles: dict[Frame, str | None] = {}
         self.needed: dict[Frame, bool] = {}
-        self.checkpointed = {inner for frame in _all_frames(tape.frames) if frame.checkpoint for inner in frame.inner}
-        for frame in _all_frames(tape.frames):  # each before those inside it
-            self.checkpointed.update(frame.inner if frame in self.checkpointed else ())
+        self.checkpointed = {
+            inner for frame in all_frames(record.frames) if frame.checkpoint for inner in all_frames(frame.inner)
+        }
 
     def includes(self, frame: Frame) -> bool:
         """Return whether a call must run as Python, or the one inside it that must cannot run without it."""
@@ -92,7 +188,7 @@ class WholeCalls:
         """Return why checkpointed functions inside cannot run as their author wrote them; `None` if they can."""
         if not frame.checkpoint and any(map(self._has_random_checkpoint, frame.inner)):
             return "draws random numbers in a checkpointed function"
-        if self._takes_fast_path(frame) and self.tape.draws_between(frame.first_tick, frame.last_tick):
+        if self._takes_fast_path(frame) and self.record.draws_between(frame.first_tick, frame.last_tick):
             return "draws random numbers next to attention on torch's fast path"
         if any(map(self.checkpoints.has_any_in, frame.inner)):
             again = ", which another runs again" if frame.checkpoint else ""
@@ -103,24 +199,19 @@ class WholeCalls:
 
     def _takes_fast_path(self, frame: Frame) -> bool:
         """Return whether attention inside takes its fast path, which it would not while random numbers are keyed."""
-        return any(frame.first_tick <= tick < frame.last_tick for tick in self.tape.fused)
+        ticks = (tick for function in FUSED for tick in self.record.ticks[function])
+        return any(frame.first_tick <= tick < frame.last_tick for tick in ticks)
 
     def _has_random_checkpoint(self, frame: Frame) -> bool:
-        if frame.checkpoint and (frame.stream or self.tape.draws_between(frame.first_tick, frame.last_tick)):
-            return True
-        return any(map(self._has_random_checkpoint, frame.inner))
+        return any(
+            one.checkpoint and (one.stream or self.record.draws_between(one.first_tick, one.last_tick))
+            for one in all_frames([frame])
+        )
 
     def _describe(self, value: Value) -> str:
         """Describe a value by the torch call that makes it."""
-        unit = self.tape.units[self.usage.maker[value]]
+        unit = self.record.units[self.usage.maker[value]]
         return f"made by {unit.does.split('[')[0]} in module {unit.path or '(root)'}"
-
-
-def _all_frames(frames: Iterable[Frame]) -> Iterator[Frame]:
-    """Yield all frames, each before the frames inside it."""
-    for frame in frames:
-        yield frame
-        yield from _all_frames(frame.inner)
 
 
 def cut_error(frame: Frame, content: str, obstacle: str) -> CutError:

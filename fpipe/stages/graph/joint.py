@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import CaptureError
-from fpipe.record.capture.assumed_values import check_all
+from fpipe.record.fakes.assumed_values import check_all
+from fpipe.record.numbers import to_python
 from fpipe.tensors import random
 from fpipe.tensors.effects import is_collective, random_devices, written_arguments
 from fpipe.tensors.layouts import aten
@@ -46,6 +47,8 @@ SAME = frozenset({aten.detach.default, aten.alias.default})
 SET_DATA: Any = TENSOR_METHODS["data"].__set__
 """The function that torch calls to assign to a tensor's `.data`."""
 
+FIRST_INTEGER, FIRST_FLOAT = 1_357_024_681, 0.7390851332151607
+"""The first names of numbers of the batch, which stand for them while operators are recorded."""
 ARGUMENT, CONSTANT = "argument", "constant"
 """The targets of nodes that call nothing."""
 EFFECTS = frozenset({random.reseed, random.restore, check_all})
@@ -117,6 +120,11 @@ class Node:
         made = Node(self.target, map_nodes(self.args, to), map_nodes(self.kwargs, to))
         made.value, made.held = self.value, self.held
         return made
+
+
+def number_in(tensor: Tensor) -> Any:
+    """Return the number in a tensor: the target of nodes that are numbers of the batch."""
+    return tensor.item()
 
 
 def constant(tensor: Tensor, value: Tensor | None) -> Node:
@@ -223,13 +231,15 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     It only looks on: what it cannot note, it reports in `failure`, and the run goes on without it. The generator is
     seeded again before the operators before which it was freshly seeded. Operators on fake tensors draw nothing, so
-    `_note_draw` draws in their place.
+    `_note_draw` draws in their place. Operators get each number of the batch as a name: a number that occurs nowhere
+    else (`name_number`).
 
     - `nodes`: what was noted so far. `failure`: why there is no graph; empty if there is one.
     - `known`: the node of each tensor, by the tensor's id. Nodes hold their tensors, and `aliases` has the detached
       ones, so that no id comes twice.
     - `states`: by device and state of its generator, the node that reads that state before a draw; `drawn`: by device,
       the state after the last draw.
+    - `numbers`: the node of the tensor that holds each number of the batch, by the number's name.
     """
 
     supports_higher_order_operators = True
@@ -243,6 +253,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.aliases: list[Tensor] = []
         self.states: dict[tuple[torch.device, bytes], Node] = {}
         self.drawn: dict[torch.device, bytes] = {}
+        self.numbers: dict[int | float, Node] = {}
 
     def take(self, tensors: Iterable[Tensor]) -> tuple[Node, ...]:
         """Return a new node for each of these arguments."""
@@ -259,6 +270,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if id(tensor) not in self.known:
             self.known[id(tensor)] = constant(_require_real(tensor), tensor)
         return self.known[id(tensor)]
+
+    def name_number(self, tensor: Tensor) -> int | float:
+        """Return the name of the number in a tensor, by which operators get it while they are recorded."""
+        integral, count = not tensor.is_floating_point(), len(self.numbers)
+        name = FIRST_INTEGER + count if integral else FIRST_FLOAT * (1 + count * 2**-20)
+        self._try(lambda: self.numbers.update({name: self.node_of(tensor)}))
+        return name
 
     def fail(self, error: Exception) -> None:
         """Stop, with this reason."""
@@ -303,6 +321,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return an argument of an operator with nodes in place of tensors."""
         if isinstance(one, Tensor):
             return self.node_of(one)
+        if type(one) in (int, float) and one in self.numbers:
+            return self._add(Node(number_in, (self.numbers[one],)), None)
         return type(one)([self._argument(each) for each in one]) if type(one) in (tuple, list) else one
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -355,7 +375,7 @@ def note_on(tape: Tape | None) -> Iterator[None]:
 
 
 class _Functions(TorchFunctionMode):
-    """A function mode that notes what torch's functions do without an operator: check values, and replace data."""
+    """A function mode that notes what is not an operator: checks of values, `.data = `, and numbers of the batch."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -366,4 +386,6 @@ class _Functions(TorchFunctionMode):
             self.tape.call(check_all, args)
         elif func == SET_DATA:
             self.tape.fail(CaptureError("got an assignment to .data, expected operators of torch only. Use copy_()."))
+        elif func is to_python and not self.tape.failure:
+            return self.tape.name_number(args[0])
         return func(*args, **(kwargs or {}))

@@ -19,7 +19,7 @@ import torch
 
 from fpipe.stages.graph.joint import Joint, Node
 from fpipe.stages.interface import Wiring
-from fpipe.tensors.effects import memory
+from fpipe.tensors.effects import storage_id
 from fpipe.tensors.layouts import aten
 from fpipe.tensors.torch_private import OpOverload
 
@@ -44,7 +44,7 @@ def own_gradients(joint: Joint, wiring: Wiring) -> Joint:
 
 
 def _memory_of(node: Node) -> int | None:
-    return None if node.value is None else memory(node.value)
+    return None if node.value is None else storage_id(node.value)
 
 
 def _is_fresh(grad: Node, joint: Joint, made_by: Mapping[int, Node], returned: Mapping[int | None, int]) -> bool:

@@ -18,12 +18,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from fpipe.stages.graph.joint import Joint, Node, users_of
+from fpipe.stages.graph.joint import Joint, Node, number_in, users_of
 from fpipe.stages.graph.operators import LIGHT, PRODUCTS, SUMS, VIEWS
 from fpipe.stages.graph.ownership import own_gradients
 from fpipe.stages.graph.simplification import simplify
 from fpipe.stages.interface import WeightIndex, Wiring
-from fpipe.tensors.effects import memory
+from fpipe.tensors.effects import storage_id
 from fpipe.tensors.layouts import aten
 from fpipe.tensors.spec import Spec
 
@@ -143,7 +143,8 @@ def _deferred_nodes(joint: Joint, backward: Phase) -> frozenset[Node]:
     possible = _deferrable_nodes(joint, backward)
     deferred, users = _nodes_after_products(possible, backward.nodes), users_of(backward.nodes)
     for node in reversed(backward.nodes):  # also views before these nodes, which cost nothing
-        if node.target in VIEWS and node in possible and users[node] and deferred.issuperset(users[node]):
+        free = node.target in VIEWS or node.target is number_in
+        if free and node in possible and users[node] and deferred.issuperset(users[node]):
             deferred.add(node)
     return frozenset(deferred)
 
@@ -157,7 +158,7 @@ def _deferrable_nodes(joint: Joint, backward: Phase) -> set[Node]:
     params = set(joint.params)
     found, readers = set[Node](), users_of(backward.nodes)
     for node in reversed(backward.nodes):
-        light = node.target in PRODUCTS or node.target in LIGHT or node.is_item
+        light = node.target in PRODUCTS or node.target in LIGHT or node.is_item or node.target is number_in
         here = light and node not in needed and params.isdisjoint(_read_nodes(node))
         if here and not _touches(node, memories) and found.issuperset(readers[node]):
             found.add(node)
@@ -197,13 +198,13 @@ def _origin(node: Node) -> Node:
 def _written_memories(nodes: Iterable[Node]) -> frozenset[int]:
     """Return the identifiers of the memory that these nodes write in place."""
     values = [argument.value for node in nodes for argument in node.writes]
-    return frozenset(memory(value) for value in values if value is not None)
+    return frozenset(storage_id(value) for value in values if value is not None)
 
 
 def _touches(node: Node, memories: Collection[int]) -> bool:
     """Return whether a node's result or any of its operands is in this memory."""
     values = [one.value for one in (node, *node.reads)] if memories else []
-    return any(value is not None and memory(value) in memories for value in values)
+    return any(value is not None and storage_id(value) in memories for value in values)
 
 
 def _split_convolutions(joint: Joint) -> Joint:

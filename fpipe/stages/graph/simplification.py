@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fpipe.stages.graph.joint import CONSTANT, Joint, Node, constant, map_nodes
 from fpipe.stages.graph.operators import LIKE
-from fpipe.tensors.effects import memory
+from fpipe.tensors.effects import storage_id
 from fpipe.tensors.layouts import aten
 from fpipe.tensors.torch_private import OpOverload
 
@@ -32,7 +32,7 @@ def simplify(joint: Joint) -> Joint:
     """Return an equivalent joint graph with less work to do."""
     writers = [node for node in joint.calls if node.writes]
     changed = [one for node in writers for one in node.writes]
-    kept = {memory(one.value) for one in (*joint.returned, *changed) if one.value is not None}
+    kept = {storage_id(one.value) for one in (*joint.returned, *changed) if one.value is not None}
     to, nodes = dict[Node, Node](), list[Node]()
     for node in joint.nodes:
         same = _double_transpose(node, to) or (None if writers else _power_of_one(node, to))
@@ -88,7 +88,7 @@ def _is_constant(node: Node, kept: Collection[int]) -> bool:
     known = node.target in LIKE or (bool(node.reads) and all(one.target is CONSTANT for one in node.reads))
     if not known or not isinstance(node.target, OpOverload) or node.value is None or node.has_effects:
         return False
-    return node.value.numel() <= LARGEST_CONSTANT and memory(node.value) not in kept
+    return node.value.numel() <= LARGEST_CONSTANT and storage_id(node.value) not in kept
 
 
 def _compute(node: Node) -> Tensor:

@@ -22,11 +22,11 @@ from schedules.analysis.bounds.problem import Problem, pose, require_room
 from schedules.analysis.bounds.release import Heads
 from schedules.analysis.bounds.rough import Reason, find_rough_bounds
 from schedules.analysis.bounds.windows import add_idle, find_idle
+from schedules.arguments import require_types
 from schedules.language.actions import Action
-from schedules.language.arguments import require_types
-from schedules.language.costs import Costs, Sizes
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement
+from schedules.replay.costs import Costs, Sizes
 
 
 @dataclass(frozen=True)

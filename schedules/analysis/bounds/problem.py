@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import TypeAlias
 
+from schedules.arguments import MOST_ENTRIES, is_number, is_size
 from schedules.errors import GraphError, SizeError
-from schedules.language.arguments import MOST_ENTRIES, is_number, is_size
-from schedules.language.costs import ROUNDING, UNITS, Costs, Sizes, of_stage, require_stages
 from schedules.language.graph import Graph, chain
 from schedules.language.placement import Placement
+from schedules.replay.costs import ROUNDING, UNITS, Costs, Sizes, of_stage, require_stages
 
 Hops: TypeAlias = tuple[tuple[int, float], ...]
 """Other stages, each with the time of a transfer to or from it."""

@@ -15,7 +15,7 @@ from math import floor, inf
 
 from schedules.analysis.bounds.network import QueueNetwork
 from schedules.analysis.bounds.release import Heads
-from schedules.language.costs import ROUNDING
+from schedules.replay.costs import ROUNDING
 
 
 class Started:

@@ -4,9 +4,3 @@
 Every rank is a fiber that runs the script of a user. fpipe's own code for ranks in separate processes runs unchanged;
 only what it uses of torch.distributed, of threads and of the clock is replaced. Time passes only when nobody can go on.
 """
-
-from tests.common.world.fibers import Killed, StuckError, World
-from tests.common.world.network import Network
-from tests.common.world.patches import inhabit
-
-__all__ = ["Killed", "Network", "StuckError", "World", "inhabit"]

@@ -1,19 +1,151 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the script of a case in a simulated world, and let faults strike."""
+"""The training script of a case, as a user writes it, and its run in a simulated world in which faults strike."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from tests.common.world.drawing import RAISED, TIMEOUT, Fault
+import optree
+import torch
+from torch import Tensor
+
+import fpipe
+from fpipe.tensors.placed import local_part
+from tests.common.comparison import Result
+from tests.common.world.drawing import OPTIMIZERS, RAISED, TIMEOUT, Case, Fault
 from tests.common.world.fibers import Process, World
 from tests.common.world.network import Network
 from tests.common.world.patches import inhabit
-from tests.common.world.scripts import Script
+from tests.common.world.sharing import Shelf
+
+# ---------------------- The training script of a case, as a user writes it: every rank runs it, and so does one device
+
+
+def take_parts(tree: Any) -> Any:
+    """Return a tree of tensors with what this process holds of each DTensor."""
+    return optree.tree_map(local_part, tree, none_is_leaf=True)
+
+
+@dataclass
+class Script:
+    """A training loop.
+
+    - `results`: what each step of each rank returned; `looked`: what was computed after it.
+    - `states`: parameters, buffers and optimizer state of one device after each step.
+    - `final`: the same at the end, of each rank that came so far. `saved`: the last step that was saved.
+    """
+
+    case: Case
+    path: Path
+    shelf: Shelf
+    results: dict[tuple[int, int], Result] = field(default_factory=dict)
+    looked: dict[tuple[int, int], tuple[str, Result]] = field(default_factory=dict)
+    states: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
+    final: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
+    saved: int = 0
+
+    def build(self) -> tuple[Any, Any, Any]:
+        """Return the model, its batch, and its pipeline."""
+        setup = self.case.setup
+        model, batch, loss = self.make() if self.case.is_apart else self.shelf.keep("model", self.make)
+        how: dict[str, Any] = {"schedule": setup.schedule, "backward": setup.backward}
+        if setup.copies > 1:
+            how |= {"mesh": {"pp": setup.schedule.ranks, "copies": setup.copies}}
+            how |= {"shard" if setup.is_sharded else "dp": "copies"}
+        return model, batch, fpipe.pipeline(model, example=batch[0], targets=batch[1], loss=loss, **how)
+
+    def make(self) -> tuple[Any, tuple[Any, Any], Any]:
+        """Return the model, the batch and the loss, always the same."""
+        setup = self.case.setup
+        found = setup.find()
+        model, inputs, targets = found.make(setup.rows)
+        if setup.dtype != torch.float32:
+            model = model.to(setup.dtype)
+            inputs, targets = optree.tree_map(self._cast, (inputs, targets), none_is_leaf=True)
+        return model, (inputs, targets), found.loss
+
+    def _cast(self, leaf: Any) -> Any:
+        return leaf.to(self.case.setup.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    def train(self, rank: int, ready: Callable[[], None], between: Callable[[int], bool]) -> None:
+        """Build, resume if there is a checkpoint, and train; `between` says whether to go on after a step."""
+        model, batch, pipe = self.build()
+        (init, update), step = self.optimizer(), fpipe.value_and_grad(pipe, outputs=self.case.setup.outputs)
+        ready()
+        saved = [path for path in (self.path / "0", self.path / "1") if fpipe.is_checkpoint(path)]
+        if saved:
+            params, buffers, state, first, _ = fpipe.load(pipe, saved)
+        else:
+            params, buffers = pipe.init(model)
+            state, first = init(params), 0
+        self.loop(rank, pipe, (step, update), batch, (params, buffers, state, first), between)
+
+    def optimizer(self) -> Any:
+        """Return the functions of the optimizer."""
+        made, options = OPTIMIZERS[self.case.setup.optimizer]
+        return fpipe.optimizer(made, **options)
+
+    def loop(self, rank: int, pipe: Any, how: Any, batch: Any, start: Any, between: Callable[[int], bool]) -> None:
+        """Train from where a run is."""
+        case, (step, update), finish = self.case, how, list[Callable[[], None]]()
+        params, buffers, state, first = start
+        for i in range(first, case.steps):
+            out, grads = step(params, buffers, *batch, seed=i)
+            self.results[rank, i] = Result(out.loss, out.outputs, take_parts(dict(grads)), out.buffers)
+            buffers = out.buffers
+            if case.setup.clips:
+                grads, _ = fpipe.clip(pipe, grads, 0.1)
+            params, state = update(grads, state, params)
+            self.look(rank, i, pipe, params, buffers, batch)
+            if not between(i):
+                return
+            if rank < 0:
+                self.states[i] = params, buffers, state
+            elif case.saves:
+                self.save(i, pipe, finish, {"params": params, "buffers": buffers, "state": state})
+        while finish:
+            finish.pop()()
+        self.final[rank] = take_parts((params, buffers, state))
+
+    def look(self, rank: int, i: int, pipe: Any, params: Any, buffers: Any, batch: Any) -> None:
+        """Compute what a user wants to know after a step."""
+        if rank < 0 or self.case.looks == "evaluation":
+            got = fpipe.evaluate(pipe)(params, buffers, *batch, seed=i)
+            self.looked[rank, i] = "evaluation", Result(got.loss, got.outputs, {}, {})
+        elif self.case.looks == "prediction":
+            got = fpipe.predict(pipe)(params, buffers, batch[0], seed=i)
+            self.looked[rank, i] = "prediction", Result(None, got, {}, {})
+
+    def save(self, i: int, pipe: Any, finish: list[Callable[[], None]], held: dict[str, Any]) -> None:
+        """Save the run after a step, in the way of the case."""
+        path = self.path / str(i % 2 if self.case.saves == "turns" else 0)
+        while finish:
+            finish.pop()()
+        begun = fpipe.begin_save(pipe, path, **held, step=i + 1)
+        finish.append(partial(self.finish, begun, i + 1))
+        if self.case.saves != "begin":
+            finish.pop()()
+
+    def finish(self, begun: Callable[[], None], step: int) -> None:
+        """Finish to save."""
+        begun()
+        self.saved = max(self.saved, step)
+
+    def run_alone(self) -> None:
+        """Train on one device, as rank -1."""
+        model, batch, pipe = self.build()
+        (init, update), step = self.optimizer(), fpipe.reference(pipe, outputs=self.case.setup.outputs)
+        params, buffers = pipe.init(model)
+        self.loop(-1, pipe, (step, update), batch, (params, buffers, init(params), 0), lambda i: True)
+
+
+# ------------------------------------------------ Run the script of a case in a simulated world, and let faults strike
 
 PROMPT = 8.0  # simulated seconds within which ranks that are alive learn of what is not silent
 

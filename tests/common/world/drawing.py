@@ -3,11 +3,206 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
-from schedules import Schedule
-from tests.common.world.setups import Setup, draw_setup
+import torch
+
+import schedules
+from schedules import KINDS as ACTIONS
+from schedules import Schedule, SizeError, recompute, split_backward
+from schedules.files.csv import table
+from tests.common.cases import Case as Model
+from tests.common.random_models import GRAPH_NESTS, KINDS, NESTS, Again, Description, Leaf, Nest, Part, case_of
+from tests.common.zoo import ZOO
+
+# -------------------------- Draw a setup: a model, and the pipeline that trains it, from one seed; many cases share it
+
+FAMILIES = (
+    *("gpipe", "one_f_one_b", "one_f_one_b", "eager_1f1b", "kfkb", "zb_h1", "zb_h2", "zb_auto", "zb_v", "v_half"),
+    *("v_min", "v_1f1b", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble", "hanayo"),
+    *("dualpipe", "dualpipe_v", "chimera"),
+)
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
+}
+SHARDS = ("replicas", "shards")
+MODIFYING = ("norm", "average")
+"""Kinds of layers that modify buffers."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one device would train, and the pipeline that does: drawn once for many cases.
+
+    - `model`: a random one, or the name of one of the zoo. `copies`: those of the pipeline, on a mesh: replicas, or
+      shards if `is_sharded`.
+    """
+
+    model: Description | str = field(repr=False)
+    schedule: Schedule
+    copies: int
+    dtype: torch.dtype
+    backward: str
+    optimizer: str
+    clips: bool
+    outputs: bool
+    is_sharded: bool
+
+    @property
+    def processes(self) -> int:
+        """The number of processes, unless a restart changes it."""
+        return self.schedule.ranks * self.copies
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the batch: two in each microbatch."""
+        return 2 * self.schedule.microbatches * self.copies
+
+    def find(self) -> Model:
+        """Return the model, with its batch and its loss."""
+        return ZOO[self.model] if isinstance(self.model, str) else case_of(self.model)
+
+    def __str__(self) -> str:
+        model = self.model
+        if isinstance(model, Description):
+            kinds = sorted({leaf.kind for leaf in model.leaves})
+            model = f"{len(model.leaves)} layers ({', '.join(kinds)}), {model.returns}{', sequence' * model.sequence}"
+        return (
+            f"{self.schedule}\n"
+            f"  {model}, {self.dtype}, backward={self.backward}, {self.optimizer}{', clipped' * self.clips}"
+            f"{', outputs' * self.outputs}"
+            f"{f', {self.copies} {SHARDS[self.is_sharded]}' * (self.copies > 1)}"
+        )
+
+
+def draw_setup(random: Random) -> Setup:
+    """Return a model and its pipeline."""
+    how = draw_schedule(random)
+    backward = random.choice(["autograd", "autograd", "autograd", "graph"])
+    dtype = random.choice([torch.float32] * 4 + [torch.float64, torch.bfloat16])
+    model: Description | str = draw_model(random, how.stages, dtype, backward)
+    if random.random() < 0.3:
+        model, dtype = random.choice([*ZOO]), torch.float32
+    modifies = isinstance(model, str) or any(leaf.kind in MODIFYING for leaf in model.leaves)
+    return Setup(
+        model,
+        how,
+        2 if how.ranks < 3 and not modifies and random.random() < 0.4 else 1,
+        dtype,
+        backward,
+        random.choice(list(OPTIMIZERS)),
+        random.random() < 0.5,
+        random.random() < 0.5,
+        random.random() < 0.5 and dtype != torch.bfloat16,  # of which torch rounds updates of shards otherwise
+    )
+
+
+def draw_schedule(random: Random) -> Schedule:
+    """Return a schedule of a family, perhaps transformed, or one in any correct order."""
+    if random.random() < 0.3:
+        return draw_order(random)
+    while True:
+        made = getattr(schedules, random.choice(FAMILIES))
+        sizes = {
+            "ranks": random.choice([1, 2, 2, 2, 3, 3]),
+            "microbatches": random.randint(1, 4),
+            "memory": random.randint(1, 4),
+        }
+        known = {name: sizes.get(name, random.randint(1, 2)) for name in numbers_of(made)}
+        try:
+            how = made(**known)
+            if random.random() < 0.2:
+                how = split_backward(how)
+            if random.random() < 0.3:
+                chosen = [s for s in range(how.stages) if random.random() < 0.5]
+                how = recompute(how, tuple(chosen)) if chosen else how
+        except SizeError:
+            continue
+        if how.stages <= 5:
+            return how
+
+
+def numbers_of(made: Any) -> list[str]:
+    """Return the names of the numbers that a family takes."""
+    return [name for name, one in made.signature.parameters.items() if one.annotation in (int, "int")]
+
+
+def draw_order(random: Random) -> Schedule:
+    """Return a schedule that runs, again and again, any action whose inputs are there; any rank holds any stages."""
+    S, M = random.randint(2, 4), random.randint(1, 3)
+    homes = [random.randrange(3) for _ in range(S)]
+    used = sorted(set(homes))
+    rows: list[list[str]] = [[] for _ in used]
+    left = {}
+    for s in range(S):
+        for i in range(M):
+            kinds = random.choice(["F", "F", "CR"]) + random.choice(["B", "IW"])
+            left[s, i] = list(kinds)
+    forwards, backwards = set[tuple[int, int]](), set[tuple[int, int]]()
+    ascends = random.random() < 0.7  # else a model that modifies buffers is refused
+    while left:
+        able = [
+            (s, i)
+            for (s, i), kinds in left.items()
+            if (kinds[0] not in "FC" or s == 0 or (s - 1, i) in forwards)
+            and (kinds[0] not in "FC" or i == 0 or not ascends or (s, i - 1) in forwards)
+            and (kinds[0] not in "BI" or s == S - 1 or (s + 1, i) in backwards)
+        ]
+        s, i = random.choice(able)
+        kind = left[s, i].pop(0)
+        rows[used.index(homes[s])].append(f"{s}{kind}{i}")
+        if kind in "FC":
+            forwards.add((s, i))
+        if kind in "BI":
+            backwards.add((s, i))
+        if not left[s, i]:
+            del left[s, i]
+    return table(rows=tuple(",".join(row) for row in rows))
+
+
+def draw_layout(random: Random, how: Schedule) -> Schedule:
+    """Return a schedule on which to go on: another one, if both add gradients in ascending order, or the same."""
+    for stage in range(how.stages):
+        ranks = how.placement.replicas(stage)
+        order = [a.microbatch for a in how.actions(ranks[0]) if a.stage == stage and ACTIONS[a.kind].after == "done"]
+        if len(ranks) > 1 or order != sorted(order):
+            return how
+    made = random.choice([schedules.one_f_one_b, schedules.gpipe, schedules.zb_h1])
+    return made(ranks=random.randint(1, min(3, how.stages)), microbatches=how.microbatches)
+
+
+def draw_model(random: Random, stages: int, dtype: torch.dtype, backward: str) -> Description:
+    """Return a model with some layers per stage."""
+    plain = dtype != torch.float32
+    kinds = (
+        ["plain", "relu_", "mul_", "dropout", "norm", "sliced", "masked", "words"]
+        if plain
+        else [name for name, kind in KINDS.items() if backward == "autograd" or kind.graph]
+    )
+    nests = GRAPH_NESTS if plain or backward == "graph" else NESTS
+    sequence = random.random() < 0.15
+
+    def feeds() -> tuple[int, ...]:
+        return tuple(random.randrange(10) for _ in range(random.choice([0, 0, 1, 2])))
+
+    def part(depth: int) -> Part:
+        if depth and random.random() < 0.2:
+            return Nest(random.choice(nests), tuple(part(depth - 1) for _ in range(random.randint(1, 2))), feeds())
+        if random.random() < 0.1:
+            return Again(random.randrange(10), feeds())
+        kind = random.choice([one for one in kinds if one != "noted" or not sequence])
+        return Leaf(kind, feeds(), random.random() < 0.15, random.random() < 0.15)
+
+    parts = tuple(part(1) for _ in range(max(2, stages + random.randint(0, 1))))
+    ties = tuple((random.randrange(10), random.randrange(10)) for _ in range(random.choice([0, 0, 1])))
+    returns = "tensor" if sequence else random.choice(["tensor", "tree", "loss"])
+    return Description(parts, ties, returns, random.random() < 0.5, sequence)
+
+
+# ------------- Draw a case: a setup, a training loop, and what goes wrong in each of its runs, all of it from one seed
 
 FAULTS = {"raise": 3, "interrupt": 1, "exit": 1, "die": 4, "stop": 2, "nap": 2, "lose": 2, "leave": 1, "disk": 2}
 """Kinds of faults, and how often each is drawn."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -15,16 +16,13 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fpipe.checkpoints import manifest, save, shards
-from fpipe.meshes import arguments, holdings, peers
+from fpipe.checkpoints import manifest, save
+from fpipe.meshes import arguments, exchange, holdings
+from fpipe.network import board, distributed, groups, job, lookout, ranks, standing, waiting
 from fpipe.pipelines import builder
-from fpipe.runtime import executor, launch, ranks
-from fpipe.runtime.transport import board, calls, channels, control, creation, distributed, job, lookout, waiting
-from fpipe.training import optimizers
+from fpipe.runtime import executor
 from tests.common.world.fibers import Lock, Queue, Signal, World
 from tests.common.world.network import Group, Mesh, Network, Works
-
-USERS = (launch, board, calls, channels, control, creation, distributed, job, waiting, optimizers, arguments, peers)
 
 
 class Distributed:
@@ -128,6 +126,9 @@ class FiberThread:
     def start(self) -> None:
         self.world.start(self.world.process, self.name, self.target)
 
+    def join(self, timeout: float) -> None:
+        """Do nothing: the world ends its fibers itself."""
+
 
 class Bell:
     """The end of a socket pair that nobody writes to."""
@@ -181,20 +182,10 @@ class Files:
         self.world.step("fsync")
 
 
-class Turn:
-    """A lock that is always free: fibers run one at a time."""
-
-    def acquire(self, blocking: bool = True) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
-
-    def __enter__(self) -> bool:
-        return True
-
-    def __exit__(self, *_: object) -> None:
-        pass
+def users() -> list[Any]:
+    """Return the modules of fpipe that know `torch.distributed` as `dist`."""
+    found = [module for name, module in sys.modules.items() if name.startswith("fpipe.")]
+    return [module for module in found if vars(module).get("dist") is torch.distributed]
 
 
 @contextmanager
@@ -202,25 +193,25 @@ def inhabit(network: Network) -> Iterator[None]:
     """Return the context in which fpipe's ranks live in the world of a network."""
     world = network.world
     one = Distributed(network)
-    replaced: list[tuple[Any, str, Any]] = [(module, "dist", one) for module in USERS]
-    replaced += [(ranks, "TURN", Turn())]
-    for module in (board, creation, lookout):
+    replaced: list[tuple[Any, str, Any]] = [(module, "dist", one) for module in users()]
+    replaced += [(ranks, "TURN", mock.MagicMock())]
+    for module in (board, groups, lookout, standing):
         replaced += [
             (module, "Thread", lambda **options: FiberThread(world, **options)),
             (module, "Lock", lambda: Lock(world)),
         ]
     replaced += [
         (board, "Event", lambda: Signal(world)),
-        (creation, "Event", lambda: Signal(world)),
+        (groups, "Event", lambda: Signal(world)),
         (waiting, "has_gloo", lambda group: True),
-        (creation, "renew_store", lambda: None),
+        (groups, "renew_store", lambda: None),
         (board, "SimpleQueue", lambda: Queue(world)),
         (board, "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)),
         (lookout, "monotonic", lambda: world.now),
         (lookout, "socket", SimpleNamespace(socketpair=lambda: (Bell(world), Bell(world)), socket=object)),
         (distributed, "process_groups", lambda: list(world.process.open)),
-        (control, "process_groups", lambda: list(world.process.open)),
-        (control, "timeout_of", lambda group, device: group.room.timeout),
+        (groups, "process_groups", lambda: list(world.process.open)),
+        (groups, "timeout_of", lambda group, device: group.room.timeout),
         (job, "timeout_of", lambda group, device: group.room.timeout),
         (job, "count_groups", lambda: world.process.groups),
         (job, "name_groups_from", lambda count: setattr(world.process, "groups", count)),
@@ -228,8 +219,8 @@ def inhabit(network: Network) -> Iterator[None]:
         (arguments, "init_device_mesh", one.init_device_mesh),
         (holdings, "get_rank", one.get_rank),
         (holdings, "get_process_group_ranks", one.get_process_group_ranks),
-        (shards, "whole_tensor", one.whole_tensor),
-        (peers, "post_all_gather", one.gather_flat),
+        (save, "whole_tensor", one.whole_tensor),
+        (exchange, "post_all_gather", one.gather_flat),
         (builder.Builder, "_captures", stepped(world, "capture", builder.Builder._captures)),
         (save, "ThreadPoolExecutor", lambda **options: Writer(world)),
         (manifest, "os", Files(world)),

@@ -18,15 +18,14 @@ from unittest import mock
 
 from fpipe.meshes.copies import ALONE
 from fpipe.pipelines import modes
+from fpipe.pipelines.batch import Signature
 from fpipe.pipelines.builder import Builder
-from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.captures import Captures
+from fpipe.pipelines.memo import Memo
 from fpipe.pipelines.planner import Planner
-from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.record.capture.eager_types import hide_fakes
-from fpipe.record.questions import Ask
-from fpipe.record.reads.attribute_reads import Reads
-from fpipe.record.reads.watch import Watcher
+from fpipe.record.fakes.eager_types import hide_fakes
+from fpipe.record.questions import Ask, Question
 from fpipe.record.variant import Variant
 
 
@@ -45,35 +44,31 @@ class Shelf:
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Return the context in which pipelines take captures and stages from the shelf."""
-        captures, watch = Builder._captures, Watcher.watch
-        explore, assemble, plan = CaptureCache.explore, Planner._assemble, Planner._plan
+        captures = Builder._captures
+        explore, assemble, plan = Captures.explore, Planner._assemble, Planner._plan
 
-        def find_captures(builder: Builder, module: Any) -> CaptureCache:
+        def find_captures(builder: Builder, module: Any) -> Captures:
             key = "captures", id(module), builder.backend is None, builder.schedule.backward
             found = self.keep(key, lambda: (captures(builder, module), module))[0]
-            empty: dict[str, Any] = {name: {} for name in ("captured", "reads", "positions", "questions", "watches")}
-            return replace(found, batchings=builder.batchings, cuts=builder.cuts, **empty)
+            return replace(found, batchings=builder.batchings, cuts=builder.cuts, memo=Memo(builder.plans))
 
-        def find_capture(cache: CaptureCache, variant: Variant, microbatch: Any, ask: Ask) -> Any:
-            model, mode = id(cache.model), variant.capture
-            told, known = replace(microbatch, answers=()), iter(microbatch.answers)
-            while ("question", model, mode, told) in self.made:
-                cache.questions[mode, told] = question = self.made["question", model, mode, told]
-                told = told.with_answer(next(known, None) or ask(question))
-            if ("captured", model, mode, told) not in self.made:
+        def find_capture(cache: Captures, variant: Variant, microbatch: Any, ask: Ask) -> Any:
+            model, mode, known = id(cache.model), variant.capture, iter(microbatch.answers)
+            told, memo = replace(microbatch, answers=()), cache.memo.microbatches
+            while isinstance(found := self.made.get(("told", model, mode, told)), Question):
+                memo[mode, told] = found
+                told = told.with_answer(next(known, None) or ask(found))
+            if found is None:
                 with hide_fakes():
                     told = explore(cache, variant, told, ask)
-                for asked, question in cache.questions.items():
-                    self.made["question", model, *asked] = question
-                self.made["captured", model, mode, told] = cache.captured[mode, told], cache.reads[mode, told]
-            cache.captured[mode, told], cache.reads[mode, told] = self.made["captured", model, mode, told]
+                questions = {kind: one for kind, one in memo.items() if isinstance(one, Question)}
+                for kind, one in {**questions, (mode, told): memo[mode, told]}.items():
+                    self.made["told", model, *kind] = one
+            memo[mode, told] = self.made["told", model, mode, told]
             return told
 
-        def find_watch(watcher: Watcher, reads: Reads, training: bool) -> Any:
-            return self.keep(("watch", id(reads), training), lambda: (watch(watcher, reads, training), reads))[0]
-
         def find_assembly(made: Planner, variant: Variant, microbatch: Any) -> Any:
-            model, positions = id(made.captures.model), made.captures.of(variant, microbatch)[1]
+            model, positions = id(made.captures.model), made.captures.positions(variant, microbatch)
             ranks = () if made.backend is None else made.ranks
             key = "stages", model, variant, microbatch, positions, made.schedule.placement, made.summed, ranks
             with nullcontext() if key in self.made else hide_fakes():
@@ -83,25 +78,21 @@ class Shelf:
             if made.extra is not None:
                 return plan(made, variant, signature)
             cache, copies = made.captures, made.copies
-            caches = cache.captured, cache.reads, cache.positions, cache.watches, cache.questions
-            filled: list[dict[Any, Any]] = [made.assemblies, *caches]
 
-            def make() -> tuple[StepPlan, list[dict[Any, Any]]]:
-                return plan(made, variant, signature), [dict(one) for one in filled]
+            def make() -> tuple[StepPlan, dict[Any, Any]]:
+                return plan(made, variant, signature), dict(cache.memo.microbatches)
 
             layout = copies.replicas, copies.shards, copies.here, copies.own_rows, copies.mean, copies.gathered
             key = "plan", id(cache.model), variant, signature, made.schedule, made.summed, made.ranks, layout
             found, contents = self.keep((*key, made.backend is None), make)
-            for one, more in zip(filled, contents, strict=True):
-                one.update(more)
+            cache.memo.microbatches.update(contents)
             return found if copies is ALONE else replace(found, copies=copies)
 
         with (
             mock.patch.object(Planner, "_plan", find_plan),
             mock.patch.object(modes, "hide_fakes", nullcontext),
             mock.patch.object(Builder, "_captures", find_captures),
-            mock.patch.object(CaptureCache, "explore", find_capture),
-            mock.patch.object(Watcher, "watch", find_watch),
+            mock.patch.object(Captures, "explore", find_capture),
             mock.patch.object(Planner, "_assemble", find_assembly),
         ):
             yield

@@ -4,7 +4,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from tests.distributed.cases.registry import CASES
+from tests.distributed.cases.checks import CASES
 
 __all__ = ["CASES"]
 

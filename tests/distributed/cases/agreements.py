@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every public function that all ranks call, with an argument that differs or is wrong on one rank, or left out there.
+"""Ranks that disagree, or of which one refuses: all of them raise at once, by name, before any computes.
 
-`ROWS` is the matrix: a row for each function, a cell for each argument. In every cell all ranks raise at once, by name,
-before anything is computed; afterwards a step has the bits that it had before.
+`list_rows` is the matrix: a row for each public function that all ranks call, a cell for each argument, which differs
+or is wrong on one rank, or the call is left out there. Afterwards a step has the bits that it had before.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import contextlib
 import re
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -23,12 +25,18 @@ from torch import nn
 from torch.nn.functional import l1_loss, mse_loss
 
 import fpipe
+from fpipe.network.fingerprint import describe_value
 from fpipe.tensors.tree import same_bits
-from schedules import Link, forward_only, gpipe, one_f_one_b
+from schedules import B, F, Link, dualpipe, forward_only, gpipe, one_f_one_b, schedule
 from tests.common.cases import WIDTH
 from tests.common.layers import linears
-from tests.distributed.cases.checks import gather, raises
-from tests.distributed.cases.registry import case
+from tests.common.lookalikes import LOOKALIKES
+from tests.common.loops import loop
+from tests.common.running import build
+from tests.common.zoo import ZOO
+from tests.distributed.cases.checks import case, gather, raises
+
+# ---------------------------------------------------------------------- the matrix of calls and their arguments
 
 CULPRIT = 1
 AT_ONCE = 10.0  # seconds, on a machine with other work; a hundredth on a quiet one
@@ -73,7 +81,7 @@ class Row(NamedTuple):
     named: str = ""
 
 
-def build(run: Run, **options: Any) -> Any:
+def build_again(run: Run, **options: Any) -> Any:
     made = {**run.batch, "schedule": run.schedule, **options}
     return fpipe.pipeline(made.pop("model", run.model), **made)
 
@@ -134,7 +142,7 @@ def list_rows(run: Run) -> dict[str, Row]:
     other = {name: p + 1 for name, p in run.held["params"].items()}
     return {
         "pipeline": Row(
-            build,
+            build_again,
             {
                 "schedule": (gpipe(run.size, 4), run.schedule),
                 "mesh": ({"pp": run.size, "dp": 1}, None),
@@ -158,7 +166,7 @@ def list_rows(run: Run) -> dict[str, Row]:
         "a step": Row(
             Run.take_step,
             {**seeds, "onto": (run.grads, None), "scale": (2.0, 4.0), "total": (4.0, 8.0)},
-            {**wrong, "onto": {"x": x}, "scale": -1.0, "total": "x"},
+            {**wrong, "inputs sparse": (x.to_sparse(),), "onto": {"x": x}, "scale": -1.0, "total": "x"},
         ),
         "train_step": Row(
             make_train_step,
@@ -169,7 +177,7 @@ def list_rows(run: Run) -> dict[str, Row]:
         "clip": Row(
             clip,
             {"max_norm": (1.0, 2.0), "order": (1.0, 2.0), "names": ("*.bias", "*")},
-            {"grads": {"x": x}, "max_norm": "x", "donate": 3, "names": "none"},
+            {"grads": {"x": x}, "max_norm": "x", "order": float("nan"), "donate": 3, "names": "none"},
         ),
         "norm": Row(
             lambda run, **o: fpipe.norm(run.pipe, **{"grads": run.grads, **o}),
@@ -265,7 +273,7 @@ def end(run: Run, rank: int) -> None:
         shutil.rmtree(run.folder)
 
 
-@case
+@case(sizes=[2])
 def arguments_that_differ_on_one_rank(rank, size):
     run = Run(size)
     for name, row, argument, (own, others) in cells(list_rows(run), "differs"):
@@ -276,7 +284,7 @@ def arguments_that_differ_on_one_rank(rank, size):
     end(run, rank)
 
 
-@case
+@case(sizes=[2])
 def arguments_that_are_wrong_on_one_rank(rank, size):
     run = Run(size)
     for name, row, argument, value in cells(list_rows(run), "wrong"):
@@ -288,7 +296,7 @@ def arguments_that_are_wrong_on_one_rank(rank, size):
     end(run, rank)
 
 
-@case
+@case(sizes=[2])
 def calls_that_one_rank_leaves_out(rank, size):
     run = Run(size)
     rows = list_rows(run)
@@ -300,7 +308,7 @@ def calls_that_one_rank_leaves_out(rank, size):
     end(run, rank)
 
 
-@case
+@case(sizes=[2])
 def optimizers_that_differ_on_one_rank(rank, size):
     """In class, options, groups, patterns, and what else the update is made of."""
     run = Run(size)
@@ -318,7 +326,7 @@ def optimizers_that_differ_on_one_rank(rank, size):
     end(run, rank)
 
 
-@case
+@case(sizes=[2])
 def checkpoints_that_one_rank_sees_otherwise(rank, size):
     """The same path, step and data, but other values: each rank is where another run has saved."""
     run = Run(size)
@@ -331,3 +339,269 @@ def checkpoints_that_one_rank_sees_otherwise(rank, size):
             with raises(fpipe.TransportError, *words), at_once():
                 fpipe.load(run.pipe, path)
     end(run, rank)
+
+
+# -------------------------- Ranks that build different pipelines: all of them raise an error that names the difference
+
+ALL_TANH = replace(ZOO["mlp"], build=lambda: linears(nn.Tanh, nn.Tanh, nn.Tanh))
+
+
+@case(day=[2, 4])
+def another_number_of_ranks(rank, size):
+    words = (f"{size} processes", f"schedule's {size + 1} ranks", f"Start {size + 1}", f"ranks={size}")
+    with raises(fpipe.TransportError, *words):
+        fpipe.pipeline(
+            nn.Sequential(*[nn.Linear(4, 4) for _ in range(size + 1)]),
+            example=(torch.randn(4, 4),),
+            loss=torch.mean,
+            schedule=one_f_one_b(ranks=size + 1, microbatches=2),
+        )
+
+
+def backwards(count):
+    return reversed(range(count))
+
+
+def in_order(order):
+    """Return a user's schedule whose name and arguments do not tell its body."""
+
+    @schedule()
+    def mine(rank, ranks, microbatches):
+        for i in order(microbatches):
+            yield F(rank, i)
+        for i in order(microbatches):
+            yield B(rank, i)
+
+    return mine
+
+
+def list_differences(odd, size):
+    """Yield what the rank that is `odd` builds otherwise, and what all ranks then say."""
+    mlp, how = ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4)
+    pick = lambda own, others: own if odd else others  # noqa: E731
+    yield (mlp, pick(one_f_one_b(size, 2), how)), {}, ("- schedule: got on", "microbatches=2", "microbatches=4")
+    yield (mlp, pick(gpipe(size, 4), how)), {}, ("- schedule: got on", "one_f_one_b", " gpipe(")
+    cuts = pick(("1", "3", "6"), ("2", "4", "6"))[: size - 1]
+    yield (mlp, how), {"cuts": cuts}, ("- cuts: got on", "before units", "; on rank")
+    tied = pick("sum", "exact")
+    yield (ZOO["tied_sequence"], how), {"tied": tied}, ("- tied: got on", "summed: ", ": nothing")
+    same = {"cuts": ("2", "4", "6")[1 - size :]}
+    yield (pick(ALL_TANH, mlp), how), same, ("- model: got on", "tanh", "relu")
+    yield (pick(ZOO["frozen_below"], mlp), how), same, ("frozen",)
+    yield (mlp, in_order(pick(backwards, range))(size, 4)), {}, ("- program: got on", "0F3 0F2", "0F0 0F1")
+
+
+@case
+def pipelines_that_differ_on_one_rank(rank, size):
+    """Other schedules, cuts, ties, operators, frozen parameters, and bodies of schedules that are called the same."""
+    for built, options, words in list_differences(rank == 1, size):
+        with raises(fpipe.TransportError, f"rank {rank}", "on rank 1: ", *words) as raised:
+            build(*built, 8, **options)
+        assert len(raised.text) < 1000
+    assert "- schedule" not in raised.text
+
+
+def counting(factor):
+    return lambda inputs, targets: len(targets) * factor
+
+
+def cutting(first):
+    return lambda leaf, microbatches: list(leaf.chunk(microbatches)) if first else list(leaf.split(2))
+
+
+@case
+def other_functions_on_one_rank(rank, size):
+    """Functions are compared by their bodies and the contents of their cells, not by names or addresses."""
+    one = ZOO["mlp"]
+    model, inputs, targets = one.make(8)
+    common = {"example": inputs, "targets": targets, "cuts": one.at(size), "loss": one.loss}
+    common["schedule"] = one_f_one_b(ranks=size, microbatches=4)
+    for options, words in (
+        ({"weight": counting(1 + (rank == 1))}, ("- weight: got on", "cell factor: 1", "on rank 1: cell factor: 2")),
+        ({"batch_dims": cutting(rank == 1)}, ("- batch_dims: got on", "on rank 1: cell first: True")),
+        ({"batch_dims": cutting(True) if rank else 0}, ("- batch: got on rank 0",)),
+        ({"loss": one.loss if rank else lambda x, y: one.loss(y, x)}, ("- loss: got on rank 0",)),
+    ):
+        with raises(fpipe.TransportError, *words):
+            fpipe.pipeline(model, **(common | options))
+    fpipe.pipeline(model, **(common | {"weight": counting(3), "batch_dims": cutting(True)}))
+
+
+class Shifted(nn.Sequential):
+    """Adds a tensor that is neither parameter nor buffer."""
+
+    def __init__(self, by):
+        super().__init__(*[nn.Linear(6, 6) for _ in range(4)])
+        self.by = torch.full((6,), by)
+
+    def forward(self, x):
+        return super().forward(x) + self.by
+
+
+@case
+def other_tensor_attributes(rank, size):
+    def built(by):
+        torch.manual_seed(0)
+        x = torch.randn(4, 6)
+        how = one_f_one_b(ranks=size, microbatches=2)
+        return fpipe.pipeline(Shifted(by), example=(x,), loss=torch.sum, schedule=how)
+
+    with raises(
+        fpipe.TransportError, "- tensors that are neither parameters nor buffers: got on rank 0", "[6] of values"
+    ):
+        built(float(rank == 0))
+    built(1.0)
+
+
+# ---------------- Steps that one rank refuses, or in which it does something else: all ranks raise before any computes
+
+
+@case
+def refused_on_every_rank(rank, size):
+    """Each rank says what is wrong before anything is sent; a valid step works afterwards."""
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    params, buffers = pipe.init(model)
+    step = fpipe.value_and_grad(pipe)
+    for _ in range(2):
+        with raises(fpipe.InputError, "params", "missing"):
+            step({}, buffers, inputs, targets)
+        with raises(fpipe.InputError, "params", "unexpected", "pipe.init(model)"):
+            step(dict(model.named_parameters()), buffers, inputs, targets)
+    out, _ = step(params, buffers, inputs, targets)
+    assert same_bits(out.loss, loop(model, ZOO["mlp"].loss, inputs, targets, 4).loss)
+
+
+@case
+def refused_on_one_rank(rank, size):
+    """If one rank refuses a step, all ranks raise at once; a valid step works afterwards."""
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+    for culprit, bad, words in (
+        (0, (None, targets), ["inputs[0]: got nothing", "a stage of this rank reads it"]),
+        (size - 1, (inputs, None), ["targets: got nothing"]),
+        (1, ([*inputs], targets), ["inputs: got the tree"]),
+    ):
+        if rank == culprit:
+            with raises(fpipe.InputError, *words):
+                step(*state, *bad)
+        else:
+            with raises(fpipe.TransportError, f"- rank {culprit}: InputError: ", *words):
+                step(*state, inputs, targets)
+    out, _ = step(*state, inputs, targets)
+    assert same_bits(out.loss, loop(model, ZOO["mlp"].loss, inputs, targets, 4).loss)
+
+
+@case
+def altered_checkpoints(rank, size):
+    """Each rank compares some of the checksums; if one differs, all ranks raise, or take the checkpoint before."""
+    pipe, model, _, _ = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    params, buffers = pipe.init(model)
+    folder = Path(gather(tempfile.mkdtemp() if rank == 0 else "")[0])
+    for step in (1, 2):
+        fpipe.save(pipe, folder / f"{step}", params=params, buffers=buffers, step=step)
+    if rank == 0:
+        (shard,) = (folder / "2").glob(f"save-1/*-00002-of-{size:05}.safetensors")
+        data = shard.read_bytes()
+        shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    gather(None)
+    expected = (fpipe.InputError, "the file was altered") if rank == 1 else (fpipe.TransportError, "was altered")
+    with raises(*expected):
+        fpipe.load(pipe, folder / "2")
+    assert fpipe.load(pipe, [folder / "2", folder / "1"]).step == 1
+    gather(None)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@case
+def one_batch_ahead(rank, size):
+    """One rank is a batch ahead, in two sizes that all ranks have seen; a valid step works afterwards."""
+    one = ZOO["mlp"]
+    pipe, model, inputs, targets = build(one, one_f_one_b(ranks=size, microbatches=4), 8)
+    state, step, evaluate = pipe.init(model), fpipe.value_and_grad(pipe), fpipe.evaluate(pipe)
+    batches = [(inputs, targets), ((inputs[0][:4],), targets[:4])]
+    for batch in batches:
+        step(*state, *batch)
+        evaluate(*state, *batch)
+    for function, called in ((step, "a step (call"), (evaluate, "an evaluation (call")):
+        words = ("inputs[0]: float32[8, ", "inputs[0]: float32[4, ", "on rank 0")
+        with raises(fpipe.TransportError, f"rank {rank}, {called}", "- batch: got", *words) as raised:
+            function(*state, *batches[rank == 0])
+        assert len(raised.text) < 700
+    assert same_bits(step(*state, *batches[0])[0].loss, loop(model, one.loss, *batches[0], 4).loss)
+
+
+@case
+def another_pipeline_on_one_rank(rank, size):
+    how = one_f_one_b(ranks=size, microbatches=4)
+    one, two = (build(ZOO[name], how, 8, ("2", "4", "6")[: size - 1]) for name in ("mlp", "frozen_below"))
+    pipe, model, *batch = two if rank else one
+    step = fpipe.value_and_grad(pipe)
+    with raises(fpipe.TransportError, "- pipeline: got on rank 0: parameters: ", "trained", "frozen"):
+        step(*pipe.init(model), *batch)
+
+
+@case
+def other_settings_on_one_rank(rank, size):
+    """Autocast, the default dtype, and the seed."""
+    pipe, model, inputs, targets = build(ZOO["dropping"], one_f_one_b(ranks=size, microbatches=4), 8, capture="trace")
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+    with (
+        raises(fpipe.TransportError, "- variant: got on rank 0: Variant(", "torch.bfloat16"),
+        torch.autocast("cpu", enabled=rank == 0),
+    ):
+        step(*state, inputs, targets, seed=1)
+    torch.set_default_dtype(torch.float32 if rank else torch.float64)
+    try:
+        refused = fpipe.TransportError if rank else fpipe.InputError
+        with raises(refused, "torch: the default dtype: got torch.float64, expected torch.float32"):
+            step(*state, inputs, targets, seed=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with raises(fpipe.TransportError, "- seed: got on rank 0: 0; on rank 1: 1"):
+        step(*state, inputs, targets, seed=rank)
+    step(*state, inputs, targets, seed=1)
+
+
+@case
+def other_values_of_what_several_ranks_hold(rank, size):
+    """Tied parameters and stages with replicas are compared before the first step."""
+    for name, how in (
+        ("tied_sequence", one_f_one_b(ranks=size, microbatches=4)),
+        ("mlp", dualpipe(ranks=size, microbatches=4)),
+    ):
+        pipe, model, inputs, targets = build(ZOO[name], how, 8)
+        params, buffers = pipe.init(model)
+        first = next(iter(params)) if rank == size - 1 else None
+        other = {n: p + 1 if n == first else p for n, p in params.items()}
+        with raises(fpipe.TransportError, "hold copies: got different values on ranks 0 and", "checkpoint"):
+            fpipe.value_and_grad(pipe)(other, buffers, inputs, targets)
+        fpipe.value_and_grad(pipe)(params, buffers, inputs, targets)
+
+
+@case
+def a_second_thread(rank, size):
+    """While one thread runs a step, another is refused by name, and changes nothing."""
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    state, found = pipe.init(model), []
+
+    def elsewhere():
+        with raises(fpipe.TransportError, "in thread 'another'", "one thread at a time") as raised:
+            fpipe.evaluate(pipe)(*state, inputs, targets)
+        found.append(raised.text)
+
+    def record(span):
+        thread = threading.Thread(target=elsewhere, name="another")
+        thread.start()
+        thread.join()
+
+    out, _ = fpipe.value_and_grad(pipe, record=record)(*state, inputs, targets)
+    assert len(found) > 8
+    assert same_bits(out.loss, loop(model, ZOO["mlp"].loss, inputs, targets, 4).loss)
+
+
+@case
+def functions_are_described_alike(rank, size):
+    """Descriptions are equal in all processes, each of which hashes strings differently."""
+    for one, two in LOOKALIKES.values():
+        found = gather((describe_value(one), describe_value(two)))
+        assert found == [found[0]] * size

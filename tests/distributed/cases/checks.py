@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that cases share: exact results over all ranks together, and errors that say certain words."""
+"""The registry of cases, and the checks that they share: exact results over all ranks together, and errors."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -9,7 +13,38 @@ from schedules import Schedule
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
 from tests.common.running import FRONT_END, build, run, run_reference
+from tests.common.sizes import NIGHTLY
 from tests.common.zoo import ZOO
+
+
+class Case(NamedTuple):
+    """A function of (rank, size) that all ranks of a job call together, and the sizes of the jobs that run it."""
+
+    run: Callable[[int, int], object]
+    by_night: Collection[int]
+    by_day: Collection[int]
+
+
+CASES: dict[str, Case] = {}
+LAST = "after_the_group_is_gone"
+
+
+def case(function=None, *, sizes: Collection[int] = (2, 4), day: Collection[int] | None = None, name: str = ""):
+    """Add a function to `CASES` under its name; `sizes` are those of the jobs that run it by night.
+
+    By day, it runs on two ranks, or on `day` if a rank in the middle could go wrong, or if it takes long.
+    """
+    if function is None:
+        return partial(case, sizes=sizes, day=day, name=name)
+    by_day = day if day is not None else [2] if 2 in sizes else sizes
+    CASES[name or function.__name__] = Case(function, sizes, by_day)
+    return function
+
+
+def names(size: int) -> list[str]:
+    """Return the names of the cases that one job of this size runs now, in order."""
+    chosen = [name for name, one in CASES.items() if size in (one.by_night if NIGHTLY else one.by_day)]
+    return sorted(chosen, key=lambda name: (name == LAST, name))
 
 
 def gather(value):

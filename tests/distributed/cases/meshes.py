@@ -7,14 +7,15 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -24,31 +25,34 @@ from fpipe.tensors.placed import local_part, without_partial
 from fpipe.tensors.tree import same_bits
 from schedules import interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from tests.common import tensor_parallel
+from tests.common.comparison import require_part
+from tests.common.running import build
 from tests.common.sizes import NIGHTLY
 from tests.common.tensor_parallel import whole
 from tests.common.training import llama
 from tests.common.zoo import ZOO
-from tests.distributed.cases.checks import gather, raises
-from tests.distributed.cases.registry import case
+from tests.distributed.cases.checks import case, gather, raises
 
 FAMILIES = {"1f1b": one_f_one_b, "interleaved": interleaved_1f1b, "zb_h1": zb_h1, "zb_v": zb_v}
 STEPS, LIMIT, MICROBATCHES, RATE = 20 if NIGHTLY else 2, 0.3, 2, 0.01
+NEAR = 1e-6
+HOW = one_f_one_b(ranks=2, microbatches=MICROBATCHES)
 
 
 class Run(NamedTuple):
     """The end of a training run, by the parameters' names: what this process holds, and norms by step."""
 
-    params: Mapping[str, torch.Tensor]
+    params: Mapping[str, Tensor]
     state: Mapping[str, Mapping[str, Any]]
-    norms: list[torch.Tensor]
+    norms: list[Tensor]
 
 
 class Task(NamedTuple):
     """A model to train, its loss, and the batches of all steps."""
 
-    model: nn.Module
-    loss: Callable[..., torch.Tensor]
-    data: list[tuple[torch.Tensor, torch.Tensor]]
+    model: Any
+    loss: Callable[..., Tensor]
+    data: list[tuple[Tensor, Tensor]]
 
 
 @cache
@@ -76,24 +80,39 @@ def grouped_query_llama() -> Task:
     return Task(model, loss, [(ids.roll(k, 0), ids.roll(k + 1, 1)) for k in range(STEPS)])
 
 
-def split_gpt() -> Task:
-    """A GPT whose modules are split over `tp`, sequences between them too."""
+def parallel_gpt() -> Task:
     ids, wanted = tensor_parallel.words()
     data = [(torch.cat([ids, wanted]).roll(k, 0), torch.cat([wanted, ids]).roll(k, 0)) for k in range(STEPS)]
     return Task(tensor_parallel.GPT(), tensor_parallel.entropy, data)
 
 
 TASKS = {"gpt": gpt, "llama": grouped_query_llama}
+SPLIT_TASKS = {
+    "split_gpt": (parallel_gpt, tensor_parallel.by_sequence),
+    "split_llama": (grouped_query_llama, tensor_parallel.split_llama),
+}
+"""Models whose modules are split over `tp`, and how they are."""
 
 
-def train_without_a_pipeline(task: Task, mesh: DeviceMesh, copies: int, mine: int) -> Run:
+def make_task(name: str, mesh: DeviceMesh | None, double: bool = False) -> Task:
+    """Return a task, whose model is split over the mesh if it is one of those, and in double precision if asked for."""
+    make, split = SPLIT_TASKS.get(name) or (TASKS[name], None)
+    task = make()
+    model = task.model.double() if double else task.model
+    return task._replace(model=split(model, mesh["tp"]) if split and mesh else model)
+
+
+def train_by_torch(task: Task, mesh: DeviceMesh) -> Run:
     """The training run of torch's own data parallelism: `fully_shard`, or, without shards, an all-reduce by hand."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # it returns a view, which nobody writes to
     model, loss, data = task
-    model = copy.deepcopy(model)
-    sharded = "fsdp" in (mesh.mesh_dim_names or ())
+    around = mesh[tuple(name for name in mesh.mesh_dim_names or () if name in ("dp", "fsdp"))]
+    sharded = "fsdp" in (around.mesh_dim_names or ())
     if sharded:
         for module in (*layers_of(model), model):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=around)
+    copies, mine = around.size(), around.mesh.flatten().tolist().index(dist.get_rank())
+    clip = clip_apart if "tp" in (mesh.mesh_dim_names or ()) else nn.utils.clip_grad_norm_
     adam, norms = torch.optim.AdamW(model.parameters(), lr=RATE), []
     for x, y in data:
         rows = zip(*[one.chunk(copies)[mine].chunk(MICROBATCHES) for one in (x, y)], strict=True)
@@ -102,19 +121,39 @@ def train_without_a_pipeline(task: Task, mesh: DeviceMesh, copies: int, mine: in
                 model.set_requires_gradient_sync(i == MICROBATCHES - 1)
             (loss(model(a), b) / MICROBATCHES).backward()
         for p in model.parameters() if not sharded else ():
-            dist.all_reduce(p.grad, group=mesh.get_group())
+            p.grad = without_partial(p.grad)
+            dist.all_reduce(local_part(p.grad), group=around.get_group())
             p.grad /= copies
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
-        norms.append(whole(norm))
+        norms.append(whole(clip(model.parameters(), LIMIT)))
         adam.step()
         adam.zero_grad()
     named = dict(model.named_parameters())
     return Run({name: p.detach() for name, p in named.items()}, {n: adam.state[p] for n, p in named.items()}, norms)
 
 
-def train_with_a_pipeline(task: Task, mesh: DeviceMesh, how: Any, within: bool, **options: Any) -> Run:
+def layers_of(model: Any) -> nn.ModuleList:
+    return model.blocks if hasattr(model, "blocks") else model.model.layers
+
+
+def clip_apart(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    """Clip by the norm of all norms, as torch does on one device and on a mesh of one dimension.
+
+    Its own `clip_grad_norm_` refuses plain gradients beside DTensors. On a mesh of two dimensions, it divides the norm
+    of what is replicated by sqrt(n) and adds up n squares, which may change the last bit.
+    """
+    grads = [p.grad for p in parameters]
+    total = torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(grad)) for grad in grads]))
+    for grad in grads:
+        local_part(grad).mul_(torch.clamp(limit / (total + 1e-6), max=1.0))
+    return total
+
+
+def train_with_a_pipeline(task: Task, mesh: DeviceMesh, family: str, within: bool) -> Run:
     """The same run by fpipe; updates are in the step if `within`."""
     model, loss, data = task
+    how, names = FAMILIES[family](ranks=2, microbatches=MICROBATCHES), mesh.mesh_dim_names or ()
+    options: dict[str, Any] = {"dp": "dp"} if "dp" in names else {}
+    options |= {"shard": fpipe.Sharded("fsdp", gathered=1)} if "fsdp" in names else {}
     x, y = data[0]
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, mesh=mesh, **options)
     params, buffers = pipe.init(model)
@@ -135,164 +174,106 @@ def train_with_a_pipeline(task: Task, mesh: DeviceMesh, how: Any, within: bool, 
 
 def require_same_run(got: Run, wanted: Run) -> None:
     """Require the same bits of everything that this process holds."""
-    assert all(map(same_bits, got.norms, wanted.norms)), (got.norms, wanted.norms)
-    for name, p in got.params.items():
-        assert same_bits(local_part(p), local_part(wanted.params[name])), name
-        for slot in ("exp_avg", "exp_avg_sq"):
-            assert same_bits(local_part(got.state[name][slot]), local_part(wanted.state[name][slot])), (name, slot)
+    require_part([got.norms, got.params], [wanted.norms, wanted.params])
+    for name, slot in product(got.params, ("exp_avg", "exp_avg_sq")):
+        require_part(got.state[name][slot], wanted.state[name][slot], f"{slot} of {name}")
 
 
-def clip_apart(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
-    """Clip by the norm of all norms, as torch does on one device and on a mesh of one dimension.
-
-    Its own `clip_grad_norm_` refuses plain gradients beside DTensors. On a mesh of two dimensions, it divides the norm
-    of what is replicated by sqrt(n) and adds up n squares, which may change the last bit.
-    """
-    grads = [p.grad for p in parameters]
-    total = torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(grad)) for grad in grads]))
-    for grad in grads:
-        local_part(grad).mul_(torch.clamp(limit / (total + 1e-6), max=1.0))
-    return total
+def training_has_the_bits_of_torch(name: str, family: str, sizes: Mapping[str, int], rank: int, size: int) -> None:
+    mesh = mesh_of(**sizes)
+    wanted = train_by_torch(make_task(name, mesh), mesh)
+    for within in (False,) if "tp" in sizes else (False, True) if NIGHTLY else (True,):
+        require_same_run(train_with_a_pipeline(make_task(name, mesh), mesh, family, within), wanted)
 
 
-class Split(NamedTuple):
-    """A task whose modules are split over `tp`, and how they are."""
-
-    make: Callable[[], Task]
-    over: Callable[[Any, DeviceMesh], nn.Module]
+def flatten(params: Any, state: Any) -> dict[str, Tensor]:
+    moments = {f"{slot} of {name}": state[name][slot] for name in params for slot in ("exp_avg", "exp_avg_sq")}
+    return {name: whole(tensor.detach()) for name, tensor in (params | moments).items()}
 
 
-SPLITS = {
-    "split_gpt": Split(split_gpt, tensor_parallel.by_sequence),
-    "split_llama": Split(grouped_query_llama, tensor_parallel.split_llama),
-}
-
-
-def _make_split_case(name: str, family: str, **sizes: int) -> None:
-    """The same with modules that are split over `tp`: torch's own way is `fully_shard` of what it has parallelized."""
-    around = next(name for name in sizes if name not in ("pp", "tp"))
-
-    def run(rank: int, size: int) -> None:
-        mesh, split = mesh_of(**sizes), SPLITS[name]
-        wanted = train_split(split, mesh, around)
-        made = split.make()
-        made = made._replace(model=split.over(made.model, mesh["tp"]))
-        options = {"shard": fpipe.Sharded("fsdp", gathered=1)} if around == "fsdp" else {"dp": "dp"}
-        got = train_with_a_pipeline(made, mesh, FAMILIES[family](ranks=2, microbatches=MICROBATCHES), False, **options)
-        require_same_run(got, wanted)
-
-    run.__name__ = f"{name}_{family}_on_{'_'.join(f'{size}_{name}' for name, size in sizes.items())}"
-    case(run)
-
-
-def train_split(split: Split, mesh: DeviceMesh, around: str) -> Run:
-    """The training run of a parallelized model without a pipeline."""
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # it returns a view, which nobody writes to
-    model, loss, data = split.make()
-    model, copies = split.over(model, mesh["tp"]), mesh[around].size()
-    for module in (*layers_of(model), model) if around == "fsdp" else ():
-        fully_shard(module, mesh=mesh["fsdp"])
-    adam, norms, mine = torch.optim.AdamW(model.parameters(), lr=RATE), [], mesh.get_local_rank(around)
+def train_on_one_device(task: Task) -> dict[str, Tensor]:
+    """Return the parameters and their moments after plain training with whole batches."""
+    model, loss, data = task
+    adam = torch.optim.AdamW(model.parameters(), lr=RATE)
     for x, y in data:
-        rows = zip(*[one.chunk(copies)[mine].chunk(MICROBATCHES) for one in (x, y)], strict=True)
-        for i, (a, b) in enumerate(rows):
-            if around == "fsdp":
-                model.set_requires_gradient_sync(i == MICROBATCHES - 1)
-            (loss(model(a), b) / MICROBATCHES).backward()
-        for p in model.parameters() if around == "dp" else ():
-            p.grad = without_partial(p.grad)
-            dist.all_reduce(local_part(p.grad), group=mesh.get_group("dp"))
-            p.grad /= copies
-        norms.append(clip_apart(model.parameters(), LIMIT))
-        adam.step()
         adam.zero_grad()
-    named = dict(model.named_parameters())
-    return Run(
-        {name: p.detach() for name, p in named.items()}, {name: adam.state[p] for name, p in named.items()}, norms
-    )
+        loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        adam.step()
+    return flatten(dict(model.named_parameters()), {name: adam.state[p] for name, p in model.named_parameters()})
 
 
-def layers_of(model: Any) -> nn.ModuleList:
-    return model.blocks if hasattr(model, "blocks") else model.model.layers
+def training_ends_near_one_device(sizes: Mapping[str, int], rank: int, size: int) -> None:
+    """In double precision: AdamW divides a gradient by its own size, so in single precision it turns the rounding noise
+    of a gradient that is zero, such as that of a key's bias in attention, into steps as large as any.
+    """
+    mesh = mesh_of(**sizes)
+    for name in SPLIT_TASKS if "tp" in sizes else TASKS:
+        wanted = train_on_one_device(make_task(name, None, double=True))
+        for family in FAMILIES:
+            run = train_with_a_pipeline(make_task(name, mesh, double=True), mesh, family, within=False)
+            found = flatten(run.params, run.state)
+            assert found, "this rank holds parameters"
+            for leaf, tensor in found.items():
+                far = (tensor - wanted[leaf]).abs().max().item()
+                assert far < NEAR, (family, leaf, far)
 
 
-def _make_case(task: str, family: str, **sizes: int) -> None:
-    def run(rank: int, size: int) -> None:
-        mesh = mesh_of(**sizes)
-        around = [name for name in sizes if name != "pp"]
-        copies = [sizes.get("dp", 1), sizes.get("fsdp", 1)]
-        mine = (mesh.get_local_rank("dp") if "dp" in sizes else 0) * copies[1]
-        mine += mesh.get_local_rank("fsdp") if "fsdp" in sizes else 0
-        made = TASKS[task]()
-        wanted = train_without_a_pipeline(made, mesh[tuple(around)], copies[0] * copies[1], mine)
-        options = {"dp": "dp"} if "dp" in sizes else {}
-        options |= {"shard": fpipe.Sharded("fsdp", gathered=1)} if "fsdp" in sizes else {}
-        how = FAMILIES[family](ranks=sizes["pp"], microbatches=MICROBATCHES)
-        for within in (False, True) if NIGHTLY else (True,):
-            require_same_run(train_with_a_pipeline(made, mesh, how, within, **options), wanted)
-
-    run.__name__ = f"{task}_{family}_on_{'_'.join(f'{size}_{name}' for name, size in sizes.items())}"
-    case(run)
+def spell(sizes: Mapping[str, int]) -> str:
+    return "_".join(f"{size}_{name}" for name, size in sizes.items())
 
 
-for _task in TASKS:
-    for _family in FAMILIES:
-        _make_case(_task, _family, pp=2, dp=2)
-        _make_case(_task, _family, pp=2, fsdp=2)
-        _make_case(_task, _family, pp=2, dp=2, fsdp=2)
+BY_DAY = {"gpt_zb_v_on_2_pp_2_dp", "gpt_interleaved_on_2_pp_2_fsdp", "gpt_zb_h1_on_2_pp_2_dp_2_fsdp"}
+BY_DAY |= {"split_gpt_zb_v_on_2_pp_2_fsdp_2_tp"}
+PLAIN = [{"pp": 2, "dp": 2}, {"pp": 2, "fsdp": 2}, {"pp": 2, "dp": 2, "fsdp": 2}]
+SPLIT = [{"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "fsdp": 2, "tp": 2}]
+
+for _name, _family, _sizes in [*product(TASKS, FAMILIES, PLAIN), *product(SPLIT_TASKS, FAMILIES, SPLIT)]:
+    _title, _ranks = f"{_name}_{_family}_on_{spell(_sizes)}", 2 ** len(_sizes)
+    _run = partial(training_has_the_bits_of_torch, _name, _family, _sizes)
+    case(_run, sizes=[_ranks], day=[_ranks] if _title in BY_DAY else [], name=_title)
+
+for _sizes in (*PLAIN, *SPLIT):
+    _run = partial(training_ends_near_one_device, _sizes)
+    case(_run, sizes=[2 ** len(_sizes)], day=[], name=f"one_device_in_double_on_{spell(_sizes)}")
 
 
-for _family in FAMILIES:
-    for _split in SPLITS:
-        _make_split_case(_split, _family, pp=2, dp=2, tp=2)
-        _make_split_case(_split, _family, pp=2, fsdp=2, tp=2)
+def build_on_mesh(name: str, how: Any = HOW, **options: Any) -> Any:
+    """Build a pipeline of a model of the zoo with a batch of 16 rows."""
+    return build(ZOO[name], how, 16, capture="trace", **options)
 
 
-@case
+@case(sizes=[4])
 def rows_of_their_own_on_a_mesh(rank, size):
-    """Every process may hold the whole batch, or the rows of its copy."""
+    """Every process may hold the whole batch, or the rows of its copy, also where rows have weights."""
     model, (x,), y = ZOO["mlp"].make(16)
-    how, loss = one_f_one_b(ranks=2, microbatches=2), ZOO["mlp"].loss
-    mesh = mesh_of(pp=2, dp=size // 2)
-    whole = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, mesh=mesh, dp="dp")
-    mine = mesh.get_local_rank("dp")
-    a, b = x.chunk(size // 2)[mine], y.chunk(size // 2)[mine]
-    own = fpipe.pipeline(model, example=(a,), targets=b, loss=loss, schedule=how, mesh=mesh, dp="dp", rows="own")
-    state = whole.init(model)
-    step, grads = fpipe.value_and_grad(whole)(*state, (x,), y)
-    same, theirs = fpipe.value_and_grad(own)(*state, (a,), b)
-    assert same_bits(step.loss, same.loss)
-    assert all(same_bits(grads[name], theirs[name]) for name in grads)
+    mesh, counts = mesh_of(pp=2, dp=2), torch.arange(1.0, 17.0)
+    for weight in (None, lambda inputs, wanted: wanted[1].sum()):
+        found = []
+        for rows in ("whole", "own"):
+            parts = [one.chunk(2)[mesh.get_local_rank("dp")] if rows == "own" else one for one in (x, y, counts)]
+            pipe = fpipe.pipeline(
+                model,
+                example=(parts[0],),
+                targets=tuple(parts[1:]),
+                loss=lambda out, wanted: ZOO["mlp"].loss(out, wanted[0]),
+                schedule=HOW,
+                mesh=mesh,
+                dp="dp",
+                rows=rows,
+                weight=weight,
+            )
+            found.append(fpipe.value_and_grad(pipe)(*pipe.init(model), (parts[0],), tuple(parts[1:])))
+        (step, grads), (same, theirs) = found
+        assert same_bits(step.loss, same.loss)
+        assert all(same_bits(grads[name], theirs[name]) for name in grads)
 
 
-@case
-def weights_of_their_own_on_a_mesh(rank, size):
-    """The weight of the whole batch is found, wherever its rows are."""
-    model, (x,), y = ZOO["mlp"].make(16)
-    how, loss = one_f_one_b(ranks=2, microbatches=2), ZOO["mlp"].loss
-    mesh, mine = mesh_of(pp=2, dp=size // 2), mesh_of(pp=2, dp=size // 2).get_local_rank("dp")
-    counts = torch.arange(1.0, 17.0)
-    shared = {"loss": lambda out, wanted: loss(out, wanted[0]), "schedule": how, "mesh": mesh, "dp": "dp"}
-    shared["weight"] = lambda inputs, wanted: wanted[1].sum()
-    whole = fpipe.pipeline(model, example=(x,), targets=(y, counts), **shared)
-    a, b, c = (one.chunk(size // 2)[mine] for one in (x, y, counts))
-    own = fpipe.pipeline(model, example=(a,), targets=(b, c), rows="own", **shared)
-    state = whole.init(model)
-    step, grads = fpipe.value_and_grad(whole)(*state, (x,), (y, counts))
-    same, theirs = fpipe.value_and_grad(own)(*state, (a,), (b, c))
-    assert same_bits(step.loss, same.loss)
-    assert all(same_bits(grads[name], theirs[name]) for name in grads)
-
-
-@case
+@case(sizes=[4])
 def a_mesh_is_verified(rank, size):
     """`verify` compares what every process holds of a sharded model with one device."""
-    model, (x,), y = ZOO["tied_sequence"].make(16)
-    mesh = mesh_of(pp=2, fsdp=size // 2)
-    how = zb_h1(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=ZOO["tied_sequence"].loss, schedule=how, mesh=mesh, shard="fsdp"
-    )
+    how, mesh = zb_h1(ranks=2, microbatches=2), mesh_of(pp=2, fsdp=2)
+    pipe, model, (x,), y = build_on_mesh("tied_sequence", how, mesh=mesh, shard="fsdp")
     found = fpipe.verify(pipe, model, (x,), y, steps=2)
     assert found.reference == found.eager > 0
     params, _ = pipe.init(model)
@@ -300,12 +281,10 @@ def a_mesh_is_verified(rank, size):
     assert all(same_bits(p.full_tensor(), dict(model.named_parameters())[name]) for name, p in params.items())
 
 
-@case
+@case(sizes=[4])
 def wrong_tensors_on_a_mesh_are_refused_on_all_ranks(rank, size):
-    model, (x,), y = ZOO["mlp"].make(16)
-    mesh = mesh_of(pp=2, fsdp=size // 2)
-    how = one_f_one_b(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=ZOO["mlp"].loss, schedule=how, mesh=mesh, shard="fsdp")
+    mesh = mesh_of(pp=2, fsdp=2)
+    pipe, model, (x,), y = build_on_mesh("mlp", mesh=mesh, shard="fsdp")
     params, buffers = pipe.init(model)
     step, name = fpipe.value_and_grad(pipe), next(iter(params))
     whole = params[name].full_tensor().detach().requires_grad_()
@@ -319,7 +298,7 @@ def wrong_tensors_on_a_mesh_are_refused_on_all_ranks(rank, size):
     assert len(set(gather(out.loss.item()))) == 1
 
 
-@case
+@case(sizes=[4])
 def a_run_on_a_mesh_goes_on_with_other_sizes(rank, size):
     """Saved from two shards of two ranks; loaded by two replicas of two ranks, and by one rank of four shards."""
     one = ZOO["gpt" if NIGHTLY else "mlp"]
@@ -361,7 +340,7 @@ def a_run_on_a_mesh_goes_on_with_other_sizes(rank, size):
     assert all(same_bits(weights[name], p.full_tensor()) for name, p in params.items())
 
 
-@case
+@case(sizes=[4])
 def a_drop_in_model_on_a_mesh(rank, size):
     """The script for one device: two accumulated losses, clipping, an optimizer of DTensors, predictions."""
     one = ZOO["gpt"]
@@ -372,7 +351,7 @@ def a_drop_in_model_on_a_mesh(rank, size):
         loss=one.loss,
         example=(x,),
         targets=y,
-        schedule=one_f_one_b(ranks=2, microbatches=2),
+        schedule=HOW,
         mesh=mesh_of(pp=2, fsdp=2),
         shard="fsdp",
     )
@@ -394,19 +373,10 @@ def a_drop_in_model_on_a_mesh(rank, size):
     assert torch.allclose(out, plain.eval()(x), atol=1e-4)
 
 
-@case
+@case(sizes=[4])
 def predictions_on_a_mesh_are_those_of_one_process(rank, size):
-    one = ZOO["gpt"]
-    model, (x,), y = one.make(16)
-    pipe = fpipe.pipeline(
-        model,
-        example=(x,),
-        targets=y,
-        loss=one.loss,
-        schedule=zb_v(ranks=2, microbatches=2),
-        mesh=mesh_of(pp=2, dp=2),
-        dp="dp",
-    )
+    how = zb_v(ranks=2, microbatches=2)
+    pipe, model, (x,), _ = build_on_mesh("gpt", how, mesh=mesh_of(pp=2, dp=2), dp="dp")
     state = pipe.init(model)
     rows = [model.eval()(part).detach() for part in x.chunk(4)]
     assert same_bits(fpipe.predict(pipe)(*state, (x,)), torch.cat(rows))
@@ -426,7 +396,7 @@ class Numbered(nn.Sequential):
         return super().forward(x), numbers
 
 
-@case
+@case(sizes=[4])
 def predictions_on_a_mesh_leave_the_batch_alone(rank, size):
     """An output that is an input comes to all processes, but never into the memory of the user's batch."""
     x, numbers, received = torch.randn(8, 4), torch.arange(8), []
@@ -435,7 +405,7 @@ def predictions_on_a_mesh_leave_the_batch_alone(rank, size):
         model,
         example=(x, numbers),
         loss=lambda outputs: outputs[0].square().mean(),
-        schedule=one_f_one_b(ranks=2, microbatches=2),
+        schedule=HOW,
         mesh=mesh_of(pp=2, dp=2),
         dp="dp",
     )
@@ -451,17 +421,14 @@ def predictions_on_a_mesh_leave_the_batch_alone(rank, size):
     assert received
 
 
-@case
+@case(sizes=[4])
 def checkpoints_of_fully_shard_load_on_a_mesh(rank, size):
     """What torch saves from a model that it has sharded is read into the shards of a pipeline, and the reverse."""
-    one = ZOO["mlp"]
-    model, (x,), y = one.make(16)
     mesh, folder = mesh_of(pp=2, fsdp=2), f"{os.environ['REPORT']}/dcp"
+    pipe, model, *_ = build_on_mesh("mlp", mesh=mesh, shard="fsdp")
     theirs = copy.deepcopy(model)
     fully_shard(theirs, mesh=mesh["fsdp"])
     dcp.save(theirs.state_dict(), checkpoint_id=folder)
-    how = one_f_one_b(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=one.loss, schedule=how, mesh=mesh, shard="fsdp")
     params, _ = pipe.init({name: torch.zeros_like(p) for name, p in model.named_parameters()})
     dcp.load(pipe.module(params, {}).state_dict(), checkpoint_id=folder)
     named = dict(theirs.named_parameters())
@@ -470,7 +437,7 @@ def checkpoints_of_fully_shard_load_on_a_mesh(rank, size):
         assert same_bits(p.to_local(), named[name].to_local()), name
 
 
-@case
+@case(sizes=[4])
 def masters_on_a_mesh(rank, size):
     """Parameters in bfloat16 and masters in float32 are shards of what one process that plays the mesh has."""
     one = ZOO["mlp"]
@@ -495,18 +462,18 @@ def masters_on_a_mesh(rank, size):
         assert same_bits(state[name]["master"].full_tensor(), slots[name]["master"]), name
 
 
-@case
+@case(sizes=[4])
 def meshes_that_differ_are_refused_on_all_ranks(rank, size):
     """One process replicates over a dimension that the others leave alone, or shard over."""
     model, (x,), y = ZOO["mlp"].make(16)
-    mesh, how = mesh_of(pp=2, dp=2), one_f_one_b(ranks=2, microbatches=2)
+    mesh = mesh_of(pp=2, dp=2)
     for mine in ({"dp": "dp"}, {"shard": "dp"}, {"dp": "dp", "reduce": "sum"}, {"dp": "dp", "rows": "own"}):
         options = mine if rank == 1 else {}
         with raises(fpipe.TransportError, "differ"):
-            fpipe.pipeline(model, example=(x,), targets=y, loss=ZOO["mlp"].loss, schedule=how, mesh=mesh, **options)
+            fpipe.pipeline(model, example=(x,), targets=y, loss=ZOO["mlp"].loss, schedule=HOW, mesh=mesh, **options)
 
 
-@case
+@case(sizes=[4])
 def parameters_split_over_the_pipeline_are_refused_on_a_mesh(rank, size):
     model = tensor_parallel.column_and_row(tensor_parallel.GPT(), mesh_of(pp=2, dp=2)["pp"])
     ids, wanted = tensor_parallel.words()
@@ -516,13 +483,13 @@ def parameters_split_over_the_pipeline_are_refused_on_a_mesh(rank, size):
             example=(ids,),
             targets=wanted,
             loss=tensor_parallel.entropy,
-            schedule=one_f_one_b(ranks=2, microbatches=2),
+            schedule=HOW,
             mesh=mesh_of(pp=2, dp=2),
             dp="dp",
         )
 
 
-@case
+@case(sizes=[4])
 def split_parameters_are_saved_from_a_mesh_and_loaded_whole(rank, size):
     """A checkpoint of modules that torch has split over two processes is that of the plain model."""
     ids, wanted = tensor_parallel.words()
@@ -546,17 +513,12 @@ def split_parameters_are_saved_from_a_mesh_and_loaded_whole(rank, size):
     assert all(same_bits(whole[name], p) for name, p in here.items() if name in whole)
 
 
-@case
+@case(sizes=[4])
 def timelines_on_a_mesh_are_those_of_one_copy(rank, size):
-    one = ZOO["mlp"]
-    model, (x,), y = one.make(16)
-    how = one_f_one_b(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=one.loss, schedule=how, mesh=mesh_of(pp=2, fsdp=2), shard="fsdp"
-    )
+    pipe, model, (x,), y = build_on_mesh("mlp", mesh=mesh_of(pp=2, fsdp=2), shard="fsdp")
     spans = []
     fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), (x,), y)
     found = fpipe.timeline(pipe, spans)
     passes = [(span.rank, span.action) for span in found if span.action.kind in ("F", "B")]
-    assert sorted(passes) == sorted((r, a) for r in range(2) for a in how.actions(r))
+    assert sorted(passes) == sorted((r, a) for r in range(2) for a in HOW.actions(r))
     assert {span.action.kind for span in found} >= {"UNSHARD", "REDUCE_GRAD"}

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism inside stages: a mesh of pipelines by two, and modules that torch has parallelized."""
+"""Modules that compute over other dimensions of the mesh: split by torch, experts, parts of sequences."""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from schedules import interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+from fpipe.tensors.tree import same_bits
+from schedules import interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb_v
+from tests.common import contexts, experts
+from tests.common.cases import mse
+from tests.common.gates import Marked
 from tests.common.sizes import NIGHTLY
 from tests.common.tensor_parallel import (
     GPT,
     MICROBATCHES,
     Block,
+    Plain,
     by_sequence,
     column_and_row,
     entropy,
@@ -29,8 +36,10 @@ from tests.common.tensor_parallel import (
     words,
 )
 from tests.common.training import llama
-from tests.distributed.cases.checks import gather, raises
-from tests.distributed.cases.registry import case
+from tests.distributed.cases.checks import case, gather, raises
+from tests.distributed.cases.meshes import mesh_of
+
+# --------------- Tensor parallelism inside stages: a mesh of pipelines by two, and modules that torch has parallelized
 
 
 @cache
@@ -75,11 +84,10 @@ def require_exact(model, how, size, want=None, **options):
     return pipe, grads
 
 
-def require_close(grads):
+def require_close(grads, want):
     """Require what one process computes on the whole model, up to rounding."""
-    want = eager(GPT()).grads
     for name, grad in grads.items():
-        torch.testing.assert_close(whole(grad), want[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(whole(grad), whole(want[name]), rtol=0, atol=1e-6)
 
 
 @case
@@ -89,13 +97,13 @@ def columns_and_rows(rank, size):
     want = eager(model)
     for name in ("1F1B", "ZB-V") if NIGHTLY else ("ZB-V",):
         pipe, grads = require_exact(model, hows[name], size, want)
-    require_close(grads)
+    require_close(grads, eager(GPT()).grads)
     kept = str(pipe)
     assert "undeferred" in kept
     assert "EnterBackward" not in kept, "the gradients of split linears are left to the weight half"
 
 
-@case
+@case(day=[4])
 def sequences_in_parts(rank, size):
     """Sequence parallelism; gradients of norms are still to be summed over processes, as in the eager module."""
     model = by_sequence(GPT(), grid(size)["tp"])
@@ -103,12 +111,12 @@ def sequences_in_parts(rank, size):
     for name, how in schedules(size).items():
         if NIGHTLY or name == "ZB-V":
             _, grads = require_exact(model, how, size, want)
-    require_close(grads)
+    require_close(grads, eager(GPT()).grads)
     placements = {name: grad.placements for name, grad in grads.items()}
     assert any(one == (Partial(),) for name, one in placements.items() if "norm" in name)
 
 
-@case
+@case(day=[4])
 def a_dtensor_crosses_a_cut(rank, size):
     """A cut between a norm and the attention that reads it: the local tensor is sent, and placed again."""
     cuts = ["blocks.1.attention"] if size == 4 else []
@@ -124,7 +132,7 @@ def recorded_stages_of_split_modules(rank, size):
         assert "by autograd" not in str(pipe)
 
 
-@case
+@case(day=[])
 def a_split_llama(rank, size):
     """A Llama of transformers, with fewer keys than heads."""
     torch.manual_seed(0)
@@ -154,7 +162,7 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
-@case
+@case(day=[])
 def split_blocks_that_run_again(rank, size):
     for block in (Checkpointed, Reentrant):
         require_exact(by_sequence(GPT(block), grid(size)["tp"]), one_f_one_b(size // 2, MICROBATCHES), size)
@@ -172,11 +180,10 @@ def a_split_and_tied_embedding(rank, size):
             pipe, ids, wanted = build(model, one_f_one_b(2, MICROBATCHES), size, tied=tied), *words()
             _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ids,), wanted)
             want = eager(model).grads
-            for name, grad in grads.items():
-                torch.testing.assert_close(whole(grad), whole(want[name]), rtol=0, atol=1e-6)
+            require_close(grads, want)
 
 
-@case
+@case(day=[])
 def split_models_are_verified(rank, size):
     """Pipeline, reference and eager module agree, over several steps, and from other values."""
     model = by_sequence(GPT(), grid(size)["tp"])
@@ -286,3 +293,215 @@ def what_a_split_model_cannot_do(rank, size):
             schedule=one_f_one_b(size // 2, MICROBATCHES),
             group=grid(size)["pp"],
         )
+
+
+# -------- Modules that compute over dimensions of the mesh that fpipe has no name for: experts, and parts of sequences
+
+PAIRS = {"1f1b": one_f_one_b, "zb_v": zb_v}
+TIGHT, ROOMY = 2, experts.TOKENS
+
+
+def require_loop(model, loss, inputs, y, mesh, family: str) -> tuple[fpipe.Pipeline, dict, Plain]:
+    """Require the bits of the plain loop over the same modules and process groups; return what both have."""
+    want = plain_loop(model, inputs, y, loss)
+    how = PAIRS[family](ranks=2, microbatches=MICROBATCHES)
+    pipe = fpipe.pipeline(model, example=inputs, targets=y, loss=loss, schedule=how, mesh=mesh)
+    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, y)
+    assert same_bits(step.loss, want.loss), (step.loss, want.loss)
+    for name, grad in grads.items():
+        assert same_bits(local(grad), local(want.grads[name])), name
+    place = mesh.get_coordinate()[1:]
+    mine = [name for at, names in gather((place, list(grads))) if at == place for name in names]
+    assert set(mine) == set(want.grads)
+    return pipe, grads, want
+
+
+def own_tokens(mesh):
+    """Return the tokens of this process's place among the experts."""
+    x, y = experts.tokens(MICROBATCHES, seed=mesh.get_local_rank("ep"))
+    return (x,), y
+
+
+def all_tokens():
+    """Return the tokens of all processes, by microbatch."""
+    batches = [experts.tokens(MICROBATCHES, seed=k) for k in range(2)]
+    x, y = (
+        torch.cat([part for parts in zip(*[one.chunk(MICROBATCHES) for one in both], strict=True) for part in parts])
+        for both in zip(*batches, strict=True)
+    )
+    return (x,), y
+
+
+def experts_take_tokens_of_all(family: str, rank: int, size: int) -> None:
+    mesh = mesh_of(pp=2, ep=2)
+    require_loop(experts.Mixture(TIGHT, mesh["ep"]), experts.loss, *own_tokens(mesh), mesh, family)
+
+
+def parts_of_sequences_see_all(family: str, rank: int, size: int) -> None:
+    mesh = mesh_of(pp=2, cp=2)
+    *inputs, y = contexts.words(MICROBATCHES)
+    whole = plain_loop(contexts.Reader(), inputs, y, contexts.loss)
+    *parts, own = (one.chunk(2, 1)[mesh.get_local_rank("cp")].contiguous() for one in (*inputs, y))
+    model = contexts.Reader(mesh["cp"])
+    _, _, want = require_loop(model, contexts.loss, tuple(parts), own, mesh, family)
+    for name, grad in want.grads.items():
+        dist.all_reduce(grad, group=mesh.get_group("cp"))
+        torch.testing.assert_close(grad / 2, whole.grads[name], rtol=0, atol=1e-6)
+
+
+for _family in PAIRS:
+    _day = [4] if _family == "zb_v" else []
+    case(partial(experts_take_tokens_of_all, _family), sizes=[4], day=_day, name=f"experts_{_family}_on_2_pp_2_ep")
+    _name = f"parts_of_sequences_{_family}_on_2_pp_2_cp"
+    case(partial(parts_of_sequences_see_all, _family), sizes=[4], day=_day, name=_name)
+
+
+@case(sizes=[4], day=[])
+def norms_count_experts_of_all_processes_on_a_mesh(rank, size):
+    """Experts are DTensors, in shards; the router's gradients are still to be added. One process computes the same."""
+    mesh = mesh_of(pp=2, ep=2)
+    model = experts.Mixture(ROOMY, mesh["ep"], experts.PlacedLayer)
+    pipe, grads, _ = require_loop(model, experts.loss, *own_tokens(mesh), mesh, "zb_v")
+    want = plain_loop(experts.Mixture(2 * ROOMY), *all_tokens(), experts.loss)
+    for name, grad in grads.items():
+        torch.testing.assert_close(whole(grad) / 2, want.grads[name], rtol=0, atol=1e-6)
+    total = torch.nn.utils.get_total_norm(want.grads.values())
+    torch.testing.assert_close(fpipe.norm(pipe, grads) / 2, total)
+    clipped, before = fpipe.clip(pipe, grads, 0.1)
+    torch.testing.assert_close((before / 2, fpipe.norm(pipe, clipped)), (total, torch.tensor(0.1)))
+
+
+@case(sizes=[4])
+def norms_of_plain_experts_are_refused_on_a_mesh(rank, size):
+    """Each process has experts of its own as plain tensors, of which one would count for all."""
+    mesh = mesh_of(pp=2, ep=2)
+    inputs, y = own_tokens(mesh)
+    how = one_f_one_b(ranks=2, microbatches=MICROBATCHES)
+    model = experts.Mixture(ROOMY, mesh["ep"])
+    pipe = fpipe.pipeline(model, example=inputs, targets=y, loss=experts.loss, schedule=how, mesh=mesh)
+    _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, y)
+    with raises(fpipe.InputError, "got plain tensors of norms", "make them DTensors"):
+        fpipe.norm(pipe, grads)
+
+
+# --- Faults that fuzzing found in combinations of parallelism elsewhere (NVIDIA/Megatron-LM issue 7452), by its numbers
+
+
+def smoothed(logits, wanted):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), label_smoothing=0.1)
+
+
+def smoothed_whole(logits, wanted):
+    return smoothed(logits.full_tensor(), wanted)
+
+
+@case(sizes=[4], day=[])
+def smoothed_losses_of_a_split_head_on_a_mesh(rank, size):
+    """Findings 1, 2 and 11: the vocabulary is split; logits are gathered by the head, or by the loss."""
+    mesh, (ids, wanted) = mesh_of(pp=2, tp=2), words()
+    alone = plain_loop(GPT(), {"ids": ids}, wanted, smoothed)
+    total = torch.nn.utils.get_total_norm(alone.grads.values())
+    for logits, loss in ((Replicate(), smoothed), (Shard(-1), smoothed_whole)):
+        model = column_and_row(GPT(), mesh["tp"])
+        plan = {"head": ColwiseParallel(output_layouts=logits, use_local_output=logits == Replicate())}
+        model = parallelize_module(model, mesh["tp"], plan)
+        want = plain_loop(model, {"ids": ids}, wanted, loss)
+        how = zb_v(2, MICROBATCHES)
+        pipe = fpipe.pipeline(model, example=(ids,), targets=wanted, loss=loss, schedule=how, mesh=mesh)
+        step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ids,), wanted)
+        assert same_bits(step.loss, want.loss)
+        require_same_gradients(grads, want.grads)
+        torch.testing.assert_close(step.loss, alone.loss)
+        require_close(grads, alone.grads)
+        torch.testing.assert_close(fpipe.norm(pipe, grads), total)
+
+
+@case(sizes=[4], day=[])
+def recomputation_in_replicas_of_split_models_on_a_mesh(rank, size):
+    """Finding 4: what a replica computes again, it computes with its own group of processes."""
+    mesh, (ids, wanted) = mesh_of(pp=1, dp=2, tp=2), words()
+    model = by_sequence(GPT(), mesh["tp"])
+    found = []
+    for how in (one_f_one_b(1, 2), recompute(one_f_one_b(1, 2))):
+        pipe = fpipe.pipeline(model, example=(ids,), targets=wanted, loss=entropy, schedule=how, mesh=mesh, dp="dp")
+        step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ids,), wanted)
+        found.append((step.loss, grads))
+    (loss, grads), (same, again) = found
+    assert same_bits(loss, same)
+    assert all(same_bits(local(again[name]), local(grad)) for name, grad in grads.items())
+    alone = plain_loop(GPT(), {"ids": ids}, wanted, entropy)  # four microbatches, as two of two replicas
+    require_close(grads, alone.grads)
+
+
+class Rare(nn.Module):
+    """A layer that only large values go through."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x) if x.detach().max() > 0.9 else x
+
+
+@case(sizes=[4])
+def gradients_of_one_replica_only_on_a_mesh(rank, size):
+    """Rows of one process make a layer run; all replicas, or all shards, get its gradient; without any, none does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Rare(), nn.Tanh(), nn.Linear(4, 1)).bfloat16()
+    for dim in ("dp", "fsdp"):
+        mesh = mesh_of(pp=2, **{dim: 2})
+        mine = mesh.get_local_rank(dim)
+        options = {"dp": dim} if dim == "dp" else {"shard": dim}
+        x, y = torch.zeros(4, 4).bfloat16(), torch.ones(4, 1).bfloat16()
+        pipe = fpipe.pipeline(
+            model,
+            example=(x,),
+            targets=y,
+            loss=mse,
+            schedule=one_f_one_b(2, 2),
+            mesh=mesh,
+            rows="own",
+            unsplittable=[Rare],
+            cuts=["3"],
+            **options,
+        )
+        for large in ([], [0], [1], [0, 1]):
+            batches = [x + 40 * (k in large) * torch.eye(4).bfloat16() for k in range(2)]
+            _, grads = fpipe.value_and_grad(pipe, sums=torch.float32)(*pipe.init(model), (batches[mine],), y)
+            terms = [term for one in batches for term in one_by_one(model, one, y)]
+            require_close(grads, {name: sum(one[name].float() for one in terms if name in one) for name in grads})
+            names = {name for found in gather(list(grads)) for name in found}
+            assert names == {name for one in terms for name in one}, (large, names)
+
+
+def one_by_one(model, x, y):
+    """Yield the gradients of each microbatch, in the model's dtype."""
+    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+        model.zero_grad()
+        (mse(model(a), b) / 4).backward()
+        yield {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@case(sizes=[4])
+def a_branch_of_one_replica_is_refused_on_a_mesh(rank, size):
+    """The rows of one replica answer the model's question otherwise: all processes raise; alike, all go on."""
+    torch.manual_seed(0)
+    mesh, model = mesh_of(pp=2, dp=2), Marked()
+    x, y, marks = torch.randn(4, 4), torch.randn(4, 1), torch.zeros(4, 1, dtype=torch.bool)
+    pipe = fpipe.pipeline(
+        model,
+        example=(x, marks),
+        targets=y,
+        loss=mse,
+        schedule=one_f_one_b(2, 2),
+        mesh=mesh,
+        dp="dp",
+        rows="own",
+        cuts=["last"],
+    )
+    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    with raises(fpipe.PipelineError):
+        step(*state, (x, ~marks if mesh.get_local_rank("dp") else marks), y)
+    _, grads = step(*state, (x, ~marks), y)
+    assert ("rare.weight" in grads) == ("first.weight" in grads)

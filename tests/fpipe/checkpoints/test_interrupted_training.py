@@ -8,8 +8,7 @@ import pytest
 
 from schedules import gpipe, one_f_one_b, zb_h1, zb_v
 from tests.common.sizes import by_night
-from tests.common.training import MICROBATCHES, MODELS, train_alone
-from tests.common.training_runs import require_same_history, train_in_parts
+from tests.common.training import MICROBATCHES, MODELS, require_same_history, train_alone, train_in_parts
 
 PARTS = {
     "mlp": (one_f_one_b(4, MICROBATCHES), zb_v(2, MICROBATCHES), gpipe(1, MICROBATCHES)),

@@ -190,5 +190,6 @@ def test_evaluation_is_cut_where_training_is():
     for stage, trained in zip(pipe.plan(variant).assembly.stages, pipe.stages, strict=True):
         assert set(stage.parameters) <= set(trained.parameters)
     batching = pipe.captures.batchings[True]
-    captured, positions = pipe.captures.of(variant, batching.split(batching.example)[0])
+    microbatch = batching.split(batching.example)[0]
+    captured, positions = pipe.captures.of(variant, microbatch).captured, pipe.captures.positions(variant, microbatch)
     assert pipe.captures.cuts.positions(captured, pipe.model) != positions, "by itself it would be cut elsewhere"

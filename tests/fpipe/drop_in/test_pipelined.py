@@ -3,6 +3,7 @@
 script calls things; and what it can't follow, it refuses."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.tensors.tree import same_bits
@@ -211,6 +213,38 @@ def test_modes_and_attributes_of_modules_are_followed():
             run(x, y)
     for name, value in plain.model.state_dict().items():
         assert same_bits(model.model.state_dict()[name], value), name
+
+
+class Layer(nn.Linear):
+    """A layer whose forward runs in `around`, as those of transformers run in a checkpoint that is set later."""
+
+    around = None
+
+    def forward(self, x):
+        return super().forward(x) if self.around is None else self.around(super().forward, x)
+
+
+def test_a_function_of_a_library_that_is_set_later_is_followed():
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(6, 16), Layer(16, 3))
+    plain, piped = Plain(copy.deepcopy(model)), Piped(make(model))
+    for k, (x, y) in enumerate(batches(2)):
+        for run in (plain, piped):
+            run.model.get_submodule("1").around = partial(checkpoint, use_reentrant=False) if k else None
+            run(x, y)
+            run.backward()
+        grads = {name: p.grad for name, p in piped.model.named_parameters()}
+        assert all(same_bits(grads[name], p.grad) for name, p in plain.model.named_parameters())
+    assert piped.model.pipe.model[1].around.func is checkpoint
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo's
+def test_a_compiled_model_trains_under_its_own_names():
+    compiled = torch.compile(net(), backend="eager")
+    losses, weights, _ = train(Piped(make(compiled)), steps=2)
+    expected, plain, _ = train(Plain(net()), steps=2)
+    assert all(map(same_bits, losses, expected))
+    assert all(same_bits(weights[f"_orig_mod.{name}"], value) for name, value in plain.items())
 
 
 def test_the_module_looks_like_the_model():

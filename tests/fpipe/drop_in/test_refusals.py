@@ -119,43 +119,6 @@ def test_a_forward_after_one_without_backward():
     model(X, targets=Y).backward()
 
 
-def test_a_forward_in_train_mode_without_gradients():
-    with torch.no_grad(), pytest.raises(InputError, match=r"train mode under no_grad.*Call model.eval\(\) first"):
-        make()(X, targets=Y)
-
-
-def test_a_submodule_in_train_mode_in_eval_mode():
-    model = make(net(0.5)).eval()
-    model.get_submodule("3").train()
-    with pytest.raises(InputError, match="3: got train mode in a model in eval mode"):
-        model(X)
-
-
-def test_a_hook_on_the_gradient_of_a_parameter():
-    model = make()
-    model.get_parameter("0.weight").register_hook(lambda grad: grad * 2)
-    with pytest.raises(InputError, match=r"0.weight: got a hook on its gradient, .*expected none"):
-        model(X, targets=Y)
-
-
-def test_another_module_in_the_place_of_one():
-    model = make()
-    model.add_module("2", nn.GELU())
-    with pytest.raises(InputError, match=r"module 3 of the model.*: got GELU, expected ReLU"):
-        model(X, targets=Y)
-
-
-def test_inputs_by_position_and_by_keyword():
-    with pytest.raises(InputError, match=r"got 1 positional arguments and \['mask'\] by keyword, expected either"):
-        make()(X, mask=X, targets=Y)
-
-
-@pytest.mark.parametrize("steps", [0, 1.5, True])
-def test_steps_that_are_no_count(steps):
-    with pytest.raises(InputError, match=f"steps: got {steps}, expected a whole number above 0"):
-        make()(X, targets=Y, steps=steps)
-
-
 def test_steps_of_weighted_microbatches():
     model = make(weight=lambda inputs, targets: len(targets))
     with pytest.raises(InputError, match="steps: got 2 for a pipeline with a weight, expected total"):
@@ -188,3 +151,50 @@ def test_a_batch_that_does_not_fit_leaves_the_gradients():
     with pytest.raises(InputError):
         model(X[:, :5], targets=Y)
     assert_same_grads(model, known)
+
+
+def evaluate_in_part(model):
+    model.eval().get_submodule("3").train()
+    model(X)
+
+
+def hook(model):
+    model.get_parameter("0.weight").register_hook(lambda grad: grad * 2)
+    model(X, targets=Y)
+
+
+def replace_module(model):
+    model.add_module("2", nn.GELU())
+    model(X, targets=Y)
+
+
+FORWARDS = {
+    "in train mode without gradients": (
+        torch.no_grad()(lambda model: model(X, targets=Y)),
+        r"train mode under no_grad.*Call model.eval\(\) first",
+    ),
+    "of a model in eval mode with a submodule in train mode": (
+        evaluate_in_part,
+        "3: got train mode in a model in eval mode",
+    ),
+    "after a hook on a gradient": (hook, r"0.weight: got a hook on its gradient, .*expected none"),
+    "after a module was replaced": (replace_module, r"module 3 of the model.*: got GELU, expected ReLU"),
+    "of inputs by position and by keyword": (
+        lambda model: model(X, mask=X, targets=Y),
+        r"got 1 positional arguments and \['mask'\] by keyword, expected either",
+    ),
+    **{
+        f"of {steps} steps": (
+            lambda model, steps=steps: model(X, targets=Y, steps=steps),
+            f"steps: got {steps}, expected a whole number above 0",
+        )
+        for steps in (0, 1.5, True)
+    },
+}
+
+
+@pytest.mark.parametrize("what", FORWARDS)
+def test_a_forward(what):
+    call, words = FORWARDS[what]
+    with pytest.raises(InputError, match=words):
+        call(make(net(0.5)))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.drop_in.checks import draw_seed
+from fpipe.drop_in.pipelined import draw_seed
 from fpipe.tensors.tree import same_bits
 from tests.common.drop_in import batches, make, net
 from tests.common.scripts import RUNS, require_same_training, run_script

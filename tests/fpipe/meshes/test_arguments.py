@@ -40,11 +40,6 @@ def test_wrong_arguments_are_refused(case):
     assert words in str(caught.value)
 
 
-def test_at_least_one_stage_is_gathered():
-    with pytest.raises(fpipe.InputError, match="Sharded: gathered: got 0, expected an integer of 1 or more"):
-        fpipe.Sharded("fsdp", gathered=0)
-
-
 @pytest.mark.parametrize("how", [reduce_gradients(HOW), shard(HOW, limit=1)])
 def test_collectives_need_copies(how):
     with pytest.raises(fpipe.InputError, match="there are no copies of the pipeline"):

@@ -30,16 +30,19 @@ from tests.common.sizes import by_day, covering, few, in_turn
 from tests.common.zoo import ZOO
 
 FAMILIES = {"1f1b": one_f_one_b, "interleaved": interleaved_1f1b, "zb_h1": zb_h1, "zb_v": zb_v}
+TWO = one_f_one_b(ranks=2, microbatches=2)
 MODELS = ["mlp", "gpt", "tied_sequence", "skips", "dicts", "frozen_below", "unused", "several", "own_loss"]
+
+
+def copies(rows, how, replicas, shards, gathered=1, name="mlp", **more):
+    """A pipeline in several copies, its model, and a batch of so many rows."""
+    return build(ZOO[name], how, rows, capture="trace", **options(how.ranks, replicas, shards, gathered), **more)
 
 
 @pytest.mark.parametrize(("shape", "family"), in_turn(SHAPES, FAMILIES))
 def test_copies_equal_a_plain_loop(shape, family):
     replicas, shards = SHAPES[shape]
-    model, (x,), y = ZOO["mlp"].make(24)
-    pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=mse, schedule=FAMILIES[family](2, 2), **options(2, replicas, shards)
-    )
+    pipe, model, (x,), y = copies(24, FAMILIES[family](2, 2), replicas, shards)
     step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     loss, wanted = loop_over_copies(model, mse, x, y, 2, replicas, shards)
     assert same_bits(step.loss, loss)
@@ -49,11 +52,7 @@ def test_copies_equal_a_plain_loop(shape, family):
 
 @covering(name=by_day(MODELS, 2), shape=[*SHAPES], backward=["autograd", "graph"])
 def test_any_model_equals_one_device(name, shape, backward):
-    case, (replicas, shards) = ZOO[name], SHAPES[shape]
-    how = zb_h1(ranks=2, microbatches=2)
-    pipe, model, inputs, targets = build(
-        case, how, 24, capture="trace", backward=backward, **options(2, replicas, shards)
-    )
+    pipe, model, inputs, targets = copies(24, zb_h1(2, 2), *SHAPES[shape], name=name, backward=backward)
     fpipe.verify(pipe, model, inputs, targets, seed=5)
 
 
@@ -67,15 +66,12 @@ def test_tied_gradients_are_reduced_before_they_are_shared(tied, shape):
 
 
 def test_replicas_of_a_stage_are_summed_before_copies():
-    how = chimera(ranks=2, microbatches=4)
-    pipe, model, inputs, targets = build(ZOO["mlp"], how, 16, capture="trace", **options(2, 2, 1))
+    pipe, model, inputs, targets = copies(16, chimera(ranks=2, microbatches=4), 2, 1)
     fpipe.verify(pipe, model, inputs, targets)
 
 
 def test_random_numbers_differ_between_copies_and_are_those_of_one_device():
-    pipe, model, inputs, targets = build(
-        ZOO["dropping"], one_f_one_b(ranks=2, microbatches=2), 16, capture="trace", **options(2, 2, 2)
-    )
+    pipe, model, inputs, targets = copies(16, TWO, 2, 2, name="dropping")
     assert_same(run(pipe, model, inputs, targets, seed=7), run_reference(pipe, model, inputs, targets, seed=7))
     alone, *_ = build(ZOO["dropping"], one_f_one_b(ranks=2, microbatches=8), 16, capture="trace")
     outputs = run(alone, model, inputs, targets, seed=7).outputs
@@ -117,11 +113,7 @@ def test_any_mesh_schedule_model_and_options(data):
 @pytest.mark.parametrize("shape", ["dp", "both"])
 def test_losses_are_summed_on_request(shape):
     replicas, shards = SHAPES[shape]
-    model, (x,), y = ZOO["mlp"].make(16)
-    how = one_f_one_b(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=mse, schedule=how, reduce="sum", **options(2, replicas, shards)
-    )
+    pipe, model, (x,), y = copies(16, TWO, replicas, shards, reduce="sum")
     step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     loss, wanted = loop_over_copies(model, mse, x, y, 2, replicas, shards, mean=False)
     assert same_bits(step.loss, loss)
@@ -141,7 +133,7 @@ def test_weights_are_over_all_copies():
         example=(x,),
         targets=y,
         loss=loss,
-        schedule=one_f_one_b(ranks=2, microbatches=2),
+        schedule=TWO,
         weight=lambda inputs, targets: len(targets),
         **options(2, 2, 2),
     )
@@ -151,9 +143,7 @@ def test_weights_are_over_all_copies():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_earlier_sums_are_added_after_the_reduction(shape):
-    model, (x,), y = ZOO["mlp"].make(12)
-    how = zb_h1(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, *SHAPES[shape]))
+    pipe, model, (x,), y = copies(12, zb_h1(ranks=2, microbatches=2), *SHAPES[shape])
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
     _, once = step(*state, (x,), y)
     _, twice = step(*state, (x,), y, onto={name: grad.clone() for name, grad in once.items()})
@@ -164,9 +154,7 @@ def test_earlier_sums_are_added_after_the_reduction(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_updates_within_the_step_equal_those_after_it(shape):
-    model, (x,), y = ZOO["mlp"].make(12)
-    how = interleaved_1f1b(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, *SHAPES[shape]))
+    pipe, model, (x,), y = copies(12, interleaved_1f1b(ranks=2, microbatches=2), *SHAPES[shape])
     adam = fpipe.optimizer(torch.optim.AdamW, lr=0.1)
     params, buffers = pipe.init(model)
     _, new, state, norm = fpipe.train_step(pipe, adam, max_norm=0.1)(params, buffers, adam.init(params), (x,), y)
@@ -180,17 +168,13 @@ def test_updates_within_the_step_equal_those_after_it(shape):
 
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
 def test_norms_of_shards_are_those_of_the_whole(order):
-    model, (x,), y = ZOO["mlp"].make(12)
-    how = one_f_one_b(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, 1, 3))
+    pipe, model, (x,), y = copies(12, TWO, 1, 3)
     _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     assert torch.isclose(fpipe.norm(pipe, grads, order), torch.nn.utils.get_total_norm(grads.values(), order))
 
 
 def test_evaluation_on_a_mesh():
-    pipe, model, inputs, targets = build(
-        ZOO["gpt"], zb_v(ranks=2, microbatches=2), 16, capture="trace", **options(2, 2, 2)
-    )
+    pipe, model, inputs, targets = copies(16, zb_v(ranks=2, microbatches=2), 2, 2, name="gpt")
     alone, *_ = build(ZOO["gpt"], zb_v(ranks=2, microbatches=8), 16, capture="trace")
     found = fpipe.evaluate(pipe)(*pipe.init(model), inputs, targets)
     wanted = fpipe.evaluate(alone)(*alone.init(model), inputs, targets)
@@ -202,28 +186,22 @@ def test_evaluation_on_a_mesh():
 def test_a_policy_says_how_often_weights_are_gathered(gathered, count):
     """Two ranks of two stages, four microbatches: once per stage, or as often as one of them makes room."""
     spans = []
-    model, (x,), y = ZOO["mlp"].make(16)
-    how = interleaved_1f1b(ranks=2, microbatches=4)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, 1, 2, gathered))
+    pipe, model, (x,), y = copies(16, interleaved_1f1b(ranks=2, microbatches=4), 1, 2, gathered)
     fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), (x,), y)
     posted = {(span.rank, span.action) for span in spans if span.action.kind == "UNSHARD"}
     assert len(posted) == count
 
 
 def test_a_schedule_may_have_its_own_collectives():
-    model, (x,), y = ZOO["mlp"].make(16)
     how = shard(reduce_gradients(repeat(gpipe(ranks=2, microbatches=2), times=2)), limit=1)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, 1, 2))
+    pipe, model, (x,), y = copies(16, how, 1, 2)
     assert pipe.schedule == how
     fpipe.verify(pipe, model, (x,), y)
 
 
 def test_sizes_are_those_of_shards():
-    model, (x,), y = ZOO["mlp"].make(16)
-    how = one_f_one_b(ranks=2, microbatches=2)
-    whole = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how).sizes.weight
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, 1, 2))
-    assert [a + b for a, b in zip(pipe.sizes.weight, pipe.sizes.gathered, strict=True)] == list(whole)
+    whole, pipe = (copies(16, TWO, 1, shards)[0] for shards in (1, 2))
+    assert [a + b for a, b in zip(pipe.sizes.weight, pipe.sizes.gathered, strict=True)] == list(whole.sizes.weight)
     assert simulate(pipe.schedule, sizes=pipe.sizes).peak_memory
 
 

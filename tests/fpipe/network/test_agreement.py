@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 from fpipe import InputError, TransportError
 from fpipe.network.agreement import FIRST, MOST_FIELDS, Field, agree, announce_refusal
-from fpipe.network.launch import require_process_group
+from fpipe.network.job import require_process_group
 from tests.common.sizes import few
 
 

@@ -2,6 +2,8 @@
 """All ranks read the same first cause off the board, and none waits for a board that is lost."""
 
 import json
+import subprocess
+import sys
 from itertools import count
 from threading import Event, Timer
 from time import monotonic
@@ -11,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from fpipe.errors import Cause
+from fpipe.network import board as module
 from fpipe.network.board import Board, _find_keeper
-from fpipe.runtime.transport import board as module
 
 FIRST, SECOND = Cause(1, "a step (call 3), position 2, 1F1", "ValueError: one"), Cause(0, "a step (call 3)", "two")
 
@@ -182,7 +184,7 @@ def test_a_store_that_does_not_answer_is_lost_until_it_does(monkeypatch):
     assert zero.read() is None
     assert "does not answer" in zero.lost_cause.problem
     going_on.set()
-    zero.late.done.wait()
+    zero.trouble.done.wait()
     monkeypatch.setattr(module, "PATIENCE", 60.0)
     assert zero.read() == FIRST
 
@@ -192,3 +194,27 @@ def test_the_launcher_or_the_first_process_keeps_the_store():
     assert _find_keeper([3, 0], {"TORCHELASTIC_USE_AGENT_STORE": "False"}) == 1
     assert _find_keeper([0, 1], {"TORCHELASTIC_USE_AGENT_STORE": "True"}) is None
     assert _find_keeper([2, 3], {}) is None
+
+
+SLOW = """
+from time import monotonic, sleep
+import torch.distributed as dist
+from fpipe.network.board import Board
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+class Slow:
+    def check(self, keys):
+        end = monotonic() + 0.5
+        while monotonic() < end:
+            store.check(keys)  # in C++, without Python's lock
+        return False
+
+board = Board(Slow, 0, 1, None)
+sleep(0.1)
+"""
+
+
+def test_a_process_ends_in_peace_while_the_store_is_being_asked():
+    done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr

@@ -10,9 +10,9 @@ from threading import Event, Timer
 import pytest
 import torch.distributed as dist
 
-from fpipe.network.creation import Creation
+from fpipe.network import groups as module
+from fpipe.network.groups import Creation
 from fpipe.network.waiting import Awaited, BrokenWaitError
-from fpipe.runtime.transport import creation as module
 
 AWAITED = Awaited("process group of [0, 1]", (1,), None)
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe import TransportError
-from fpipe.network.channels import DistributedChannel, DistributedTransport
-from fpipe.network.envelope import LINE, SMALL_BYTES, Envelope
+from fpipe.network.channels import LINE, SMALL_BYTES, DistributedChannel, DistributedTransport, Envelope
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
 from schedules import parse

@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from fpipe.errors import Cause
+from fpipe.network import lookout as module
 from fpipe.network.board import Board
 from fpipe.network.lookout import Lookout
 from fpipe.network.waiting import Awaited
-from fpipe.runtime.transport import lookout as module
 
 HOUR = timedelta(hours=1)
 CAUSE = Cause(2, "a step (call 1), position 3, 2F1", "ValueError: one")
@@ -137,7 +137,7 @@ def test_a_signal_that_the_script_handles_ends_no_wait(start):
     before = signal.signal(signal.SIGINT, lambda *_: told.set())
     try:
         Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
-        Timer(0.5, lambda: lookout.posted is posted and posted.give_up()).start()
+        Timer(0.5, lambda: lookout.situation.posted is posted and posted.give_up()).start()
         with lookout.on_duty("a step (call 1)"):
             lookout.wait(posted)
     finally:

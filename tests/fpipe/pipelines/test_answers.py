@@ -14,6 +14,7 @@ from fpipe.pipelines.resolver import Resolver
 from fpipe.record.questions import Answer
 from fpipe.record.variant import TRAINING
 from schedules import gpipe, one_f_one_b
+from tests.common.running import open_questions
 from tests.common.sizes import covering
 
 BACKWARDS = ("autograd", "graph")
@@ -67,7 +68,7 @@ def test_batches_that_answer_differently_take_turns_through_one_pipeline(backwar
     model, pipe = build(dropped, backward=backward)
     for masks in [(FULL, FULL), (PADDED, PADDED), (FULL, PADDED), (FULL, FULL), (PADDED, FULL)]:
         require_same(model, pipe, batch(*masks))
-    assert len(pipe.captures.captured) == 2
+    assert len(pipe.memo.recordings) == 2
 
 
 class Skipping(nn.Module):
@@ -98,7 +99,7 @@ def test_microbatches_of_one_batch_may_use_different_edges(backward):
     )
     for masks in [(FULL, PADDED), (PADDED, FULL), (FULL, FULL), (PADDED, PADDED)]:
         require_same(model, pipe, batch(*masks))
-    assert len(pipe.planner.assemblies) == 2 * 2  # with outputs and without
+    assert [len(one.assemblies) for one in pipe.memo.recordings.values()] == [2, 2]  # with outputs and without
 
 
 def test_operators_that_an_eager_run_skips_are_not_in_a_stage():
@@ -150,7 +151,7 @@ def test_questions_about_constants_are_answered_during_the_capture(backward):
 
     model, pipe = build(ask, backward=backward)
     require_same(model, pipe, batch(FULL, FULL))
-    assert not pipe.captures.questions
+    assert not open_questions(pipe)
     assert not pipe.captures.batchings[True].example.answers
 
 
@@ -216,7 +217,7 @@ def test_a_question_that_the_batch_alone_does_not_answer_is_refused(ask, depends
 
 def test_an_unsplittable_module_asks_the_batch_itself():
     _, pipe = build(dropped)
-    assert pipe.captures.questions
+    assert open_questions(pipe)
     torch.manual_seed(0)
     model = Outer(Asking(dropped))
     inputs = batch(FULL, PADDED)
@@ -228,7 +229,7 @@ def test_an_unsplittable_module_asks_the_batch_itself():
         cuts=["last"],
         unsplittable=["inner"],
     )
-    assert not pipe.captures.questions
+    assert not open_questions(pipe)
     require_same(model, pipe, inputs)
 
 

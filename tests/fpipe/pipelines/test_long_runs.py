@@ -12,6 +12,7 @@ import fpipe
 from schedules import gpipe, one_f_one_b, zb_h1
 from tests.common.averages import Average, AverageDecoder, texts, word_loss
 from tests.common.growth import build_small, require_no_growth, uncollected
+from tests.common.running import open_questions
 from tests.common.sizes import NIGHTLY, by_night
 
 HOW = one_f_one_b(ranks=2, microbatches=2)
@@ -24,8 +25,8 @@ def test_a_closed_pipeline_refuses_steps_and_closes_again():
     with pipe as same:
         assert same is pipe
     pipe.close()
-    assert not pipe.planner.plans
-    assert not pipe.captures.captured
+    assert not pipe.memo.batches
+    assert not pipe.memo.recordings
     for call in (
         step,
         lambda: fpipe.value_and_grad(pipe),
@@ -95,7 +96,7 @@ def trained():
 def asked():
     model = Asking()
     pipe = fpipe.pipeline(model, example=(X,), loss=torch.mean, schedule=HOW)
-    assert pipe.captures.questions
+    assert open_questions(pipe)
     return pipe, [fpipe.value_and_grad(pipe)(*pipe.init(model), (x,)) for x in (X, -X)]
 
 
@@ -158,8 +159,12 @@ def test_steps_of_changing_sizes_keep_as_many_plans_as_asked_for():
 
     def run(k):
         step(6 + 2 * (k % 5))
-        sizes = [len(pipe.planner.plans), len(pipe.planner.assemblies), len(pipe.captures.captured)]
-        sizes += [len(pipe.planner.agreements)]
+        sizes = [
+            len(pipe.memo.batches),
+            sum(len(one.assemblies) for one in pipe.memo.recordings.values()),
+            len(pipe.memo.recordings),
+        ]
+        sizes += [len(pipe.memo.agreements)]
         assert max(sizes) <= 3, sizes
 
     require_no_growth(run, 5, 300 if NIGHTLY else 5)
@@ -177,7 +182,7 @@ def test_batches_that_are_refused_leave_nothing():
             )
 
     require_no_growth(run, 2, 8)
-    assert len(pipe.captures.captured) == 1
+    assert len(pipe.memo.recordings) == 1
 
 
 @by_night

@@ -15,10 +15,9 @@ from tests.common.batches import FOUR, build, require_exact_batch, tokens
 from tests.common.cases import LENGTH, WIDTH, Case, cross_entropy, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import eval_loop, loop
-from tests.common.models import GPT
 from tests.common.running import run, run_evaluation, run_reference
 from tests.common.sizes import by_day
-from tests.common.zoo import ZOO
+from tests.common.zoo import GPT, ZOO
 
 
 def padded(rows, length=LENGTH):

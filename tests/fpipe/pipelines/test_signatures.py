@@ -57,7 +57,7 @@ def test_one_pipeline_takes_every_size(microbatches):
         _, inputs, targets = case.make(rows)
         want = loop(model, case.loss, inputs, targets, microbatches)
         assert_same(run(pipe, model, inputs, targets), want)
-    assert len(pipe.captures.captured) <= -(-most // microbatches)
+    assert len(pipe.memo.recordings) <= -(-most // microbatches)
     with pytest.raises(fpipe.InputError, match=rf"expected at least {microbatches}, one row for each"):
         run(pipe, model, *case.make(microbatches - 1)[1:])
 
@@ -129,7 +129,7 @@ def test_rows_and_lengths_change_from_step_to_step(capture, cuts):
         want = loop(model, cross_entropy, inputs, targets, 3)
         assert_same(Result(out.loss, out.outputs, grads, out.buffers), want)
         params = {name: p.detach() - 0.1 * grads[name] for name, p in params.items()}
-        counts.append(len(pipe.captures.captured))
+        counts.append(len(pipe.memo.recordings))
     assert counts == [1, 2, 3, 4, 4, 6, 6, 6], "of each microbatch's kind, one"
 
 

@@ -22,6 +22,7 @@ from schedules import forwards, gpipe, one_f_one_b
 from tests.common.cases import WORDS, cross_entropy
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
+from tests.common.running import open_questions
 from tests.common.sizes import NIGHTLY, by_night, few
 
 LENGTHS = (3, 4, 5)
@@ -82,13 +83,13 @@ def test_the_plans_that_are_kept_are_those_used_last(plans, lengths):
         require_exact(model, pipe, step, *batch(length))
         assert pipe.training is own
         if length != 2:
-            plan = pipe.planner.plans[next(reversed(pipe.planner.agreements))]
+            plan = pipe.memo.batches[next(reversed(pipe.memo.agreements))].plan
             assert kept.pop(length, plan) is plan
             kept[length] = plan
             kept = dict([*kept.items()][-plans:])
-        assert [pipe.planner.plans[kind] for kind in pipe.planner.agreements] == [own, *kept.values()]
-        for cache in (pipe.planner.plans, pipe.planner.assemblies, pipe.captures.captured, pipe.captures.watches):
-            assert len(cache) == 1 + len(kept)
+        assert [pipe.memo.batches[kind].plan for kind in pipe.memo.agreements] == [own, *kept.values()]
+        assert len(pipe.memo.batches) == len(pipe.memo.microbatches) == 1 + len(kept)
+        assert all(len(one.assemblies) == 1 for one in pipe.memo.recordings.values())
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
@@ -136,9 +137,9 @@ def test_train_and_eval_mode_and_outputs_count_separately():
     state, inputs = pipe.init(model), batch(4)
     fpipe.value_and_grad(pipe)(*state, *inputs)
     fpipe.evaluate(pipe)(*state, *inputs)
-    assert len(pipe.planner.plans) == 3
+    assert len(pipe.memo.batches) == 3
     fpipe.evaluate(pipe)(*state, inputs[0])
-    assert [variant.training for variant, _ in pipe.planner.agreements] == [True, False, False]
+    assert [variant.training for variant, _ in pipe.memo.agreements] == [True, False, False]
 
 
 def test_questions_are_asked_again_about_forgotten_kinds():
@@ -147,9 +148,9 @@ def test_questions_are_asked_again_about_forgotten_kinds():
     step = fpipe.value_and_grad(pipe)
     for length, full in ((4, True), (4, False), (2, True), (2, False), (4, False), (4, True)):
         require_exact(model, pipe, step, *masked(length, full))
-        answers = [signature.answers for _, signature in pipe.planner.agreements]
+        answers = [signature.answers for _, signature in pipe.memo.agreements]
         assert len(answers) <= 2
-        assert len(pipe.captures.questions) == len({one.leaves for _, one in pipe.captures.captured})
+        assert len(open_questions(pipe)) == len({one.leaves for _, one in pipe.memo.recordings})
 
 
 def test_a_reference_alone_keeps_as_many_plans():
@@ -160,9 +161,9 @@ def test_a_reference_alone_keeps_as_many_plans():
         out, grads = reference(*state, inputs, targets)
         want = loop(model, cross_entropy, inputs, targets, 2)._replace(outputs=None)
         assert_same(Result(out.loss, None, grads, {}), want)
-        assert len(pipe.planner.plans) <= 3
+        assert len(pipe.memo.batches) <= 3
     require_exact(model, pipe, fpipe.value_and_grad(pipe), *batch(9))
-    assert len(pipe.planner.plans) == 2
+    assert len(pipe.memo.batches) == 2
 
 
 def test_a_rebuilt_pipeline_keeps_as_many_plans():
@@ -170,7 +171,7 @@ def test_a_rebuilt_pipeline_keeps_as_many_plans():
     again = pipe.rebuilt(model)
     for length in LENGTHS:
         require_exact(model, again, fpipe.value_and_grad(again), *batch(length))
-    assert len(again.planner.plans) == 2
+    assert len(again.memo.batches) == 2
 
 
 @pytest.mark.parametrize("plans", [0, -1, True, 1.5, None])
@@ -193,12 +194,12 @@ def test_what_is_prepared_is_not_captured_again(backward, monkeypatch):
     model, pipe = build(4, backward=backward)
     kinds = [(3, 2), (4, 2), (4, 3), (2, 2)]
     pipe.prepare(on_meta(batch(*kind)) for kind in kinds)
-    plans, step = dict(pipe.planner.plans), fpipe.value_and_grad(pipe)
+    plans, step = dict(pipe.memo.batches), fpipe.value_and_grad(pipe)
     monkeypatch.setattr(type(pipe.captures), "explore", None)  # nothing is captured from here on
     monkeypatch.setattr(type(pipe.planner), "_plan", None)
     for kind in kinds:
         require_exact(model, pipe, step, *batch(*kind))
-    assert pipe.planner.plans == plans
+    assert pipe.memo.batches == plans
 
 
 def test_examples_with_values_answer_questions():
@@ -207,28 +208,28 @@ def test_examples_with_values_answer_questions():
     with pytest.raises(fpipe.InputError, match=r"got no values of inputs\[1\]"):
         pipe.prepare([((ids, mask.to("meta")), targets)])
     pipe.prepare([masked(4, full=True), masked(4, full=False)])
-    count = len(pipe.planner.plans)
+    count = len(pipe.memo.batches)
     for full in (True, False):
         require_exact(model, pipe, fpipe.value_and_grad(pipe), *masked(4, full))
-    assert len(pipe.planner.plans) == count == 3
+    assert len(pipe.memo.batches) == count == 3
 
 
 def test_autocast_is_part_of_what_is_prepared():
     model, pipe = build(4)
     with torch.autocast("cpu", torch.bfloat16):
         pipe.prepare([batch(3)])
-        count = len(pipe.captures.captured)
+        count = len(pipe.memo.recordings)
         fpipe.value_and_grad(pipe)(*pipe.init(model), *batch(3))
-        assert len(pipe.captures.captured) == count
-    assert any(variant != TRAINING for variant, _ in pipe.planner.plans)
+        assert len(pipe.memo.recordings) == count
+    assert any(variant != TRAINING for variant, _ in pipe.memo.batches)
 
 
 def test_a_schedule_without_backward_is_prepared_for_evaluation():
     model, pipe = build(2, how=forwards(gpipe(ranks=2, microbatches=2)))
     pipe.prepare([(batch(4)[0], None)])
-    count = len(pipe.captures.captured)
+    count = len(pipe.memo.recordings)
     fpipe.evaluate(pipe)(*pipe.init(model), batch(4)[0])
-    assert len(pipe.captures.captured) == count
+    assert len(pipe.memo.recordings) == count
 
 
 @pytest.mark.parametrize(

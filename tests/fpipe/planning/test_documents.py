@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 
 from fpipe import InputError, Profile
-from fpipe.planning.documents import write_fields
+from fpipe.planning.profile import PROFILE_FORMAT
 from fpipe.weights.files import MOST_READ
 from tests.common.profiles import plain_profile, profiles
 
 
 @given(profiles())
 def test_what_is_read_equals_what_was_written(profile):
-    assert Profile.parse(write_fields(profile)) == profile
+    assert Profile.parse(PROFILE_FORMAT.write(profile)) == profile
 
 
 def test_a_file_is_read_back(tmp_path):
@@ -38,32 +38,26 @@ def changed(document, path, value):
 
 BAD = [
     (["version"], 2, "version: got 2, expected 1"),
-    (["version"], None, "version: got None"),
     (["kind"], "other", "expected a profile that fpipe saved"),
     (["more"], 1, "got the fields"),
     (["blocks"], [], "blocks: got 0 of them"),
     (["blocks"], 3, "blocks: got 3, expected a list"),
-    (["blocks", 1, 0], 7, "blocks[1].name: got '7', expected a text"),
+    (["blocks", 1, 0], 7, "blocks[1].name: got 7, expected a text"),
     (["blocks", 1, 2], -1, "blocks[1].units: got -1"),
-    (["blocks", 1, 1, 0], ["x"], "blocks[1][1][0]: got ['x'], expected a list of 3 entries"),
-    (["blocks", 1, 1, 0, 2], 0, "blocks[1].marks[0][2]: got 0, expected true or false"),
+    (["blocks", 1, 1, 0], ["x"], "blocks[1].marks[0]: got ['x'], expected a list of 3 entries"),
+    (["blocks", 1, 1, 0, 2], 0, "blocks[1].marks[0].end: got 0, expected true or false"),
     (["times", 2, 1], -0.5, "times[2].B: got -0.5, expected a finite number of at least 0"),
-    (["times", 2, 1], "1", "times[2].B: got 1"),
     (["times", 2], [1, 2], "times[2]: got [1, 2], expected a list of 5 entries"),
     (["times"], [], "times: got 0 entries, expected 4"),
     (["fixed", 0], True, "fixed.F: got True"),
-    (["step"], None, "step: got None"),
     (["hops"], [[0, 4, 1, 1]], "hops[0]: got [0, 4], expected ascending numbers of blocks below 4"),
     (["hops"], [[2, 1, 1, 1]], "hops[0]: got [2, 1]"),
-    (["hops"], [[0, 1, 1.5, 1]], "hops[0][2]: got 1.5, expected an integer"),
-    (["activation"], [[8, []]], "activation[0][1]: got []"),
-    (["residual"], [[8, [1, 1]]], "residual[0][1]: got [1, 1]"),
-    (["parameters"], [[-8, [1]]], "parameters[0][0]: got -8"),
-    (["arrivals"], [[0, 2, 8, 1]], "arrivals[0][3]: got 1, expected a number of blocks from 2 to 4"),
+    (["hops"], [[0, 1, 1.5, 1]], "hops[0].forward: got 1.5, expected an integer"),
+    (["activation"], [[8, []]], "activation[0].blocks: got []"),
+    (["arrivals"], [[0, 2, 8, 1]], "arrivals[0].saved: got 1, expected a number of blocks from 2 to 4"),
     (["versions", 0], 2**70, "versions[0]: got"),
     (["model"], "x" * 20_000, "model: got"),
     (["link", "latency"], -1, "link: Link: got latency=-1"),
-    (["link", "bandwidth"], 0, "link: Link: got bandwidth=0"),
     (["link", "slow"], [[[0], 1]], "link.slow[0][0]: got [0], expected a list of 2 entries"),
     (["link"], {}, "link: got {}"),
 ]
@@ -72,7 +66,7 @@ BAD = [
 @pytest.mark.parametrize(("path", "value", "words"), BAD, ids=[words[:40] for _, _, words in BAD])
 def test_a_wrong_field_is_named(tmp_path, path, value, words):
     file = tmp_path / "profile.json"
-    file.write_text(json.dumps(changed(json.loads(write_fields(plain_profile(4))), path, value)))
+    file.write_text(json.dumps(changed(json.loads(PROFILE_FORMAT.write(plain_profile(4))), path, value)))
     with pytest.raises(InputError) as caught:
         Profile.read(file)
     assert str(file) in str(caught.value)
@@ -82,7 +76,7 @@ def test_a_wrong_field_is_named(tmp_path, path, value, words):
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_numbers_that_json_lacks_are_refused(tmp_path, number):
     file = tmp_path / "profile.json"
-    file.write_text(write_fields(plain_profile(4)).replace('"step": ', f'"step": {number}, "more": '))
+    file.write_text(PROFILE_FORMAT.write(plain_profile(4)).replace('"step": ', f'"step": {number}, "more": '))
     with pytest.raises(InputError, match=number):
         Profile.read(file)
 

@@ -14,9 +14,7 @@ import fpipe
 from fpipe import Roofline
 from fpipe.cutting.partition import parse_places
 from fpipe.pipelines.footprint import measure_footprints
-from fpipe.planning.cut_model import CutModel
-from fpipe.planning.recutting import recut
-from fpipe.planning.standalone import training_variant_here
+from fpipe.planning.cut_model import CutModel, training_variant_here
 from schedules import gpipe, one_f_one_b
 from tests.common.cases import WIDTH
 from tests.common.sizes import NIGHTLY, by_day
@@ -42,8 +40,7 @@ def require_footprints(pipe, example, targets, tolerance=0.0, slack=0, tries=4):
         stages = min(count, 1 + turn % 4)
         cuts = sorted(draw.sample(range(1, count), stages - 1))
         how = gpipe(ranks=stages, microbatches=pipe.schedule.microbatches)
-        planner = recut(pipe.planner, model.captured, [model.places[k - 1] for k in cuts], how)
-        assembly = planner.plan(variant, batch.signature).assembly
+        assembly = model.plan([model.places[k - 1] for k in cuts], how).assembly
         found, sizes = measure_footprints(assembly), profile.sizes(cuts, how.placement)
         for k, name in enumerate(NAMES):
             expected = [one[k] for one in found]

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan holds its memory, is not beaten by any cuts by hand, is never below its bound, and says what it must."""
 
+from __future__ import annotations
+
+import json
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import inf
 
 import pytest
@@ -12,13 +15,12 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.errors import InputError
-from fpipe.planning.candidates import FACTORIES, Candidate, Room, fit_memory
-from fpipe.planning.choosing import PlanProgress, choose
+from fpipe.planning.candidates import FACTORIES, find_peak, fit_memory
+from fpipe.planning.chain import partition_chain
+from fpipe.planning.choosing import PlanProgress
 from fpipe.planning.floor import bound_plans
-from fpipe.planning.pins import pin
 from fpipe.planning.plan import Plan
-from fpipe.planning.prediction import Predictor, find_peak
-from fpipe.planning.ranges import Spread
+from fpipe.planning.ranges import Spread, sum_blocks
 from schedules import (
     Costs,
     Link,
@@ -37,29 +39,22 @@ from schedules import (
     zb_h1,
     zb_v,
 )
-from tests.common.chain_profiles import chain_profile
+from tests.common.chain_profiles import chain_profile, find_plan, problem_of
 from tests.common.zoo import ZOO
 
-LIMITS = {"weights": 1.0, "seconds": 60.0, "report": lambda progress: None}
 FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
-
-
-def find(profile, factories=FACTORIES, ranks=2, microbatches=4, caps=None, pinned=(), report=lambda progress: None):
-    places = frozenset(range(1, len(profile.blocks)))
-    room = Room((inf,) * ranks if caps is None else caps, places, pinned)
-    return choose({microbatches: profile}, factories, ranks, room, weights=1.0, seconds=60.0, report=report)
 
 
 def by_hand(profile, factories, ranks, microbatches):
     """The predictions of all cuts of all schedules."""
-    predictor = Predictor(profile, 1.0)
+    problem = problem_of(profile, ranks, microbatches)
     for factory in factories:
         try:
             how = factory(ranks, microbatches)
         except SizeError:
             continue
         for cuts in combinations(range(1, len(profile.blocks)), how.stages - 1):
-            yield Candidate.of(predictor, how, cuts)
+            yield problem.try_out(how, cuts)
 
 
 @settings(max_examples=15, deadline=None)
@@ -67,7 +62,7 @@ def by_hand(profile, factories, ranks, microbatches):
 def test_no_cuts_by_hand_are_much_faster_and_none_is_below_the_bound(forward, ranks, latency):
     profile = chain_profile(forward, link=Link(latency=latency))
     factories = (one_f_one_b, zb_h1, zb_v, interleaved_1f1b)
-    plan = find(profile, factories, ranks, 4)
+    plan = find_plan(profile, factories, ranks=ranks)
     best = min(by_hand(profile, factories, ranks, 4), key=lambda one: one.predicted.seconds)
     assert best.predicted.seconds * 1.03 >= plan.predicted.seconds
     assert plan.bound <= best.predicted.seconds * (1 + 1e-9)
@@ -77,14 +72,14 @@ def test_no_cuts_by_hand_are_much_faster_and_none_is_below_the_bound(forward, ra
 def test_the_bound_knows_that_checkpointed_forwards_may_end_earlier():
     profile = chain_profile([1] * 8)
     profile = replace(profile, times=tuple(one._replace(C=0.1) for one in profile.times))
-    plan = find(profile, [one_f_one_b], ranks=8, microbatches=2, caps=(20.0,) * 8)
+    plan = find_plan(profile, [one_f_one_b], ranks=8, microbatches=2, caps=20.0)
     assert plan.schedule.factory is recompute
     assert plan.bound <= plan.predicted.seconds
 
 
 def test_the_bound_names_everything_that_it_consists_of():
     profile = replace(chain_profile([1] * 8, link=Link(latency=10)), step=3.0)
-    text = bound_plans(profile, 4, 1, split=False, single=True).because
+    text = bound_plans(problem_of(profile, 4, 1), split=False, single=True).because
     assert (
         text == "one microbatch takes 24 s from end to end, and its transfers 60 s, and a step 3 s besides its actions"
     )
@@ -95,7 +90,7 @@ def test_the_bound_names_everything_that_it_consists_of():
 def test_plans_with_a_stage_per_rank_are_not_below_their_bound(forward, ranks, microbatches, fixed):
     profile = chain_profile(forward, fixed=fixed)
     for split, factory in ((False, one_f_one_b), (True, zb_h1)):
-        least = bound_plans(profile, ranks, microbatches, split=split, single=True).makespan
+        least = bound_plans(problem_of(profile, ranks, microbatches), split=split, single=True).makespan
         fastest = min(one.predicted.seconds for one in by_hand(profile, [factory], ranks, microbatches))
         assert least <= fastest * (1 + 1e-9)
 
@@ -104,7 +99,7 @@ def test_plans_with_a_stage_per_rank_are_not_below_their_bound(forward, ranks, m
 @given(FORWARDS, st.sampled_from([dualpipe, chimera]), st.sampled_from([2, 4]), st.integers(2, 6))
 def test_plans_that_hold_stages_twice_are_not_below_their_bound(forward, factory, ranks, microbatches):
     profile = chain_profile(forward, fixed=0.5, link=Link(latency=0.25))
-    plan = find(profile, [factory], ranks, microbatches)
+    plan = find_plan(profile, [factory], ranks=ranks, microbatches=microbatches)
     fastest = min(one.predicted.seconds for one in by_hand(profile, [factory], ranks, microbatches))
     assert plan.bound <= fastest * (1 + 1e-9)
 
@@ -114,8 +109,8 @@ def test_plans_that_hold_stages_twice_are_not_below_their_bound(forward, factory
 def test_the_memory_is_held(forward, cap):
     profile = chain_profile(forward)
     try:
-        plan = find(profile, (one_f_one_b, zb_v), caps=(cap, cap))
-    except fpipe.InputError as error:
+        plan = find_plan(profile, (one_f_one_b, zb_v), caps=cap)
+    except InputError as error:
         if "expected at least" not in str(error):
             raise
         return
@@ -123,8 +118,7 @@ def test_the_memory_is_held(forward, cap):
 
 
 def test_little_memory_makes_stages_recompute():
-    profile = replace(chain_profile([1] * 8), activation=chain_profile([1] * 8).activation)
-    plan = find(profile, [one_f_one_b], ranks=2, microbatches=8, caps=(75, 75))
+    plan = find_plan(chain_profile([1] * 8), [one_f_one_b], ranks=2, microbatches=8, caps=75)
     assert plan.schedule.factory is recompute
     assert max(plan.predicted.memory) <= 75
 
@@ -140,81 +134,80 @@ def test_the_peak_of_a_rank_is_that_of_a_simulation(factory, stages, residual):
 def test_the_stages_whose_recomputation_lowers_the_peak_most_are_recomputed_and_no_more():
     profile = chain_profile([1] * 4, weights=[0] * 4)
     profile = replace(profile, activation=tuple(Spread(size, (k,)) for k, size in enumerate((10, 1, 1, 30))))
-    whole = Candidate.of(Predictor(profile, 1.0), zb_v(2, 4), (1, 2, 3))
+    whole = problem_of(profile, caps=(50.0, inf)).try_out(zb_v(2, 4), (1, 2, 3))
     assert whole.predicted.memory == (60, 20)
-    fitting = fit_memory(whole, Room((50.0, inf), frozenset({1, 2, 3})))
+    fitting = fit_memory(whole)
     assert dict(fitting.schedule.arguments)["stages"] == (0,), (
         "of stage 3, which keeps more, no two microbatches are held"
     )
     assert fitting.predicted.memory[0] <= 50
 
 
-def test_what_fits_nowhere_is_refused_with_the_least_that_would():
-    with pytest.raises(fpipe.InputError, match=r"memory: got 10.0 B, expected at least \d+ B"):
-        find(chain_profile([1] * 8), caps=(10.0, 10.0))
+@pytest.mark.parametrize(
+    ("profile", "given", "words"),
+    [
+        (chain_profile([1] * 8), {"caps": 10.0}, r"memory: got 10.0 B, expected at least \d+ B"),
+        (chain_profile([1, 1]), {"ranks": 4}, "too few places"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(profile, given, words):
+    with pytest.raises(InputError, match=words):
+        find_plan(profile, **given)
 
 
-def test_too_few_places_for_cuts_are_refused():
-    with pytest.raises(fpipe.InputError, match="too few places"):
-        find(chain_profile([1, 1]), ranks=4)
-
-
-def test_a_pinned_stage_is_kept():
+def test_a_pinned_stage_leaves_no_places_inside():
     profile = chain_profile([1] * 8)
-    room = Room((inf,) * 3, frozenset(range(1, 8)))
-    one = pin(room, profile, ("1",), (("2", "7"),))
+    problem = problem_of(profile, ranks=3)
+    one = problem.pin(("1",), (("2", "7"),))
     assert (one.pinned, one.places) == ((1, 2, 7), {1, 2, 7})
-    assert pin(room, profile, (), ((None, "3"), ("3", None))).places == {3}
-    found = choose({4: profile}, [one_f_one_b], 3, pin(room, profile, (), (("2", "7"),)), **LIMITS)
-    assert found.cuts == ("2", "7")
+    assert problem.pin((), ((None, "3"), ("3", None))).places == {3}
 
 
-def test_pins_that_contradict_one_another_are_refused():
-    profile = chain_profile([1] * 8)
-    room = Room((inf,) * 3, frozenset(range(1, 8)))
-    with pytest.raises(InputError, match=r"stages: got \('2', '7'\) and a stage that begins at '4', in the middle"):
-        pin(room, profile, ("4",), (("2", "7"),))
-    with pytest.raises(InputError, match=r"stages: got \('2', '7'\) and a stage that begins at '5'"):
-        pin(room, profile, (), (("2", "7"), ("5", None)))
-    with pytest.raises(InputError, match=r"stages\[0\]: got '27', expected two names of modules"):
-        pin(room, profile, (), ("27",))
-    with pytest.raises(InputError, match=r"stages\[0\]: got \(.7., .2.\), expected a second module that comes after"):
-        pin(room, profile, (), (("7", "2"),))
+@pytest.mark.parametrize(
+    ("cuts", "stages", "words"),
+    [
+        (("4",), (("2", "7"),), r"stages: got \('2', '7'\) and a stage that begins at '4', in the middle"),
+        ((), (("2", "7"), ("5", None)), r"stages: got \('2', '7'\) and a stage that begins at '5'"),
+        ((), ("27",), r"stages\[0\]: got '27', expected two names of modules"),
+        ((), (("7", "2"),), r"stages\[0\]: got \(.7., .2.\), expected a second module that comes after"),
+    ],
+)
+def test_pins_that_contradict_one_another_are_refused(cuts, stages, words):
+    with pytest.raises(InputError, match=words):
+        problem_of(chain_profile([1] * 8), ranks=3).pin(cuts, stages)
 
 
-def test_a_pinned_cut_is_kept():
-    assert "2" in find(chain_profile([1] * 8), [one_f_one_b], pinned=(2,)).cuts
+def test_pinned_cuts_are_kept():
+    assert "2" in find_plan(chain_profile([1] * 8), [one_f_one_b], pinned=(2,)).cuts
+    assert find_plan(chain_profile([1] * 8), [one_f_one_b], ranks=3, pinned=(2, 7)).cuts == ("2", "7")
 
 
 def test_without_times_parameters_are_balanced():
     profile = chain_profile([0.0] * 6, weights=[50, 10, 10, 10, 10, 10])
-    plan = find(profile, [one_f_one_b], ranks=2)
+    plan = find_plan(profile, [one_f_one_b], ranks=2)
     assert plan.cuts == ("1",)
     assert "not predicted: the profile has no times" in str(plan)
     assert "from the best" not in str(plan)
 
 
-def test_it_says_when_data_parallelism_is_faster():
-    plan = find(chain_profile([1] * 8))
-    assert "use data parallelism" in plan.advice
-    assert plan.copies.seconds < plan.predicted.seconds
-
-
-def test_no_advice_if_the_model_does_not_fit_on_one_device():
-    plan = find(chain_profile([1] * 8, weights=[100] * 8), caps=(600.0, 600.0))
-    assert plan.advice == ""
-    assert not plan.alone.fits
-    assert not plan.copies.fits
-
-
-def test_one_device_wins_if_links_are_slow():
-    plan = find(chain_profile([1] * 8, link=Link(latency=1000)))
-    assert "train on one device" in plan.advice
+@pytest.mark.parametrize(
+    ("profile", "caps", "advice"),
+    [
+        (chain_profile([1] * 8), inf, "use data parallelism"),
+        (chain_profile([1] * 8, link=Link(latency=1000)), inf, "train on one device"),
+        (chain_profile([1] * 8, weights=[100] * 8), 600.0, ""),  # the model fits on no device
+    ],
+)
+def test_it_says_what_is_faster_than_a_pipeline(profile, caps, advice):
+    plan = find_plan(profile, caps=caps)
+    assert advice in plan.advice
+    assert bool(plan.advice) == (plan.alone.fits or plan.copies.fits) == bool(advice)
+    assert bool(advice) == (min(plan.alone.seconds, plan.copies.seconds) < plan.predicted.seconds and plan.alone.fits)
 
 
 def test_the_same_profile_gives_the_same_plan():
     profile = chain_profile([3, 1, 4, 1, 5, 9, 2, 6])
-    assert find(profile) == find(profile)
+    assert find_plan(profile) == find_plan(profile)
 
 
 def test_progress_is_reported_and_an_interrupt_returns_the_best_so_far():
@@ -225,7 +218,7 @@ def test_progress_is_reported_and_an_interrupt_returns_the_best_so_far():
         if len(seen) == 3:
             raise KeyboardInterrupt
 
-    plan = find(chain_profile([3, 1, 4, 1, 5, 9, 2, 6]), report=report)
+    plan = find_plan(chain_profile([3, 1, 4, 1, 5, 9, 2, 6]), report=report)
     assert [one.tried for one in seen] == [1, 2, 3]
     assert {one.total for one in seen} == {len(FACTORIES)}
     assert seen[-1].best == plan.predicted.seconds
@@ -240,11 +233,11 @@ def test_an_interrupt_before_anything_was_found_is_raised():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        find(chain_profile([1] * 8), [factory])
+        find_plan(chain_profile([1] * 8), [factory])
 
 
 def test_a_plan_prints_what_it_is():
-    text = str(find(chain_profile([3, 1, 4, 1, 5, 9, 2, 6])))
+    text = str(find_plan(chain_profile([3, 1, 4, 1, 5, 9, 2, 6])))
     for words in (
         "Plan for Chain on 2 ranks",
         "schedule",
@@ -263,7 +256,7 @@ def test_a_plan_prints_what_it_is():
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("plans") / "plan.json"
-    plan = find(chain_profile([3, 1, 4, 1, 5, 9, 2, 6]), caps=(500.0, 500.0))
+    plan = find_plan(chain_profile([3, 1, 4, 1, 5, 9, 2, 6]), caps=500.0)
     plan.save(path)
     return plan, path
 
@@ -276,11 +269,11 @@ def test_a_plan_is_read_as_it_was_saved(saved):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('"fpipe plan"', '"other"', "expected a plan of version"),
-        ('"version": 1', '"version": 2', "expected a plan of version"),
+        ('"fpipe plan"', '"other"', "expected a plan that fpipe saved"),
+        ('"version": 1', '"version": 2', "version: got 2, expected 1"),
         ('"bound": ', '"bound": -', "bound: got -"),
         ('"bound": ', '"bound": NaN, "x": ', "NaN"),
-        ('"complete": true', '"complete": 3', "complete: got '3', expected bool"),
+        ('"complete": true', '"complete": 3', "complete: got 3, expected true or false"),
         ('"schedule": "', '"schedule": "no_', "expected a built-in schedule"),
         ("{", "", "plan.json: "),
     ],
@@ -290,18 +283,16 @@ def test_a_file_that_was_changed_is_refused(saved, tmp_path, old, new, words):
     assert old in text
     path = tmp_path / "plan.json"
     path.write_text(text.replace(old, new, 1))
-    with pytest.raises(fpipe.InputError, match=words):
+    with pytest.raises(InputError, match=words):
         Plan.read(path)
 
 
 def test_a_plan_of_a_wrong_schedule_is_refused(saved, tmp_path):
     path = tmp_path / "plan.json"
     wrong = {"schedule": "table", "arguments": {"rows": ["0F0,0B0", "1B0,1F0"]}}
-    import json
-
     document = json.loads(saved[1].read_text())
     path.write_text(json.dumps({**document, "schedule": wrong, "cuts": ["4"]}))
-    with pytest.raises(fpipe.InputError, match="rule"):
+    with pytest.raises(InputError, match="rule"):
         Plan.read(path)
 
 
@@ -342,7 +333,7 @@ def test_a_drop_in_module_takes_a_plan(planned):
 )
 def test_a_plan_replaces_other_arguments(planned, given, words):
     model, x, plan = planned
-    with pytest.raises(fpipe.InputError, match=words):
+    with pytest.raises(InputError, match=words):
         fpipe.pipeline(model, example=(x,), loss=torch.mean, **{"plan": plan, **given})
 
 
@@ -382,7 +373,7 @@ def test_a_plan_replaces_other_arguments(planned, given, words):
     ],
 )
 def test_wrong_arguments_are_refused(given, words):
-    with pytest.raises(fpipe.InputError, match=words):
+    with pytest.raises(InputError, match=words):
         fpipe.plan(
             layers(), (torch.ones(8, 8),), **{"ranks": 2, "loss": torch.mean, "microbatches": 4, "seconds": 1, **given}
         )
@@ -410,7 +401,7 @@ def other(**changes):
     ],
 )
 def test_a_profile_of_another_model_is_refused(profile, words):
-    with pytest.raises(fpipe.InputError, match=words):
+    with pytest.raises(InputError, match=words):
         fpipe.plan(layers(), (torch.ones(8, 8),), ranks=2, loss=torch.mean, microbatches=4, profile=profile())
 
 
@@ -422,3 +413,23 @@ def test_a_profile_of_the_model_is_taken(name):
     profile = fpipe.profile(model, inputs, targets, **given, device=fpipe.Roofline(1e9, 1e9))
     plan = fpipe.plan(model, inputs, targets, ranks=2, schedules=one_f_one_b, profile=profile, **given)
     assert plan.schedule.factory is one_f_one_b
+
+
+def largest(amounts, cuts):
+    return max(sum(amounts[a:b]) for a, b in pairwise([0, *cuts, len(amounts)]))
+
+
+@given(st.data())
+def test_no_partition_has_a_smaller_largest_stage(data):
+    amounts = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+    stages = data.draw(st.integers(1, 4))
+    places = data.draw(st.sets(st.integers(1, max(1, len(amounts) - 1))))
+    places = {k for k in places if k < len(amounts)}
+    pinned = [k for k in sorted(places) if data.draw(st.booleans())]
+    allowed = [cuts for cuts in combinations(sorted(places), stages - 1) if set(pinned) <= set(cuts)]
+    found = partition_chain(sum_blocks(amounts), stages, places, pinned)
+    if not allowed:
+        assert found is None
+    else:
+        assert found in allowed
+        assert largest(amounts, found) == min(largest(amounts, cuts) for cuts in allowed)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a profile says of stages follows from what it says of blocks."""
+"""What a profile says of stages follows from what it says of blocks; of several profiles, the slowest time counts."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import InputError
-from fpipe.planning.devices import costs_by_rank
-from fpipe.planning.ranges import TIMED, Spread
-from schedules import Costs, Link, Sizes, dualpipe, gpipe, looped, simulate, vee, zb_h1
-from tests.common.profiles import cuts_of, plain_profile, profiles
+from fpipe.planning.ranges import TIMED, Arrival, Hop, Spread, count_once, sum_blocks, sum_crossing, sum_entering
+from schedules import Link, dualpipe, gpipe, looped, vee
+from tests.common.profiles import TIMES, block, cuts_of, plain_profile, profiles
 
 FOUR = profiles(blocks=4)
 
@@ -36,15 +36,6 @@ def test_costs_are_what_is_fixed_and_the_sum_over_blocks(drawn):
             assert math.isclose(costs.time(kind, stage), expected, rel_tol=1e-9, abs_tol=1e-9)
             assert math.isclose(float(profile.ranges.seconds(kind)[a, b]), expected, rel_tol=1e-9, abs_tol=1e-9)
     assert costs.R is None
-
-
-@given(cut_profiles())
-def test_sizes_are_those_of_ranges(drawn):
-    profile, cuts = drawn
-    sizes, ranges = profile.sizes(cuts), profile.ranges
-    for name in ("activation", "residual", "inputs"):
-        assert getattr(sizes, name) == tuple(int(getattr(ranges, name)[stage]) for stage in profile.stages(cuts))
-    assert sizes.weight == tuple(int(ranges.parameters[stage]) for stage in profile.stages(cuts))
 
 
 @given(cut_profiles())
@@ -70,17 +61,6 @@ def test_of_several_messages_the_largest_counts(profile):
         profile.link.bandwidth,
         profile.link.slow,
     )
-
-
-@given(FOUR)
-def test_costs_and_sizes_can_be_simulated(profile):
-    cuts, how = (1, 2, 3), zb_h1(ranks=4, microbatches=6)
-    costs, sizes = profile.costs(cuts), profile.sizes(cuts, how.placement)
-    assert isinstance(costs, Costs)
-    assert isinstance(sizes, Sizes)
-    timeline = simulate(how, costs, sizes=sizes)
-    expected = [6 * (costs.time("F", s) + costs.time("I", s) + costs.time("W", s)) for s in range(4)]
-    assert all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in zip(timeline.busy, expected, strict=True))
 
 
 def test_a_parameter_of_two_stages_on_a_rank_counts_once():
@@ -120,20 +100,6 @@ def test_a_link_that_takes_no_time_is_left_out():
     assert isinstance(replace(profile, link=Link(latency=1)).costs([1]).comm, Link)
 
 
-@given(FOUR, FOUR)
-def test_each_stage_costs_what_it_does_on_its_rank(a, b):
-    b = replace(b, **{name: getattr(a, name) for name in ("hops", "activation", "residual", "arrivals")})
-    b = replace(b, versions=a.versions, parameters=a.parameters)
-    cuts, placement = (1, 2, 3), vee(ranks=2, chunks=2)
-    costs = costs_by_rank([a, b], cuts, placement)
-    for stage, rank in enumerate(placement.homes):
-        assert costs.time("F", stage) == (a, b)[rank].costs(cuts).time("F", stage)
-    with pytest.raises(InputError, match=r"profiles: got 1, expected 2"):
-        costs_by_rank([a], cuts, placement)
-    with pytest.raises(InputError, match=r"profiles\[1\].versions"):
-        costs_by_rank([a, replace(b, versions=(1, *[size + 1 for size in a.versions[1:]]))], cuts, placement)
-
-
 def test_a_printed_profile_has_a_row_for_each_block():
     profile = plain_profile(4)
     lines = str(profile).splitlines()
@@ -145,3 +111,125 @@ def test_a_long_profile_is_cut_short():
     text = str(plain_profile(100))
     assert "... 65 more" in text
     assert "m99" in text
+
+
+FOUR = profiles(blocks=4)
+SAME = ("hops", "activation", "residual", "arrivals", "versions", "parameters")
+
+
+def alike(profile, other):
+    """Return `other` as a profile of the same model as `profile`."""
+    return replace(other, **{name: getattr(profile, name) for name in SAME})
+
+
+@given(FOUR, FOUR, FOUR)
+def test_the_order_does_not_matter(a, b, c):
+    b, c = alike(a, b), alike(a, c)
+    assert a.merge() == a.merge(a) == a.merge(a, a)
+    assert a.merge(b) == b.merge(a)
+    assert a.merge(b, c) == a.merge(b).merge(c) == a.merge(b.merge(c)) == c.merge(a, b)
+
+
+@given(FOUR, FOUR)
+def test_no_stage_is_faster_than_on_any_device(a, b):
+    b = alike(a, b)
+    merged = a.merge(b)
+    for one in (a, b):
+        for kind in TIMED:
+            assert (merged.ranges.seconds(kind) >= one.ranges.seconds(kind) - 1e-9).all()
+        for ends in ((0, 1), (1, 0), (2, 3)):
+            assert merged.stage_link([1]).time(0, ends) >= one.stage_link([1]).time(0, ends)
+    assert merged.sizes([1]) == a.sizes([1])
+
+
+@given(FOUR, TIMES)
+def test_each_time_is_the_largest(a, slow):
+    merged = a.merge(replace(a, fixed=slow))
+    assert merged.fixed == tuple(map(max, a.fixed, slow))
+    assert merged.times == a.times
+
+
+def test_profiles_of_other_models_are_refused_by_what_differs_first():
+    a = plain_profile(4)
+    for other, words in [
+        (
+            replace(a, blocks=(*a.blocks[:2], block(9), a.blocks[3])),
+            "others[0]: got a block 2 named 'm9' of 1 operations",
+        ),
+        (plain_profile(3), "others[0]: got 3 blocks, expected 4"),
+        (replace(a, microbatch="float32[2]"), "others[0].microbatch: got float32[2], expected float32[1]"),
+        (replace(a, backward="as a graph"), "others[0].backward: got as a graph, expected by autograd"),
+        (replace(a, versions=(0, 9, 0, 0)), "others[0].versions: got 9, expected 0"),
+        (replace(a, hops=()), "others[0].hops: got 0 entries, expected 3 entries"),
+    ]:
+        with pytest.raises(InputError) as caught:
+            a.merge(other)
+        assert words in str(caught.value)
+
+
+BLOCKS = st.integers(1, 6)
+AMOUNTS = st.integers(0, 9)
+
+
+def runs(count):
+    return combinations(range(count + 1), 2)
+
+
+@st.composite
+def amounts(draw):
+    return draw(st.lists(AMOUNTS, min_size=1, max_size=6))
+
+
+@st.composite
+def spreads(draw):
+    count = draw(BLOCKS)
+    users = st.sets(st.integers(0, count - 1), min_size=1).map(lambda found: tuple(sorted(found)))
+    return count, draw(st.lists(st.builds(Spread, AMOUNTS, users), max_size=5))
+
+
+@st.composite
+def hops(draw):
+    count = draw(st.integers(2, 6))
+    ends = st.sets(st.integers(0, count - 1), min_size=2, max_size=2).map(sorted)
+    return count, [Hop(*draw(ends), draw(AMOUNTS), draw(AMOUNTS)) for _ in range(draw(st.integers(0, 5)))]
+
+
+@st.composite
+def arrivals(draw):
+    count, found = draw(hops())
+    return count, [Arrival(a, b, size, draw(st.integers(b, count))) for a, b, size, _ in found]
+
+
+@given(amounts())
+def test_sums_add_up(found):
+    table = sum_blocks(found)
+    assert all(table[a, b] == sum(found[a:b]) for a, b in runs(len(found)))
+    assert table.tril().count_nonzero() == 0
+
+
+@given(spreads())
+def test_memory_that_blocks_share_counts_once(drawn):
+    count, found = drawn
+    table = count_once(found, count)
+    for a, b in runs(count):
+        assert table[a, b] == sum(size for size, blocks in found if any(a <= block < b for block in blocks))
+
+
+@given(arrivals())
+def test_a_stage_gets_what_is_made_before_it_and_used_in_it(drawn):
+    count, found = drawn
+    every, unsaved = sum_entering(found, count), sum_entering(found, count, unsaved=True)
+    for a, b in runs(count):
+        entering = [one for one in found if one.source < a <= one.target < b]
+        assert every[a, b] == sum(one.bytes for one in entering)
+        assert unsaved[a, b] == sum(one.bytes for one in entering if b <= one.saved)
+
+
+@given(hops())
+def test_what_is_made_before_a_cut_and_used_after_it_crosses_it(drawn):
+    count, found = drawn
+    values, cotangents = sum_crossing(found, count)
+    for place in range(count + 1):
+        crossing = [hop for hop in found if hop.source < place <= hop.target]
+        assert values[place] == sum(hop.forward for hop in crossing)
+        assert cotangents[place] == sum(hop.back for hop in crossing)

@@ -9,6 +9,7 @@ from torch import nn
 
 import fpipe
 from fpipe import CutError, InputError, Profile, Roofline
+from fpipe.planning.profile import PROFILE_FORMAT
 from schedules import Costs, Link, gpipe, one_f_one_b, simulate
 from tests.common.cases import mse
 from tests.common.zoo import ZOO
@@ -130,7 +131,7 @@ def test_a_profile_is_required_to_be_of_the_model():
     )
     own = quick(model, inputs, targets, loss=case.loss, device=FAST)
     own.require(pipe)
-    Profile.parse(own_text(own)).require(pipe)
+    Profile.parse(PROFILE_FORMAT.write(own)).require(pipe)
     for profile, words in [
         (quick(model, inputs, targets, loss=case.loss, device=FAST, microbatches=4), "microbatch: got a profile for"),
         (quick(layers(), *batch_of(), loss=mse, device=FAST), "microbatch: got a profile for float32[2, 4]"),
@@ -140,12 +141,6 @@ def test_a_profile_is_required_to_be_of_the_model():
         with pytest.raises(InputError) as caught:
             profile.require(pipe)
         assert words in str(caught.value)
-
-
-def own_text(profile):
-    from fpipe.planning.documents import write_fields
-
-    return write_fields(profile)
 
 
 def longer(case):

@@ -9,16 +9,13 @@ backward of each rank as profiled there, with 128 microbatches, and the millisec
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from typing import NamedTuple
 
 import pytest
 
-from fpipe.planning.candidates import Room
-from fpipe.planning.choosing import choose
 from fpipe.planning.ranges import ActionTimes
 from schedules import Costs, one_f_one_b, simulate
-from tests.common.chain_profiles import chain_profile
+from tests.common.chain_profiles import chain_profile, find_plan
 from tests.common.sizes import by_night
 
 RANKS, MICROBATCHES, LAYERS = 8, 128, 4  # of a rank, in the runs "base"
@@ -95,9 +92,6 @@ def test_a_plan_of_an_uneven_run_is_faster_and_nearly_the_best(name):
     backward = [b] * LAYERS * RANKS + [last_b - LAYERS * b]
     times = tuple(ActionTimes(x, y, y / 2, y / 2, x) for x, y in zip(forward, backward, strict=True))
     profile = replace(chain_profile(forward), times=times)
-    room = Room((inf,) * RANKS, frozenset(range(1, len(forward))))
-    plan = choose(
-        {MICROBATCHES: profile}, [one_f_one_b], RANKS, room, weights=1, seconds=60, report=lambda progress: None
-    )
+    plan = find_plan(profile, [one_f_one_b], ranks=RANKS, microbatches=MICROBATCHES)
     assert plan.predicted.seconds / 1e3 < 0.9 * run.measured
     assert plan.gap < 0.04

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.record.capture.registry import find_capture
 from fpipe.record.captured import BatchLeaf, Call, Captured, Constant, Parameter
+from fpipe.record.front_ends.registry import find_capture
 from fpipe.tensors.fake import fake_mode
 from schedules import gpipe, one_f_one_b
 from tests.common.comparison import assert_same

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fpipe
+from fpipe.network import recording
 from fpipe.network.recording import DeviceStopwatch, HostStopwatch
-from fpipe.runtime import recording
 from schedules import Action, F, Span, dualpipe, forwards, interleaved_1f1b, one_f_one_b, summarize
 from tests.common.comparison import assert_same
 from tests.common.running import build, run

@@ -18,7 +18,7 @@ from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
 from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 
 import fpipe
-from fpipe.record.steps.branching import attach, certain_leaves
+from fpipe.record.trace.branching import attach, certain_leaves
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.recorded import Recorded
 from fpipe.tensors.spec import OptionalSpec, Spec

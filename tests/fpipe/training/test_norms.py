@@ -165,32 +165,3 @@ def test_only_so_many_tables_are_kept():
         some = {name: grad for n, (name, grad) in enumerate(grads.items()) if k >> (n % 6) & 1 or n > 6}
         fpipe.norm(pipe, some)
     assert len(pipe.norm_tables) == KEPT_TABLES
-
-
-@pytest.mark.parametrize(
-    ("grads", "words"),
-    [
-        ([torch.ones(1)], "grads: got list, expected a dict by name"),
-        ({"nobody": torch.ones(1)}, "grads['nobody']: got a name that is none of this process's parameters"),
-        ({"0.weight": torch.ones(3)}, "grads['0.weight']: got shape [3], expected a tensor of shape [4, 4]"),
-        ({"0.weight": None}, "grads['0.weight']: got NoneType, expected a tensor of shape [4, 4]"),
-    ],
-)
-def test_gradients_of_something_else_are_refused(grads, words):
-    pipe, *_ = step("mlp")
-    for function in (fpipe.norm, fpipe.all_finite, lambda *given: fpipe.clip(*given, 1.0)):
-        with pytest.raises(fpipe.InputError) as error:
-            function(pipe, grads)
-        assert words in str(error.value)
-
-
-def test_bad_patterns_and_bounds_are_refused():
-    pipe, _, grads = step("mlp")
-    with pytest.raises(fpipe.InputError, match=r"names: got the pattern '\*.biass', .* named \['6.bias'"):
-        fpipe.norm(pipe, grads, names="*.biass")
-    with pytest.raises(fpipe.InputError, match=r"names: got \(\), expected a pattern or several"):
-        fpipe.norm(pipe, grads, names=())
-    with pytest.raises(fpipe.InputError, match=r"max_norm: got -1, expected a number that is not negative"):
-        fpipe.clip(pipe, grads, -1)
-    with pytest.raises(fpipe.InputError, match=r"value: got nan, expected a number that is not negative"):
-        fpipe.clip_value(grads, math.nan)

@@ -7,8 +7,17 @@ import pytest
 
 from schedules import one_f_one_b, zb_h1, zb_v
 from tests.common.sizes import in_turn
-from tests.common.training import MICROBATCHES, MODELS, train_alone, train_low_alone, train_scaled_alone
-from tests.common.training_runs import require_same_history, train, train_low, train_scaled
+from tests.common.training import (
+    MICROBATCHES,
+    MODELS,
+    require_same_history,
+    train,
+    train_alone,
+    train_low,
+    train_low_alone,
+    train_scaled,
+    train_scaled_alone,
+)
 
 alone = cache(train_alone)
 

@@ -1,33 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-2, T5 and ViT of transformers from tiny random configurations, and a UNet: bit for bit what one device computes.
+"""GPT-2, T5, ViT and decoders of transformers, tiny and random, and a UNet: bit for bit what one device computes.
 
 Models as their authors wrote them, which compute their own loss: tied heads, encoders and decoders, skips over several
-stages. All other architectures of transformers are tried by `benchmarks/architectures`.
+stages. Between stages of decoders, only hidden states cross. All other architectures of transformers are tried by
+`benchmarks/architectures`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import transformers
+import transformers as hf
 from torch import nn
 
+import fpipe
 from schedules import interleaved_1f1b, one_f_one_b, v_1f1b
 from tests.common.cases import Case, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import by_day, by_night
+from tests.common.sizes import NIGHTLY, by_day, by_night
 
 ROWS, LENGTH, WORDS, WIDTH = 4, 6, 31, 16
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    config = transformers.GPT2Config(
+    config = hf.GPT2Config(
         n_layer=4,
         n_embd=WIDTH,
         n_head=2,
@@ -39,11 +42,11 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
         eos_token_id=1,
         **drops,
     )
-    return transformers.GPT2LMHeadModel(config)
+    return hf.GPT2LMHeadModel(config)
 
 
 def t5(dropout: float = 0.0) -> nn.Module:
-    config = transformers.T5Config(
+    config = hf.T5Config(
         num_layers=2,
         d_model=WIDTH,
         d_kv=8,
@@ -54,26 +57,24 @@ def t5(dropout: float = 0.0) -> nn.Module:
         use_cache=False,
         decoder_start_token_id=0,
     )
-    return transformers.T5ForConditionalGeneration(config)
+    return hf.T5ForConditionalGeneration(config)
 
 
 def vit(dropout: float = 0.0) -> nn.Module:
-    config = transformers.ViTConfig(
+    config = hf.ViTConfig(
         num_hidden_layers=4, hidden_size=WIDTH, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
         num_labels=5, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
-    return transformers.ViTForImageClassification(config)
+    return hf.ViTForImageClassification(config)
 
 
-def padded() -> torch.Tensor:
-    """An attention mask: some rows are shorter."""
-    mask = torch.ones(ROWS, LENGTH, dtype=torch.int64)
-    mask[::2, -2:] = 0
-    return mask
+def padded(rows: int = ROWS) -> torch.Tensor:
+    """An attention mask: rows are shorter and shorter."""
+    return (torch.arange(LENGTH) < LENGTH - torch.arange(rows)[:, None]).long()
 
 
-def ids() -> torch.Tensor:
-    return torch.randint(2, WORDS, (ROWS, LENGTH))
+def ids(rows: int = ROWS) -> torch.Tensor:
+    return torch.randint(3, WORDS, (rows, LENGTH))
 
 
 def text(rows: int) -> tuple[Any, None]:
@@ -171,3 +172,68 @@ def test_dropout_depends_neither_on_the_cuts_nor_on_the_schedule(name):
         assert_same(results[-1], flat(run_reference(*built, seed=3)))
     assert_same(*results)
     assert not torch.equal(run(*built, seed=4).loss, results[-1].loss)
+
+
+COMMON: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 4, "use_cache": False}
+GROUPED = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": WIDTH}
+WINDOW = {"head_dim": 8, "sliding_window": 4}
+
+
+def config(kind: Callable[..., Any], **options: Any) -> Any:
+    return kind(**COMMON, **options, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+DECODERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "llama": (lambda: config(hf.LlamaConfig, **GROUPED), "model.layers"),
+    "gemma2": (lambda: config(hf.Gemma2Config, **GROUPED, **WINDOW), "model.layers"),
+    "gemma3": (lambda: config(hf.Gemma3TextConfig, **GROUPED, **WINDOW), "model.layers"),
+    "mistral": (lambda: config(hf.MistralConfig, **GROUPED, sliding_window=4), "model.layers"),
+    "gpt_neox": (lambda: config(hf.GPTNeoXConfig, num_attention_heads=2, intermediate_size=WIDTH), "gpt_neox.layers"),
+    "falcon": (lambda: config(hf.FalconConfig, num_attention_heads=2, alibi=True), "transformer.h"),
+    "bloom": (lambda: config(hf.BloomConfig, n_head=2, hidden_dropout=0.0, attention_dropout=0.0), "transformer.h"),
+    "gpt2": (
+        lambda: config(hf.GPT2Config, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+        "transformer.h",
+    ),
+}
+BY_DAY = [("llama", True), ("llama", False), ("gemma2", True), ("gpt2", True)]
+
+
+def build_decoder(name: str, masked: bool) -> tuple[fpipe.Pipeline, Any, dict[str, torch.Tensor]]:
+    """A decoder in three stages, cut at its layers, and a batch, padded if it is masked."""
+    make, layers = DECODERS[name]
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(make())
+    words = ids(5)
+    batch = {"input_ids": words, "labels": words, **({"attention_mask": padded(5)} if masked else {})}
+    pipe = fpipe.pipeline(
+        model,
+        example=batch,
+        loss=lambda out: out.loss,
+        schedule=one_f_one_b(ranks=3, microbatches=2),
+        cuts=[f"{layers}.1", f"{layers}.3"],
+    )
+    return pipe, model, batch
+
+
+@pytest.mark.parametrize(("name", "masked"), product(DECODERS, [True, False]) if NIGHTLY else BY_DAY)
+def test_only_the_hidden_state_crosses(name: str, masked: bool) -> None:
+    pipe, model, batch = build_decoder(name, masked)
+    crossing = [[str(spec) for one in stage.gives for spec in one.specs] for stage in pipe.stages]
+    hidden = [f"float32[{3}, {LENGTH}, {WIDTH}]"]
+    assert crossing == [hidden, hidden, []]
+    assert fpipe.verify(pipe, model, batch).eager
+
+
+def test_a_bias_that_is_learned_crosses() -> None:
+    """Position biases of T5 follow from a parameter; its masks do not."""
+    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": WIDTH, "num_layers": 3, "num_heads": 2, "dropout_rate": 0.0}
+    torch.manual_seed(0)
+    model = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=WORDS, **sizes, use_cache=False))
+    words = ids()
+    batch = {"input_ids": words, "decoder_input_ids": words, "labels": words, "attention_mask": padded()}
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=batch, loss=lambda out: out.loss, schedule=how, cuts=["encoder.block.1"])
+    crossing = [str(spec) for one in pipe.stages[0].gives for spec in one.specs]
+    assert crossing == [f"float32[1, 2, {LENGTH}, {LENGTH}]", f"float32[2, {LENGTH}, {WIDTH}]"]
+    assert fpipe.verify(pipe, model, batch).eager

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 import fpipe
 from schedules import forward_only, one_f_one_b
+from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run
@@ -26,31 +27,6 @@ def built():
 def step(built, params, inputs=None):
     pipe, _, given, targets = built
     return fpipe.value_and_grad(pipe)(params, {}, given if inputs is None else inputs, targets)
-
-
-def test_a_parameter_that_was_frozen_after_init_is_refused(built):
-    pipe, model, *_ = built
-    params = pipe.init(model)[0]
-    params["2.weight"].requires_grad_(False)
-    with pytest.raises(
-        fpipe.InputError, match=r"params\['2.weight'\]: got requires_grad=False, expected True.*rebuilt"
-    ):
-        step(built, params)
-    params["2.weight"].requires_grad_()
-    step(built, params)
-
-
-def test_freezing_all_parameters_of_a_share_is_refused(built):
-    pipe, model, *_ = built
-    params = {name: p.requires_grad_(False) for name, p in pipe.init(model)[0].items()}
-    with pytest.raises(fpipe.InputError, match=r"params\['0.weight'\]: got requires_grad=False"):
-        step(built, params)
-
-
-def test_a_frozen_parameter_of_a_module_is_refused(built):
-    params = {name: nn.Parameter(p.detach(), name != "4.bias") for name, p in built[1].named_parameters()}
-    with pytest.raises(fpipe.InputError, match=r"params\['4.bias'\]: got requires_grad=False, expected True"):
-        step(built, params)
 
 
 def test_a_frozen_parameter_that_requires_a_gradient_is_refused():
@@ -80,7 +56,7 @@ def set_data(params, value):
     params["2.weight"].data = value(params["2.weight"].data)
 
 
-def replace(params, value):
+def put(params, value):
     params["2.weight"] = value(params["2.weight"].detach().clone())
 
 
@@ -89,52 +65,87 @@ def make_in_inference_mode(params):
     params["2.weight"] = params["2.weight"].detach().clone()
 
 
+def halved(grad):
+    return grad / 2
+
+
 # Between two steps: the same tensors, changed in place, or others in their place.
 CHANGES = {
-    "other shape": (lambda params: set_data(params, lambda p: p[:1].clone()), "got float32\\[1, "),
+    "other shape": (
+        lambda params: set_data(params, lambda p: p[:1].clone()),
+        "got float32\\[1, .*expected flo",
+    ),
     "other dtype": (lambda params: set_data(params, torch.Tensor.double), "got float64"),
-    "other flag": (lambda params: params["2.weight"].requires_grad_(False), "got requires_grad=False"),
-    "hook": (lambda params: params["2.weight"].register_hook(torch.clone), "got a hook on its gradient, .*clone"),
-    "missing": (lambda params: params.pop("2.weight"), "missing \\['2.weight'\\], unexpected \\[\\]"),
+    "missing": (lambda params: params.pop("2.weight"), "missing \\['2.weight'\\], unexpected \\[\\].*pipe.init"),
     "another name": (
         lambda params: params.update(other=params.pop("2.weight")),
         "missing .*, unexpected \\['other'\\]",
     ),
     "one more": (lambda params: params.update(other=params["2.weight"]), "unexpected \\['other'\\]"),
-    "no tensor": (lambda params: replace(params, torch.Tensor.tolist), "got list, expected a tensor"),
-    "no values": (lambda params: replace(params, lambda p: p.to("meta")), "got a tensor on the meta device"),
-    "sparse": (lambda params: replace(params, torch.Tensor.to_sparse), "got a tensor of layout torch.sparse"),
-    "nested": (lambda params: replace(params, lambda p: torch.nested.nested_tensor([*p])), "got a nested tensor"),
-    "made in inference mode": (make_in_inference_mode, "got a tensor that was made in torch.inference_mode"),
+    "no tensor": (lambda params: put(params, torch.Tensor.tolist), "got list, expected a tensor"),
+    "no values": (lambda params: put(params, lambda p: p.to("meta")), "got a tensor on the meta device.*initialise"),
+    "sparse": (lambda params: put(params, torch.Tensor.to_sparse), "got a tensor of layout torch.sparse"),
+    "nested": (lambda params: put(params, lambda p: torch.nested.nested_tensor([*p])), "got a nested tensor"),
+}
+FLAGS = {  # which only a training step asks about
+    "frozen": (
+        lambda params: params["2.weight"].requires_grad_(False),
+        "'2.weight'.*got requires_grad=False, expected True.*rebuilt",
+    ),
+    "all frozen": (lambda params: [p.requires_grad_(False) for p in params.values()], "'0.weight'.*requires_grad=Fal"),
+    "a frozen module": (
+        lambda params: put(params, lambda p: nn.Parameter(p, requires_grad=False)),
+        "'2.weight'.*got requires_grad=False, expected True",
+    ),
+    "hook": (lambda params: params["2.weight"].register_hook(halved), "got a hook on its gradient, halved, expected n"),
+    "late hook": (
+        lambda params: params["2.weight"].register_post_accumulate_grad_hook(halved),
+        "got a hook on its gradient, halved, expected none",
+    ),
+    "made in inference mode": (
+        make_in_inference_mode,
+        "'2.weight'.*got a tensor that was made in torch.inference",
+    ),
 }
 
 
+def whole(model):
+    return {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_later_step_refuses_what_the_first_would_have_refused(built, what):
-    change, words = CHANGES[what]
-    params = built[0].init(built[1])[0]
-    step(built, params)
-    change(params)
-    with pytest.raises(fpipe.InputError, match=f"params.*{words}"):
-        step(built, params)
+@pytest.mark.parametrize("what", [*CHANGES, *FLAGS])
+def test_every_step_refuses_parameters_that_do_not_fit(built, what):
+    pipe, model, inputs, targets = built
+    change, words = (CHANGES | FLAGS)[what]
+    functions = [(fpipe.value_and_grad, True), (fpipe.reference, False), (fpipe.evaluate, True)]
+    for make, is_own in functions if what in CHANGES else functions[:1]:
+        params, function = pipe.init(model)[0] if is_own else whole(model), make(pipe)
+        function(params, {}, inputs, targets)
+        change(params)
+        with pytest.raises(fpipe.InputError, match=f"params.*{words}"):
+            function(params, {}, inputs, targets)
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_on_parameters_from_init_are_refused(built, register):
-    pipe, model, *_ = built
-    params = pipe.init(model)[0]
+BUFFER_CHANGES = {
+    "missing": (lambda buffers: {}, "missing .*1.running_mean"),
+    "other dtype": (
+        lambda buffers: {**buffers, "1.num_batches_tracked": torch.tensor(0.0)},
+        r"\['1.num_batches_tracked'\]: got float32\[\], expected int64\[\]",
+    ),
+    "a list": (lambda buffers: [*buffers.values()], "got list"),
+}
 
-    def halved(grad):
-        return grad / 2
 
-    handle = getattr(params["0.bias"], register)(halved)
-    with pytest.raises(
-        fpipe.InputError, match=r"params\['0.bias'\]: got a hook on its gradient, .*halved, expected no"
-    ):
-        step(built, params)
-    handle.remove()
-    step(built, params)
+@pytest.mark.parametrize("what", BUFFER_CHANGES)
+def test_every_step_refuses_buffers_that_do_not_fit(what):
+    case = Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), rows_of(), mse, ("", "1", ""))
+    pipe, model, inputs, targets = build(case, HOW, 4)
+    change, words = BUFFER_CHANGES[what]
+    state = pipe.init(model)
+    for make in (fpipe.value_and_grad, fpipe.evaluate):
+        with pytest.raises(fpipe.InputError, match=f"buffers.*{words}"):
+            make(pipe)(state[0], change(state[1]), inputs, targets)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, when it loads its forward formulas

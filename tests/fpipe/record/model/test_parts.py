@@ -18,7 +18,7 @@ from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import few, in_turn
-from tests.common.unusual_layers import Negated
+from tests.common.unusual_models import Negated
 
 FRONTS = ["modules", "trace", "export", "fx", "dynamo"]
 

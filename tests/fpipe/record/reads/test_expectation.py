@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fpipe.record.reads.containers import Expectations
+from fpipe.record.reads.expectations import Expectations
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.floats(width=16) | st.sampled_from(["", "a", "b"]),

@@ -92,7 +92,7 @@ CHANGES = {
     ),
     "one more module": (
         lambda m: m.blocks.append(nn.Identity()),
-        r"module blocks \(ModuleList\), submodule '2': got another Identity, expected none",
+        r"module blocks \(ModuleList\), submodule '2': got Identity, expected none",
     ),
     "no bias": (
         lambda m: setattr(m.head, "bias", None),
@@ -104,7 +104,7 @@ CHANGES = {
     ),
     "another forward": (
         lambda m: setattr(m.head, "forward", nn.Identity()),
-        r"submodule 'forward': got another Identity|attribute 'forward'",
+        r"submodule 'forward': got Identity|attribute 'forward'",
     ),
     "tied": (
         lambda m: setattr(m.blocks[1].linear, "weight", m.blocks[0].linear.weight),
@@ -143,7 +143,7 @@ def test_a_change_that_is_undone_is_allowed(backward):
 def test_an_error_lists_only_a_few_changes():
     pipe, model, _, x, y = build()
     model.eval().requires_grad_(False)
-    with pytest.raises(fpipe.InputError, match=r"blocks\.0\.linear.*'bias'.*; and \d+ more, as when") as caught:
+    with pytest.raises(fpipe.InputError, match=r"blocks\.0\.linear.*'weight'.*; and \d+ more, as when") as caught:
         run_step(pipe, model, x, y)
     assert len(str(caught.value)) < 1000
 

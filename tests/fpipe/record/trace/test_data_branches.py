@@ -13,8 +13,7 @@ from tests.common.cases import WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import run
-from tests.common.unusual_layers import Block, Stack, branching
-from tests.common.unusual_models import AT_BLOCKS, INSIDE
+from tests.common.unusual_models import AT_BLOCKS, INSIDE, Block, Stack, branching
 
 
 @dataclass

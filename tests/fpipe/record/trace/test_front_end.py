@@ -25,8 +25,20 @@ from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import by_day, covering, few
-from tests.common.unusual_layers import Block, Stack, branching, checkpointed, differentiated, packed
-from tests.common.unusual_models import AT_BLOCKS, INSIDE, MODELS, Autocast, WithNotes, backward_hook
+from tests.common.unusual_models import (
+    AT_BLOCKS,
+    INSIDE,
+    MODELS,
+    Autocast,
+    Block,
+    Stack,
+    WithNotes,
+    backward_hook,
+    branching,
+    checkpointed,
+    differentiated,
+    packed,
+)
 
 
 def dropping():
@@ -233,7 +245,7 @@ def test_checks_of_torch_run_in_every_step(cuts):
 
 
 def test_control_flow_on_data_is_refused_with_its_source_line():
-    with pytest.raises(fpipe.CaptureError, match=r"unusual_layers.py, line \d+: return torch.tanh\(x\) if"):
+    with pytest.raises(fpipe.CaptureError, match=r"unusual_models.py, line \d+: return torch.tanh\(x\) if"):
         pipeline(Stack(branching), ["blocks.1"])
 
 

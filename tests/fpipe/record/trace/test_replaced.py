@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import fpipe
-from fpipe.record.trace import replaced
+from fpipe.record.trace import checks
+from fpipe.record.trace.record import ASKING
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
 from tests.common.cases import mse
@@ -120,7 +121,7 @@ def test_torch_calls_attributes_by_the_names_that_the_recorder_knows():
     with Seeing():
         (x.grad, x.grad_fn, x.is_leaf, x.data_ptr())
         x.grad = None
-    assert seen == [replaced.GRAD.__get__, *replaced.ASKING, torch.Tensor.data_ptr, replaced.GRAD.__set__]
+    assert seen == [checks.GRAD.__get__, *ASKING, torch.Tensor.data_ptr, checks.GRAD.__set__]
 
 
 class Sparse(nn.Module):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe.record.trace import front_end as trace
+from fpipe.record.trace import comparison
 from schedules import one_f_one_b
 from tests.common.cases import WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
@@ -107,7 +107,7 @@ class Usual(nn.Module):
 
 def test_ordinary_modules_are_recorded_once(monkeypatch):
     """Nothing of them runs as Python in a step, so nothing is rehearsed."""
-    monkeypatch.setattr(trace, "RepeatRecorder", lambda *_: pytest.fail("recorded again"))
+    monkeypatch.setattr(comparison, "RepeatRecorder", lambda *_: pytest.fail("recorded again"))
     (inputs, targets), model = rows_of()(6), nn.Sequential(*[Usual() for _ in range(4)])
     pipe = fpipe.pipeline(
         model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=["2"], capture="trace"

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Create process groups together with other processes, in sight of the lookout.
+
+Problem. torch.distributed returns a Gloo group once all of its processes have asked for it. Until then nothing ends the
+call but its timeout: no signal, and no death of another process.
+
+Idea. Torch is called in a thread. The rank waits for the thread as for everything else: in sight of the lookout, which
+can give it up. Meanwhile it looks whether a process that it waits for is gone. What comes after it was given up is
+destroyed. Until then, the thread may hold the connection to the job's store, so that the next group gets another.
+
+On an accelerator, torch is called without a thread: it may use the current device, which is each thread's own.
+
+Ranks agree over a group of their own, `Control`, which gathers small host tensors from every rank to all. It is always
+a Gloo group, whichever backend carries the rest: the host reads its messages, which must neither wait for a device nor
+collide with the user's own collectives.
+
+Runs when a pipeline is built, and when channels are set up; ranks agree in every step. All of it if ranks are separate
+processes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from enum import Enum, auto
+from functools import partial
+from threading import Event, Lock, Thread
+from typing import Final, Generic, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fpipe.network.waiting import (
+    Awaited,
+    BrokenWaitError,
+    PendingWorks,
+    Waitable,
+    await_all,
+    destroy_groups,
+    list_closed,
+    reporting,
+)
+from fpipe.tensors.torch_private import process_groups, renew_store, timeout_of
+
+Made = TypeVar("Made")
+LOOK: Final = 0.5  # seconds between two looks at the connections
+NAME: Final = "fpipe creation"
+
+
+class Fate(Enum):
+    """The fate of something that torch makes: `MADE`, or `GIVEN_UP` by who waits for it, whichever comes first.
+
+    An error counts as made: it is there to be raised. What is made after it was given up is discarded.
+    """
+
+    OPEN = auto()
+    MADE = auto()
+    GIVEN_UP = auto()
+
+
+class Creation(Generic[Made]):
+    """Something that torch makes as soon as all processes ask for it, and that this one waits for."""
+
+    def __init__(self, make: Callable[[], Made], awaited: Awaited) -> None:
+        self.make, self.awaited = make, awaited
+        self.made: Made | None = None
+        self.error: BaseException | None = None
+        self.fate = Fate.OPEN
+        self.woken, self.deciding = Event(), Lock()
+        Thread(target=self._run, name=NAME, daemon=True).start()
+
+    def wait(self) -> None:
+        """Block until it is made; raise `BrokenWaitError` if it is given up, or if a process that it needs is gone.
+
+        Raise what torch raised if none is gone.
+        """
+        is_wanted = False
+        try:
+            while not self.woken.wait(LOOK) and not list_closed(self.awaited):
+                pass
+            is_wanted = True
+        finally:
+            with self.deciding:
+                is_late = self.fate is Fate.MADE and not is_wanted
+                if not (self.fate is Fate.MADE and is_wanted):
+                    self.fate = Fate.GIVEN_UP
+            if is_late:
+                _discard(self.made)
+        if self.error is not None and not self._is_anyone_gone():
+            raise self.error
+        if self.error is not None or self.fate is Fate.GIVEN_UP:
+            raise BrokenWaitError(self.awaited) from self.error
+
+    def give_up(self) -> None:
+        """End the wait, from another thread."""
+        self.woken.set()
+
+    def _is_anyone_gone(self) -> bool:
+        """Return whether a process that is needed is gone; torch may have noticed before its connection ended here."""
+        if isinstance(self.error, dist.DistNetworkError):
+            return True  # the one that keeps the store
+        return bool(list_closed(self.awaited)) or Event().wait(LOOK) or bool(list_closed(self.awaited))
+
+    def _run(self) -> None:
+        try:
+            self.made = self.make()
+        except BaseException as error:
+            self.error = error
+        with self.deciding:
+            is_late = self.fate is Fate.GIVEN_UP
+            self.fate = Fate.GIVEN_UP if is_late else Fate.MADE
+        self.woken.set()
+        if is_late:
+            _discard(self.made)
+
+
+class Creator(NamedTuple):
+    """The way in which a rank creates what other processes create, too.
+
+    - `wait`: waits in sight of the lookout.
+    - `group`: a group of all these processes, whose connections end if one of them is gone.
+    """
+
+    wait: Callable[[Waitable], None]
+    group: dist.ProcessGroup
+
+    def create(self, make: Callable[[], Made], what: str, members: Sequence[int], device: torch.device) -> Made:
+        """Return what torch makes as soon as all `members`, by their numbers in the job, ask for it.
+
+        Raise `BrokenWaitError` if one of them does not, and what torch raises if that is not their fault.
+        """
+        mine = dist.get_rank()
+        others = tuple(member for member in members if member != mine)
+        if any(thread.name == NAME for thread in threading.enumerate()):
+            renew_store()
+        if device.type != "cpu" or mine not in members or not others:
+            return make()
+        creation = Creation(make, Awaited(what, others, self.group))
+        self.wait(creation)
+        return cast("Made", creation.made)
+
+    def create_group(
+        self, members: list[int], timeout: timedelta, backend: str, device: torch.device, name: str | None = None
+    ) -> dist.ProcessGroup:
+        """Return what `dist.new_group` returns; see `create`. Every process of the job must call this."""
+        make = partial(dist.new_group, members, timeout=timeout, backend=backend, group_desc=name)
+        group: dist.ProcessGroup = self.create(make, f"process group of {members}", members, device)
+        return group
+
+
+def _discard(made: object) -> None:
+    """Destroy a group, or those of a mesh, but the one of the whole job."""
+    groups = made.get_all_groups() if isinstance(made, DeviceMesh) else [made]
+    destroy_groups(cast("dist.ProcessGroup", one) for one in groups if one is not dist.group.WORLD)
+
+
+GRACE: Final = timedelta(minutes=1)
+"""How much later than a rank its groups give up, so that the rank has time to find out why."""
+
+
+class Control(NamedTuple):
+    """The group over which ranks agree, this process's rank in it, and the numbers in the job of all its processes.
+
+    Rows go to the first rank and come back as a table: two messages in sequence. A ring takes as many as there are
+    ranks, each in one of Gloo's threads.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    processes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return len(self.processes)
+
+    @classmethod
+    def of(cls, world: list[int], replicas: list[list[int]], timeout: timedelta, creator: Creator) -> Control:
+        """Return the group of the processes `world`, one of `replicas`; every process of the job must call this.
+
+        Raise `BrokenWaitError` if one does not.
+
+        Pipelines on the same processes share the group, so that ranks that call different pipelines notice. It is
+        looked up by its description in torch's own table of process groups.
+        """
+        known = cls.find(world, replicas)
+        if known is not None:
+            return known
+        cpu = torch.device("cpu")
+        made = [creator.create_group(one, timeout, "gloo", cpu, _describe(one, replicas)) for one in replicas]
+        return cls(made[replicas.index(world)], world.index(dist.get_rank()), tuple(world))
+
+    @classmethod
+    def find(cls, world: list[int], replicas: list[list[int]]) -> Control | None:
+        """Return the group of these processes, if there is one."""
+        name = _describe(world, replicas)
+        groups = [known for known in process_groups() if known.group_desc == name]
+        return cls(groups[0], world.index(dist.get_rank()), tuple(world)) if groups else None
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the group has not been destroyed."""
+        return self.group in process_groups()
+
+    def gather(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor]:
+        """Return the tensor that each rank passes, in rank order; all must have the same shape and dtype.
+
+        `wait` waits for the others; `call` is what they are to do, for errors.
+        """
+        table = torch.empty(self.size, *mine.shape, dtype=mine.dtype)
+        rows = table.unbind(0)
+        others = range(1, self.size)
+        if self.rank:
+            here = self._awaited(0, call)
+            with reporting(here):
+                works = [self.group.recv([table], 0, 0), self.group.send([mine], 0, 0)]
+            wait(PendingWorks(works[::-1], here))
+            return rows
+        rows[0].copy_(mine)
+        self._exchange(others, lambda other: self.group.recv([rows[other]], other, 0), wait, call)
+        self._exchange(others, lambda other: self.group.send([table], other, 0), wait, call)
+        return rows
+
+    def _exchange(
+        self, others: Sequence[int], post: Callable[[int], dist.Work], wait: Callable[[Waitable], None], call: str
+    ) -> None:
+        """Post one transfer for each of the others, and wait for them in turn."""
+        pending = list[PendingWorks]()
+        for other in others:
+            there = self._awaited(other, call)
+            with reporting(there):
+                pending.append(PendingWorks([post(other)], there))
+        for one in pending:
+            wait(one)
+
+    def _awaited(self, other: int, call: str) -> Awaited:
+        return Awaited(f"agreement on {call}", (self.processes[other],), self.group)
+
+
+class UnbreakableWorks(PendingWorks):
+    """Works over the user's group, which stays whole."""
+
+    def give_up(self) -> None:
+        """Do nothing: the wait ends as the description of this module says."""
+
+
+class World(NamedTuple):
+    """The default group of the user, over which processes agree until the job has a control group."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return dist.get_rank()
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The numbers of all processes of the job."""
+        return tuple(range(dist.get_world_size()))
+
+    def gather(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor]:
+        """Return the tensor that each process passes, in order; all must have the same shape and dtype."""
+        sent = mine.to(self.device)
+        rows, awaited = [torch.empty_like(sent) for _ in self.processes], await_all(f"agreement on {call}", self.group)
+        with reporting(awaited):
+            work = dist.all_gather(rows, sent, async_op=True)
+        wait(UnbreakableWorks([work], awaited))
+        return [row.cpu() for row in rows]
+
+
+def _describe(world: list[int], replicas: list[list[int]]) -> str:
+    """Return the description by which a control group is found."""
+    return f"control group of {world} in {replicas}"
+
+
+def choose_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long a rank may keep others waiting: the group's timeout.
+
+    A device mesh makes its groups without the timeout that the job was initialized with; of those, it is the job's.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    return timeout_of(world if group.group_desc.startswith("mesh_") else group, device)
+
+
+def find_mesh_group(
+    control: Control, group: dist.ProcessGroup, everyone: list[list[int]], device: torch.device, creator: Creator
+) -> dist.ProcessGroup:
+    """Return the group, on the device's backend, of all processes that agree; `group` if those are its own.
+
+    `everyone` lists these processes for each pipeline of the job.
+    """
+    if control.size == dist.get_world_size(group):
+        return group
+    if control.size == dist.get_world_size():
+        world = dist.group.WORLD
+        assert world is not None, "torch.distributed is initialized"
+        return world
+    found: dist.ProcessGroup | None = None
+    for members in everyone:
+        made = creator.create_group(members, timeout_of(group, device), dist.get_backend(group), device)
+        found = made if dist.get_rank() in members else found
+    assert found is not None, "this process is a member"
+    return found

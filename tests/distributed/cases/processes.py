@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs beside steps: profiles, timelines, other process groups, lost ranks, drop-in modules; and what is left."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from functools import partial
+from itertools import permutations
+from unittest import mock
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fpipe
+from fpipe.network import measurements, recording
+from fpipe.network.channels import Envelope
+from fpipe.planning.links import MESSAGE_SIZES
+from fpipe.tensors.tree import same_bits
+from schedules import KINDS, Action, B, F, Link, one_f_one_b, simulate, zb_h1
+from tests.common import collectives
+from tests.common.growth import build_small, require_no_growth, uncollected
+from tests.common.loops import loop
+from tests.common.running import build
+from tests.common.scripts import SCHEDULES, SCRIPTS, require_same_training
+from tests.common.sizes import NIGHTLY
+from tests.common.zoo import ZOO
+from tests.distributed.cases.checks import case, gather, raises
+
+# --------------------------------------- Profiles that all ranks make together, and the time of transfers between them
+
+FAST = fpipe.Roofline(1e10, 1e10)
+
+
+@case(sizes=[2])
+def profiles_of_all_ranks(rank, size):
+    """Every rank returns the same profile, of the slowest, with a link between ranks; a pipeline gives it, too."""
+    one = ZOO["mlp"]
+    pipe, model, inputs, targets = build(one, one_f_one_b(ranks=size, microbatches=2), 4, capture="trace")
+    found = fpipe.profile(model, inputs, targets, loss=one.loss, microbatches=2, seconds=0)
+    assert gather(found) == [found] * size
+    assert found.link.latency > 0
+    assert found.link.bandwidth < float("inf")
+    again = fpipe.profile(pipe, inputs, targets, device=FAST, link=Link(latency=rank + 1.0))
+    again.require(pipe)
+    assert again.link == Link(latency=rank + 1.0), "what is passed is not measured"
+    assert again.sizes(one.at(size), pipe.schedule.placement) == pipe.sizes
+    assert simulate(pipe.schedule, found.costs(one.at(size)), pipe.program.graph).makespan > 0
+    fpipe.verify(pipe, model, inputs, targets)
+
+
+@case
+def transfers_between_any_two_ranks(rank, size):
+    pipe, *_ = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=2), 4)
+    with pipe.ranks.enter_call("a test"):
+        rows = pipe.ranks.measure_transfers(MESSAGE_SIZES)
+    assert all(torch.equal(rows, other) for other in gather(rows))
+    ends = [(a, b, bytes_) for a, b in permutations(range(size), 2) for bytes_ in MESSAGE_SIZES]
+    assert sorted(tuple(map(int, row[:3])) for row in rows.tolist()) == sorted(ends)
+    assert (rows[:, 3] > 0).all()
+
+
+@case
+def actions_and_steps_take_the_time_of_their_messages(rank, size):
+    """In a profile of several ranks, but not in one that is only estimated."""
+    one = ZOO["mlp"]
+    pipe, *_ = build(one, one_f_one_b(ranks=size, microbatches=2), 4)
+    with pipe.ranks.enter_call("a test"):
+        assert pipe.ranks.measure_posting() > 0
+    model, inputs, targets = one.make(8)
+    slow, wait = 0.125, 0.25
+    with (
+        patch.object(type(pipe.ranks), "measure_posting", lambda ranks: slow),
+        patch("fpipe.planning.profiler._time_agreement", lambda ranks: wait),
+    ):
+        found = fpipe.profile(model, inputs, targets, loss=one.loss, microbatches=2, seconds=0)
+        estimated = fpipe.profile(model, inputs, targets, loss=one.loss, microbatches=2, device=FAST)
+    assert min(found.fixed.F, found.fixed.B, found.fixed.I, found.fixed.C) >= slow > found.fixed.W
+    assert found.step >= 2 * wait
+    assert (estimated.fixed.F, estimated.step) == (0, 0)
+
+
+@case(sizes=[2])
+def profiles_of_different_models_are_refused(rank, size):
+    """On every rank, by what differs first; the next profile is made as if nothing had happened."""
+    one = ZOO["mlp"]
+    model, inputs, targets = one.make(8)
+    fewer = {1: ((inputs[0][:1],), targets[:1]), 4: ((inputs[0][:4],), targets[:4]), 8: (inputs, targets)}
+    with raises(fpipe.InputError, "others[", "].microbatch: got float32[4, 4]", "expected float32[2, 4]"):
+        fpipe.profile(model, *fewer[8 if rank else 4], loss=one.loss, microbatches=2, device=FAST)
+    with raises(fpipe.InputError if rank == size - 1 else fpipe.TransportError, "expected at least 2"):
+        fpipe.profile(model, *fewer[1 if rank == size - 1 else 8], loss=one.loss, microbatches=2, device=FAST)
+    assert fpipe.profile(model, inputs, targets, loss=one.loss, microbatches=2, device=FAST).blocks
+
+
+# -------------------------------------------------------------- Spans, and the timeline that all ranks build from them
+
+
+@case
+def spans_are_recorded(rank, size):
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    spans = []
+    fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
+    assert [span.action for span in spans if not span.waits] == list(pipe.schedule.actions(rank))
+    assert {span.rank for span in spans} == {rank}
+
+
+@case
+def timelines_of_all_ranks(rank, size):
+    """Every rank gets the same timeline, where no value is used before it is computed, even if clocks are far apart."""
+    clock = time.perf_counter
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    for apart, tolerance in ((0.0, 0.0), (1000.0, 1.0)):
+        recording.perf_counter = measurements.perf_counter = lambda late=apart * rank: clock() - late
+        spans = []
+        fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
+        found = fpipe.timeline(pipe, spans)
+        assert found == gather(found)[0]
+        assert min(span.start for span in found) == 0 <= max(span.end for span in found) < 500
+        require_causal(pipe, found, tolerance)
+        own = [span for span in found if span.rank == rank]
+        mine = spans[len(spans) - len(own) :]  # without the waits that ended before the step began elsewhere
+        assert [span.action for span in own] == [span.action for span in mine]
+        for got, want in zip(own[1:], mine[1:], strict=True):
+            assert abs((got.end - got.start) - (want.end - want.start)) < 1e-6
+        costs = fpipe.costs(pipe, found)
+        assert 0 < costs.comm < 500
+        assert len(costs.F) == len(costs.B) == size
+        spans.clear()
+        fpipe.evaluate(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
+        forwards = [span.action for span in fpipe.timeline(pipe, spans) if not span.waits]
+        assert forwards == [F(stage, i) for stage in range(size) for i in range(4)]
+    recording.perf_counter = measurements.perf_counter = clock
+    rows = pipe.ranks.gather_rows(torch.full((rank, 3), float(rank), dtype=torch.float64))
+    assert [one.tolist() for one in rows] == [[[float(r)] * 3] * r for r in range(size)]
+    with raises(fpipe.InputError, "spans[0]: got", f"of rank {(rank + 1) % size}", f"of ranks [{rank}]"):
+        fpipe.timeline(pipe, [span for span in found if span.rank == (rank + 1) % size])
+
+
+def require_causal(pipe, found, tolerance):
+    """Require the schedule's actions; none begins, and no wait for it ends, before its input is computed."""
+    ended = {span.action: span.end for span in found}
+    for r in range(pipe.schedule.ranks):
+        actions = [span.action for span in found if span.rank == r and not span.waits]
+        assert actions == list(pipe.schedule.actions(r))
+    for span in found:
+        kind, s, i, peer, _ = span.action
+        if KINDS[kind].does == "RECV":
+            assert span.end >= ended[Action(KINDS[kind].carries, peer, i)] - tolerance
+        if kind == "F" and s:
+            assert span.start >= ended[F(s - 1, i)] - tolerance
+        if kind == "B" and s < pipe.schedule.stages - 1:
+            assert span.start >= ended[B(s + 1, i)] - tolerance
+
+
+# -------------------- Process groups other than the pipeline's: data parallelism, and collectives in a model's forward
+
+
+@case(sizes=[2])
+def wrapped_models(rank, size):
+    """DDP and FSDP2 modules are refused, alone and inside a model."""
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = nn.Linear(4, 4)
+    fully_shard(sharded)
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    x = torch.randn(4, 4)
+    for model, name in (
+        (parallel, "DistributedDataParallel"),
+        (nn.Sequential(nn.Linear(4, 4), parallel), "DistributedDataParallel"),
+        (sharded, "FSDP"),
+        (nn.Sequential(nn.Linear(4, 4), sharded), "FSDP"),
+    ):
+        for capture in ("export", "modules"):
+            with raises(fpipe.InputError, name, "expected a plain module", 'dp="dp" or shard='):
+                fpipe.pipeline(
+                    model,
+                    example=(x,),
+                    targets=x,
+                    loss=nn.functional.mse_loss,
+                    schedule=one_f_one_b(ranks=size, microbatches=2),
+                    stages=size,
+                    capture=capture,
+                )
+
+
+@case(sizes=[4])
+def data_parallel_pipelines(rank, size):
+    """Two pipelines of half of the ranks take half of the batch each; gradients are averaged after the step."""
+    half = size // 2
+    mesh = init_device_mesh("cpu", (2, half), mesh_dim_names=("dp", "pp"))
+    replica, mine = divmod(rank, half)
+    one = ZOO["tied_sequence"]
+    model, inputs, targets = one.make(8)
+    how = one_f_one_b(ranks=half, microbatches=2)
+    ours = inputs[0].chunk(2)[replica], targets.chunk(2)[replica]
+    pipe = fpipe.pipeline(
+        model,
+        example=(ours[0],),
+        targets=ours[1],
+        loss=one.loss,
+        schedule=how,
+        cuts=one.at(half),
+        group=mesh["pp"],
+    )
+    with raises(fpipe.InputError, "the dimensions ['dp', 'pp']", 'group=mesh["pp"]'):
+        fpipe.pipeline(model, example=inputs, targets=targets, loss=one.loss, schedule=how, group=mesh)
+    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ours[0],), ours[1])
+    want = loop(model, one.loss, (ours[0],), ours[1], 2)
+    assert same_bits(step.loss, want.loss)
+    found = gather((replica, mine, grads))
+    assert {name for r, _, part in found if r == replica for name in part} == set(want.grads)
+    for name, grad in grads.items():
+        assert same_bits(grad, want.grads[name])
+        both = [part[name] for _, m, part in found if m == mine]
+        whole = loop(model, one.loss, inputs, targets, 4).grads[name]
+        assert torch.allclose(sum(both) / 2, whole, atol=1e-6)
+
+
+@case
+def collectives_in_a_module(rank, size):
+    """Every process has its own pipeline, and the models call collectives over all processes."""
+    groups = [dist.new_group([one]) for one in range(size)]
+    for layer, cut, backward in (
+        (collectives.Reduced, "cut inside", "autograd"),
+        (collectives.Reduced, "whole", "graph"),
+        (collectives.ReducedInput, "cut inside", "graph"),
+        (collectives.Gathered, "cut inside", "autograd"),
+        (collectives.Functional, "whole", "graph"),
+        (collectives.Later, "whole", "graph"),
+    ):
+        collectives.require_same(layer, cut, backward, groups[rank], seed=rank)
+
+
+# ------------------------------------------------------------------------- The drop-in module, and scripts that use it
+
+
+def script_has_the_bits_of_one_device(name: str, schedule: str, rank: int, size: int) -> None:
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(size)):  # as under torchrun
+        names = gather(require_same_training(name, schedule))
+    assert len(set().union(*names)) > max(map(len, names)), "every rank holds a part"
+
+
+for _name, _schedule in itertools.product(SCRIPTS, SCHEDULES):
+    _title = f"a_script_that_can_{_name}_under_{_schedule}"
+    _day = [2] if _title == "a_script_that_can_classify_under_zb_v" else []
+    case(partial(script_has_the_bits_of_one_device, _name, _schedule), day=_day, name=_title)
+
+
+@case
+def drop_in_modules_follow_what_one_rank_sees(rank, size):
+    """A frozen parameter is known to one rank only, and a hook; all build the same pipeline, or all refuse."""
+    torch.manual_seed(3)
+    net, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 * size)]), torch.randn(8, 4)
+    how = one_f_one_b(ranks=size, microbatches=4)
+    model = fpipe.Pipelined(net, loss=lambda out: out.square().mean(), example=(x,), schedule=how)
+    model(x).backward()
+    model.zero_grad()
+    model.get_submodule("0").requires_grad_(False)  # on the other ranks, it has no parameters
+    model(x).backward()
+    whole = {name: p.grad for name, p in model.named_parameters()}
+    assert ("0.weight" in whole) is (rank == 0)
+    assert all((grad is None) is (name in ("0.weight", "0.bias")) for name, grad in whole.items())
+    plain = torch.cat([net(rows).detach() for rows in x.chunk(4)])  # kernels depend on the number of rows
+    assert same_bits(model.eval()(x), plain)
+    model.train()
+    model.load_state_dict(net.state_dict())  # the names of other ranks are ignored
+    with raises(RuntimeError, "Unexpected key(s)", "strange"):
+        model.load_state_dict({**net.state_dict(), "strange": x})
+
+
+@case
+def a_drop_in_module_refused_on_one_rank(rank, size):
+    net, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)]), torch.ones(4, 4)
+    how = one_f_one_b(ranks=size, microbatches=2)
+    model = fpipe.Pipelined(net, loss=lambda out: out.square().mean(), example=(x,), schedule=how)
+    torch.manual_seed(rank)
+    if rank:
+        next(model.parameters()).register_hook(print)
+        with raises(fpipe.InputError, "got a hook on its gradient"):
+            model(x)
+    else:
+        with raises(fpipe.TransportError, "got a hook on its gradient"):
+            model(x)
+    if rank:
+        next(model.parameters())._backward_hooks.clear()
+    model(x).backward()
+
+
+# --- Processes that build many pipelines, or run many steps, hold no more threads, descriptors and objects than before
+
+
+@case(sizes=[2])
+def dropped_and_closed_pipelines_leave_nothing(rank, size):
+    """Ranks end theirs in their own ways, without waiting for each other."""
+
+    def run(k):
+        pipe, step = build_small(zb_h1(ranks=size, microbatches=3))
+        for _ in range(2):
+            step(6)
+        if (k + rank) % 2:
+            pipe.close()
+            pipe.close()
+            with raises(fpipe.InputError, "a step: got a closed pipeline", "build the pipeline again"):
+                step(6)
+
+    grown = require_no_growth(run, 100 if NIGHTLY else 2, 1000 if NIGHTLY else 5)
+    assert not NIGHTLY or grown < 8 * 2**20
+
+
+@case(sizes=[2])
+def a_dropped_pipeline_leaves_the_collector_nothing(rank, size):
+    """Channels, handshakes and the guards of a rank included."""
+
+    def use():
+        pipe, step = build_small(zb_h1(ranks=size, microbatches=3))
+        step()
+        step(6)
+        return pipe, step
+
+    use()
+    held = [use()]
+    with uncollected() as dropped:
+        held.clear()
+    assert not dropped
+
+
+@case(sizes=[2])
+def a_closed_pipeline_leaves_the_group_of_the_user(rank, size):
+    """So do pipelines that go on: another one over the same group, and one rebuilt from what was dropped."""
+    group = dist.new_group(range(size))
+    how = one_f_one_b(ranks=size, microbatches=2)
+    pipe, step = build_small(how, group=group)
+    other, other_step = build_small(how, group=group)
+    step()
+    pipe.close()
+    other_step()
+    rebuilt = other.rebuilt(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
+    del other, other_step
+    fpipe.value_and_grad(rebuilt)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total == size
+    dist.destroy_process_group(group)
+
+
+@case(sizes=[2], day=[])
+def two_thousand_steps_do_not_grow_or_slow_down(rank, size):
+    """Nor do they hold more of anything."""
+    _, step = build_small(one_f_one_b(ranks=size, microbatches=2))
+    took = []
+
+    def run(k):
+        start = time.perf_counter()
+        step()
+        took.append(time.perf_counter() - start)
+
+    assert require_no_growth(run, 100, 2000) < 8 * 2**20
+    assert statistics.median(took[-500:]) < 3 * statistics.median(took[100:600])
+
+
+# --------------------------------------------------------- Lost messages, lost ranks, and a process group that is gone
+
+
+@case
+def a_head_that_is_read_late(rank, size):
+    """A wrong message that one rank reads late, as on an accelerator, raises on all ranks in the next step."""
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    state, step, cpu = pipe.init(model), fpipe.value_and_grad(pipe), torch.device("cpu")
+    awaited, came = (Envelope(Action("SEND_F", 0, i, 1), (), cpu) for i in (2, 3))
+    if rank == 1:
+        pipe.ranks.transport.unread.append((awaited, came.header))
+    with raises(fpipe.TransportError, "got 0SEND_F3>1 of 0 bytes, expected that of 1RECV_F2<0"):
+        step(*state, inputs, targets)
+    if rank == 1:
+        with raises(fpipe.TransportError, "got a pipeline that failed midway"):
+            step(*state, inputs, targets)
+
+
+@case(sizes=[])
+def dies_in_the_middle(rank, size):
+    """Rank 2 exits without notice in the middle of a step; the others fail at once, not by a timeout."""
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    state = pipe.init(model)
+    fourth = list(pipe.schedule.actions(2))[3]
+
+    def record(span):
+        if rank == 2 and span.action == fourth:
+            os._exit(7)
+
+    try:
+        fpipe.value_and_grad(pipe, record=record)(*state, inputs, targets)
+    except RuntimeError as error:
+        told = "imed out" not in str(error)
+        raise RuntimeError(f"failed {'at once' if told else 'too late'}: {error}") from error
+
+
+@case(day=[2, 4])
+def after_the_group_is_gone(rank, size):
+    """The last case of a job: existing pipelines are refused, and so is a new one that would run all ranks in here."""
+    built = [build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8) for _ in range(2)]
+    found = [(fpipe.value_and_grad(pipe), pipe.init(model), batch) for pipe, model, *batch in built]
+    for step, state, batch in found:
+        step(*state, *batch)
+    dist.barrier()  # who leaves while others still talk to it may break their connection
+    dist.destroy_process_group()
+    for step, state, batch in found:
+        with raises(fpipe.TransportError, "its process group was destroyed"):
+            step(*state, *batch)
+    os.environ["WORLD_SIZE"] = str(size)
+    with raises(fpipe.TransportError, f"has started {size} processes", "init_process_group"):
+        build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Examples compute what one device computes, however they are run, and fail where they do not."""
+
+import re
+import shlex
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+
+import fpipe
+from fpipe.tensors.tree import same_bits
+from tests.common.examples import FOLDER, load_example
+from tests.common.processes import run_under_torchrun
+from tests.common.sizes import by_night
+
+# ---------- The example prints the same losses however it is run, and fails where the pipeline differs from one device
+
+EXAMPLE = FOLDER / "train_gpt.py"
+DEMO = shlex.split(
+    "--steps 4 --every 1 --checks 2 --layers 2 --width 16 --heads 2 --context 16 --batch 8 --microbatches 4"
+)
+TORCHRUN = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 2")
+EQUAL = "first 2 steps: loss, all 28 gradients and parameters are bit for bit those of "
+BROKEN = """
+import os, sys
+import torch
+sys.path.insert(0, {folder!r})
+import train_gpt
+
+original = train_gpt.plain_loop
+
+def broken(*arguments):
+    loss, grads = original(*arguments)
+    if os.environ["RANK"] == "1":
+        grads["blocks.1.up.weight"].view(torch.int32)[0, 0] ^= 1
+    return loss, grads
+
+train_gpt.plain_loop = broken
+train_gpt.main({options!r})
+"""
+
+
+def losses(out):
+    """Every loss that was printed, with its digits."""
+    return re.findall(r"^step +(\d+) +loss (\S+)|^held-out loss (\S+) before, (\S+) after", out, flags=re.MULTILINE)
+
+
+@pytest.fixture
+def train_gpt():
+    with load_example("train_gpt") as module:
+        yield module
+
+
+def flip_last_bit(tensor):
+    with torch.no_grad():
+        tensor.view(torch.int32).view(-1)[0] ^= 1
+
+
+def test_one_process_and_two_print_the_same_losses(tmp_path, train_gpt, capsys):
+    picture = tmp_path / "step.svg"
+    command = [sys.executable, *TORCHRUN, EXAMPLE, *DEMO, "--timeline", picture]
+    pair = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    train_gpt.main(["--ranks", "2", *DEMO])
+    out, (pair_out, pair_err) = capsys.readouterr().out, pair.communicate(timeout=600)
+    assert pair.returncode == 0, pair_err
+    assert len(losses(out)) == 5
+    assert losses(out) == losses(pair_out)
+    for printed in (out, pair_out):
+        assert EQUAL + "a plain PyTorch loop and of fpipe.reference, on every rank" in printed
+        assert "one_f_one_b(ranks=2, microbatches=4)\nrank 0 |F0 F1" in printed
+        assert "bubble predicted from these times: 0." in printed
+    assert "bubble measured: only under torchrun" in out
+    assert "bubble measured: 0." in pair_out
+    assert "waits by rank: " in pair_out
+    drawn = picture.read_text()
+    assert drawn.index(">measured, in seconds<") < drawn.index(">simulated with its costs<")
+    for action in ("0F3 on rank 0", "1B3 on rank 1"):
+        assert drawn.count(f"<title>{action}") == 2
+
+
+@by_night
+def test_a_difference_on_one_rank_fails_the_job(tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN.format(folder=str(EXAMPLE.parent), options=DEMO))
+    code, out, err = run_under_torchrun(script)
+    assert code != 0
+    assert "MismatchError: step 0, against the plain loop, gradient of blocks.1.up.weight: got other bits" in err
+    assert "bit for bit" not in out
+
+
+def test_dropout_is_compared_with_the_reference(train_gpt, capsys):
+    train_gpt.main(["--ranks", "2", "--dropout", "0.2", "--schedule", "gpipe", *DEMO])
+    out = capsys.readouterr().out
+    assert EQUAL + "fpipe.reference, on every rank" in out
+    assert "gpipe(ranks=2, microbatches=4)" in out
+
+
+def test_wrong_gradients_of_the_pipeline_are_found(train_gpt, monkeypatch):
+    original = fpipe.value_and_grad
+
+    def value_and_grad(pipe, **options):
+        def broken(*arguments, **named):
+            out, grads = original(pipe, **options)(*arguments, **named)
+            flip_last_bit(grads["embedding.weight"])
+            return out, grads
+
+        return broken
+
+    monkeypatch.setattr(fpipe, "value_and_grad", value_and_grad)
+    with pytest.raises(fpipe.MismatchError, match=r"step 0, against fpipe\.reference, gradient of embedding\.weight"):
+        train_gpt.main(["--ranks", "2", *DEMO])
+
+
+def test_wrong_parameters_are_found(train_gpt, monkeypatch):
+    original, calls = train_gpt.update, []
+
+    def update(optimizer, params, grads):
+        original(optimizer, params, grads)
+        calls.append(params)
+        if len(calls) == 3:  # the pipeline's second: each step has one of the pipeline and one of the plain model
+            flip_last_bit(params["norm.bias"])
+
+    monkeypatch.setattr(train_gpt, "update", update)
+    with pytest.raises(fpipe.MismatchError, match=r"step 1, after the update, norm\.bias"):
+        train_gpt.main(["--ranks", "2", *DEMO])
+
+
+def test_a_step_begins_without_the_gradients_of_the_last(train_gpt, monkeypatch):
+    original, alive = fpipe.value_and_grad, []
+
+    def value_and_grad(pipe, **options):
+        step, last = original(pipe, **options), []
+
+        def stepping(*arguments, **named):
+            alive.append(sum(ref() is not None for ref in last))
+            out, grads = step(*arguments, **named)
+            last[:] = map(weakref.ref, grads.values())
+            return out, grads
+
+        return stepping
+
+    monkeypatch.setattr(fpipe, "value_and_grad", value_and_grad)
+    train_gpt.main(["--ranks", "2", *DEMO])
+    assert len(alive) > 1
+    assert not any(alive)
+
+
+def test_too_little_text_is_an_error(train_gpt, monkeypatch, tmp_path):
+    (tmp_path / "small.py").write_text("pass\n")
+    monkeypatch.setattr(train_gpt.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(SystemExit, match="got 5 bytes of"):
+        train_gpt.standard_library()
+
+
+def test_text_is_split_by_module(train_gpt):
+    training, held_out = train_gpt.standard_library(limit=10_000_000)
+    assert len(training) > 5 * len(held_out)
+
+
+# ---------------------------------------- A run whose ranks are killed ends with the bits of one that nobody disturbed
+
+
+@pytest.fixture
+def resume():
+    with load_example("resume") as module:
+        yield module
+
+
+def saved(path):
+    """Every tensor of the last checkpoint by name."""
+    (folder,) = max(path.glob("step-*")).glob("save-*")
+    return fpipe.safetensors(folder)
+
+
+def require_same(one, other):
+    assert one.keys() == other.keys()
+    assert [name for name in one if not same_bits(one[name], other[name])] == []
+
+
+def test_a_run_goes_on_from_where_it_stopped(resume, tmp_path, capsys):
+    """The first batch that it takes after a restart is the one that follows the checkpoint."""
+    options = ["--path", str(tmp_path / "run"), "--every", "2"]
+    resume.main([*options, "--steps", "4"])
+    made, original = [], resume.make_batch
+    resume.make_batch = lambda step: made.append(step) or original(step)
+    resume.main([*options, "--steps", "6"])
+    assert made == [0, 4, 5], "the example's batch, and those of two steps"
+    assert re.findall(r"^step +(\d+)", capsys.readouterr().out, re.MULTILINE) == ["2", "4", "6"]
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_one_that_was_altered(resume, tmp_path, capsys):
+    options = ["--path", str(tmp_path / "run"), "--every", "2"]
+    resume.main([*options, "--steps", "4"])
+    (shard,) = (tmp_path / "run" / "step-000004").glob("save-*/*.safetensors")
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    resume.main([*options, "--steps", "4"])
+    assert re.findall(r"^step +(\d+)", capsys.readouterr().out, re.MULTILINE) == ["2", "4", "4"]
+    resume.main(["--path", str(tmp_path / "whole"), "--steps", "4", "--every", "4"])
+    require_same(saved(tmp_path / "run"), saved(tmp_path / "whole"))
+
+
+def test_the_last_three_checkpoints_are_kept(resume, tmp_path):
+    resume.main(["--path", str(tmp_path), "--steps", "5", "--every", "1"])
+    assert sorted(place.name for place in tmp_path.iterdir()) == ["step-000003", "step-000004", "step-000005"]
+
+
+# -------- Every example but the demo fits on a page, runs in one process, and prints the same on two ranks of torchrun
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks
+TINY = {
+    "custom_schedule": "",
+    "drop_in": "--steps 3",
+    "functional_loop": "--steps 2",
+    "generate": "--layers 2 --width 16 --prompts 4 --groups 2 --context 4 --count 4",
+    "lora": "--steps 1",
+}
+SAME = {  # the lines that must be the same on any number of ranks
+    "custom_schedule": "42 tensors are those of one device, 42 those of the module",
+    "drop_in": "step|.* of the next words",
+    "functional_loop": "step",
+    "generate": "likeliest|drawn|all 16 tokens are those of the plain loop",
+    "lora": "step|final loss .* on one device too",
+}
+LINES = {"drop_in": 3, "functional_loop": 2, "generate": 3, "lora": 2, "custom_schedule": 1}
+
+
+def lines_of(name, printed):
+    """The lines that say what was computed, without times."""
+    found = re.findall(rf"^(?:{SAME[name]}).*$", printed, re.MULTILINE)
+    return [re.sub(r"; [0-9.]+ ms.*", "", line) for line in found]
+
+
+def run_alone(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, *shlex.split(TINY[name])])
+    with load_example(name) as example:
+        example.main()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_an_example_runs_in_one_process(name, monkeypatch, capsys):
+    printed = run_alone(name, monkeypatch, capsys)
+    assert len(lines_of(name, printed)) == LINES[name], printed
+
+
+@by_night
+@pytest.mark.parametrize("name", [name for name in TINY if name != "custom_schedule"])
+def test_two_ranks_print_the_same(name, monkeypatch, capsys):
+    code, out, err = run_under_torchrun(FOLDER / f"{name}.py", *shlex.split(TINY[name]))
+    assert code == 0, err
+    assert lines_of(name, out) == lines_of(name, run_alone(name, monkeypatch, capsys))
+
+
+@by_night
+def test_an_invented_schedule_runs_on_three_ranks():
+    code, out, err = run_under_torchrun(FOLDER / "custom_schedule.py", ranks=3)
+    assert code == 0, err
+    assert re.search(r"^[1-9]\d* tensors are those of one device, [1-9]\d* those of the module", out, re.MULTILINE)
+
+
+def test_every_example_but_the_demo_fits_on_a_page():
+    long = {path.name for path in FOLDER.glob("*.py") if len(path.read_text().splitlines()) >= 100}
+    assert long == {"train_gpt.py"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*TINY, "train_gpt", "resume"}

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README and the pages of docs tell the truth: their Python runs, and they name what exists."""
+
+import ast
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+import weakref
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import fpipe
+from schedules import families
+
+# --------- The README and the pages of docs tell the truth: their Python runs, and pictures are what the command draws
+
+HOME = Path(__file__).parents[2]
+DOCS = HOME / "docs"
+README = (HOME / "README.md").read_text()
+SHELL = (DOCS / "command_line.md").read_text()
+WRITING = (DOCS / "writing_schedules.md").read_text()
+
+
+def blocks(page, language="python"):
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+
+
+BLOCKS = blocks(README)
+FILES = [*sorted(HOME.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted((DOCS / "api").glob("*.md"))]
+PAGES = {path.relative_to(HOME).as_posix(): blocks(path.read_text()) for path in FILES}
+
+
+@pytest.mark.parametrize(("page", "number"), [(page, k) for page, found in PAGES.items() for k in range(len(found))])
+def test_python_blocks_run(page, number, capsys):
+    block, namespace = PAGES[page][number], {"__name__": f"{page}_{number}"}
+    exec(compile(block, f"{page} block {number}", "exec"), namespace)
+    for name, value in namespace.items():
+        if name.startswith("test_"):
+            value()
+    printed = capsys.readouterr().out
+    for expected in re.findall(r"print\(.*\)\s+# ([0-9.]+|\[.*\])$", block, re.MULTILINE):
+        assert expected in printed
+
+
+def test_the_first_screen_is_a_runnable_example():
+    assert "```python" in README[:500]
+    assert len(BLOCKS) == 1
+    assert len(README.splitlines()) < 120
+
+
+def test_the_first_loop_holds_one_set_of_gradients_and_carries_buffers_on(monkeypatch):
+    """The old gradients are gone when the next step begins, so a step needs no room for two sets."""
+    original, alive, passed = fpipe.value_and_grad, [], []
+
+    def value_and_grad(pipe, *options, **named):
+        step, last, returned = original(pipe, *options, **named), [], []
+
+        def stepping(params, buffers, *batch, **seed):
+            alive.append(sum(ref() is not None for ref in last))
+            passed.append(not returned or buffers is returned[0])
+            out, grads = step(params, buffers, *batch, **seed)
+            last[:], returned[:] = map(weakref.ref, grads.values()), [out.buffers]
+            return out, grads
+
+        return stepping
+
+    monkeypatch.setattr(fpipe, "value_and_grad", value_and_grad)
+    exec(compile(BLOCKS[0], "README", "exec"), {"__name__": "readme_loop"})
+    assert len(alive) == 20
+    assert not any(alive)
+    assert all(passed)
+
+
+def test_the_picture_is_what_the_command_draws():
+    command = re.search(r"^    python (-m schedules show .*)$", SHELL, re.MULTILINE)[1].split()
+    drawn = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600, check=True).stdout
+    (picture,) = [text for text in blocks(SHELL, "text") if text.startswith("rank 0 |")]
+    assert picture.strip() in drawn
+
+
+def test_the_failure_of_the_broken_schedule_is_what_it_prints(capsys):
+    (broken,) = [block for block in blocks(WRITING) if "def mine(" in block]
+    exec(compile(broken, "writing_schedules", "exec"), {"__name__": "broken"})
+    (shown,) = [text for text in blocks(WRITING, "text") if "[rule: " in text]
+    assert shown.strip() in capsys.readouterr().out
+
+
+def test_every_schedule_is_in_the_table():
+    table = re.search(r"\| family \| schedules \|\n(.*?)\n\n", WRITING, re.DOTALL)[1]
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(families.__all__)
+
+
+def test_the_two_commands_are_in_the_makefile():
+    makefile = (HOME / "Makefile").read_text()
+    for target in re.findall(r"^    make (\w+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_what_the_makefile_runs_is_here():
+    for target in re.findall(r"examples/\S+\.py|(?<=-m )benchmarks\b", (HOME / "Makefile").read_text()):
+        assert (HOME / target).is_file() or (HOME / target / "__main__.py").is_file()
+
+
+def test_links_lead_somewhere():
+    broken = [
+        f"{path.name}: {target}"
+        for path in FILES
+        for target in re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", path.read_text())
+        if not (path.parent / target).exists()
+    ]
+    assert not broken
+
+
+def test_modules_and_files_that_pages_name_exist():
+    names = r"`((?:fpipe|schedules|benchmarks|tests|docs|examples)/[\w/.]+)`"
+    missing = [
+        f"{path.name}: {name}"
+        for path in FILES
+        for name in re.findall(names, path.read_text())
+        if not (HOME / name).exists()
+    ]
+    assert not missing
+
+
+def test_modules_that_the_rooms_name_exist():
+    page = (DOCS / "rooms.md").read_text()
+    rooms = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) - {"fpipe", "schedules"}
+    named = [name for name in re.findall(r"`(\w+(?:\.\w+)+)`", page) if name.split(".")[0] in rooms]
+    paths = {name: HOME / "fpipe" / name.replace(".", "/") for name in named}
+    assert paths
+    assert not [name for name, path in paths.items() if not (path.is_dir() or path.with_suffix(".py").exists())]
+
+
+# --------------------- Every public name is in the API reference and has a docstring; every schedule is in the gallery
+
+PLACES = (
+    *("fpipe", "fpipe.errors", "fpipe.front_ends"),
+    *("schedules", "schedules.drawing", "schedules.files", "schedules.testing"),
+)
+ENTRY = re.compile(r"^\.\. (?:auto(?:function|class|exception)|py:data):: (\S+)\n(?:\n   (\S.*))?", re.MULTILINE)
+ENTRIES = {name: text for page in sorted((DOCS / "api").glob("*.md")) for name, text in ENTRY.findall(page.read_text())}
+
+
+def objects(place):
+    """Yield the public names of a module, and what they are; a public module has a page to itself."""
+    module = import_module(place)
+    yield from ((name, getattr(module, name)) for name in module.__all__ if f"{place}.{name}" not in PLACES)
+
+
+DOCUMENTED = {id(getattr(import_module(name.rpartition(".")[0]), name.rpartition(".")[2])): name for name in ENTRIES}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_reference_has_every_public_name(place):
+    assert not [name for name, value in objects(place) if id(value) not in DOCUMENTED]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_public_name_has_a_docstring(place):
+    for name, value in objects(place):
+        described = ENTRIES[DOCUMENTED[id(value)]] or inspect.getdoc(value)
+        assert described, f"{place}.{name}"
+        assert described != inspect.getdoc(type(value)), f"{place}.{name}"
+
+
+def test_the_reference_has_nothing_else():
+    for name in ENTRIES:
+        place, _, last = name.rpartition(".")
+        assert place in PLACES, name
+        assert last in import_module(place).__all__, name
+
+
+def test_the_gallery_has_every_schedule():
+    shown = re.findall(r"^```\{timeline\} (\w+)\(", (DOCS / "gallery.md").read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(families.__all__)
+
+
+def test_every_page_is_in_a_table_of_contents():
+    pages = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")}
+    pages = {page for page in pages if not page.startswith("_build")}
+    toctrees = re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
+    listed = {line for tree in toctrees for line in tree.split("\n") if line and not line.startswith(":")}
+    assert pages == listed | {"index"}
+
+
+def test_the_version_is_that_of_the_package():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", fpipe.__version__)
+    log = (DOCS.parent / "CHANGELOG.md").read_text()
+    assert f"## {fpipe.__version__}" in log
+
+
+# ------------------------------------------------------ The page of troubleshooting quotes errors that the code raises
+
+PAGE = (HOME / "docs" / "troubleshooting.md").read_text()
+PHRASES = re.findall(r"^### `(.*)`$", PAGE, re.MULTILINE)
+RULES = re.findall(r"`(\w+)`(?:, | \|)", PAGE[PAGE.index("| rule |") :])
+
+
+def text(node):
+    """Return a string literal as it reads, with an ellipsis for what is filled in; none for other nodes."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return ""
+
+
+@pytest.fixture(scope="module")
+def literals():
+    files = [file for package in ("fpipe", "schedules") for file in sorted((HOME / package).rglob("*.py"))]
+    return {text(node) for file in files for node in ast.walk(ast.parse(file.read_text()))}
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_the_phrase_is_in_the_code(phrase, literals):
+    parts = [part for part in phrase.split("…") if part]
+    having = [literal for literal in literals if all(part in literal for part in parts)]
+    assert any(re.search(".*?".join(map(re.escape, parts)), literal, re.DOTALL) for literal in having)
+
+
+def test_every_rule_is_explained():
+    sources = [file.read_text() for file in sorted((HOME / "schedules").rglob("*.py"))]
+    raised = {rule for source in sources for rule in re.findall(r'rror\(\s*"([a-z_]+)", ', source)}
+    assert raised <= set(RULES)
+    assert set(RULES) <= {name for source in sources for name in re.findall(r"\w+", source)}
+
+
+# ---------------------------------------------------------------------------------- Docstrings become reStructuredText
+
+FILE = Path(__file__).parents[2] / "docs" / "extensions" / "docstrings.py"
+
+
+@pytest.fixture(scope="module")
+def docstrings():
+    spec = importlib.util.spec_from_file_location("docstrings", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("Return `x`.", "Return ``x``."),
+        ("See `fpipe.verify`.", "See :py:obj:`fpipe.verify`."),
+        ("`a * b` is 2 * 3", r"``a * b`` is 2 \* 3"),
+        ("*units* and *args", r"*units* and \*args"),
+        ("|x| and x_ and x_y", r"\|x\| and x\_ and x_y"),
+    ],
+)
+def test_code_is_marked_and_the_rest_is_literal(docstrings, line, expected):
+    assert docstrings.escape(line) == expected
+
+
+def test_paragraphs_keep_their_kind(docstrings):
+    lines = ["Draw:", "- `a`: one", "  more", "", "    an example *", "", ">>> f(`x`)", "'*'"]
+    docstrings.convert(lines)
+    assert lines == [
+        *("Draw:", "", "- ``a``: one", "  more", ""),
+        *("::", "", "    an example *", ""),
+        *(">>> f(`x`)", "'*'", ""),
+    ]
+
+
+def test_signatures_have_no_angle_brackets(docstrings):
+    assert docstrings.tidy("(a=<function f>, b=<factory>)", "int") == ("(a=f, b=...)", "int")
+    assert docstrings.tidy("(*args, **kwargs)", None) == ("", None)
