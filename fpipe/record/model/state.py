@@ -25,8 +25,8 @@ from fpipe.record.captured import Buffer, Captured, Constant, Hooks
 from fpipe.record.model.places import module_place
 from fpipe.record.model.snapshot import ContainerState, Snapshot
 from fpipe.record.model.walk import NOT_SET, Walk, named_globals, visible
-from fpipe.record.observation import observe
 from fpipe.record.refusals import original_state_error
+from fpipe.record.validity import observe
 from fpipe.tensors.tree import PLAIN, Structure, flatten
 
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
