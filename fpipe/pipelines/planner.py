@@ -25,7 +25,7 @@ from fpipe.pipelines.resolver import ExchangeText, Resolver
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.assembly import Assembly, assemble
-from fpipe.stages.backends import Backend, Recording, splits
+from fpipe.stages.backends import Backend, GraphRequest, splits
 from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import Stage
 from schedules import KINDS, Schedule, check, lower
@@ -144,8 +144,8 @@ class Planner:
         captured, extra = self.captures.of(variant, microbatch).captured, self._extra_buffers(variant, microbatch)
         positions = self.captures.positions(variant, microbatch)
         held = {s for rank in self.ranks for s in placement.stages_on(rank)}
-        recording = Recording.of(self.backend, held, variant.training and splits(self.schedule))
-        return assemble(captured, positions, variant, placement, self.summed, recording, extra)
+        request = GraphRequest.of(self.backend, held, variant.training and splits(self.schedule))
+        return assemble(captured, positions, variant, placement, self.summed, request, extra)
 
 
 def _list_modified(stage: Stage) -> list[str]:

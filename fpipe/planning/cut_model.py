@@ -42,7 +42,7 @@ from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.objective import Loss
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.assembly import assemble
-from fpipe.stages.backends import Backward, Recording, backend_of
+from fpipe.stages.backends import Backward, GraphRequest, backend_of
 from fpipe.stages.stage import Stage
 from fpipe.stages.ties import Tied
 from schedules import Schedule, check, lower, one_f_one_b
@@ -145,7 +145,7 @@ class CutModel:
         stages = len(positions) + 1
         how = how or two_at_a_time(ranks=min(2, stages), microbatches=MICROBATCHES, stages=stages)
         with isolate(self.variant):
-            recording = Recording.of(self.planner.backend, range(stages), False)
+            request = GraphRequest.of(self.planner.backend, range(stages), False)
             assembly = assemble(self.captured, positions, self.variant, how.placement, self.planner.summed, recording)
             check(how, assembly.graph)
             program = lower(how, assembly.graph)

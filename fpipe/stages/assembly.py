@@ -25,7 +25,7 @@ from fpipe.record.validity import observe
 from fpipe.record.variant import Variant
 from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.autograd import Autograd
-from fpipe.stages.backends import Recording
+from fpipe.stages.backends import GraphRequest
 from fpipe.stages.interface import ArgumentIndex, StageFunctions, Wiring
 from fpipe.stages.metadata import Metadata, infer, is_asking
 from fpipe.stages.prologue import build_prologue
@@ -111,12 +111,12 @@ def assemble(
     variant: Variant,
     placement: Placement,
     summed: frozenset[str],
-    recording: Recording | None = None,
+    request: GraphRequest | None = None,
     extra: ExtraBuffers | None = None,
 ) -> Assembly:
     """Return the assembly of a captured model, cut before the units at `partition`, for a variant.
 
-    `summed` are the parameters whose gradients are summed over stages. `recording` says which stages are recorded as
+    `summed` are the parameters whose gradients are summed over stages. `request` says which stages are recorded as
     graphs; autograd differentiates the others. `extra` are the buffers that stages may hold for the units that they
     repeat; `None` to let them hold any.
     """
@@ -130,7 +130,7 @@ def assemble(
     repetitions = choose_repetitions(captured, observed, partition, results, extra)
     sections = route(captured, observed, partition, results, summed, repetitions)
     functions = [captured.fuse(section.units, observed.random, section.inputs, section.outputs) for section in sections]
-    stages, graph = _stages(captured, sections, functions, placement, variant, recording)
+    stages, graph = _stages(captured, sections, functions, placement, variant, request)
     stages = tuple(
         _add_prologue(captured, *one) if one[-1].values else one[0]
         for one in zip(stages, sections, repetitions, strict=True)
@@ -169,12 +169,12 @@ def _stages(
     functions: Sequence[Function],
     placement: Placement,
     variant: Variant,
-    recording: Recording | None,
+    request: GraphRequest | None,
 ) -> tuple[tuple[Stage, ...], Graph]:
     """Return the stages and the stage graph."""
-    metadata = infer(captured, sections, functions, variant, recording)
+    metadata = infer(captured, sections, functions, variant, request)
     crossings = cross(captured, sections, metadata, placement)
-    builder = _Builder(captured, sections, metadata, crossings, variant, recording)
+    builder = _Builder(captured, sections, metadata, crossings, variant, request)
     return tuple(builder.stage(s, function) for s, function in enumerate(functions)), crossings.graph(len(sections))
 
 
@@ -187,7 +187,7 @@ class _Builder:
     metadata: Metadata
     crossings: Crossings
     variant: Variant
-    recording: Recording | None
+    request: GraphRequest | None
 
     def stage(self, s: int, function: Function) -> Stage:
         """Return stage `s`, which runs `function`."""
@@ -237,7 +237,7 @@ class _Builder:
             in_place=self.variant.sums is None,
             enabled=self.captured.backward,
         )
-        if self.recording is None or s not in self.recording.stages:
+        if self.request is None or s not in self.request.stages:
             return eager
         unrecordable = metadata.unrecordable[s] or ("gradients have hooks" if hooks else "")
         optional = any(isinstance(spec, OptionalSpec) for crossing in pulled_by for spec in crossing.specs)
@@ -246,7 +246,7 @@ class _Builder:
         if unrecordable:
             return replace(eager, remark=f"by autograd: {unrecordable}")
         entering = [(crossing.source, value) for crossing in pulled_by for value in crossing.values]
-        return self.recording.make(eager, run.joint(crossing_values(pulls), metadata.grads[s], entering), optional)
+        return self.request.make(eager, run.joint(crossing_values(pulls), metadata.grads[s], entering), optional)
 
     def _hooks(self, s: int) -> Mapping[ArgumentIndex, tuple[Hook, ...]]:
         """Return the hooks on gradients of the parameters that a stage owns, by argument."""

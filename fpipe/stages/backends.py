@@ -32,7 +32,7 @@ from fpipe.stages.recorded import Recorded, skip_absent
 from fpipe.tensors.torch_private import find_compiler, list_compilers
 from schedules import Schedule
 
-PLAIN = "as a graph"
+AS_GRAPH_REMARK = "as a graph"
 """The remark on a stage whose recorded operators run one by one."""
 Backward: TypeAlias = str | Compiler
 Backend: TypeAlias = Callable[[Autograd, Joint], Recorded]
@@ -67,7 +67,7 @@ def splits(schedule: Schedule) -> bool:
     return any(action.kind == "I" for rank in range(schedule.ranks) for action in schedule.actions(rank))
 
 
-class Recording(NamedTuple):
+class GraphRequest(NamedTuple):
     """The stages that are recorded as graphs, and the backend that makes functions of a graph.
 
     `split`: whether the schedule splits their backwards.
@@ -78,8 +78,8 @@ class Recording(NamedTuple):
     split: bool
 
     @classmethod
-    def of(cls, backend: Backend | None, stages: Collection[int], split: bool) -> Recording | None:
-        """Return the recording; `None` without a backend, unless backwards are split: halves need a graph."""
+    def of(cls, backend: Backend | None, stages: Collection[int], split: bool) -> GraphRequest | None:
+        """Return the request; `None` without a backend, unless backwards are split: halves need a graph."""
         return None if backend is None and not split else cls(backend or AS_GRAPH, stages, split)
 
     def make(self, eager: Autograd, joint: Joint | str, optional: bool) -> StageFunctions:
@@ -125,5 +125,5 @@ def record_stage(
     )
 
 
-AS_GRAPH: Backend = partial(record_stage, generate_function, generate_adding, PLAIN)
+AS_GRAPH: Backend = partial(record_stage, generate_function, generate_adding, AS_GRAPH_REMARK)
 """The backend that runs recorded operators one by one."""

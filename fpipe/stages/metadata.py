@@ -27,7 +27,7 @@ from fpipe.record.model.places import traceback_line
 from fpipe.record.refusals import data_dependence_error
 from fpipe.record.trace.branching import certain_leaves
 from fpipe.record.variant import Variant
-from fpipe.stages.backends import Recording
+from fpipe.stages.backends import GraphRequest
 from fpipe.stages.graph.joint import Joint, Node, Tape, note_on
 from fpipe.tensors.effects import Effects, storage_id
 from fpipe.tensors.fake import note_effects
@@ -41,7 +41,7 @@ from fpipe.tensors.torch_private import (
 )
 
 UNROLLED = 100
-"""The largest number of operators per torch call in a stage that is worth recording."""
+"""The largest number of operators per torch call in a stage that is worth request."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Metadata:
         return {peer: values for peer, values in found.items() if values}
 
 
-class Watch(TorchFunctionMode):
+class ForwardWatch(TorchFunctionMode):
     """A function mode that records what keeps a stage from being recorded as a graph, or matters to its wiring.
 
     - `varying`: values of tensors are read, so other values may give another graph.
@@ -132,7 +132,7 @@ class FakeRun:
     current: Mapping[Value, Tensor]
     outputs: Mapping[Value, Tensor]
     buffers: Mapping[Value, Tensor]
-    watch: Watch
+    watch: ForwardWatch
     tape: Tape | None
     arguments: Mapping[Value, Node]
     forward: frozenset[Node] = frozenset()
@@ -198,10 +198,10 @@ def infer(
     sections: Sequence[Section],
     functions: Sequence[Function],
     variant: Variant,
-    recording: Recording | None,
+    request: GraphRequest | None,
 ) -> Metadata:
     """Return the metadata found by running the forward and backward of all stages on fake tensors."""
-    metadata, recorded = Metadata(), () if recording is None else recording.stages
+    metadata, recorded = Metadata(), () if request is None else request.stages
     trainable = {v for v, s in captured.sources.items() if isinstance(s, Parameter) and s.name in captured.trainable}
     metadata.differentiable.update(trainable)
     devices = {tensor.device for tensor in captured.fakes.values()} | {torch.device("cpu")}
@@ -215,7 +215,7 @@ def infer(
         for s, (section, function) in enumerate(zip(sections, functions, strict=True)):
             kept = _kept_call(section, captured)
             run = _run_forward(captured, section, function, values, metadata, s in recorded and not kept)
-            if recording is not None and not recording.split and _is_unrolled(run):
+            if request is not None and not request.split and _is_unrolled(run):
                 kept, run.tape = "some of its torch calls consist of hundreds of operators, fast as they are", None
             metadata.runs.append(run)
             metadata.unrecordable[s] = kept
@@ -258,7 +258,7 @@ def _run_forward(
     tape = Tape() if recorded else None
     arguments = {} if tape is None else _take_arguments(tape, captured, section, leaves)
     try:
-        with assume_values(captured.mode) as answers, Watch() as watch, note_on(tape):
+        with assume_values(captured.mode) as answers, ForwardWatch() as watch, note_on(tape):
             given = [
                 leaf.clone() if v in section.modified else leaf.view_as(leaf) if v in inner else leaf
                 for v, leaf in leaves.items()

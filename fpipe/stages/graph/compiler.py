@@ -21,7 +21,7 @@ from torch.fx import Node as GraphNode
 from fpipe.errors import InputError
 from fpipe.stages.accumulation import own_all
 from fpipe.stages.graph.codegen import PhaseFunction, generate_function
-from fpipe.stages.graph.joint import EFFECTS, Node, map_nodes, number_in
+from fpipe.stages.graph.joint import ACTING, Node, map_nodes, number_in
 from fpipe.stages.graph.phases import Phase
 from fpipe.tensors import random
 from fpipe.tensors.torch_private import FakeTensor, foreach_add_
@@ -29,7 +29,7 @@ from schedules.errors import quote
 
 Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[Any]]]
 """`compiler(module, examples)` returns a function equivalent to the module, as backends of `torch.compile` do."""
-UNCOMPILED = EFFECTS | {random.state_of, number_in}
+UNCOMPILED = ACTING | {random.state_of, number_in}
 
 
 def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:

@@ -51,7 +51,7 @@ FIRST_INTEGER, FIRST_FLOAT = 1_357_024_681, 0.7390851332151607
 """The first names of numbers of the batch, which stand for them while operators are recorded."""
 ARGUMENT, CONSTANT = "argument", "constant"
 """The targets of nodes that call nothing."""
-EFFECTS = frozenset({random.reseed, random.restore, check_all})
+ACTING = frozenset({random.reseed, random.restore, check_all})
 """Functions of Python that are called for what they do: nobody reads what they return."""
 
 
@@ -104,7 +104,7 @@ class Node:
     def has_effects(self) -> bool:
         """True if the node must run though nobody reads its value: it writes, draws, seeds or checks."""
         if not isinstance(self.target, OpOverload):
-            return self.target in EFFECTS
+            return self.target in ACTING
         if torch.Tag.nondeterministic_seeded in self.target.tags or not self.target._schema.returns:
             return True
         return self.target._schema.is_mutable or bool(self.writes)
