@@ -27,8 +27,7 @@ from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
 from benchmarks.common.rows import Reach, most, row
 from fpipe.network.channels import Envelope
-from fpipe.pipelines.fields import CommonArguments, call_fields
-from fpipe.pipelines.handshake import agree_on_plan
+from fpipe.pipelines.handshake import CommonArguments, agree_on_plan, call_fields
 from fpipe.record.variant import TRAINING
 from fpipe.tensors.spec import Spec
 from schedules import one_f_one_b, parse

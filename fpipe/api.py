@@ -117,9 +117,9 @@ def pipeline(
     - `tied`: how the gradients of a parameter used by several stages are combined. `"exact"`: through cotangents sent
       in every microbatch, bit for bit as on one device. `"sum"`: the stages' own gradients are added once, at the end
       of the step. Or a dict from parameter name (any of its names) to one of these; parameters not in it are exact.
-    - `plans`: how many plans are kept for kinds of batches other than the example, in train and eval mode together. A
-      new kind of batch is captured and planned, which takes about as long as building the pipeline, and forgets the
-      plan that has not been used for longest.
+    - `plans`: how many step plans are kept for kinds of batches other than the example, in train and eval mode
+      together. A new kind of batch is captured and planned, which takes about as long as building the pipeline, and
+      forgets the step plan that has not been used for longest.
     - `mesh`: instead of a group, a `DeviceMesh` with named dimensions, or their sizes by name, `{"pp": 4, "dp": 2}`.
       The pipeline runs along `pp`. If torch.distributed is not initialized, this process plays all of the mesh.
     - `dp`: the dimension of replicas. Each trains on rows of its own, cut into the schedule's number of microbatches.

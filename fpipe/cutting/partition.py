@@ -28,7 +28,7 @@ from fpipe.cutting.purity import Purity
 from fpipe.errors import CutError
 from fpipe.record.captured import Call, Captured, Parameter
 from fpipe.record.model.places import LOSS
-from fpipe.record.observation import observe
+from fpipe.record.validity import observe
 from fpipe.tensors.arguments import describe_argument
 from schedules import Schedule
 from schedules.arguments import each

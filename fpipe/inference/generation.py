@@ -35,8 +35,7 @@ from fpipe.inference.sampling import Choice, Choose, choose_likeliest
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import digest_tensor
 from fpipe.pipelines.batch import SplitBatch
-from fpipe.pipelines.fields import CommonArguments, call_fields
-from fpipe.pipelines.handshake import agree_on_arguments, agree_on_plan, call_together
+from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, agree_on_plan, call_fields, call_together
 from fpipe.pipelines.inputs import State, feed, make_keys
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline

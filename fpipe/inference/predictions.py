@@ -17,8 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fpipe.pipelines.fields import CommonArguments
-from fpipe.pipelines.handshake import agree_on_arguments, agree_to_step, call_together
+from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, agree_to_step, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline

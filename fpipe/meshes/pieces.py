@@ -161,9 +161,9 @@ class Pieces:
         self.packings[k].write(buffer[: self.packings[k].size], tensors)
         return buffer
 
-    def add(self, k: int, copies: Sequence[Tensor]) -> Gradients:
-        """Return the sums of the copies of piece `k`, in their order; `None` where none has a tensor."""
-        return tuple(_add_in_order(terms) for terms in zip(*map(self.packings[k].read, copies), strict=True))
+    def add(self, k: int, arrived: Sequence[Tensor]) -> Gradients:
+        """Return the sums of what processes have sent as piece `k`, in their order; `None` where none has a tensor."""
+        return tuple(_add_in_order(terms) for terms in zip(*map(self.packings[k].read, arrived), strict=True))
 
     def join(self, buffers: Sequence[Tensor]) -> Gradients:
         """Return the whole tensors, in new memory of their strides, given every piece in a buffer of its own."""

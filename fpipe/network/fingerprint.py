@@ -33,7 +33,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fpipe.record.model.walk import codes, is_library
+from fpipe.record.model.walk import codes, is_library, named_globals
 from fpipe.tensors.closures import closure_variables
 from fpipe.tensors.spec import Spec, as_bytes
 
@@ -132,10 +132,8 @@ class _Description:
         yield from self.lines(_extend(path, "defaults"), (function.__defaults__, function.__kwdefaults__))
         for name, variable in closure_variables(function).items():
             yield from self.lines(_extend(path, f"cell {name}"), variable)
-        named = dict.fromkeys(name for code in codes(function.__code__) for name in code.co_names)
-        for name in named:
-            if name in function.__globals__:
-                yield from self._describe_global(_extend(path, f"global {name}"), function.__globals__[name], function)
+        for name, one in named_globals(function).items():
+            yield from self._describe_global(_extend(path, f"global {name}"), one, function)
 
     def _describe_global(self, path: str, value: Any, function: FunctionType) -> Iterator[str]:
         """Yield the lines of a global; a function of another file is identified by name."""

@@ -26,13 +26,12 @@ from fpipe.network.ranks import Ranks
 from fpipe.pipelines.argument_checks import require_buildable, require_trained
 from fpipe.pipelines.batch import Batching, SplitBatch
 from fpipe.pipelines.captures import Captures
-from fpipe.pipelines.handshake import agree_on_plan, agree_to_build
+from fpipe.pipelines.handshake import agree_on_plan, agree_to_build, prepare_steps
 from fpipe.pipelines.loss_weights import Weight
 from fpipe.pipelines.memo import Memo
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
-from fpipe.pipelines.preparation import prepare_steps
 from fpipe.pipelines.resolver import Resolver
 from fpipe.record.captured import CaptureFunction, FrontEnd
 from fpipe.record.front_ends.parts import as_module

@@ -23,9 +23,8 @@ from torch import nn
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls, Mark
 from fpipe.errors import CaptureError
-from fpipe.pipelines.batch import Batching, SplitBatch
+from fpipe.pipelines.batch import Batching, Microbatch, SplitBatch
 from fpipe.pipelines.memo import Memo, MicrobatchKind, Recording
-from fpipe.pipelines.signature import Microbatch
 from fpipe.record.captured import Captured, CaptureFunction, Hooks
 from fpipe.record.front_ends.registry import is_eager, is_tracer, reads_bytecode
 from fpipe.record.model.skeleton import evaluation

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from fpipe.network.agreement import Field
-from fpipe.pipelines.signature import Microbatch, Signature
+from fpipe.pipelines.batch import Microbatch, Signature
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Captured
 from fpipe.record.objective import Way

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fpipe.meshes.copies import PipelineCopies
 from fpipe.meshes.holdings import Holdings
 from fpipe.network.ranks import Ranks, require_unclosed, wait_for_turn
-from fpipe.pipelines.batch import SplitBatch
+from fpipe.pipelines.batch import Signature, SplitBatch
 from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.description import describe
 from fpipe.pipelines.footprint import measure_sizes, shard_sizes
@@ -35,7 +35,6 @@ from fpipe.pipelines.norm_table import NormTable
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.recheck import Recheck
 from fpipe.pipelines.resolver import ExchangeText, own_text
-from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.variant import TRAINING, Variant

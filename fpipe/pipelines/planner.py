@@ -16,13 +16,12 @@ from typing import Any
 from fpipe.cutting.repetition import ExtraBuffers
 from fpipe.errors import CaptureError, CutError, InputError, PipelineError
 from fpipe.meshes.copies import ALONE, PipelineCopies
-from fpipe.pipelines.batch import SplitBatch
+from fpipe.pipelines.batch import Microbatch, Signature, SplitBatch
 from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.memo import BatchKind, KnownBatch, Memo
 from fpipe.pipelines.merge import Merge
 from fpipe.pipelines.modes import isolate
 from fpipe.pipelines.resolver import ExchangeText, Resolver
-from fpipe.pipelines.signature import Microbatch, Signature
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.assembly import Assembly, assemble

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fpipe.errors import InputError
-from fpipe.pipelines.batch import SplitBatch
+from fpipe.pipelines.batch import Microbatch, SplitBatch
 from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.memo import Recording
 from fpipe.pipelines.modes import isolate
-from fpipe.pipelines.signature import Microbatch
 from fpipe.record.questions import Answer, Question
 from fpipe.record.variant import Variant
 

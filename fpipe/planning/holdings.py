@@ -35,7 +35,7 @@ from fpipe.pipelines.footprint import (
 )
 from fpipe.planning.ranges import Arrival, Hop, Spread
 from fpipe.record.captured import Value
-from fpipe.record.observation import observe
+from fpipe.record.validity import observe
 from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.autograd import Autograd

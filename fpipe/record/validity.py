@@ -5,6 +5,9 @@ Check every invariant of `Captured` that can be checked without running anything
 is read, every parameter and buffer of the model is a source, the loss and the outputs exist, and module calls nest.
 Only `fpipe.verify` can tell whether the units compute what the model computes.
 
+A front end need not report the side effects of its units. If it does not, `observe` runs them all once on fake tensors,
+under a dispatch mode that sees every operator with its schema.
+
 Runs when a plan is made: once per kind of batch.
 """
 
@@ -15,12 +18,28 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from fpipe.errors import CaptureError
-from fpipe.record.captured import BatchLeaf, Buffer, Captured, CaptureFunction, Constant, Parameter, Source, Unit, Value
+from fpipe.record.captured import (
+    BatchLeaf,
+    Buffer,
+    Captured,
+    CaptureFunction,
+    Constant,
+    Labels,
+    Observed,
+    Parameter,
+    Source,
+    Unit,
+    Value,
+)
 from fpipe.record.objective import Objective
-from fpipe.tensors.torch_private import FakeTensor
+from fpipe.record.refusals import data_dependence_error, own_generator_error, unregistered_write_error
+from fpipe.tensors.effects import EffectsMode, storage_id
+from fpipe.tensors.random import label
+from fpipe.tensors.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
 
 def require_valid(
@@ -45,6 +64,43 @@ def require_results(unit: Unit, made: Any) -> None:
         f"module {unit.path or '(root)'}: got {got} from the unit's call, expected a tuple of {len(unit.makes)} "
         "tensors, one for each value that it makes. Return what `makes` says."
     )
+
+
+def observe(captured: Captured) -> Observed:
+    """Return what the front end observed; if it observed nothing, run every unit once on fake tensors.
+
+    Raise `CaptureError` for a unit that depends on data, draws from a generator other than the default, writes to an
+    unregistered tensor, or does not return what it `makes`.
+    """
+    if captured.observed is not None:
+        return captured.observed
+    values = dict(captured.fakes)
+    written: dict[Unit, frozenset[int]] = {}
+    random: dict[Unit, Labels] = {}
+    collective: set[Unit] = set()
+    ordinals: dict[str, int] = {}
+    with captured.mode, torch.no_grad():
+        for unit in captured.units:
+            where = f"module {unit.path or '(root)'}"
+            try:
+                with EffectsMode() as watch:
+                    made = unit.call(*[values[value] for value in unit.reads])
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise data_dependence_error(where, error) from error
+            require_results(unit, made)
+            if watch.effects.unregistered:
+                raise unregistered_write_error(where)
+            if watch.effects.foreign:
+                raise own_generator_error(where)
+            values.update(zip(unit.makes, made, strict=True))
+            written[unit] = frozenset(watch.effects.written)
+            collective.update({unit} if watch.effects.communicates else ())
+            if watch.effects.drawn:
+                ordinal = ordinals[unit.path] = ordinals.get(unit.path, -1) + 1
+                random[unit] = Labels(label(unit.path, ordinal), tuple(watch.effects.drawn))
+    storage = {value: storage_id(tensor) for value, tensor in values.items()}
+    views = frozenset(value for value, tensor in values.items() if tensor._is_view())
+    return Observed(storage, written, random, views, collective=frozenset(collective))
 
 
 class _Check:

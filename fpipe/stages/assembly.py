@@ -20,7 +20,7 @@ from fpipe.cutting.repetition import ExtraBuffers, Repetition, choose_repetition
 from fpipe.cutting.routing import Section, route
 from fpipe.record.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Parameter, Value
 from fpipe.record.fakes.eager_types import hide_fakes
-from fpipe.record.observation import observe
+from fpipe.record.validity import observe
 from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.crossings import Crossings, cross, names_of

@@ -4,7 +4,8 @@
 The functions of `torch.nn.utils` change `.grad` of parameters in place. Here they get tensors that have the gradients,
 or copies of them, as their `.grad`.
 
-Invariant: every process scales all gradients that it holds by the same factor, so copies of tied parameters stay equal.
+Invariant: every process scales all gradients that it holds by the same factor, so a tied parameter stays equal on every
+rank.
 
 Runs in every step, after the backward.
 """
@@ -38,7 +39,8 @@ def clip(
     """Return the gradients, scaled so that their norm over the whole model is at most `max_norm`, and the norm before.
 
     Bit for bit what `torch.nn.utils.clip_grad_norm_` computes on one device, on any ranks, cuts and schedules. On one
-    rank's parameters alone, that function would take the norm of its share: copies of tied parameters would drift.
+    rank's parameters alone, that function would take the norm of its share, and a tied parameter would differ between
+    its ranks.
 
     - `max_norm`, `order`: as in `torch.nn.utils.clip_grad_norm_`.
     - `names`: a pattern or patterns; only matching gradients count and are scaled, all others are returned as they

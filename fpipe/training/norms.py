@@ -3,8 +3,8 @@
 
 Problem. A process holds the gradients of its own stages. A sum of squares per rank, added up over ranks, is off in the
 last bit, since rounding depends on the order of additions: the first clipped step already differs from one device.
-`torch.nn.utils.clip_grad_norm_` on each rank is worse. It scales by the norm of that rank's share, so copies of a tied
-parameter are scaled by different factors and drift apart.
+`torch.nn.utils.clip_grad_norm_` on each rank is worse. It scales by the norm of that rank's share, so a tied
+parameter is scaled by another factor on each of its ranks, which drift apart.
 
 Idea. What torch does on one device: take the norm of each gradient, then the norm of these norms in the model's order
 of parameters. Each norm is computed by the one process that owns the parameter, and all processes get all of them.
@@ -166,10 +166,8 @@ def _agree_on_table(
 
     Every rank learns the digests of all ranks' lists of gradients. If these were seen before, so were the lists.
     """
-    listed, known = (
-        json.dumps([(*at, list_gradients(own.items())) for at, own in shards.items()]),
-        pipe.norm_tables,
-    )
+    listed = json.dumps([(*at, list_gradients(own.items())) for at, own in shards.items()])
+    known = pipe.norm_tables
     notes = tuple(pipe.ranks.agree(lambda: [Field.of("arguments", arguments)], note=digest([listed])))
     if notes in known:
         known[notes] = known.pop(notes)  # the most recently used one

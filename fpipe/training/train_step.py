@@ -33,8 +33,7 @@ from fpipe.network.fingerprint import describe_value, digest
 from fpipe.network.recording import RecordSpan
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.earlier_sums import join_sums
-from fpipe.pipelines.fields import CommonArguments
-from fpipe.pipelines.handshake import agree_on_arguments, agree_on_plan, call_together
+from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, agree_on_plan, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline

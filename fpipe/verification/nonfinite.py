@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from fpipe.pipelines.argument_checks import require_backward
-from fpipe.pipelines.fields import CommonArguments
-from fpipe.pipelines.handshake import agree_on_arguments, call_together
+from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline

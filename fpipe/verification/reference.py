@@ -23,13 +23,13 @@ from torch import Tensor
 
 from fpipe.errors import InputError
 from fpipe.network.ranks import wait_for_turn
+from fpipe.pipelines.batch import Signature
 from fpipe.pipelines.earlier_sums import add_reduced, join_sums, negative_zeros
 from fpipe.pipelines.inputs import State, make_keys, start_backward
 from fpipe.pipelines.memory import require_apart
 from fpipe.pipelines.modes import require_gradients, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, merge_results
-from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step import ValueAndGrad, place_buffers, scale_variant
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors

@@ -8,8 +8,8 @@ from typing import Any
 
 import fpipe
 from fpipe.record.questions import Question
-from schedules import Schedule
-from tests.common.cases import Case
+from schedules import Schedule, one_f_one_b
+from tests.common.cases import Case, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop, loop_as_stated
 from tests.common.sizes import NIGHTLY
@@ -82,3 +82,18 @@ def require_exact(
 def open_questions(pipe):
     """The questions that a pipeline remembers, by kind of microbatch."""
     return {kind: one for kind, one in pipe.memo.microbatches.items() if isinstance(one, Question)}
+
+
+def staged(model, inputs, targets=None, cuts: Iterable[str] = ("1",), microbatches: int = 2, **options: Any):
+    """A pipeline with a stage more than `cuts`, under 1F1B and of mean squares unless `options` say otherwise."""
+    how = one_f_one_b(ranks=len([*cuts]) + 1, microbatches=microbatches)
+    loss = (lambda out: out.square().mean()) if targets is None else mse
+    options = {"schedule": how, "loss": loss, **options}
+    return fpipe.pipeline(model, example=inputs, targets=targets, cuts=[*cuts], **options)
+
+
+def require_eager(model, inputs, targets=None, steps: int = 1, seed: int | None = None, **options: Any):
+    """Return `staged(...)` of these; raise unless it equals the model, run eagerly."""
+    pipe = staged(model, inputs, targets, **options)
+    assert fpipe.verify(pipe, model, inputs, targets, steps=steps, seed=seed).eager
+    return pipe

@@ -126,13 +126,30 @@ def test_activations_are_held_until_the_weight_half_is_done():
 
 
 @pytest.mark.parametrize(
-    ("rows", "rule"),
-    [(((F(0, 0),), (F(1, 1),)), "ordered"), (((F(0, 0),), (Action("SEND_F", 1, 0, 0),)), "compute_only")],
+    ("rows", "where", "rule", "why"),
+    [
+        (("0F0", "1F1"), (1, 0, "1F1"), "ordered", "needs 0F1, which rank 0 never runs"),
+        (("0F0,0B0,0F1", "1F1,1B0"), (0, 1, "0B0"), "ordered", "wait for each other"),
+        (("0F0,0B0", "1F1,1B0"), (1, 0, "1F1"), "ordered", "needs 0F1, which rank 0 never runs"),
+        (
+            ("2F0,0F0", "1F0"),
+            (0, 0, "2F0"),
+            "ordered",
+            "for each other: rank 0 at 2F0 needs 1F0, rank 1 at 1F0 needs 0F0",
+        ),
+    ],
 )
-def test_a_violation_found_while_simulating_is_an_error(rows, rule):
-    with pytest.raises(ScheduleError) as caught:
-        simulate(edit(gpipe(2, 2), rows))
+def test_a_block_is_traced_to_its_cause(rows, where, rule, why):
+    with pytest.raises(ScheduleError, match=why) as caught:
+        simulate(table(rows))
+    assert (caught.value.rank, caught.value.position, str(caught.value.action)) == where
     assert caught.value.rule == rule
+
+
+def test_only_compute_actions_are_simulated():
+    with pytest.raises(ScheduleError) as caught:
+        simulate(edit(gpipe(2, 2), ((F(0, 0),), (Action("SEND_F", 1, 0, 0),))))
+    assert caught.value.rule == "compute_only"
 
 
 def peak(use, microbatches):

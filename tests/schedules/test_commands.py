@@ -285,6 +285,7 @@ def test_compare_counts_weights(capsys):
         (["show", "gpipe", "--bytes", "1,2"], "got 2 numbers for --bytes, expected 4"),
         (["show", "gpipe", "--comm", "1", "--bytes", "2"], "got --comm and --bytes, expected one of them"),
         (["check", "nowhere.csv", "k=2"], "got k=, but nowhere.csv has its own sizes"),
+        (["show", "WRONG"], "line 2, column 2: got '1X0'"),
         (["check", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
         (["check", "TABLE", "--ranks", "2"], "got --ranks, expected no sizes: "),
         (["check", "nowhere.py:f"], "No such file or directory"),
@@ -297,7 +298,10 @@ def test_compare_counts_weights(capsys):
 def test_invalid_arguments_are_one_line_and_code_2(capsys, file, arguments, message):
     table = file.with_name("table.csv")
     table.write_text("0F0,0B0\n")
-    named = (argument.replace("FILE", str(file)).replace("TABLE", str(table)) for argument in arguments)
+    wrong = file.with_name("wrong.csv")
+    wrong.write_text("0F0,0B0\n1F0,1X0\n")
+    places = {"FILE": str(file), "TABLE": str(table), "WRONG": str(wrong)}
+    named = (re.sub("FILE|TABLE|WRONG", lambda found: places[found[0]], argument) for argument in arguments)
     code, out, err = answer(capsys, *named)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("python -m schedules: ")
@@ -376,17 +380,6 @@ def test_a_search_is_refused_where_its_bound_does_not_hold(capsys, words):
 
 
 # ----------------------------------- `python -m schedules` reads schedules from tables, and writes tables and pictures
-
-
-def test_a_table_is_checked_and_shown(capsys, tmp_path):
-    path = tmp_path / "table.csv"
-    write_csv(one_f_one_b(ranks=2, microbatches=3), path)
-    assert answer(capsys, "check", path)[:2] == (0, "ok: 2 ranks, 2 stages, 3 microbatches, 12 actions\n")
-    assert answer(capsys, "show", path)[1] == f"{one_f_one_b(ranks=2, microbatches=3)}\n"
-    path.write_text("0F0,0B0\n1F0,1X0\n")
-    code, _, err = answer(capsys, "show", path)
-    assert code == 2
-    assert err.startswith("python -m schedules: line 2, column 2: got '1X0'")
 
 
 def test_a_table_of_a_program_is_checked_and_shown(capsys, tmp_path):

@@ -25,9 +25,6 @@ from tests.common.sizes import by_night
 
 SEARCH = settings(max_examples=2000, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
 
-test_gpipe = conformance(gpipe)
-test_one_f_one_b = conformance(one_f_one_b)
-
 
 @schedule(placement=looped)
 def breadth_first(rank, ranks, microbatches, chunks=2):

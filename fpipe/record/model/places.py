@@ -16,6 +16,9 @@ from types import FrameType, TracebackType
 
 from torch import nn
 
+LOSS = "loss"
+"""The name of the loss in `unsplittable`."""
+
 
 def module_place(path: str, module: nn.Module) -> str:
     """Return text that names a module, and its class, in errors."""
@@ -71,10 +74,6 @@ def _is_users(frame: FrameType) -> bool:
 def _line_text(frame: FrameType, line: int) -> str:
     path = frame.f_code.co_filename
     return f" in {Path(path).name}, line {line}: {getline(path, line).strip()}"
-
-
-LOSS = "loss"
-"""The name of the loss in `unsplittable`."""
 
 
 def advise_on_values(where: str, unsplittable: Collection[str] = ()) -> str:

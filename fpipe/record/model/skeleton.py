@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fpipe.errors import CaptureError
-from fpipe.record.model.walk import Walk, code_names, codes, visible
+from fpipe.record.model.walk import Walk, codes, named_globals, visible
 from fpipe.tensors.fake import as_parameter
 from fpipe.tensors.placed import local_part
 from fpipe.tensors.torch_private import disabled_torch_function, mark_as_parameter, process_groups
@@ -213,7 +213,7 @@ class FunctionCopies:
 
 def _require_no_globals(function: FunctionType, parts: Collection[int]) -> None:
     """Raise `CaptureError` if a function uses a global that is a part of the model."""
-    for name in [name for name in sorted(code_names(function)) if id(function.__globals__.get(name)) in parts]:
+    for name in [name for name, one in named_globals(function).items() if id(one) in parts]:
         steps = (step for code in codes(function.__code__) for step in dis.get_instructions(code))
         if any(step.opname == "LOAD_GLOBAL" and step.argval == name for step in steps):
             raise CaptureError(

@@ -24,9 +24,9 @@ from fpipe.errors import CaptureError
 from fpipe.record.captured import Buffer, Captured, Constant, Hooks
 from fpipe.record.model.places import module_place
 from fpipe.record.model.snapshot import ContainerState, Snapshot
-from fpipe.record.model.walk import NOT_SET, Walk, code_names, visible
-from fpipe.record.observation import observe
+from fpipe.record.model.walk import NOT_SET, Walk, named_globals, visible
 from fpipe.record.refusals import original_state_error
+from fpipe.record.validity import observe
 from fpipe.tensors.tree import PLAIN, Structure, flatten
 
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
@@ -178,8 +178,7 @@ def _parts(hook: Any) -> Iterator[Any]:
     for one in visible(hook):
         yield one
         if isinstance(one, FunctionType):
-            named = [one.__globals__.get(name) for name in code_names(one)]
-            yield from [part for part in named if isinstance(part, nn.Module | Tensor)]
+            yield from [part for part in named_globals(one).values() if isinstance(part, nn.Module | Tensor)]
 
 
 def require_own_buffers(model: nn.Module, captured: Captured) -> None:

@@ -178,6 +178,12 @@ def code_names(function: FunctionType) -> set[str]:
     return {name for code in codes(function.__code__) for name in code.co_names}
 
 
+def named_globals(function: FunctionType) -> dict[str, Any]:
+    """Return the globals that a function's code names, and that exist, in the order of the code."""
+    table = function.__globals__
+    return {name: table[name] for code in codes(function.__code__) for name in code.co_names if name in table}
+
+
 def assigned_globals(code: CodeType) -> tuple[str, ...]:
     """Return the names of the globals that code assigns to or deletes."""
     if not any(dis.opmap[name] in one.co_code[::2] for one in codes(code) for name in STORES):  # nearly always
@@ -188,7 +194,7 @@ def assigned_globals(code: CodeType) -> tuple[str, ...]:
 
 def _changeable_globals(function: FunctionType) -> Iterator[Any]:
     """Yield the globals that a function may change: containers, and objects defined in the function's module."""
-    for one in [function.__globals__.get(name) for name in code_names(function)]:
+    for one in named_globals(function).values():
         defined = getattr(one if isinstance(one, FunctionType) else type(one), "__module__", None)
         if isinstance(one, dict | list | set | deque) or defined == function.__module__:
             yield one

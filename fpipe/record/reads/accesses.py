@@ -13,7 +13,7 @@ Runs when a plan is made: once per kind of batch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
@@ -45,6 +45,16 @@ DEFERRED: Final = ("forward", "backward", "setup_context")
 """The methods of an autograd function, which `apply` calls, or the backward."""
 IMPLIED: Final = frozenset({"training"})
 """Attributes of modules that count as read only where a capture, or the module's own code, reads them."""
+
+
+REGISTRATIONS = {
+    "register_buffer": "_buffers",
+    "register_forward_hook": "_forward_hooks",
+    "register_forward_pre_hook": "_forward_pre_hooks",
+    "register_full_backward_hook": "_backward_hooks",
+    "register_full_backward_pre_hook": "_backward_pre_hooks",
+}
+"""Methods of modules, and the attribute that each writes without assigning to it."""
 
 
 class Reach(Walk):
@@ -106,12 +116,11 @@ class Reach(Walk):
         is_open = len(inside) <= MAX_SIZE and len(self.objects) < MAX_OBJECTS
         return type(one), *(inside.values() if is_open else ())
 
-    def _class(self, kind: type) -> list[Any]:
+    def _class(self, kind: type) -> Sequence[Any]:
         self.classes.append(kind)
-        if not issubclass(kind, torch.autograd.Function):
-            return []
-        self.follow_members(kind, DEFERRED)
-        return []
+        if issubclass(kind, torch.autograd.Function):
+            self.follow_members(kind, DEFERRED)
+        return ()
 
     def _code(self, function: FunctionType) -> list[Any]:
         self.functions.append(function)
@@ -135,7 +144,7 @@ class Accesses:
         self.assigned, self.growing = set[tuple[int, str]](), set[int]()
         for function in reach.functions:
             found = reach.names_of(function.__code__)
-            self.names |= found
+            self.names.update(found)
             if function in reach.methods:
                 self.own[reach.methods[function]] |= found.own
             self.assigned.update(key for lookup, name in found.stored for key in self._owners(function, lookup, name))
@@ -215,16 +224,6 @@ def _attribute(one: Any, name: str) -> Any:
 def _is_data(value: Any) -> bool:
     """Return whether a member of a class is a value rather than a method or a descriptor."""
     return not callable(value) and not hasattr(type(value), "__get__")
-
-
-REGISTRATIONS = {
-    "register_buffer": "_buffers",
-    "register_forward_hook": "_forward_hooks",
-    "register_forward_pre_hook": "_forward_pre_hooks",
-    "register_full_backward_hook": "_backward_hooks",
-    "register_full_backward_pre_hook": "_backward_pre_hooks",
-}
-"""Methods of modules, and the attribute that each writes without assigning to it."""
 
 
 @dataclass(frozen=True)

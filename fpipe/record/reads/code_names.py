@@ -15,7 +15,7 @@ from __future__ import annotations
 import dis
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -59,22 +59,17 @@ class CodeNames:
     - `grown`: the containers to which it adds elements, or whose elements it assigns.
     """
 
-    outer: frozenset[str] = frozenset()
-    attributes: frozenset[str] = frozenset()
-    own: frozenset[str] = frozenset()
-    keys: frozenset[str] = frozenset()
-    stored: frozenset[tuple[Lookup, str]] = frozenset()
-    grown: frozenset[Lookup] = frozenset()
+    outer: set[str] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=set)
+    own: set[str] = field(default_factory=set)
+    keys: set[str] = field(default_factory=set)
+    stored: set[tuple[Lookup, str]] = field(default_factory=set)
+    grown: set[Lookup] = field(default_factory=set)
 
-    def __or__(self, other: CodeNames) -> CodeNames:
-        return CodeNames(
-            self.outer | other.outer,
-            self.attributes | other.attributes,
-            self.own | other.own,
-            self.keys | other.keys,
-            self.stored | other.stored,
-            self.grown | other.grown,
-        )
+    def update(self, other: CodeNames) -> None:
+        """Add the names of other code."""
+        for name, found in vars(self).items():
+            found |= vars(other)[name]
 
 
 def find_names(code: CodeType) -> CodeNames:
@@ -88,7 +83,7 @@ def find_names(code: CodeType) -> CodeNames:
     >>> sorted(found.outer), sorted(found.attributes), sorted(found.keys)
     (['factor', 'table'], ['scale'], ['key'])
     >>> found.stored
-    frozenset({(Lookup(root='first', variable='', attributes=()), 'calls')})
+    {(Lookup(root='first', variable='', attributes=()), 'calls')}
     """
     return _find(code, code.co_varnames[0] if code.co_argcount else "")
 
@@ -102,7 +97,7 @@ def _find(code: CodeType, first: str) -> CodeNames:
             own = {*code.co_cellvars}  # what it does to variables of `code`, and to what they hold, is nobody else's
             stored = {(lookup, name) for lookup, name in inside.stored if not _is_in(own, lookup, name)}
             grown = {lookup for lookup in inside.grown if not _is_in(own, lookup)}
-            found |= replace(inside, stored=frozenset(stored), grown=frozenset(grown))
+            found.update(replace(inside, stored=stored, grown=grown))
     return found
 
 
@@ -119,8 +114,7 @@ class _Reader:
 
     def __init__(self, code: CodeType, first: str) -> None:
         self.code, self.first = code, first
-        self.outer, self.attributes, self.own, self.keys = Counter[str](), set[str](), set[str](), set[str]()
-        self.stored, self.grown = set[tuple[Lookup, str]](), set[Lookup]()
+        self.found, self.outer = CodeNames(), Counter[str]()
         self.variables: dict[str, Lookup] = {}
         self.stack: list[Lookup] = []
 
@@ -130,15 +124,8 @@ class _Reader:
         for before, step, after in zip([None, *steps], steps, [*steps[1:], None], strict=False):
             self._collect(before, step, after)
             self._follow(step)
-        outer = [name for name, count in self.outer.items() if count > 0]
-        return CodeNames(
-            frozenset(outer),
-            frozenset(self.attributes),
-            frozenset(self.own),
-            frozenset(self.keys),
-            frozenset(self.stored),
-            frozenset(self.grown),
-        )
+        self.found.outer.update(name for name, count in self.outer.items() if count > 0)
+        return self.found
 
     def _collect(self, before: dis.Instruction | None, step: dis.Instruction, after: dis.Instruction | None) -> None:
         """Add the names that a step reads, unless it only feeds an update."""
@@ -149,14 +136,14 @@ class _Reader:
         elif what in ATTRIBUTE:
             changed = name in CHANGING or (before is not None and before.opname == "COPY")  # x.n += 1 copies x
             if not changing and not changed:
-                self.attributes.add(name)
-                self.own.update([name] if self._top() == FIRST else [])
+                self.found.attributes.add(name)
+                self.found.own.update([name] if self._top() == FIRST else [])
         elif what in STORING:
             if before is not None and before.opname == "BINARY_OP" and before.argrepr.endswith("="):
                 self.outer[name] -= what != "STORE_ATTR"
         elif what == "LOAD_CONST" and isinstance(name, str):
             stored_at = after is not None and after.opname in ("COPY", "STORE_SUBSCR")  # d["n"] += 1 copies d and "n"
-            self.keys.update([] if stored_at else [name])
+            self.found.keys.update([] if stored_at else [name])
 
     def _follow(self, step: dis.Instruction) -> None:
         """Do to the stack what a step does, and note what it assigns; forget the stack if the step does anything else.
@@ -202,12 +189,12 @@ class _Reader:
         """Note what a step assigns to."""
         if what == "STORE_SUBSCR":
             self._pop()
-            self.grown.add(self._pop())
+            self.found.grown.add(self._pop())
         elif what == "STORE_ATTR":
-            self.stored.add((self._pop(), name))
+            self.found.stored.add((self._pop(), name))
         elif what in ("STORE_GLOBAL", "STORE_DEREF"):
             inside = name in self.code.co_cellvars
-            self.stored.update([] if inside else [(Lookup("global" if what == "STORE_GLOBAL" else "free"), name)])
+            self.found.stored.update([] if inside else [(Lookup("global" if what == "STORE_GLOBAL" else "free"), name)])
         elif what == "STORE_FAST":
             self.variables[name] = UNKNOWN if name in self.variables else self._top()  # which one depends on the way
         else:
@@ -219,7 +206,7 @@ class _Reader:
         if function == Lookup("global", "type"):
             return argument.then("__class__")
         if function.attributes and function.attributes[-1] in CHANGING:
-            self.grown.add(function._replace(attributes=function.attributes[:-1]))
+            self.found.grown.add(function._replace(attributes=function.attributes[:-1]))
         return UNKNOWN
 
     def _top(self, depth: int = 1) -> Lookup:

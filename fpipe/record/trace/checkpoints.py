@@ -62,14 +62,14 @@ NORMS = frozenset({"batch_norm", "instance_norm"})
 
 
 class CheckpointFrames:
-    """Records checkpointed functions; `generate` returns torch's own generator for one."""
+    """Records checkpointed functions."""
 
-    def __init__(self, recorder: Recorder, generate: Callable[..., Iterator[None]]) -> None:
-        self.recorder, self.generate = recorder, generate
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
 
-    def record(self, *given: Any, **named: Any) -> Iterator[None]:
-        """Do what torch's generator does around a checkpointed function, and record the function's frame."""
-        generator = self.generate(*given, **named)
+    def record(self, generate: Callable[..., Iterator[None]], /, *given: Any, **named: Any) -> Iterator[None]:
+        """Do what torch's generator, which `generate` returns, does around a function, and record its frame."""
+        generator = generate(*given, **named)
         function, args, kwargs, how = read_checkpoint(*given, **named)
 
         def call_again(function: Any, *args: Any, **kwargs: Any) -> Any:

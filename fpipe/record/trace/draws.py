@@ -210,15 +210,3 @@ def key_draws(
             return operation.call(key, *tensors)
 
     return operation._replace(call=run if draws else run_streams)
-
-
-def key_stream(operation: Operation, frame: Frame) -> Operation:
-    """Return the operation, seeded as one stream; it must make the whole call of `frame`."""
-
-    def run(key: int, *tensors: Tensor) -> Tensors:
-        begin_stream(frame, key)
-        made = operation.call(key, *tensors)
-        end_stream(frame, key)
-        return made
-
-    return operation._replace(call=run)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -60,11 +61,11 @@ LOCAL_READS = tuple(Place(DTensor, name) for name in ("to_local", "redistribute"
 @contextmanager
 def watch_torch(recorder: Recorder, model: nn.Module, seals: Mapping[str, str]) -> Iterator[None]:
     """Report everything that happens inside to `recorder`; `seals` says why modules of `model` are sealed."""
-    patched = TorchFunctions.now()
     with ExitStack() as stack:
-        watching = Replacements(recorder, model, seals, patched, Decisions(recorder.stack, stack))
+        watching = Replacements(recorder, model, seals, Decisions(recorder.stack, stack))
         for owner, name, function in watching.replacements():
-            stack.enter_context(replace(owner, name, function))
+            before = original(owner, name) if (owner, name) == APPLY else current(owner, name)
+            stack.enter_context(replace(owner, name, partial(function, before)))
         stack.enter_context(refuse_marks())
         stack.enter_context(hide_fakes())
         stack.enter_context(allow_fast_paths(watching.note_nesting))
@@ -76,53 +77,15 @@ def watch_torch(recorder: Recorder, model: nn.Module, seals: Mapping[str, str]) 
             watching.active = False
 
 
-class TorchFunctions(NamedTuple):
-    """torch's own functions, as they were before patching."""
-
-    call: Any
-    apply: Any
-    set_attribute: Any
-    register_buffer: Any
-    enter_saved_hooks: Any
-    enter_autocast: Any
-    exit_autocast: Any
-    checkpoint: Any
-    call_script: Any
-    from_numpy: Any
-
-    @classmethod
-    def now(cls) -> TorchFunctions:
-        """Return the functions that are in place now."""
-        return cls(
-            current(nn.Module, "__call__"),
-            original(*APPLY),
-            current(nn.Module, "__setattr__"),
-            current(nn.Module, "register_buffer"),
-            current(torch.autograd.graph.saved_tensors_hooks, "__enter__"),
-            current(torch.autocast, "__enter__"),
-            current(torch.autocast, "__exit__"),
-            current(*CHECKPOINT),
-            current(torch.jit.ScriptFunction, "__call__"),
-            current(torch, "from_numpy"),
-        )
-
-
 class Replacements:
-    """Replacements for torch's functions that do the same and notify the recorder.
+    """Replacements for torch's functions that do the same and notify the recorder; each takes the patched one first.
 
     User code may keep one and call it after the recording; `active` is false by then.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        model: nn.Module,
-        seals: Mapping[str, str],
-        patched: TorchFunctions,
-        decisions: Decisions,
-    ) -> None:
-        self.recorder, self.stack, self.seals, self.torch = recorder, recorder.stack, seals, patched
-        self.decisions, self.checkpoints = decisions, CheckpointFrames(recorder, patched.checkpoint)
+    def __init__(self, recorder: Recorder, model: nn.Module, seals: Mapping[str, str], decisions: Decisions) -> None:
+        self.recorder, self.stack, self.seals, self.decisions = recorder, recorder.stack, seals, decisions
+        self.checkpoints = CheckpointFrames(recorder)
         self.ours = {id(module) for module in model.modules() if not is_torchs(module)}
         self.active = True
 
@@ -143,24 +106,24 @@ class Replacements:
         yield torch.jit.ScriptFunction, "__call__", self._call_script
         for owner, name in SEEDING:
             yield owner, name, self._refuse_seeding
-        yield *TENSOR_CHECK, self._record_calls(check_all)
-        yield *ARGUMENT_CHECK, self._record_calls(check_valid)
-        yield *FUSED_ATTENTION, self._record_calls(attention)
+        yield *TENSOR_CHECK, partial(self._record_other, check_all)
+        yield *ARGUMENT_CHECK, partial(self._record_other, check_valid)
+        yield *FUSED_ATTENTION, partial(self._record_other, attention)
         yield *CHECKPOINT, self._checkpoint
         yield *COMPILED, self._run_compiled
         yield torch, "from_numpy", self._from_numpy
         for owner, name in (*LOCAL_READS, *TRANSFORMS):
-            yield owner, name, self._record_calls(current(owner, name))
+            yield owner, name, self._record
 
-    def _call_module(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def _call_module(self, call: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         path = self.stack.paths.get(id(module))
         if path is None or self.is_idle:
-            return self.torch.call(module, *args, **kwargs)
+            return call(module, *args, **kwargs)
         sealed = _backward_hook(module) or self.seals.get(path, "")
         frame = self.recorder.open_frame(path, type(module), module, args, kwargs, sealed)
-        return self.recorder.call_in_frame(frame, lambda: self.torch.call(module, *args, **kwargs))
+        return self.recorder.call_in_frame(frame, lambda: call(module, *args, **kwargs))
 
-    def _set_attribute(self, module: nn.Module, name: str, value: object) -> None:
+    def _set_attribute(self, set_attribute: Any, module: nn.Module, name: str, value: object) -> None:
         value = learn(value)
         if id(module) in self.ours and self.active:
             if name in module._parameters and value is not module._parameters[name]:
@@ -171,9 +134,11 @@ class Replacements:
             if name not in module._buffers:  # assigning a buffer goes through register_buffer
                 self.stack.note_assignment(module, name, value, self.recorder.values)
                 self.decisions.note_assignment(module, name, value)
-        self.torch.set_attribute(module, name, value)
+        set_attribute(module, name, value)
 
-    def _register_buffer(self, module: nn.Module, name: str, tensor: Any, *args: Any, **kwargs: Any) -> None:
+    def _register_buffer(
+        self, register: Any, module: nn.Module, name: str, tensor: Any, *args: Any, **kwargs: Any
+    ) -> None:
         if id(module) in self.ours and self.active and name in module._buffers:
             if self.recorder.is_in_torch_call:
                 raise CaptureError(
@@ -182,27 +147,27 @@ class Replacements:
                 )
             tensor = self.recorder.reassignments.assign(module, name, tensor, self.recorder.call)
             self.stack.note_assignment(module, name, tensor, self.recorder.values)
-        self.torch.register_buffer(module, name, tensor, *args, **kwargs)
+        register(module, name, tensor, *args, **kwargs)
 
-    def _apply(self, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, apply: Any, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction and not self.is_idle:
             return self.checkpoints.record_reentrant(*args)
-        function = self.torch.apply.__get__(None, cls)
+        function = apply.__get__(None, cls)
         unseen = self.is_idle or cls is CheckpointNode  # which checkpointing itself applies
         return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
 
-    def _record_calls(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same, and is recorded as a single torch call."""
+    def _record(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function, and record it as a single torch call."""
+        return function(*args, **kwargs) if self.is_idle else self.recorder.call(function, args, kwargs)
 
-        def record(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if self.is_idle else self.recorder.call(function, args, kwargs)
+    def _record_other(self, function: Callable[..., Any], _: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function in place of torch's, likewise."""
+        return self._record(function, *args, **kwargs)
 
-        return record
-
-    def _call_script(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _call_script(self, call: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Record a call of a function that `torch.jit.script` made; its torch calls run in C++, unseen."""
         if self.is_idle:
-            return self.torch.call_script(function, *args, **kwargs)
+            return call(function, *args, **kwargs)
         first = self.recorder.record.tick
         out = self.recorder.call(function, args, kwargs)
         if self.recorder.record.draws.has_from(first):
@@ -212,24 +177,24 @@ class Replacements:
             )
         return out
 
-    def _enter_saved_hooks(self, hooks: Any) -> None:
+    def _enter_saved_hooks(self, enter: Any, hooks: Any) -> None:
         self.recorder.record.hooked.append(len(self.recorder.record.units))
         if not isinstance(hooks, CheckpointHook):
             self.stack.seal("saved-tensor hooks around what it calls")
-        self.torch.enter_saved_hooks(hooks)
+        enter(hooks)
 
-    def _enter_autocast(self, context: Any) -> Any:
+    def _enter_autocast(self, enter: Any, context: Any) -> Any:
         if not self.is_idle:
             self.recorder.enter_autocast()
-        entered = self.torch.enter_autocast(context)
+        entered = enter(context)
         if self.active:
             torch.set_autocast_cache_enabled(False)  # so that each use shows its own cast; exit restores it
         return entered
 
-    def _exit_autocast(self, context: Any, *error: Any) -> Any:
+    def _exit_autocast(self, exit_context: Any, context: Any, *error: Any) -> Any:
         if not self.is_idle:
             self.recorder.exit_autocast()
-        return self.torch.exit_autocast(context, *error)
+        return exit_context(context, *error)
 
     def note_nesting(self) -> None:
         """Seal the running module: it makes nested tensors of real inputs, but not of fake ones."""
@@ -240,19 +205,19 @@ class Replacements:
     def _refuse_seeding(self, *_: object) -> None:
         raise seeding_error(self.stack.here())
 
-    def _from_numpy(self, array: Any) -> Any:
+    def _from_numpy(self, from_numpy: Any, array: Any) -> Any:
         """Return an array as a real tensor, which is a constant of the model."""
         with without_modes():
-            return self.torch.from_numpy(array)
+            return from_numpy(array)
 
-    def _run_compiled(self, callback: Any) -> Any:
+    def _run_compiled(self, _: Any, callback: Any) -> Any:
         """Seal the running module, unless it is the model: compiled code computes something else than plain Python."""
         if self.active and self.stack.path and callable(callback):
             self.stack.seal(COMPILED_CODE)
         return None if self.active else callback
 
-    def _checkpoint(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        return (self.torch.checkpoint if self.is_idle else self.checkpoints.record)(*args, **kwargs)
+    def _checkpoint(self, generate: Any, /, *args: Any, **kwargs: Any) -> Iterator[None]:
+        return generate(*args, **kwargs) if self.is_idle else self.checkpoints.record(generate, *args, **kwargs)
 
 
 def _backward_hook(module: nn.Module) -> str:

@@ -31,7 +31,7 @@ def has_holders(tensors: Iterable[Tensor]) -> bool:
 
 
 def fuse_placed(fuse: Fuse, placed: Mapping[Value, Placed], arrivals: Arrivals) -> Fuse:
-    """Return `fuse` for functions that take and return plain local tensors."""
+    """Return `fuse` for functions that take and return plain local tensors; `placed` says which values are DTensors."""
 
     def fuse_local(
         units: Sequence[Unit],
@@ -39,34 +39,24 @@ def fuse_placed(fuse: Fuse, placed: Mapping[Value, Placed], arrivals: Arrivals) 
         inputs: tuple[Value, ...],
         outputs: tuple[Value, ...],
     ) -> Function:
-        return make_local(fuse(units, random_units, inputs, outputs), inputs, outputs, placed, arrivals)
+        function = fuse(units, random_units, inputs, outputs)
+        entering = [(k, placed[value], value) for k, value in enumerate(inputs) if value in placed]
+
+        def make_placed(tensors: Tensors) -> Tensors:
+            given = [*tensors]
+            for k, how, value in entering:
+                given[k] = enter(given[k], how, value, arrivals)
+                if isinstance(tensors[k], nn.Parameter):
+                    mark_as_parameter(given[k])
+            return tuple(given)
+
+        def run(key: int, *tensors: Tensor) -> Tensors:
+            made = function.run(key, *make_placed(tensors))
+            return tuple([leave(one, value, arrivals) for one, value in zip(made, outputs, strict=True)])
+
+        def scope(tensors: Tensors) -> AbstractContextManager[None]:
+            return function.backward_scope(make_placed(tensors))
+
+        return Function(run, None if function.scope is None else scope, function.redraws)
 
     return fuse_local
-
-
-def make_local(
-    function: Function,
-    inputs: tuple[Value, ...],
-    outputs: tuple[Value, ...],
-    placed: Mapping[Value, Placed],
-    arrivals: Arrivals,
-) -> Function:
-    """Return a stage's function for plain local tensors; `placed` says which of its values are DTensors, and how."""
-    entering = [(k, placed[value], value) for k, value in enumerate(inputs) if value in placed]
-
-    def make_placed(tensors: Tensors) -> Tensors:
-        given = [*tensors]
-        for k, how, value in entering:
-            given[k] = enter(given[k], how, value, arrivals)
-            if isinstance(tensors[k], nn.Parameter):
-                mark_as_parameter(given[k])
-        return tuple(given)
-
-    def run(key: int, *tensors: Tensor) -> Tensors:
-        made = function.run(key, *make_placed(tensors))
-        return tuple([leave(one, value, arrivals) for one, value in zip(made, outputs, strict=True)])
-
-    def scope(tensors: Tensors) -> AbstractContextManager[None]:
-        return function.backward_scope(make_placed(tensors))
-
-    return Function(run, None if function.scope is None else scope, function.redraws)

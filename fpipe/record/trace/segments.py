@@ -36,7 +36,7 @@ from fpipe.record.model.snapshot import ContainerState
 from fpipe.record.trace.answers import answer_on_fakes
 from fpipe.record.trace.checkpoints import BufferCheckpoints, Reentrant, checkpoint_calls, rerun_for_buffers
 from fpipe.record.trace.comparison import Rehearse
-from fpipe.record.trace.draws import begin_stream, end_stream, key_draws, key_stream
+from fpipe.record.trace.draws import begin_stream, end_stream, key_draws
 from fpipe.record.trace.frames import Frame
 from fpipe.record.trace.record import Record
 from fpipe.record.trace.whole import Usage, WholeCalls, cut_error, stream_frames
@@ -142,15 +142,13 @@ class Segments:
         if count < len(units) and (frame.checkpoint or frame.stream or (is_whole and frame.sealed)):
             raise cut_error(frame, frame.sealed or "control flow on data", "crosses a cut")
         if self.whole.runs(frame) and count == len(units):
-            return (frame,)
+            return _between_ends(frame, (frame,)) if frame.stream else (frame,)
         if is_whole and frame.sealed and (obstacle := self.whole.obstacle(frame)) is not None:
             raise cut_error(frame, frame.sealed, obstacle)
         pieces = self._pieces(frame.inner, units, present)
         if frame.checkpoint:
             return (Checkpointed(frame, tuple(pieces)),)
-        if frame.stream:
-            return (StreamEnd(frame, begin_stream), *pieces, StreamEnd(frame, end_stream))
-        return pieces
+        return _between_ends(frame, pieces) if frame.stream else pieces
 
     # ------------------------------------------------------------------------------------------------------ operations
 
@@ -209,7 +207,7 @@ class Segments:
     def _key(self, frame: Frame, operation: Operation) -> Operation:
         """Return the operation of a whole call with its random draws keyed."""
         if frame.stream:
-            return key_stream(operation, frame)
+            return operation
         if frame.checkpoint:
             return seed_once(operation, self._checkpoint_labels(frame))
         draws, inner = self.record.draws_between(frame.first_tick, frame.last_tick), stream_frames(frame.inner)
@@ -253,6 +251,10 @@ class Segments:
         """Return a seat of each trainable parameter that a frame uses; others of its module may be absent."""
         used = self.usage.read_in(frame)
         return [self.seats[v][0] for v in used if v in self.seats and self.record.values.tensors[v].requires_grad]
+
+
+def _between_ends(frame: Frame, pieces: Iterable[Piece]) -> Iterable[Piece]:
+    return (StreamEnd(frame, begin_stream), *pieces, StreamEnd(frame, end_stream))
 
 
 def _frames(pieces: Iterable[Piece]) -> Iterator[Frame]:

@@ -59,12 +59,6 @@ class SettledRun(NamedTuple):
     changed_attributes: frozenset[str]
 
 
-class _Run(NamedTuple):
-    recorder: Recorder
-    loss: Tensor | None
-    outputs: Any
-
-
 class _UncertainError(Exception):
     """Some thread has drawn random numbers during a run: find out whether it was the forward."""
 
@@ -122,7 +116,7 @@ class Settling:
                 answers.append(ask(question))
                 return answers[-1]
 
-            first = self._run(ask_and_remember, suspects[0]).recorder
+            first, *_ = self._run(ask_and_remember, suspects[0])
             plain = plain_state(skeleton)
             self._keep_constant_buffers(first)
             fill_caches(before, Snapshot.of(*roots), first, mode)
@@ -153,7 +147,7 @@ class Settling:
                 one.table[one.name] = tensor
                 self.model.remove_seat((one.table, one.name))
 
-    def _run(self, ask: Ask, suspects: Suspects) -> _Run:
+    def _run(self, ask: Ask, suspects: Suspects) -> tuple[Recorder, Tensor | None, Any]:
         """Run the model, and restore the buffers that it assigned.
 
         Raise `CaptureError` if it draws from generators other than torch's, `_UncertainError` if something may have.
@@ -168,7 +162,7 @@ class Settling:
             whole.look("model")
             _suspect(calls if suspects.rounds else whole, suspects)
         recorder.reassignments.restore()
-        return _Run(recorder, loss, outputs)
+        return recorder, loss, outputs
 
     def empty_caches(self) -> None:
         """Clear the function caches that a run has filled."""

@@ -18,11 +18,11 @@ from unittest import mock
 
 from fpipe.meshes.copies import ALONE
 from fpipe.pipelines import modes
+from fpipe.pipelines.batch import Signature
 from fpipe.pipelines.builder import Builder
 from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.memo import Memo
 from fpipe.pipelines.planner import Planner
-from fpipe.pipelines.signature import Signature
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.questions import Ask, Question

@@ -9,7 +9,7 @@ from torch import nn
 
 import fpipe
 from fpipe.record.captured import BatchLeaf, Buffer, Constant, Parameter
-from fpipe.record.observation import observe
+from fpipe.record.validity import observe
 from schedules import gpipe, one_f_one_b
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules in `unsplittable` that pick elements by their values compute what one device does, in both backwards."""
+"""Models and losses that read values: if named in `unsplittable`, they compute what one device does."""
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, split_backward, zb_v
-from tests.common.cases import mse
+from tests.common.cases import BACKWARDS, WIDTH, mse
 from tests.common.loops import loop
-from tests.common.sizes import covering
+from tests.common.running import require_eager, staged
+from tests.common.sizes import covering, in_turn
 
 HOWS = {"1F1B": one_f_one_b(ranks=2, microbatches=3), "ZB-V": zb_v(ranks=1, microbatches=3)}
 
@@ -74,15 +76,11 @@ def balanced(inner):
     return nn.Sequential(nn.Linear(4, 4), inner(), nn.Linear(4, 4))
 
 
-@covering(
-    inner=[ByWhere, ByMask, ByNonzero, ByArgwhere, MaskedMean, SelectedMean], how=HOWS, backward=["autograd", "graph"]
-)
-def test_elements_are_picked_by_value_as_on_one_device(inner, how, backward):
-    model, example, targets = balanced(inner), torch.ones(12, 4), torch.zeros(12, 4)
-    pipe = fpipe.pipeline(
-        model, example=(example,), targets=targets, loss=mse, schedule=how, cuts=["2"], unsplittable=["1"],
-        backward=backward,
-    )  # fmt: skip
+@covering(inner=[ByWhere, ByMask, ByNonzero, ByArgwhere, MaskedMean, SelectedMean], schedule=HOWS, backward=BACKWARDS)
+def test_elements_are_picked_by_value_as_on_one_device(inner, schedule, backward):
+    options = {"schedule": schedule, "cuts": ["2"], "unsplittable": ["1"], "backward": backward}
+    model = balanced(inner)
+    pipe = staged(model, (torch.ones(12, 4),), torch.zeros(12, 4), **options)
     step, params = fpipe.value_and_grad(pipe, outputs=True), pipe.init(model)
     for _ in range(2):
         x, y = torch.randn(12, 4), torch.randn(12, 4)
@@ -94,10 +92,9 @@ def test_elements_are_picked_by_value_as_on_one_device(inner, how, backward):
 
 
 def test_a_stage_that_picks_by_value_is_not_recorded():
-    pipe = fpipe.pipeline(
-        balanced(MaskedMean), example=(torch.ones(4, 4),), loss=torch.mean, unsplittable=["1"], cuts=["2"],
-        schedule=split_backward(one_f_one_b(ranks=2, microbatches=2)), backward="graph",
-    )  # fmt: skip
+    how = split_backward(one_f_one_b(ranks=2, microbatches=2))
+    options = {"schedule": how, "cuts": ["2"], "unsplittable": ["1"], "backward": "graph"}
+    pipe = staged(balanced(MaskedMean), (torch.ones(4, 4),), **options)
     assert [stage.functions.remark for stage in pipe.stages] == [
         "by autograd: it reads the values of tensors",
         "as a graph",
@@ -117,22 +114,22 @@ class Clamping(nn.Module):
 
 
 class Images(nn.Module):
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
-        self.conv, self.rows = nn.Conv2d(3, 32, 1), nn.Sequential(Clamping(), Clamping())
+        self.conv, self.rows = nn.Conv2d(3, 32, 1), nn.Sequential(kind(), kind())
 
     def forward(self, x):
         return self.rows(self.conv(x).flatten(2).permute(0, 2, 1))
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-def test_gradients_of_images_have_the_layout_of_one_device(backward):
-    """The gradient of a convolution's bias shows in its last bits how its cotangent was laid out."""
-    torch.manual_seed(0)
-    model, x, y = Images(), torch.randn(4, 3, 9, 9), torch.randn(4, 81, 32)
-    options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["rows"], "unsplittable": [Clamping]}
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, backward=backward, **options)
-    fpipe.verify(pipe, model, (x,), y)
+class Finite(Clamping):
+    """The same around a residual, which keeps the layout of images: a clamp lays out its gradient as its input."""
+
+    def forward(self, x):
+        x = x + self.inner(x)
+        if not torch.isfinite(x).all():
+            x = x.clamp(-1, 1)
+        return x
 
 
 class Merging(nn.Module):
@@ -157,36 +154,6 @@ class Telling(nn.Module):
         return self.head(self.merge(ids, mask, images))
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-def test_values_written_through_a_mask_have_gradients(backward):
-    torch.manual_seed(0)
-    mask = torch.tensor([[True, False, True], [False, True, True], [True, True, False], [False, True, True]])
-    model, batch = Telling(), (torch.randint(8, (4, 3)), mask, torch.randn(4, 2, 3))
-    options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["head"], "backward": backward}
-    pipe = fpipe.pipeline(model, example=batch, loss=lambda out: out.square().mean(), **options)
-    fpipe.verify(pipe, model, batch)
-
-
-class Finite(Clamping):
-    """The same around a residual, which keeps the layout of the images."""
-
-    def forward(self, x):
-        x = x + self.inner(x)
-        if not torch.isfinite(x).all():
-            x = x.clamp(-1, 1)
-        return x
-
-
-def test_a_check_that_all_values_are_finite_is_assumed_to_pass():
-    """A clamp would lay out its gradient as its input."""
-    torch.manual_seed(0)
-    model, x, y = Images(), torch.randn(4, 3, 9, 9), torch.randn(4, 81, 32)
-    model.rows = nn.Sequential(Finite(), Finite())
-    options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["rows.1"], "unsplittable": [Finite]}
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, **options)
-    fpipe.verify(pipe, model, (x,), y)
-
-
 class Spelling(nn.Module):
     """Takes a step after the other, and ends early once all rows are at their end."""
 
@@ -204,13 +171,74 @@ class Spelling(nn.Module):
         return torch.stack(steps, 1)
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-def test_a_loop_that_may_end_early_is_assumed_to_continue(backward):
+class Columns(nn.Module):
+    """Picks columns by their values, as many as there may be."""
+
+    def __init__(self, pick):
+        super().__init__()
+        self.pick = pick
+
+    def forward(self, x):
+        mask = x.sum(0) > x.sum(0).mean()
+        return x + self.pick(x, mask)
+
+
+PICKS = {
+    "columns": lambda x, mask: x[:, mask].sum(1, keepdim=True),
+    "with others": lambda x, mask: x[0, ..., mask].sum() + x[:1, None, mask].mean(),
+    "in two dimensions": lambda x, mask: x[None, x > mask].sum(),
+    "masked_select": lambda x, mask: torch.masked_select(x, mask).sum(),
+}
+
+
+class Two(nn.Module):
+    """Two layers, and something between them."""
+
+    def __init__(self, between=lambda x: x):
+        super().__init__()
+        self.a, self.between, self.b = nn.Linear(WIDTH, WIDTH), between, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.b(self.between(self.a(x)))
+
+
+def images():
+    return torch.randn(4, 3, 9, 9), torch.randn(4, 81, 32)
+
+
+def captions():
+    mask = torch.tensor([[True, False, True], [False, True, True], [True, True, False], [False, True, True]])
+    return torch.randint(8, (4, 3)), mask, torch.randn(4, 2, 3)
+
+
+def rows():
+    """The second microbatch goes the other way."""
+    x = torch.rand(8, WIDTH)
+    x[4:] *= 100
+    return x, torch.rand(8, WIDTH)
+
+
+EXACT = {  # the model, its batch, and the cut; the last of two tensors are the targets
+    "the layout of a bias's gradient": (lambda: Images(Clamping), images, "rows"),
+    "a check of all values passes": (lambda: Images(Finite), images, "rows.1"),
+    "values written through a mask": (Telling, captions, "head"),
+    "a loop that may end early": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Spelling(), nn.Linear(4, 4)),
+        lambda: (torch.randn(4, 4),),
+        "2",
+    ),
+    **{f"picks {name}": (lambda pick=pick: Two(Columns(pick)), rows, "b") for name, pick in PICKS.items()},
+}
+
+
+@pytest.mark.parametrize(("what", "backward"), in_turn(EXACT, BACKWARDS))
+def test_modules_that_read_values_are_exact(what, backward):
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 4), Spelling(), nn.Linear(4, 4)), torch.randn(4, 4)
-    options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["2"], "unsplittable": [Spelling]}
-    pipe = fpipe.pipeline(model, example=(x,), loss=lambda out: out.square().mean(), backward=backward, **options)
-    fpipe.verify(pipe, model, (x,))
+    make, batch, cut = EXACT[what]
+    model, leaves = make(), batch()
+    inputs, targets = (leaves[:1], leaves[1]) if len(leaves) == 2 else (leaves, None)
+    reading = [type(module) for module in model.modules() if isinstance(module, Clamping | Spelling | Columns)]
+    require_eager(model, inputs, targets, cuts=[cut], unsplittable=reading, backward=backward)
 
 
 class Deciding(nn.Module):
@@ -268,14 +296,92 @@ def following(inside):
 def test_numbers_computed_from_data_are_those_of_the_step_or_refused(make, cut, exact, backward):
     torch.manual_seed(0)
     model, x = make(), torch.randn(8, 4)
-    options = {"schedule": one_f_one_b(ranks=2, microbatches=4), "cuts": [cut], "unsplittable": [Deciding]}
-
-    def verified():
-        pipe = fpipe.pipeline(model, example=(x,), loss=lambda out: out.square().mean(), backward=backward, **options)
-        return fpipe.verify(pipe, model, (x,))
-
+    options = {"cuts": [cut], "microbatches": 4, "unsplittable": [Deciding], "backward": backward}
     if exact:
-        assert verified().eager
+        require_eager(model, (x,), **options)
     else:
         with pytest.raises(fpipe.PipelineError, match=r"a read of 'factor', which module \S+ sets after branching"):
-            verified()
+            require_eager(model, (x,), **options)
+
+
+# ---------------------------------------------------------------------------------------------- losses, distributions
+
+
+def branching(outputs, targets):
+    each = (outputs - targets).square()
+    return each.sum() if each.mean() > 1 else each.mean()
+
+
+class Branching(nn.Module):
+    def forward(self, outputs, targets):
+        return branching(outputs, targets)
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [(branching, "loss"), (Branching(), "loss"), (Branching(), Branching)],
+    ids=["function", "name", "class"],
+)
+def test_a_loss_named_in_unsplittable_may_read_values(loss, named, backward):
+    model, (x, y) = Two(), rows()
+    pipe = require_eager(model, (x,), y, cuts=["b"], loss=loss, unsplittable=[named], backward=backward)
+    step, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    halves = [branching(model(x), y) for x, y in zip(x.chunk(2), y.chunk(2), strict=True)]
+    assert torch.equal(step.loss, sum(half / 2 for half in halves))
+
+
+class Sampled(nn.Module):
+    """Samples by a reparametrized normal distribution, whose arguments are looked at."""
+
+    def forward(self, x):
+        return torch.distributions.Normal(x, functional.softplus(x) + 0.1).rsample()
+
+
+def density(x):
+    return torch.distributions.Normal(x.mean(1, keepdim=True), x.square()).log_prob(x).clamp(-9)
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("between", [Sampled(), density], ids=["in a module", "in the model itself"])
+def test_distributions_check_their_arguments_in_every_step(between, backward, monkeypatch):
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # dynamo turns it off for good
+    model, (x, y) = Two(between), rows()
+    pipe = staged(model, (x,), y, cuts=["b"], backward=backward)
+    assert fpipe.verify(pipe, model, (x,), y, seed=1).reference
+    params, buffers = pipe.init(model)
+    params["a.bias"] = torch.full((WIDTH,), torch.nan)
+    with pytest.raises(ValueError, match="xpected"):
+        fpipe.value_and_grad(pipe)(params, buffers, (x,), y, seed=1)
+
+
+class Looking(nn.Module):
+    """Looks itself up by its address, which a copy has not."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = {}
+
+    def forward(self, x):
+        return x * self.known[id(self)]
+
+
+@pytest.mark.parametrize(
+    ("between", "loss", "message"),
+    [
+        (nn.Identity(), branching, r"unsplittable=\['loss'\]"),
+        (Columns(PICKS["columns"]), mse, r"module between \(Columns\).*unsplittable"),
+    ],
+)
+def test_what_reads_values_is_refused_with_the_repair(between, loss, message):
+    x, y = rows()
+    with pytest.raises(fpipe.CaptureError, match=message):
+        staged(Two(between), (x,), y, cuts=["b"], loss=loss)
+
+
+def test_an_error_that_has_nothing_to_do_with_values_is_not_blamed_on_control_flow():
+    between, (x, y) = Looking(), rows()
+    between.known[id(between)] = 2.0
+    with pytest.raises(fpipe.CaptureError, match=r"module between \(Looking\): got KeyError.*through self") as caught:
+        staged(Two(between), (x,), y, cuts=["b"])
+    assert "ontrol flow" not in str(caught.value)

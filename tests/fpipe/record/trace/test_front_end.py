@@ -245,7 +245,7 @@ def test_checks_of_torch_run_in_every_step(cuts):
 
 
 def test_control_flow_on_data_is_refused_with_its_source_line():
-    with pytest.raises(fpipe.CaptureError, match=r"unusual_layers.py, line \d+: return torch.tanh\(x\) if"):
+    with pytest.raises(fpipe.CaptureError, match=r"unusual_models.py, line \d+: return torch.tanh\(x\) if"):
         pipeline(Stack(branching), ["blocks.1"])
 
 
