@@ -10,7 +10,9 @@ import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, recompute, zb_v
 from tests.common.cases import mse
+from tests.common.comparison import assert_same
 from tests.common.loops import loop
+from tests.common.running import run, run_reference
 from tests.common.sizes import covering
 
 HOWS = {
@@ -46,10 +48,6 @@ class Block(nn.Module):
         return features[-1]
 
 
-def state(model):
-    return dict(model.named_parameters()), dict(model.named_buffers())
-
-
 def build(block, how, cut, backward):
     torch.manual_seed(0)
     model, x, y = nn.Sequential(nn.Linear(4, 4), block, nn.Linear(4, 4)), torch.randn(9, 4), torch.randn(9, 4)
@@ -57,15 +55,17 @@ def build(block, how, cut, backward):
     return pipe, model, x, y
 
 
+def require_as_loop(built):
+    """Return the buffers of a plain loop on one device; raise unless a step of the pipeline equals it."""
+    pipe, model, x, y = built
+    want = loop(model, mse, (x,), y, 3)
+    assert_same(run(pipe, model, (x,), y), want)
+    return want.buffers
+
+
 @covering(reentrant={"": False, "reentrant": True}, cut=["1.layers.1", "2"], how=HOWS, backward=["autograd", "graph"])
 def test_running_statistics_in_a_checkpoint_are_those_of_one_device(reentrant, cut, how, backward):
-    pipe, model, x, y = build(Block(reentrant), how, cut, backward)
-    got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
-    want = loop(model, mse, (x,), y, 3)
-    assert want.buffers["1.layers.0.norm.num_batches_tracked"] == 6
-    assert same_bits(got.loss, want.loss)
-    assert all(same_bits(grads[name], want.grads[name]) for name in want.grads)
-    assert all(same_bits(got.buffers[name], want.buffers[name]) for name in want.buffers)
+    assert require_as_loop(build(Block(reentrant), how, cut, backward))["1.layers.0.norm.num_batches_tracked"] == 6
 
 
 class Dropping(nn.Module):
@@ -87,10 +87,9 @@ def test_running_again_draws_the_same_numbers(backward):
     means = []
     for checkpointed, count in ((True, 6), (False, 3)):
         pipe, model, x, y = build(Dropping(checkpointed), HOWS["1F1B"], "2", backward)
-        got, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y, seed=1)
-        want, _ = fpipe.reference(pipe)(*state(model), (x,), y, seed=1)
+        got = run(pipe, model, (x,), y, seed=1)
+        assert_same(got, run_reference(pipe, model, (x,), y, seed=1))
         assert got.buffers["1.norm.num_batches_tracked"] == count
-        assert all(same_bits(got.buffers[name], want.buffers[name]) for name in want.buffers)
         means.append(got.buffers["1.norm.running_mean"])
     assert same_bits(*means)
 
@@ -98,11 +97,8 @@ def test_running_again_draws_the_same_numbers(backward):
 def test_a_frozen_checkpoint_updates_statistics_once():
     """Nothing is saved, so nothing is computed again."""
     block = Block().requires_grad_(False)
-    pipe, model, x, y = build(nn.Sequential(Detached(), block), HOWS["1F1B"], "2", "autograd")
-    got, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
-    want = loop(model, mse, (x,), y, 3)
-    assert want.buffers["1.1.layers.0.norm.num_batches_tracked"] == 3
-    assert all(same_bits(got.buffers[name], want.buffers[name]) for name in want.buffers)
+    buffers = require_as_loop(build(nn.Sequential(Detached(), block), HOWS["1F1B"], "2", "autograd"))
+    assert buffers["1.1.layers.0.norm.num_batches_tracked"] == 3
 
 
 class Detached(nn.Module):
@@ -149,11 +145,7 @@ class Averaging(nn.Module):
 
 @covering(when=["before", "after"], how=HOWS, backward=["autograd", "graph"])
 def test_running_again_finds_buffers_as_the_forward_left_them(when, how, backward):
-    pipe, model, x, y = build(Averaging(when), how, "2", backward)
-    got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
-    want = loop(model, mse, (x,), y, 3)
-    assert all(same_bits(grads[name], want.grads[name]) for name in want.grads)
-    assert all(same_bits(got.buffers[name], want.buffers[name]) for name in want.buffers)
+    require_as_loop(build(Averaging(when), how, "2", backward))
 
 
 def test_a_checkpoint_that_reads_a_buffer_it_changes_is_refused():
@@ -175,8 +167,4 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 def test_running_again_comes_after_the_whole_forward(backward):
-    pipe, model, x, y = build(Shared(), HOWS["1F1B"], "2", backward)
-    got, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
-    want = loop(model, mse, (x,), y, 3)
-    assert want.buffers["1.norm.num_batches_tracked"] == 9
-    assert all(same_bits(got.buffers[name], want.buffers[name]) for name in want.buffers)
+    assert require_as_loop(build(Shared(), HOWS["1F1B"], "2", backward))["1.norm.num_batches_tracked"] == 9
