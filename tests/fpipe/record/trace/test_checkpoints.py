@@ -177,12 +177,8 @@ def test_memory_of_checkpoints_is_freed_in_the_backward(around, name):
 
 def test_a_checkpoint_keeps_its_input_and_what_its_policy_saves():
     row = ROWS * WIDTH * 4
-    kept = {
-        "plain": 4,
-        "checkpoint": 1,
-        "products saved": 3,
-        "nothing saved": 1,
-    }  # of the second stage, its input first
+    # How many tensors the second stage keeps, its input first.
+    kept = {"plain": 4, "checkpoint": 1, "products saved": 3, "nothing saved": 1}
     for around, tensors in kept.items():
         pipe, *_ = build(case_of(around)[0], HOWS["1F1B"], ROWS * MICROBATCHES, capture="trace")
         assert pipe.sizes.activation[1] == tensors * row, around
@@ -395,10 +391,8 @@ def require_as_loop(built):
 
 @covering(reentrant={"": False, "reentrant": True}, cut=["1.layers.1", "2"], how=MANY, backward=["autograd", "graph"])
 def test_running_statistics_in_a_checkpoint_are_those_of_one_device(reentrant, cut, how, backward):
-    assert (
-        require_as_loop(build_around(DenseBlock(reentrant), how, cut, backward))["1.layers.0.norm.num_batches_tracked"]
-        == 6
-    )
+    buffers = require_as_loop(build_around(DenseBlock(reentrant), how, cut, backward))
+    assert buffers["1.layers.0.norm.num_batches_tracked"] == 6
 
 
 class Dropping(nn.Module):
