@@ -29,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 import fpipe
 from benchmarks.common.rows import figure, most, row
 from benchmarks.common.turns import Function, device, medians
-from fpipe.network.ranks import LocalRanks
+from fpipe.network.ranks import Ranks
 from fpipe.pipelines.inputs import scatter
 from fpipe.pipelines.step import run_plan
 from fpipe.record.variant import TRAINING
@@ -177,7 +177,7 @@ def empty(how: Schedule) -> dict[str, Function]:
         return Execution(rank, linked[rank], transport, inputs)
 
     order = [a(s, i) for i in range(MICROBATCHES) for a, way in ((F, 1), (B, -1)) for s in range(STAGES)[::way]]
-    return {"run": lambda: LocalRanks(how.ranks).run([run]), "bare": lambda: bare(stages, inputs, order)}
+    return {"run": lambda: Ranks(how.ranks).run([run]), "bare": lambda: bare(stages, inputs, order)}
 
 
 def step(backward: Backward = "autograd") -> Function:

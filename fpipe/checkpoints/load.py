@@ -71,9 +71,8 @@ def load(pipe: Pipeline, path: AnyPath | Sequence[AnyPath]) -> Checkpoint:
     with call_together(load, locals()):
         paths = as_path(path) if isinstance(path, str | os.PathLike) else [*map(as_path, path)]
         agree_on_arguments(pipe, path=str(paths) if isinstance(paths, Path) else [*map(str, paths)])
-        saved = _open(pipe, paths) if isinstance(paths, Path) else _choose(pipe, paths)
-        _require_names(saved, pipe)
-        _require_specs(saved, pipe)
+        saved = _Saved.open(pipe, paths) if isinstance(paths, Path) else _choose(pipe, paths)
+        _require_model(saved, pipe)
         pipe.ranks.agree(lambda: [Field.of("checkpoint", [str(saved.path), str(saved.manifest), *saved.sums])])
         values = saved.read(pipe)
         pipe.ranks.agree(about="its values")
@@ -95,13 +94,13 @@ class _Saved:
     on_device: frozenset[str]
 
     @classmethod
-    def open(cls, path: Path, index: int, count: int) -> _Saved:
+    def open(cls, pipe: Pipeline, path: Path) -> _Saved:
         """Read everything but the values; raise `InputError` if a file is missing or damaged.
 
-        Processes `index` of `count` divide the files, to compare their checksums.
+        Processes divide the files, to compare their checksums.
         """
         manifest = read_manifest(path)
-        sidecars = [*read_sidecars(path, manifest, index, count)]
+        sidecars = [*read_sidecars(path, manifest, own_index(pipe), count_processes(pipe))]
         numbers = {name: value for sidecar in sidecars for name, value in sidecar.numbers.items()}
         on_device = frozenset(name for sidecar in sidecars for name in sidecar.on_device)
         sums = [f"file {k}: {one.size} bytes, checksum {one.checksum:08x}" for k, one in enumerate(sidecars)]
@@ -141,10 +140,6 @@ class _Saved:
         return spec.empty("cpu" if host else parameter.device)
 
 
-def _open(pipe: Pipeline, path: Path) -> _Saved:
-    return _Saved.open(path, own_index(pipe), count_processes(pipe))
-
-
 def _choose(pipe: Pipeline, paths: Sequence[Path]) -> _Saved:
     """Return the checkpoint with the most steps of those that are whole for all ranks; raise `InputError` for none."""
     if not paths:
@@ -160,7 +155,7 @@ def _choose(pipe: Pipeline, paths: Sequence[Path]) -> _Saved:
     for path in newest:
         saved = None
         try:
-            saved = _open(pipe, path)
+            saved = _Saved.open(pipe, path)
         except InputError as error:
             errors.append(str(error))
         if all(pipe.ranks.agree(about=str(path), note=int(saved is not None))) and saved is not None:
@@ -171,7 +166,8 @@ def _choose(pipe: Pipeline, paths: Sequence[Path]) -> _Saved:
     )
 
 
-def _require_names(saved: _Saved, pipe: Pipeline) -> None:
+def _require_model(saved: _Saved, pipe: Pipeline) -> None:
+    """Raise `InputError` unless names, shapes and dtypes are the model's, all of them and no others."""
     whole = pipe.training.assembly
     for kind, expected in (("params", whole.parameters), ("buffers", whole.buffers)):
         found = saved.names(f"{kind}.")
@@ -181,24 +177,19 @@ def _require_names(saved: _Saved, pipe: Pipeline) -> None:
                 f"{saved.path}: got {len(found)} {kind}, expected the model's {len(expected)} (missing {missing[:5]}, "
                 f"unexpected {extra[:5]}). Build the pipeline from the model that was saved."
             )
+        for name, spec in whole_specs(expected, whole.placed).items():
+            got = saved.specs[f"{kind}.{name}"]
+            if (got.shape, got.dtype) != (spec.shape, spec.dtype):
+                raise InputError(
+                    f"{saved.path}, {kind}[{name!r}]: got {got}, expected {spec} as in the model; values are never "
+                    "cast. Build the pipeline from a model of the checkpoint's shapes and dtypes."
+                )
     for name in saved.names(STATE_PREFIX):
         if find_parameter(f"{STATE_PREFIX}{name}", whole.parameters) is None:
             raise InputError(
                 f"{saved.path}: got optimizer state {name!r}, expected the state of the model's parameters only. Build "
                 "the pipeline from the model that was saved."
             )
-
-
-def _require_specs(saved: _Saved, pipe: Pipeline) -> None:
-    whole = pipe.training.assembly
-    for kind, expected in (("params", whole.parameters), ("buffers", whole.buffers)):
-        for name, spec in whole_specs(expected, whole.placed).items():
-            found = saved.specs[f"{kind}.{name}"]
-            if (found.shape, found.dtype) != (spec.shape, spec.dtype):
-                raise InputError(
-                    f"{saved.path}, {kind}[{name!r}]: got {found}, expected {spec} as in the model; values are never "
-                    "cast. Build the pipeline from a model of the checkpoint's shapes and dtypes."
-                )
 
 
 def _divide(saved: _Saved, pipe: Pipeline, values: Mapping[str, Tensor]) -> Checkpoint:

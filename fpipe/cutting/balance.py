@@ -68,28 +68,8 @@ def balance(
     cost = start[None, :] - start[:, None]
     cost[~torch.ones_like(cost, dtype=torch.bool).triu(1)] = torch.inf
     crossed = torch.tensor([crossing[edge] if edge in places else 0 for edge in edges])[:, None]
-
-    def weights(cost: Tensor) -> Tensor:
-        """Return each stage's weight: what crosses its start, plus its squared share; shares add up to below one."""
-        least, _ = find_best_path(cost, stages, torch.maximum)
-        return torch.where(cost <= slack * least, crossed + (cost / sums[-1]).square(), torch.inf)
-
-    return _search(cost, edges, stages, refusal, weights)
-
-
-def _search(
-    cost: Tensor,
-    edges: Sequence[int],
-    stages: int,
-    refusal: Callable[[Positions], Refusal | None],
-    weights: Callable[[Tensor], Tensor],
-) -> Positions | Refusal:
-    """Return the allowed positions with the least sum of weights; set the `cost` of forbidden stages to infinity."""
     last = Refusal("", ())
-    while True:
-        total, chosen = find_best_path(weights(cost), stages, torch.add)
-        if total == torch.inf:
-            return last
+    while (chosen := find_even_path(cost, stages, slack, crossed)) is not None:
         positions = tuple(edges[k] for k in chosen)
         refused = refusal(positions)
         if refused is None:
@@ -99,12 +79,27 @@ def _search(
             _exclude(cost, edges, forbidden)
         taken = pairwise([0, *chosen, len(edges) - 1])
         assert any(cost[a, b] == torch.inf for a, b in taken), "a refusal forbids a stage that was refused"
+    return last
 
 
 def _exclude(cost: Tensor, edges: Sequence[int], forbidden: Forbidden) -> None:
     rows = torch.tensor([edge in forbidden.begins for edge in edges])
     columns = torch.tensor([edge in forbidden.stops for edge in edges])
     cost[rows[:, None] & columns[None, :]] = torch.inf
+
+
+def find_even_path(cost: Tensor, stages: int, slack: float, crossed: Tensor | float = 0.0) -> list[int] | None:
+    """Return the edges between stages on the most even path from the first edge to the last; `None` if there is none.
+
+    `cost` has that of a stage from edge to edge. The largest stage costs at most `slack` times the least possible. Of
+    these paths, return that with the least sum of what is `crossed` where stages begin, then of squared costs.
+    """
+    least, _ = find_best_path(cost, stages, torch.maximum)
+    if least == torch.inf:
+        return None
+    squares = (cost / max(stages * least, 1e-30)).square()  # they add up to less than one crossing
+    _, chosen = find_best_path(torch.where(cost <= slack * least, crossed + squares, torch.inf), stages, torch.add)
+    return chosen
 
 
 def find_best_path(cost: Tensor, stages: int, join: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, list[int]]:

@@ -111,10 +111,8 @@ def find_place(
     if group is not None:
         raise InputError(f"group: got {group} besides a mesh, expected one of them. Leave out group.")
     sharded = Sharded(options.shard) if isinstance(options.shard, str) else options.shard
-    sizes, dims = (
-        _list_sizes(options.mesh),
-        Dimensions(options.pp, options.dp, None if sharded is None else sharded.dim),
-    )
+    sizes = _list_sizes(options.mesh)
+    dims = Dimensions(options.pp, options.dp, None if sharded is None else sharded.dim)
     _require_dimensions(sizes, dims)
     _require_pipeline_size(sizes, dims.pp, ranks)
     replicas, shards = (1 if name is None else sizes[name] for name in (dims.dp, dims.shard))

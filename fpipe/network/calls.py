@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Final
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,32 +26,14 @@ from torch import Tensor
 from fpipe.errors import Cause, RankError, TransportError
 from fpipe.network.agreement import agree, announce_refusal, exchange_texts
 from fpipe.network.board import Board
+from fpipe.network.groups import Control, World
 from fpipe.network.lookout import Lookout
 from fpipe.network.ranks import Fields
 from fpipe.network.standing import Standing
-from fpipe.network.waiting import Awaited, BrokenWaitError, Waitable, destroy_groups, list_closed
+from fpipe.network.waiting import Awaited, BrokenWaitError, destroy_groups, list_closed
 from schedules.errors import describe_error
 
 DIED: Final = "it died, or left: its connection ended, and it left no word. Look at the last lines that it printed"
-
-
-class ControlGroup(Protocol):
-    """Processes that agree: their group, the number in it of this one, and the numbers in the job of all."""
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The group over which they agree."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """The numbers in the job of all processes."""
-
-    def gather(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor]:
-        """Return the tensor that each process passes, in order; `wait` waits for the others."""
 
 
 class SharedCalls:
@@ -63,7 +45,7 @@ class SharedCalls:
 
     def __init__(
         self,
-        table: ControlGroup,
+        table: Control | World,
         timeout: timedelta,
         release: Callable[[], None],
         owned: Callable[[], Iterable[dist.ProcessGroup]],

@@ -27,7 +27,7 @@ from fpipe.network import measurements
 from fpipe.network.calls import SharedCalls
 from fpipe.network.channels import DistributedTransport
 from fpipe.network.groups import GRACE, Control, Creator, choose_timeout, find_mesh_group
-from fpipe.network.ranks import Fields, claim_turn, require_unclosed
+from fpipe.network.ranks import Fields, Ranks, claim_turn, require_unclosed
 from fpipe.network.waiting import Line, PendingWorks, Waitable, await_all, reporting
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.transport import Route, Transport
@@ -35,7 +35,7 @@ from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import process_groups
 
 
-class DistributedRanks:
+class DistributedRanks(Ranks):
     """One rank of a schedule: this process, in a `group` with as many processes as ranks.
 
     `replicas` lists the processes of every pipeline of the job; `everyone` lists those that agree on every call, which

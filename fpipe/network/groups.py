@@ -33,13 +33,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.errors import TransportError
-from fpipe.network.calls import SharedCalls
 from fpipe.network.waiting import (
     Awaited,
     BrokenWaitError,
     PendingWorks,
     Waitable,
+    await_all,
     destroy_groups,
     list_closed,
     reporting,
@@ -241,8 +240,40 @@ class Control(NamedTuple):
         return Awaited(f"agreement on {call}", (self.processes[other],), self.group)
 
 
+class UnbreakableWorks(PendingWorks):
+    """Works over the user's group, which stays whole."""
+
+    def give_up(self) -> None:
+        """Do nothing: the wait ends as the description of this module says."""
+
+
+class World(NamedTuple):
+    """The default group of the user, over which processes agree until the job has a control group."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return dist.get_rank()
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The numbers of all processes of the job."""
+        return tuple(range(dist.get_world_size()))
+
+    def gather(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor]:
+        """Return the tensor that each process passes, in order; all must have the same shape and dtype."""
+        sent = mine.to(self.device)
+        rows, awaited = [torch.empty_like(sent) for _ in self.processes], await_all(f"agreement on {call}", self.group)
+        with reporting(awaited):
+            work = dist.all_gather(rows, sent, async_op=True)
+        wait(UnbreakableWorks([work], awaited))
+        return [row.cpu() for row in rows]
+
+
 def _describe(world: list[int], replicas: list[list[int]]) -> str:
-    """Return the description by which a control group is found."""
     return f"control group of {world} in {replicas}"
 
 
@@ -275,23 +306,3 @@ def find_mesh_group(
         found = made if dist.get_rank() in members else found
     assert found is not None, "this process is a member"
     return found
-
-
-def list_replicas(world: list[int], job: SharedCalls) -> list[list[int]]:
-    """Return the processes of every pipeline in the job, in the same order everywhere; `world` is this pipeline's.
-
-    `job` are the calls of all processes.
-    """
-    sizes = job.agree(about="the processes of its pipelines", note=len(world))
-    if len({*sizes}) > 1:
-        raise TransportError(
-            f"group: got groups of {sorted({*sizes})} processes, expected the same size for every pipeline of the job. "
-            "Build all pipelines at the same time, over groups of the same size."
-        )
-    lists = sorted({tuple(other.tolist()) for other in job.gather(torch.tensor(world))})
-    if sorted(rank for ranks in lists for rank in ranks) != list(range(dist.get_world_size())):
-        raise TransportError(
-            f"group: got groups of the processes {[*map(list, lists)]}, expected each process in exactly one of them. "
-            "Pass every process the group, or the mesh, that it belongs to."
-        )
-    return [*map(list, lists)]

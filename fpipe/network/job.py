@@ -22,57 +22,23 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import InputError, TransportError
 from fpipe.network.calls import SharedCalls
 from fpipe.network.distributed import DistributedRanks
-from fpipe.network.groups import GRACE, Control, Creator, Made, list_replicas
+from fpipe.network.groups import GRACE, Control, Creator, Made, World
 from fpipe.network.lookout import SLICE
-from fpipe.network.ranks import Fields, LocalRanks, Ranks, claim_turn
-from fpipe.network.waiting import PendingWorks, Waitable, await_all, break_group, reporting
+from fpipe.network.ranks import Fields, Ranks, claim_turn
+from fpipe.network.waiting import break_group
 from fpipe.tensors.torch_private import count_groups, device_types, name_groups_from, timeout_of
 
 EARLIER: Final = timedelta(seconds=4 * SLICE)
 """How much earlier than the default group a process gives up, so that it has time to find out why."""
-
-
-class UnbreakableWorks(PendingWorks):
-    """Works over the user's group, which stays whole."""
-
-    def give_up(self) -> None:
-        """Do nothing: the wait ends as the description of this module says."""
-
-
-class World(NamedTuple):
-    """The default group of the user, over which processes agree until the job has a control group."""
-
-    group: dist.ProcessGroup
-    device: torch.device
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-        return dist.get_rank()
-
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """The numbers of all processes of the job."""
-        return tuple(range(dist.get_world_size()))
-
-    def gather(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor]:
-        """Return the tensor that each process passes, in order; all must have the same shape and dtype."""
-        sent = mine.to(self.device)
-        rows, awaited = [torch.empty_like(sent) for _ in self.processes], await_all(f"agreement on {call}", self.group)
-        with reporting(awaited):
-            work = dist.all_gather(rows, sent, async_op=True)
-        wait(UnbreakableWorks([work], awaited))
-        return [row.cpu() for row in rows]
 
 
 class DistributedJob:
@@ -155,7 +121,6 @@ def _open_calls(world: World, known: Control | None, own: list[dist.ProcessGroup
 
 
 def _require_size(group: dist.ProcessGroup, ranks: int) -> None:
-    """Raise `TransportError` unless a group has a process for each rank."""
     size = dist.get_world_size(group)
     if size != ranks:
         raise TransportError(
@@ -179,7 +144,7 @@ class LocalJob:
     ) -> Ranks:
         """Return all ranks; raise `TransportError` if a launcher has started other processes."""
         require_process_group(os.environ)
-        return LocalRanks(ranks)
+        return Ranks(ranks)
 
 
 JobProcesses: TypeAlias = DistributedJob | LocalJob
@@ -233,3 +198,23 @@ def require_process_group(environment: Mapping[str, str]) -> None:
             "step; or, to run all ranks in every "
             'process, remove it first: del os.environ["WORLD_SIZE"].'
         )
+
+
+def list_replicas(world: list[int], job: SharedCalls) -> list[list[int]]:
+    """Return the processes of every pipeline in the job, in the same order everywhere; `world` is this pipeline's.
+
+    `job` are the calls of all processes.
+    """
+    sizes = job.agree(about="the processes of its pipelines", note=len(world))
+    if len({*sizes}) > 1:
+        raise TransportError(
+            f"group: got groups of {sorted({*sizes})} processes, expected the same size for every pipeline of the job. "
+            "Build all pipelines at the same time, over groups of the same size."
+        )
+    lists = sorted({tuple(other.tolist()) for other in job.gather(torch.tensor(world))})
+    if sorted(rank for ranks in lists for rank in ranks) != list(range(dist.get_world_size())):
+        raise TransportError(
+            f"group: got groups of the processes {[*map(list, lists)]}, expected each process in exactly one of them. "
+            "Pass every process the group, or the mesh, that it belongs to."
+        )
+    return [*map(list, lists)]

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface to the pipeline ranks that a process runs, and the turns of its threads.
+"""The pipeline ranks that a process runs, and the turns of its threads.
 
 One thread at a time is inside fpipe. All threads of a process share torch's default generator of each device, which a
 step seeds; and both steps and captures put tensors into the pipeline's only skeleton. So while one thread is inside,
 all others wait. A call that communicates with other processes must not wait, since the thread inside might itself be
 waiting for it through another process; it raises instead.
-
-`LocalRanks` are all ranks in this process, where there is nobody to agree with; `fpipe.network.distributed` has one
-rank per process.
 
 Runs when a pipeline is built and in every step.
 """
@@ -17,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import RLock, current_thread
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,27 +31,31 @@ Fields: TypeAlias = Callable[[], Sequence[Field]]
 """Returns the fields that must be the same on every rank; called only if there are other processes."""
 
 
-class Ranks(Protocol):
-    """The pipeline ranks that this process runs, and its communication with the others."""
+class Ranks:
+    """The pipeline ranks that this process runs, and its communication with the others.
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of this process."""
+    This class runs all `count` ranks of a schedule, so that there are no others. `fpipe.network.distributed` has one
+    rank for each process, and overrides every method.
 
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """The numbers in the job of the processes that are the ranks; none if this process is all of them."""
+    - `ranks`: the ranks of this process.
+    - `processes`: the numbers in the job of the processes that are the ranks; none if this process is all of them.
+    - `places`: the numbers of the ranks' processes among all that agree, which may be those of a mesh around them.
+    """
 
-    @property
-    def places(self) -> tuple[int, ...]:
-        """The numbers of the ranks' processes among all that agree, which may be those of a mesh around them."""
+    def __init__(self, count: int) -> None:
+        self.ranks: tuple[int, ...] = tuple(range(count))
+        self.processes: tuple[int, ...] = ()
+        self.places: tuple[int, ...] = (0,)
+        self._is_closed = False
 
     @property
     def is_closed(self) -> bool:
         """True after `close`."""
+        return self._is_closed
 
     def close(self) -> None:
         """Release the channels, and refuse later calls; no other rank is waited for."""
+        self._is_closed = True
 
     def enter_call(self, call: str) -> AbstractContextManager[None]:
         """Return the context for a function, named `call`, that all ranks call.
@@ -63,6 +64,8 @@ class Ranks(Protocol):
         `RankError`, and later calls raise: their messages would not match those of other ranks. Only one thread is
         inside at a time.
         """
+        require_unclosed(self, call)
+        return wait_for_turn()
 
     def conclude(self) -> None:
         """Declare that no other rank waits for this one any more in this call, so that its errors are its own."""
@@ -72,6 +75,7 @@ class Ranks(Protocol):
 
         `about` distinguishes several agreements within one call. Return the note of each process.
         """
+        return [note]
 
     def connect(self, channels: Iterable[Route]) -> None:
         """Set up these channels."""
@@ -84,42 +88,61 @@ class Ranks(Protocol):
 
         The copies of the pipeline run together: they wait for each other's collectives.
         """
+        transports = [LocalTransport() for _ in copies]
+        executions = [
+            execution(rank, transport)
+            for execution, transport in zip(copies, transports, strict=True)
+            for rank in self.ranks
+        ]
+        outcomes, each = drive(executions), len(self.ranks)
+        return [{r: outcomes[first + r] for r in self.ranks} for first in range(0, len(executions), each)]
 
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return rank `source`'s tensor on every rank; the others pass `None`."""
-
-    def spread(self, tensor: Tensor | None, spec: Spec, member: int) -> Tensor:
-        """Return on every process of the mesh the tensor that number `member` of them passes."""
+        assert tensor is not None, "the source rank is in this process"
+        return tensor
 
     def wait(self, posted: Waitable) -> None:
         """Wait for what other processes do; raise `BrokenWaitError` if one of them fails, dies or falls silent."""
+        posted.wait()
+
+    def spread(self, tensor: Tensor | None, spec: Spec, member: int) -> Tensor:
+        """Return on every process of the mesh the tensor that number `member` of them passes."""
+        return self.broadcast(tensor, spec, member)
 
     def agree_if_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
+        return flag
 
-    def exchange_text(self, text: str, about: str = "what the model asks about its batch") -> list[str]:
+    def exchange_text(self, text: str, about: str = "") -> list[str]:
         """Send a text to all ranks; return every process's text, in rank order. `about` names it in errors."""
+        return [text]
 
     def measure_clock_offset(self) -> float:
         """Return how many seconds the clock of this process is ahead of the first rank's."""
+        return 0.0
 
     def measure_transfers(self, sizes: Sequence[int]) -> Tensor:
         """Return the seconds to send messages of these sizes in bytes: a row for each of them and each pair of ranks.
 
         The columns are sender, receiver, bytes and seconds. If all ranks are in this process, there are no rows.
         """
+        return torch.empty(0, 4, dtype=torch.float64)
 
     def measure_posting(self) -> float:
         """Return the seconds that this process takes to post a send and a receive; 0 if nothing waits for that."""
+        return 0.0
 
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
         """Return the rows that each process that agrees passes, in order: CPU tensors of as many columns."""
+        return [rows]
 
     def gather_vectors(self, vector: Tensor) -> Tensor:
         """Return the vectors of all processes, in rank order, as rows of a matrix on this process's device.
 
         All have the same length and dtype, on which the ranks must have agreed. The host does not wait for the device.
         """
+        return vector[None]
 
 
 def require_unclosed(ranks: Ranks, call: str) -> None:
@@ -154,87 +177,3 @@ def claim_turn(what: str) -> Iterator[None]:
         yield
     finally:
         TURN.release()
-
-
-class LocalRanks:
-    """All ranks of a schedule, in this process."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks: tuple[int, ...] = tuple(range(ranks))
-        self.processes: tuple[int, ...] = ()
-        self.places: tuple[int, ...] = (0,)
-        self.is_closed = False
-
-    def close(self) -> None:
-        """Refuse later calls."""
-        self.is_closed = True
-
-    def enter_call(self, call: str) -> AbstractContextManager[None]:
-        """Wait until no other thread is inside."""
-        require_unclosed(self, call)
-        return wait_for_turn()
-
-    def conclude(self) -> None:
-        """Do nothing: no other process waits."""
-
-    def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
-        """Return the note: every rank is here."""
-        return [note]
-
-    def connect(self, channels: Iterable[Route]) -> None:
-        """Do nothing: each run creates its own channels."""
-
-    def forget_layouts(self) -> None:
-        """Do nothing: messages are passed by reference."""
-
-    def run(self, copies: Sequence[Callable[[int, Transport], Execution]]) -> list[dict[int, Outcome]]:
-        """Step all ranks of all copies until all have finished; raise `DeadlockError` if none can proceed."""
-        transports = [LocalTransport() for _ in copies]
-        executions = [
-            execution(rank, transport)
-            for execution, transport in zip(copies, transports, strict=True)
-            for rank in self.ranks
-        ]
-        outcomes, each = drive(executions), len(self.ranks)
-        return [{r: outcomes[first + r] for r in self.ranks} for first in range(0, len(executions), each)]
-
-    def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
-        """Return the tensor: every rank is here."""
-        assert tensor is not None, "the source rank is in this process"
-        return tensor
-
-    def wait(self, posted: Waitable) -> None:
-        """Wait for it."""
-        posted.wait()
-
-    def spread(self, tensor: Tensor | None, spec: Spec, member: int) -> Tensor:
-        """Return the tensor: every process is this one."""
-        return self.broadcast(tensor, spec, member)
-
-    def agree_if_any(self, flag: bool) -> bool:
-        """Return the flag: every rank is here."""
-        return flag
-
-    def exchange_text(self, text: str, about: str = "") -> list[str]:
-        """Return the text: every rank is here."""
-        return [text]
-
-    def measure_clock_offset(self) -> float:
-        """Return 0: there is one clock."""
-        return 0.0
-
-    def measure_transfers(self, sizes: Sequence[int]) -> Tensor:
-        """Return no rows: values are passed by reference."""
-        return torch.empty(0, 4, dtype=torch.float64)
-
-    def measure_posting(self) -> float:
-        """Return 0: posting is part of an action here."""
-        return 0.0
-
-    def gather_rows(self, rows: Tensor) -> list[Tensor]:
-        """Return the rows: every rank is here."""
-        return [rows]
-
-    def gather_vectors(self, vector: Tensor) -> Tensor:
-        """Return the vector as the only row: every rank is here."""
-        return vector[None]

@@ -118,14 +118,14 @@ def hold_for_backward(
 ) -> Held:
     """Return the plain tensors that a training step begins with; raise `InputError` if it can't use one of them."""
     require_gradients()
-    forms, returned, sums = pipe.forms, pipe.returned, {} if onto is None else onto
-    sums = unwrap_state("onto", sums, pipe.holdings.placed_gradients)
-    held = Held(
-        forms.params.unwrap_for_backward(params, returned), forms.buffers.unwrap_for_backward(buffers, returned), sums
-    )
-    require_sums(sums, held.params, pipe.training, variant, pipe.holdings.specs)
+    params = pipe.forms.params.unwrap_for_backward(params, pipe.returned)
+    buffers = pipe.forms.buffers.unwrap_for_backward(buffers, pipe.returned)
+    if onto is None:
+        return Held(params, buffers, {})
+    sums = unwrap_state("onto", onto, pipe.holdings.placed_gradients)
+    require_sums(sums, params, pipe.training, variant, pipe.holdings.specs)
     require_recordable(sums, "onto")
-    return held
+    return Held(params, buffers, sums)
 
 
 def begin_step(

@@ -273,9 +273,11 @@ def _neighbors(cuts: tuple[int, ...], problem: PlanProblem) -> Iterator[tuple[in
                 yield (*cuts[:k], moved, *cuts[k + 1 :])
 
 
-def list_candidates(problems: Iterable[PlanProblem], factories: Iterable[ScheduleFactory]) -> Iterator[Candidate | str]:
+def list_candidates(
+    problems: Iterable[PlanProblem], schedules: Iterable[Schedule | ScheduleFactory]
+) -> Iterator[Candidate | str]:
     """Yield a candidate for every number of microbatches and every schedule, or why there is none."""
-    for problem, factory in product(problems, factories):
+    for problem, factory in product(problems, schedules):
         try:
             schedule = _make(factory, problem.ranks, problem.microbatches)
         except SizeError as error:
@@ -284,12 +286,12 @@ def list_candidates(problems: Iterable[PlanProblem], factories: Iterable[Schedul
         yield start(problem, schedule) or _explain(schedule, problem)
 
 
-def _make(factory: ScheduleFactory, ranks: int, microbatches: int) -> Schedule:
-    """Return what a factory makes.
+def _make(factory: Schedule | ScheduleFactory, ranks: int, microbatches: int) -> Schedule:
+    """Return what a factory makes; a schedule as it is.
 
     Raise `SizeError` for other sizes, and `InputError` for what can't train a model in a pipeline.
     """
-    made: object = factory(ranks, microbatches)
+    made: object = factory if isinstance(factory, Schedule) else factory(ranks, microbatches)
     if not isinstance(made, Schedule):
         raise InputError(
             f"schedules: got {quote(made)} from {quote(factory)}, expected a Schedule of {ranks} ranks and "

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fpipe.cutting.balance import find_best_path
+from fpipe.cutting.balance import find_best_path, find_even_path
 from fpipe.planning.profile import Profile
 from fpipe.stages.conversion import splits
 from schedules import Schedule
@@ -49,13 +49,8 @@ def partition_chain(
     >>> partition_chain(sum_blocks([5, 1, 1, 1, 1, 1]), 3, range(1, 6), pinned=[2])
     (1, 2)
     """
-    allowed = _forbid(cost, places, pinned)
-    least = bottleneck(allowed, stages)
-    if least == torch.inf:
-        return None
-    even = torch.where(allowed <= least * (1 + TIES), (allowed / max(least, 1e-30)).square(), torch.inf)
-    _, cuts = find_best_path(even, stages, torch.add)
-    return tuple(cuts)
+    cuts = find_even_path(_forbid(cost, places, pinned), stages, 1 + TIES)
+    return None if cuts is None else tuple(cuts)
 
 
 def bottleneck(cost: Tensor, stages: int) -> float:

@@ -21,7 +21,7 @@ from fpipe.planning.floor import bound_plans
 from fpipe.planning.ordering import list_orderable, place_on_islands, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds, name_schedule
 from fpipe.stages.conversion import splits
-from schedules import Bound, critical_path, recompute
+from schedules import Bound, Schedule, critical_path, recompute
 
 IMPROVED: Final = 6
 """The number of candidates whose cuts are improved."""
@@ -84,7 +84,7 @@ class Search:
 
 def choose(
     problems: Sequence[PlanProblem],
-    factories: Iterable[ScheduleFactory],
+    schedules: Iterable[Schedule | ScheduleFactory],
     *,
     seconds: float,
     report: Report,
@@ -92,16 +92,13 @@ def choose(
 ) -> Plan:
     """Return the best plan found for a model, given the problem for each number of microbatches.
 
-    If `ordered`, the best candidates may get an order of their own, beyond those of the factories, and where links
+    If `ordered`, the best candidates may get an order of their own, beyond those of `schedules`, and where links
     differ, a placement of its own.
 
     Stop after about `seconds`, or at a KeyboardInterrupt, with the best so far. Raise `InputError` if nothing fits.
     """
-    made, least = (
-        tuple(factories),
-        min(bound_plans(one, split=True, single=False, copies=2).makespan for one in problems),
-    )
-    search = Search(report, len(made) * len(problems), least, seconds)
+    bounds, made = [bound_plans(one, split=True, single=False, copies=2) for one in problems], tuple(schedules)
+    search = Search(report, len(made) * len(problems), min(one.makespan for one in bounds), seconds)
     problems = [replace(one, end=search.begin + seconds) for one in problems]
     try:
         for one in list_candidates(problems, made):

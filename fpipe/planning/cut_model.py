@@ -21,7 +21,7 @@ from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import Cuts, Evenly, Explicit, find_places, parse_places
 from fpipe.errors import CutError, InputError
 from fpipe.meshes.copies import ALONE
-from fpipe.network.ranks import LocalRanks, wait_for_turn
+from fpipe.network.ranks import Ranks, wait_for_turn
 from fpipe.pipelines.argument_checks import require_buildable, require_count
 from fpipe.pipelines.batch import SplitBatch
 from fpipe.pipelines.builder import Builder, make_batchings
@@ -92,7 +92,7 @@ class ModelArguments:
             backend_of(self.backward),
             self.tied,
             0,
-            LocalRanks(1),
+            Ranks(1),
             1,
         )
         return builder.build(module, batchings[True].split_batch(example, targets))
@@ -109,7 +109,7 @@ def take_alone(pipe: Pipeline, example: Any, targets: Any) -> Pipeline:
     cuts, memo = captures.cuts._replace(where=Explicit(())), captures.memo.without_stages()
     whole = replace(captures, cuts=cuts, memo=memo)
     planner = Planner(schedule, whole, known.output_dims, (0,), known.summed, known.backend, ALONE)
-    return Pipeline(planner, LocalRanks(1), pipe.rebuild, pipe.plan_ahead)
+    return Pipeline(planner, Ranks(1), pipe.rebuild, pipe.plan_ahead)
 
 
 def training_variant_here() -> Variant:

@@ -102,7 +102,7 @@ def plan(
         count = _count_ranks(ranks)
         cuts, stages = (tuple(each(name, given[name], object, InputError)) for name in ("cuts", "stages"))
         listed = _list_schedules(schedules, count)
-        caps, factories = parse_caps(memory, count), _make_factories(listed)
+        caps = parse_caps(memory, count)
         numbers = _read_microbatches(microbatches, listed, example, targets, count)
         _require_positive("weights", weights)
         _require_positive("seconds", seconds)
@@ -111,7 +111,7 @@ def plan(
                 f"microbatches: got {numbers} with a profile, expected one number: a profile is of microbatches of one "
                 "size. Pass the number that it was measured for."
             )
-        same = {"ranks": count, "memory": caps, "microbatches": numbers, "schedules": factories}
+        same = {"ranks": count, "memory": caps, "microbatches": numbers, "schedules": listed}
         same |= {"weights": weights, "seconds": seconds}
         job.agree(lambda: [Field.of(name, describe_value(value)) for name, value in same.items()])
     if profile is not None:
@@ -120,12 +120,8 @@ def plan(
     for number in numbers:
         found = profile or measure(model, example, targets, loss=loss, microbatches=number, **options)
         problems.append(PlanProblem.of(found, number, caps, weights).pin(cuts, stages))
-    report = progress if progress is not None else _ignore
-    return choose(problems, factories, seconds=seconds, report=report, ordered=schedules is None)
-
-
-def _ignore(progress: PlanProgress) -> None:
-    """Report nothing."""
+    report: Callable[[PlanProgress], None] = progress or (lambda progress: None)
+    return choose(problems, listed, seconds=seconds, report=report, ordered=schedules is None)
 
 
 def _require_options(options: Mapping[str, Any]) -> None:
@@ -153,10 +149,10 @@ def _count_ranks(ranks: Any) -> int:
     return ranks["pp"].size()
 
 
-def _list_schedules(schedules: Any, ranks: int) -> list[Any]:
+def _list_schedules(schedules: Any, ranks: int) -> Sequence[Schedule | ScheduleFactory]:
     """Return the schedules and factories to choose from; raise `InputError` for anything else."""
     if schedules is None:
-        return [*FACTORIES]
+        return FACTORIES
     several = isinstance(schedules, Iterable) and not isinstance(schedules, Schedule) and not callable(schedules)
     listed = list(each("schedules", schedules, object, InputError)) if several else [schedules]
     for k, one in enumerate(listed):
@@ -177,18 +173,8 @@ def _list_schedules(schedules: Any, ranks: int) -> list[Any]:
     return listed
 
 
-def _make_factories(listed: Sequence[Any]) -> tuple[ScheduleFactory, ...]:
-    """Return factories; a schedule becomes one that makes it for its own sizes."""
-    return tuple(_as_given(one) if isinstance(one, Schedule) else one for one in listed)
-
-
-def _as_given(schedule: Schedule) -> ScheduleFactory:
-    """Return the factory that makes this schedule, whatever the sizes; others are refused later."""
-    return lambda ranks, microbatches: schedule
-
-
 def _read_microbatches(
-    microbatches: Any, schedules: Sequence[Any], example: Any, targets: Any, ranks: int
+    microbatches: Any, schedules: Sequence[Schedule | ScheduleFactory], example: Any, targets: Any, ranks: int
 ) -> list[int]:
     """Return the numbers of microbatches to choose from, ascending."""
     if microbatches is None:

@@ -24,7 +24,7 @@ from fpipe.errors import InputError
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value
 from fpipe.network.job import JobProcesses, enter_job, resolve_group
-from fpipe.network.ranks import LocalRanks, Ranks
+from fpipe.network.ranks import Ranks
 from fpipe.pipelines.batch import find_home
 from fpipe.pipelines.builder import Model
 from fpipe.pipelines.handshake import agree_on_arguments
@@ -164,7 +164,7 @@ def _require_profile(given: Mapping[str, Any]) -> None:
 def _join(job: JobProcesses, device: torch.device, group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
     """Return this process's place among those that profile a model together."""
     if not (dist.is_available() and dist.is_initialized()):
-        return LocalRanks(1)
+        return Ranks(1)
     return job.join(dist.get_world_size() if group is None else group.size(), resolve_group(group), device)
 
 

@@ -32,7 +32,7 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.network.ranks import LocalRanks
+from fpipe.network.ranks import Ranks
 from fpipe.network.recording import run_recorded
 from fpipe.pipelines.inputs import State, feed, make_keys
 from fpipe.pipelines.modes import postpone_collection
@@ -105,7 +105,7 @@ class TimedPlan(NamedTuple):
         spans: list[Span] = []
         with preserve_generators(self.plan.generators), self.plan.context():
             programs = self.plan.timed_programs, self.inputs
-            run_recorded(LocalRanks(len(self.plan.ranks)), [programs], device, spans.append)
+            run_recorded(Ranks(len(self.plan.ranks)), [programs], device, spans.append)
         actions = sorted((span for span in spans if not span.waits), key=lambda span: span.end)
         for before, span in pairwise(actions):
             if span.action.microbatch >= UNCOUNTED:

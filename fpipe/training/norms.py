@@ -166,10 +166,8 @@ def _agree_on_table(
 
     Every rank learns the digests of all ranks' lists of gradients. If these were seen before, so were the lists.
     """
-    listed, known = (
-        json.dumps([(*at, list_gradients(own.items())) for at, own in shards.items()]),
-        pipe.norm_tables,
-    )
+    listed = json.dumps([(*at, list_gradients(own.items())) for at, own in shards.items()])
+    known = pipe.norm_tables
     notes = tuple(pipe.ranks.agree(lambda: [Field.of("arguments", arguments)], note=digest([listed])))
     if notes in known:
         known[notes] = known.pop(notes)  # the most recently used one

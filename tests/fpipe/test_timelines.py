@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe.network import measurements
 from fpipe.network.measurements import difference
-from fpipe.network.ranks import LocalRanks
+from fpipe.network.ranks import Ranks
 from schedules import KINDS, Action, B, Costs, F, Span, parse, simulate, spans, split_backward, summarize
 from schedules.drawing import svg, trace
 from tests.common.running import build
@@ -22,7 +22,7 @@ SIZES = st.none() | st.integers(0, 10)
 ACTIONS = st.builds(Action, st.sampled_from(list(KINDS)), st.integers(0, 4096), st.integers(0, 2**40), SIZES, SIZES)
 
 
-class Elsewhere(LocalRanks):
+class Elsewhere(Ranks):
     """The first of two processes, whose clock is `late`; the other passes these rows."""
 
     def __init__(self, late, rows):
@@ -54,7 +54,7 @@ def test_spans_of_all_ranks_are_put_on_one_clock(mine, other, late, start, lasts
 
 
 def test_waits_for_the_step_before_are_left_out():
-    pipe = SimpleNamespace(ranks=LocalRanks(2))
+    pipe = SimpleNamespace(ranks=Ranks(2))
     wait = parse("1RECV_F0<0")
     recorded = [Span(0, parse("0WAIT_F0>1"), 4, 10), Span(1, wait, 2, 12), Span(1, F(1, 0), 12, 14)]
     found = fpipe.timeline(pipe, [*recorded, Span(0, F(0, 0), 10, 11)])
@@ -63,7 +63,7 @@ def test_waits_for_the_step_before_are_left_out():
 
 
 def test_spans_of_unknown_ranks_are_refused():
-    pipe = SimpleNamespace(ranks=LocalRanks(2))
+    pipe = SimpleNamespace(ranks=Ranks(2))
     with pytest.raises(fpipe.InputError, match=r"spans\[1\]: got 2B0 of rank 2, expected spans of ranks \[0, 1\]"):
         fpipe.timeline(pipe, [Span(0, F(0, 0), 0, 1), Span(2, B(2, 0), 0, 1)])
 

@@ -64,7 +64,16 @@ def fold(
     - `owner`: has the constants and the graphs that nodes refer to.
     - `enter(args, kwargs)`: returns the values of the placeholders. `leave(out)`: returns what the model returns.
     """
-    return _Folding(graph, model).fold(graph, owner, enter, leave)
+    folding = _Folding(graph, model)
+    run, output = folding.fold(graph, owner, 0)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return leave(output(run(0, *enter(args, kwargs))))
+
+    for module, calls in folding.calls.items():
+        _set_forward(module, lambda k, *values, calls=calls: calls[k](0, *values))
+    _set_forward(model, forward)
+    return model
 
 
 class _Folding:
@@ -79,18 +88,7 @@ class _Folding:
         self.calls: dict[nn.Module, list[Callable[..., Any]]] = {}
         self.numbers: dict[fx.Node, Value] = {}
 
-    def fold(self, graph: fx.Graph, owner: nn.Module, enter: Any, leave: Any) -> nn.Module:
-        run, output = self._graph(graph, owner, 0)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return leave(output(run(0, *enter(args, kwargs))))
-
-        for module, calls in self.calls.items():
-            _set_forward(module, lambda k, *values, calls=calls: calls[k](0, *values))
-        _set_forward(self.model, forward)
-        return self.model
-
-    def _graph(
+    def fold(
         self, graph: fx.Graph, owner: nn.Module, depth: int
     ) -> tuple[Callable[..., Any], Callable[[Sequence[Any]], Any]]:
         """Return the nodes of a graph as a function of its placeholders, and one that makes its output of the results.
@@ -172,7 +170,7 @@ class _Folding:
             return function
         count, context = REGIONS[name]
         inner = _graph_of(node.args[count], owner)
-        run, output = self._graph(inner.graph, inner, depth)
+        run, output = self.fold(inner.graph, inner, depth)
 
         def run_region(*args: Any) -> Any:
             with context(*args[:count]):

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -66,7 +66,7 @@ def capture_through(
     original = FakeModel(model, replace(objective, loss=None, ask=refuse_questions), leaves, opaque, {})
     before = Settling(original).run(refuse_questions)
     _require_stateless(original, before)
-    made = _Translation(front_end, original, before.recorder).make(objective)
+    made = _translate(front_end, original, before.recorder, objective)
     translated = FakeModel(
         model, replace(objective, ask=refuse_questions), leaves, opaque, dict.fromkeys(whole, NAMED), made
     )
@@ -88,57 +88,39 @@ def capture_through(
     )
 
 
-class _Translation(NamedTuple):
-    """A front end, the model that it is to read, and the record of that model."""
-
-    front_end: FrontEnd
-    original: FakeModel
-    record: Recorder
-
-    def make(self, objective: Objective) -> nn.Module:
-        """Return the module that the front end makes of the model."""
-        model = self.original.skeleton
-        sources = self.original.sources()
-        batch = [tensor for source, tensor in sources.values() if isinstance(source, BatchLeaf)]
-        run = replace(objective, loss=None, ask=refuse_questions)
-        fakes = {value: tensor for value, (_, tensor) in sources.items()}
-        made: list[Any] = []
-        try:
-            # The objective enters autocast around the model, and this thread's random numbers are the user's.
-            with self.original.seat(fakes), torch.random.fork_rng(devices=[]):
-                run(lambda *args, **kwargs: made.append(self.front_end(model, kwargs or args)), batch)
-            found = made[0]
-            if isinstance(found, UnflattenedModule):
-                found.check_input_constraints = False  # it would read fake tensors of its own
-            return fold_module(found, model) if isinstance(found, fx.GraphModule) else self._require_module(found)
-        except PipelineError:
-            raise
-        except Exception as error:
-            self._refuse(error)
-
-    def _require_module(self, made: object) -> nn.Module:
-        if not isinstance(made, nn.Module):
-            raise CaptureError(
-                f"front end {self.name}: got {type(made).__name__}, expected a module, which is called like the model "
-                "and has its names of parameters and buffers. Return one."
-            )
-        return made
-
-    @property
-    def name(self) -> str:
-        return str(getattr(self.front_end, "__name__", type(self.front_end).__name__))
-
-    def _refuse(self, error: Exception) -> NoReturn:
-        """Raise the error for a model that the front end cannot read: by what it would lose, if there is any."""
-        model = self.original.skeleton
-        for lost in _lost(self.original, self.record):
+def _translate(front_end: FrontEnd, original: FakeModel, record: Recorder, objective: Objective) -> nn.Module:
+    """Return the module that a front end makes of the recorded model."""
+    model, name = original.skeleton, getattr(front_end, "__name__", type(front_end).__name__)
+    sources = original.sources()
+    batch = [tensor for source, tensor in sources.values() if isinstance(source, BatchLeaf)]
+    fakes = {value: tensor for value, (_, tensor) in sources.items()}
+    run, made = replace(objective, loss=None, ask=refuse_questions), list[Any]()
+    try:
+        # The objective enters autocast around the model, and this thread's random numbers are the user's.
+        with original.seat(fakes), torch.random.fork_rng(devices=[]):
+            run(lambda *args, **kwargs: made.append(front_end(model, kwargs or args)), batch)
+        found = made[0]
+        if isinstance(found, UnflattenedModule):
+            found.check_input_constraints = False  # it would read fake tensors of its own
+        if isinstance(found, fx.GraphModule):
+            return fold_module(found, model)
+    except PipelineError:
+        raise
+    except Exception as error:
+        for lost in _lost(original, record):
             raise lost from error
         said = str(error).partition("\n\nSet TORCHDYNAMO_VERBOSE")[0].rstrip("\n.")
         where = _module_being_read(error, model) or blame(error.__traceback__, model, "the model")
         raise CaptureError(
-            f"{where}: the front end {self.name} could not read it: {said}. Expected control flow and shapes that do "
-            f"not depend on data. {GRAPH_REPAIR}"
+            f"{where}: the front end {name} could not read it: {said}. Expected control flow and shapes that do not "
+            f"depend on data. {GRAPH_REPAIR}"
         ) from error
+    if not isinstance(found, nn.Module):
+        raise CaptureError(
+            f"front end {name}: got {type(found).__name__}, expected a module, which is called like the model and has "
+            "its names of parameters and buffers. Return one."
+        )
+    return found
 
 
 def _module_being_read(error: Exception, model: nn.Module) -> str:

@@ -38,7 +38,7 @@ MAX_SHOWN: Final = 5
 
 @dataclass(frozen=True)
 class Watch:
-    """What is expected of a model and around it.
+    """The expected state of a model, and of what its code reads elsewhere.
 
     - `modules`, `tables`: the attributes of the model's modules; and their parameters, buffers and submodules.
     - `parameters`: the number of distinct parameters. `outside`: what code reads outside of the model.

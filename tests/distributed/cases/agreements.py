@@ -292,7 +292,10 @@ def arguments_that_are_wrong_on_one_rank(rank, size):
         words = () if mine else (f"rank {rank}, {name} (call", "got errors on some ranks", f"- rank {CULPRIT}: ")
         with raises(fpipe.PipelineError, *words) as raised, at_once():
             row.call(run, **({argument: value} if mine else {}))
-        assert re.search(r"got .*expected .*\S[.?] \S", raised.text, re.DOTALL), f"{name}({argument}): {raised.text}"
+        told = "" if mine else rf"- rank {CULPRIT}: \w*Error: .*"
+        assert re.search(rf"{told}got .*expected .*\S[.?] \S", raised.text, re.DOTALL), (
+            f"{name}({argument}): {raised.text}"
+        )
     end(run, rank)
 
 

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The places of cuts: those that the user names, or those that make the largest stage as small as possible."""
 
+from __future__ import annotations
+
 from itertools import combinations, pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from fpipe import CutError
-from fpipe.cutting.balance import Forbidden, Refusal
+from fpipe.cutting.balance import Forbidden, Refusal, balance, refusals
 from fpipe.cutting.calls import Calls
 from fpipe.cutting.partition import (
     Barrier,
@@ -23,7 +25,7 @@ from fpipe.cutting.partition import (
     cut_explicitly,
     parse_cuts,
 )
-from fpipe.record.captured import Call, Parameter, Unit
+from fpipe.record.captured import BatchLeaf, Buffer, Call, Constant, Observed, Parameter, Unit
 from schedules import gpipe
 from tests.common.layers import Block
 
@@ -204,34 +206,34 @@ def test_even_cuts_are_within_a_tenth_of_the_best_of_those_allowed(sizes, data):
     assert largest(sizes, found) <= 1.1 * min(largest(sizes, cuts) for cuts in allowed)
 
 
-def test_even_cuts_avoid_places_where_more_values_cross_unless_it_is_a_tenth_worse():
-    assert evenly(capture_chain([10] * 40), 2) == (20,)
-    assert evenly(capture_chain([10] * 40, skips=[(19, 21)]), 2) == (19,)
-    assert evenly(capture_chain([10] * 40, skips=[(5, 35)]), 2) == (20,)
+def tied():
+    """A chain whose last unit reads the parameter of the first."""
+    model = capture_chain([100, 1, 1, 1])
+    model.units[3] = unit("m3", (1000, 2), (3,))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "places"),
+    [
+        (capture_chain([10] * 40), 2, (20,)),
+        (capture_chain([10] * 40, skips=[(19, 21)]), 2, (19,)),  # fewer values cross there
+        (capture_chain([10] * 40, skips=[(5, 35)]), 2, (20,)),  # that would be more than a tenth worse
+        (tied(), 2, (1,)),
+        (capture_chain([100, 9, 9, 9, 9, 9, 9]), 4, (1, 3, 5)),
+        (capture_chain([1, 1, 1, 50], loss=1), 2, (2,)),  # the loss has a stage of its own only
+        (capture_chain([1, 1, 1, 50], loss=1), 4, (1, 2, 3)),  # if nothing else is left
+    ],
+)
+def test_even_cuts_balance_stages_then_what_crosses(model, stages, places):
+    assert evenly(model, stages) == places
 
 
 def test_even_cuts_go_where_more_values_cross_if_all_else_is_refused():
-    def refusal(positions):
-        return (
-            None if positions == (3,) else Refusal("no", (Forbidden(range(1), range(positions[0], 1 + positions[0])),))
-        )
+    def refusal(cuts):
+        return None if cuts == (3,) else Refusal("no", (Forbidden(range(1), range(cuts[0], 1 + cuts[0])),))
 
     assert evenly(capture_chain([1, 1, 1, 1, 1, 1], skips=[(1, 4)]), 2, refusal=refusal) == (3,)
-
-
-def test_a_tied_parameter_counts_once():
-    model = capture_chain([100, 1, 1, 1])
-    model.units[3] = unit("m3", (1000, 2), (3,))
-    assert evenly(model, 2) == (1,)
-
-
-def test_the_rest_beside_one_large_module_is_cut_evenly():
-    assert evenly(capture_chain([100, 9, 9, 9, 9, 9, 9]), 4) == (1, 3, 5)
-
-
-def test_the_loss_is_a_stage_of_its_own_only_if_nothing_else_is_left():
-    assert evenly(capture_chain([1, 1, 1, 50], loss=1), 2) == (2,)
-    assert evenly(capture_chain([1, 1, 1, 50], loss=1), 4) == (1, 2, 3)
 
 
 def test_more_stages_than_places_are_refused():
@@ -271,3 +273,94 @@ def test_positions_are_found_again_by_the_calls_around_them():
         cut_at_marks(fewer, [known.marks(2)], "in eval mode")
     with pytest.raises(CutError, match="stage 2, in eval mode: got no operations"):
         cut_at_marks(calls("a", "b"), marks[:2], "in eval mode")
+
+
+@st.composite
+def chains(draw):
+    """Sizes, places to cut, what crosses, and stages that are refused."""
+    sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+    count = len(sizes)
+    places = sorted(draw(st.sets(st.integers(1, max(1, count - 1)), max_size=count))) if count > 1 else []
+    crossing = draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
+    pairs = st.tuples(st.integers(0, count), st.integers(0, count)).map(sorted)
+    bad = draw(st.lists(st.tuples(pairs, pairs), max_size=3))
+    return sizes, places, crossing, [Forbidden(range(*a), range(b[0], b[1] + 1)) for a, b in bad]
+
+
+def weight(sizes, crossing, cuts):
+    """What is made least, in this order."""
+    stages = [sum(sizes[a:b]) for a, b in pairwise([0, *cuts, len(sizes)])]
+    return max(stages), sum(crossing[cut] for cut in cuts), sum(stage**2 for stage in stages)
+
+
+@given(chains(), st.integers(1, 5), st.sampled_from([1.0, 1.5]))
+def test_even_cuts_are_the_best_of_those_not_refused(chain, stages, slack):
+    sizes, places, crossing, bad = chain
+
+    def refused(cuts):
+        bounds = list(pairwise([0, *cuts, len(sizes)]))
+        return [one for one in bad if any(a in one.begins and b in one.stops for a, b in bounds)]
+
+    def refusal(cuts):
+        return Refusal("refused", tuple(refused(cuts))[:1]) if refused(cuts) else None
+
+    allowed = [cuts for cuts in combinations(places, stages - 1) if not refused(cuts)]
+    found = balance(places, sizes, stages, refusal, crossing, slack)
+    if not allowed:
+        assert isinstance(found, Refusal)
+        assert found.reason == ("refused" if len(places) >= stages - 1 else "")
+        return
+    best = min(weight(sizes, crossing, cuts) for cuts in allowed)
+    assert found in allowed
+    got = weight(sizes, crossing, found)
+    assert got[0] <= slack * best[0]
+    assert got == best or (slack > 1 and got[1:] < best[1:])
+
+
+SOURCES = {0: BatchLeaf(0), 1: Buffer("b"), 2: Parameter("p"), 3: Constant(None), 4: BatchLeaf(1)}
+
+
+@st.composite
+def programs(draw):
+    """Units that read values, make one, which may be a view, and may write memory of what they read; one may make the
+    next value of the buffer."""
+    count = draw(st.integers(2, 6))
+    storage, views, written, units = {value: value for value in SOURCES}, set(), {}, []
+    for k in range(count):
+        reads = draw(st.lists(st.sampled_from(sorted(storage)), min_size=1, max_size=3, unique=True))
+        made = 10 + k
+        unit = Unit(f"m{k}", tuple(reads), (made,), lambda *_: ())
+        of = draw(st.sampled_from([None, None, *reads]))
+        storage[made] = made if of is None else storage[of]
+        views |= {made} if of is not None and draw(st.booleans()) else set()
+        changed = draw(st.sampled_from([None, None, *[v for v in reads if v not in (2, 3) or k == 5]]))
+        written[unit] = frozenset() if changed is None else frozenset([storage[changed]])
+        units.append(unit)
+    observed = Observed(storage, written, {}, frozenset(views))
+    outputs = tuple(draw(st.lists(st.sampled_from(sorted(storage)[5:]), max_size=2, unique=True)))
+    new = draw(st.sampled_from([None, *sorted(storage)[5:]]))
+    return SimpleNamespace(
+        units=tuple(units),
+        sources=SOURCES,
+        loss=None,
+        outputs=outputs,
+        observed=observed,
+        trainable=frozenset(),
+        reassigned={} if new is None else {1: new},
+    )
+
+
+@settings(max_examples=300)
+@given(programs())
+def test_every_stage_that_a_refusal_forbids_is_refused(program):
+    count = len(program.units)
+    refusal = refusals(program)
+    asked = {cuts: refusal(cuts) for k in range(1, count) for cuts in combinations(range(1, count), k)}
+    stages = {cuts: list(pairwise([0, *cuts, count])) for cuts in asked}
+    for cuts, refused in asked.items():
+        if refused is None:
+            continue
+        forbidden = {(a, b) for one in refused.stages for a in one.begins for b in one.stops if a < b}
+        assert set(stages[cuts]) & forbidden
+        for others, answer in asked.items():
+            assert answer is not None or not set(stages[others]) & forbidden, (refused, cuts, others)

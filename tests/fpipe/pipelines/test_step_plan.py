@@ -19,11 +19,15 @@ from fpipe.stages.assembly import Assembly
 from fpipe.stages.recorded import Recorded
 from fpipe.stages.stage import Stage
 from schedules import forwards, gpipe, one_f_one_b
+from schedules.files.csv import table
 from tests.common.cases import WORDS, cross_entropy
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
+from tests.common.running import build as build_case
 from tests.common.running import open_questions
+from tests.common.running import require_exact as require_exact_case
 from tests.common.sizes import NIGHTLY, by_night, few
+from tests.common.zoo import ZOO
 
 LENGTHS = (3, 4, 5)
 PAGE = 2**12  # bytes
@@ -246,3 +250,20 @@ def test_examples_that_cannot_be_prepared_are_refused(examples, words):
     with pytest.raises(fpipe.InputError, match=words):
         pipe.prepare(examples)
     require_exact(model, pipe, fpipe.value_and_grad(pipe), *batch(3))
+
+
+# ------------------------------------------------------------------------------------------------------------ buffers
+
+
+def test_a_stage_that_modifies_buffers_runs_its_microbatches_in_order():
+    how = table(rows=("0F1,0F0,0B1,0B0", "1F0,1F1,1B0,1B1"))
+    with pytest.raises(fpipe.CutError, match=r"stage 0: got modified buffers .* microbatches \[1, 0\], expected asc"):
+        build_case(ZOO["normalised"], how, 4)
+
+
+def test_the_backwards_of_a_stage_that_modifies_buffers_may_have_any_order():
+    require_exact_case(ZOO["normalised"], table(rows=("0F0,0C1,0R1,0B1,0B0", "1F0,1F1,1B1,1B0")), order=[1, 0])
+
+
+def test_a_stage_that_modifies_none_runs_its_microbatches_in_any_order():
+    require_exact_case(ZOO["mlp"], table(rows=("0F1,0F0,0B1,0B0", "1F0,1F1,1B0,1B1")), order=[0, 1])

@@ -4,6 +4,8 @@
 Held against two things: `fpipe.reference`, and a plain PyTorch loop that knows nothing of fpipe (`tests.common.loops`).
 """
 
+from __future__ import annotations
+
 from itertools import product
 
 import pytest
@@ -18,6 +20,8 @@ from schedules import B, F, gpipe, one_f_one_b, schedule
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same, differences
 from tests.common.loops import eval_loop, loop
+from tests.common.random_models import case_of, descriptions, places
+from tests.common.random_pipelines import build_unless_refused, schedules_of
 from tests.common.running import build, require_exact, run, run_reference
 from tests.common.schedules import SCHEDULES, descending, linear_fill_drain, looped_fill_drain, vee_fill_drain
 from tests.common.sizes import by_day, few, in_turn
@@ -202,3 +206,52 @@ def test_outputs_and_losses_are_merged_in_the_order_of_microbatches(name):
     want = eval_loop(model, one.loss, inputs, targets, 4)
     assert same_bits(step.loss, want.loss)
     assert_same(want._replace(outputs=step.outputs), want)
+
+
+def run_loop(description, rows, microbatches):
+    """What a plain loop computes; of a model whose own backward fails, nothing is expected."""
+    case = case_of(description)
+    model, inputs, targets = case.make(rows)
+    try:
+        return loop(model, case.loss, inputs, targets, microbatches)
+    except RuntimeError as error:
+        assume("modified by an inplace operation" not in str(error))
+        raise
+
+
+def require_exact_at_random_cuts(description, data, capture, names):
+    """Cut it at some of `names`, and compare it with everything that it must be equal to."""
+    microbatches = data.draw(st.integers(1, 3))
+    rows = 3 * microbatches - data.draw(st.sampled_from([0, 0, 1]))
+    chosen = data.draw(st.sets(st.sampled_from(names), max_size=5)) if names else set()
+    cuts = tuple(name for name in names if name in chosen)
+    how = data.draw(schedules_of(len(cuts) + 1, microbatches))
+    evenly = data.draw(st.sampled_from([False, False, False, True]))
+    case, want = case_of(description), run_loop(description, rows, microbatches)
+    built = build_unless_refused(description, case, how, rows, None if evenly else cuts, capture=capture)
+    if built is None:
+        return
+    got = run(*built, seed=SEED if case.random else None)
+    assert_same(got, run_reference(*built, seed=SEED if case.random else None))
+    if not case.random:
+        assert_same(got, want)
+
+
+@settings(max_examples=few(16))
+@given(descriptions(), st.data())
+def test_any_model_is_exact_wherever_it_is_cut(description, data):
+    require_exact_at_random_cuts(description, data, "trace", places(description))
+
+
+@settings(max_examples=few(6))
+@given(descriptions(sequence=True), st.data())
+def test_any_sequence_of_parts_is_exact(description, data):
+    names = [f"{k}" for k in range(2, len(description.parts) + 2)]
+    require_exact_at_random_cuts(description, data, data.draw(st.sampled_from(["modules", "trace"])), names)
+
+
+@settings(max_examples=few(4))
+@given(descriptions(graph=True), st.data())
+def test_any_graph_of_operators_is_exact(description, data):
+    capture = data.draw(st.sampled_from(["fx", "export", "dynamo"]))
+    require_exact_at_random_cuts(description, data, capture, [name for name in places(description) if "@" not in name])

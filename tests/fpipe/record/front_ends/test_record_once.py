@@ -12,6 +12,7 @@ from torch import nn
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, zb_h1
+from tests.common.running import require_eager, staged
 from tests.common.sizes import covering
 
 HOW = one_f_one_b(ranks=2, microbatches=2)
@@ -46,6 +47,10 @@ class InPlace(nn.Module):
         return y
 
 
+def linears():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
 def nll(outputs, targets):
     return nn.functional.gaussian_nll_loss(outputs, targets, nn.functional.softplus(outputs))
 
@@ -61,17 +66,11 @@ MODELS = {
 @covering(what=MODELS, capture=["trace", "modules"])
 def test_what_needs_no_refusal_is_exact(what, capture):
     make, shape = what
-    model, x = make(), torch.randn(shape)
-    pipe = fpipe.pipeline(
-        model, example=(x,), loss=lambda y: y.square().mean(), schedule=HOW, cuts=["1"], capture=capture
-    )
-    assert fpipe.verify(pipe, model, (x,)).eager
+    require_eager(make(), (torch.randn(shape),), capture=capture)
 
 
 def test_a_guard_inside_a_loss_of_torch_checks_real_values():
-    model, x, y = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 4), torch.randn(8, 4)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=nll, schedule=HOW, cuts=["1"])
-    assert fpipe.verify(pipe, model, (x,), y).eager
+    require_eager(linears(), (torch.randn(8, 4),), torch.randn(8, 4), loss=nll)
 
 
 class Turning(nn.Module):
@@ -89,9 +88,7 @@ class Turning(nn.Module):
 @pytest.mark.parametrize("schedule", [HOW, zb_h1(ranks=2, microbatches=2)], ids=["1F1B", "ZB-H1"])
 def test_gradients_have_the_layout_of_one_device(backward, schedule):
     model, x = nn.Sequential(nn.Linear(40, 40), Turning()), torch.randn(4, 4, 4, 40)
-    pipe = fpipe.pipeline(
-        model, example=(x,), loss=lambda y: y.square().mean(), schedule=schedule, cuts=["1"], backward=backward
-    )
+    pipe = staged(model, (x,), schedule=schedule, backward=backward)
     _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,))
     for part in x.chunk(2):
         (model(part).square().mean() / 2).backward()
@@ -103,8 +100,8 @@ def test_gradients_have_the_layout_of_one_device(backward, schedule):
 
 
 def test_an_input_that_requires_a_gradient_is_refused():
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
-    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=HOW, cuts=["1"])
+    model, x = linears(), torch.randn(4, 4)
+    pipe = staged(model, (x,))
     with pytest.raises(fpipe.InputError, match="got a tensor that requires a gradient"):
         fpipe.value_and_grad(pipe)(*pipe.init(model), (x.clone().requires_grad_(),))
 
@@ -125,7 +122,7 @@ class Printing(nn.Module):
 @pytest.mark.parametrize("schedule", [HOW, zb_h1(ranks=2, microbatches=2)], ids=["1F1B", "ZB-H1"])
 def test_a_module_named_in_whole_runs_as_python_in_every_step(capsys, caplog, whole, schedule):
     model, x = nn.Sequential(nn.Linear(4, 4), Printing()), torch.randn(4, 4)
-    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=schedule, cuts=["1"], whole=whole)
+    pipe = staged(model, (x,), schedule=schedule, whole=whole)
     assert ("as Python   1 (Printing): named in whole" in str(pipe)) is bool(whole)
     assert ("module 1 prints: this happens when the model is recorded" in caplog.text) is not bool(whole)
     assert capsys.readouterr().out
@@ -141,19 +138,17 @@ def test_a_list_that_a_loss_or_a_hook_fills_is_named(caplog):
         losses.append(1)
         return outputs.mean()
 
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = linears()
     model[1].register_forward_hook(lambda module, args, out: seen.append(1))
-    fpipe.pipeline(model, example=(x,), loss=loss, schedule=HOW, cuts=["1"])
+    staged(model, (x,), loss=loss)
     assert "module 1 changes 'seen'; the loss changes 'losses': this happens when the model is recorded" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
 def test_code_compiled_by_torch_runs_as_a_whole():
     inner = torch.compile(nn.Linear(4, 4), backend="eager")
-    model, x = nn.Sequential(nn.Linear(4, 4), inner), torch.randn(4, 4)
-    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=HOW, cuts=["1"])
+    pipe = require_eager(nn.Sequential(nn.Linear(4, 4), inner), (torch.randn(4, 4),))
     assert "as Python   1 (OptimizedModule): code compiled by torch.compile" in str(pipe)
-    assert fpipe.verify(pipe, model, (x,)).eager
 
 
 class Elsewhere(nn.Module):
@@ -184,7 +179,6 @@ class Elsewhere(nn.Module):
 
 
 def test_other_threads_see_the_built_in_type_while_a_model_is_recorded():
-    model, x = nn.Sequential(nn.Linear(4, 4), Elsewhere()), torch.randn(4, 4)
-    fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=HOW, cuts=["1"])
+    staged(nn.Sequential(nn.Linear(4, 4), Elsewhere()), (torch.randn(4, 4),))
     assert Elsewhere.seen.qsize()
     assert Elsewhere.seen.get() == (True, 1, True, (type, object), type)

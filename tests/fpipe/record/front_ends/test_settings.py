@@ -1,32 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """A forward may change torch's settings for what it calls; no cut goes through that, and no graph loses it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import fpipe
 from schedules import one_f_one_b
-from tests.common.cases import WIDTH, mse
+from tests.common.cases import BACKWARDS, WIDTH, mse
+from tests.common.running import require_eager, staged
 from tests.common.sizes import covering
 
-BACKWARDS = ["autograd", "graph"]
-LENGTH = 4
 
-
-def setting(get: Callable[[], Any], put: Callable[[Any], None], new: Any) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context in which a setting has another value."""
+def setting(get, put, new):
+    """A context in which a setting has another value."""
 
     @contextmanager
-    def context() -> Iterator[None]:
+    def context():
         old = get()
         put(new)
         try:
@@ -55,75 +49,67 @@ CONTEXTS = {
 class Piece(nn.Module):
     """A convolution, attention, and numbers in the default dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv, self.linear = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run all of it."""
+    def forward(self, x):
         x = self.conv(x.transpose(1, 2)).transpose(1, 2)
         counts = (x > 0).sum(-1, keepdim=True)
-        made: Tensor = self.linear(scaled_dot_product_attention(x, x, x)) * (counts / 7).float()
-        return made
+        return self.linear(scaled_dot_product_attention(x, x, x)) * (counts / 7).float()
 
 
 class Around(nn.Module):
     """Two pieces in a context."""
 
-    def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, context):
         super().__init__()
-        self.a, self.b, self.__dict__["context"] = Piece(), Piece(), context
+        self.a, self.b, self.context = Piece(), Piece(), context
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run both."""
+    def forward(self, x):
         with self.context():
-            made: Tensor = self.b(self.a(x))
-        return made
+            return self.b(self.a(x))
 
 
-def pipeline(model: nn.Module, cut: str, **options: Any) -> tuple[fpipe.Pipeline, Tensor, Tensor]:
-    """Return a pipeline of two stages, and a batch."""
-    x, y = torch.randn(2, 8, LENGTH, WIDTH)
-    how = one_f_one_b(2, 4)
-    return fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=[cut], **options), x, y
+def batch():
+    x, y = torch.randn(2, 8, 4, WIDTH)
+    return (x,), y
 
 
 @covering(name=[*CONTEXTS], backward=BACKWARDS)
-def test_modules_that_change_settings_are_exact_and_never_cut_inside(name: str, backward: Any) -> None:
+def test_modules_that_change_settings_are_exact_and_never_cut_inside(name, backward):
     model = nn.Sequential(Around(CONTEXTS[name]), Around(CONTEXTS[name]))
-    pipe, x, y = pipeline(model, "1", backward=backward)
-    assert fpipe.verify(pipe, model, (x,), y).eager
+    pipe = require_eager(model, *batch(), backward=backward)
     changes = backward == "graph" and name != "flash attention"  # a graph has the operators that attention is made of
     assert ("by autograd: it changes torch's settings for what it calls" in str(pipe)) is changes
     with pytest.raises(fpipe.CutError, match=rf"Around\): a change of torch's settings \(.*{name}.*\) around what it"):
-        pipeline(model, "1.b", backward=backward)
+        staged(model, *batch(), ["1.b"], backward=backward)
 
 
-def test_even_cuts_avoid_modules_that_change_settings() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Around(ONEDNN), nn.Linear(WIDTH, WIDTH))
-    x, y = torch.randn(2, 8, LENGTH, WIDTH)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=one_f_one_b(2, 4))
-    assert fpipe.verify(pipe, model, (x,), y).eager
+def test_even_cuts_avoid_modules_that_change_settings():
+    model, (inputs, y) = nn.Sequential(nn.Linear(WIDTH, WIDTH), Around(ONEDNN), nn.Linear(WIDTH, WIDTH)), batch()
+    pipe = fpipe.pipeline(model, example=inputs, targets=y, loss=mse, schedule=one_f_one_b(2, 4))
+    assert fpipe.verify(pipe, model, inputs, y).eager
 
 
 @pytest.mark.parametrize("capture", ["export", "fx", "dynamo"])
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_front_ends_that_read_operators_refuse_changed_settings(name: str, capture: str) -> None:
+def test_front_ends_that_read_operators_refuse_changed_settings(name, capture):
     model = nn.Sequential(Around(CONTEXTS[name]), nn.Linear(WIDTH, WIDTH))
     with pytest.raises(fpipe.CaptureError, match=rf"got a change of torch's settings \(.*{name}"):
-        pipeline(model, "1", capture=capture)
+        staged(model, *batch(), ["1"], capture=capture)
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-def test_settings_that_a_capture_has_read_are_watched(backward: Any) -> None:
-    model = nn.Sequential(Piece(), Piece())
-    pipe, x, y = pipeline(model, "1", backward=backward)
+def test_settings_that_a_capture_has_read_are_watched(backward):
+    model, (inputs, y) = nn.Sequential(Piece(), Piece()), batch()
+    pipe = staged(model, inputs, y, backward=backward)
     step, state = fpipe.value_and_grad(pipe), pipe.init(model)
-    step(*state, (x,), y)
+    step(*state, inputs, y)
     with DTYPE(), pytest.raises(fpipe.InputError, match=r"torch: the default dtype: got torch.float64, expected torch"):
-        step(*state, (x,), y)
+        step(*state, inputs, y)
     flash = setting(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False)
     with flash(), pytest.raises(fpipe.InputError, match="torch: flash attention: got False, expected True"):
-        step(*state, (x,), y)
+        step(*state, inputs, y)
     with ONEDNN():
-        assert fpipe.verify(pipe, model, (x,), y).eager
+        assert fpipe.verify(pipe, model, inputs, y).eager

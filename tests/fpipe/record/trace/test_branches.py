@@ -29,7 +29,7 @@ from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
 from tests.common.running import require_eager, require_loop, run, run_reference, staged
 from tests.common.sizes import covering, few
-from tests.common.unusual_models import AT_BLOCKS, INSIDE, Block, Stack, branching
+from tests.common.unusual_models import AT, INSIDE, Block, Stack, Switch, branching
 
 CPU, SEED = torch.device("cpu"), 3
 
@@ -49,7 +49,7 @@ class Wrapping(Block):
 def test_unsplittable_modules_may_branch_on_data():
     """Unsplittable modules run as a whole; the branch that they took at capture does not matter."""
     how, options = gpipe(ranks=4, microbatches=3), {"unsplittable": ["blocks.*"]}
-    require_loop(Stack(branching), how, AT_BLOCKS, **options)
+    require_loop(Stack(branching), how, AT, **options)
     with pytest.raises(fpipe.CutError, match=r"blocks\.0"):
         require_loop(Stack(branching), how, INSIDE, **options)
 
@@ -143,17 +143,6 @@ def test_experts_may_see_any_rows():
 
 
 # --------------------------------------------------------------------------------------------------- draws in branches
-
-
-class Switch(nn.Module):
-    """Draws by `draw` for positive data only, which the capture does not see."""
-
-    def __init__(self, draw):
-        super().__init__()
-        self.linear, self.draw = nn.Linear(WIDTH, WIDTH), draw
-
-    def forward(self, x):
-        return self.draw(self.linear(x)) if x.sum() > 0 else self.linear(x)
 
 
 def switching(how, cuts=("1",), draw=functional.dropout):

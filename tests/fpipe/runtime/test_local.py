@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import DeadlockError, PipelineError, TransportError
-from fpipe.network.ranks import LocalRanks
+from fpipe.network.distributed import DistributedRanks
+from fpipe.network.ranks import Ranks
 from fpipe.runtime.contract import StageCrossing
 from fpipe.runtime.executor import Execution, Inputs
 from fpipe.runtime.instructions import link
@@ -124,7 +125,11 @@ def test_the_two_directions_are_two_channels():
     assert (value.payload, cotangent.payload) == (("f",), ("b",))
 
 
+def test_ranks_that_are_processes_inherit_nothing_from_those_of_one():
+    assert {name for name in vars(Ranks) if not name.startswith("_")} <= vars(DistributedRanks).keys()
+
+
 def test_all_ranks_are_in_this_process():
-    ranks = LocalRanks(3)
+    ranks = Ranks(3)
     assert ranks.ranks == (0, 1, 2)
     assert (ranks.agree_if_any(True), ranks.agree_if_any(False)) == (True, False)
