@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from fpipe.record.fakes.eager_types import hide_fakes, tolist
 from fpipe.record.fakes.fast_paths import allow_fast_paths
@@ -113,7 +113,8 @@ def mark_finite(function: Any, args: Any, out: Any) -> Any:
 VALUE_READS = frozenset(
     {report_read, tolist}
     | {Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist}
-    | {Tensor.nonzero, torch.nonzero}
+    | {Tensor.nonzero, torch.nonzero, Tensor.numpy, Tensor.__array__, Tensor.__contains__}
+    | {torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, torch.is_nonzero, Tensor.is_nonzero}
 )
 """Functions after which execution may depend on tensor values, even if a fake tensor knows its value."""
 
@@ -122,9 +123,11 @@ torch_check_all: Any = TENSOR_CHECK.value
 
 
 def check_all(error_type: Any, cond: Tensor, message: Any = None) -> None:
-    """Run torch's check that all elements are true; a fake tensor passes."""
+    """Run torch's check that all elements are true; a fake tensor passes, and function modes are notified."""
     if not isinstance(cond, FakeTensor):
         torch_check_all(error_type, cond, message)
+    elif has_torch_function_unary(cond):
+        handle_torch_function(check_all, (cond,), error_type, cond, message)
 
 
 torch_is_all_true: Any = ARGUMENT_CHECK.value

@@ -14,10 +14,10 @@ from fpipe.record.model.walk import Walk, contents
 from schedules import one_f_one_b
 from tests.common.cases import BACKWARDS, WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
-from tests.common.gathering import AT, INSIDE, Block, Gathering, Stack, collector
 from tests.common.loops import loop
 from tests.common.running import run, run_reference
 from tests.common.sizes import covering
+from tests.common.unusual_models import AT, INSIDE, Block, Gathering, Stack, collector
 
 seen: list[Tensor] = []
 

@@ -17,9 +17,9 @@ import fpipe
 from schedules import one_f_one_b
 from tests.common.cases import BACKWARDS, WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
-from tests.common.gathering import AT, INSIDE, Block, Gathering, Stack
 from tests.common.running import run
 from tests.common.sizes import NIGHTLY, covering, few
+from tests.common.unusual_models import AT, INSIDE, Block, Gathering, Stack
 
 
 class Closing(Stack):
