@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fpipe
-from fpipe.stages.conversion import splits
+from fpipe.stages.backends import splits
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, recompute, v_min, zb_h1, zb_v
 from tests.common.cases import WIDTH, Case, mse, rows_of
@@ -124,7 +124,7 @@ def runs_as_python(how):
 
 def count_runs(case, runs, how):
     """A second step, after the first has found its way: its results, how often bodies ran, and the operators."""
-    built = build(case, how, ROWS * MICROBATCHES, capture="trace")
+    built = build(case, how, ROWS * MICROBATCHES, capture="trace", backward="autograd")
     run(*built)
     runs.clear()
     with Operators() as operators:
