@@ -38,10 +38,9 @@ from fpipe.planning.roofline import Roofline
 from fpipe.planning.timelines import costs, timeline
 from fpipe.record.front_ends.parts import ModuleGraph, Part
 from fpipe.training.clipping import clip, clip_value
-from fpipe.training.loss_scale import LossScale
-from fpipe.training.masters import masters
 from fpipe.training.norms import all_finite, norm
 from fpipe.training.optimizers import Optimizer, optimizer
+from fpipe.training.precision import LossScale, masters
 from fpipe.training.train_step import train_step
 from fpipe.verification.comparison import Verification
 from fpipe.verification.nonfinite import NonFinite, find_nonfinite

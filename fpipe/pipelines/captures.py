@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
@@ -22,6 +22,7 @@ from torch import nn
 
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls, Mark
+from fpipe.errors import CaptureError
 from fpipe.pipelines.batch import Batching, Microbatch, SplitBatch
 from fpipe.pipelines.memo import Memo, MicrobatchKind, Recording
 from fpipe.record.captured import Captured, CaptureFunction, Hooks
@@ -29,8 +30,7 @@ from fpipe.record.front_ends.registry import is_eager, is_tracer, reads_bytecode
 from fpipe.record.model.skeleton import evaluation
 from fpipe.record.model.snapshot import defining_files, find_caches, remove_fakes, user_classes
 from fpipe.record.model.state import require_own_state
-from fpipe.record.numbers import NumbersError
-from fpipe.record.objective import Loss, Objective
+from fpipe.record.objective import Loss, Objective, Way, WayError
 from fpipe.record.questions import Answer, Ask, Question, refuse_questions
 from fpipe.record.reads.accesses import Reads, record_reads
 from fpipe.record.reads.watch import Watch, Watcher
@@ -114,17 +114,19 @@ class Captures:
     def explore(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Microbatch:
         """Capture the model for a microbatch; return the microbatch with all answers, getting new ones from `ask`.
 
-        If the model can't be recorded with its numbers as values, they become questions.
+        If the model can't be recorded in the usual way, try others.
         """
         bare = variant.capture, replace(microbatch, answers=())
-        if is_tracer(self.front_end) and bare not in self.memo.plain:
-            try:
-                return self._explore(variant, microbatch, ask, plain=False)
-            except NumbersError:
-                self.memo.plain.add(bare)
-        return self._explore(variant, microbatch, ask, plain=True)
+        way = self.memo.ways.get(bare, Way(plain=not is_tracer(self.front_end)))
+        try:
+            return self._explore(variant, microbatch, ask, way)
+        except WayError as error:
+            for self.memo.ways[bare] in error.others:
+                with suppress(CaptureError):
+                    return self._explore(variant, microbatch, ask, self.memo.ways[bare])
+            raise (error.__cause__ or error) from None
 
-    def _explore(self, variant: Variant, microbatch: Microbatch, ask: Ask, plain: bool) -> Microbatch:
+    def _explore(self, variant: Variant, microbatch: Microbatch, ask: Ask, way: Way) -> Microbatch:
         variant, known = variant.capture, iter(microbatch.answers)
         told = replace(microbatch, answers=())
 
@@ -134,10 +136,10 @@ class Captures:
             told = told.with_answer(next(known, None) or ask(question))
             return told.answers[-1]
 
-        captured, reads = self.record(variant, microbatch, answer, plain)
+        captured, reads = self.record(variant, microbatch, answer, way)
         watch = self.watching.watch(reads, variant.training)
         self.streak.note(self._reason(variant, told))
-        self.memo.microbatches[variant, told] = Recording(captured, watch, plain)
+        self.memo.microbatches[variant, told] = Recording(captured, watch, way)
         return told
 
     def _reason(self, variant: Variant, new: Microbatch) -> str:
@@ -159,18 +161,15 @@ class Captures:
         leaves = ", ".join(self.batchings[True].leaf_name(leaf) for leaf in question.leaves)
         return f"{question.where}, which asks for the value of something computed from {leaves}"
 
-    def record(self, variant: Variant, microbatch: Microbatch, ask: Ask, plain: bool) -> tuple[Captured, Reads]:
-        """Return the model, captured for a microbatch, and the attributes that were read; remember nothing.
-
-        `plain`: whether its numbers are questions rather than values of the record.
-        """
+    def record(self, variant: Variant, microbatch: Microbatch, ask: Ask, way: Way) -> tuple[Captured, Reads]:
+        """Return the model, captured for a microbatch, and the attributes that were read; remember nothing."""
         try:
             with (
                 nullcontext(Reads())
                 if reads_bytecode(self.front_end)
                 else record_reads(self.model, self.loss, self.watching.origin.places) as reads
             ):  # dynamo bypasses patches
-                captured = self._capture(variant, microbatch, ask, plain)
+                captured = self._capture(variant, microbatch, ask, way)
         finally:
             if not self.runs_python:
                 classes = user_classes(self.model)
@@ -202,13 +201,13 @@ class Captures:
             where = f"the model, given {names}"
             question = Question(where, leaves, lambda found: Answer.of([one.item() for one in found]), None)
             batch = batch.with_numbers(objective.ask(question).result())
-        return replace(objective, batch=batch, plain=True)
+        return replace(objective, batch=batch)
 
-    def _capture(self, variant: Variant, microbatch: Microbatch, ask: Ask, plain: bool) -> Captured:
+    def _capture(self, variant: Variant, microbatch: Microbatch, ask: Ask, way: Way) -> Captured:
         with torch.inference_mode(False), fake_mode():
             leaves = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in microbatch.leaves]
-        objective = replace(self.objective(variant, microbatch), ask=ask)
-        if plain:
+        objective = replace(self.objective(variant, microbatch), ask=ask, way=way)
+        if way.plain:
             leaves = leaves[: len(objective.batch.names)]
             objective = self._with_plain_numbers(objective, len(leaves))
         backward = variant.training and self.backward
@@ -238,7 +237,6 @@ class Captures:
 
     @cached_property
     def _first(self) -> MicrobatchKind:
-        """The example's first microbatch in training."""
         batching = self.batchings[True]
         return TRAINING.capture, batching.split(batching.example)[0]
 

@@ -25,6 +25,7 @@ from fpipe.network.agreement import Field
 from fpipe.pipelines.batch import Microbatch, Signature
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Captured
+from fpipe.record.objective import Way
 from fpipe.record.questions import Question
 from fpipe.record.reads.watch import Watch
 from fpipe.record.variant import Variant
@@ -59,12 +60,12 @@ class KnownBatch(NamedTuple):
 class Recording:
     """The model recorded for a kind of microbatch, its assumptions, and the stages it was cut into, by variant.
 
-    `plain`: whether its numbers are questions about the batch rather than values of the record.
+    `way`: how it was recorded.
     """
 
     captured: Captured
     watch: Watch
-    plain: bool
+    way: Way
     assemblies: dict[Variant, Assembly] = field(default_factory=dict)
 
 
@@ -75,13 +76,13 @@ class Memo:
     - `most`: the largest number of agreed plans that are kept besides the one that the pipeline was built with.
     - `batches`: the plans, in the order of their last use; but the first that was agreed on is never moved.
     - `microbatches`: the next question about a kind of microbatch, or its recording.
-    - `plain`: the kinds of microbatches, without answers, whose numbers can't be values of the record.
+    - `ways`: how to record a kind of microbatch, without answers, if not in the usual way.
     """
 
     most: int = 1
     batches: dict[BatchKind, KnownBatch] = field(default_factory=dict)
     microbatches: dict[MicrobatchKind, Question | Recording] = field(default_factory=dict)
-    plain: set[MicrobatchKind] = field(default_factory=set)
+    ways: dict[MicrobatchKind, Way] = field(default_factory=dict)
 
     @property
     def agreements(self) -> dict[BatchKind, Agreement]:
@@ -96,7 +97,7 @@ class Memo:
     def without_stages(self) -> Memo:
         """Return a memo with the same questions and recordings, for a pipeline that cuts the model elsewhere."""
         cut = {kind: replace(one, assemblies={}) for kind, one in self.recordings.items()}
-        return Memo(self.most, {}, {**self.microbatches, **cut}, set(self.plain))
+        return Memo(self.most, {}, {**self.microbatches, **cut}, dict(self.ways))
 
     def agree(self, kind: BatchKind, agreement: Agreement) -> None:
         """Add the agreement of all ranks on a plan, and forget the kinds of batches that are used no more."""
@@ -123,7 +124,7 @@ class Memo:
         """Forget everything."""
         self.batches.clear()
         self.microbatches.clear()
-        self.plain.clear()
+        self.ways.clear()
 
     def drop_unused(self) -> None:
         """Drop the recordings and stages that no plan uses, and the questions that did not lead to one of them."""

@@ -154,7 +154,6 @@ class Planner:
 
 
 def _list_modified(stage: Stage) -> list[str]:
-    """Return the names of the buffers that a stage modifies."""
     return [name for k, name in enumerate(stage.buffers) if k in stage.wiring.modified_buffers]
 
 

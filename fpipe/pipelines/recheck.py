@@ -79,7 +79,7 @@ def require_same_records(captures: Captures) -> None:
     for (variant, microbatch), known in captures.memo.recordings.items():
         again, left = replace(captures, model=_copy(model, captures)), list(microbatch.answers)
         with isolate(TRAINING):
-            new, _ = again.record(variant, microbatch, partial(_answer_again, left), known.plain)
+            new, _ = again.record(variant, microbatch, partial(_answer_again, left), known.way)
         difference = "other questions" if left else compare_captures(known.captured, new)
         if difference:
             raise InputError(

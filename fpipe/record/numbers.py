@@ -32,16 +32,11 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fpipe.errors import CaptureError
 from fpipe.tensors.patching import current, replace
 from fpipe.tensors.torch_private import DataDependentOutputException, FakeTensor
 from fpipe.tensors.tree import NAMESPACE
 
 PythonNumber: TypeAlias = int | float
-
-
-class NumbersError(CaptureError):
-    """Raised if a model cannot be recorded with numbers as values of the record; then they become questions."""
 
 
 NUMBER_TYPES: Mapping[torch.dtype, type] = MappingProxyType({torch.int64: int, torch.float64: float, torch.bool: bool})

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,28 @@ def require_no_parameters(loss: Loss | None) -> None:
         )
 
 
+class Way(NamedTuple):
+    """A way to record a model.
+
+    - `sampled`: whether code that may branch on data is run on made-up values, rather than with assumed answers.
+    - `plain`: whether numbers are questions about the batch, rather than values of the record.
+    """
+
+    sampled: bool = False
+    plain: bool = False
+
+
+USUAL: Final = Way()
+
+
+class WayError(CaptureError):
+    """Raised if a model cannot be recorded in one way, but maybe in the `others`. The cause says why."""
+
+    def __init__(self, others: Sequence[Way]) -> None:
+        super().__init__("got a model that can't be recorded in this way")
+        self.others = others
+
+
 @dataclass(frozen=True)
 class Objective:
     """The computation for one microbatch: the model, then the microbatch's share of the step's loss.
@@ -72,7 +94,7 @@ class Objective:
     `batch` is the tree (inputs, targets, scale). The loss is multiplied by the scale or, if that is `None`, divided by
     the `divisor`: the number of microbatches in all. `ask` answers the model's questions about the microbatch's values
     during a capture. Model and loss run under the autocast `casts`. The numbers in `batch` are replaced by those in the
-    tensors that follow its tensor leaves; if the batch is `plain`, there are none.
+    tensors that follow its tensor leaves; if they are plain, there are none. `way`: how to record it.
     """
 
     loss: Loss | None
@@ -80,12 +102,12 @@ class Objective:
     divisor: float
     ask: Ask = field(default=refuse_questions, compare=False)
     casts: Casts = ()
-    plain: bool = False
+    way: Way = USUAL
 
     def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> tuple[Tensor | None, Any]:
         """Return `(scaled loss, outputs)` for the leaves of `batch`; without a loss, `(None, outputs)`."""
         count = len(self.batch.names)
-        batch = self.batch if self.plain else self.batch.with_numbers(map(to_python, leaves[count:]))
+        batch = self.batch if self.way.plain else self.batch.with_numbers(map(to_python, leaves[count:]))
         return self.of(model, batch.unflatten(list(leaves[:count])))
 
     def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor | None, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -84,6 +85,24 @@ def _decode(tree: Any) -> Any:
     return {"list": list, "tuple": tuple}[kind](map(_decode, held))
 
 
+@dataclass(frozen=True)
+class Sample:
+    """What a call that reads values returned for made-up values; real ones may lead to something else in every step."""
+
+    held: Any
+    has_tensors: bool = True
+
+    @classmethod
+    def of(cls, result: Any) -> Sample:
+        """Return the sample of a call's result."""
+        tree = result if isinstance(result, list | tuple) else (result,)
+        return cls(Answer(json.dumps(_encode(result))) if any(isinstance(one, Tensor) for one in tree) else result)
+
+    def result(self) -> Any:
+        """Return the result of the call, its tensors replaced by empty ones."""
+        return self.held.result() if isinstance(self.held, Answer) else deepcopy(self.held)
+
+
 GUESSES: Mapping[Any, Answer] = MappingProxyType(
     dict.fromkeys((Tensor.__bool__, Tensor.__contains__, torch.equal, torch.allclose), Answer.of(False))
     | dict.fromkeys((Tensor.item, Tensor.__int__, Tensor.__index__), Answer.of(0))
@@ -124,4 +143,4 @@ class Reply(NamedTuple):
 
     tick: int
     function: Any
-    answer: Answer
+    answer: Answer | Sample

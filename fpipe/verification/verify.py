@@ -6,11 +6,11 @@ Runs when `verify` is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from fpipe.tensors.arguments import require_integer
 from fpipe.tensors.placed import Placed, local_part, whole_tensor, wrap_state
 from fpipe.verification.comparison import Results, Verification, require_equal, require_numbers, run_eagerly
 from fpipe.verification.reference import CopySum, find_orders, make_reference_step
+
+RATE: Final = 2**-10  # the learning rate between steps; scaling by a power of two is exact
 
 
 class Trial(NamedTuple):
@@ -64,7 +66,8 @@ def verify_steps(
 ) -> Verification:
     """Verify `steps` steps of gradient descent from this process's share of the state, by default the module's own."""
     pipe, module = trial.pipe, trial.module
-    share = _initial_share(pipe, module, params, buffers)
+    own = pipe.init(module) if params is None or buffers is None else (params, buffers)
+    share = own[0] if params is None else params, own[1] if buffers is None else buffers
     whole = gather_state(pipe, module, *share) if (params, buffers) != (None, None) else read_state(module)
     found = Verification(0, 0)
     with restore_model(module):
@@ -73,16 +76,6 @@ def verify_steps(
                 compared, share, whole = _verify_step(trial, share, whole, None if seed is None else seed + i)
             found = Verification(found.reference + compared.reference, found.eager + compared.eager)
     return found
-
-
-def _initial_share(
-    pipe: Pipeline, module: nn.Module, params: State | None, buffers: State | None
-) -> tuple[State, State]:
-    """Return the parameters and buffers that this process starts from."""
-    if params is None or buffers is None:
-        own = pipe.init(module)
-        return own[0] if params is None else params, own[1] if buffers is None else buffers
-    return params, buffers
 
 
 def _verify_step(
@@ -122,9 +115,6 @@ def _compare_with_eager(trial: Trial, params: State, got: Results) -> int:
     return require_equal(got.restrict(names), eager, "the model run eagerly", trial.tolerance)
 
 
-RATE = 2**-10  # the learning rate between steps; scaling by a power of two is exact
-
-
 def read_state(module: nn.Module) -> tuple[State, State]:
     """Return the parameters and buffers of a module, by its own names."""
     return {name: p.detach() for name, p in module.named_parameters()}, dict(module.named_buffers())
@@ -154,21 +144,17 @@ def gather_state(pipe: Pipeline, module: nn.Module, params: State, buffers: Stat
         for stage in pipe.stages:
             for name in (*stage.parameters, *stage.buffers, *stage.unused):
                 owners.setdefault(name, homes[stage.index])
-        params, buffers = (
-            {name: local_part(one) for name, one in held.items()} for held in (gather_shards(pipe, params), buffers)
-        )
-
-        def all_of(share: State, specs: Mapping[str, object], names: list[str]) -> State:
-            return {
-                name: pipe.ranks.broadcast(
-                    share[name].detach() if owners[name] in pipe.ranks.ranks else None, every[name], owners[name]
-                )
-                for name in names
-            }
-
         every = {**known.parameters, **known.buffers}
-        first, second = [name for name, _ in module.named_parameters()], [name for name, _ in module.named_buffers()]
-        return wrap_state(all_of(params, every, first), placed), wrap_state(all_of(buffers, every, second), placed)
+        held = {name: local_part(one).detach() for name, one in {**gather_shards(pipe, params), **buffers}.items()}
+
+        def gather(named: Iterable[tuple[str, Tensor]]) -> State:
+            found = {}
+            for name, _ in named:
+                mine = held[name] if owners[name] in pipe.ranks.ranks else None
+                found[name] = pipe.ranks.broadcast(mine, every[name], owners[name])
+            return wrap_state(found, placed)
+
+        return gather(module.named_parameters()), gather(module.named_buffers())
 
 
 def descend(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> State:

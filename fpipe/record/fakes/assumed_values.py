@@ -113,7 +113,8 @@ def mark_finite(function: Any, args: Any, out: Any) -> Any:
 VALUE_READS = frozenset(
     {report_read, tolist}
     | {Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist}
-    | {Tensor.nonzero, torch.nonzero}
+    | {Tensor.nonzero, torch.nonzero, Tensor.numpy, Tensor.__array__, Tensor.__contains__}
+    | {torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, torch.is_nonzero, Tensor.is_nonzero}
 )
 """Functions after which execution may depend on tensor values, even if a fake tensor knows its value."""
 

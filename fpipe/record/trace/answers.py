@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fpipe.record.captured import Operation, Tensors
-from fpipe.record.questions import Answer
+from fpipe.record.questions import Answer, Sample
 from fpipe.record.trace.branching import report_read
 from fpipe.tensors.torch_private import FakeTensor
 
-AnswersByCall: TypeAlias = Mapping[tuple[Any, int], Answer]
+AnswersByCall: TypeAlias = Mapping[tuple[Any, int], Answer | Sample]
 """Answers by function and call number."""
 
 
@@ -92,7 +92,7 @@ MASKS: Mapping[Any, Callable[..., tuple[Tensor, ...]]] = MappingProxyType(
 """Torch functions that select by masks, and which of their two arguments' tensors are the masks."""
 
 
-def result_on_fakes(function: Any, args: Sequence[Any], answer: Answer) -> Any:
+def result_on_fakes(function: Any, args: Sequence[Any], answer: Answer | Sample) -> Any:
     """Return a call's result on fake tensors, once its question has been answered."""
     result = answer.result()
     if not deciding_masks(function, args):

@@ -45,7 +45,7 @@ from fpipe.errors import CaptureError
 from fpipe.record.captured import Buffer, Captured, Constant, Modes, Parameter, Unit, Value
 from fpipe.record.model.snapshot import ContainerState, restore_attributes
 from fpipe.record.model.walk import contents
-from fpipe.record.questions import Answer
+from fpipe.record.questions import Answer, Sample
 from fpipe.record.trace.fake_model import FakeModel
 from fpipe.record.trace.frames import Frame, Invocation, outermost_checkpoints
 from fpipe.record.trace.record import Record, for_real
@@ -163,12 +163,12 @@ class RepeatRecorder(Recorder):
     def __init__(self, model: FakeModel, record: Record) -> None:
         tensors = record.values.tensors
         known = {value: (source, tensors[value]) for value, source in record.values.sources.items()}
-        super().__init__(model.skeleton, known, opaque=model.opaque, plain=model.objective.plain)
+        super().__init__(model.skeleton, known, opaque=model.opaque, way=model.objective.way)
         self.values.know(tensors)
-        self.answers: Mapping[tuple[Any, int], Answer] = {}
+        self.answers: Mapping[tuple[Any, int], Answer | Sample] = {}
         self.earlier: Mapping[Any, int] = {}
 
-    def begin_again(self, answers: Mapping[tuple[Any, int], Answer]) -> None:
+    def begin_again(self, answers: Mapping[tuple[Any, int], Answer | Sample]) -> None:
         """Count calls of functions from here on, to look up `answers` by function and call number."""
         self.answers = answers
         self.earlier = {function: len(self.record.ticks[function]) for function, _ in answers}
@@ -179,6 +179,8 @@ class RepeatRecorder(Recorder):
         number = len(self.record.ticks[function]) - 1 - self.earlier.get(function, 0)
         answer = self.answers.get((function, number))
         if answer is not None:
+            if isinstance(answer, Sample):
+                self._note_branch()
             return self._reply(tick, function, args, answer)
         if not self.stack.is_opaque:
             raise error

@@ -21,7 +21,7 @@ from fpipe.record.fakes.generators import Generators
 from fpipe.record.model.places import LOSS, advise_on_errors, advise_on_values, blame, traceback_line
 from fpipe.record.model.skeleton import Absent, absent, skeleton
 from fpipe.record.numbers import Number, learn
-from fpipe.record.objective import Loss, Objective
+from fpipe.record.objective import Loss, Objective, Way
 from fpipe.record.questions import Ask, refuse_questions
 from fpipe.record.trace.checks import require_in_place
 from fpipe.record.trace.patches import watch_torch
@@ -81,13 +81,16 @@ class FakeModel:
 
     def recorder(self, ask: Ask = refuse_questions, generators: Generators | None = None) -> Recorder:
         """Return a recorder for one run on fresh fake tensors."""
-        self.newest = Recorder(self.skeleton, self.sources(), ask, self.opaque, generators, self.objective.plain)
+        self.newest = Recorder(self.skeleton, self.sources(), ask, self.opaque, generators, self.objective.way)
         return self.newest
 
     @property
-    def has_numbers(self) -> bool:
-        """True if the newest run dealt with numbers as values of the record."""
-        return self.newest is not None and bool(self.newest.numbers)
+    def other_ways(self) -> list[Way]:
+        """The ways to record the model that may work if the newest run did not."""
+        run = self.newest
+        sampled = [False, True] if run is not None and run.has_assumed else [False]
+        plain = [False, True] if run is not None and run.numbers else [False]
+        return [Way(one, other) for other in plain for one in sampled if one or other]
 
     # ------------------------------------------------------------------------------------------------------------ seats
 

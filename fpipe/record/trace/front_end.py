@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.record.captured import NAMED, Call, Captured
-from fpipe.record.numbers import NumbersError
-from fpipe.record.objective import Objective
+from fpipe.record.objective import USUAL, Objective, WayError
 from fpipe.record.questions import refuse_questions
 from fpipe.record.trace.checks import (
     find_observers,
@@ -58,9 +57,9 @@ def trace_model(
     try:
         return assemble_capture(fake_model, settling, settling.run(objective.ask))
     except PipelineError as error:
-        if objective.plain or not fake_model.has_numbers:
-            raise
-        raise NumbersError(str(error)) from error
+        if objective.way == USUAL and (others := fake_model.other_ways):
+            raise WayError(others) from error
+        raise
 
 
 def _seals(whole: Collection[str], parts: Collection[str]) -> Mapping[str, str]:

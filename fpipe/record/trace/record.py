@@ -43,7 +43,7 @@ from fpipe.record.captured import (
     operation_of,
 )
 from fpipe.record.model.places import advise_on_values
-from fpipe.record.questions import GUESSES, Answer, Question, Reply
+from fpipe.record.questions import GUESSES, Answer, Question, Reply, Sample
 from fpipe.record.refusals import foreign_parameter_error
 from fpipe.record.trace.draws import Draw, Draws
 from fpipe.record.trace.frames import Frame, Invocation, tensors_at
@@ -57,6 +57,12 @@ ATTACHING = (
     Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
 )
 """Torch functions that change a tensor's place in autograd, and return no new tensor."""
+
+
+LARGEST_SAMPLE = 2**22
+"""The largest number of elements that are computed to answer one question with made-up values."""
+GOLDEN = 0.6180339887498949
+"""Multiples of this, modulo 1, are spread evenly, and no two of the first ones are equal."""
 
 
 class KeptError(CaptureError):
@@ -236,6 +242,38 @@ class Record:
         found = {value: sources[value] for value in sorted(needed) if value in sources}
         return Provenance(self, tuple(reversed(used)), found)
 
+    def sample(self, values: Sequence[Value], start: int) -> list[Tensor] | None:
+        """Return real tensors for `values`, computed from made-up ones by the units from position `start` on.
+
+        Return `None` if that would take more than `LARGEST_SAMPLE` elements.
+        """
+        storage, units = self.values.storage, list[Unit]()
+        needed, memories = set(values), {self.values.storage[value] for value in values}
+        for unit in reversed(self.units[start:]):
+            if not (needed.isdisjoint(unit.makes) and memories.isdisjoint(self.facts[unit].written)):
+                units.insert(0, unit)
+                needed.update(unit.reads)
+                memories.update(storage[value] for value in unit.reads)
+        made = {value for unit in units for value in unit.makes}
+        if sum(self.values.tensors[value].numel() for value in (*needed, *made)) > LARGEST_SAMPLE:
+            return None
+        inputs = tuple(sorted(needed - made))
+        operations = [operation_of(unit)._replace(modes=self.facts[unit].modes) for unit in units]
+        run = compose(operations, inputs, tuple(values))
+        return [*run(0, *map(self._make_up, inputs))]
+
+    def _make_up(self, value: Value) -> Tensor:
+        """Return a real tensor with the metadata of a value: a constant's values, or fractions, or zeros."""
+        tensor, source = self.values.tensors[value], self.values.sources.get(value)
+        if isinstance(source, Constant):
+            return source.tensor.clone()
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        if tensor.dtype is torch.bool:
+            return made.fill_(True)
+        if not tensor.is_floating_point():
+            return made.zero_()
+        return made.copy_((torch.arange(1, made.numel() + 1, dtype=torch.float64) * GOLDEN % 1).reshape(made.shape))
+
     def constants(self) -> Constants:
         """Return the values and units that depend on neither parameters, buffers, the batch nor random numbers."""
         storage = self.values.storage
@@ -303,7 +341,7 @@ class Record:
         ticks = self.ticks[function]
         return [tick for tick in ticks if self.draws.stream_at(tick) is None] if self.draws.streams else ticks
 
-    def answers_between(self, first: int, last: int) -> dict[tuple[Any, int], Answer]:
+    def answers_between(self, first: int, last: int) -> dict[tuple[Any, int], Answer | Sample]:
         """Return the answers from tick `first` to `last` (exclusive), by function and its call number in that range."""
         return {
             (reply.function, _count_between(self.ticks[reply.function], first, reply.tick)): reply.answer

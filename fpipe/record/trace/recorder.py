@@ -14,7 +14,7 @@ Runs when a plan is made: once per kind of batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import MappingProxyType, MethodType
@@ -54,7 +54,8 @@ from fpipe.record.numbers import (
     to_python,
     to_tensor,
 )
-from fpipe.record.questions import Answer, Ask, Reply, refuse_questions
+from fpipe.record.objective import USUAL, Way
+from fpipe.record.questions import Answer, Ask, Reply, Sample, refuse_questions
 from fpipe.record.trace.answers import count_selected, deciding_masks, result_on_fakes
 from fpipe.record.trace.checks import (
     find_fake_error,
@@ -216,8 +217,9 @@ class Recorder(TorchFunctionMode):
     - `stack`: the calls of modules in progress; `running`: the outermost torch call in progress, if any.
     - `ambient`: whether gradients are enabled around the run.
     - `autocasts`, `region`: how many autocast contexts the run is in, and how many outermost ones it has entered.
-    - `effects`: the side effects of operators. `ask`: answers questions about the batch. `plain`: whether `.item()`
-      asks, too. `numbers`: the values that are numbers (`fpipe.record.numbers`).
+    - `effects`: the side effects of operators. `ask`: answers questions about the batch. `way`: how to record.
+    - `numbers`: the values that are numbers (`fpipe.record.numbers`). `has_assumed`: whether code in opaque modules has
+      read values.
     - `fake_errors`: errors for calls that failed only because tensors are fake, in case the forward swallows them.
     """
 
@@ -228,10 +230,10 @@ class Recorder(TorchFunctionMode):
         ask: Ask = refuse_questions,
         opaque: Collection[str] = (),
         generators: Generators | None = None,
-        plain: bool = False,
+        way: Way = USUAL,
     ) -> None:
         super().__init__()
-        self.plain, self.numbers = plain, set[Value]()
+        self.way, self.numbers, self.has_assumed = way, set[Value](), False
         self.stack = CallStack(model, opaque, generators)
         self.values = Values(sources, self.stack.here)
         self.record = Record(self.values, self.stack.roots)
@@ -337,7 +339,7 @@ class Recorder(TorchFunctionMode):
 
     def _can_extract(self, tensor: Tensor) -> bool:
         """Return whether `.item()` of a tensor need not be answered: it follows from the batch, and is a number."""
-        if self.plain or self.is_in_torch_call or self.stack.is_opaque or tensor.numel() != 1:
+        if self.way.plain or self.is_in_torch_call or self.stack.is_opaque or tensor.numel() != 1:
             return False
         if tensor.dtype is torch.bool or tensor.is_complex() or getattr(tensor, "constant", None) is not None:
             return False
@@ -368,13 +370,30 @@ class Recorder(TorchFunctionMode):
         if is_guard and (provenance.obstacle or (self.stack.is_opaque and provenance.leaves)):
             return self._pass_guards(lambda: function(*args, **kwargs))
         if self.stack.is_opaque and (provenance.obstacle or provenance.leaves) and function not in READERS.values():
-            return self._assume(function, args, kwargs, error)
+            sample = self._sample(asking) if self.way.sampled or function not in ASSUMPTIONS else None
+            self.has_assumed = True
+            if sample is None:
+                return self._assume(function, args, kwargs, error)
+            self._note_branch()
+            return self._reply(tick, function, args, sample)
         question = provenance.question(asking, f"{self.stack.here()}{current_line()}")
         with for_real():
             answer = self.ask(question) if provenance.leaves else question.compute(())
         return self._reply(tick, function, args, answer)
 
-    def _reply(self, tick: int, function: Any, args: Any, answer: Answer) -> Any:
+    def _sample(self, asking: Invocation) -> Sample | None:
+        """Return what a call in an opaque module returns for made-up values of what enters the module.
+
+        Return `None` if it can't be computed.
+        """
+        start = self.stack.outermost_branching.start
+        with suppress(Exception), for_real(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            tensors = self.record.sample(asking.reads, start)
+            return None if tensors is None else Sample.of(asking(tensors))
+        return None
+
+    def _reply(self, tick: int, function: Any, args: Any, answer: Answer | Sample) -> Any:
         """Return the result of a call that gets this answer."""
         self.record.replies.append(Reply(tick, function, answer))
         return result_on_fakes(function, args, answer)

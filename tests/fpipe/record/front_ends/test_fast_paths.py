@@ -12,8 +12,8 @@ import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
 from tests.common.cases import mse
+from tests.common.growth import Operators
 from tests.common.loops import loop
-from tests.common.operators import Operators
 from tests.common.running import staged
 from tests.common.sizes import covering
 

@@ -13,10 +13,10 @@ import fpipe
 from fpipe.record.model.walk import Walk, contents
 from tests.common.cases import BACKWARDS, WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
-from tests.common.gathering import AT, INSIDE, Block, Gathering, Stack, collector
 from tests.common.loops import loop
 from tests.common.running import run, run_reference, staged
 from tests.common.sizes import covering
+from tests.common.unusual_models import AT, INSIDE, Block, Gathering, Stack, collector
 
 seen: list[Tensor] = []
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from tests.common.cases import BACKWARDS, WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
-from tests.common.gathering import AT, INSIDE, Block, Gathering, Stack
 from tests.common.running import require_eager, run, staged
 from tests.common.sizes import NIGHTLY, covering, few
+from tests.common.unusual_models import AT, INSIDE, Block, Gathering, Stack
 
 
 class Closing(Stack):

@@ -16,9 +16,9 @@ from fpipe.stages.conversion import splits
 from schedules import one_f_one_b, recompute, v_min, zb_h1, zb_v
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
+from tests.common.growth import Operators
 from tests.common.loops import loop
 from tests.common.memory import require_as_simulated
-from tests.common.operators import Operators
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import by_day, in_turn
 
