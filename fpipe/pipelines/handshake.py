@@ -34,7 +34,7 @@ from fpipe.network.ranks import Ranks
 from fpipe.pipelines.batch import Batching, Signature, SplitBatch
 from fpipe.pipelines.inputs import State, scatter
 from fpipe.pipelines.memo import Agreement, BatchKind
-from fpipe.pipelines.modes import DEVICE_TYPES, suspend_autocast
+from fpipe.pipelines.modes import DEVICE_TYPES, is_autograd_watched, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Constant
@@ -296,6 +296,7 @@ def agree_to_step(
     require_seed(call.seed)
     kind = variant, batch.signature
     plan = agree_on_plan(pipe, *kind, call)
+    plan = plan.eager if variant.training and is_autograd_watched() else plan
     plan.watch.require_unchanged()
     if pipe.rechecks.is_due:
         pipe.rechecks.run(pipe.captures)

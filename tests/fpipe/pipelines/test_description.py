@@ -45,7 +45,7 @@ def test_a_pipeline_prints_its_stages():
         "stage 3 on rank 3",
         "  modules     head, loss, 1 other operation",
         "  parameters  44 (176 B), all trainable",
-        "  keeps       368 B per microbatch",
+        "  keeps       364 B per microbatch",
         "",
         "tied parameters",
         "  embed.weight = head.weight: stages 0, 3, owned by stage 0",
