@@ -78,6 +78,11 @@ class Spec:
             return tensor
         return self.allocate().copy_(tensor) if 0 not in self.stride else self.unpack(self.pack(tensor))
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements, those along broadcast dimensions repeated."""
+        return self.dtype.itemsize * prod(self.shape)
+
     def empty(self, device: torch.device | str | None = None) -> Tensor:
         """Return an uninitialized, writable tensor in this memory order, without gaps or broadcast dimensions."""
         layout = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
