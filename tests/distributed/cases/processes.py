@@ -41,7 +41,8 @@ FAST = fpipe.Roofline(1e10, 1e10)
 def profiles_of_all_ranks(rank, size):
     """Every rank returns the same profile, of the slowest, with a link between ranks; a pipeline gives it, too."""
     one = ZOO["mlp"]
-    pipe, model, inputs, targets = build(one, one_f_one_b(ranks=size, microbatches=2), 4, capture="trace")
+    how = one_f_one_b(ranks=size, microbatches=2)
+    pipe, model, inputs, targets = build(one, how, 4, capture="trace", backward="autograd")  # as the sum of its blocks
     found = fpipe.profile(model, inputs, targets, loss=one.loss, microbatches=2, seconds=0)
     assert gather(found) == [found] * size
     assert found.link.latency > 0
