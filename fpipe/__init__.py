@@ -2,10 +2,9 @@
 """Functional, JAX-style pipeline parallelism for PyTorch, bit for bit equal to one device."""
 
 from fpipe.api import evaluate, pipeline, reference, value_and_grad, verify
-from fpipe.checkpoints.export import export
 from fpipe.checkpoints.load import Checkpoint, load
 from fpipe.checkpoints.manifest import is_checkpoint
-from fpipe.checkpoints.save import begin_save, save
+from fpipe.checkpoints.save import begin_save, export, save
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import (
     CaptureError,
@@ -38,10 +37,9 @@ from fpipe.planning.roofline import Roofline
 from fpipe.planning.timelines import costs, timeline
 from fpipe.record.front_ends.parts import ModuleGraph, Part
 from fpipe.training.clipping import clip, clip_value
-from fpipe.training.loss_scale import LossScale
-from fpipe.training.masters import masters
 from fpipe.training.norms import all_finite, norm
 from fpipe.training.optimizers import Optimizer, optimizer
+from fpipe.training.precision import LossScale, masters
 from fpipe.training.train_step import train_step
 from fpipe.verification.comparison import Verification
 from fpipe.verification.nonfinite import NonFinite, find_nonfinite

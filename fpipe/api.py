@@ -61,7 +61,7 @@ def pipeline(
     unsplittable: Selector | Iterable[Selector] = (),
     whole: Selector | Iterable[Selector] = (),
     capture: str | FrontEnd | CaptureFunction = "trace",
-    backward: Backward = "autograd",
+    backward: Backward = "graph",
     tied: Tied = "exact",
     batch_dims: Any = 0,
     output_dims: Any = 0,
@@ -113,7 +113,8 @@ def pipeline(
       with less Python. `"autograd"`: whole backwards by autograd, for every microbatch; if the schedule splits
       backwards, the same as `"graph"`. `"inductor"`, or another backend of `torch.compile`, by name or as a callable:
       recorded and compiled, which is close but not bit for bit. A recording always repeats what was recorded. A stage
-      that can't be recorded is left to autograd, and its backward is not split (`print(pipe)` says why).
+      that can't be recorded, or runs faster without, is left to autograd, and its backward is not split (`print(pipe)`
+      says why). So are all stages in a step with saved-tensor hooks or anomaly detection around it.
     - `tied`: how the gradients of a parameter used by several stages are combined. `"exact"`: through cotangents sent
       in every microbatch, bit for bit as on one device. `"sum"`: the stages' own gradients are added once, at the end
       of the step. Or a dict from parameter name (any of its names) to one of these; parameters not in it are exact.

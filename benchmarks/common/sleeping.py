@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from fpipe.stages.graph.operators import LIGHT
+from fpipe.stages.graph.phases import LIGHT
 
 WIDTH: Final = 8
 

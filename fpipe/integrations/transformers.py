@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer
 
-from fpipe.checkpoints.export import export
+from fpipe.checkpoints.save import export
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import InputError
 from fpipe.integrations.accelerate import PipelineAccelerator

@@ -64,7 +64,7 @@ class Packing:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """The start of each tensor, and, last, of the flags of the optional ones."""
-        sizes = [_round_up(_count_bytes(spec)) for spec in self.specs]
+        sizes = [_round_up(spec.nbytes) for spec in self.specs]
         return tuple(accumulate(sizes, initial=0))
 
     @cached_property
@@ -112,17 +112,13 @@ class Packing:
 
 def _view(buffer: Tensor, start: int, spec: Spec) -> Tensor:
     """Return the place of a tensor in a buffer; an empty buffer may begin at an odd byte, so an empty tensor is new."""
-    size = _count_bytes(spec)
+    size = spec.nbytes
     data = buffer[start : start + size].view(spec.dtype) if size else buffer.new_empty(0, dtype=spec.dtype)
     return data.view(spec.shape)
 
 
 def _round_up(size: int) -> int:
     return -(-size // BOUNDARY) * BOUNDARY
-
-
-def _count_bytes(spec: Spec) -> int:
-    return prod(spec.shape) * spec.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,6 @@ class Envelope:
 
 
 def _round_up(size: int) -> int:
-    """Return a size rounded up to whole lines."""
     return -(-size // LINE) * LINE
 
 

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.record.model.walk import codes, is_library, named_globals
-from fpipe.tensors.closures import closure_variables
 from fpipe.tensors.spec import Spec, as_bytes
+from fpipe.tensors.tree import closure_variables
 
 ATOMS: Final = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.layout, torch.memory_format, type(None))
 ENTRIES: Final = 1000

@@ -274,7 +274,6 @@ class World(NamedTuple):
 
 
 def _describe(world: list[int], replicas: list[list[int]]) -> str:
-    """Return the description by which a control group is found."""
     return f"control group of {world} in {replicas}"
 
 

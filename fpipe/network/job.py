@@ -121,7 +121,6 @@ def _open_calls(world: World, known: Control | None, own: list[dist.ProcessGroup
 
 
 def _require_size(group: dist.ProcessGroup, ranks: int) -> None:
-    """Raise `TransportError` unless a group has a process for each rank."""
     size = dist.get_world_size(group)
     if size != ranks:
         raise TransportError(

@@ -237,7 +237,6 @@ class Captures:
 
     @cached_property
     def _first(self) -> MicrobatchKind:
-        """The example's first microbatch in training."""
         batching = self.batchings[True]
         return TRAINING.capture, batching.split(batching.example)[0]
 

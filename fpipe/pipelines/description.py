@@ -20,7 +20,7 @@ from fpipe.cutting.calls import Calls, call_name, outermost
 from fpipe.record.captured import Call
 from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.assembly import Assembly
-from fpipe.stages.conversion import splits
+from fpipe.stages.backends import AS_GRAPH_REMARK, splits
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import first_names
@@ -161,7 +161,7 @@ def _describe_memory(stage: Stage, sizes: Sizes, split: bool) -> str:
 
 def _describe_backward(stage: Stage, split: bool) -> Iterator[str]:
     """Yield the remark on how the stage is differentiated, if any, and the gradients that can't be deferred."""
-    if stage.functions.remark:
+    if stage.functions.remark not in ("", AS_GRAPH_REMARK):
         yield from _wrap_lines(stage.functions.remark, "backward    ", " " * 12)
     if not split:
         return

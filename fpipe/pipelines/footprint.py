@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
 from typing import Any, Final, NamedTuple
 
 import optree
@@ -197,9 +196,7 @@ def _parameter_bytes(assembly: Assembly, placement: Placement) -> tuple[int, ...
         earlier = [names for s, names in enumerate(here) if ranks <= set(placement.replicas(s))]
         here.append({*stage.parameters, *stage.unused}.difference(*earlier))
     specs = assembly.parameters
-    return tuple(
-        sum(specs[name].dtype.itemsize * prod(specs[name].shape) for name in names & specs.keys()) for names in here
-    )
+    return tuple(sum(specs[name].nbytes for name in names & specs.keys()) for names in here)
 
 
 class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -34,7 +34,7 @@ from fpipe.network.ranks import Ranks
 from fpipe.pipelines.batch import Batching, Signature, SplitBatch
 from fpipe.pipelines.inputs import State, scatter
 from fpipe.pipelines.memo import Agreement, BatchKind
-from fpipe.pipelines.modes import DEVICE_TYPES, suspend_autocast
+from fpipe.pipelines.modes import DEVICE_TYPES, is_autograd_watched, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Constant
@@ -123,7 +123,6 @@ def _setting_lines() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _format_settings(dtype: torch.dtype, *casts: torch.dtype | str) -> tuple[str, ...]:
-    """Return settings as lines."""
     lines = [f"autocast on {kind}: {cast}" for kind, cast in zip(DEVICE_TYPES, casts, strict=True)]
     return f"default dtype: {dtype}", *lines
 
@@ -172,7 +171,6 @@ def plan_fields(pipe: Pipeline, plan: StepPlan, variant: Variant, signature: Sig
 
 
 def _environment_fields() -> Iterator[Field]:
-    """Yield the fields of a pipeline's environment."""
     yield Field.of("versions", [f"Python {platform.python_version()}, torch {torch.__version__}"])
     yield Field.of("settings", [*_setting_lines(), f"matmul precision: {torch.get_float32_matmul_precision()}"])
 
@@ -297,6 +295,7 @@ def agree_to_step(
     require_seed(call.seed)
     kind = variant, batch.signature
     plan = agree_on_plan(pipe, *kind, call)
+    plan = plan.eager if variant.training and is_autograd_watched() else plan
     plan.watch.require_unchanged()
     if pipe.rechecks.is_due:
         pipe.rechecks.run(pipe.captures)
@@ -334,7 +333,6 @@ def _require_same_copies(pipe: Pipeline, plan: StepPlan, held: Mapping[str, Tens
 
 
 def _require_same_digests(name: str, found: Mapping[int, int]) -> None:
-    """Raise `TransportError` unless all ranks have the same digest."""
     if len(set(found.values())) > 1:
         first, other = next((a, b) for a in found for b in found if found[a] != found[b])
         raise TransportError(
@@ -345,7 +343,6 @@ def _require_same_digests(name: str, found: Mapping[int, int]) -> None:
 
 
 def _ranks_by_name(plan: StepPlan) -> dict[str, set[int]]:
-    """Return the ranks that hold each parameter and buffer."""
     found: dict[str, set[int]] = {}
     for stage in plan.assembly.stages:
         for name in (*stage.parameters, *stage.buffers, *stage.unused):
@@ -371,7 +368,6 @@ def prepare_steps(pipe: Pipeline, examples: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _require_pair(k: int, example: object) -> tuple[Any, Any]:
-    """Return an example; raise `InputError` unless it is a pair."""
     if isinstance(example, tuple) and len(example) == 2:
         return example
     raise InputError(
@@ -392,7 +388,6 @@ def _signature(pipe: Pipeline, variant: Variant, inputs: Any, targets: Any) -> S
 
 
 def _require_room(pipe: Pipeline, kinds: Collection[BatchKind]) -> None:
-    """Raise `InputError` if there are more kinds of batches than plans are kept."""
     own = next(iter(pipe.memo.agreements))
     count = sum(kind != own for kind in kinds)
     if count > pipe.memo.most:

@@ -86,7 +86,6 @@ def find_overlap(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
 
 
 def _has_inner_overlap(tensor: Tensor) -> bool:
-    """Return whether two elements of a tensor share memory."""
     if tensor.is_contiguous():
         return False
     return int(_byte_mask(tensor, *_range(tensor)).sum()) < tensor.numel() * tensor.element_size()

@@ -23,6 +23,7 @@ from fpipe.network.ranks import wait_for_turn
 from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.variant import Casts, Variant
 from fpipe.tensors import random
+from fpipe.tensors.torch_private import saved_tensor_hooks
 
 DEVICE_TYPES: Final = ("cpu", "cuda")
 
@@ -44,6 +45,11 @@ def require_gradients() -> None:
             "a step: got torch.inference_mode around it, expected grad mode: a training step computes gradients. Call "
             "it outside of inference mode, or call evaluate(pipe)."
         )
+
+
+def is_autograd_watched() -> bool:
+    """Return whether saved-tensor hooks or anomaly detection are on: both need a graph of autograd's in every step."""
+    return torch.is_anomaly_enabled() or saved_tensor_hooks(False) is not None
 
 
 def active_casts() -> Casts:

@@ -25,8 +25,7 @@ from fpipe.pipelines.resolver import ExchangeText, Resolver
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.assembly import Assembly, assemble
-from fpipe.stages.backends import Backend
-from fpipe.stages.conversion import differentiate, splits, take_scale, widen_sums
+from fpipe.stages.backends import Backend, GraphRequest, splits
 from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import Stage
 from schedules import KINDS, Schedule, check, lower
@@ -144,17 +143,12 @@ class Planner:
         placement = self.schedule.placement
         captured, extra = self.captures.of(variant, microbatch).captured, self._extra_buffers(variant, microbatch)
         positions = self.captures.positions(variant, microbatch)
-        assembly = assemble(captured, positions, variant.outputs, placement, self.summed, extra)
-        if variant.scaled:
-            assembly = take_scale(assembly)
-        if variant.sums is not None:
-            assembly = widen_sums(assembly, variant.sum_dtype)
         held = {s for rank in self.ranks for s in placement.stages_on(rank)}
-        return differentiate(assembly, self.backend, variant.training and splits(self.schedule), held)
+        request = GraphRequest.of(self.backend, held, variant.training and splits(self.schedule))
+        return assemble(captured, positions, variant, placement, self.summed, request, extra)
 
 
 def _list_modified(stage: Stage) -> list[str]:
-    """Return the names of the buffers that a stage modifies."""
     return [name for k, name in enumerate(stage.buffers) if k in stage.wiring.modified_buffers]
 
 

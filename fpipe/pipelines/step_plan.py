@@ -120,6 +120,12 @@ class StepPlan:
         return all(cut.stages[stage.index].functions.below_autograd for cut in self.cuts for stage in self.local_stages)
 
     @cached_property
+    def eager(self) -> StepPlan:
+        """The same plan, with stages differentiated by autograd."""
+        cuts = {cut: replace(cut, stages=tuple([stage.eager for stage in cut.stages])) for cut in self.cuts}
+        return replace(self, assemblies=tuple([cuts[cut] for cut in self.assemblies]))
+
+    @cached_property
     def modified_leaves(self) -> frozenset[int]:
         """The leaves of the batch that the model modifies in place."""
         pairs = [

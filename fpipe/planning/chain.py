@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from fpipe.cutting.balance import find_best_path, find_even_path
 from fpipe.planning.profile import Profile
-from fpipe.stages.conversion import splits
+from fpipe.stages.backends import splits
 from schedules import Schedule
 
 MOST_LISTED: Final = 20_000

@@ -20,7 +20,7 @@ from fpipe.planning.candidates import Candidate, PlanProblem, ScheduleFactory, i
 from fpipe.planning.floor import bound_plans
 from fpipe.planning.ordering import list_orderable, place_on_islands, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds, name_schedule
-from fpipe.stages.conversion import splits
+from fpipe.stages.backends import splits
 from schedules import Bound, Schedule, critical_path, recompute
 
 IMPROVED: Final = 6

@@ -42,8 +42,7 @@ from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.objective import Loss
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.assembly import assemble
-from fpipe.stages.backends import Backward, backend_of
-from fpipe.stages.conversion import differentiate
+from fpipe.stages.backends import Backward, GraphRequest, backend_of
 from fpipe.stages.stage import Stage
 from fpipe.stages.ties import Tied
 from schedules import Schedule, check, lower, one_f_one_b
@@ -62,7 +61,7 @@ class ModelArguments:
     unsplittable: Selector | Iterable[Selector] = ()
     whole: Selector | Iterable[Selector] = ()
     capture: str | FrontEnd | CaptureFunction = "trace"
-    backward: Backward = "autograd"
+    backward: Backward = "graph"
     tied: Tied = "exact"
     batch_dims: Any = 0
     weight: Weight | None = None
@@ -146,8 +145,8 @@ class CutModel:
         stages = len(positions) + 1
         how = how or two_at_a_time(ranks=min(2, stages), microbatches=MICROBATCHES, stages=stages)
         with isolate(self.variant):
-            whole = assemble(self.captured, positions, self.variant.outputs, how.placement, self.planner.summed)
-            assembly = differentiate(whole, self.planner.backend, False, range(stages))
+            request = GraphRequest.of(self.planner.backend, range(stages), False)
+            assembly = assemble(self.captured, positions, self.variant, how.placement, self.planner.summed, request)
             check(how, assembly.graph)
             program = lower(how, assembly.graph)
         return StepPlan((assembly,) * how.microbatches, program, tuple(range(how.ranks)), None)

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import NamedTuple
 
 from fpipe.pipelines.footprint import (
@@ -40,7 +39,6 @@ from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.stage import Stage
-from fpipe.tensors.spec import Spec
 
 
 @dataclass
@@ -212,9 +210,5 @@ def find_parameters(assembly: Assembly) -> tuple[Spread, ...]:
     found = defaultdict[tuple[int, ...], int](int)
     for name, blocks in users.items():
         if name in specs:
-            found[tuple(blocks)] += _size(specs[name])
+            found[tuple(blocks)] += specs[name].nbytes
     return tuple(Spread(size, blocks) for blocks, size in sorted(found.items()))
-
-
-def _size(spec: Spec) -> int:
-    return spec.dtype.itemsize * prod(spec.shape)

@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 
 from fpipe.planning.candidates import Candidate, PlanProblem
 from fpipe.planning.chain import partition_chain
-from fpipe.stages.conversion import splits
+from fpipe.stages.backends import splits
 from schedules import Graph, Link, Placement, Schedule, SizeError, search
 
 ORDERED: Final = 3

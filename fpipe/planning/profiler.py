@@ -73,7 +73,7 @@ def profile(
     unsplittable: Selector | Iterable[Selector] = (),
     whole: Selector | Iterable[Selector] = (),
     capture: str | FrontEnd | CaptureFunction = "trace",
-    backward: Backward = "autograd",
+    backward: Backward = "graph",
     tied: Tied = "exact",
     batch_dims: Any = 0,
     weight: Weight | None = None,

@@ -6,7 +6,7 @@ or with anything else that a backward returns unchanged; adding to it in place w
 
 Idea. A sum owns its memory from the start. The first gradient is copied, unless it is *fresh*: newly computed by an
 operation that returns new memory, and not returned anywhere else. That is known of a recorded stage
-(`fpipe.stages.graph.ownership`); autograd's gradients are always copied. All later gradients are added in place,
+(`fpipe.stages.graph.simplification`); autograd's gradients are always copied. All later gradients are added in place,
 ideally as soon as each is computed and still in the processor's caches.
 
 Invariant: only sums are written, and each is the only reference to its memory.

@@ -3,7 +3,8 @@
 
 The steps: choose what stages compute themselves (`cutting.repetition`, `prologue`), route other values between them
 (`cutting.routing`), fuse each stage's units into a function, run all of them once on fake tensors (`metadata`),
-determine what crosses (`crossings`), and turn values into positions (`wiring`).
+determine what crosses, turn values into positions (`wiring`), and make graphs of the stages to be recorded
+(`backends`).
 
 Runs when a plan is made: once per kind of microbatch.
 """
@@ -21,17 +22,18 @@ from fpipe.cutting.routing import Section, route
 from fpipe.record.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Parameter, Value
 from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.validity import observe
+from fpipe.record.variant import Variant
 from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.autograd import Autograd
-from fpipe.stages.crossings import Crossings, cross, names_of
+from fpipe.stages.backends import GraphRequest
 from fpipe.stages.interface import ArgumentIndex, StageFunctions, Wiring
 from fpipe.stages.metadata import Metadata, infer, is_asking
 from fpipe.stages.prologue import build_prologue
 from fpipe.stages.stage import Stage
 from fpipe.stages.uncut import build_whole
-from fpipe.stages.wiring import wire
+from fpipe.stages.wiring import Crossings, cross, crossing_values, names_of, wire
 from fpipe.tensors.placed import Placed, require_whole_result
-from fpipe.tensors.spec import Spec
+from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.tensors.tree import require_transparent
 from schedules import Graph, Placement, linear
 
@@ -106,27 +108,29 @@ class Assembly:
 def assemble(
     captured: Captured,
     partition: Sequence[int],
-    outputs: bool,
+    variant: Variant,
     placement: Placement,
     summed: frozenset[str],
+    request: GraphRequest | None = None,
     extra: ExtraBuffers | None = None,
 ) -> Assembly:
-    """Return the assembly; with `outputs`, the model's outputs leave the pipeline as the loss does.
+    """Return the assembly of a captured model, cut before the units at `partition`, for a variant.
 
-    `summed` are the parameters whose gradients are summed over stages. `extra` are the buffers that stages may hold for
-    the units that they repeat; `None` to let them hold any.
+    `summed` are the parameters whose gradients are summed over stages. `request` says which stages are recorded as
+    graphs; autograd differentiates the others. `extra` are the buffers that stages may hold for the units that they
+    repeat; `None` to let them hold any.
     """
-    if outputs:
+    if variant.outputs:
         require_transparent("outputs", captured.structure)
         for value in captured.outputs:
             require_whole_result("outputs", captured.placed.get(value))
     loss = () if captured.loss is None else (captured.loss,)
-    results = (*loss, *captured.outputs) if outputs else loss
+    results = (*loss, *captured.outputs) if variant.outputs else loss
     observed = observe(captured)
     repetitions = choose_repetitions(captured, observed, partition, results, extra)
     sections = route(captured, observed, partition, results, summed, repetitions)
     functions = [captured.fuse(section.units, observed.random, section.inputs, section.outputs) for section in sections]
-    stages, graph = _stages(captured, sections, functions, placement)
+    stages, graph = _stages(captured, sections, functions, placement, variant, request)
     stages = tuple(
         _add_prologue(captured, *one) if one[-1].values else one[0]
         for one in zip(stages, sections, repetitions, strict=True)
@@ -138,7 +142,7 @@ def assemble(
             again, section, function = build_whole(
                 captured, observed, results, sections, functions, summed, repetitions
             )
-            (stage,), _ = _stages(again, [section], [function], linear(ranks=1))
+            (stage,), _ = _stages(again, [section], [function], linear(ranks=1), variant, None)
         return stage
 
     return Assembly(
@@ -160,36 +164,45 @@ def _add_prologue(captured: Captured, stage: Stage, section: Section, repetition
 
 
 def _stages(
-    captured: Captured, sections: Sequence[Section], functions: Sequence[Function], placement: Placement
+    captured: Captured,
+    sections: Sequence[Section],
+    functions: Sequence[Function],
+    placement: Placement,
+    variant: Variant,
+    request: GraphRequest | None,
 ) -> tuple[tuple[Stage, ...], Graph]:
     """Return the stages and the stage graph."""
-    metadata = infer(captured, sections, functions)
+    metadata = infer(captured, sections, functions, variant, request)
     crossings = cross(captured, sections, metadata, placement)
-    builder = _Builder(captured, sections, metadata, crossings)
+    builder = _Builder(captured, sections, metadata, crossings, variant, request)
     return tuple(builder.stage(s, function) for s, function in enumerate(functions)), crossings.graph(len(sections))
 
 
+@dataclass(frozen=True)
 class _Builder:
     """The builder of stages, from their sections, their metadata, and what crosses."""
 
-    def __init__(
-        self, captured: Captured, sections: Sequence[Section], metadata: Metadata, crossings: Crossings
-    ) -> None:
-        self.captured, self.sections, self.metadata, self.crossings = captured, sections, metadata, crossings
+    captured: Captured
+    sections: Sequence[Section]
+    metadata: Metadata
+    crossings: Crossings
+    variant: Variant
+    request: GraphRequest | None
 
     def stage(self, s: int, function: Function) -> Stage:
         """Return stage `s`, which runs `function`."""
         captured, section, metadata, crossings = self.captured, self.sections[s], self.metadata, self.crossings
         sources = [captured.sources[value] for value in section.batch]
         pulls, pulled_by = _from(s, crossings.cotangents), _to(s, crossings.cotangents)
-        wiring = wire(s, section, metadata, pulls, pulled_by, captured.loss, is_asking(captured))
+        wiring = wire(s, section, metadata, pulls, pulled_by, captured.loss, is_asking(captured), self.variant.scaled)
+        results = tuple(metadata.specs[value] for value in section.results)
         return Stage(
             index=s,
             parameters=names_of(captured, section.parameters),
             buffers=names_of(captured, section.buffers),
             unused=self._unused_names() if s == 0 else (),
             batch=tuple(source.leaf for source in sources if isinstance(source, BatchLeaf)),
-            results=tuple(metadata.specs[value] for value in section.results),
+            results=results,
             gets=_to(s, crossings.values),
             gives=_from(s, crossings.values),
             pulls=pulls,
@@ -199,24 +212,41 @@ class _Builder:
             grads=names_of(captured, metadata.grads[s]),
             totals=tuple(metadata.totals[s, value] for value in metadata.grads[s]),
             wiring=wiring,
-            functions=self._functions(s, function, wiring),
+            functions=self._functions(s, function, wiring, pulls, pulled_by),
+            start=results[: len(metadata.runs[s].starts)],
         )
 
-    def _functions(self, s: int, function: Function, wiring: Wiring) -> StageFunctions:
+    def _functions(
+        self,
+        s: int,
+        function: Function,
+        wiring: Wiring,
+        pulls: Sequence[StageCrossing],
+        pulled_by: Sequence[StageCrossing],
+    ) -> StageFunctions:
         section, metadata = self.sections[s], self.metadata
         sources = [self.captured.sources[value] for value in section.constants]
         constants = tuple([source.tensor for source in sources if isinstance(source, Constant)])
-        hooks = self._hooks(s)
-        unrecordable = metadata.unrecordable[s] or ("gradients have hooks" if hooks else "")
-        return Autograd(
+        hooks, run = self._hooks(s), metadata.runs[s]
+        eager = Autograd(
             function,
             wiring,
             constants,
             s in metadata.varying,
-            unrecordable,
             hooks,
+            in_place=self.variant.sums is None,
             enabled=self.captured.backward,
         )
+        if self.request is None or s not in self.request.stages:
+            return eager
+        unrecordable = metadata.unrecordable[s] or ("gradients have hooks" if hooks else "")
+        optional = any(isinstance(spec, OptionalSpec) for crossing in pulled_by for spec in crossing.specs)
+        if optional and len(run.entering) + len(metadata.runs[s].starts) + (wiring.loss is not None) > 1:
+            unrecordable = unrecordable or "data decide which cotangents it receives"
+        if unrecordable:
+            return replace(eager, remark=f"by autograd: {unrecordable}")
+        entering = [(crossing.source, value) for crossing in pulled_by for value in crossing.values]
+        return self.request.make(eager, run.joint(crossing_values(pulls), metadata.grads[s], entering), optional)
 
     def _hooks(self, s: int) -> Mapping[ArgumentIndex, tuple[Hook, ...]]:
         """Return the hooks on gradients of the parameters that a stage owns, by argument."""

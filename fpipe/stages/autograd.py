@@ -47,7 +47,6 @@ class Autograd:
     sums. So gradients are added in the order that the schedule states.
 
     - `varying`: whether the stage's operations may depend on the values of tensors.
-    - `unrecordable`: why the stage can't be recorded as a graph; empty if it may be possible.
     - `hooks`: per parameter, the hooks to call with the gradient of each microbatch.
     - `remark`: why the stage isn't recorded, if that was requested.
     - `in_place`: whether autograd may add to the sums itself: they have the dtypes of the parameters.
@@ -58,11 +57,15 @@ class Autograd:
     wiring: Wiring
     constants: Tensors
     varying: bool
-    unrecordable: str = ""
     hooks: Mapping[ArgumentIndex, tuple[Hook, ...]] = field(default_factory=dict)
     remark: str = ""
     in_place: bool = True
     enabled: bool = True
+
+    @property
+    def eager(self) -> Autograd:
+        """These functions."""
+        return self
 
     @property
     def below_autograd(self) -> bool:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backends that differentiate a stage, by the names that users pass.
 
-- `"autograd"`: by autograd, for every microbatch. Works for every model as it is. It has no halves: stages whose
-  backwards are split are recorded (`fpipe.stages.conversion.differentiate`).
 - `"graph"`: forward and backward are recorded once, and from then on only torch's operators are called: the same bits
   with less Python. A stage always repeats what was recorded; Python side effects of modules (counting calls, printing)
   happen only while recording.
+- `"autograd"`: by autograd, for every microbatch. Works for every model as it is. It has no halves: stages whose
+  backwards are split are recorded.
 - `"inductor"`, or any other backend of `torch.compile`, by name or as a callable: the same graphs, compiled. The
   results are close, but not the same bits.
 
@@ -16,24 +16,27 @@ Runs when a pipeline is built (`backend_of`) and when a plan is made (`record_st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 from fpipe.errors import InputError
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.graph.codegen import PhaseFunction, generate_adding, generate_function
 from fpipe.stages.graph.compiler import Compiler, compile_adding, compile_phase
-from fpipe.stages.graph.joint_graph import Examples, record
+from fpipe.stages.graph.joint import Joint
 from fpipe.stages.graph.phases import Phase, divide
 from fpipe.stages.interface import StageFunctions
-from fpipe.stages.recorded import Recorded
+from fpipe.stages.recorded import Recorded, skip_absent
 from fpipe.tensors.torch_private import find_compiler, list_compilers
+from schedules import Schedule
 
+AS_GRAPH_REMARK = "as a graph"
+"""The remark on a stage whose recorded operators run one by one."""
 Backward: TypeAlias = str | Compiler
-Backend: TypeAlias = Callable[[Autograd, Examples], StageFunctions]
-"""`backend(eager, examples)` returns the functions of a stage that compute the same as `eager`."""
+Backend: TypeAlias = Callable[[Autograd, Joint], Recorded]
+"""`backend(eager, joint)` returns the functions of a stage that compute the same as `eager`, from its joint graph."""
 
 
 def backend_of(backward: Backward) -> Backend | None:
@@ -59,51 +62,68 @@ def _compiler_of(backward: Backward) -> Compiler:
     return cast("Compiler", find_compiler(backward))
 
 
+def splits(schedule: Schedule) -> bool:
+    """Return whether a schedule splits backwards."""
+    return any(action.kind == "I" for rank in range(schedule.ranks) for action in schedule.actions(rank))
+
+
+class GraphRequest(NamedTuple):
+    """The stages that are recorded as graphs, and the backend that makes functions of a graph.
+
+    `split`: whether the schedule splits their backwards.
+    """
+
+    backend: Backend
+    stages: Collection[int]
+    split: bool
+
+    @classmethod
+    def of(cls, backend: Backend | None, stages: Collection[int], split: bool) -> GraphRequest | None:
+        """Return the request; `None` without a backend, unless backwards are split: halves need a graph."""
+        return None if backend is None and not split else cls(backend or AS_GRAPH, stages, split)
+
+    def make(self, eager: Autograd, joint: Joint | str, optional: bool) -> StageFunctions:
+        """Return the functions of a stage made from its joint graph; `eager`, with a remark, if that fails.
+
+        `joint` may be the reason why there is no graph. `optional`: whether data decide if a cotangent comes.
+        """
+        reason = joint if isinstance(joint, str) else ""
+        try:
+            made = self.backend(eager, joint) if isinstance(joint, Joint) else None
+        except Exception as error:  # whatever compilers reject, autograd can run
+            made, reason = None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if made is None:
+            return replace(eager, remark=f"by autograd: as a graph it raises {reason}")
+        return skip_absent(made, eager.wiring) if optional else made
+
+
 def record_stage(
     run: Callable[[Phase], PhaseFunction],
     add: Callable[[Phase], PhaseFunction],
     remark: str,
     eager: Autograd,
-    examples: Examples,
-) -> StageFunctions:
-    """Return the functions of a stage as phases of a graph; if that fails, `eager`, with the reason as its remark.
+    joint: Joint,
+) -> Recorded:
+    """Return the functions of a stage as phases of its joint graph.
 
     `run` turns a phase into a function; `add` turns it into a function that can also add its gradients to sums.
     """
-    if eager.unrecordable:
-        return replace(eager, remark=f"by autograd: {eager.unrecordable}")
-    try:
-        phases = divide(record(eager, examples), eager.wiring)
-        return Recorded(
-            views=generate_function(phases.views),
-            forward=run(phases.forward),
-            backward=_at_first_call(partial(add, phases.backward)),
-            backward_input=_at_first_call(partial(run, phases.input)),
-            backward_weight=_at_first_call(partial(add, phases.weight)),
-            evaluation=partial(run, phases.evaluation),
-            undeferred=phases.early,
-            below_autograd=run is generate_function,
-            remark=remark,
-        )
-    except Exception as error:  # whatever tracers or compilers reject, autograd can run
-        return replace(eager, remark=f"by autograd: {remark} it raises {_first_line(error)}")
+    phases = divide(joint, eager.wiring)
+    return Recorded(
+        views=generate_function(phases.views),
+        forward=run(phases.forward),
+        makers={
+            "evaluate": partial(run, phases.evaluation),
+            "backward": partial(add, phases.backward),
+            "backward_input": partial(run, phases.input),
+            "backward_weight": partial(add, phases.weight),
+        },
+        undeferred=phases.early,
+        below_autograd=run is generate_function,
+        remark=remark,
+        eager=eager,
+    )
 
 
-def _at_first_call(make: Callable[[], PhaseFunction]) -> PhaseFunction:
-    """Return a function that is made when it is first called: a schedule has whole backwards or halves, rarely both."""
-    made: list[PhaseFunction] = []
-
-    def call(*args: Any) -> Any:
-        if not made:
-            made.append(make())
-        return made[0](*args)
-
-    return call
-
-
-def _first_line(error: Exception) -> Any:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-AS_GRAPH: Backend = partial(record_stage, generate_function, generate_adding, "as a graph")
+AS_GRAPH: Backend = partial(record_stage, generate_function, generate_adding, AS_GRAPH_REMARK)
 """The backend that runs recorded operators one by one."""

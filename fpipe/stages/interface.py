@@ -81,6 +81,10 @@ class StageFunctions(Protocol):
     def below_autograd(self) -> bool:
         """True if none of the functions uses autograd."""
 
+    @property
+    def eager(self) -> StageFunctions:
+        """The same functions, computed by autograd."""
+
     def leaves(self, params: Tensors) -> Tensors:
         """Return the parameters in the form that `forward` takes."""
 

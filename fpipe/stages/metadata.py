@@ -10,30 +10,38 @@ Runs when a plan is made: once per kind of microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fpipe.cutting.routing import Section
 from fpipe.errors import CaptureError
-from fpipe.record.captured import AS_PYTHON, Buffer, Captured, Function, Parameter, Value
-from fpipe.record.fakes.assumed_values import assume_values
+from fpipe.record.captured import AS_PYTHON, Buffer, Captured, Constant, Function, Parameter, Value
+from fpipe.record.fakes.assumed_values import VALUE_READS, AssumedValues, assume_values
 from fpipe.record.model.places import traceback_line
 from fpipe.record.refusals import data_dependence_error
 from fpipe.record.trace.branching import certain_leaves
-from fpipe.stages.forward_watch import ForwardWatch
+from fpipe.record.variant import Variant
+from fpipe.stages.backends import GraphRequest
+from fpipe.stages.graph.joint import Joint, Node, Tape, note_on
 from fpipe.tensors.effects import Effects, storage_id
 from fpipe.tensors.fake import note_effects
 from fpipe.tensors.random import preserve_generators
-from fpipe.tensors.spec import OptionalSpec, Spec
+from fpipe.tensors.settings import settings
+from fpipe.tensors.spec import OptionalSpec, Spec, resolve
 from fpipe.tensors.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     finish_collective,
 )
+
+UNROLLED = 100
+"""The largest number of operators per torch call in a stage that is worth request."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Metadata:
     - `varying`: the stages that read values of tensors, so that their operations may depend on data.
     - `casting`: the stages in which something runs under autocast.
     - `unrecordable`: per stage, why it can't be recorded as a graph; empty if it may be possible.
+    - `runs`: per stage, the run that showed all this.
     """
 
     specs: dict[Value, Spec] = field(default_factory=dict)
@@ -58,6 +67,7 @@ class Metadata:
     varying: set[int] = field(default_factory=set)
     casting: set[int] = field(default_factory=set)
     unrecordable: dict[int, str] = field(default_factory=dict)
+    runs: list[FakeRun] = field(default_factory=list)
 
     def pulls(self, s: int, section: Section) -> Mapping[int, tuple[Value, ...]]:
         """Return, per earlier stage, the values for which stage `s` sends it a cotangent."""
@@ -68,19 +78,130 @@ class Metadata:
         return {peer: values for peer, values in found.items() if values}
 
 
-@dataclass(frozen=True)
-class _FakeForward:
-    """One stage's forward on fake tensors: its function, its arguments as leaves, the values it made, and the watch."""
+class ForwardWatch(TorchFunctionMode):
+    """A function mode that records what keeps a stage from being recorded as a graph, or matters to its wiring.
+
+    - `varying`: values of tensors are read, so other values may give another graph.
+    - `casting`: something runs under autocast.
+    - `nesting`: torch makes nested tensors.
+    - `setting`: torch's settings change.
+    - `calls`: the number of torch calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.varying = self.casting = self.nesting = self.setting = False
+        self.calls, self.before = 0, settings().kernels
+
+    def note(self, answers: AssumedValues) -> None:
+        """Record whether values of tensors were assumed, and whether nested tensors were made."""
+        self.varying |= answers.given
+        self.nesting |= answers.nested
+
+    @property
+    def unrecordable(self) -> str:
+        """The reason why the stage can't be recorded as a graph; empty if it may be possible."""
+        if self.varying:
+            return "it reads the values of tensors"
+        if self.setting:
+            return "it changes torch's settings for what it calls"
+        return "an encoder with a padding mask nests tensors" if self.nesting else ""
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        self.varying |= func in VALUE_READS
+        self.setting |= settings().kernels != self.before
+        self.casting |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class FakeRun:
+    """One stage's forward and backward on fake tensors.
+
+    - `leaves`: its arguments; `current`: these after the forward, and what it made.
+    - `outputs`: what leaves the stage; `buffers`: those that it replaces.
+    - `tape`: notes the run, if the stage is to be recorded; `arguments`: its nodes; `forward`: those of the forward.
+    - `entering`: the cotangents from later stages, by stage and value. `start`: that of the loss, if it is passed one.
+    - `scoped`: the arguments that a rerun in the backward reads. `grads`: the gradients, where there is one.
+    """
 
     function: Function
+    section: Section
     leaves: Mapping[Value, Tensor]
-    made: Mapping[Value, Tensor]
+    current: Mapping[Value, Tensor]
+    outputs: Mapping[Value, Tensor]
+    buffers: Mapping[Value, Tensor]
     watch: ForwardWatch
+    tape: Tape | None
+    arguments: Mapping[Value, Node]
+    forward: frozenset[Node] = frozenset()
+    entering: dict[tuple[int, Value], Tensor] = field(default_factory=dict)
+    start: Tensor | None = None
+    scoped: Mapping[Value, Tensor] = field(default_factory=dict)
+    grads: Mapping[Value, Tensor] = field(default_factory=dict)
+
+    def enter_scope(self) -> AbstractContextManager[None]:
+        """Return the context for the backward, in which parts of the forward may run again.
+
+        As on one device, reruns read the buffers as the forward left them; what they modify is cloned first.
+        """
+        if self.function.scope is None:
+            return nullcontext()
+        after = {**self.leaves, **{v: self.current[v] for v in self.section.buffers}, **self.buffers}
+        self.scoped = {v: one.clone() if v in self.section.modified else one for v, one in after.items()}
+        return self.function.scope(tuple(self.scoped.values()))
+
+    @property
+    def starts(self) -> tuple[Tensor, ...]:
+        """The cotangent of the loss, if the stage is passed one."""
+        return () if self.start is None else (self.start,)
+
+    def joint(
+        self, pulls: Sequence[Value], grads: Sequence[Value], pulled_by: Iterable[tuple[int, Value]]
+    ) -> Joint | str:
+        """Return what the tape has noted as a joint graph, or the reason why there is none.
+
+        `pulls` and `grads` are the values whose gradients the stage returns, `pulled_by` the cotangents that it gets.
+        """
+        tape, section = self.tape, self.section
+        assert tape is not None, "the stage is to be recorded"
+        cotangents = [*self.starts, *[self.entering[one] for one in pulled_by]]
+        try:
+            if not self.grads.keys() >= {*pulls, *grads}:
+                raise CaptureError("got gradients that only other data give a value")
+            returned = [
+                tuple(map(tape.node_of, group))
+                for group in (
+                    [self.outputs[value] for value in section.leaving],
+                    [self.buffers.get(value, self.current[value]) for value in section.buffers],
+                    [self.grads[value] for value in pulls],
+                    [self.grads[value] for value in grads],
+                )
+            ]
+            entering = tuple(map(tape.node_of, cotangents))
+        except CaptureError as error:
+            tape.fail(error)
+        if tape.failure:
+            return tape.failure
+        for node in (*tape.nodes, *tape.known.values()):
+            if node.value is not None and node.value.requires_grad:
+                node.value = node.value.detach()  # else it would keep autograd's graph
+        of = self.arguments
+        params, buffers = tuple(of[v] for v in section.parameters), tuple(of[v] for v in section.buffers)
+        inputs = tuple(node for value, node in of.items() if value not in {*section.parameters, *section.buffers})
+        return Joint(tuple(tape.nodes), params, buffers, inputs, tape.key, entering, self.forward, *returned)
 
 
-def infer(captured: Captured, sections: Sequence[Section], functions: Sequence[Function]) -> Metadata:
+def infer(
+    captured: Captured,
+    sections: Sequence[Section],
+    functions: Sequence[Function],
+    variant: Variant,
+    request: GraphRequest | None,
+) -> Metadata:
     """Return the metadata found by running the forward and backward of all stages on fake tensors."""
-    metadata = Metadata()
+    metadata, recorded = Metadata(), () if request is None else request.stages
     trainable = {v for v, s in captured.sources.items() if isinstance(s, Parameter) and s.name in captured.trainable}
     metadata.differentiable.update(trainable)
     devices = {tensor.device for tensor in captured.fakes.values()} | {torch.device("cpu")}
@@ -91,13 +212,15 @@ def infer(captured: Captured, sections: Sequence[Section], functions: Sequence[F
     ):
         values = dict(captured.fakes)
         metadata.specs.update({value: Spec.of(tensor) for value, tensor in values.items()})
-        forwards = [
-            _infer_forward(captured, section, function, values, metadata)
-            for section, function in zip(sections, functions, strict=True)
-        ]
-        arriving: dict[tuple[int, Value], Tensor] = {}
+        for s, (section, function) in enumerate(zip(sections, functions, strict=True)):
+            kept = _kept_call(section, captured)
+            run = _run_forward(captured, section, function, values, metadata, s in recorded and not kept)
+            if request is not None and not request.split and _is_unrolled(run):
+                kept, run.tape = "some of its torch calls consist of hundreds of operators, fast as they are", None
+            metadata.runs.append(run)
+            metadata.unrecordable[s] = kept
         for s in reversed(range(len(sections))):
-            _infer_backward(s, sections[s], forwards[s], captured, arriving, metadata)
+            _infer_backward(s, metadata.runs[s], captured, metadata, variant)
     return metadata
 
 
@@ -106,38 +229,76 @@ def is_asking(captured: Captured) -> bool:
     return captured.observed is not None and captured.observed.asking
 
 
-def _infer_forward(
-    captured: Captured, section: Section, function: Function, values: dict[Value, Tensor], metadata: Metadata
-) -> _FakeForward:
-    metadata.specs.update({value: Spec.of(tensor) for value, tensor in section.repeats.items()})
+def _is_unrolled(run: FakeRun) -> bool:
+    """Return whether a forward calls hundreds of operators per torch call, as a recurrent network does.
+
+    Such a call loops over the sequence in C++. A graph unrolls the loop: it takes longer, and far longer to build.
+    """
+    return len(run.forward) > UNROLLED * (run.watch.calls + 10)
+
+
+def _run_forward(
+    captured: Captured,
+    section: Section,
+    function: Function,
+    values: dict[Value, Tensor],
+    metadata: Metadata,
+    recorded: bool,
+    casting: bool = False,
+) -> FakeRun:
+    """Run a stage's forward; add what it shows to `metadata`, and what it makes to `values`.
+
+    `casting`: whether something in it is known to run under autocast.
+    """
     known = {**values, **section.repeats}
     leaves = {v: known[v].detach().requires_grad_(v in metadata.differentiable) for v in section.inputs}
     leaves |= {v: nn.Parameter(leaves[v], leaves[v].requires_grad) for v in section.parameters}
     received = {v for values in section.gets.values() for v in values} & metadata.differentiable
-    inner = received if is_asking(captured) else set[Value]()
-    arguments = [
-        leaf.clone() if value in section.modified else leaf.view_as(leaf) if value in inner else leaf
-        for value, leaf in leaves.items()
-    ]
+    inner = received if casting or is_asking(captured) else set[Value]()
+    tape = Tape() if recorded else None
+    arguments = {} if tape is None else _take_arguments(tape, captured, section, leaves)
     try:
-        with assume_values(captured.mode) as answers, ForwardWatch() as watch:
-            made = dict(zip(section.outputs, function(0, *arguments), strict=True))
+        with assume_values(captured.mode) as answers, ForwardWatch() as watch, note_on(tape):
+            given = [
+                leaf.clone() if v in section.modified else leaf.view_as(leaf) if v in inner else leaf
+                for v, leaf in leaves.items()
+            ]
+            made = dict(zip(section.outputs, function(0, *given), strict=True))
+            current = {**dict(zip(leaves, given, strict=True)), **made}
+            outputs = {v: resolve(current[v].detach()) for v in section.leaving}
+            buffers = {old: current[new].detach().clone() for old, new in section.reassigned.items()}
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         where = next((unit.path for unit in section.units if unit.path), "(root)")
         raise data_dependence_error(f"the stage that begins in module {where}", error) from error
     watch.note(answers)
+    if recorded and watch.casting and received and not inner:  # received values must not be leaves there: see `Wiring`
+        return _run_forward(captured, section, function, values, metadata, recorded, casting=True)
     for value, tensor in made.items():
-        values[value] = tensor
-        metadata.specs[value] = Spec.of(tensor)
+        values[value] = outputs.get(value, tensor)
+        metadata.specs[value] = Spec.of(values[value])
         if tensor.requires_grad:
             metadata.differentiable.add(value)
-    return _FakeForward(function, leaves, made, watch)
+    metadata.specs.update({value: Spec.of(tensor) for value, tensor in section.repeats.items()})
+    forward = frozenset(() if tape is None else tape.nodes)
+    return FakeRun(function, section, leaves, current, outputs, buffers, watch, tape, arguments, forward)
+
+
+def _take_arguments(
+    tape: Tape, captured: Captured, section: Section, leaves: Mapping[Value, Tensor]
+) -> Mapping[Value, Node]:
+    """Return the nodes of a stage's arguments; its constants are held in the graph."""
+    for value in section.constants:
+        source = captured.sources[value]
+        assert isinstance(source, Constant), "that is what a section lists there"
+        tape.hold(leaves[value], source.tensor)
+    others = [value for value in leaves if value not in section.constants]
+    return dict(zip(others, tape.take(leaves[value] for value in others), strict=True))
 
 
 class _Entry(NamedTuple):
     """A tensor at which a cotangent enters a stage's backward: the loss, or a value that later stages use.
 
-    `cotangent` is `None` for the loss; `sure` is false if it depends on data whether one enters.
+    `cotangent` is `None` for the loss if it is 1; `sure` is false if it depends on data whether one enters.
     """
 
     root: Tensor
@@ -145,78 +306,67 @@ class _Entry(NamedTuple):
     sure: bool
 
 
-def _infer_backward(
-    s: int,
-    section: Section,
-    forward: _FakeForward,
-    captured: Captured,
-    arriving: dict[tuple[int, Value], Tensor],
-    metadata: Metadata,
-) -> None:
-    """Run a stage's backward; add what it shows to `metadata`, and the cotangents that it returns to `arriving`."""
-    entries = _cotangent_entries(section, forward, captured.loss, arriving, metadata)
+def _infer_backward(s: int, run: FakeRun, captured: Captured, metadata: Metadata, variant: Variant) -> None:
+    """Run a stage's backward, and add what it shows to `metadata`."""
+    section = run.section
+    entries = _cotangent_entries(run, captured.loss, metadata, variant.scaled)
     previous = {v: None for routes in (section.gets, section.earlier) for values in routes.values() for v in values}
     wanted = [v for v in dict.fromkeys((*previous, *section.parameters)) if v in metadata.differentiable]
-    flowing = _possible_gradients(s, forward, entries, wanted, captured)
-    sure = _certain_values(forward, entries, flowing, captured)
+    flowing = _possible_gradients(s, run, entries, wanted, captured)
+    sure = _certain_values(run, entries, flowing, captured)
     for value, grad in flowing.items():
         kind = Spec if value in sure else OptionalSpec
         if value in previous:
-            arriving[s, value] = grad
             metadata.cotangents[s, value] = kind.of(grad)
         else:
-            metadata.totals[s, value] = kind.of(forward.leaves[value])
-    grads = tuple(value for value in flowing if value not in previous)
-    metadata.grads[s] = grads
-    metadata.varying.update({s} if forward.watch.varying else ())
-    metadata.casting.update({s} if forward.watch.casting else ())
-    metadata.unrecordable[s] = forward.watch.unrecordable or _kept_call(section, captured)
+            total = kind.of(run.leaves[value])
+            metadata.totals[s, value] = replace(total, dtype=variant.sum_dtype(total.dtype))
+    metadata.grads[s] = tuple(value for value in flowing if value not in previous)
+    metadata.varying.update({s} if run.watch.varying else ())
+    metadata.casting.update({s} if run.watch.casting else ())
+    metadata.unrecordable[s] = run.watch.unrecordable or metadata.unrecordable[s]
 
 
-def _cotangent_entries(
-    section: Section,
-    forward: _FakeForward,
-    loss: Value | None,
-    arriving: Mapping[tuple[int, Value], Tensor],
-    metadata: Metadata,
-) -> list[_Entry]:
+def _cotangent_entries(run: FakeRun, loss: Value | None, metadata: Metadata, scaled: bool) -> list[_Entry]:
     """Return the tensors at which cotangents enter a stage's backward."""
-    tensors = {**forward.leaves, **forward.made}
-    entries: list[_Entry] = []
-    if loss is not None and loss in section.results and tensors[loss].requires_grad:
-        entries.append(_Entry(tensors[loss], None, True))
+    section, entries = run.section, list[_Entry]()
+    if loss is not None and loss in section.results and run.current[loss].requires_grad:
+        run.start = Spec.of(run.current[loss]).allocate() if scaled else None
+        entries.append(_Entry(run.current[loss], run.start, True))
     for routes in (section.gives, section.later):
         for t, values in routes.items():
             for value in values:
-                if (t, value) in arriving:
-                    sure = not isinstance(metadata.cotangents[t, value], OptionalSpec)
-                    entries.append(_Entry(tensors[value], arriving[t, value], sure))
+                if (spec := metadata.cotangents.get((t, value))) is not None:
+                    run.entering[t, value] = entering = spec.allocate()
+                    entries.append(_Entry(run.current[value], entering, not isinstance(spec, OptionalSpec)))
+    if run.tape is not None:
+        run.tape.take([*run.starts, *run.entering.values()])
     return entries
 
 
 def _possible_gradients(
-    s: int, forward: _FakeForward, entries: Sequence[_Entry], wanted: Sequence[Value], captured: Captured
-) -> dict[Value, Tensor]:
+    s: int, run: FakeRun, entries: Sequence[_Entry], wanted: Sequence[Value], captured: Captured
+) -> Mapping[Value, Tensor]:
     """Return the gradients of the wanted values, where there may be one."""
     if not entries or not wanted:
         return {}
-    grads = _grads(s, forward, entries, [forward.leaves[value] for value in wanted], captured)
-    found = {value: grad for value, grad in zip(wanted, grads, strict=True) if grad is not None}
+    grads = _grads(s, run, entries, [run.leaves[value] for value in wanted], captured)
+    run.grads = {value: grad for value, grad in zip(wanted, grads, strict=True) if grad is not None}
     if not captured.dynamic:
-        return found
-    found = {value: _without_broadcasts(grad, forward.leaves[value]) for value, grad in found.items()}
+        return run.grads
+    found = {value: _without_broadcasts(grad, run.leaves[value]) for value, grad in run.grads.items()}
     others = [value for value in wanted if value not in found and _is_dynamic(captured, value)]
-    return found | {value: forward.leaves[value].detach() for value in others}  # another branch may use it
+    return found | {value: run.leaves[value].detach() for value in others}  # another branch may use it
 
 
 def _certain_values(
-    forward: _FakeForward, entries: Sequence[_Entry], flowing: Collection[Value], captured: Captured
+    run: FakeRun, entries: Sequence[_Entry], flowing: Collection[Value], captured: Captured
 ) -> Collection[Value]:
     """Return the values that get a gradient whatever the data."""
     if not captured.dynamic:
         return flowing
     reached = certain_leaves([entry.root for entry in entries if entry.sure])
-    return [value for value in flowing if id(forward.leaves[value]) in reached]
+    return [value for value in flowing if id(run.leaves[value]) in reached]
 
 
 def _without_broadcasts(grad: Tensor, leaf: Tensor) -> Tensor:
@@ -226,19 +376,21 @@ def _without_broadcasts(grad: Tensor, leaf: Tensor) -> Tensor:
 
 
 def _grads(
-    s: int, forward: _FakeForward, entries: Sequence[_Entry], leaves: Sequence[Tensor], captured: Captured
+    s: int, run: FakeRun, entries: Sequence[_Entry], leaves: Sequence[Tensor], captured: Captured
 ) -> Sequence[Tensor | None]:
     """Return the gradients of the leaves; raise `CaptureError` if the backward cannot run."""
     effects = Effects()
     roots, cotangents = [entry.root for entry in entries], [entry.cotangent for entry in entries]
-    function = forward.function
+    function = run.function
     try:
         with (
             assume_values(captured.mode) as answers,
             note_effects(captured.mode, effects),
-            function.backward_scope(tuple(forward.leaves.values())),
+            note_on(run.tape),
         ):
-            found: Sequence[Tensor | None] = torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
+            with run.enter_scope():
+                grads: Sequence[Tensor | None] = torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
+            found = [None if one is None else resolve(finish_collective(one)) for one in grads]
     except TypeError as error:  # of fake tensors: a module's own tensor is not there
         raise CaptureError(
             f"stage {s}, its backward{traceback_line(error.__traceback__)}: got code that uses a parameter or buffer "
@@ -251,9 +403,8 @@ def _grads(
             "backward() on the model's own loss; it should raise the same error. If it complains about an in-place "
             "change, compute a new tensor instead."
         ) from error
-    _require_unwritten(s, forward, effects, captured)
-    found = [None if one is None else finish_collective(one) for one in found]
-    forward.watch.note(answers)
+    _require_unwritten(s, run, effects, captured)
+    run.watch.note(answers)
     if effects.drawn and not function.redraws:
         raise CaptureError(
             f"stage {s}: got a backward that draws random numbers, expected only forwards to draw them, since they "
@@ -271,14 +422,14 @@ def _kept_call(section: Section, captured: Captured) -> str:
     return ""
 
 
-def _require_unwritten(s: int, forward: _FakeForward, effects: Effects, captured: Captured) -> None:
+def _require_unwritten(s: int, run: FakeRun, effects: Effects, captured: Captured) -> None:
     """Raise `CaptureError` if a backward writes to a parameter, a buffer, or the batch; reruns of a forward may."""
-    rewritten = captured.observed.written.values() if captured.observed and forward.function.redraws else ()
+    rewritten = captured.observed.written.values() if captured.observed and run.function.redraws else ()
     again = frozenset[int]().union(*rewritten)
     storage = captured.observed.storage if captured.observed else {}
-    for value, leaf in forward.leaves.items():
-        source = captured.sources.get(value)
-        if source is not None and storage_id(leaf) in effects.written and storage.get(value) not in again:
+    for value, leaf in run.leaves.items():
+        source, places = captured.sources.get(value), {storage_id(leaf), storage_id(run.scoped.get(value, leaf))}
+        if source is not None and not places.isdisjoint(effects.written) and storage.get(value) not in again:
             name = source.name if isinstance(source, Parameter | Buffer) else "a tensor of the batch"
             raise CaptureError(
                 f"stage {s}: got a backward (a hook, or a custom autograd function) that writes to {name}, expected "

@@ -9,12 +9,15 @@ Runs in every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from fpipe.record.captured import Tensors
+from fpipe.stages.accumulation import Gradients
+from fpipe.stages.autograd import Autograd
 from fpipe.stages.graph.codegen import PhaseFunction
-from fpipe.stages.interface import WeightIndex
+from fpipe.stages.interface import WeightIndex, Wiring
 
 
 @dataclass(frozen=True)
@@ -22,28 +25,89 @@ class Recorded:
     """The functions of a stage, as phases of a graph.
 
     - `views` takes the parameters and returns them in the form that `forward` takes.
-    - `evaluation` returns the forward without residuals.
+    - `makers` make the others, by name, at their first use: a schedule has whole backwards or halves, rarely both.
     - `below_autograd`: whether the functions call the recorded operators and nothing else.
     - `undeferred`: the weights whose gradients the input half computes, each with the reason.
     - `remark`: a note for users on how the phases are run.
+    - `eager`: the same functions, computed by autograd.
     """
 
     views: PhaseFunction
     forward: PhaseFunction
-    backward: PhaseFunction
-    backward_input: PhaseFunction
-    backward_weight: PhaseFunction
-    evaluation: Callable[[], PhaseFunction]
+    makers: Mapping[str, Callable[[], PhaseFunction]]
     undeferred: Mapping[WeightIndex, str]
     below_autograd: bool
     remark: str
+    eager: Autograd
 
     @cached_property
     def evaluate(self) -> PhaseFunction:
-        """The forward without residuals, generated at its first use."""
-        return self.evaluation()
+        """The forward without residuals."""
+        return self.makers["evaluate"]()
+
+    @cached_property
+    def backward(self) -> PhaseFunction:
+        """The whole backward."""
+        return self.makers["backward"]()
+
+    @cached_property
+    def backward_input(self) -> PhaseFunction:
+        """The input half of the backward."""
+        return self.makers["backward_input"]()
+
+    @cached_property
+    def backward_weight(self) -> PhaseFunction:
+        """The weight half of the backward."""
+        return self.makers["backward_weight"]()
 
     def leaves(self, params: Tensors) -> Tensors:
         """Return the parameters, detached, and views of them that every microbatch needs."""
         leaves: Tensors = self.views(tuple([tensor.detach() for tensor in params]))
         return leaves
+
+
+def skip_absent(stage: Recorded, wiring: Wiring) -> Recorded:
+    """Return the same stage with a backward that computes nothing if its only cotangent is absent.
+
+    A graph is recorded with all cotangents of a stage. A stage with several, of which only some may arrive, can't be
+    recorded, so it is left to autograd.
+    """
+    outgoing = (None,) * len(wiring.cotangents)
+    grads = (None,) * (len(wiring.leaves) - len(outgoing))
+
+    def backward(residuals: Any, cotangents: Gradients, onto: Gradients = ()) -> tuple[Gradients, Gradients]:
+        if cotangents[0] is None:
+            return outgoing, onto or grads
+        if _is_sum(onto):
+            found: tuple[Gradients, Gradients] = stage.backward(residuals, cotangents, onto)
+            return found
+        first: tuple[Gradients, Gradients] = stage.backward(residuals, cotangents)
+        return first
+
+    def backward_input(residuals: Any, cotangents: Gradients) -> tuple[Gradients, Any]:
+        if cotangents[0] is None:
+            return outgoing, None
+        made, deferred = stage.backward_input(residuals, cotangents)
+        return made, (deferred,)
+
+    def backward_weight(deferred: Any, onto: Gradients = ()) -> Gradients:
+        if deferred is None:
+            return onto or grads
+        if _is_sum(onto):
+            totals: Gradients = stage.backward_weight(*deferred, onto)
+            return totals
+        first: Gradients = stage.backward_weight(*deferred)
+        return first
+
+    makers = dict(stage.makers)
+    makers |= {
+        "backward": lambda: backward,
+        "backward_input": lambda: backward_input,
+        "backward_weight": lambda: backward_weight,
+    }
+    return replace(stage, makers=makers)
+
+
+def _is_sum(onto: Gradients) -> bool:
+    """Return whether `onto` holds sums; a stage has gradients for all of its parameters or for none."""
+    return bool(onto) and onto[0] is not None

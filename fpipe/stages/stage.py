@@ -11,7 +11,7 @@ Runs in every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -73,6 +73,11 @@ class Stage:
         parts += [f"repeats {self.prologue}"] * bool(self.prologue.specs)
         parts += [f"gives {', '.join(given)}"] * bool(given) + [f"shares {', '.join(shared)}"] * bool(shared)
         return f"stage {self.index}: {'; '.join(parts)}"
+
+    @property
+    def eager(self) -> Stage:
+        """The same stage, differentiated by autograd."""
+        return replace(self, functions=self.functions.eager)
 
     def leaves(self, params: Mapping[str, Tensor]) -> Tensors:
         """Return this stage's parameters, selected from `params`, in the form that its functions take."""

@@ -71,6 +71,16 @@ def generator(device: torch.device) -> torch.Generator:
     )
 
 
+def state_of(device: torch.device) -> torch.Tensor:
+    """Return the state of the default generator of `device`."""
+    return generator(device).get_state()
+
+
+def restore(state: torch.Tensor, device: torch.device) -> None:
+    """Set the default generator of `device` to this state."""
+    generator(device).set_state(state)
+
+
 def is_fresh(device: torch.device) -> bool:
     """Return whether nothing has been drawn from the default generator of `device` since it was seeded."""
     current = generator(device)

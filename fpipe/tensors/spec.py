@@ -63,7 +63,7 @@ class Spec:
         return replace(self, shape=shape, stride=tuple(stride))
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, copied if its strides differ from these.
+        """Return `tensor`, copied if its strides differ from these, or if its elements are to be conjugated or negated.
 
         Raise `InputError` if its shape or dtype differs: the metadata was inferred under other conditions.
         """
@@ -73,9 +73,15 @@ class Spec:
                 "built. Put autocast inside the model's modules, not around the step, and keep shapes independent of "
                 "data."
             )
+        tensor = resolve(tensor)
         if tensor.stride() == self.stride:
             return tensor
         return self.allocate().copy_(tensor) if 0 not in self.stride else self.unpack(self.pack(tensor))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements, those along broadcast dimensions repeated."""
+        return self.dtype.itemsize * prod(self.shape)
 
     def empty(self, device: torch.device | str | None = None) -> Tensor:
         """Return an uninitialized, writable tensor in this memory order, without gaps or broadcast dimensions."""
@@ -180,7 +186,15 @@ class OptionalSpec(Spec):
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the elements of `tensor` in row-major order, as one-dimensional bytes; a view if it is contiguous."""
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = resolve(tensor).contiguous().reshape(-1)
     if flat.stride() != (1,):  # a single element may have any stride
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
+
+
+def resolve(tensor: Tensor) -> Tensor:
+    """Return `tensor`; a copy, if it is a view whose elements are to be conjugated or negated when they are read.
+
+    Whoever receives a value knows nothing of such views.
+    """
+    return tensor.resolve_conj().resolve_neg()

@@ -129,6 +129,7 @@ NAMES: Final[Paths] = {
     "noticing that a model asks for .grad, .grad_fn or .is_leaf": ["torch._C.TensorBase"],
     "calling the autograd engine": ["torch.autograd.graph._engine_run_backward"],
     "running recorded stages without autograd": ["torch._C._AutoDispatchBelowAutograd"],
+    "noticing saved-tensor hooks around a step": ["torch._C._autograd._top_saved_tensors_default_hooks"],
     "refusing tensors with tangents, or inside transforms of torch.func": [
         "torch.autograd.forward_ad._current_level",
         "torch._C._functorch.maybe_current_level",
@@ -318,6 +319,7 @@ FUNCTORCH: Final = "torch._functorch"
 TENSOR_METHODS: Final = vars(torch._C.TensorBase)
 run_backward: Callable[..., tuple[Any, ...]] = graph._engine_run_backward
 bypass_autograd: Any = torch._C._AutoDispatchBelowAutograd
+saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 foreach_add_: Any = torch._foreach_add_

@@ -43,7 +43,6 @@ def _has_valid_slice(action: Action, slices: int) -> bool:
 
 
 def _explain_misfit(schedule: Schedule, action: Action) -> tuple[str, str]:
-    """Return the problem with the action, and the repair."""
     if type(action) is not Action:
         return f"got {action!r}, expected an action", "Yield actions such as F(stage, microbatch)."
     if action.kind not in _COMPUTE or action.peer is not None:

@@ -50,7 +50,6 @@ class Placement:
                 raise SizeError.of("Placement", "homes", homes, expected, "Assign every stage to one of the ranks.")
 
     def _has_homes(self, homes: object) -> bool:
-        """Return whether each stage has a rank on this route."""
         if not isinstance(homes, tuple) or len(homes) != len(self.homes) or not is_size(len(homes), 0):
             return False
         return all(is_size(rank, 0, self.ranks - 1) for rank in homes)

@@ -172,7 +172,6 @@ class _Lowering:
         return actions
 
     def _explain_missing(self, turn: Turn, message: Message, why: str) -> ScheduleError:
-        """Return the error for a message that never comes."""
         action, problem = next(iter(turn.actions), None), f"waits for {message}, {why}"
         repair = "Run check(schedule, graph) first: it names the cause."
         return ScheduleError("ordered", self.rank, turn.position, action, problem, repair)

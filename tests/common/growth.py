@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count what a process holds, and require that a loop leaves no more than before."""
+"""Count what a process holds, and what it runs; and require that a loop leaves no more than before."""
 
 import gc
 import os
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 
@@ -83,3 +84,15 @@ def build_small(schedule, **options):
     pipe = fpipe.pipeline(model, example=(torch.ones(4, 4),), loss=torch.mean, schedule=schedule, **options)
     (params, buffers), step = pipe.init(model), fpipe.value_and_grad(pipe)
     return pipe, lambda rows=4: step(params, buffers, (torch.ones(rows, 4),))
+
+
+class Operators(TorchDispatchMode):
+    """Count the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.called[func] += 1
+        return func(*args, **(kwargs or {}))

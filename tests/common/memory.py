@@ -132,7 +132,8 @@ def levels(pipe, model, inputs, targets, seed=SEED):
     given = scatter(plan, *pipe.init(model), pipe.batch(TRAINING, inputs, targets), seed)
     found, runs = [], []
     for stage in pipe.stages:
-        assert stage.functions.evaluate  # generated at its first use, with constants that are not a microbatch's
+        for name in ("evaluate", "backward", "backward_input", "backward_weight"):
+            assert getattr(stage.functions, name)  # made at its first use, with constants that are not a microbatch's
     for rank in range(pipe.schedule.ranks):
         stages = {s: Watched(pipe.stages[s], rank, memory) for s in plan.placement.stages_on(rank)}
         linked = link(plan.program.actions(rank), stages, plan.placement)

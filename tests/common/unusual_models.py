@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that a graph of operators would change: they keep objects, share lists, have hooks, run under autocast."""
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -41,9 +42,11 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks that run one after the other; `around` calls each of them."""
 
+    block = Block
+
     def __init__(self, middle=None, around=None, depth=4):
         super().__init__()
-        self.blocks = nn.ModuleList([Block(middle) for _ in range(depth)])
+        self.blocks = nn.ModuleList([self.block(middle) if middle else self.block() for _ in range(depth)])
         self.around = around
 
     def forward(self, x):
@@ -169,10 +172,8 @@ class Keeping(Block):
         return super().forward(x * self.kept)
 
 
-def caches():
-    model = Stack()
-    model.blocks = nn.ModuleList([Keeping() for _ in range(4)])
-    return model
+class Caches(Stack):
+    block = Keeping
 
 
 class Travelling(nn.Module):
@@ -331,35 +332,75 @@ def backward_hook():
     return model
 
 
-AT_BLOCKS = ("blocks.1", "blocks.2", "blocks.3")
+collector: ContextVar[list[Tensor] | None] = ContextVar("collector", default=None)
+
+
+def collecting(module, args, out):
+    into = collector.get()
+    if into is not None:
+        into.append(out)
+
+
+class Gathering(Stack):
+    """Installs hooks at its first call that give to whoever gathers; those of inner linears are used at the end."""
+
+    installed = False
+
+    def forward(self, x):
+        if not self.installed:
+            for block in self.blocks:
+                block.a.register_forward_hook(collecting)
+                block.b.register_forward_pre_hook(lambda module, args: (args[0] + 0.5,))
+            self.installed = True
+        gathered: list[Tensor] = []
+        token = collector.set(gathered)
+        try:
+            x = super().forward(x)
+        finally:
+            collector.reset(token)
+        return x + sum(gathered) / len(gathered)
+
+
+class Switch(nn.Module):
+    """Draws by `draw` for positive data only, which the capture does not see."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.linear, self.draw = nn.Linear(WIDTH, WIDTH), draw
+
+    def forward(self, x):
+        return self.draw(self.linear(x)) if x.sum() > 0 else self.linear(x)
+
+
+AT = ("blocks.1", "blocks.2", "blocks.3")
 
 
 INSIDE = ("blocks.0.b", "blocks.1.b", "blocks.2.b")
 
 
 MODELS = {
-    "custom function in a block": (lambda: Stack(lambda m, x: Tripled.apply(x)), AT_BLOCKS, INSIDE),
-    "custom function around": (lambda: Stack(around=lambda m, b, x: Tripled.apply(b(x))), AT_BLOCKS, INSIDE),
-    "checkpoint": (lambda: Stack(around=checkpointed), AT_BLOCKS),
-    "checkpointed closure": (lambda: Stack(around=enclosed), AT_BLOCKS),
-    "vmap over a closure": (Masked, AT_BLOCKS, INSIDE),
-    "checkpoint inside": (lambda: Stack(lambda m, x: checkpoint(torch.sin, x, use_reentrant=False)), AT_BLOCKS, INSIDE),
-    "saved-tensor hooks": (lambda: Stack(packed), AT_BLOCKS),
-    "tensor hook": (lambda: Stack(hooked), AT_BLOCKS, INSIDE),
-    "module hooks": (hooks, AT_BLOCKS, INSIDE),
-    "autocast in a block": (lambda: Stack(mixed), AT_BLOCKS, INSIDE),
-    "autocast around all": (Autocast, tuple(f"stack.{c}" for c in AT_BLOCKS), tuple(f"stack.{c}" for c in INSIDE)),
-    "no_grad": (lambda: Stack(stopped), AT_BLOCKS, INSIDE),
-    "vmap": (lambda: Stack(vmapped), AT_BLOCKS, INSIDE),
-    "assignments to .data": (lambda: Stack(replaced), AT_BLOCKS),
-    "gradients in the forward": (lambda: Stack(differentiated), AT_BLOCKS),
-    "attributes": (WithNotes, AT_BLOCKS, INSIDE),
-    "caches": (caches, AT_BLOCKS, INSIDE),
-    "vmap with a weight": (lambda: Stack(lambda m, x: torch.vmap(m.a)(x)), AT_BLOCKS),
-    "dataclass": (Travelling, AT_BLOCKS, INSIDE),
-    "object": (Cached, AT_BLOCKS, INSIDE),
-    "a list": (Sharing, AT_BLOCKS, INSIDE),
-    "left in a list": (leaving, AT_BLOCKS, INSIDE),
-    "counter": (Counted, AT_BLOCKS, INSIDE),
+    "custom function in a block": (lambda: Stack(lambda m, x: Tripled.apply(x)), AT, INSIDE),
+    "custom function around": (lambda: Stack(around=lambda m, b, x: Tripled.apply(b(x))), AT, INSIDE),
+    "checkpoint": (lambda: Stack(around=checkpointed), AT),
+    "checkpointed closure": (lambda: Stack(around=enclosed), AT),
+    "vmap over a closure": (Masked, AT, INSIDE),
+    "checkpoint inside": (lambda: Stack(lambda m, x: checkpoint(torch.sin, x, use_reentrant=False)), AT, INSIDE),
+    "saved-tensor hooks": (lambda: Stack(packed), AT),
+    "tensor hook": (lambda: Stack(hooked), AT, INSIDE),
+    "module hooks": (hooks, AT, INSIDE),
+    "autocast in a block": (lambda: Stack(mixed), AT, INSIDE),
+    "autocast around all": (Autocast, tuple(f"stack.{c}" for c in AT), tuple(f"stack.{c}" for c in INSIDE)),
+    "no_grad": (lambda: Stack(stopped), AT, INSIDE),
+    "vmap": (lambda: Stack(vmapped), AT, INSIDE),
+    "assignments to .data": (lambda: Stack(replaced), AT),
+    "gradients in the forward": (lambda: Stack(differentiated), AT),
+    "attributes": (WithNotes, AT, INSIDE),
+    "caches": (Caches, AT, INSIDE),
+    "vmap with a weight": (lambda: Stack(lambda m, x: torch.vmap(m.a)(x)), AT),
+    "dataclass": (Travelling, AT, INSIDE),
+    "object": (Cached, AT, INSIDE),
+    "a list": (Sharing, AT, INSIDE),
+    "left in a list": (leaving, AT, INSIDE),
+    "counter": (Counted, AT, INSIDE),
     "methods": (Indirect, ("blocks.0", "blocks.1", "blocks.2"), ("blocks.0.b", "blocks.1.b", "blocks.2.b")),
 }

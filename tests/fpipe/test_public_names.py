@@ -62,7 +62,7 @@ PAGES = [*sorted(HOME.glob("*.md")), *sorted((HOME / "docs").rglob("*.md"))]
 SIGNATURES = {
     "pipeline": (
         "model *example *loss *schedule=None *plan=None *targets=None *cuts=None *stages=None *unsplittable=() "
-        "*whole=() *capture='trace' *backward='autograd' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None "
+        "*whole=() *capture='trace' *backward='graph' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None "
         "*plans=32 *group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean'"
     ),
     "value_and_grad": "pipe outputs=False record=None sums=None",
@@ -82,7 +82,7 @@ SIGNATURES = {
     "costs": "pipe timelines",
     "profile": (
         "model example targets=None *loss=None *microbatches=1 *cuts=None *unsplittable=() *whole=() *capture='trace' "
-        "*backward='autograd' *tied='exact' *batch_dims=0 *weight=None *source=None *device=None *link=None "
+        "*backward='graph' *tied='exact' *batch_dims=0 *weight=None *source=None *device=None *link=None "
         "*group=None *seconds=3.0"
     ),
     "optimizer": "cls *groups=None *names=None *donate=False options",

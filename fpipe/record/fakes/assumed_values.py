@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from fpipe.record.fakes.eager_types import hide_fakes, tolist
 from fpipe.record.fakes.fast_paths import allow_fast_paths
@@ -123,9 +123,11 @@ torch_check_all: Any = TENSOR_CHECK.value
 
 
 def check_all(error_type: Any, cond: Tensor, message: Any = None) -> None:
-    """Run torch's check that all elements are true; a fake tensor passes."""
+    """Run torch's check that all elements are true; a fake tensor passes, and function modes are notified."""
     if not isinstance(cond, FakeTensor):
         torch_check_all(error_type, cond, message)
+    elif has_torch_function_unary(cond):
+        handle_torch_function(check_all, (cond,), error_type, cond, message)
 
 
 torch_is_all_true: Any = ARGUMENT_CHECK.value

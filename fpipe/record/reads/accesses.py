@@ -36,8 +36,8 @@ from fpipe.record.model.walk import (
     is_users,
 )
 from fpipe.record.reads.code_names import UNKNOWN, CodeNames, Lookup
-from fpipe.tensors.closures import closure_variables
 from fpipe.tensors.patching import current, replace
+from fpipe.tensors.tree import closure_variables
 
 MAX_OBJECTS: Final = 2000
 """The number of objects that `Reach` opens."""

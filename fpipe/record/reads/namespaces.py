@@ -43,8 +43,8 @@ from fpipe.record.reads.expectations import (
     expect_object,
     select_relevant,
 )
-from fpipe.tensors.closures import closure_variables
 from fpipe.tensors.settings import captured_settings
+from fpipe.tensors.tree import closure_variables
 
 IGNORED_TYPES: Final = (ModuleType, logging.Logger, logging.LoggerAdapter)
 """Types whose contents don't affect results."""

@@ -33,9 +33,9 @@ from fpipe.record.model.walk import code_names, is_users
 from fpipe.record.refusals import own_generator_error, unregistered_write_error
 from fpipe.record.trace.frames import Frame, all_frames
 from fpipe.record.trace.record import Record, Values
-from fpipe.tensors.closures import closure_variables
 from fpipe.tensors.effects import Effects, storage_id
 from fpipe.tensors.torch_private import FAKE_ERRORS, TENSOR_METHODS, DisableTorchFunction, FakeTensor
+from fpipe.tensors.tree import closure_variables
 
 GRAD: Any = TENSOR_METHODS["grad"]
 UNANSWERABLE: Mapping[Any, str] = MappingProxyType({GRAD.__get__: "is asked for", GRAD.__set__: "is assigned to"})

@@ -51,9 +51,8 @@ from fpipe.record.trace.frames import Frame, Invocation, outermost_checkpoints
 from fpipe.record.trace.record import Record, for_real
 from fpipe.record.trace.recorder import InnerCall, Recorder, RunningCall
 from fpipe.record.trace.whole import WholeCalls
-from fpipe.tensors.closures import closure_contents
 from fpipe.tensors.torch_private import DisableTorchFunction, FakeTensor
-from fpipe.tensors.tree import PLAIN, same_bits
+from fpipe.tensors.tree import PLAIN, closure_contents, same_bits
 
 CALLABLE = (BuiltinFunctionType, MethodDescriptorType, MethodType, MethodWrapperType, WrapperDescriptorType)
 COMPARED_DATA = (*PLAIN, slice, range, type, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from fpipe.errors import InputError
 from fpipe.record.captured import Labels, Modes, Tensors, Value
 from fpipe.record.numbers import Number, to_python
-from fpipe.tensors.closures import flatten_closures
 from fpipe.tensors.settings import Settings, settings
 from fpipe.tensors.torch_private import count_dispatch_modes
-from fpipe.tensors.tree import PLAIN, flatten_all
+from fpipe.tensors.tree import PLAIN, flatten_all, flatten_closures
 
 PART = "a part, which is never cut"
 """The seal of a call inside which the user wants no cut; unlike other sealed calls, it is opened."""

@@ -69,12 +69,11 @@ from fpipe.record.trace.checks import (
 from fpipe.record.trace.frames import PART, Attribute, Frame, Invocation, constants_at, pick, tensors_at
 from fpipe.record.trace.reassignment import Reassignments
 from fpipe.record.trace.record import ATTACHING, Facts, Record, Values, for_real
-from fpipe.tensors.closures import closure_contents
 from fpipe.tensors.effects import Effects, has_handle, is_collective, written_memory
 from fpipe.tensors.fake import Fakes
 from fpipe.tensors.settings import changes_since
 from fpipe.tensors.torch_private import TENSOR_METHODS, active_fake_mode, count_dispatch_modes, process_groups
-from fpipe.tensors.tree import flatten, flatten_all
+from fpipe.tensors.tree import closure_contents, flatten, flatten_all
 
 GRAD_FN: Any = TENSOR_METHODS["grad_fn"].__get__
 """The function that torch calls to get a tensor's `grad_fn`."""

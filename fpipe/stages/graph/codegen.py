@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.stages.graph.nodes import Node
+from fpipe.stages.graph.joint import Node
 from fpipe.stages.graph.phases import Phase
 from fpipe.tensors.layouts import aten
 from fpipe.tensors.spec import Spec

@@ -2,7 +2,7 @@
 """Compile a phase of a stage to a function, with a backend of `torch.compile`.
 
 A compiler fuses operators and so sums in a different order: the results are close, but not the same bits. It can't
-reseed generators, so a phase that draws random numbers is not compiled.
+reseed generators, so a phase that draws random numbers is not compiled, nor is one with checks of values.
 
 Runs when a plan is made, if stages are compiled; the compiled functions run in every step.
 """
@@ -21,7 +21,7 @@ from torch.fx import Node as GraphNode
 from fpipe.errors import InputError
 from fpipe.stages.accumulation import own_all
 from fpipe.stages.graph.codegen import PhaseFunction, generate_function
-from fpipe.stages.graph.nodes import Node, map_nodes, number_in
+from fpipe.stages.graph.joint import ACTING, Node, map_nodes, number_in
 from fpipe.stages.graph.phases import Phase
 from fpipe.tensors import random
 from fpipe.tensors.torch_private import FakeTensor, foreach_add_
@@ -29,11 +29,15 @@ from schedules.errors import quote
 
 Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[Any]]]
 """`compiler(module, examples)` returns a function equivalent to the module, as backends of `torch.compile` do."""
+UNCOMPILED = ACTING | {random.state_of, number_in}
 
 
 def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
-    """Return the phase as a function compiled by `compiler`; uncompiled if it is empty, or seeds or reads numbers."""
-    if not phase.nodes or any(node.target in (random.reseed, number_in) for node in phase.nodes):
+    """Return the phase as a function compiled by `compiler`.
+
+    It stays uncompiled if it has no nodes, or seeds a generator, checks values or reads numbers.
+    """
+    if not phase.nodes or any(node.target in UNCOMPILED for node in phase.nodes):
         return generate_function(phase)
     takes = [node for node in phase.inputs if node.value is not None]
     run, plain = compiler(_module(phase, takes), [node.value for node in takes]), generate_function(phase)

@@ -18,17 +18,44 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from fpipe.stages.graph.joint_graph import Joint
-from fpipe.stages.graph.nodes import Node, number_in, users_of
-from fpipe.stages.graph.operators import LIGHT, PRODUCTS, SUMS, VIEWS
-from fpipe.stages.graph.ownership import own_gradients
-from fpipe.stages.graph.simplification import simplify
+from fpipe.stages.graph.joint import Joint, Node, number_in, users_of
+from fpipe.stages.graph.simplification import own_gradients, simplify
 from fpipe.stages.interface import WeightIndex, Wiring
 from fpipe.tensors.effects import storage_id
 from fpipe.tensors.layouts import aten
 from fpipe.tensors.spec import Spec
 
 Nodes: TypeAlias = Sequence[Node]
+
+PRODUCTS = frozenset(
+    {
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.baddbmm.default,
+        aten.convolution_backward.default,
+        aten.embedding_dense_backward.default,
+    }
+)
+VIEWS = frozenset(
+    {
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.slice.Tensor,
+        aten.select.int,
+    }
+)
+SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
+SCALED = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default})
+LIGHT = VIEWS | SUMS | SCALED | {aten.add.Tensor, aten._to_copy.default, aten.clone.default}
+"""Operators that are cheap, compared with products."""
 
 
 class Phase(NamedTuple):

@@ -270,7 +270,7 @@ class Counting(torch.overrides.TorchFunctionMode):
     ("make", "calls"), [(lambda s, x, m: torch.cos(s.table), 3), (lambda s, x, m: torch.cos(m), 9)]
 )
 def test_invariant_values_are_computed_once_a_step_on_each_stage(make, calls):
-    pipe, model, inputs, targets = built(make)
+    pipe, model, inputs, targets = built(make, backward="autograd")
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
     for _ in range(2):
         with Counting(torch.cos) as counting:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from fpipe.meshes.pieces import FlatBuffer, Pieces, row_range, take_rows
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.tensors.tree import same_bits
-from tests.common.gradients import stacks
+from tests.common.meshes import stacks
 
 CPU = torch.device("cpu")
 

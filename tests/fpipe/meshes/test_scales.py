@@ -57,6 +57,13 @@ def gradients(model, loss):
     return dict(zip(dict(model.named_parameters()), grads, strict=True))
 
 
+def train(model, inputs, targets, loss, how, sizes, sums=None, **more):
+    """A pipeline in copies of these sizes (replicas, shards, stages gathered), and the loss and gradients of a step."""
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=loss, schedule=how, **options(2, *sizes), **more)
+    step, grads = fpipe.value_and_grad(pipe, sums=sums)(*pipe.init(model), inputs, targets)
+    return pipe, step.loss, grads
+
+
 COUNTS = [5, 0, 1, 4, 2, 2, 5, 1, 0, 0, 3, 1]
 
 
@@ -64,18 +71,14 @@ COUNTS = [5, 0, 1, 4, 2, 2, 5, 1, 0, 0, 3, 1]
 def test_words_count_alike_wherever_they_are(shape):
     """Finding 9, and the first half of 3: the mean is over all words, and some microbatches have none."""
     model, (ids, wanted, _) = reader(), words(COUNTS)
-    pipe = fpipe.pipeline(
-        model,
-        example=(ids,),
-        targets=wanted,
-        loss=lambda logits, wanted: entropy(logits, wanted) / count_words(wanted).clamp(min=1),
-        weight=lambda inputs, wanted: count_words(wanted),
-        schedule=one_f_one_b(2, 2),
-        **options(2, *SHAPES[shape]),
-    )
-    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ids,), wanted)
-    loss = entropy(model(ids), wanted) / count_words(wanted)
-    torch.testing.assert_close(step.loss, loss.detach())
+
+    def mean(logits, wanted):
+        return entropy(logits, wanted) / count_words(wanted).clamp(min=1)
+
+    how, weight = one_f_one_b(2, 2), lambda inputs, wanted: count_words(wanted)
+    _, found, grads = train(model, (ids,), wanted, mean, how, SHAPES[shape], weight=weight)
+    loss = mean(model(ids), wanted)
+    torch.testing.assert_close(found, loss.detach())
     close(grads, gradients(model, loss))
 
 
@@ -89,19 +92,10 @@ def test_two_losses_have_totals_of_their_own(shape):
         first, second, totals = wanted
         return 2 * (entropy(logits, first) / totals[0] + 0.3 * entropy(logits, second) / totals[1])
 
-    pipe = fpipe.pipeline(
-        model,
-        example=(ids,),
-        targets=(first, second, totals),
-        batch_dims=(0, (0, 0, None)),
-        loss=loss,
-        schedule=zb_h1(2, 2),
-        reduce="sum",
-        **options(2, *SHAPES[shape]),
-    )
-    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ids,), (first, second, totals))
-    whole = loss(model(ids), (first, second, totals)) / 2
-    torch.testing.assert_close(step.loss, whole.detach())
+    targets, how = (first, second, totals), {"batch_dims": (0, (0, 0, None)), "reduce": "sum"}
+    _, found, grads = train(model, (ids,), targets, loss, zb_h1(2, 2), SHAPES[shape], **how)
+    whole = loss(model(ids), targets) / 2
+    torch.testing.assert_close(found, whole.detach())
     close(grads, gradients(model, whole))
 
 
@@ -115,18 +109,10 @@ def test_auxiliary_losses_have_one_scale(layout, weighted):
     microbatches, replicas, shards = layout
     count = microbatches * replicas * shards
     many = x.repeat(count, 1), y.repeat(count, 1)
-    pipe = fpipe.pipeline(
-        model,
-        example=many[:1],
-        targets=many[1],
-        loss=experts.loss,
-        weight=(lambda inputs, targets: len(targets)) if weighted else None,
-        schedule=zb_v(2, microbatches),
-        **options(2, replicas, shards),
-    )
-    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), many[:1], many[1])
+    how, weight = zb_v(2, microbatches), (lambda inputs, targets: len(targets)) if weighted else None
+    _, found, grads = train(model, many[:1], many[1], experts.loss, how, (replicas, shards), weight=weight)
     loss = experts.loss(model(x), y)
-    torch.testing.assert_close(step.loss, loss.detach())
+    torch.testing.assert_close(found, loss.detach())
     close(grads, gradients(model, loss))
 
 
@@ -172,12 +158,9 @@ def test_shards_may_be_uneven_or_empty(shards, gathered):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 2), nn.Tanh(), nn.Linear(2, 1))
     x, y = torch.randn(2 * shards, 3), torch.randn(2 * shards, 1)
-    pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=mse, schedule=zb_v(2, 2), **options(2, 1, shards, gathered)
-    )
-    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    pipe, found, grads = train(model, (x,), y, mse, zb_v(2, 2), (1, shards, gathered))
     loss, wanted = loop_over_copies(model, mse, x, y, 2, 1, shards)
-    assert same_bits(step.loss, loss)
+    assert same_bits(found, loss)
     assert all(same_bits(grads[name], wanted[name]) for name in wanted)
     torch.testing.assert_close(fpipe.norm(pipe, grads), torch.nn.utils.get_total_norm(wanted.values()))
 
@@ -189,10 +172,7 @@ def test_gradients_in_bfloat16_are_added_in_float32(shape):
     count = 2 * SHAPES[shape][0] * SHAPES[shape][1]
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).bfloat16()
     x, y = torch.randn(count, 4).bfloat16(), torch.randn(count, 1).bfloat16()
-    pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=mse, schedule=one_f_one_b(2, 2), **options(2, *SHAPES[shape])
-    )
-    _, grads = fpipe.value_and_grad(pipe, sums=torch.float32)(*pipe.init(model), (x,), y)
+    _, _, grads = train(model, (x,), y, mse, one_f_one_b(2, 2), SHAPES[shape], torch.float32)
     terms = [gradients(model, mse(model(a), b) / count) for a, b in zip(x.split(1), y.split(1), strict=True)]
     for name, grad in grads.items():
         exact = torch.stack([one[name].double() for one in terms]).sum(0)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import fpipe
-from fpipe.stages.conversion import splits
+from fpipe.stages.backends import splits
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, zb_v
 from tests.common.sizes import covering

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How batches are cut: pieces rejoin, signatures tell batches apart, and everything else is refused by name."""
 
-import copy
-
 import optree
 import pytest
 import torch
@@ -294,10 +292,3 @@ def test_outputs_that_cannot_be_merged_are_refused(dims, words):
     with pytest.raises(fpipe.InputError) as caught:
         Merge.of(structure, dims, [list(map(Spec.of, PARTS))])
     assert not [word for word in words if word not in str(caught.value)], str(caught.value)
-
-
-def test_splitting_does_not_modify_the_batch():
-    x, y = torch.randn(3, 8).t(), torch.randn(8)
-    before = copy.deepcopy((x, y))
-    Batching.of((x,), y, ((0,), None), 3).split_batch((x,), y).take()
-    assert all(map(same_bits, before, (x, y)))

@@ -59,9 +59,14 @@ def test_steps_go_on_from_earlier_sums(name, way):
     assert_same(got, wanted._replace(loss=None, outputs=None))
 
 
+def mlp_step(how=HOW["zb_h1"]):
+    """A step of a small model, its parameters and buffers, and a batch."""
+    pipe, model, inputs, targets = build(ZOO["mlp"], how, ROWS, capture="trace")
+    return fpipe.value_and_grad(pipe), pipe.init(model), inputs, targets
+
+
 def test_a_step_adds_to_the_memory_that_it_is_passed():
-    pipe, model, inputs, targets = build(ZOO["mlp"], HOW["zb_h1"], ROWS, capture="trace")
-    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    step, state, inputs, targets = mlp_step()
     _, grads = step(*state, inputs, targets)
     where = {name: grad.data_ptr() for name, grad in grads.items()}
     _, sums = step(*state, inputs, targets, onto=grads)
@@ -159,6 +164,7 @@ SUMS = {
     "one row": (lambda w: {"0.weight": w[:1].expand(4, 4)}, r"onto\['0.weight'\]: got memory that it shares with"),
     "one for two": (lambda w: {"0.weight": w, "2.weight": w}, r"memory that it shares with onto\['2.weight'\]"),
     "a list": (lambda w: [w], "onto: got list, expected a dict"),
+    "a parameter": (None, r"onto\['0.weight'\]: got memory that it shares with params\['0.weight'\]"),
     "a number": (lambda w: {"0.weight": 1.0}, r"onto\['0.weight'\]: got float, expected a tensor"),
 }
 NUMBERS = {
@@ -174,23 +180,14 @@ NUMBERS = {
 
 @pytest.mark.parametrize("what", SUMS)
 def test_sums_that_a_step_cannot_add_to_are_refused(what):
-    pipe, model, inputs, targets = build(ZOO["mlp"], HOW["zb_h1"], ROWS, capture="trace")
-    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    step, state, inputs, targets = mlp_step()
     make, message = SUMS[what]
     grads = step(*state, inputs, targets)[1]
     before = {name: grad.clone() for name, grad in grads.items()}
+    sums = {"0.weight": state[0]["0.weight"].detach()} if make is None else make(grads["0.weight"])
     with pytest.raises(fpipe.InputError, match=message):
-        step(*state, inputs, targets, onto=make(grads["0.weight"]))
+        step(*state, inputs, targets, onto=sums)
     assert all(torch.equal(grads[name], before[name]) for name in before)
-
-
-def test_sums_in_the_memory_of_parameters_are_refused():
-    pipe, model, inputs, targets = build(ZOO["mlp"], HOW["zb_h1"], ROWS, capture="trace")
-    params, buffers = pipe.init(model)
-    with pytest.raises(
-        fpipe.InputError, match=r"onto\['0.weight'\]: got memory that it shares with params\['0.weight'\]"
-    ):
-        fpipe.value_and_grad(pipe)(params, buffers, inputs, targets, onto={"0.weight": params["0.weight"].detach()})
 
 
 @covering(use=[fpipe.value_and_grad, fpipe.reference], what=[*NUMBERS])
@@ -202,9 +199,7 @@ def test_numbers_that_a_step_cannot_use_are_refused(use, what):
 
 
 def test_replicas_go_on_from_earlier_sums_once():
-    case, how = ZOO["mlp"], dualpipe(2, 4)
-    pipe, model, inputs, targets = build(case, how, ROWS, capture="trace")
-    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    step, state, inputs, targets = mlp_step(dualpipe(2, 4))
     once = step(*state, inputs, targets)[1]
     zeros = {name: torch.full_like(grad, -0.0) for name, grad in once.items()}
     assert_same(Result(None, None, step(*state, inputs, targets, onto=zeros)[1], {}), Result(None, None, once, {}))

@@ -69,7 +69,7 @@ def one_stage(model, example, targets, loss, **options):
 def test_bytes_of_stages_follow_from_those_of_blocks(name):
     case = ZOO[name]
     model, inputs, targets = case.make(8)
-    pipe = one_stage(model, inputs, targets, case.loss)
+    pipe = one_stage(model, inputs, targets, case.loss, backward="autograd")
     require_footprints(pipe, inputs, targets, SLICES.get(name, 0.0), ONCE.get(name, 0), tries=40 if NIGHTLY else 4)
 
 

@@ -180,7 +180,7 @@ def test_a_pipeline_has_its_own_arguments():
     pipe = fpipe.pipeline(
         layers(), example=batch_of()[0], targets=batch_of()[1], loss=mse, schedule=gpipe(ranks=2, microbatches=2)
     )
-    for name, value in (("loss", mse), ("microbatches", 4), ("backward", "graph")):
+    for name, value in (("loss", mse), ("microbatches", 4), ("backward", "autograd")):
         with pytest.raises(InputError, match=f"{name}: got .* besides a pipeline"):
             fpipe.profile(pipe, *batch_of(), **{name: value})
     with pytest.raises(InputError, match=r"inputs\[0\].*expected a batch that the model can take"):

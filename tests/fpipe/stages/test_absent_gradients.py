@@ -177,7 +177,8 @@ def test_a_backward_that_unexpectedly_returns_no_gradient_is_refused():
     """It is not known beforehand that a cotangent may be absent, so nobody could be told."""
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Whimsical()), torch.ones(2, WIDTH)
     Fickle.gradients.put(1)
-    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=one_f_one_b(2, 2), cuts=["1"])
+    how = {"schedule": one_f_one_b(2, 2), "cuts": ["1"], "backward": "autograd"}
+    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, **how)
     Fickle.gradients.get()
     with pytest.raises(fpipe.InputError, match=r"got no gradient for .* return zeros instead"):
         fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), x)

@@ -92,7 +92,11 @@ def test_frozen_stages_send_keep_and_compute_nothing(what, way, monkeypatch):
     capture, kind = way
     case, edges, backwards = CASES[what]
     built = _, model, inputs, targets = build(
-        case, SCHEDULES[kind](ranks=4, microbatches=MICROBATCHES), 2 * MICROBATCHES, capture=capture
+        case,
+        SCHEDULES[kind](ranks=4, microbatches=MICROBATCHES),
+        2 * MICROBATCHES,
+        capture=capture,
+        backward="autograd",
     )
     run(*built)  # plans are made at the first step
     sent, kept, calls = Counter(), Counter(), Counter()

@@ -70,7 +70,7 @@ def test_a_stage_that_reads_values_is_left_to_autograd():
     )
     assert [type(stage.functions) for stage in pipe.stages] == [Recorded, Autograd]
     assert "  backward    by autograd: it reads the values of tensors" in str(pipe)
-    assert "  backward    as a graph" in str(pipe)
+    assert str(pipe).count("  backward  ") == 1
     fpipe.verify(pipe, model, (x,), x)
 
 

@@ -12,7 +12,7 @@ import fpipe
 from fpipe.record.captured import Function
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.backends import AS_GRAPH
-from fpipe.stages.graph.joint_graph import Examples
+from fpipe.stages.graph.joint import Joint, Tape, note_on
 from fpipe.stages.interface import Wiring
 from fpipe.stages.recorded import Recorded
 from fpipe.tensors.fake import fake, fake_mode
@@ -62,9 +62,16 @@ def record(function, inputs, weights, cotangent, outgoing):
     fakes = [
         tuple([fake(mode, one.detach(), one.device) for one in group]) for group in (weights, inputs, (cotangent,))
     ]
-    made = AS_GRAPH(Autograd(run, wiring, (), False), Examples(fakes[0], (), (), fakes[1], fakes[2], mode))
-    assert isinstance(made, Recorded), made.remark
-    return made
+    eager, tape = Autograd(run, wiring, (), False), Tape()
+    leaves = eager.leaves(fakes[0])
+    params, given, cotangents = map(tape.take, (leaves, *fakes[1:]))
+    with mode, note_on(tape):
+        outputs, _, residuals = eager.forward(leaves, (), fakes[1], 0)
+        forward = frozenset(tape.nodes)
+        found = eager.differentiate(residuals, fakes[2])
+    assert not tape.failure
+    returned = [tuple(map(tape.node_of, group)) for group in (outputs, (), *found)]
+    return AS_GRAPH(eager, Joint(tuple(tape.nodes), params, (), given, tape.key, cotangents, forward, *returned))
 
 
 def halves(function, inputs, weights, lay_out=lambda out: out):

@@ -34,7 +34,7 @@ NAMES = by_day((name for name in ZOO if name not in ("recurrent",)), 2)
 @cache
 def built(name, capture=FRONT_END):
     """A pipeline of a case, with its model and batch."""
-    return build(ZOO[name], one_f_one_b(ranks=4, microbatches=2), 4, capture=capture)
+    return build(ZOO[name], one_f_one_b(ranks=4, microbatches=2), 4, capture=capture, backward="autograd")
 
 
 def chain(name, capture=FRONT_END):

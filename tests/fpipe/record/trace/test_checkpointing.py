@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fpipe.stages.conversion import splits
+from fpipe.stages.backends import splits
 from schedules import one_f_one_b, recompute, v_min, zb_h1, zb_v
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
+from tests.common.growth import Operators
 from tests.common.loops import loop
 from tests.common.memory import require_as_simulated
-from tests.common.operators import Operators
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import by_day, in_turn
 
@@ -111,7 +111,7 @@ def runs_as_python(how):
 
 def count_runs(case, runs, how):
     """A second step, after the first has found its way: its results, how often bodies ran, and the operators."""
-    built = build(case, how, ROWS * MICROBATCHES, capture="trace")
+    built = build(case, how, ROWS * MICROBATCHES, capture="trace", backward="autograd")
     run(*built)
     runs.clear()
     with Operators() as operators:

@@ -13,7 +13,7 @@ from tests.common.cases import WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import run
-from tests.common.unusual_models import AT_BLOCKS, INSIDE, Block, Stack, branching
+from tests.common.unusual_models import AT, INSIDE, Block, Stack, branching
 
 
 @dataclass
@@ -34,7 +34,7 @@ def test_unsplittable_modules_may_branch_on_data():
     model = Stack(branching)
     how = gpipe(ranks=4, microbatches=3)
     pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=AT_BLOCKS, unsplittable=["blocks.*"]
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=AT, unsplittable=["blocks.*"]
     )
     assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, how.microbatches))
     with pytest.raises(fpipe.CutError, match=r"blocks\.0"):

@@ -12,7 +12,7 @@ from schedules import gpipe, one_f_one_b, zb_h1
 from tests.common.cases import WIDTH, mse
 from tests.common.comparison import assert_same
 from tests.common.running import run, run_reference
-from tests.common.switches import Switch
+from tests.common.unusual_models import Switch
 
 SEED = 3
 

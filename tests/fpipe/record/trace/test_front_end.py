@@ -26,7 +26,7 @@ from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import by_day, covering, few
 from tests.common.unusual_models import (
-    AT_BLOCKS,
+    AT,
     INSIDE,
     MODELS,
     Autocast,
@@ -67,7 +67,7 @@ def test_models_that_a_graph_would_change_are_exact(at, how):
 
 
 @settings(max_examples=few(5))
-@given(st.sets(st.sampled_from([*AT_BLOCKS, *INSIDE, "blocks.2.b.1", "blocks.3.b"]), max_size=4), st.booleans())
+@given(st.sets(st.sampled_from([*AT, *INSIDE, "blocks.2.b.1", "blocks.3.b"]), max_size=4), st.booleans())
 def test_random_numbers_do_not_depend_on_cuts(cuts, checkpoints):
     def results(cuts):
         def make():
@@ -75,7 +75,7 @@ def test_random_numbers_do_not_depend_on_cuts(cuts, checkpoints):
             model.around = checkpointed if checkpoints else None
             return model
 
-        where = tuple(c for c in (*AT_BLOCKS, *INSIDE, "blocks.2.b.1", "blocks.3.b") if c in cuts)
+        where = tuple(c for c in (*AT, *INSIDE, "blocks.2.b.1", "blocks.3.b") if c in cuts)
         where = tuple(sorted(where, key=lambda name: (name[:8], name)))
         where = tuple(c for c in where if not checkpoints or c.count(".") == 1)
         how = one_f_one_b(ranks=len(where) + 1, microbatches=2)
@@ -231,7 +231,7 @@ def checking(module, x):
     return torch.sin(x)
 
 
-@pytest.mark.parametrize("cuts", [AT_BLOCKS, INSIDE])
+@pytest.mark.parametrize("cuts", [AT, INSIDE])
 def test_checks_of_torch_run_in_every_step(cuts):
     """They pass at capture and run in every step, also in modules that are cut."""
     pipe, model, inputs, targets = build(

@@ -24,7 +24,7 @@ from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.running import run, run_reference
 from tests.common.sizes import covering, few
-from tests.common.switches import Switch
+from tests.common.unusual_models import Switch
 
 CPU, SEED = torch.device("cpu"), 3
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe.stages.graph.codegen import generate_adding, generate_function
-from fpipe.stages.graph.joint_graph import OperatorRecorder
+from fpipe.stages.graph.joint import Tape
 from fpipe.stages.graph.phases import Phase
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.spec import Spec
@@ -23,7 +23,7 @@ NUMBERS = st.one_of(st.integers(-(2**62), 2**62), st.integers(-40, 40), st.float
 
 def phase_of(computed, *examples, kept=True, layouts=()):
     """What `computed` does with tensors like the examples, which come in a list, if they were kept."""
-    mode, recorder = fake_mode(), OperatorRecorder()
+    mode, recorder = fake_mode(), Tape()
     fakes = tuple([fake(mode, one, one.device) for one in examples])
     taken = recorder.take(fakes)
     with mode, recorder:
