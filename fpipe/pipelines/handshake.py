@@ -272,7 +272,7 @@ def agree_on_plan(
     kind = pipe.planner.kind(variant, signature)
     known = pipe.memo.batches.get(kind)
     if known is None or known.agreement is None:
-        # The same names of fields as in a step, which other ranks may take, or what differs could not be compared.
+        # The fields of `agree_to_step`, by name: a rank that knows this kind of batch already is there.
         pipe.ranks.agree(lambda: [*batch_fields(pipe, kind), *call_fields(call), *number_fields(kind[1])])
         plan, fields = pipe.plan(*kind), list[Field]()
 
