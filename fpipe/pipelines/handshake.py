@@ -272,7 +272,8 @@ def agree_on_plan(
     kind = pipe.planner.kind(variant, signature)
     known = pipe.memo.batches.get(kind)
     if known is None or known.agreement is None:
-        pipe.ranks.agree(lambda: [*batch_fields(pipe, kind), *call_fields(call)])
+        # The fields of `agree_to_step`, by name: a rank that knows this kind of batch already is there.
+        pipe.ranks.agree(lambda: [*batch_fields(pipe, kind), *call_fields(call), *number_fields(kind[1])])
         plan, fields = pipe.plan(*kind), list[Field]()
 
         def record_fields() -> Sequence[Field]:

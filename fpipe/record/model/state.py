@@ -165,12 +165,11 @@ def collect_gradient_hooks(model: nn.Module) -> Hooks:
 
 def require_exact_hooks(hooks: Hooks, summed: frozenset[str]) -> None:
     """Raise `CaptureError` if a hook is on a parameter in `summed`: no stage has its full gradient of a microbatch."""
-    for name in hooks:
-        if name in summed:
-            raise CaptureError(
-                f"parameter {name}: got a gradient hook and tied={{{name!r}: 'sum'}}, expected one or the other: no "
-                "stage has the gradient of a microbatch that the hook is called with. Drop 'sum', or the hook."
-            )
+    for name in sorted(hooks.keys() & summed):
+        raise CaptureError(
+            f"parameter {name}: got a gradient hook and tied={{{name!r}: 'sum'}}, expected one or the other: no stage "
+            "has the gradient of a microbatch that the hook is called with. Drop 'sum', or the hook."
+        )
 
 
 def _parts(hook: Any) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from operator import is_
 from types import MethodType
@@ -175,15 +176,11 @@ class ExpectedContainer:
     count: int | None
     ref: Ref | None
     identity: int
-    table: ExpectedEntries
 
-    @classmethod
-    def of(
-        cls, kind: type, children: Mapping[Any, Expectation], count: int | None, ref: Ref | None, identity: int
-    ) -> ExpectedContainer:
-        """Return the expectation of a container of class `kind` with these children."""
-        label = "[{!r}]" if is_container(kind) else ".{}"
-        return cls(kind, children, count, ref, identity, ExpectedEntries.of(children, label, count))
+    @cached_property
+    def table(self) -> ExpectedEntries:
+        """The expected entries."""
+        return ExpectedEntries.of(self.children, "[{!r}]" if is_container(self.kind) else ".{}", self.count)
 
     @property
     def is_empty(self) -> bool:
@@ -217,7 +214,7 @@ class ExpectedContainer:
         selected = select_relevant(relevant, accesses, seen)
         is_whole = len(selected) == len(self.children) and self.identity not in accesses.growing
         count = self.count if is_whole else None
-        return ExpectedContainer.of(self.kind, selected, count, self.ref, self.identity)
+        return ExpectedContainer(self.kind, selected, count, self.ref, self.identity)
 
 
 def select_relevant(children: Mapping[Any, Expectation], accesses: Accesses, seen: set[int]) -> dict[Any, Expectation]:
@@ -256,7 +253,7 @@ class Expectations:
         expected = {key: self.expect(one, depth - 1) for key, one in inside.items()} if len(inside) <= MAX_SIZE else {}
         children = {key: child for key, child in expected.items() if child is not None}
         count = len(inside) if is_container(type(value)) else None
-        return ExpectedContainer.of(type(value), children, count, _weak_reference(value), id(value))
+        return ExpectedContainer(type(value), children, count, _weak_reference(value), id(value))
 
 
 def version(tensor: Tensor) -> int | None:

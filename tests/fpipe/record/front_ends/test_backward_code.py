@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from schedules import one_f_one_b, zb_h1
+from tests.common.running import staged
 from tests.common.sizes import covering
 
 HOWS = {"1F1B": one_f_one_b(ranks=2, microbatches=2), "ZB-H1": zb_h1(ranks=2, microbatches=2)}
@@ -112,16 +113,7 @@ EXACT = {
 def build(make, how="1F1B", backward="autograd"):
     torch.manual_seed(0)
     model, x, y = nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 4)), torch.randn(4, 4), torch.randn(4, 4)
-    pipe = fpipe.pipeline(
-        model,
-        example=(x,),
-        targets=y,
-        loss=nn.functional.mse_loss,
-        schedule=HOWS.get(how, how),
-        cuts=["1"],
-        backward=backward,
-    )
-    return pipe, model, x, y
+    return staged(model, (x,), y, schedule=HOWS.get(how, how), backward=backward), model, x, y
 
 
 @covering(what=EXACT, how=HOWS, backward=["autograd", "graph"])
@@ -159,7 +151,7 @@ def test_a_backward_inside_the_loss_is_refused():
         return value
 
     with pytest.raises(fpipe.CaptureError, match=r"a backward inside .* accumulates the gradient of 0\.weight"):
-        fpipe.pipeline(model, example=(x,), loss=loss, schedule=HOWS["1F1B"], cuts=["1"])
+        staged(model, (x,), loss=loss)
 
 
 class Looping(nn.Module):

@@ -14,6 +14,7 @@ from schedules import one_f_one_b
 from tests.common.cases import mse
 from tests.common.growth import Operators
 from tests.common.loops import loop
+from tests.common.running import staged
 from tests.common.sizes import covering
 
 D, ROWS = 32, 6
@@ -96,8 +97,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensor
 def build(make, cuts, backward):
     torch.manual_seed(0)
     model, x, y = make(), torch.randn(4, ROWS, D), torch.randn(4, 4, D)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=HOW, cuts=cuts, backward=backward)
-    return pipe, model, (x,), y
+    return staged(model, (x,), y, cuts, backward=backward), model, (x,), y
 
 
 @covering(name=[*MODELS], backward=["autograd", "graph"])

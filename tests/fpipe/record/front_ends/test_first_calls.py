@@ -11,11 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.record.model.walk import Walk, contents
-from schedules import one_f_one_b
 from tests.common.cases import BACKWARDS, WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
-from tests.common.running import run, run_reference
+from tests.common.running import run, run_reference, staged
 from tests.common.sizes import covering
 from tests.common.unusual_models import AT, INSIDE, Block, Gathering, Stack, collector
 
@@ -41,9 +40,6 @@ class Checkpointing(Gathering):
         super().__init__()
         for name, block in enumerate(self.blocks):
             self.blocks[name] = Checkpointed(block)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
 
 
 class Checkpointed(nn.Module):
@@ -164,10 +160,7 @@ def test_objects_that_the_first_call_leaves_exist_in_every_later_call(kind, cuts
     table.clear()
     (inputs, targets), (model, another) = rows_of()(6), (kind(), kind())
     another.load_state_dict(model.state_dict())
-    how = one_f_one_b(ranks=len(cuts) + 1, microbatches=3)
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=list(cuts), backward=backward
-    )
+    pipe = staged(model, inputs, targets, cuts, 3, backward=backward)
     assert not [one for one in tensors_of(model) if isinstance(one, FakeTensor)]
     want = loop(another, mse, inputs, targets, 3)
     for _ in range(2):
@@ -183,8 +176,7 @@ def test_no_fake_tensor_stays_in_the_copy_that_stages_run():
             self.note = x, [x.sin()]
             return super().forward(x)
 
-    inputs, targets = rows_of()(4)
-    pipe = fpipe.pipeline(Noting(), example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(1, 2))
+    pipe = staged(Noting(), *rows_of()(4), [])
     frame = pipe.training.assembly.captured.fuse.__self__.record.frames[0]
     walk = Walk()
     walk.follow([frame.invocation.function])
@@ -222,11 +214,8 @@ class Failing(nn.Module):
 def test_a_capture_that_fails_leaves_nothing_behind():
     seen.clear()
     shared = Shared()
-    inputs, targets = rows_of()(4)
     with pytest.raises(fpipe.CaptureError):
-        fpipe.pipeline(
-            nn.Sequential(Failing(shared)), example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(1, 2)
-        )
+        staged(nn.Sequential(Failing(shared)), *rows_of()(4), [])
     assert shared.note is None
     assert not seen
     assert collector.get() is None
@@ -244,10 +233,7 @@ def test_a_list_that_the_loss_fills_is_left_as_it_was(backward):
         return value
 
     inputs, targets = rows_of()(4)
-    pipe = fpipe.pipeline(
-        Stack(), example=inputs, targets=targets, loss=loss, schedule=one_f_one_b(2, 2), cuts=["blocks.2"],
-        backward=backward,
-    )  # fmt: skip
+    pipe = staged(Stack(), inputs, targets, ["blocks.2"], loss=loss, backward=backward)
     assert not history
     assert not calls
     run(pipe, Stack(), inputs, targets)

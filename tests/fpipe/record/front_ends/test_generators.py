@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fpipe
-from schedules import gpipe
+from tests.common.running import staged
 from tests.common.sizes import covering
 
 OWN, PYTHONS = np.random.default_rng(0), random.Random(0)
@@ -37,8 +37,8 @@ class Drawing(nn.Module):
         return self.inner(self.drawn(x))
 
 
-def pipeline(model, **more):
-    return fpipe.pipeline(model, example=(torch.ones(2, 4),), loss=torch.mean, schedule=gpipe(2, 2), **more)
+def pipeline(model, cuts=("1",), **more):
+    return staged(model, (torch.ones(2, 4),), cuts=cuts, loss=torch.mean, **more)
 
 
 @covering(name=[*FORWARDS], backward=["autograd", "graph"])
@@ -52,9 +52,7 @@ def test_drawing_from_other_generators_is_refused(name, backward):
 def test_a_loss_that_draws_is_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(fpipe.CaptureError, match=r"module loss: got a forward that draws from numpy\.random"):
-        fpipe.pipeline(
-            model, example=(torch.ones(2, 4),), loss=lambda y: y.mean() * np.random.rand(), schedule=gpipe(2, 2)
-        )
+        staged(model, (torch.ones(2, 4),), loss=lambda y: y.mean() * np.random.rand())
 
 
 def test_a_forward_that_restores_the_generators_is_allowed():

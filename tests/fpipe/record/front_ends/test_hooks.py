@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from schedules import one_f_one_b
 from tests.common.cases import BACKWARDS, WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
-from tests.common.running import run
+from tests.common.running import require_eager, run, staged
 from tests.common.sizes import NIGHTLY, covering, few
 from tests.common.unusual_models import AT, INSIDE, Block, Gathering, Stack
 
@@ -53,10 +52,7 @@ class Closing(Stack):
 def test_hooks_that_hold_parts_of_the_model_hold_those_of_the_copy(cuts, backward):
     (inputs, targets), (model, another) = rows_of()(6), (Closing(), Closing())
     another.load_state_dict(model.state_dict())
-    how = one_f_one_b(ranks=len(cuts) + 1, microbatches=3)
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=list(cuts), backward=backward
-    )
+    pipe = staged(model, inputs, targets, cuts, 3, backward=backward)
     got = run(pipe, model, inputs, targets)
     assert not model.features
     assert not model.seen.any()
@@ -89,9 +85,8 @@ def by_name(module: nn.Module, args: object, out: Tensor) -> Tensor:
 
 def test_a_hook_that_uses_the_model_by_the_name_of_a_global_is_refused():
     handle = counted[1].register_forward_hook(by_name)
-    inputs, targets = rows_of()(4)
     with pytest.raises(fpipe.CaptureError, match=r"by_name: got the global 'counted', which is a part of the model"):
-        fpipe.pipeline(counted, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(1, 2))
+        staged(counted, *rows_of()(4), [])
     handle.remove()
 
 
@@ -117,14 +112,9 @@ class CountedAnew(Counted):
 def test_a_hook_that_reads_a_changing_buffer_of_the_original_is_refused(counted):
     model = nn.Sequential(counted(), Block())
     holder = Holder(model)
-
-    def scaled(module: nn.Module, args: object, out: Tensor) -> Tensor:
-        return holder.scale(out)
-
-    model[1].register_forward_hook(scaled)
-    inputs, targets = rows_of()(4)
+    model[1].register_forward_hook(lambda module, args, out: holder.scale(out))
     with pytest.raises(fpipe.CaptureError, match=r"buffer 0\.calls: got a use of it from outside the model"):
-        fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(1, 2))
+        staged(model, *rows_of()(4), [])
 
 
 class Ragged(Block):
@@ -158,10 +148,8 @@ def deciding(outputs: Tensor, targets: Tensor) -> Tensor:
     ids=["a module", "the model itself", "a module that is named already", "the loss"],
 )
 def test_an_error_names_a_repair_that_works(model, options, words, never):
-    inputs, targets = rows_of()(4)
-    options = {"loss": mse, **options}
     with pytest.raises(fpipe.CaptureError) as caught:
-        fpipe.pipeline(model, example=inputs, targets=targets, schedule=one_f_one_b(1, 2), **options)
+        staged(model, *rows_of()(4), [], **options)
     assert words in str(caught.value)
     assert never not in str(caught.value)
 
@@ -170,11 +158,8 @@ def test_errors_do_not_mention_hooks_of_libraries():
     """What cannot be run as a whole is named, and the hook if it is the reason."""
     model = Gathering()
     model.blocks[1].register_full_backward_hook(lambda module, incoming, outgoing: None)
-    inputs, targets = rows_of()(4)
     with pytest.raises(fpipe.CutError, match=r"inside 'blocks\.1' \(Block\): the backward hook .*<lambda>"):
-        fpipe.pipeline(
-            model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 2), cuts=["blocks.1.b"]
-        )
+        staged(model, *rows_of()(4), ["blocks.1.b"])
 
 
 PLACES = [f"blocks.{k}{inner}" for k in range(4) for inner in ("", ".a", ".b")]
@@ -235,10 +220,8 @@ def test_a_hook_finds_what_modules_of_other_stages_put_into_a_list():
         root.collected.append(out)
 
     torch.manual_seed(0)
-    model, (inputs, targets) = Hooked([("blocks.0", keep, 1), ("blocks.1", mix, 0.5)], False, False), rows_of()(4)
-    how = one_f_one_b(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["blocks.1"])
-    fpipe.verify(pipe, model, inputs, targets)
+    model = Hooked([("blocks.0", keep, 1), ("blocks.1", mix, 0.5)], False, False)
+    require_eager(model, *rows_of()(4), cuts=["blocks.1"])
 
 
 CUTS = (*AT, *INSIDE, "blocks.3.b")
@@ -264,12 +247,8 @@ def test_hooks_of_all_kinds_are_part_of_the_forward_or_refused(hooks, cuts, lazy
         return Hooked(hooks, lazy, checkpoints)
 
     (inputs, targets), model, another = rows_of()(4), make(), make()
-    how = one_f_one_b(ranks=len(cuts) + 1, microbatches=2)
-    where = sorted(cuts, key=lambda name: (name[:8], name))
     try:
-        pipe = fpipe.pipeline(
-            model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=where, backward=backward
-        )
+        pipe = staged(model, inputs, targets, sorted(cuts, key=lambda name: (name[:8], name)), backward=backward)
     except (fpipe.CutError, fpipe.CaptureError):
         assert checkpoints
         return

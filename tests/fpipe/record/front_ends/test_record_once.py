@@ -151,6 +151,13 @@ def test_code_compiled_by_torch_runs_as_a_whole():
     assert "as Python   1 (OptimizedModule): code compiled by torch.compile" in str(pipe)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+def test_a_compiled_model_is_cut_at_the_modules_inside():
+    pipe = require_eager(torch.compile(linears(), backend="eager"), (torch.randn(4, 4),), cuts=["_orig_mod.1"])
+    assert [stage.parameters[0] for stage in pipe.stages] == ["_orig_mod.0.weight", "_orig_mod.1.weight"]
+    assert "as Python" not in str(pipe)
+
+
 class Elsewhere(nn.Module):
     """Has another thread ask about types, and make a class, while it is recorded."""
 

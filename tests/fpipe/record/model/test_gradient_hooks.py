@@ -6,7 +6,8 @@ from torch import nn
 
 import fpipe
 from schedules import one_f_one_b, zb_h1, zb_v
-from tests.common.cases import WIDTH, mse
+from tests.common.cases import WIDTH
+from tests.common.running import staged
 from tests.common.sizes import covering
 
 BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
@@ -32,10 +33,7 @@ class Tied(nn.Module):
 def build(model, how, backward, **options):
     x, y = torch.rand(8, WIDTH), torch.rand(8, WIDTH)
     cuts = ["b", "c"][: how.stages - 1]
-    pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=mse, schedule=how, cuts=cuts, backward=backward, **options
-    )
-    return pipe, (x,), y
+    return staged(model, (x,), y, cuts, schedule=how, backward=backward, **options), (x,), y
 
 
 @covering(name=["a.weight", "b.weight", "b.bias", "c.weight"], how=HOWS, backward=["autograd", "graph"])

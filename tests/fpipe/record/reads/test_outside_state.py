@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import fpipe
-from schedules import one_f_one_b
 from tests.common import watched_models
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
+from tests.common.running import staged
 from tests.common.sizes import covering
 from tests.common.watched_models import TABLE, WAYS, Block, Loss, batch, build, run_step
 
@@ -80,8 +80,7 @@ def test_front_ends_that_make_a_graph_notice_every_change(capture, monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 2))
     x, y = batch()
     loss = Loss()
-    how = one_f_one_b(ranks=2, microbatches=3)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, cuts=["2"], capture=capture)
+    pipe = staged(model, (x,), y, ["2"], 3, loss=loss, capture=capture)
     run_step(pipe, model, x, y)
     for change, words in [
         (lambda: setattr(model[1], "p", 0.5), r"module 1 \(Dropout\), attribute 'p': got 0.5"),
@@ -115,9 +114,7 @@ def test_an_assignment_to_one_object_hides_no_change_of_another(backward, monkey
     common = SimpleNamespace(temperature=2.0)
     model = nn.Sequential(Noted(common), Noted(common), nn.Linear(4, 2))
     x, y = batch()
-    how = one_f_one_b(ranks=2, microbatches=3)
-    options = {"schedule": how, "cuts": ["1"], "backward": backward}
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=nn.functional.mse_loss, **options)
+    pipe = staged(model, (x,), y, microbatches=3, backward=backward)
     monkeypatch.setattr(common, "temperature", 3.0)
     with pytest.raises(fpipe.InputError, match=r"'common'.temperature: got 3.0, expected 2.0"):
         run_step(pipe, model, x, y)
@@ -150,8 +147,7 @@ class Keeps(nn.Module):
 
 def test_what_the_model_assigns_to_a_helper_may_change():
     model, (x, y) = nn.Sequential(Keeps(), Keeps(), nn.Linear(4, 2)), batch()
-    how = one_f_one_b(ranks=2, microbatches=3)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=nn.functional.mse_loss, schedule=how, cuts=["1"])
+    pipe = staged(model, (x,), y, microbatches=3)
     before = run_step(pipe, model, x, y)
     model(x[:1])
     assert_same(run_step(pipe, model, x, y), before)
@@ -191,8 +187,7 @@ class Scaled(torch.autograd.Function):
 def test_changing_what_only_the_backward_reads_is_an_error(how, backward, monkeypatch):
     model, (x, y) = nn.Sequential(nn.Linear(4, 4), Reversed(how), nn.Linear(4, 4), Reversed(how)), batch()
     y = torch.randn(6, 4)
-    options = {"schedule": one_f_one_b(ranks=2, microbatches=3), "cuts": ["2"], "backward": backward}
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=nn.functional.mse_loss, **options)
+    pipe = staged(model, (x,), y, ["2"], 3, backward=backward)
     run_step(pipe, model, x, y)
     monkeypatch.setattr(Scaled if how == "an autograd function" else Reversed, "factor", -0.5)
     with pytest.raises(fpipe.InputError, match=r"attribute 'factor': got -0.5, expected 1.0"):
