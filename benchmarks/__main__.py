@@ -32,6 +32,7 @@ NAMES: Final = (
     "llama",
     "prediction",
     "startup",
+    "building",
     "memory",
     "crossings",
     "planning",

@@ -9,7 +9,7 @@ from typing import Any
 import fpipe
 from fpipe.record.questions import Question
 from schedules import Schedule, one_f_one_b
-from tests.common.cases import Case, mse
+from tests.common.cases import Case, mse, rows_of
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop, loop_as_stated
 from tests.common.sizes import NIGHTLY
@@ -40,6 +40,15 @@ def run(pipe, model, inputs, targets, seed=None) -> Result:
     """One step of a pipeline from the model's parameters."""
     step, grads = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), inputs, targets, seed=seed)
     return Result(step.loss, step.outputs, grads, step.buffers)
+
+
+def require_loop(model, how: Schedule, cuts: Iterable[str] = (), rows: int = 6, loss=mse, **options: Any):
+    """Return a pipeline of a model for rows of the usual batch; raise unless a step of it equals the plain loop."""
+    inputs, targets = rows_of()(rows)
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=loss, schedule=how, cuts=[*cuts], **options)
+    want = loop(model, loss, inputs, targets, how.microbatches)
+    assert_same(run(pipe, model, inputs, targets), want)
+    return pipe
 
 
 def run_reference(pipe, model, inputs, targets, seed=None) -> Result:

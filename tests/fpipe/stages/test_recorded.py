@@ -11,7 +11,7 @@ from fpipe.stages.autograd import Autograd
 from fpipe.stages.graph.simplification import LARGEST_CONSTANT
 from fpipe.stages.recorded import Recorded
 from fpipe.tensors.tree import same_bits
-from schedules import one_f_one_b
+from schedules import one_f_one_b, zb_h1
 from tests.common import written_layers
 from tests.common.cases import WIDTH, mse
 from tests.common.written_layers import gelu
@@ -102,3 +102,58 @@ def test_only_small_constants_are_kept():
         )
         known = pipe.stages[0].functions.forward.__globals__.values()
         assert sum(isinstance(one, torch.Tensor) and one.numel() > 1 for one in known) == count
+
+
+class Conjugate(nn.Module):
+    """Makes a view that conjugates when it is read, which crosses a cut after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        turned = torch.fft.fft(self.a(x)).conj()
+        return self.b(x) + turned.real
+
+
+@pytest.mark.parametrize("backward", ["graph", "autograd"])
+def test_a_conjugate_view_crosses_a_cut(backward):
+    model, x = Conjugate(), torch.randn(4, WIDTH)
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=x, loss=mse, schedule=one_f_one_b(2, 2), cuts=["b"], backward=backward
+    )
+    assert fpipe.verify(pipe, model, (x,), x).eager
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_a_step_under_saved_tensor_hooks_or_anomaly_detection_runs_under_autograd():
+    """Its bits are those of other steps; what the hooks do to a saved tensor counts."""
+    pipe, model, inputs, targets = written_layers.build(gelu, "graph")
+    step, state, packed = fpipe.value_and_grad(pipe), pipe.init(model), []
+    _, grads = step(*state, inputs, targets)
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: packed.append(one) or one, lambda one: one):
+        _, hooked = step(*state, inputs, targets)
+    assert packed
+    assert all(same_bits(one, hooked[name]) for name, one in grads.items())
+    with torch.autograd.detect_anomaly(check_nan=True), pytest.raises(RuntimeError, match="nan values"):
+        step({name: one * torch.nan for name, one in state[0].items()}, state[1], inputs, targets)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+def test_a_stage_whose_calls_unroll_is_left_to_autograd_unless_backwards_are_split():
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Recurrent()), torch.randn(2, 160, WIDTH)
+    pipes = [
+        fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how(2, 2), cuts=["1"])
+        for how in (one_f_one_b, zb_h1)
+    ]
+    found = [[type(stage.functions) for stage in pipe.stages] for pipe in pipes]
+    assert found == [[Recorded, Autograd], [Recorded, Recorded]]
+    assert "torch calls consist of hundreds of operators" in str(pipes[0])

@@ -101,7 +101,7 @@ def test_a_checkpointed_function_runs_twice_however_many_parameters_it_has(depth
     monkeypatch.setattr(Count, "runs", 0)
     case = Case(lambda: nn.Sequential(*map(Counted, [depth] * 4)), rows_of(), mse, ("1", "2", "3"))
     for kind, runs in (("1F1B", 3 * 2 * 4), ("split", 0)):  # where backwards are split, it was recorded
-        built = build(case, HOWS[kind], 6, capture="trace")
+        built = build(case, HOWS[kind], 6, capture="trace", backward="autograd")
         run(*built)
         Count.runs = 0
         got = run(*built)

@@ -23,7 +23,7 @@ from schedules import gpipe, one_f_one_b, split_backward
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
-from tests.common.running import build, run, run_reference
+from tests.common.running import build, require_eager, require_loop, run, run_reference, staged
 from tests.common.sizes import by_day, covering, few
 from tests.common.unusual_models import (
     AT,
@@ -111,35 +111,28 @@ def test_nested_checkpoints_draw_the_same_random_numbers_again():
     assert_same(run(*with_inner, seed=3), run_reference(*with_inner, seed=3))
 
 
-def pipeline(model, cuts, **kwargs):
+def pipeline(model, cuts):
     x = torch.randn(4, WIDTH)
-    how = one_f_one_b(ranks=len(cuts) + 1, microbatches=2)
-    return fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=cuts, **kwargs)
+    return staged(model, (x,), x, cuts)
 
 
+CUT_INSIDE = ["blocks.1.b"]
 REFUSED = {
-    "a cut inside a checkpointed function": (Stack(around=checkpointed), ["blocks.1.b"], ["blocks.1", "checkpoint"]),
-    "a cut inside a module with a backward hook": (
-        backward_hook(),
-        ["blocks.1.b"],
-        ["blocks.1", "backward hook halved"],
-    ),
-    "a cut inside saved-tensor hooks": (Stack(packed), ["blocks.1.b"], ["blocks.1", "saved-tensor hooks"]),
-    "a cut inside a forward that differentiates": (Stack(differentiated), ["blocks.1.b"], ["blocks.1", "backward"]),
+    "a cut inside a checkpointed function": (Stack(around=checkpointed), CUT_INSIDE, ["blocks.1", "checkpoint"]),
+    "a cut inside a module with a backward hook": (backward_hook(), CUT_INSIDE, ["blocks.1", "backward hook halved"]),
+    "a cut inside saved-tensor hooks": (Stack(packed), CUT_INSIDE, ["blocks.1", "saved-tensor hooks"]),
+    "a cut inside a forward that differentiates": (Stack(differentiated), CUT_INSIDE, ["blocks.1", "backward"]),
     "a cut inside a module with a vmap over its weights": (
-        Stack(lambda m, x: torch.vmap(m.a)(x)),
-        ["blocks.1.b"],
-        ["blocks.1", "vmap"],
+        Stack(lambda m, x: torch.vmap(m.a)(x)), CUT_INSIDE, ["blocks.1", "vmap"]
     ),
-    "seeding": (Stack(lambda m, x: (torch.manual_seed(1), x)[1]), ["blocks.2"], ["blocks.0", "seed"]),
-    "data-dependent control flow": (Stack(lambda m, x: x if x.sum() > 0 else -x), ["blocks.2"], ["blocks.0"]),
-    "data-dependent shapes": (Stack(lambda m, x: x[x > 0].sum() + x), ["blocks.2"], ["blocks.0"]),
-    "a generator of its own": (
-        Stack(lambda m, x: x + torch.rand(4, generator=torch.Generator())),
-        ["blocks.2"],
-        ["blocks.0", "generator"],
-    ),
-}
+}  # fmt: skip
+for what, middle, words in (
+    ("seeding", lambda m, x: (torch.manual_seed(1), x)[1], ["blocks.0", "seed"]),
+    ("data-dependent control flow", lambda m, x: x if x.sum() > 0 else -x, ["blocks.0"]),
+    ("data-dependent shapes", lambda m, x: x[x > 0].sum() + x, ["blocks.0"]),
+    ("a generator of its own", lambda m, x: x + torch.rand(4, generator=torch.Generator()), ["blocks.0", "generator"]),
+):
+    REFUSED[what] = (Stack(middle), ["blocks.2"], words)
 
 
 class Counting(nn.Module):
@@ -220,10 +213,7 @@ def test_values_other_than_tensors_may_cross_a_cut():
             with lock:
                 return super().forward(x)
 
-    case = Case(Locking, rows_of(), mse, ("b", "", ""))
-    how = one_f_one_b(ranks=2, microbatches=2)
-    built = build(case, how, 4, ("b",), "trace")
-    assert_same(run(*built), loop(built[1], mse, *built[2:], 2))
+    require_loop(Locking(), one_f_one_b(ranks=2, microbatches=2), ["b"], rows=4, capture="trace")
 
 
 def checking(module, x):
@@ -234,10 +224,8 @@ def checking(module, x):
 @pytest.mark.parametrize("cuts", [AT, INSIDE])
 def test_checks_of_torch_run_in_every_step(cuts):
     """They pass at capture and run in every step, also in modules that are cut."""
-    pipe, model, inputs, targets = build(
-        Case(lambda: Stack(checking), rows_of(), mse, cuts), gpipe(ranks=4, microbatches=3), 6, capture="trace"
-    )
-    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
+    model, (inputs, targets) = Stack(checking), rows_of()(6)
+    pipe = require_loop(model, gpipe(ranks=4, microbatches=3), cuts, capture="trace")
     with torch.no_grad():
         model.blocks[1].a.weight[0, 0] = torch.inf
     with pytest.raises(RuntimeError, match="not finite"):
@@ -255,9 +243,7 @@ def test_a_weight_is_cast_once_in_an_autocast_region():
     model.stack.blocks[3].a.weight = model.stack.blocks[0].a.weight
     with pytest.raises(fpipe.CutError, match="autocast"):
         pipeline(model, ["stack.blocks.2"])
-    case = Case(lambda: model, rows_of(), mse, ())
-    built = build(case, gpipe(ranks=1, microbatches=2), 4, (), "trace")
-    assert_same(run(*built), loop(built[1], mse, *built[2:], 2))
+    require_loop(model, gpipe(ranks=1, microbatches=2), rows=4, capture="trace")
 
 
 def test_modules_run_when_the_pipeline_is_built_and_not_in_steps():
@@ -317,6 +303,4 @@ class Moving(nn.Module):
 def test_a_module_may_ask_for_the_device_of_a_parameter_that_its_stage_lacks(cut):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Moving(), nn.Linear(WIDTH, WIDTH)), torch.randn(4, WIDTH)
-    how = one_f_one_b(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=[cut])
-    fpipe.verify(pipe, model, (x,), x)
+    require_eager(model, (x,), x, cuts=[cut])

@@ -23,7 +23,7 @@ from schedules import one_f_one_b
 from tests.common.cases import WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
-from tests.common.running import run
+from tests.common.running import require_loop, run, staged
 from tests.common.sizes import few, in_turn
 
 BACKWARDS = ["autograd", "graph"]
@@ -197,31 +197,14 @@ def tried(shared: Shared, out: Tensor) -> Tensor:
     return out
 
 
-ACTS = [
-    count,
-    scale,
-    append,
-    append_number,
-    add_last,
-    add_first,
-    length,
-    store,
-    load,
-    recall,
-    counter,
-    branch,
-    choose,
-    swap,
-    tried,
-]
+ACTS = [count, scale, branch, choose, swap, tried, counter, length, append, append_number, add_last, add_first]
+ACTS += [store, load, recall]
 
 
 def assert_as_one_device(make: Callable[[], nn.Module], cuts: Sequence[str], backward: str = "autograd") -> None:
     (inputs, targets), model = rows_of()(6), make()
     how = one_f_one_b(ranks=len(cuts) + 1, microbatches=3)
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=list(cuts), backward=backward
-    )
+    pipe = staged(model, inputs, targets, cuts, schedule=how, backward=backward)
     Counter.all = 0
     want = loop(make(), mse, inputs, targets, 3)
     for _ in range(2):
@@ -308,7 +291,7 @@ def test_an_unsplittable_module_that_reads_what_other_stages_leave_is_refused():
         r"in module blocks\.0\.inner\).*pass what it uses as arguments"
     )
     with pytest.raises(fpipe.CutError, match=said):
-        fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 2), cuts=["blocks.2"])
+        staged(model, inputs, targets, ["blocks.2"])
 
 
 class Amplifying(Counting):
@@ -321,9 +304,7 @@ class Amplifying(Counting):
 def test_state_outside_the_model_that_a_cut_module_reads_is_watched(monkeypatch):
     model, (inputs, targets) = Shared([[]] * 4), rows_of()(4)
     model.blocks = nn.ModuleList([Amplifying(model) for _ in range(4)])
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 2), cuts=["blocks.2"]
-    )
+    pipe = staged(model, inputs, targets, ["blocks.2"])
     run(pipe, model, inputs, targets)
     monkeypatch.setitem(globals(), "gain", 2.0)
     with pytest.raises(fpipe.InputError, match=r"global 'gain': got 2\.0, expected 1\.0"):
@@ -359,9 +340,4 @@ class Poll(nn.Module):
 
 
 def test_a_list_that_every_forward_starts_over_is_restored_where_data_decide_its_items():
-    (inputs, targets), model = rows_of()(6), Poll()
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=["blocks.1"],
-        unsplittable=Voting,
-    )  # fmt: skip
-    assert_same(run(pipe, model, inputs, targets), loop(Poll(), mse, inputs, targets, 3))
+    require_loop(Poll(), one_f_one_b(2, 3), ["blocks.1"], unsplittable=Voting)

@@ -16,9 +16,9 @@ import fpipe
 from fpipe.record.trace import comparison
 from schedules import one_f_one_b
 from tests.common.cases import WIDTH, mse, rows_of
-from tests.common.comparison import assert_same
-from tests.common.loops import loop
-from tests.common.running import run
+from tests.common.running import require_loop
+
+HOW = one_f_one_b(ranks=2, microbatches=3)
 
 
 class Merging(nn.Module):
@@ -48,11 +48,7 @@ class Skipping(nn.Module):
 
 @pytest.mark.parametrize("cuts", [["second"], ["last"]])
 def test_a_module_that_branches_on_data_gets_all_its_arguments(cuts):
-    (inputs, targets), model = rows_of()(6), Skipping()
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=cuts, unsplittable=Merging
-    )
-    assert_same(run(pipe, model, inputs, targets), loop(Skipping(), mse, inputs, targets, 3))
+    require_loop(Skipping(), HOW, cuts, unsplittable=Merging)
 
 
 AGAIN = r"module 1: got a checkpointed function .* runs it again \(got mul\[4\] in module 1, expected mul\[3\]"
@@ -109,9 +105,7 @@ def test_ordinary_modules_are_recorded_once(monkeypatch):
     """Nothing of them runs as Python in a step, so nothing is rehearsed."""
     monkeypatch.setattr(comparison, "RepeatRecorder", lambda *_: pytest.fail("recorded again"))
     (inputs, targets), model = rows_of()(6), nn.Sequential(*[Usual() for _ in range(4)])
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=["2"], capture="trace"
-    )
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=HOW, cuts=["2"], capture="trace")
     assert "whole" not in str(pipe)
 
 
@@ -132,10 +126,7 @@ class Watched(nn.Module):
 
 
 def test_modules_that_change_operators_below_torch_run_as_a_whole():
-    (inputs, targets), linear = rows_of()(6), nn.Linear(WIDTH, WIDTH)
-    model = nn.Sequential(linear, Watched(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=["2"])
-    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
+    require_loop(nn.Sequential(nn.Linear(WIDTH, WIDTH), Watched(), nn.Linear(WIDTH, WIDTH), nn.Tanh()), HOW, ["2"])
 
 
 class Doubled(torch.autograd.Function):
@@ -172,12 +163,7 @@ class Ungraded(nn.Module):
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_whole_call_that_turns_gradients_off_is_exact(by_hand):
-    (inputs, targets), model = rows_of()(6), nn.Sequential(*[Ungraded(by_hand) for _ in range(4)])
-    how = one_f_one_b(2, 3)
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["2"], unsplittable=Ungraded
-    )
-    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
+    require_loop(nn.Sequential(*[Ungraded(by_hand) for _ in range(4)]), HOW, ["2"], unsplittable=Ungraded)
 
 
 class Attached(nn.Module):
@@ -206,10 +192,8 @@ class Around(nn.Module):
 
 
 def test_a_whole_call_that_needs_the_one_around_it_runs_inside_it():
-    (inputs, targets), model = rows_of()(6), nn.Sequential(nn.Linear(WIDTH, WIDTH), Around(), nn.Linear(WIDTH, WIDTH))
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=["1"])
+    pipe = require_loop(nn.Sequential(nn.Linear(WIDTH, WIDTH), Around(), nn.Linear(WIDTH, WIDTH)), HOW, ["1"])
     assert "as Python   1 (Around): a call inside it cannot run without it" in str(pipe)
-    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
 
 
 class CastInside(nn.Module):
@@ -232,7 +216,4 @@ class CastInside(nn.Module):
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 def test_a_checkpointed_function_keeps_the_modes_that_it_enters(backward):
-    (inputs, targets), model = rows_of()(6), nn.Sequential(CastInside(), CastInside())
-    how = one_f_one_b(2, 3)
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["1"], backward=backward)
-    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
+    require_loop(nn.Sequential(CastInside(), CastInside()), HOW, ["1"], backward=backward)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward that asks about its tensors is answered as on one device, or is refused by name."""
+"""A forward that asks about its tensors, or gives them other data, does so as on one device, or is refused by name."""
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import fpipe
 from fpipe.record.trace import checks
 from fpipe.record.trace.record import ASKING
-from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
 from tests.common.cases import mse
+from tests.common.comparison import assert_same
 from tests.common.loops import loop
+from tests.common.running import run, staged
 from tests.common.sizes import covering
 
 HOW = one_f_one_b(ranks=2, microbatches=3)
@@ -67,7 +69,7 @@ REFUSED = {
     "an address": (lambda m, x: x.data_ptr() != 0, "asks for the address"),
     "a value, caught": (caught, "got a question about values that depend on"),
     "a list of tensors": (lambda m, x: [x.new_tensor([[x.sum()]])], r"got new_tensor\(\) of a list .*torch\.stack"),
-    "a list of tensors, caught": (gathered, r"got tensor\(\) of a list with tensors in it in test_replaced"),
+    "a list of tensors, caught": (gathered, r"got tensor\(\) of a list with tensors in it in test_checks"),
     "an array, caught": (as_array, "got a question about values that depend on"),
 }
 
@@ -83,11 +85,7 @@ def build(question, cut, backward):
 @covering(name=[*ANSWERED], cut=["1", "2"], backward=["autograd", "graph"])
 def test_questions_about_tensors_are_answered_as_on_one_device(name, cut, backward):
     pipe, model, x, y = build(ANSWERED[name], cut, backward)
-    got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
-    want = loop(model, mse, (x,), y, 3)
-    assert same_bits(got.loss, want.loss)
-    assert grads.keys() == want.grads.keys()
-    assert all(same_bits(grads[name], want.grads[name]) for name in want.grads)
+    assert_same(run(pipe, model, (x,), y), loop(model, mse, (x,), y, 3))
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
@@ -183,3 +181,70 @@ def test_a_module_whose_later_calls_use_other_weights_is_refused():
     model, x = nn.Sequential(nn.Linear(4, 4), Turning()), torch.randn(6, 4)
     with pytest.raises(fpipe.CaptureError, match="does something else when it is called again"):
         fpipe.pipeline(model, example=(x,), loss=torch.sum, schedule=HOW, cuts=["1"])
+
+
+class Layer(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.weight = change, nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        self.change(self, x)
+        return functional.linear(x, self.weight) * self.scale
+
+
+def renormalized(layer, x):
+    layer.weight.data = torch.renorm(layer.weight.data, 2, 0, 0.5)
+
+
+def renormalized_anew(layer, x):
+    layer._parameters["weight"] = nn.Parameter(torch.renorm(layer.weight.detach(), 2, 0, 0.5))
+
+
+def set_to_another(layer, x):
+    with torch.no_grad():
+        layer.weight.set_(torch.renorm(layer.weight, 2, 0, 0.5))
+
+
+def averaged(layer, x):
+    layer.scale.data = 0.9 * layer.scale + x.detach().mean(0)
+
+
+def averaged_anew(layer, x):
+    layer._buffers["scale"] = 0.9 * layer.scale + x.detach().mean(0)
+
+
+CHANGES = {renormalized: "weight", renormalized_anew: "weight", set_to_another: "weight"}
+CHANGES |= {averaged: "scale", averaged_anew: "scale"}
+
+
+def build_layer(change, backward, layer=Layer, **more):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), layer(change), nn.Linear(4, 4))
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    return staged(model, (x,), y, backward=backward, **more), model, (x,), y
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@pytest.mark.parametrize("more", [{"cuts": ["1"]}, {"cuts": ["2"], "unsplittable": ["1"]}], ids=["cut", "whole"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_replacing_a_parameter_or_its_data_is_refused(change, more, backward):
+    with pytest.raises(fpipe.CaptureError, match=rf"(parameter|buffer) 1\.{CHANGES[change]}: got a forward that repl"):
+        build_layer(change, backward, **more)
+
+
+class Rounded(Layer):
+    """The weight is rounded for the time of the product, as in training for quantization."""
+
+    def forward(self, x):
+        kept, self.weight.data = self.weight.data, self.weight.data.round()
+        y = functional.linear(x, self.weight)
+        self.weight.data = kept
+        return y
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_data_that_is_restored_is_allowed(backward):
+    built = build_layer(None, backward, Rounded, cuts=["2"])
+    assert_same(run(*built), loop(built[1], mse, *built[2:], 2))

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that branch on data draw the random numbers of one device, whichever branch they take."""
+"""Unsplittable modules may branch on data: they run as a whole, whichever branch the capture took.
+
+Their random numbers are keyed, are refused without a seed, and do not influence draws elsewhere.
+"""
 
 import copy
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import count
 from operator import add
@@ -11,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
@@ -22,11 +26,265 @@ from fpipe.tensors import random
 from schedules import gpipe, interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb_v
 from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
-from tests.common.running import run, run_reference
+from tests.common.loops import loop
+from tests.common.running import require_eager, require_loop, run, run_reference, staged
 from tests.common.sizes import covering, few
-from tests.common.unusual_models import Switch
+from tests.common.unusual_models import AT, INSIDE, Block, Stack, Switch, branching
 
 CPU, SEED = torch.device("cpu"), 3
+
+
+@dataclass
+class Made:
+    """The output of one module."""
+
+    h: Tensor
+
+
+class Wrapping(Block):
+    def forward(self, x):
+        return Made(super().forward(x))
+
+
+def test_unsplittable_modules_may_branch_on_data():
+    """Unsplittable modules run as a whole; the branch that they took at capture does not matter."""
+    how, options = gpipe(ranks=4, microbatches=3), {"unsplittable": ["blocks.*"]}
+    require_loop(Stack(branching), how, AT, **options)
+    with pytest.raises(fpipe.CutError, match=r"blocks\.0"):
+        require_loop(Stack(branching), how, INSIDE, **options)
+
+
+class Either(nn.Module):
+    """Uses one weight or the other, and counts the uses of the first in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if x.sum() > 0:
+            self.count.add_(1)
+            return self.first(x)
+        return self.second(x)
+
+
+def test_a_module_may_return_any_registered_type():
+    """A module that returns a dataclass can be called as a whole."""
+
+    class Unpacking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Wrapping(lambda m, x: torch.tanh(x) if x.sum() > 0 else -x), Block()
+
+        def forward(self, x):
+            return self.b(self.a(x).h)
+
+    require_loop(Unpacking(), gpipe(ranks=2, microbatches=2), ["b"], rows=4, unsplittable=Wrapping)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_branch_may_return_its_argument(sign):
+    """The capture records one branch, and a step may take either."""
+
+    class Maybe(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return {"h": self.linear(x), "x": x} if sign * x.sum() > 0 else {"h": x, "x": x}
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.maybe, self.last = nn.Linear(WIDTH, WIDTH), Maybe(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            out = self.maybe(self.first(x))
+            return self.last(out["h"]) + out["x"]
+
+    torch.manual_seed(0)
+    x = torch.randn(8, WIDTH)
+    require_eager(Model(), (x,), x, cuts=["maybe", "last"], microbatches=8, unsplittable=["maybe"])
+
+
+def test_either_branch_gets_its_gradients():
+    """Whichever branch the capture took. A weight that no microbatch uses gets none."""
+    inputs, targets = (torch.cat([torch.ones(2, WIDTH), -torch.ones(4, WIDTH)]),), torch.randn(6, WIDTH)
+    model = nn.Sequential(Either(), nn.Linear(WIDTH, WIDTH), Either())
+    pipe = staged(model, inputs, targets, ["1", "2"], 3, unsplittable=Either)
+    got, want = run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3)
+    assert want.buffers["0.count"] == 1
+    assert_same(got, want)
+    assert fpipe.verify(pipe, model, inputs, targets).eager
+
+
+class AnyExperts(nn.Module):
+    """A mixture of experts whose router chooses an expert for each row, so that shapes depend on data."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x):
+        probabilities = self.router(x).softmax(-1)
+        chosen, out = probabilities.argmax(-1), torch.zeros_like(x)
+        for k in (torch.nn.functional.one_hot(chosen, 3).sum(0) > 0).nonzero():
+            rows = chosen == k[0]
+            out[rows] = self.experts[int(k)](x[rows]) * probabilities[rows].max(-1, keepdim=True).values
+        return out
+
+
+def test_experts_may_see_any_rows():
+    model = nn.Sequential(AnyExperts(), Block(), AnyExperts())
+    require_loop(model, one_f_one_b(ranks=3, microbatches=3), ["1", "2"], rows=9, unsplittable=AnyExperts)
+
+
+# --------------------------------------------------------------------------------------------------- draws in branches
+
+
+def switching(how, cuts=("1",), draw=functional.dropout):
+    class First(nn.Linear):
+        """Returns its input, so that the data decide the branch."""
+
+        def forward(self, x):
+            return x + 0 * super().forward(x)
+
+    model = nn.Sequential(First(WIDTH, WIDTH), Switch(draw), nn.Linear(WIDTH, WIDTH))
+    x = torch.ones(4, WIDTH)
+    pipe = staged(model, (x,), x, cuts, schedule=how, unsplittable=Switch)
+    return pipe, model, (torch.cat([x, -x]).roll(2, 0),), torch.cat([x, x])
+
+
+def test_draws_that_only_data_decide_are_keyed_and_do_not_advance_the_generator():
+    """The capture sees no draw at all."""
+    results = []
+    for how, cuts in ((gpipe(2, 4), ("1",)), (one_f_one_b(3, 4), ("1", "2")), (gpipe(1, 4), ())):
+        pipe, model, inputs, targets = switching(how, cuts)
+        model.load_state_dict(results[0][0] if results else model.state_dict())
+        before = torch.get_rng_state()
+        got = run(pipe, model, inputs, targets, seed=SEED)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert_same(got, run_reference(pipe, model, inputs, targets, seed=SEED))
+        assert torch.equal(torch.get_rng_state(), before)
+        results.append((model.state_dict(), got))
+        torch.rand(3)
+    assert_same(results[0][1], results[1][1])
+    assert_same(results[0][1], results[2][1])
+    assert not torch.equal(got.outputs, run(pipe, model, inputs, targets, seed=SEED + 1).outputs)
+
+
+def test_a_branch_that_draws_without_a_seed_is_refused_when_it_is_taken():
+    pipe, model, (x,), targets = switching(one_f_one_b(2, 4))
+    before = torch.get_rng_state()
+    for function in (fpipe.value_and_grad(pipe), fpipe.reference(pipe)):
+        function(*pipe.init(model), (-x.abs(),), targets)
+        with pytest.raises(fpipe.InputError, match=r"seed: got none, .*because module 1 draws random"):
+            function(*pipe.init(model), (x,), targets)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_verify_runs_the_model_eagerly_unless_it_draws():
+    pipe, model, (x,), targets = switching(one_f_one_b(2, 4))
+    assert fpipe.verify(pipe, model, (-x.abs(),), targets, seed=SEED).eager
+    before = torch.get_rng_state()
+    found = fpipe.verify(pipe, model, (x,), targets, seed=SEED)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found.reference
+    assert not found.eager
+
+
+def test_a_loss_that_branches_may_draw():
+    def loss(out, y):
+        return functional.dropout(out, 0.5).sum() if out.sum() > 0 else mse(out, y)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    x, y = torch.randn(16, WIDTH), torch.randn(16, WIDTH)
+    results = []
+    for how in (gpipe(2, 8), one_f_one_b(1, 8)):
+        pipe = staged(model, (x,), y, ["1"][: how.stages - 1], schedule=how, loss=loss, unsplittable="loss")
+        results.append(run(pipe, model, (x,), y, seed=SEED))
+        assert_same(results[-1], run_reference(pipe, model, (x,), y, seed=SEED))
+    assert_same(*results)
+
+
+class Telling(Switch):
+    """Returns which branch it took, as a Python value."""
+
+    def forward(self, x):
+        return super().forward(x), bool(x.sum() > 0)
+
+
+class Listening(nn.Module):
+    """Draws once more if the returned value says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.telling, self.drop = Telling(functional.dropout), nn.Dropout(0.5)
+
+    def forward(self, x):
+        x, positive = self.telling(x)
+        return self.drop(self.drop(x) if positive else x)
+
+
+def test_draws_that_depend_on_a_returned_python_value_are_refused():
+    model, x = nn.Sequential(nn.Identity(), Listening(), nn.Linear(WIDTH, WIDTH)), torch.ones(4, WIDTH)
+    pipe = staged(model, (x,), x, ["2"], unsplittable=Telling)
+    run(pipe, model, (-x,), x, seed=SEED)
+    with pytest.raises(fpipe.InputError, match=r"module 1.telling: got \[True\] among what it returned"):
+        run(pipe, model, (x,), x, seed=SEED)
+
+
+def test_the_same_modules_are_skipped_at_random_under_any_schedule_and_cut():
+    class Skipping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return x if torch.rand([]) < 0.5 else functional.dropout(self.linear(x), 0.5)
+
+    model, x = nn.Sequential(*[Skipping() for _ in range(4)], nn.Linear(WIDTH, WIDTH)), torch.randn(8, WIDTH)
+    results = []
+    for how, cuts in ((zb_h1(3, 8), ["1", "3"]), (gpipe(1, 8), [])):
+        pipe = staged(model, (x,), x, cuts, schedule=how, unsplittable=Skipping)
+        results.append(run(pipe, model, (x,), x, seed=SEED))
+        assert_same(results[-1], run_reference(pipe, model, (x,), x, seed=SEED))
+    assert_same(*results)
+
+
+class Sharing(nn.Module):
+    """Uses a dropout module that others use, too, before it branches."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), drop
+
+    def forward(self, x):
+        x = self.drop(x)
+        return self.linear(x) if x.sum() > 0 else x
+
+
+def test_draws_in_branches_do_not_change_draws_outside(monkeypatch):
+    drop, x, found = nn.Dropout(0.5), torch.ones(4, WIDTH), set()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), drop, Sharing(drop), drop)
+    pipe = staged(model, (x,), x, [], unsplittable=Sharing)
+    reseed = random.reseed
+
+    def noted(key, label, device):
+        found.add(label)
+        reseed(key, label, device)
+
+    monkeypatch.setattr(random, "reseed", noted)
+    run(pipe, model, (x,), x, seed=SEED)
+    assert found == {random.label("1", 0), random.stream_label("2", 0), random.label("1", 1)}
+
+
+# ------------------------------------------------------------------------------------------------------------- streams
+
 
 KINDS = {"plain": None, "checkpoint": partial(checkpoint, use_reentrant=False)}
 
@@ -98,8 +356,7 @@ families = {
 
 
 def build(model, how, cuts, example, **options):
-    named = {"unsplittable": Experts} | options
-    return fpipe.pipeline(model, example=(example,), targets=example, loss=mse, schedule=how, cuts=cuts, **named)
+    return staged(model, (example,), example, cuts, schedule=how, unsplittable=Experts, **options)
 
 
 def seed_at(key, label):
@@ -217,7 +474,7 @@ def test_a_module_that_is_cut_inside_draws_as_one_that_is_not(around, monkeypatc
     body = AROUND[around] or (lambda function, x: function(x))
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Around(body)), torch.randn(8, WIDTH)
     pipes = [
-        fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=cuts, unsplittable=Reading)
+        staged(model, (x,), x, cuts, schedule=how, unsplittable=Reading)
         for how, cuts in ((gpipe(3, 4), ["1", "1.last"]), (gpipe(1, 4), []))
     ]
     results = [run(pipe, model, (x,), x, seed=SEED) for pipe in pipes]
