@@ -115,7 +115,7 @@ def profile(
     >>> [block.name for block in measured.blocks]
     ['0', '1', '2']
     >>> measured.sizes(["2"]).activation, measured.sizes(["2"]).weight
-    ((64, 68), (160, 36))
+    ((64, 64), (160, 36))
     >>> simulate(gpipe(ranks=2, microbatches=3), measured.costs(["2"])).makespan > 0
     True
     """

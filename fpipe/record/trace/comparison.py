@@ -49,7 +49,7 @@ from fpipe.record.questions import Answer, Sample
 from fpipe.record.trace.fake_model import FakeModel
 from fpipe.record.trace.frames import Frame, Invocation, outermost_checkpoints
 from fpipe.record.trace.record import Record, for_real
-from fpipe.record.trace.recorder import Recorder
+from fpipe.record.trace.recorder import InnerCall, Recorder, RunningCall
 from fpipe.record.trace.whole import WholeCalls
 from fpipe.tensors.torch_private import DisableTorchFunction, FakeTensor
 from fpipe.tensors.tree import PLAIN, closure_contents, same_bits
@@ -173,8 +173,13 @@ class RepeatRecorder(Recorder):
         self.earlier = {function: len(self.record.ticks[function]) for function, _ in answers}
 
     def _answer(self, invocation: Invocation, tick: int, args: Any, kwargs: Any, error: Exception) -> Any:
+        return self._answer_again(invocation.function, tick, args, kwargs, error)
+
+    def _answer_inside(self, running: RunningCall, asking: InnerCall, tick: int, error: Exception) -> Any:
+        return self._answer_again(asking.function, tick, asking.args, asking.kwargs, error)
+
+    def _answer_again(self, function: Any, tick: int, args: Any, kwargs: Any, error: Exception) -> Any:
         """Return the recorded answer to the call; if there is none, assume one, or raise `error`."""
-        function = invocation.function
         number = len(self.record.ticks[function]) - 1 - self.earlier.get(function, 0)
         answer = self.answers.get((function, number))
         if answer is not None:

@@ -32,7 +32,7 @@ from fpipe.record.refusals import seeding_error
 from fpipe.record.trace.checkpoints import CheckpointFrames, CheckpointNode
 from fpipe.record.trace.frames import Frame
 from fpipe.record.trace.recorder import CallStack, Recorder
-from fpipe.tensors.fake import refuse_marks
+from fpipe.tensors.fake import as_parameter, refuse_marks
 from fpipe.tensors.patching import current, original, replace
 from fpipe.tensors.torch_private import (
     APPLY,
@@ -99,6 +99,7 @@ class Replacements:
         yield nn.Module, "__call__", self._call_module
         yield nn.Module, "__setattr__", self._set_attribute
         yield nn.Module, "register_buffer", self._register_buffer
+        yield nn.Module, "_apply", self._convert_module
         yield *APPLY, self._apply
         yield torch.autograd.graph.saved_tensors_hooks, "__enter__", self._enter_saved_hooks
         yield torch.autocast, "__enter__", self._enter_autocast
@@ -148,6 +149,22 @@ class Replacements:
             tensor = self.recorder.reassignments.assign(module, name, tensor, self.recorder.call)
             self.stack.note_assignment(module, name, tensor, self.recorder.values)
         register(module, name, tensor, *args, **kwargs)
+
+    def _convert_module(self, apply: Any, module: nn.Module, convert: Any, recurse: bool = True) -> Any:
+        """Convert a module, in `.to()` say; of one made in a forward, whose tensors torch cannot swap, replace them."""
+        if id(module) in self.stack.paths or not self.active:
+            return apply(module, convert, recurse)
+        children: Any = module.children() if recurse else ()
+        for child in children:
+            child._apply(convert)
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                new: Any = None if tensor is None else convert(tensor)
+                if new is not tensor:
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    table[name] = as_parameter(new.detach(), tensor.requires_grad) if is_parameter else new
+        return module
 
     def _apply(self, apply: Any, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction and not self.is_idle:

@@ -417,18 +417,23 @@ class Provenance:
 
         Raise `CaptureError` if it depends on more than constants and the batch.
         """
-        function = invocation.function
+        return self.ask(invocation.reads, invocation, invocation.function, where)
+
+    def ask(
+        self, reads: tuple[Value, ...], call: Callable[[Sequence[Tensor]], Any], function: Any, where: str
+    ) -> Question:
+        """Return the question that `call`, given the tensors of `reads`, answers; see `question`."""
         asks = f"{where}, {getattr(function, '__name__', function)}"
         if self.obstacle:
             raise CaptureError(
                 f"{asks}: got a question about values that depend on {self.obstacle}, expected one that constants or "
                 f"the batch alone decide. Other values are not known before the step runs. {advise_on_values(where)}"
             )
-        compute_reads = self.function(invocation.reads)
+        compute_reads = self.function(reads)
 
         def compute(leaves: Sequence[Tensor]) -> Answer:
             with for_real():
-                return Answer.of(invocation(compute_reads(leaves)))
+                return Answer.of(call(compute_reads(leaves)))
 
         return Question(asks, tuple(self.leaves.values()), compute, GUESSES.get(function))
 

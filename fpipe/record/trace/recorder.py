@@ -13,13 +13,14 @@ Runs when a plan is made: once per kind of batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import MappingProxyType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
+import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ from fpipe.tensors.effects import Effects, has_handle, is_collective, written_me
 from fpipe.tensors.fake import Fakes
 from fpipe.tensors.settings import changes_since
 from fpipe.tensors.torch_private import TENSOR_METHODS, active_fake_mode, count_dispatch_modes, process_groups
-from fpipe.tensors.tree import closure_contents, flatten
+from fpipe.tensors.tree import closure_contents, flatten, flatten_all
 
 GRAD_FN: Any = TENSOR_METHODS["grad_fn"].__get__
 """The function that torch calls to get a tensor's `grad_fn`."""
@@ -193,16 +194,57 @@ class CallStack:
         return current_place(self.names, self.where)
 
 
+class InnerCall(NamedTuple):
+    """A torch call inside another, such as one in the forward of a custom function, and its result."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    out: Any
+
+    @property
+    def writes(self) -> bool:
+        """True if the function changes its first argument in place."""
+        name = getattr(self.function, "__name__", "")
+        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def replay_calls(calls: Sequence[InnerCall], tensors: dict[int, Tensor]) -> Any:
+    """Return the result of the last call, on real tensors in place of those with these ids."""
+    known, out = dict(tensors), None
+    for call in calls:
+        leaves, spec = flatten_all((call.args, call.kwargs))
+        args, kwargs = optree.tree_unflatten(spec, [known.get(id(leaf), leaf) for leaf in leaves])
+        out = call.function(*args, **kwargs)
+        made = tensors_at(out)
+        known.update({id(fake): made[k] for k, fake in tensors_at(call.out).items() if k in made})
+    return out
+
+
 @dataclass
 class RunningCall:
     """A torch call that is running: the values passed to calls inside it, and whether it calls a collective.
 
-    `guarded`: whether questions inside it, which only guard its arguments, are answered with no.
+    `guarded`: whether questions inside it, which only guard its arguments, are answered with no. `inner`: the calls
+    inside it so far.
     """
 
     used: dict[Value, None] = field(default_factory=dict)
     communicates: bool = False
     guarded: bool = False
+    inner: list[InnerCall] = field(default_factory=list)
+
+    def history(self, last: InnerCall, values: Values) -> tuple[list[InnerCall], dict[int, Value]]:
+        """Return the calls inside that the arguments of `last` were computed by, and what else, by id of its tensor."""
+        needed = {id(tensor): tensor for tensor in tensors_at((last.args, last.kwargs)).values()}
+        calls: list[InnerCall] = []
+        for call in reversed(self.inner):
+            made = [*tensors_at(call.out).values(), *(call.args[:1] if call.writes else ())]
+            if any(id(tensor) in needed for tensor in made):
+                calls.insert(0, call)
+                needed.update({id(tensor): tensor for tensor in tensors_at((call.args, call.kwargs)).values()})
+        inside = {id(tensor) for call in calls for tensor in tensors_at(call.out).values()}
+        return calls, {key: values.read(tensor) for key, tensor in needed.items() if key not in inside}
 
     def use(self, values: Iterable[Value]) -> None:
         """Note that these values are used inside."""
@@ -296,11 +338,13 @@ class Recorder(TorchFunctionMode):
             return self._call_outermost(function, args, kwargs, tick)
         running.use(self.values.within((args, kwargs)))
         try:
-            return self._note_draws(function, tick, lambda: function(*args, **kwargs))
-        except UNKNOWN:
+            out = self._note_draws(function, tick, lambda: function(*args, **kwargs))
+        except UNKNOWN as error:
             if function is Tensor.__bool__ and running.guarded:
                 return False
-            raise
+            return self._answer_inside(running, InnerCall(function, args, kwargs, None), tick, error)
+        running.inner.append(InnerCall(function, args, kwargs, out))
+        return out
 
     def _call_outermost(self, function: Any, args: Any, kwargs: Any, tick: int) -> Any:
         if function in SEALING:
@@ -369,7 +413,7 @@ class Recorder(TorchFunctionMode):
         if is_guard and (provenance.obstacle or (self.stack.is_opaque and provenance.leaves)):
             return self._pass_guards(lambda: function(*args, **kwargs))
         if self.stack.is_opaque and (provenance.obstacle or provenance.leaves) and function not in READERS.values():
-            sample = self._sample(asking) if self.way.sampled or function not in ASSUMPTIONS else None
+            sample = self._sample(asking.reads, asking) if self.way.sampled or function not in ASSUMPTIONS else None
             self.has_assumed = True
             if sample is None:
                 return self._assume(function, args, kwargs, error)
@@ -380,7 +424,33 @@ class Recorder(TorchFunctionMode):
             answer = self.ask(question) if provenance.leaves else question.compute(())
         return self._reply(tick, function, args, answer)
 
-    def _sample(self, asking: Invocation) -> Sample | None:
+    def _answer_inside(self, running: RunningCall, asking: InnerCall, tick: int, error: Exception) -> Any:
+        """Return what eager mode would return for a call that reads values inside another, such as a custom function.
+
+        Raise `error` if it does not only read values, `CaptureError` if others than constants and the batch decide.
+        """
+        function = asking.function
+        if function not in VALUE_READS:
+            raise error
+        calls, given = running.history(asking, self.values)
+        provenance = self.record.provenance(given.values())
+
+        def replay(tensors: Sequence[Tensor]) -> Any:
+            return replay_calls([*calls, asking], dict(zip(given, tensors, strict=True)))
+
+        if self.stack.is_opaque and provenance.obstacle:
+            self.has_assumed = True
+            sample = self._sample(tuple(given.values()), replay)
+            if sample is None:
+                raise error
+            self._note_branch()
+            return self._reply(tick, function, asking.args, sample)
+        question = provenance.ask(tuple(given.values()), replay, function, f"{self.stack.here()}{current_line()}")
+        with for_real():
+            answer = self.ask(question) if provenance.leaves else question.compute(())
+        return self._reply(tick, function, asking.args, answer)
+
+    def _sample(self, values: Sequence[Value], call: Callable[[Sequence[Tensor]], Any]) -> Sample | None:
         """Return what a call in an opaque module returns for made-up values of what enters the module.
 
         Return `None` if it can't be computed.
@@ -388,8 +458,8 @@ class Recorder(TorchFunctionMode):
         start = self.stack.outermost_branching.start
         with suppress(Exception), for_real(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            tensors = self.record.sample(asking.reads, start)
-            return None if tensors is None else Sample.of(asking(tensors))
+            tensors = self.record.sample(values, start)
+            return None if tensors is None else Sample.of(call(tensors))
         return None
 
     def _reply(self, tick: int, function: Any, args: Any, answer: Answer | Sample) -> Any:

@@ -471,3 +471,28 @@ def what_is_not_finite_is_named_on_every_rank(rank, size):
     assert found[:2] == (size - 1, None)
     assert found.leaf.startswith("params['")
     assert found.got == "inf"
+
+
+class _Divided(nn.Module):
+    """Layers whose output is divided by a number of the batch."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)])
+
+    def forward(self, x, n):
+        return self.layers(x) / n
+
+
+@case(sizes=[2])
+def another_number_in_the_batch_of_one_rank(rank, size):
+    torch.manual_seed(0)
+    model, x, how = _Divided(size), torch.randn(8, 4), one_f_one_b(ranks=size, microbatches=2)
+    pipe = fpipe.pipeline(model, example={"x": x, "n": 2}, loss=lambda out: out.square().mean(), schedule=how)
+    step, held = fpipe.value_and_grad(pipe), pipe.init(model)
+    for n in (2, 3, 5):
+        want = sum(model(part, n).square().mean() / 2 for part in x.chunk(2))
+        assert torch.equal(step(*held, {"x": x, "n": n})[0].loss, want.detach())
+    assert len(pipe.memo.recordings) == 1
+    with raises(fpipe.TransportError, "numbers in the batch", "(7,)"):
+        step(*held, {"x": x, "n": 7 if rank == 1 else 5})

@@ -14,6 +14,7 @@ from fpipe.errors import Cause
 from fpipe.network import lookout as module
 from fpipe.network.board import Board
 from fpipe.network.lookout import Lookout
+from fpipe.network.standing import Situation, Standing
 from fpipe.network.waiting import Awaited
 
 HOUR = timedelta(hours=1)
@@ -81,9 +82,34 @@ def test_a_rank_that_waits_and_one_that_computes_give_signs_of_life(start):
 
 
 def test_nothing_is_posted_between_calls(start):
-    _, _, store = start()
+    lookout, _, store = start()
     Event().wait(0.2)
     assert not store.num_keys()
+    with lookout.on_duty("a step (call 1)"):
+        Event().wait(0.2)
+    other = Board(lambda: store, 1, 3, 0)
+    last = other.last_sign(0)
+    Event().wait(0.2)
+    assert last is not None, "given within the call"
+    assert last == other.last_sign(0)
+
+
+@pytest.mark.parametrize("within", [Standing.MIDWAY, Standing.CONCLUDED, None])
+def test_a_call_that_failed_is_the_last_one(within):
+    situation = Situation()
+    for call in ("a step (call 1)", "a step (call 2)"):
+        situation.enter(call)
+        assert (situation.is_running, situation.place) == (True, call)
+        if within is not None:
+            situation.move(within)
+        situation.leave()
+        assert situation.standing is Standing.OUTSIDE
+    situation.enter("a step (call 3)")
+    situation.fail("it did")
+    situation.leave()
+    assert (situation.standing, situation.failure, situation.is_running) == (Standing.FAILED, "it did", False)
+    with pytest.raises(AssertionError, match="does not lead to"):
+        situation.enter("a step (call 4)")
 
 
 def test_a_slow_peer_is_reported(start, caplog, monkeypatch):
