@@ -37,9 +37,9 @@ from fpipe.checkpoints.manifest import MARKER, Manifest, list_saves, read_manife
 from fpipe.errors import InputError
 from fpipe.weights.files import make_folder, sync_folder, write_error, write_new
 
-OWNER: Final = "writer.json"
+WRITER_FILE: Final = "writer.json"
 JOB: Final = token_hex(8)
-PATIENCE: Final = 10.0
+LONGEST_COMMIT: Final = 10.0
 """Seconds to wait while another job replaces `checkpoint.json`, which takes milliseconds."""
 
 
@@ -80,7 +80,7 @@ class Claim:
                 continue  # another job took it for a leftover
             except OSError as error:
                 shutil.rmtree(folder, ignore_errors=True)
-                raise write_error(folder / OWNER, 0, error) from error
+                raise write_error(folder / WRITER_FILE, 0, error) from error
             if lock is not None:
                 return cls(home, number, f"{_job()}-{token_hex(8)}", before, lock)
 
@@ -206,7 +206,7 @@ def _hold(folder: Path, needs_lock: bool) -> int | None:
 
     On a file system without locks it is returned without one, or is `None` if that `needs_lock`.
     """
-    path = folder / OWNER
+    path = folder / WRITER_FILE
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -241,7 +241,7 @@ def _alone(home: Path) -> Iterator[None]:
 
     Where a file system has no such locks, the last of two that do so within milliseconds wins, and is whole.
     """
-    lock, until = os.open(home, os.O_RDONLY), time.monotonic() + PATIENCE
+    lock, until = os.open(home, os.O_RDONLY), time.monotonic() + LONGEST_COMMIT
     try:
         while True:
             try:
@@ -249,7 +249,7 @@ def _alone(home: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise InputError(
-                        f"{home}: got another job that has been finishing a save for {PATIENCE:.0f} seconds, expected "
+                        f"{home}: got another job that has been finishing a save for {LONGEST_COMMIT:.0f} seconds, expected "
                         "one job at a time. Stop it, or give each job a path of its own."
                     ) from None
                 time.sleep(0.01)
