@@ -249,8 +249,8 @@ def _alone(home: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise InputError(
-                        f"{home}: got another job that has been finishing a save for {LONGEST_COMMIT:.0f} seconds, expected "
-                        "one job at a time. Stop it, or give each job a path of its own."
+                        f"{home}: got another job that has been finishing a save for {LONGEST_COMMIT:.0f} seconds, "
+                        "expected one job at a time. Stop it, or give each job a path of its own."
                     ) from None
                 time.sleep(0.01)
                 continue
