@@ -2,6 +2,7 @@
 """A conformance suite is worth having only if bad schedules fail it, and show themselves."""
 
 import pickle
+from collections import Counter
 
 import pytest
 from hypothesis import Phase, find, given, settings
@@ -12,9 +13,11 @@ from schedules import families as built_in
 from schedules.proof.formulas import whole_model
 from schedules.proof.interpreter import ideal
 from schedules.testing import (
+    collective_orders,
     conformance,
     costs,
     graphs,
+    mutants,
     orders,
     require_bounds,
     require_round_trip,
@@ -149,6 +152,15 @@ def test_the_strategy_draws_graphs_of_every_kind(what):
 )
 def test_the_strategy_draws_orders_of_every_kind(what):
     find(orders(), what, settings=SEARCH)
+
+
+def test_mutants_update_a_stage_several_times_though_its_gradient_is_reduced():
+    def updates_a_reduced_stage_twice(plan):
+        kinds = Counter((action.kind, action.stage) for rank in range(plan.ranks) for action in plan.actions(rank))
+        return any(kinds["U", s] > 1 and kinds["REDUCE_GRAD", s] for s in range(plan.stages))
+
+    plans = collective_orders(ranks=2, stages=2, microbatches=3).flatmap(lambda case: mutants(case[0]))
+    find(plans, updates_a_reduced_stage_twice, settings=SEARCH)
 
 
 @given(schedules([gpipe, one_f_one_b, breadth_first]))
