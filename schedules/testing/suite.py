@@ -132,7 +132,8 @@ def _check_all(
 
 def _name(function: Callable[..., object] | None) -> str:
     """Return a name that differs between functions, and is the same in every run."""
-    if (code := getattr(function, "__code__", None)) is not None:
+    code = getattr(function, "__code__", None)
+    if function is not None and code is not None:
         return f"{function.__qualname__}, line {code.co_firstlineno} of {function.__module__}"
     return repr(function)
 
