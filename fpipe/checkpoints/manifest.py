@@ -4,18 +4,20 @@
 Problem. A checkpoint is many files, written by many processes, any of which may die at any time. What is read later
 must be all of one save, and a save that fails must not harm the one before.
 
-Idea. A save writes into a folder of its own, and nothing refers to it. Once every process has finished, one of them
-writes `checkpoint.json`, which names the folder, beside the old one, and renames it into place: one atomic operation.
-Folders of earlier saves are removed only after that.
+Idea. A save writes into a folder of its own (`fpipe.checkpoints.claim`), and nothing refers to it. Once every process
+has finished, one of them writes a new `checkpoint.json`, which names the folder, and renames it into place: one atomic
+operation. The folder of the save before is removed only after that.
 
     path/checkpoint.json                              which folder counts; step and data
     path/save-3/model-00001-of-00002.safetensors      tensors of the first process
     path/save-3/model-00001-of-00002.json             its numbers, and size and checksum of that file
     path/save-3/model-00002-of-00002.safetensors
     path/save-3/model-00002-of-00002.json
+    path/save-3/writer.json                           whose save it is: its lock is held while it is written
 
 A bit may flip on a disk or on the way there, so every file has a checksum (CRC-32): JSON in itself, tensors in the JSON
-beside them. When a checkpoint is loaded, each process reads some of the files once more to compare, and all agree.
+beside them. It has the token of its save, too. When a checkpoint is loaded, each process reads some of the files once
+more to compare, and all agree.
 
 Invariants. At every moment `checkpoint.json` is absent, or names a folder whose files are complete. Nothing in a file
 is used before its checksum is right, and no name in it leads out of the folder.
@@ -26,9 +28,7 @@ Runs when a checkpoint is saved or loaded.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -37,24 +37,27 @@ from typing import Any, get_origin, get_type_hints
 
 from fpipe.errors import InputError
 from fpipe.tensors.arguments import require_arguments
-from fpipe.weights.files import AnyPath, as_path, read_text, require_regular
+from fpipe.weights.files import AnyPath, as_path, read_text, require_regular, write_durably
 from schedules.errors import quote
 
 MARKER = "checkpoint.json"
-FORMAT = 2
+FORMAT = 3
 MOST_PROCESSES = 2**16
 PIECE = 2**20
+SAVE = re.compile(r"save-([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The contents of `checkpoint.json`.
 
-    - `save`: the number of the save, and of its folder; `shards`: how many processes wrote it.
+    - `save`: the number of the save, and of its folder; `token`: what all of its files have, and no others.
+    - `shards`: how many processes wrote it.
     - `step`, `data`: the caller's, `data` as JSON; `has_state`: whether it has the state of an optimizer.
     """
 
     save: int
+    token: str
     shards: int
     step: int
     has_state: bool
@@ -63,7 +66,7 @@ class Manifest:
 
     def folder(self, home: Path) -> Path:
         """Return the folder of this save in a checkpoint's directory."""
-        return home / f"save-{self.save}"
+        return save_folder(home, self.save)
 
     def shard_files(self, home: Path) -> list[Path]:
         """Return the files of tensors that are in that folder."""
@@ -74,15 +77,22 @@ class Manifest:
 class Sidecar:
     """The file that a process writes beside its tensors.
 
+    - `token`: that of the save.
     - `size`, `checksum`: the bytes of its safetensors file, and their CRC-32; 0 if it has none.
     - `numbers`: numbers in the state of the optimizer, by flat name.
     - `on_device`: scalar tensors of that state that were on the pipeline's device; others are in host memory.
     """
 
+    token: str
     size: int
     checksum: int
     numbers: dict[str, float]
     on_device: list[str]
+
+
+def save_folder(home: Path, number: int) -> Path:
+    """Return the folder of a save in a checkpoint's directory."""
+    return home / f"save-{number}"
 
 
 def shard_name(index: int, count: int) -> str:
@@ -105,36 +115,33 @@ def is_checkpoint(path: AnyPath) -> bool:
     return (as_path(path) / MARKER).is_file()
 
 
-def next_save(home: Path) -> int:
-    """Return the number of the next save; raise `InputError` if `home` has files, but no checkpoint."""
+def require_checkpoint_or_nothing(home: Path) -> None:
+    """Raise `InputError` if `home` has files, but no checkpoint."""
     if not home.exists():
-        return 1
+        return
     others = [] if is_checkpoint(home) or not home.is_dir() else _list_others(home)
     if others or not home.is_dir():
         raise InputError(
             f"{home}: got {f'a directory with {others[:5]}' if others else 'a file'}, expected a checkpoint, an empty "
             "directory, or nothing. Choose another path; nothing was overwritten."
         )
-    return max(list_saves(home), default=0) + 1
 
 
 def _list_others(home: Path) -> list[str]:
     """Return what is not left from a save that was interrupted."""
-    left = re.compile(rf"{re.escape(MARKER)}\.new|save-\d+")
-    return sorted(entry.name for entry in home.iterdir() if not left.fullmatch(entry.name))
+    return sorted(entry.name for entry in home.iterdir() if not SAVE.fullmatch(entry.name))
 
 
 def list_saves(home: Path) -> list[int]:
     """Return the numbers of all saves in a directory, interrupted ones included."""
-    found = [re.fullmatch(r"save-(\d+)", entry.name) for entry in home.iterdir()]
+    found = [SAVE.fullmatch(entry.name) for entry in home.iterdir()]
     return [int(match[1]) for match in found if match]
 
 
-def write_sidecar(folder: Path, index: int, count: int, numbers: dict[str, float], on_device: list[str]) -> None:
-    """Write what belongs to the tensors that process `index` has written."""
-    shard = folder / shard_name(index, count)
+def write_sidecar(shard: Path, token: str, numbers: dict[str, float], on_device: list[str]) -> None:
+    """Write what belongs to the tensors in `shard`, which may have none."""
     size, checksum = (shard.stat().st_size, sum_file(shard)) if shard.exists() else (0, 0)
-    write_durably(shard.with_suffix(".json"), sign(asdict(Sidecar(size, checksum, numbers, on_device))))
+    write_durably(shard.with_suffix(".json"), sign(asdict(Sidecar(token, size, checksum, numbers, on_device))))
 
 
 def sum_file(path: Path) -> int:
@@ -155,38 +162,14 @@ def sign(fields: Mapping[str, Any]) -> str:
     return json.dumps({"crc32": zlib.crc32(json.dumps(fields).encode()), **fields})
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a file that is whole or absent, even if the machine fails."""
-    new = path.with_name(f"{path.name}.new")
-    with new.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def commit(home: Path, manifest: Manifest) -> None:
-    """Make a save the checkpoint at `home`, and remove earlier ones; one process calls this when all have written.
-
-    Raises `InputError` if it can't see the files of all.
-    """
-    folder = manifest.folder(home)
-    sidecars = _sidecars(folder, manifest.shards)
-    missing = [path.name for path in sidecars if not path.exists()]
+def require_sidecars(folder: Path, shards: int) -> None:
+    """Raise `InputError` unless this process sees the files of all."""
+    missing = [path.name for path in _sidecars(folder, shards) if not path.exists()]
     if missing:
         raise InputError(
-            f"{folder}: got no {missing[:5]}, expected the files of all {manifest.shards} processes. Save to a file "
-            "system that they share, and finish saves in the order in which they began."
+            f"{folder}: got no {missing[:5]}, expected the files of all {shards} processes. Save to a file system that "
+            "they share."
         )
-    write_durably(home / MARKER, sign(asdict(manifest)))
-    for number in list_saves(home):
-        if number < manifest.save:
-            shutil.rmtree(home / f"save-{number}", ignore_errors=True)
 
 
 def read_manifest(home: Path) -> Manifest:
@@ -222,6 +205,11 @@ def read_sidecars(home: Path, manifest: Manifest, index: int, count: int) -> Ite
     if unexpected:
         raise InputError(f"{folder}: got {unexpected[:5]}, expected only what fpipe.save wrote. Remove them.")
     for k, (path, sidecar) in enumerate(sidecars):
+        if sidecar.token != manifest.token:
+            raise InputError(
+                f"{path}: got a file of save {quote(sidecar.token)}, expected one of save {quote(manifest.token)}: the "
+                f"files are of two saves. {AGAIN}"
+            )
         if not all(isinstance(one, int | float) for one in sidecar.numbers.values()):
             raise InputError(f"{path}: got {quote(sidecar.numbers)}, expected numbers by name. Check the path.")
         if not all(isinstance(name, str) for name in sidecar.on_device):

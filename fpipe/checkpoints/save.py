@@ -1,28 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save a training run, whole or not at all, while it goes on; export its weights.
+"""Save a training run, whole or not at all, while it goes on.
 
 Problem. Ranks hold different parts, some parts are on several ranks, and any rank may fail at any time. Writing takes
 longer than a step.
 
 Idea. Every parameter and buffer has one owner (`Pipeline.owners`), which writes it, and the optimizer's state of it,
 under its name in the model. So the files say nothing about ranks or cuts. The values are copied to host memory, a
-thread writes the copy, and when every rank is done, one of them makes it the checkpoint (`fpipe.checkpoints.manifest`).
-
-Weights are exported as Hugging Face libraries read them: safetensors files, and an index of what is where. Every rank
-writes a file of the parameters and buffers that it owns. All know who owns what, so one of them writes the index, once
-all files are there: without it, the directory is no model.
+thread writes the copy into a folder that the first rank has made (`fpipe.checkpoints.claim`), and when every rank is
+done, that rank makes it the checkpoint (`fpipe.checkpoints.manifest`).
 
 Invariant: all ranks agree that the checkpoint is saved, or all raise and the earlier one is intact.
 
-Runs when a checkpoint is saved, and when weights are exported.
+Runs when a checkpoint is saved.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +28,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fpipe.checkpoints.claim import Claim
 from fpipe.checkpoints.encoding import encode_tree, flatten_slots, require_slots
-from fpipe.checkpoints.manifest import Manifest, commit, next_save, shard_name, write_durably, write_sidecar
+from fpipe.checkpoints.manifest import Manifest, require_checkpoint_or_nothing, shard_name, write_sidecar
 from fpipe.errors import InputError
 from fpipe.meshes.copies import PipelineCopies
 from fpipe.network.agreement import Field
@@ -46,9 +44,8 @@ from fpipe.pipelines.step import hold_plain
 from fpipe.tensors.placed import require_plain, whole_tensor
 from fpipe.tensors.spec import Spec
 from fpipe.training.optimizers import OptimizerState
-from fpipe.weights.files import as_path, make_folder
-from fpipe.weights.loading import list_transient_buffers
-from fpipe.weights.safetensors import INDEX, require_savable, write_safetensors
+from fpipe.weights.files import as_path, write_error
+from fpipe.weights.safetensors import require_savable, write_safetensors
 from schedules.errors import quote
 
 
@@ -131,20 +128,36 @@ def begin_save(
         require_slots({} if state is None else state, params)
         tree = encode_tree(data)
         fields = _compare(home, state is not None, step, data)
-        number = pipe.ranks.agree(lambda: fields, note=next_save(home))[0]
-        share = _collect(pipe, params, held, state, tree)
-        manifest = Manifest(number, count_processes(pipe), step, state is not None, share.data)
-        writing = _start(share, manifest.folder(home), own_index(pipe), manifest.shards, pipe.copies.is_first)
+        require_checkpoint_or_nothing(home)
+        pipe.ranks.agree(lambda: fields)
+        claim = Claim.take(home) if own_index(pipe) == 0 and pipe.copies.is_first else None
+        with _dropped_on_error(claim):
+            told = pipe.ranks.exchange_text(f"{claim.number} {claim.token}" if claim else "", "its folder")
+            number, token = next(text for text in told if text).split(" ")
+            share = _collect(pipe, params, held, state, tree)
+            manifest = Manifest(int(number), token, count_processes(pipe), step, state is not None, share.data)
+            writing = _start(share, manifest.folder(home) / shard_name(own_index(pipe), manifest.shards), token)
 
     def finish() -> None:
-        with pipe.ranks.enter_call("the end of a save"):
+        with _dropped_on_error(claim), pipe.ranks.enter_call("the end of a save"):
             writing.result()
             pipe.ranks.agree(about="its files")
-            if own_index(pipe) == 0 and pipe.copies.is_first:
-                commit(home, manifest)
+            if claim is not None:
+                claim.commit(manifest)
             pipe.ranks.agree(about="its commit")
 
     return finish
+
+
+@contextmanager
+def _dropped_on_error(claim: Claim | None) -> Iterator[None]:
+    """Remove the files of a save that fails, once no rank of it writes any more."""
+    try:
+        yield
+    except BaseException:
+        if claim is not None:
+            claim.drop()
+        raise
 
 
 def own_index(pipe: Pipeline) -> int:
@@ -159,12 +172,16 @@ def count_processes(pipe: Pipeline) -> int:
 
 @dataclass(frozen=True)
 class _Share:
-    """Copies of the tensors that this process writes, numbers by flat name, scalars on its device, and data as JSON."""
+    """Copies of the tensors that this process writes, numbers by flat name, scalars on its device, and data as JSON.
+
+    `writes`: whether it writes at all.
+    """
 
     tensors: dict[str, Tensor]
     numbers: dict[str, float]
     on_device: list[str]
     data: Any
+    writes: bool
 
 
 def _collect(
@@ -180,7 +197,7 @@ def _collect(
         **(extra if own_index(pipe) == 0 else {}),
     }
     scalars = [name for name, value in kept.items() if not value.dim() and value.device.type != "cpu"]
-    return _Share(copy_to_host(pipe.ranks, pipe.copies, tensors), numbers, scalars, data)
+    return _Share(copy_to_host(pipe.ranks, pipe.copies, tensors), numbers, scalars, data, pipe.copies.is_first)
 
 
 class ShardedTensor:
@@ -261,74 +278,24 @@ def _compare(home: Path, has_state: bool, step: object, data: object) -> list[Fi
     ]
 
 
-def _start(share: _Share, folder: Path, index: int, count: int, writes: bool) -> Future[None]:
+def _start(share: _Share, shard: Path, token: str) -> Future[None]:
     """Write this process's files in a thread; on a mesh, one process writes for all that have the same stages."""
-
-    def write() -> None:
-        if not writes:
-            return
-        make_folder(folder)
-        if share.tensors:
-            write_safetensors(folder / shard_name(index, count), share.tensors)
-        write_sidecar(folder, index, count, share.numbers, share.on_device)
-
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fpipe save")
     try:
-        return thread.submit(write)
+        return thread.submit(_write, share, shard, token)
     finally:
         thread.shutdown(wait=False)
 
 
-def export(pipe: Pipeline, path: str | os.PathLike[str], params: State, buffers: State | None = None) -> None:
-    """Write the model's weights into the directory `path`, in the format of `from_pretrained`; every rank calls this.
-
-    The directory then has one safetensors file for each rank, and `model.safetensors.index.json`. It holds what the
-    model's state dict has, each tied parameter once. `fpipe.safetensors(path)` reads it, and so does `from_pretrained`
-    of a Hugging Face model, once `model.config.save_pretrained(path)` has put the configuration beside it.
-
-    Raises `InputError`, naming the leaf, for values that do not fit the pipeline, and for a directory that already has
-    weights; if only some ranks fail, `TransportError` on the others.
-
-    >>> import tempfile, torch, fpipe
-    >>> from schedules import gpipe
-    >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)), torch.ones(2, 4)
-    >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(ranks=2, microbatches=2))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     fpipe.export(pipe, folder, *pipe.init(model))
-    ...     sorted(fpipe.safetensors(folder))
-    ['0.bias', '0.weight', '1.bias', '1.weight']
-    """
-    with call_together(export, {"pipe": pipe, "path": path, "params": params}):
-        home, index, count = as_path(path), own_index(pipe), count_processes(pipe)
-        held = {**params, **require_whole_state(pipe, params, buffers)}
-        _require_no_weights(home)
-        pipe.ranks.agree(lambda: [Field.of("path", [str(home)])])
-        transient = list_transient_buffers(pipe.model)
-        mine, writes = [n for n in owned_names(pipe, held) if n not in transient], pipe.copies.is_first
-        tensors = copy_to_host(pipe.ranks, pipe.copies, {name: held[name] for name in mine})
-        if writes:
-            make_folder(home)
-            if tensors:
-                write_safetensors(home / shard_name(index, count), tensors)
-        pipe.ranks.agree(about="its files")
-        if index == 0 and writes:
-            write_durably(home / INDEX, json.dumps(_index(pipe, transient), indent=2))
-        pipe.ranks.agree(about="its index")
-
-
-def _require_no_weights(home: Path) -> None:
-    found = sorted(entry.name for entry in [*home.glob("*.safetensors"), *home.glob(INDEX)])
-    if found or home.is_file():
-        raise InputError(
-            f"{home}: got {found[:5] or 'a file'}, expected a directory without weights, or none. Choose another path, "
-            "or remove them first: a mixture of two models would be loaded without a word."
-        )
-
-
-def _index(pipe: Pipeline, transient: set[str]) -> dict[str, object]:
-    """Return the index of the whole model: the file of each leaf, and the bytes of all."""
-    whole, each, count = pipe.training.assembly, len(pipe.ranks.ranks), count_processes(pipe)
-    specs = {name: spec for name, spec in {**whole.parameters, **whole.buffers}.items() if name not in transient}
-    size = sum(spec.empty("meta").nbytes for spec in specs.values())
-    places = {name: shard_name(pipe.owners[name] // each, count) for name in specs}
-    return {"metadata": {"total_size": size}, "weight_map": places}
+def _write(share: _Share, shard: Path, token: str) -> None:
+    if not share.writes:
+        return
+    try:
+        if share.tensors:
+            write_safetensors(shard, share.tensors)
+        write_sidecar(shard, token, share.numbers, share.on_device)
+    except Exception as error:
+        for path in (shard, shard.with_suffix(".json"), shard.with_suffix(".json.new")):
+            with suppress(OSError):
+                path.unlink()  # a full disk has room again, for others, too
+        raise write_error(shard, sum(one.nbytes for one in share.tensors.values()), error) from error

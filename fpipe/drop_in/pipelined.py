@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fpipe.api import pipeline
 from fpipe.drop_in.delivery import Delivery, attach_delivery, divided
-from fpipe.drop_in.settings import Pipelines, Setting, read_setting
+from fpipe.drop_in.settings import Pipelines
 from fpipe.errors import InputError
 from fpipe.network.job import join_launched
 from fpipe.pipelines.inputs import State
@@ -66,8 +66,9 @@ class Pipelined(nn.Module):
 
     **In eval mode**, it returns the loss if targets are passed, otherwise the outputs, without a graph, on every rank.
 
-    Parameters may be frozen and unfrozen, modules put into train or eval mode, and their plain attributes changed: the
-    next forward builds a pipeline for the new setting, or takes one that it built before.
+    What the model's code reads of the modules of this one may change: frozen parameters, modes, hooks, configs and
+    other attributes. The next forward builds a pipeline for the new setting, or takes one that it built before. A
+    change in the original `model`, of globals or of what the loss reads is refused.
 
     Raise `InputError`, before anything is sent and on every rank, for arguments that do not fit, gradients in the wrong
     state, or changes that can't be followed.
@@ -111,11 +112,10 @@ class Pipelined(nn.Module):
         self.training = root.training
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[table] = vars(root)[table]  # not by `register_parameter`: a model may have a parameter `scale`
-        frozen = frozenset(name for name, p in pipe.model.named_parameters() if not p.requires_grad)
-        self._root = (root,)  # in a tuple, so that it is no submodule
-        self._pipelines = Pipelines(pipe, read_setting(self, root)._replace(frozen=frozen))
+        self._pipelines = Pipelines(pipe, root, model)
         self._delivery: Delivery | None = None
         self.register_load_state_dict_post_hook(_ignore_other_ranks)  # type: ignore[no-untyped-call]
+        self._root = (root,)  # in a tuple, so that it is no submodule
 
     @property
     def pipe(self) -> Pipeline:
@@ -135,12 +135,12 @@ class Pipelined(nn.Module):
         """Return the loss, or in eval mode without targets the outputs, as the class says."""
         pipe = self.pipe
         with pipe.ranks.enter_call("the model"):
-            mine = self._read_setting()
+            vars(self._root[0])["training"] = self.training
             batch = _join_inputs(inputs, keywords)
             whole = _find_total(pipe, steps, total)
-            notes = pipe.ranks.agree(note=self._check(mine))
+            notes = pipe.ranks.agree(note=self._check())
         if any(note & CHANGED for note in notes):
-            self._pipelines.follow(mine)
+            self._pipelines.follow()
         if not self.training:
             return self._evaluate(batch, targets, seed)
         adds = any(note & ADDS for note in notes) and not any(note & USED for note in notes)
@@ -181,20 +181,35 @@ class Pipelined(nn.Module):
                 raise
             return getattr(vars(self)["_root"][0], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a tensor or submodule, an attribute of this module, or else one of the model, if it knows the name."""
+        if self._is_models(name) and not isinstance(value, nn.Parameter | nn.Module):
+            setattr(self._root[0], name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete what `__setattr__` sets."""
+        if self._is_models(name):
+            delattr(self._root[0], name)
+        else:
+            super().__delattr__(name)
+
+    def _is_models(self, name: str) -> bool:
+        """Return whether a name is that of a plain attribute of the model, or of one that its code looks for."""
+        if "_root" not in vars(self) or name in vars(self) or hasattr(type(self), name):
+            return False
+        if any(name in vars(self)[table] for table in ("_parameters", "_buffers", "_modules")):
+            return False
+        return hasattr(self._root[0], name) or self._pipelines.current.reads(name)
+
     def _read_state(self) -> tuple[State, State]:
         params: State = dict(self.named_parameters())
         return params, dict(self.named_buffers())
 
-    def _read_setting(self) -> Setting:
-        """Return the setting; in eval mode, what only matters in training is as before."""
-        mine, known = read_setting(self, self._root[0]), self._pipelines.setting
-        if self.training:
-            return mine
-        return mine._replace(modes=known.modes, frozen=known.frozen.intersection(self.pipe.training.params))
-
-    def _check(self, mine: Setting) -> int:
+    def _check(self) -> int:
         """Return what the other ranks must know; raise `InputError` if the module is not ready for a forward."""
-        changed = 0 if self._pipelines.is_current(mine) else CHANGED
+        changed = 0 if self._pipelines.current.fits(self.training) else CHANGED
         if not self.training:
             _require_eval_mode(self)
             return changed
@@ -211,7 +226,7 @@ class Pipelined(nn.Module):
                 "loss.backward() first: the last forward has added to what was in .grad. For a loss without gradients, "
                 "call model.eval(); to drop these gradients, call model.zero_grad()."
             )
-        adds = any(p.grad is not None for p in self.parameters())
+        adds = any(p.grad is not None and p.requires_grad for p in self.parameters())
         return changed | (adds and ADDS) | (known is not None and known.is_used and USED)
 
     def _train(
@@ -220,10 +235,10 @@ class Pipelined(nn.Module):
         pipe, (params, buffers) = self.pipe, self._read_state()
         if seed is None and pipe.training.generators:
             seed = draw_seed()
-        old = {name: p.grad for name, p in params.items() if p.grad is not None}
+        old = {name: p.grad for name, p in params.items() if p.grad is not None and p.requires_grad}
         factor = 1.0 if self._delivery is None or not adds else self._delivery.factor
         with divided(old if adds else {}, factor) as onto:
-            out, grads = self._pipelines.current.step(
+            out, grads = self._pipelines.ready().step(
                 params,
                 buffers,
                 inputs,
@@ -242,7 +257,7 @@ class Pipelined(nn.Module):
 
     def _evaluate(self, inputs: Any, targets: Any, seed: int | None) -> Any:
         params, buffers = self._read_state()
-        functions = self._pipelines.current
+        functions = self._pipelines.ready()
         if targets is None:
             return functions.prediction(params, buffers, inputs, seed=seed)
         return functions.evaluation(params, buffers, inputs, targets, seed=seed).loss

@@ -297,7 +297,8 @@ def agree_to_step(
     kind = variant, batch.signature
     plan = agree_on_plan(pipe, *kind, call)
     plan = plan.eager if variant.training and is_autograd_watched() else plan
-    plan.watch.require_unchanged()
+    for watch in (*[twin.watch(plan.watch) for twin in pipe.twins], plan.watch):
+        watch.require_unchanged()
     if pipe.rechecks.is_due:
         pipe.rechecks.run(pipe.captures)
     links = pipe.copies.link() if pipe.copies.count > 1 else {}

@@ -37,6 +37,7 @@ from fpipe.pipelines.recheck import Recheck
 from fpipe.pipelines.resolver import ExchangeText, own_text
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.fakes.eager_types import hide_fakes
+from fpipe.record.reads.watch import Twin
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.stage import Stage
 from fpipe.tensors.arguments import require_arguments
@@ -58,6 +59,7 @@ class Pipeline:
     - `norm_tables`: where norms of gradients are exchanged, by the digests of all ranks' lists of gradients.
     - `compared`: the kind of batch of the first step, when ranks have compared the tensors that several of them hold.
     - `rechecks`: when to record the model again.
+    - `twins`: what steps watch besides the model: that of a drop-in module, which a script changes in its place.
     """
 
     planner: Planner
@@ -68,6 +70,7 @@ class Pipeline:
     norm_tables: dict[tuple[int, ...], NormTable] = field(default_factory=dict)
     compared: set[BatchKind] = field(default_factory=set)
     rechecks: Recheck = field(default_factory=Recheck)
+    twins: list[Twin] = field(default_factory=list)
 
     @property
     def schedule(self) -> Schedule:

@@ -16,7 +16,7 @@ Runs now and then in a step, before a save, when a pipeline is closed, and on re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,10 +42,14 @@ FIRST: Final = 1.0
 
 @dataclass
 class Recheck:
-    """Decides when to record again: `spent` are the seconds of steps since then, `cost` are those that it takes."""
+    """Decides when to record again: `spent` are the seconds of steps since then, `cost` are those that it takes.
+
+    `source`: returns a copy of what is recorded besides the model: the module that a script changes in its place.
+    """
 
     spent: float = 0.0
     cost: float = FIRST
+    source: Callable[[], nn.Module] | None = None
 
     @property
     def is_due(self) -> bool:
@@ -67,15 +71,15 @@ class Recheck:
     def run(self, captures: Captures) -> None:
         """Record every kind of microbatch again; raise `InputError` for the first call that differs."""
         start = perf_counter()
-        require_same_records(captures)
+        models = [captures.watching.origin.model, *([] if self.source is None else [self.source()])]
+        for model in models:
+            if model is not None:  # else nothing is left to compare
+                require_same_records(captures, model)
         self.spent, self.cost = 0.0, perf_counter() - start
 
 
-def require_same_records(captures: Captures) -> None:
+def require_same_records(captures: Captures, model: nn.Module) -> None:
     """Raise `InputError`, naming module and call, if the model or its loss now records otherwise than it did."""
-    model = captures.watching.origin.model
-    if model is None:
-        return  # nothing is left to compare
     for (variant, microbatch), known in captures.memo.recordings.items():
         again, left = replace(captures, model=_copy(model, captures)), list(microbatch.answers)
         with isolate(TRAINING):

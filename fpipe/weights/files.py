@@ -4,14 +4,16 @@
 Problem. A name in a file may lead anywhere, a path may be a pipe that never ends, and a length may be any number.
 
 Idea. Every file is opened here, after a look at its kind and its size. Names from files are joined to their directory
-here, too.
+here, too. A file is written under another name, and renamed when it is whole.
 
-Runs when weights, checkpoints, profiles and plans are read.
+Runs when weights, checkpoints, profiles and plans are read or written.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import stat
 from pathlib import Path, PurePosixPath
 from typing import Final, TypeAlias
@@ -50,6 +52,46 @@ def make_folder(path: Path) -> None:
             f"{path}: got {type(error).__name__}: {error}, expected a folder that can be made and written. Choose "
             "another path, or change its owner."
         ) from error
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file that is whole or absent, even if the machine fails."""
+    write_new(path.with_name(f"{path.name}.new"), text).replace(path)
+    sync_folder(path.parent)
+
+
+def write_new(path: Path, text: str) -> Path:
+    """Write a file that did not exist, and whatever stood in its place is not followed; return its path."""
+    path.unlink(missing_ok=True)
+    with path.open("x") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names of the files in a folder stay if the machine fails."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def write_error(path: Path, size: int, error: Exception) -> OSError:
+    """Return the error of a file of `size` bytes that could not be written, with the bytes that are free."""
+    try:
+        free = f"{shutil.disk_usage(path.parent).free} bytes free"
+    except OSError:
+        free = "no such folder"
+    text = (
+        f"{path}: got {type(error).__name__}: {error}, with {free}, expected to write {size} bytes. What was written "
+        "has been removed, and nothing was overwritten. Make room, or choose another path."
+    )
+    told = re.search(r"\(os error (\d+)\)", str(error))  # as the library safetensors says it
+    number = int(told[1]) if told else getattr(error, "errno", None)
+    return OSError(text) if number is None else OSError(number, text)
 
 
 def require_regular(path: Path) -> int:

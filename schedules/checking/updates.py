@@ -22,6 +22,7 @@ def require_updated(progress: Progress, actions: Actions) -> Actions:
     If a stage has replicas, that is after the `G` that sums their gradients; otherwise the replicas would drift apart.
     That sum is complete only once, and so is the gradient of parameters that stages share: such stages are updated
     once, with the gradients of all microbatches, after those of the stages they share with have arrived (`ordered`).
+    A gradient that was reduced is one sum, too: no update can apply a part of it.
     A microbatch's backward uses the weight version its forward began with, so that version is kept (PipeDream's weight
     stashing, SOSP 2019, section 3.3), but no more versions than the schedule's limit. All slices of a microbatch use
     one version, so no update may come between them.
@@ -68,13 +69,17 @@ def _record_update(progress: Progress, position: int, action: Action) -> None:
 
 
 def _require_consistent(progress: Progress, position: int, action: Action) -> None:
-    """Raise `ScheduleError` if the update lets copies of weights drift apart, or splits the slices of a microbatch."""
+    """Raise `ScheduleError` if the update lets copies of weights drift apart, or splits a sum or a microbatch."""
     work = progress.work[action.stage]
-    if (work.replicated or work.tied) and action.microbatch != work.last:
+    last = action._replace(microbatch=work.last)
+    if (work.replicated or work.tied) and action != last:
         shared = "another rank holds the stage too" if work.replicated else "another stage holds some of its parameters"
         problem = f"updates before microbatch {work.last}, but {shared}: its gradient is complete only at the end"
-        repair = f"Write one {action._replace(microbatch=work.last)}, after the last backward."
-        raise violation("updated", progress, position, action, problem, repair)
+        raise violation("updated", progress, position, action, problem, f"Write one {last}, after the last backward.")
+    if work.reduced and action != last:
+        reduction = last._replace(kind="REDUCE_GRAD")
+        problem = f"updates before microbatch {work.last}, but {reduction} has reduced the gradient of all as one sum"
+        raise violation("updated", progress, position, action, problem, f"Write one {last}, after {reduction}.")
     if (parted := work.first_partial_microbatch()) is not None:
         problem = f"comes between the slices of microbatch {parted}, which would use different weights"
         repair = f"Move it before the first forward of microbatch {parted}, or after the last."

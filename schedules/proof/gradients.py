@@ -99,11 +99,15 @@ class Sums:
         return self.totals[s, rank]
 
     def update(self, s: int, rank: int, i: int) -> bool:
-        """Apply the gradients up to microbatch `i`. Return false if some are missing or none is new."""
+        """Apply the gradients up to microbatch `i`. Return false if some are missing or none is new.
+
+        Once reduced, they are one sum: there is no formula for a part of it.
+        """
         needed = {(j, part) for j, part in self._expected(s, rank) if j <= i}
         summed = len(self.placement.replicas(s)) == 1 or (s, rank) in self.totals
         later = self.applied[s, rank] < i < self.schedule.microbatches
-        allowed = self.schedule.backward and summed and later and needed <= self.added[s, rank]
+        exists = needed == self._expected(s, rank) or (s, rank) not in self.reduced
+        allowed = self.schedule.backward and summed and later and exists and needed <= self.added[s, rank]
         if allowed:
             self.applied[s, rank] = i
             self.updates[s, rank] += 1

@@ -231,8 +231,9 @@ class Interpreter:
                     yield parcel
         self.weights.write(rank, t)
         if not self.sums.update(action.stage, rank, action.microbatch):
-            problem = "applies gradients that are not there, or applies them again"
-            raise self.store.error(rank, problem, "Update once, after the backwards of these microbatches.")
+            problem = "applies gradients that are not there, a part of a reduced sum, or gradients that were applied"
+            repair = "Update once, after the backwards of these microbatches; once, with all, if they are reduced."
+            raise self.store.error(rank, problem, repair)
 
     def _gather(self, rank: int, action: Action) -> Waits:
         self.weights.gather(rank, action)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import count
 
 from hypothesis import strategies as st
@@ -23,19 +22,24 @@ def collective_orders(
 ) -> tuple[Schedule, Graph]:
     """Draw any correct schedule as `orders` does, with collectives in any places where they are correct.
 
-    Some stages are gathered, each seldom or often, early or late. If no stage is updated twice, the gradients of all
-    stages may be reduced, at once or later.
+    Some stages are gathered, each seldom or often, early or late. The gradients of all stages may be reduced, at once
+    or later; then each stage is updated once, if at all, and otherwise perhaps several times.
     """
     schedule, graph = draw(orders(ranks, stages, microbatches))
     rows = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
-    updates = Counter(action.stage for row in rows for action in row if action.kind == "U")
-    copies = {s: len(schedule.placement.replicas(s)) for s in range(schedule.stages)}
-    if schedule.backward and draw(st.booleans()) and all(updates[s] <= copies[s] for s in updates):
+    if schedule.backward and draw(st.booleans()):
+        rows = [_keep_last_updates(row) for row in rows]
         _add_reductions(draw, schedule, graph, rows)
     for rank, row in enumerate(rows):
         for s in sorted(draw(st.sets(st.sampled_from(schedule.placement.stages_on(rank))))):
             row[:] = _shard_stage(draw, schedule, rank, row, s)
     return edit_rows(schedule, tuple(map(tuple, rows))), graph
+
+
+def _keep_last_updates(row: list[Action]) -> list[Action]:
+    """Return the row with only the last update of each stage, which applies all gradients."""
+    last = {action.stage: at for at, action in enumerate(row) if action.kind == "U"}
+    return [action for at, action in enumerate(row) if action.kind != "U" or last[action.stage] == at]
 
 
 def _add_reductions(draw: st.DrawFn, schedule: Schedule, graph: Graph, rows: list[list[Action]]) -> None:

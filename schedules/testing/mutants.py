@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strategies for schedules and programs that are almost correct.
 
-A checker is only as good as what it rejects. `mutants` drops, duplicates, swaps and moves actions, and changes their
-stage, microbatch, slice, kind or peer; `mutant_programs` does so with transfers too.
+A checker is only as good as what it rejects. `mutants` drops, duplicates, swaps and moves actions, changes their stage,
+microbatch, slice, kind or peer, and inserts collectives, sums and updates; `mutant_programs` edits transfers, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.transforms.transform import transform
 
-EDITS = ("drop", "duplicate", "swap", "neighbors", "move", "away", "stage", "microbatch", "slice", "kind", "peer")
+CHANGES = ("stage", "microbatch", "slice", "kind", "peer")
+EDITS = ("drop", "duplicate", "swap", "neighbors", "move", "away", "insert", *CHANGES)
+ONCE = tuple(kind for kind, word in KINDS.items() if not word.does and not word.after)  # for many microbatches
 COMPUTE = tuple(kind for kind, word in KINDS.items() if not word.does)
 TRANSFERS = tuple(kind for kind, word in KINDS.items() if word.does)
 
@@ -44,15 +46,15 @@ class EditedProgram:
 
 
 @st.composite
-def mutants(draw: st.DrawFn, plan: Schedule) -> Schedule:
-    """Draw the schedule after one or two edits; it may still be correct."""
-    return _edit_schedule(plan, draw(_edits(_list_actions(plan), plan)))
+def mutants(draw: st.DrawFn, plan: Schedule, edits: Sequence[str] = EDITS) -> Schedule:
+    """Draw the schedule after one or two of these edits; it may still be correct."""
+    return _edit_schedule(plan, draw(_edits(_list_actions(plan), plan, edits)))
 
 
 @st.composite
 def mutant_programs(draw: st.DrawFn, program: LoweredProgram) -> EditedProgram:
     """Draw the program after one or two edits; it may still be correct."""
-    rows = draw(_edits(_list_actions(program), program.schedule))
+    rows = draw(_edits(_list_actions(program), program.schedule, EDITS))
     computed = [[action for action in row if action.peer is None] for row in rows]
     return EditedProgram(_edit_schedule(program.schedule, computed), program.graph, tuple(map(tuple, rows)))
 
@@ -67,15 +69,15 @@ def _edit_schedule(original: Schedule, rows: Sequence[Sequence[Action]]) -> Sche
 
 
 @st.composite
-def _edits(draw: st.DrawFn, rows: list[list[Action]], schedule: Schedule) -> list[list[Action]]:
+def _edits(draw: st.DrawFn, rows: list[list[Action]], schedule: Schedule, edits: Sequence[str]) -> list[list[Action]]:
     for _ in range(draw(st.integers(1, 2))):
-        _edit(draw, rows, schedule)
+        _edit(draw, rows, schedule, draw(st.sampled_from(edits)))
     return rows
 
 
-def _edit(draw: st.DrawFn, rows: list[list[Action]], schedule: Schedule) -> None:
+def _edit(draw: st.DrawFn, rows: list[list[Action]], schedule: Schedule, what: str) -> None:
     row = draw(st.sampled_from([row for row in rows if row] or [[Action("F", 0, 0)]]))
-    at, to, what = draw(_positions(row)), draw(st.integers(0, len(row) - 1)), draw(st.sampled_from(EDITS))
+    at, to = draw(_positions(row)), draw(st.integers(0, len(row) - 1))
     if what == "drop":
         del row[at]
     elif what == "duplicate":
@@ -89,6 +91,10 @@ def _edit(draw: st.DrawFn, rows: list[list[Action]], schedule: Schedule) -> None
     elif what == "away":
         other = draw(st.sampled_from(rows))
         other.insert(draw(st.integers(0, len(other))), row.pop(at))
+    elif what == "insert":
+        kind = row[at].kind if row[at].kind in ONCE else draw(st.sampled_from(ONCE))
+        inserted = Action(kind, row[at].stage, draw(st.integers(0, schedule.microbatches - 1)))
+        row.insert(draw(st.integers(at, at + 1) | st.integers(0, len(row))), inserted)
     else:
         changed: dict[str, Any] = {what: draw(_possible_values(what, row[at], schedule))}
         row[at] = row[at]._replace(**changed)

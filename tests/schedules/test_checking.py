@@ -43,7 +43,7 @@ from schedules.files.csv import table
 from schedules.proof.interpreter import ideal, interpret, prove, require_whole
 from schedules.proof.networks import fifo, rendezvous
 from schedules.testing import collective_orders, mutants, orders, schedules
-from schedules.testing.mutants import EditedProgram, mutant_programs
+from schedules.testing.mutants import EDITS, EditedProgram, mutant_programs
 from tests.common.rows import edit, rows
 
 # ------- What a violation says: it names the culprit, whatever the rule. (That `check` is right: test_never_wrong.py.)
@@ -409,10 +409,23 @@ def test_a_gathered_stage_and_a_reduced_gradient_are_accepted():
             "rank 0, position 4, 0REDUCE_GRAD0: is not named after the last microbatch that this rank runs, 1 "
             "[rule: reduced]. Write 0REDUCE_GRAD1.",
         ),
+        (
+            "0F0,0F1,0B0,0B1,0REDUCE_GRAD1,0U0,0U1",
+            "rank 0, position 5, 0U0: updates before microbatch 1, but 0REDUCE_GRAD1 has reduced the gradient of all "
+            "as one sum [rule: updated]. Write one 0U1, after 0REDUCE_GRAD1.",
+        ),
     ],
 )
 def test_each_rule_of_collectives_names_the_culprit(row, message):
     assert refusal(table(rows=(row,))) == message
+
+
+def test_a_reduced_sum_has_no_part_that_an_update_could_apply():
+    part = table(rows=("0F0,0F1,0B0,0B1,0REDUCE_GRAD1,0U0,0U1",))
+    for meaning in (prove, lambda case: interpret(lower(case), rendezvous)):
+        with pytest.raises(PipelineError, match=r"rank 0, position 5, 0U0: applies .* a part of a reduced sum"):
+            meaning(part)
+    prove(table(rows=("0F0,0F1,0B0,0B1,0REDUCE_GRAD1,0U1",)))
 
 
 def test_all_stages_are_reduced_or_none():
@@ -487,13 +500,17 @@ def test_every_correct_order_is_accepted_and_so_is_its_program(cases, data):
     prove(*case)
 
 
-@CASES
+@pytest.mark.parametrize(
+    ("cases", "edits"),
+    [(orders(), EDITS), (collective_orders(), EDITS), (collective_orders(), ("insert",))],
+    ids=["alone", "with collectives", "with collectives and updates too many"],
+)
 @often
 @given(st.data())
-def test_a_schedule_is_accepted_exactly_if_it_computes_the_whole_model(cases, data):
+def test_a_schedule_is_accepted_exactly_if_it_computes_the_whole_model(cases, edits, data):
     schedule, graph = data.draw(cases)
     for _ in range(10):
-        mutant = data.draw(mutants(schedule))
+        mutant = data.draw(mutants(schedule, edits))
         assert is_accepted(mutant, graph) == computes(mutant, graph)
 
 

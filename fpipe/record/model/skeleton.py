@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import dis
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from types import CellType, FunctionType
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fpipe.errors import CaptureError
-from fpipe.record.model.walk import Walk, codes, named_globals, visible
+from fpipe.record.model.walk import Walk, codes, held, named_globals, visible
 from fpipe.tensors.fake import as_parameter
 from fpipe.tensors.placed import local_part
 from fpipe.tensors.torch_private import disabled_torch_function, mark_as_parameter, process_groups
@@ -69,6 +69,48 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
             "copy.deepcopy can copy. Give the attribute that cannot be copied a __deepcopy__, or set it after building "
             "the pipeline."
         ) from error
+
+
+class PartSearch(Walk):
+    """A walk that looks for parts of a model: its modules and tensors; `found` once it has met one."""
+
+    LEAVES = tuple(kind for kind in Walk.LEAVES if kind is not Tensor)
+
+    def __init__(self, parts: Collection[int]) -> None:
+        super().__init__()
+        self.parts, self.found = parts, False
+
+    def visit(self, one: Any) -> Iterable[Any]:
+        """Return what an object holds, which for a function is what it closes over; nothing once a part is found."""
+        self.found = self.found or id(one) in self.parts
+        return () if self.found else held(one)
+
+
+def share_state(model: nn.Module) -> nn.Module:
+    """Return modules with the plain attributes of those of `model`, the same objects, but none that hold a part of it.
+
+    They keep alive the configs, lists and functions that a script may still change when the model itself is gone.
+    """
+    parts = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
+    made: dict[int, nn.Module] = {}
+    searches: dict[int, PartSearch] = {}
+
+    def is_apart(value: object) -> bool:
+        if id(value) not in searches:
+            searches[id(value)] = PartSearch(parts)
+            searches[id(value)].follow([value])
+        return not searches[id(value)].found
+
+    def share(module: nn.Module) -> nn.Module:
+        if id(module) not in made:
+            made[id(module)] = new = type(module).__new__(type(module))
+            tables: dict[str, dict[str, Any]] = {"_parameters": {}, "_buffers": {}, "_modules": {}}
+            plain = {name: one for name, one in vars(module).items() if name not in tables and is_apart(one)}
+            vars(new).update(plain, **tables)
+            new._modules.update({name: one and share(one) for name, one in module._modules.items()})
+        return made[id(module)]
+
+    return share(model)
 
 
 class Absent(Tensor):

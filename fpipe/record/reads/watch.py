@@ -21,6 +21,7 @@ from functools import cached_property
 from itertools import chain
 from types import CodeType
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -34,20 +35,25 @@ from fpipe.record.reads.namespaces import ModelState, Namespace, NamespaceFinder
 
 MAX_SHOWN: Final = 5
 """The number of differences that one error lists."""
+REBUILD: Final = "make a new pipeline with pipe.rebuilt(model)"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Watch:
     """The expected state of a model, and of what its code reads elsewhere.
 
     - `modules`, `tables`: the attributes of the model's modules; and their parameters, buffers and submodules.
     - `parameters`: the number of distinct parameters. `outside`: what code reads outside of the model.
+    - `reads`: what the captures read, and whether they were for training: enough to watch another module alike.
+    - `repair`: what to do about a change, for errors.
     """
 
     modules: tuple[Namespace, ...] = ()
     tables: tuple[Namespace, ...] = ()
     parameters: int = 0
     outside: tuple[Namespace, ...] = ()
+    reads: tuple[tuple[Reads, bool], ...] = ()
+    repair: str = REBUILD
 
     @classmethod
     def union(cls, watches: Iterable[Watch]) -> Watch:
@@ -58,19 +64,26 @@ class Watch:
             for namespaces in (chain(*[one.modules for one in watches]), chain(*[one.tables for one in watches]))
         )
         parameters = max([0, *[one.parameters for one in watches]])
-        return cls(modules, tables, parameters, tuple(chain(*[one.outside for one in watches])))
+        outside, reads = chain(*[one.outside for one in watches]), chain(*[one.reads for one in watches])
+        repair = next((one.repair for one in watches), REBUILD)
+        return cls(modules, tables, parameters, tuple(outside), tuple(reads), repair)
+
+    def has_same_model(self) -> bool:
+        """Return whether the model is unchanged, whatever else has changed."""
+        return _hold(self.modules) and (self._looks_the_same() or self._tables_hold())
 
     def require_unchanged(self) -> None:
         """Raise `InputError`, naming modules and attributes, if anything has changed."""
-        if not (_hold(self.modules) and (self._looks_the_same() or self._tables_hold())):
+        if not self.has_same_model():
             inside = _differences((*self.modules, *self.tables))
             count = Difference("parameters", f"{len(self._parameters())} different ones", f"{self.parameters}")
-            _raise_changed(inside or [count], "when the pipeline was built: it runs a copy of the model. Restore it")
+            when = f"when the pipeline was built: it runs a copy of the model. Restore it, or {self.repair}."
+            _raise_changed(inside or [count], when)
         if not _hold(self.outside):
             _raise_changed(
                 _differences(self.outside),
                 "when it was captured: recorded code does not read it again. Restore it, pass it with the batch if it "
-                "changes from step to step",
+                f"changes from step to step, or {self.repair}.",
             )
 
     @cached_property
@@ -110,22 +123,20 @@ def _raise_changed(found: Sequence[Difference], when: str) -> None:
     first, *others = found[:MAX_SHOWN]
     more = "".join(f"; {one.where}: got {one.got}, expected {one.expected}" for one in others)
     more += f"; and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
-    raise InputError(
-        f"{first.where}: got {first.got}, expected {first.expected}{more}, as {when}, or make a new pipeline with "
-        "pipe.rebuilt(model)."
-    )
+    raise InputError(f"{first.where}: got {first.got}, expected {first.expected}{more}, as {when}")
 
 
 @dataclass(frozen=True)
 class Watcher:
     """A factory of watches for the model that a pipeline was built from, and its loss.
 
-    `codes`: a cache of the names in code objects.
+    - `codes`: a cache of the names in code objects. `repair`: what to do about a change, for errors.
     """
 
     origin: ModelState
     loss: Any
     codes: dict[CodeType, CodeNames] = field(default_factory=dict)
+    repair: str = REBUILD
 
     def shared_attributes(self) -> frozenset[str]:
         """Return the attributes of the model whose contents the loss reaches other than through the model."""
@@ -138,7 +149,8 @@ class Watcher:
         outside = NamespaceFinder(reads, accesses).find(self.loss)
         modules = self.origin.attributes(reads, accesses, training)
         tables = self.origin.tables(reads, training)
-        return Watch(modules, tables, self.origin.parameters, (*outside, torch_settings()))
+        elsewhere = (*outside, torch_settings())
+        return Watch(modules, tables, self.origin.parameters, elsewhere, ((reads, training),), self.repair)
 
     def _roots(self, reads: Reads) -> Iterator[Any]:
         """Yield the model, the loss, and of each class of module the members that a capture read."""
@@ -156,3 +168,25 @@ class Watcher:
         if code not in self.codes:
             self.codes[code] = find_names(code)
         return self.codes[code]
+
+
+@dataclass(frozen=True, eq=False)
+class Twin:
+    """Another module with the model's tree, watched as the model is: one that a script may change in its place.
+
+    `known`: its watches, by those on the model for the same captures.
+    """
+
+    watcher: Watcher
+    known: WeakKeyDictionary[Watch, Watch] = field(default_factory=WeakKeyDictionary)
+
+    def watch(self, original: Watch) -> Watch:
+        """Return the watch on this module for the captures of a watch on the model."""
+        if original not in self.known:
+            self.known[original] = self.watch_all([original])
+        return self.known[original]
+
+    def watch_all(self, originals: Iterable[Watch], training: bool = True) -> Watch:
+        """Return one watch for several captures; without `training`, only over what counts in eval mode."""
+        reads = [pair for one in originals for pair in one.reads]
+        return Watch.union([self.watcher.watch(read, trains and training) for read, trains in reads])

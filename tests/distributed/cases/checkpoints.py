@@ -95,7 +95,7 @@ def refuse_together(path: Path) -> None:
     expect("data: got", lambda: four.save(path, later, 1, data=[marked]), 0, every)
     with patch("fpipe.checkpoints.save.write_safetensors", side_effect=OSError("no space left") if rank == 1 else None):
         expect("no space left", lambda: four.save(path, later, 1), 1, OSError)
-    with patch("fpipe.checkpoints.save.commit", side_effect=OSError("no right to")):  # which rank 0 alone calls
+    with patch("fpipe.checkpoints.save.Claim.commit", side_effect=OSError("no right to")):  # which rank 0 alone calls
         expect("no right to", lambda: four.save(path, later, 1), 0, OSError)
     other = (lambda: fpipe.load(four.pipe, path)) if rank == 3 else (lambda: four.save(path, later, 1))
     expect("call: got on ranks 0-2: begin_save", other, 0, every)

@@ -269,7 +269,16 @@ def drop_in_modules_follow_what_one_rank_sees(rank, size):
     assert all((grad is None) is (name in ("0.weight", "0.bias")) for name, grad in whole.items())
     plain = torch.cat([net(rows).detach() for rows in x.chunk(4)])  # kernels depend on the number of rows
     assert same_bits(model.eval()(x), plain)
-    model.train()
+    model.train().zero_grad()
+    handle = model.get_submodule("0").register_forward_hook(lambda module, args, out: out * 2)
+    hooked = model(x)
+    handle.remove()
+    net[0].register_forward_hook(lambda module, args, out: out * 2)
+    with raises(fpipe.InputError, "change it in the fpipe.Pipelined, which follows it"):
+        model(x)
+    net[0]._forward_hooks.clear()
+    assert not same_bits(hooked, model(x))
+    model.pipe.recheck()
     model.load_state_dict(net.state_dict())  # the names of other ranks are ignored
     with raises(RuntimeError, "Unexpected key(s)", "strange"):
         model.load_state_dict({**net.state_dict(), "strange": x})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is not a checkpoint of this model, or can't become one, is refused by name, and nothing is overwritten."""
 
+import errno
 import json
 import os
 import re
@@ -95,7 +96,7 @@ DAMAGES = {
     ),
     "another format": (
         lambda path: (path / "checkpoint.json").write_text(json.dumps({"version": 9})),
-        r"got \{'version': 9\}, expected a checkpoint of version 2.*the version of fpipe that saved it",
+        r"got \{'version': 9\}, expected a checkpoint of version 3.*the version of fpipe that saved it",
     ),
     "another fields": (
         lambda path: resign(path / "checkpoint.json", no=2),
@@ -342,6 +343,27 @@ def test_a_save_that_fails_anywhere_leaves_the_checkpoint_before_it(pipe, run, s
     names = {str(file) for file in contents(saved)}
     assert all(name == "checkpoint.json" or re.match(r"save-\d+/", name) for name in names)
     assert len({name.split("/")[0] for name in names}) == 2, "the folders of failed saves are gone"
+
+
+def test_a_save_to_a_full_disk_says_so_and_leaves_nothing(pipe, run, saved, monkeypatch):
+    """Else no later save ever finds room."""
+    before = contents(saved)
+
+    def run_out(path, written):
+        path.write_bytes(b"the first part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for writer in ("save.write_safetensors", "claim.write_new"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"fpipe.checkpoints.{writer}", run_out)
+            with pytest.raises(
+                OSError, match=r"/run/.* No space left .*, with \d+ bytes free, expected to write \d+ b"
+            ) as told:
+                fpipe.save(pipe, saved, **run)
+        assert told.value.errno == errno.ENOSPC
+        assert contents(saved) == before
+    fpipe.save(pipe, saved, **run)
+    assert {entry.name for entry in saved.iterdir()} == {"checkpoint.json", "save-4"}
 
 
 def test_files_that_are_not_there_are_not_committed(pipe, run, saved, monkeypatch):
