@@ -5,12 +5,13 @@ Problem. On a CPU, `torch.gru` and its like loop over the sequence in C++, with 
 tensors, all of them go through Python; a graph would hold every one.
 
 Idea. The shapes, strides and bytes of what such a call makes are linear in the length of the sequence. So the loop runs
-for two steps and for three, and the rest is extrapolated. In a graph, `Forward` makes the whole call under autograd,
-and `Backward` runs the backward of what autograd kept: the same operators in the same order, so the same bits.
+for two steps and for three, and the rest is extrapolated. In a graph, `RecurrentForward` makes the whole call under
+autograd, and `RecurrentBackward` runs the backward of what autograd kept: the same operators in the same order, so the
+same bits.
 
 A call that does not loop (oneDNN's LSTM, cuDNN), is short, or runs under autocast, runs as it is.
 
-Runs when a plan is made; `Forward` and `Backward` run in every step, in stages that are graphs.
+Runs when a plan is made; `RecurrentForward` and `RecurrentBackward` run in every step, in stages that are graphs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SHORT = 3
 """The longest sequence whose loop runs on fake tensors."""
 
 
-class Kept(NamedTuple):
+class KeptRecurrence(NamedTuple):
     """What a call keeps for its backward: its outputs, its inputs, and views of these that are made after the call.
 
     A backward from such a view reaches the input before any backward from the outputs does.
@@ -51,8 +52,8 @@ class Kept(NamedTuple):
     views: Tensors
 
 
-class Forward:
-    """A recurrent call on other tensors; returns its outputs, and what `Backward` takes.
+class RecurrentForward:
+    """A recurrent call on other tensors; returns its outputs, and what `RecurrentBackward` takes.
 
     `needs`: whether each tensor requires a gradient.
     """
@@ -68,16 +69,18 @@ class Forward:
         with torch.set_grad_enabled(any(self.needs)):
             outputs = _call(self.function, self.leaves, self.spec, self.places, given)
             views = tuple([one.view_as(one) for one in given])
-        return *[one.detach() for one in outputs], Kept(outputs, tuple(given), views)
+        return *[one.detach() for one in outputs], KeptRecurrence(outputs, tuple(given), views)
 
 
-class Backward:
+class RecurrentBackward:
     """The backward of a recurrent call; returns the gradients of its inputs `wanted`."""
 
     def __init__(self, function: Any, wanted: tuple[int, ...]) -> None:
         self.wanted, self.__name__ = wanted, f"the backward of {function.__name__}"
 
-    def __call__(self, kept: Kept, cotangents: Sequence[Tensor | None], sums: Sequence[Tensor | None]) -> Tensors:
+    def __call__(
+        self, kept: KeptRecurrence, cotangents: Sequence[Tensor | None], sums: Sequence[Tensor | None]
+    ) -> Tensors:
         """Return the gradients, for the cotangents of the outputs that have one.
 
         `sums` are earlier parts of the gradients, to which autograd adds those of each step one by one.
@@ -98,7 +101,7 @@ def _call(function: Any, leaves: Sequence[Any], spec: Any, places: Sequence[int]
 
 
 @runtime_checkable
-class Notes(Protocol):
+class NotesRecurrence(Protocol):
     """What is told of recurrent calls and of their backwards."""
 
     def note_recurrent(self, call: RecurrentCall, outputs: Tensors) -> None:
@@ -110,7 +113,7 @@ class Notes(Protocol):
         """Note the backward of a call."""
 
 
-class Measured(NamedTuple):
+class ShortRecurrence(NamedTuple):
     """What a short call makes: outputs, gradients of the inputs, and the bytes that autograd keeps.
 
     `operators`: how many it calls. `drawn`: the devices that it draws random numbers on.
@@ -143,7 +146,7 @@ class RecurrentCall:
     time: int
     draws: tuple[torch.device, ...] = ()
     kept: Any = None
-    tape: Notes | None = None
+    tape: NotesRecurrence | None = None
 
     @property
     def blank(self) -> list[Any]:
@@ -160,7 +163,7 @@ class RecurrentCall:
         """How much longer the sequence's dimension of time is for each step."""
         return int(self.leaves[1][0]) if self.packed else 1
 
-    def measure(self, steps: int, present: Sequence[bool] | None) -> Measured:
+    def measure(self, steps: int, present: Sequence[bool] | None) -> ShortRecurrence:
         """Return what the call makes for a sequence of this many steps, if these outputs have cotangents."""
         effects, kept, seen = Effects(), dict[int, Tensor](), list[Any]()
         with without_modes(), DisableTorchFunction(), self.mode, note_effects(self.mode, effects):
@@ -188,7 +191,7 @@ class RecurrentCall:
                 grads[k] = grad
             outputs = tuple([one.detach() for one in outputs])
         nbytes = sum(one.untyped_storage().nbytes() for one in kept.values())
-        return Measured(outputs, grads, nbytes, count, tuple(effects.drawn))
+        return ShortRecurrence(outputs, grads, nbytes, count, tuple(effects.drawn))
 
     def _shortened(self, k: int, tensor: Tensor, steps: int) -> Tensor:
         """Return a new tensor like a tensor of the call; the sequence has this many steps, and the same layout."""
@@ -275,7 +278,7 @@ def call_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if call is None:
         return function(*args, **kwargs)
     mode: Any = current_dispatch_mode()
-    call.tape = mode if isinstance(mode, Notes) else None
+    call.tape = mode if isinstance(mode, NotesRecurrence) else None
     outputs: Tensors = _apply(call, *call.tensors)
     if call.tape is not None:
         call.tape.note_recurrent(call, outputs)

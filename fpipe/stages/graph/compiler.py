@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx import Node as GraphNode
 
 from fpipe.errors import InputError
-from fpipe.record.fakes.recurrent import Backward, Forward
+from fpipe.record.fakes.recurrent import RecurrentBackward, RecurrentForward
 from fpipe.stages.accumulation import own_all
 from fpipe.stages.graph.codegen import PhaseFunction, generate_function
 from fpipe.stages.graph.joint import ACTING, Node, map_nodes, number_in
@@ -30,7 +30,7 @@ from schedules.errors import quote
 
 Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[Any]]]
 """`compiler(module, examples)` returns a function equivalent to the module, as backends of `torch.compile` do."""
-CALLS = (Forward, Backward)
+CALLS = (RecurrentForward, RecurrentBackward)
 UNCOMPILED = ACTING | {random.state_of, number_in}
 
 

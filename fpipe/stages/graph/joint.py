@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import CaptureError
 from fpipe.record.fakes.assumed_values import check_all
-from fpipe.record.fakes.recurrent import Backward, Forward, RecurrentCall
+from fpipe.record.fakes.recurrent import RecurrentBackward, RecurrentCall, RecurrentForward
 from fpipe.record.numbers import to_python
 from fpipe.tensors import random
 from fpipe.tensors.effects import is_collective, random_devices, written_arguments
@@ -105,7 +105,7 @@ class Node:
     def has_effects(self) -> bool:
         """True if the node must run though nobody reads its value: it writes, draws, seeds or checks."""
         if not isinstance(self.target, OpOverload):
-            return self.target in ACTING or (isinstance(self.target, Forward) and bool(self.target.draws))
+            return self.target in ACTING or (isinstance(self.target, RecurrentForward) and bool(self.target.draws))
         if torch.Tag.nondeterministic_seeded in self.target.tags or not self.target._schema.returns:
             return True
         return self.target._schema.is_mutable or bool(self.writes)
@@ -292,7 +292,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._try(lambda: self._note_recurrent(call, outputs))
 
     def _note_recurrent(self, call: RecurrentCall, outputs: Sequence[Tensor]) -> None:
-        node = Node(Forward(call), [self.node_of(one) for one in call.tensors])
+        node = Node(RecurrentForward(call), [self.node_of(one) for one in call.tensors])
         for device in call.draws:
             with no_dispatch():
                 self._note_draw(device)
@@ -311,7 +311,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         wanted = [k for k, grad in enumerate(grads) if grad is not None]
         given = tuple([None if one is None else self.node_of(one) for one in cotangents])
-        node = Node(Backward(call.function, tuple(wanted)), (call.kept, given, (None,) * len(wanted)))
+        node = Node(RecurrentBackward(call.function, tuple(wanted)), (call.kept, given, (None,) * len(wanted)))
         self._add_items(node, [grads[k] for k in wanted])
 
     def _add_items(self, node: Node, made: Sequence[Any]) -> None:

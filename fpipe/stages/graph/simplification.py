@@ -27,7 +27,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from fpipe.record.fakes.recurrent import Backward
+from fpipe.record.fakes.recurrent import RecurrentBackward
 from fpipe.stages.graph.joint import CONSTANT, Joint, Node, constant, map_nodes, users_of
 from fpipe.stages.interface import Wiring
 from fpipe.tensors.effects import storage_id
@@ -77,7 +77,7 @@ def _feed_sums(joint: Joint) -> Joint:
             and item not in returned
         ):
             call = item.args[0]
-            if isinstance(call.target, Backward) and place.get(before, -1) < place[call]:
+            if isinstance(call.target, RecurrentBackward) and place.get(before, -1) < place[call]:
                 parts.setdefault(call, {})[item.args[1]] = before
                 sums[node] = item
     to, nodes = dict[Node, Node](), list[Node]()
