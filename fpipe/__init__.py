@@ -2,9 +2,10 @@
 """Functional, JAX-style pipeline parallelism for PyTorch, bit for bit equal to one device."""
 
 from fpipe.api import evaluate, pipeline, reference, value_and_grad, verify
+from fpipe.checkpoints.export import export
 from fpipe.checkpoints.load import Checkpoint, load
 from fpipe.checkpoints.manifest import is_checkpoint
-from fpipe.checkpoints.save import begin_save, export, save
+from fpipe.checkpoints.save import begin_save, save
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import (
     CaptureError,

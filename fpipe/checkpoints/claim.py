@@ -102,7 +102,7 @@ class Claim:
                 "Begin another."
             )
         require_sidecars(self.folder, manifest.shards)
-        with _alone(self.home):
+        with alone_in(self.home):
             now = _current(self.home)
             self._require_latest(now)
             self._replace_marker(manifest)
@@ -236,8 +236,8 @@ def _release(lock: int) -> None:
 
 
 @contextmanager
-def _alone(home: Path) -> Iterator[None]:
-    """Keep out other jobs that finish a save at the same path; raise `InputError` if one does not end.
+def alone_in(home: Path) -> Iterator[None]:
+    """Keep out other jobs that finish a save in the same folder; raise `InputError` if one does not end.
 
     Where a file system has no such locks, the last of two that do so within milliseconds wins, and is whole.
     """

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer
 
-from fpipe.checkpoints.save import export
+from fpipe.checkpoints.export import export, require_no_other_weights
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import InputError
 from fpipe.integrations.accelerate import PipelineAccelerator
@@ -29,7 +29,8 @@ class PipelineTrainer(Trainer):
 
     Accumulated steps are averaged as equals. `save_model` writes what `from_pretrained` reads. Optimizer state is not
     in the Trainer's checkpoints, so pass `save_strategy="no"`, and `remove_unused_columns=False`, since the columns
-    that the model takes are those of its example. Raise `InputError` otherwise.
+    that the model takes are those of its example. Raise `InputError` otherwise, and for an `output_dir` with weights
+    that are not of an earlier `save_model`.
     """
 
     def __init__(self, model: nn.Module, args: Any, **options: Any) -> None:
@@ -40,6 +41,7 @@ class PipelineTrainer(Trainer):
                 'expected fpipe.Pipelined, "no" and False. Save with trainer.save_model(path), or with fpipe.save in a '
                 "callback."
             )
+        require_no_other_weights(Path(args.output_dir))  # rather than after the training
         super().__init__(model, args, **options)
         self.model_accepts_loss_kwargs = False  # so that the loss is divided by the number of accumulated steps
         self.can_return_loss = True  # which is read off a signature

@@ -90,13 +90,13 @@ def _list_names(path: Path) -> Iterator[tuple[str, Path]]:
         for file in inside:
             yield from _list_names(file)
     elif path.suffix == ".json":
-        yield from ((name, join_inside(path.parent, one, str(path))) for name, one in _read_index(path).items())
+        yield from ((name, join_inside(path.parent, one, str(path))) for name, one in read_index(path).items())
     else:
         with wrap_read_errors(path), open_safetensors(path) as file:
             yield from ((name, path) for name in list(file.keys()))
 
 
-def _read_index(path: Path) -> Mapping[str, object]:
+def read_index(path: Path) -> Mapping[str, object]:
     """Return the file of every name, as an index says."""
     text = read_text(path, "an index of safetensors files")
     with wrap_read_errors(path):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -149,10 +150,16 @@ def with_transformers(folder) -> None:
     assert [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line] == norms
     require_same(model, plain)
     assert abs(trainer.evaluate()["eval_loss"] - plain.eval()(rows[:16], labels=rows[:16]).loss.item()) < 1e-5
-    trainer.save_model(f"{folder}/saved")
+    for _ in range(2):  # the second replaces the first
+        trainer.save_model(f"{folder}/saved")
     if RANKS > 1 and dist.is_initialized():
         dist.barrier()
     require_same(GPT2LMHeadModel.from_pretrained(f"{folder}/saved"), plain)
+    arguments.output_dir = f"{folder}/others"
+    Path(arguments.output_dir).mkdir(exist_ok=True)
+    Path(arguments.output_dir, "model.safetensors").touch()
+    with pytest.raises(fpipe.InputError, match=r"others: got \['model.safetensors'\], expected a dir"):
+        PipelineTrainer(model, arguments, train_dataset=data)  # not after the training
 
 
 def with_lightning(folder) -> None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights are exported as others read them: by `from_pretrained`, and by name."""
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import fpipe
 from fpipe.tensors.tree import same_bits
+from fpipe.weights.safetensors import write_safetensors
 from schedules import dualpipe, gpipe, one_f_one_b
 
 
@@ -69,6 +72,63 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     with pytest.raises(fpipe.InputError, match=r"params\['a\.bias'\]: got float64"):
         fpipe.export(pipe, tmp_path, {**params, "a.bias": torch.ones(4).double()}, buffers)
     assert not [*tmp_path.iterdir()]
-    fpipe.export(pipe, tmp_path, params, buffers)
-    with pytest.raises(fpipe.InputError, match=r"got \['model-00001-of-00001\.safetensors', .*without weights.*mix"):
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(fpipe.InputError, match=rf"got \['{name}'\], .*without weights.*mixture"):
+            fpipe.export(pipe, tmp_path, params, buffers)
+        assert [entry.name for entry in tmp_path.iterdir()] == [name]
+        (tmp_path / name).unlink()
+    with pytest.raises(fpipe.InputError, match=r"got a file, expected a directory"):
+        fpipe.export(pipe, Path(__file__), params, buffers)
+
+
+def test_an_export_replaces_the_one_before_whole_or_not_at_all(tmp_path, monkeypatch):
+    model, x = Norms(), torch.ones(4, 4)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(2, 2), cuts=["b"])
+    params, buffers = pipe.init(model)
+
+    def export(value):
+        fpipe.export(pipe, tmp_path, {name: torch.full_like(p, value) for name, p in params.items()}, buffers)
+
+    def found():
+        """The value of all that is exported, and the names of the files."""
+        values = fpipe.safetensors(tmp_path)
+        (value,) = {one for name in params for one in values[name].flatten().tolist()}
+        return value, sorted(entry.name for entry in tmp_path.iterdir())
+
+    export(1.0)
+    before = found()
+    for failing in ("write_safetensors", "_replace", "write_durably"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"fpipe.checkpoints.export.{failing}", lambda path, *_: fill(path))
+            with pytest.raises(OSError, match="No space left"):
+                export(2.0)
+        assert found() == before
+    export(2.0)
+    value, files = found()
+    assert (value, len(files)) == (2.0, 2)
+    assert not {*files} & {*before[1]} - {"model.safetensors.index.json"}
+
+
+def fill(path):
+    """Fill the disk with a part of a file."""
+    if path.suffix == ".safetensors":
+        path.write_bytes(b"the first part")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_of_two_jobs_that_export_at_once_one_is_told(tmp_path, monkeypatch):
+    model, x = Norms(), torch.ones(4, 4)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(2, 2), cuts=["b"])
+    params, buffers = pipe.init(model)
+
+    def write_late(path, tensors):
+        """While this is written, another job's export begins and ends."""
+        monkeypatch.undo()
+        write_safetensors(path, tensors)
         fpipe.export(pipe, tmp_path, params, buffers)
+
+    monkeypatch.setattr("fpipe.checkpoints.export.write_safetensors", write_late)
+    with pytest.raises(fpipe.InputError, match=r"got no \['model-.*no other job exports"):
+        fpipe.export(pipe, tmp_path, {name: p + 1 for name, p in params.items()}, buffers)
+    assert all(same_bits(fpipe.safetensors(tmp_path)[name], p.detach()) for name, p in params.items())
