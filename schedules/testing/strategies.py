@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from schedules.errors import SizeError
+from schedules.errors import ArgumentError, SizeError, quote
 from schedules.language.graph import Edge, Graph
 from schedules.language.schedule import SIZES, Schedule
 from schedules.replay.costs import Costs
@@ -62,6 +62,23 @@ def schedules(draw: st.DrawFn, factories: Sequence[Callable[..., Schedule]]) -> 
         return factory(ranks=ranks, microbatches=microbatches, **others)
     except SizeError:
         reject()
+
+
+def grid_of(factory: Callable[..., Schedule], given: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """Return the values to try for each size that the factory takes: those `given`, or the ranges of `schedules`.
+
+    Raise `ArgumentError` for sizes of a parameter that it does not have, and for none.
+    """
+    tried = dict[str, Sequence[int]](ranks=range(1, RANKS + 1), microbatches=range(1, MICROBATCHES + 1))
+    tried |= dict.fromkeys(_int_parameters(factory), range(1, CHUNKS + 1))
+    known = [*inspect.signature(factory).parameters]
+    for name, values in given.items():
+        if name not in known or not values:
+            raise ArgumentError(
+                f"conformance: got sizes={{{name!r}: {quote(values)}}}, expected values for parameters of "
+                f"{factory!r}: {', '.join(known)}. Correct the name, or list at least one value."
+            )
+    return tried | dict(given)
 
 
 def _int_parameters(factory: Callable[..., Schedule]) -> list[str]:

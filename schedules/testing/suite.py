@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import product
+from types import MappingProxyType
 
-from hypothesis import HealthCheck, given, settings
+import hypothesis
+from hypothesis import given
 from hypothesis import strategies as st
 
 import schedules as package
@@ -18,7 +22,7 @@ from schedules.analysis.simulation import simulate
 from schedules.checking.channels import LoweredProgram, target_of
 from schedules.checking.rules import check
 from schedules.drawing import text
-from schedules.errors import ScheduleError
+from schedules.errors import ArgumentError, ScheduleError, SizeError
 from schedules.files.csv import table
 from schedules.language.actions import COLLECTIVES, KINDS, Action, message_of, receive_of
 from schedules.language.graph import Edge, Graph, chain
@@ -27,18 +31,15 @@ from schedules.lowering.program import lower
 from schedules.proof.interpreter import prove
 from schedules.replay.costs import Costs
 from schedules.replay.outputs import inputs_of, output_of
-from schedules.testing.strategies import costs, graphs, schedules
+from schedules.testing.strategies import costs, graphs, grid_of
 from schedules.testing.timing import TOLERANCE, require_same_times
 from schedules.transforms.connect import connect
+from schedules.transforms.transform import transform
 
 
 @st.composite
-def _cases(
-    draw: st.DrawFn, factory: Callable[..., Schedule], along: Callable[[Schedule], Graph] | None
-) -> tuple[Schedule, Graph, Costs]:
-    schedule = draw(schedules([factory]))
-    if along is not None:
-        schedule = connect(schedule, along(schedule))
+def _cases(draw: st.DrawFn, found: Sequence[Schedule]) -> tuple[Schedule, Graph, Costs]:
+    schedule = draw(st.sampled_from(found))
     if schedule.graph is not None:
         return schedule, schedule.graph, draw(costs())
     graph = draw(st.just(chain(schedule.stages)) | graphs(schedule.stages))
@@ -48,12 +49,20 @@ def _cases(
 
 
 def conformance(
-    factory: Callable[..., Schedule], graph: Callable[[Schedule], Graph] | None = None
+    factory: Callable[..., Schedule],
+    graph: Callable[[Schedule], Graph] | None = None,
+    *,
+    sizes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    settings: hypothesis.settings | None = None,
 ) -> Callable[[], None]:
     """Return a pytest test of the schedules that `factory(ranks=, microbatches=)` makes, with any other sizes it takes.
 
-    It tries 1 to 8 ranks, 1 to 12 microbatches, any costs, and the chain or any graph. A schedule written for one graph
-    is tried with that one alone: the one `graph(schedule)` returns, or its own (`schedules.connect`). The test checks:
+    First, `check` must accept the schedule of every combination of sizes: 1 to 8 ranks, 1 to 12 microbatches, and 1 to
+    4 of anything else that is an integer, or what `sizes` says for a parameter. Combinations for which the factory
+    raises `SizeError` are left out. Then Hypothesis draws from these schedules, with any costs, and the chain or any
+    graph, with Hypothesis' `settings`, by default those of the profile without a deadline. A schedule written for one
+    graph is tried with that one alone: the one `graph(schedule)` returns, or its own (`schedules.connect`). The test
+    checks:
 
     - `check` accepts the schedule, and its `repr` and its pickle reproduce it;
     - on every channel of its program, both ends post the same messages in the same order;
@@ -61,13 +70,18 @@ def conformance(
     - its simulated makespan is at least the busiest rank's work, and the latency of one microbatch;
     - the simulation runs every action at the same time as the lowered program.
 
-    >>> from schedules import one_f_one_b, split_backward
+    What fails, or raises, is shown with its sizes and a picture; Hypothesis saves it for the next run of this test.
+
+    Raise `ArgumentError` for `sizes` of a parameter that the factory does not have. The test raises it if the factory
+    refuses all sizes.
+
+    >>> from schedules import kfkb, one_f_one_b, split_backward
     >>> test_one_f_one_b = conformance(one_f_one_b)
     >>> test_split = conformance(lambda ranks, microbatches: split_backward(one_f_one_b(ranks, microbatches)))
+    >>> test_large = conformance(kfkb, sizes={"ranks": [16], "microbatches": range(1, 40), "k": [3]})
     """
+    grid = grid_of(factory, sizes)
 
-    @settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-    @given(case=_cases(factory, graph))
     def conforms(case: tuple[Schedule, Graph, Costs]) -> None:
         schedule, graph, times = case
         with _draw_on_failure(schedule, graph):
@@ -78,8 +92,56 @@ def conformance(
             require_bounds(schedule, graph, times)
             require_same_times(schedule, graph, times)
 
-    conforms.__doc__ = f"{factory!r} makes schedules that conform."
-    return conforms
+    _set_database_key(conforms, f"{_name(factory)} {_name(graph)} {dict(grid)}")
+
+    def suite() -> None:
+        found = _check_all(factory, graph, grid)
+        (settings or hypothesis.settings(deadline=None))(given(case=_cases(found))(conforms))()
+
+    suite.__doc__ = f"{factory!r} makes schedules that conform."
+    return suite
+
+
+def _check_all(
+    factory: Callable[..., Schedule], along: Callable[[Schedule], Graph] | None, grid: Mapping[str, Sequence[int]]
+) -> list[Schedule]:
+    """Return the schedules of all sizes, small ones first; raise what `check` raises for one, with its picture."""
+    found = list[Schedule]()
+    for values in product(*grid.values()):
+        chosen = dict(zip(grid, values, strict=True))
+        try:
+            schedule = factory(**chosen)
+            if along is not None:
+                schedule = connect(schedule, along(schedule))
+        except SizeError:
+            continue
+        except Exception as error:
+            error.add_note(f"{_name(factory)} with {', '.join(f'{name}={size}' for name, size in chosen.items())}")
+            raise
+        with _draw_on_failure(schedule, schedule.graph):
+            check(schedule)
+        found.append(schedule)
+    if not found:
+        tried = ", ".join(f"{name} from {min(row)} to {max(row)}" for name, row in grid.items())
+        raise ArgumentError(
+            f"conformance: got SizeError from {_name(factory)} for {tried}, expected a schedule for some of them. "
+            "Pass sizes= that it supports."
+        )
+    return found
+
+
+def _name(function: Callable[..., object] | None) -> str:
+    """Return a name that differs between functions, and is the same in every run."""
+    code = getattr(function, "__code__", None)
+    if function is not None and code is not None:
+        return f"{function.__qualname__}, line {code.co_firstlineno} of {function.__module__}"
+    return repr(function)
+
+
+def _set_database_key(test: Callable[..., None], key: str) -> None:
+    """Give a test a place of its own in Hypothesis' database, which tells tests apart by their source and signature."""
+    case = inspect.Parameter("case", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=key)
+    test.__signature__ = inspect.Signature([case])  # type: ignore[attr-defined]
 
 
 def require_round_trip(schedule: Schedule) -> None:
@@ -152,10 +214,31 @@ def _latency(schedule: Schedule, graph: Graph, times: Costs) -> float:
 
 
 @contextmanager
-def _draw_on_failure(schedule: Schedule, graph: Graph) -> Iterator[None]:
+def _draw_on_failure(schedule: Schedule, graph: Graph | None) -> Iterator[None]:
+    """Add the schedule and its picture to any error."""
     try:
         yield
     except Exception as error:
-        violation = error if isinstance(error, ScheduleError) else None
-        error.add_note(f"{schedule!r}\n{text(schedule, graph=graph, error=violation)}")
+        violation = error if isinstance(error, ScheduleError) else _find_crash(schedule)
+        error.add_note(f"{schedule!r}\n{text(_end_at_crash(schedule), graph=graph, error=violation)}")
         raise
+
+
+def _find_crash(schedule: Schedule) -> ScheduleError | None:
+    """Return where the generator of a rank raises, as a violation that can be drawn; `None` if none does."""
+    for rank in range(schedule.ranks):
+        position = 0
+        try:
+            for _ in schedule.actions(rank):
+                position += 1
+        except Exception as error:
+            problem = f"the generator raised {error!r}"
+            return ScheduleError("generated", rank, position, None, problem, "Correct it for these sizes.")
+    return None
+
+
+@transform
+def _end_at_crash(rank: int, schedule: Schedule) -> Iterator[Action]:
+    """End a rank's actions where its generator raises."""
+    with suppress(Exception):
+        yield from schedule.actions(rank)

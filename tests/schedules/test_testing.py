@@ -7,8 +7,23 @@ from collections import Counter
 import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
+from hypothesis.database import InMemoryExampleDatabase
 
-from schedules import B, Costs, F, SizeError, chain, check, gpipe, looped, one_f_one_b, schedule, simulate, vee
+from schedules import (
+    ArgumentError,
+    B,
+    Costs,
+    F,
+    SizeError,
+    chain,
+    check,
+    gpipe,
+    looped,
+    one_f_one_b,
+    schedule,
+    simulate,
+    vee,
+)
 from schedules import families as built_in
 from schedules.proof.formulas import whole_model
 from schedules.proof.interpreter import ideal
@@ -92,6 +107,73 @@ def test_a_failure_is_shrunk_and_drawn():
     assert "rank 0, position 9, end of its actions: 0B4, or 0I4 and 0W4, never runs" in message
     assert "forgetful(ranks=1, microbatches=5)" in message
     assert "rank 0 |F0 F1 F2 F3 F4 B0    B1    B2    B3    !  |" in message
+
+
+@schedule()
+def wrong_at_one_size(rank, ranks, microbatches):
+    yield from (F(rank, i) for i in range(microbatches))
+    missing = (ranks, microbatches, rank) == (5, 7, 3)
+    yield from (B(rank, i) for i in range(microbatches - missing))
+
+
+def test_no_size_is_left_out():
+    assert "wrong_at_one_size(ranks=5, microbatches=7)" in failure(wrong_at_one_size)
+    others = settings(max_examples=3, deadline=None)
+    conformance(wrong_at_one_size, sizes={"ranks": [2, 5], "microbatches": range(1, 7)}, settings=others)()
+
+
+@schedule()
+def crashing(rank, ranks, microbatches):
+    yield from (F(rank, i) for i in range(microbatches))
+    yield from (B(rank, "012345".index(str(i))) for i in range(microbatches))
+
+
+def test_a_generator_that_raises_is_drawn_up_to_there():
+    message = failure(crashing)
+    assert "substring not found" in message
+    assert "crashing(ranks=1, microbatches=7)" in message
+    assert "rank 0 |F0 F1 F2 F3 F4 F5 F6 B0    B1    B2    B3    B4    B5    !  |" in message
+    assert "rank 0, position 13, end of its actions: the generator raised ValueError" in message
+
+
+def test_a_factory_that_raises_is_named_with_its_sizes():
+    assert "with ranks=1, microbatches=4" in failure(
+        lambda ranks, microbatches: gpipe(ranks, [1, 2, 3][microbatches - 1])
+    )
+
+
+@pytest.mark.parametrize(
+    ("factory", "given", "message"),
+    [
+        (gpipe, {"chunk": [1]}, r"got sizes={'chunk': \[1\]}, expected values for parameters of .*: ranks, microb"),
+        (gpipe, {"ranks": []}, r"got sizes={'ranks': \[\]}.* or list at least one value"),
+        (only_whole_rounds, {"ranks": [5], "microbatches": [1, 4]}, r"SizeError from only_whole_rounds.* from 1 to 4"),
+    ],
+)
+def test_sizes_to_try_are_checked(factory, given, message):
+    with pytest.raises(ArgumentError, match=message):
+        conformance(factory, sizes=given)()
+
+
+def test_suites_share_no_saved_examples():
+    """What fails in one suite is not tried, and dropped again, by another."""
+
+    class Flavor:
+        pass  # its `repr` does not evaluate
+
+    @schedule()
+    def flavored(rank, ranks, microbatches, flavor=None):
+        yield from gpipe(ranks, microbatches).actions(rank)
+
+    saved = InMemoryExampleDatabase()
+    suites = [
+        lambda ranks, microbatches: flavored(ranks, microbatches, Flavor()),
+        lambda ranks, microbatches: flavored(microbatches, ranks, Flavor()),
+    ]
+    for suite in suites:
+        with pytest.raises(SyntaxError):
+            conformance(suite, settings=settings(database=saved, max_examples=2))()
+    assert len({key.split(b".")[0] for key in saved.data}) == 2
 
 
 def test_a_blocked_schedule_is_drawn_too():
