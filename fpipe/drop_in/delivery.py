@@ -47,13 +47,14 @@ class Delivery:
     - `used`: what was in `.grad` at the forward although an optimizer had used it. `delivered`: what was put there.
     - `factor`: what the gradients are multiplied by on delivery; borrowed sums have been divided by it.
     - `is_half`: whether float16 is used somewhere, so that small numbers may have been lost.
+    - `is_late`: whether another forward came before the backward.
     """
 
     def __init__(self, grads: Leaves, params: Leaves, scale: float, factor: float, is_half: bool) -> None:
         self.grads: Leaves | None = grads
         self.params, self.scale, self.factor, self.is_half = params, scale, factor, is_half
         self.writes = count_writes(params)
-        self.borrowed = dict[str, Tensor]()
+        self.borrowed, self.is_late = dict[str, Tensor](), False
         self.used, self.delivered = dict[str, StorageWeakRef](), dict[str, StorageWeakRef]()
 
     def __deepcopy__(self, memo: object) -> None:
@@ -69,6 +70,10 @@ class Delivery:
         """Remember what is in `.grad`, which the script must clear before the backward."""
         self.used = find_storages(old)
 
+    def drop(self) -> None:
+        """Drop the gradients, since another forward came before the backward, and did not add to them."""
+        self.is_late, self.grads = self.grads is not None, None
+
     @property
     def is_overdue(self) -> bool:
         """True if sums were borrowed and not given back."""
@@ -82,6 +87,12 @@ class Delivery:
 
     def take(self, cotangent: Tensor) -> Leaves:
         """Return the gradients for a cotangent of the loss, and clear the placeholders."""
+        if self.is_late:
+            raise InputError(
+                "loss.backward(): got the loss of an earlier forward, perhaps as a part of a sum, expected that of the "
+                "last one: its gradients would be sums of their own, and adding those to others rounds differently. "
+                "Call loss.backward() before the next forward, which adds to what is in .grad."
+            )
         if self.grads is None:
             raise InputError(
                 "loss.backward(): got a second call for the same loss, expected one: its gradients have been handed "

@@ -250,6 +250,8 @@ class Pipelined(nn.Module):
             )
         _update_buffers(buffers, out.buffers)
         assert out.loss is not None, "the schedule has a backward"
+        if self._delivery is not None:
+            self._delivery.drop()
         rounded = float(out.loss.new_tensor(scale))
         self._delivery = Delivery(grads, params, rounded, factor, _uses_half(pipe))
         (self._delivery.borrow if adds else self._delivery.remember)(old)

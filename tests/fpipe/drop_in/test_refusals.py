@@ -34,6 +34,18 @@ def test_a_second_backward():
     assert_same_grads(model, known)
 
 
+@pytest.mark.parametrize("join", [lambda a, b: a + b, lambda a, b: b + a, lambda a, b: a, lambda a, b: a / 2 + b])
+def test_a_backward_of_an_earlier_forward(join):
+    """Adding up the sums of two forwards would round differently than going on from the first one's."""
+    model = make()
+    loss = join(model(X, targets=Y), model(X.flip(0), targets=Y))
+    with pytest.raises(InputError, match=r"got the loss of an earlier forward, .*before the next forward"):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    model(X, targets=Y).backward()  # the repair still works
+    model(X, targets=Y).backward()
+
+
 @pytest.mark.parametrize("divide", [3.0, 0.7, float("inf")])
 def test_a_cotangent_that_would_round(divide):
     model = make()
