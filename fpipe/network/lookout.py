@@ -28,7 +28,7 @@ from time import monotonic
 from typing import Final
 
 from fpipe.errors import Cause
-from fpipe.network.board import Board, Sign
+from fpipe.network.board import PATIENCE, Board, Sign
 from fpipe.network.standing import Situation
 from fpipe.network.waiting import Awaited, Waitable
 
@@ -73,7 +73,8 @@ class Lookout:
         self.bell, self.string = socket.socketpair()
         self.bell.settimeout(SLICE)
         self.string.setblocking(False)
-        Thread(target=self._look_around, name="fpipe lookout", daemon=True).start()
+        self.thread = Thread(target=self._look_around, name="fpipe lookout", daemon=True)
+        self.thread.start()
 
     def wait(self, posted: Waitable) -> None:
         """Wait for it, in sight of the thread."""
@@ -94,9 +95,15 @@ class Lookout:
             self.situation.leave()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread.
+
+        Wait for it: it may be the last to hold process groups. If it dropped them while Python ends, torch would abort
+        the process (see `fpipe.network.board`).
+        """
         self.is_over = True
-        self.string.close()
+        self.string.close()  # wakes it
+        if self.thread is not current_thread():  # the last reference to the ranks may be in a wait that it looks at
+            self.thread.join(PATIENCE)
 
     def _look_around(self) -> None:
         while not self.is_over:
