@@ -78,16 +78,23 @@ def _encode(path: str, value: object, tensors: dict[str, Tensor], left: int) -> 
     )
 
 
-def decode_tree(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+def decode_tree(tree: Any, tensors: Mapping[str, Any], left: int = MOST_LEVELS) -> Any:
     """Return the tree that `encode_tree` was given; raise `InputError` for one that it does not make.
+
+    It has at most so many levels `left`.
 
     >>> decode_tree(*encode_tree({"epoch": 3, "shape": (2, 4)}))
     {'epoch': 3, 'shape': (2, 4)}
     """
-    if isinstance(tree, list):
-        return [decode_tree(item, tensors) for item in tree]
-    if not isinstance(tree, dict):
+    if not isinstance(tree, list | dict):
         return tree
+    if left < 0:
+        raise InputError(
+            f"data: got more than {MOST_LEVELS} levels of lists, tuples and dicts, expected fewer. Copy the checkpoint "
+            "again."
+        )
+    if isinstance(tree, list):
+        return [decode_tree(item, tensors, left - 1) for item in tree]
     if "$tensor" in tree:
         name = tree["$tensor"]
         if not isinstance(name, str) or not name.startswith(DATA_PREFIX) or name not in tensors:
@@ -99,8 +106,8 @@ def decode_tree(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         items = tree["$tuple"]
         if not isinstance(items, list):
             raise InputError(f"data: got {quote(tree)}, expected the items of a tuple. Copy the checkpoint again.")
-        return tuple(decode_tree(item, tensors) for item in items)
-    return {key: decode_tree(item, tensors) for key, item in tree.items()}
+        return tuple(decode_tree(item, tensors, left - 1) for item in items)
+    return {key: decode_tree(item, tensors, left - 1) for key, item in tree.items()}
 
 
 def require_slots(state: object, held: Collection[str]) -> None:

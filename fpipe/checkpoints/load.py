@@ -15,7 +15,8 @@ Runs when a checkpoint is loaded.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fpipe.checkpoints.encoding import DATA_PREFIX, STATE_PREFIX, decode_tree, find_parameter, unflatten_slots
-from fpipe.checkpoints.manifest import Manifest, read_manifest, read_sidecars
+from fpipe.checkpoints.manifest import AGAIN, Manifest, read_manifest, read_sidecars
 from fpipe.checkpoints.save import count_processes, own_index
 from fpipe.errors import InputError
 from fpipe.meshes.holdings import whole_specs
@@ -36,6 +37,7 @@ from fpipe.tensors.spec import Spec
 from fpipe.training.optimizers import OptimizerState
 from fpipe.weights.files import AnyPath, as_path
 from fpipe.weights.safetensors import read_into, read_specs
+from schedules.errors import quote
 
 
 class Checkpoint(NamedTuple):
@@ -102,9 +104,12 @@ class _Saved:
         manifest = read_manifest(path)
         sidecars = [*read_sidecars(path, manifest, own_index(pipe), count_processes(pipe))]
         numbers = {name: value for sidecar in sidecars for name, value in sidecar.numbers.items()}
+        shards = [read_specs(shard) for shard in manifest.shard_files(path)]
         on_device = frozenset(name for sidecar in sidecars for name in sidecar.on_device)
         sums = [f"file {k}: {one.size} bytes, checksum {one.checksum:08x}" for k, one in enumerate(sidecars)]
-        specs = {name: spec for shard in manifest.shard_files(path) for name, spec in read_specs(shard).items()}
+        specs = {name: spec for found in shards for name, spec in found.items()}
+        _require_names(path, [name for found in shards for name in found], numbers)
+        decode_tree(manifest.data, specs)
         return cls(path, manifest, sums, specs, numbers, on_device)
 
     def names(self, prefix: str) -> list[str]:
@@ -140,6 +145,19 @@ class _Saved:
         return spec.empty("cpu" if host else parameter.device)
 
 
+def _require_names(path: Path, tensors: Sequence[str], numbers: Collection[str]) -> None:
+    """Raise `InputError` unless every name is in one place, and is of a kind that `save` writes there."""
+    kinds = ("params.", "buffers.", STATE_PREFIX, DATA_PREFIX)
+    wrong = [name for name in tensors if not name.startswith(kinds)]
+    wrong += [name for name in numbers if not name.startswith(STATE_PREFIX)]
+    wrong += [name for name, count in Counter([*tensors, *numbers]).items() if count > 1]
+    if wrong:
+        raise InputError(
+            f"{path}: got {quote(wrong)}, expected tensors that begin with one of {kinds}, numbers that begin with "
+            f"{STATE_PREFIX!r}, and each name once. {AGAIN}"
+        )
+
+
 def _choose(pipe: Pipeline, paths: Sequence[Path]) -> _Saved:
     """Return the checkpoint with the most steps of those that are whole for all ranks; raise `InputError` for none."""
     if not paths:
@@ -170,8 +188,8 @@ def _require_model(saved: _Saved, pipe: Pipeline) -> None:
     """Raise `InputError` unless names, shapes and dtypes are the model's, all of them and no others."""
     whole = pipe.training.assembly
     for kind, expected in (("params", whole.parameters), ("buffers", whole.buffers)):
-        found = saved.names(f"{kind}.")
-        missing, extra = [n for n in expected if n not in set(found)], [n for n in found if n not in expected]
+        found = dict.fromkeys(saved.names(f"{kind}."))
+        missing, extra = [n for n in expected if n not in found], [n for n in found if n not in expected]
         if missing or extra:
             raise InputError(
                 f"{saved.path}: got {len(found)} {kind}, expected the model's {len(expected)} (missing {missing[:5]}, "

@@ -43,6 +43,7 @@ from schedules.errors import quote
 MARKER = "checkpoint.json"
 FORMAT = 3
 MOST_PROCESSES = 2**16
+MOST_STEPS = 2**63
 PIECE = 2**20
 SAVE = re.compile(r"save-([0-9]{1,18})")
 
@@ -185,10 +186,11 @@ def read_manifest(home: Path) -> Manifest:
             "it with the version of fpipe that saved it."
         )
     manifest: Manifest = _build(home / MARKER, Manifest, found)
-    if not (manifest.save >= 1 and 1 <= manifest.shards <= MOST_PROCESSES):
+    if not (1 <= manifest.save < 10**18 and 1 <= manifest.shards <= MOST_PROCESSES and 0 <= manifest.step < MOST_STEPS):
         raise InputError(
-            f"{home / MARKER}: got save {manifest.save} of {manifest.shards} processes, expected numbers from 1, and "
-            f"at most {MOST_PROCESSES} processes. {AGAIN}"
+            f"{home / MARKER}: got save {quote(manifest.save)} of {quote(manifest.shards)} processes at step "
+            f"{quote(manifest.step)}, expected a save and processes from 1, at most {MOST_PROCESSES} processes, and a "
+            f"step from 0 to 2**63 - 1. {AGAIN}"
         )
     return manifest
 
@@ -245,14 +247,17 @@ def _read_signed(path: Path) -> dict[str, Any]:
     text = read_text(path, "a file of a checkpoint")
     try:
         fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        if not isinstance(fields, dict):
+            raise InputError(f"{path}: got {quote(fields)}, expected the fields of a checkpoint. Check the path.")
+        checksum = fields.pop("crc32", None)
+        expected = zlib.crc32(json.dumps(fields).encode())
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:  # also of nesting that can be read, but not written
         raise InputError(
             f"{path}: got {type(error).__name__}: {error}, expected a file of a checkpoint. {AGAIN}"
         ) from error
-    if not isinstance(fields, dict):
-        raise InputError(f"{path}: got {quote(fields)}, expected the fields of a checkpoint. Check the path.")
-    checksum = fields.pop("crc32", None)
-    if checksum != zlib.crc32(json.dumps(fields).encode()) and fields.get("version", FORMAT) == FORMAT:
+    if checksum != expected and fields.get("version", FORMAT) == FORMAT:
         raise InputError(f"{path}: got the checksum {quote(checksum)}, expected that of {quote(fields)}. {AGAIN}")
     return fields
 

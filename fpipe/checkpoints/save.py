@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 
 from fpipe.checkpoints.claim import Claim
 from fpipe.checkpoints.encoding import encode_tree, flatten_slots, require_slots
-from fpipe.checkpoints.manifest import Manifest, require_checkpoint_or_nothing, shard_name, write_sidecar
+from fpipe.checkpoints.manifest import MOST_STEPS, Manifest, require_checkpoint_or_nothing, shard_name, write_sidecar
 from fpipe.errors import InputError
 from fpipe.meshes.copies import PipelineCopies
 from fpipe.network.agreement import Field
@@ -265,7 +265,7 @@ def owned_names(pipe: Pipeline, held: State) -> list[str]:
 
 
 def _compare(home: Path, has_state: bool, step: object, data: object) -> list[Field]:
-    if type(step) is not int or not 0 <= step < 2**63:
+    if type(step) is not int or not 0 <= step < MOST_STEPS:
         raise InputError(
             f"step: got {quote(step)}, expected an int from 0 to 2**63 - 1. Pass the number of steps done, and others "
             "in data=."

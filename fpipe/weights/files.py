@@ -24,12 +24,19 @@ from schedules.errors import quote
 AnyPath: TypeAlias = str | os.PathLike[str]
 MOST_READ: Final = 2**28
 """More bytes than any text has that fpipe reads whole."""
+ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/{1,2}[^/]")
+"""`s3://bucket/run`, and what `Path` makes of it; a drive has one letter."""
 
 
 def as_path(path: AnyPath) -> Path:
     """Return a path; raise `InputError` for anything else, and for a text that no file system takes."""
     if not isinstance(path, str | os.PathLike) or "\0" in str(path):
         raise InputError(f"path: got {quote(path)}, expected a path without null characters. Pass that of a file.")
+    if ADDRESS.match(str(path)):
+        raise InputError(
+            f"path: got {quote(path)}, which is an address, expected the path of a file on this machine or on a file "
+            "system that it has mounted. Mount it, or copy the files."
+        )
     try:
         str(path).encode()
         os.stat(path)

@@ -31,6 +31,9 @@ from fpipe.weights.files import AnyPath, as_path, join_inside, read_text, requir
 from schedules.errors import quote
 
 INDEX = "model.safetensors.index.json"
+MOST_HEADER = 2**25
+"""More bytes than the names, shapes and dtypes of any file take. The library allows three times as many, and takes half
+a minute to read them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,10 +122,14 @@ def _read_tensor(path: Path, name: str) -> Tensor:
 def read_specs(path: Path) -> dict[str, Spec]:
     """Return the spec of each tensor in a file, by name; values stay on the disk. Raise `InputError` for a damaged one.
 
-    The library compares the header with the size of the file, so no shape is larger than what is there.
+    The library compares the header with the size of the file, so no shape is larger than what is there; but one without
+    elements may have any sizes, of which torch makes no tensor.
     """
     with wrap_read_errors(path), open_safetensors(path) as file:
-        return {name: Spec.of(file.get_tensor(name)) for name in list(file.keys())}
+        specs = {name: Spec.of(file.get_tensor(name)) for name in list(file.keys())}
+        for spec in specs.values():
+            spec.empty("meta")
+        return specs
 
 
 def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -139,6 +146,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(dict(tensors), path, metadata={"format": "pt"})  # without which transformers refuses the file
     with path.open("rb") as file:
         os.fsync(file.fileno())
+    _require_bearable_header(path)  # else nobody could load it
 
 
 def require_savable(where: str, tensor: Tensor) -> None:
@@ -165,9 +173,20 @@ def open_safetensors(path: Path) -> Any:
     """Return the open file, as a context manager."""
     require_library()
     require_regular(path)
+    _require_bearable_header(path)
     from safetensors import safe_open
 
     return safe_open(path, framework="pt")
+
+
+def _require_bearable_header(path: Path) -> None:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if MOST_HEADER < size <= path.stat().st_size:
+        raise InputError(
+            f"{path}: got a header of {size} bytes, expected at most {MOST_HEADER}, which is enough for some 200,000 "
+            "tensors. Split the file."
+        )
 
 
 def require_library() -> None:
@@ -190,6 +209,6 @@ def wrap_read_errors(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise InputError(
-            f"{path}: got {type(error).__name__}: {error}, expected a complete safetensors file or index. Check the "
-            "path, and fetch the file again if it is cut off."
+            f"{path}: got {type(error).__name__}: {str(error).partition(chr(10))[0]}, expected a complete safetensors "
+            "file or index. Check the path, and fetch the file again if it is cut off."
         ) from error

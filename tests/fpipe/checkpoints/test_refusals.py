@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,34 @@ def flip(file):
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
+def replace_by_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def nest(file, levels):
+    """Data that holds a list that holds a list."""
+    fields = json.loads(file.read_text())
+    del fields["crc32"]
+    text = json.dumps({**fields, "data": None}).replace('"data": null', f'"data": {"[" * levels}{"]" * levels}')
+    file.write_text(f'{{"crc32": {zlib.crc32(text.encode())}, {text[1:]}')
+
+
+def write_long_header(path):
+    """One name, and blanks."""
+    size = 2**25 + 8
+    (path / SHARD).write_bytes(size.to_bytes(8, "little") + b"{}" + b" " * (size - 2))
+    resign(path / SIDECAR, checksum=sum_file(path / SHARD), size=(path / SHARD).stat().st_size)
+
+
+def write_header(path, length, shape=(2**40,), end=2**42):
+    """A file of tensors whose header lies; its checksum and size are right."""
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}
+    header = json.dumps({"data.0": entry}).encode()
+    (path / SHARD).write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header)
+    resign(path / SIDECAR, checksum=sum_file(path / SHARD), size=(path / SHARD).stat().st_size)
+
+
 HOSTILE = {
     "a pipe among its files": (lambda path: os.mkfifo(path / "save-1/extra.safetensors"), "expected only what fpipe"),
     "a pipe for a shard": (lambda path: replace_by_pipe(path / SHARD), "no regular file"),
@@ -163,6 +192,22 @@ HOSTILE = {
         "got save='1/../../elsewhere', expected int",
     ),
     "a billion processes": (lambda path: resign(path / "checkpoint.json", shards=10**9), "at most 65536 processes"),
+    "a step before the first": (lambda path: resign(path / "checkpoint.json", step=-5), "at step -5, expected"),
+    "a step of any length": (lambda path: resign(path / "checkpoint.json", step=10**4000), "expected a save and proc"),
+    "data of any depth": (lambda path: nest(path / "checkpoint.json", 600), "expected"),
+    "data deeper than a save's": (lambda path: nest(path / "checkpoint.json", 110), "more than 100 levels"),
+    "a number in place of a tensor": (
+        lambda path: resign(path / SIDECAR, numbers={"params.0.bias": 1}),
+        "got ['params.0.bias', 'params.0.bias'], expected tensors that",
+    ),
+    "sizes of which torch makes no tensor": (
+        lambda path: write_header(path, None, [0, 2**63 - 1, 2**63 - 1], 0),
+        "Stride calculation overflowed, expected a complete safetensors file",
+    ),
+    "a header that takes long to read": (
+        write_long_header,
+        "got a header of 33554440 bytes, expected at most",
+    ),
     "a tensor of another kind": (
         lambda path: resign(path / "checkpoint.json", data={"$tensor": "params.0.bias"}),
         "expected a tensor of the checkpoint",
@@ -173,19 +218,6 @@ HOSTILE = {
     "a header of any length": (lambda path: write_header(path, 2**62), "expected a complete safetensors file"),
     "a tensor larger than the file": (lambda path: write_header(path, None), "expected a complete safetensors file"),
 }
-
-
-def replace_by_pipe(file):
-    file.unlink()
-    os.mkfifo(file)
-
-
-def write_header(path, length):
-    """A file of tensors whose header lies; its checksum and size are right."""
-    entry = {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}
-    header = json.dumps({"data.0": entry}).encode()
-    (path / SHARD).write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header)
-    resign(path / SIDECAR, checksum=sum_file(path / SHARD), size=(path / SHARD).stat().st_size)
 
 
 @pytest.mark.parametrize("what", HOSTILE)
@@ -299,6 +331,37 @@ def test_other_files_are_not_overwritten(pipe, run, tmp_path):
         with pytest.raises(fpipe.InputError, match=rf"{words}, expected a checkpoint, an empty.*Choose another path"):
             fpipe.save(pipe, path, **run)
     assert contents(tmp_path) == {"file": b"mine", "folder/thesis.tex": b"mine"}
+
+
+PLANTED = {
+    "a link": lambda path: path.symlink_to(path.parents[1] / "victim"),
+    "a pipe": os.mkfifo,
+    "a folder": os.mkdir,
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_stands_where_a_save_might_write_is_not_followed(pipe, run, saved, tmp_path, what):
+    """Under the names that other versions use, and the next that this one uses."""
+    (tmp_path / "victim").write_text("mine")
+    for name in ("checkpoint.json.new", "save-2"):
+        PLANTED[what](saved / name)
+    fpipe.save(pipe, saved, **run, step=9)
+    assert fpipe.load(pipe, saved).step == 9
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", "gs://bucket/run", Path("memory://run")])
+def test_an_address_is_no_folder(pipe, run, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: fpipe.save(pipe, path, **run),
+        lambda: fpipe.load(pipe, path),
+        lambda: fpipe.safetensors(path),
+    ):
+        with pytest.raises(fpipe.InputError, match="which is an address, expected the path of a file on this machine"):
+            call()
+    assert not os.listdir(tmp_path)
 
 
 def test_files_beside_a_checkpoint_are_left_alone(pipe, run, saved):
