@@ -30,7 +30,7 @@ from fpipe.tensors.tree import same_bits
 
 SHAPES = ((2, 3), (3,))
 """The shapes of the tensors that are tried: a matrix and a vector, for which some classes keep other state."""
-SIZES = (3.0, 1e-3, 1e5)
+GRADIENT_SIZES = (3.0, 1e-3, 1e5)
 """The sizes of the gradients that are tried: small ones, and ones that a class may clip."""
 
 
@@ -88,7 +88,7 @@ def is_independent(instance: torch.optim.Optimizer) -> bool | None:
         for group in instance.param_groups:
             known = vars(instance) | group
             options = {name: known[name] for name in list(named)[2:] if name in known}
-            for shape, size in itertools.product(SHAPES, SIZES):
+            for shape, size in itertools.product(SHAPES, GRADIENT_SIZES):
                 first, second = (torch.linspace(*ends, math.prod(shape)).reshape(shape) for ends in ((-1, 1), (2, 5)))
                 alone, pair = [first.clone()], [first, second]
                 try:
