@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds besides parameters and buffers, as JSON and tensors by name: the caller's data, and slots.
+"""The rest of a checkpoint, as JSON and tensors by name: the caller's data, and optimizers' slots.
 
 Trees of Python values are JSON, and their tensors are kept apart, by name. JSON has no tuples and no tensors. Each is
 written as a dict with one key that begins with `$`: `{"$tuple": [...]}`, `{"$tensor": "data.0"}`. So a dict of the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process is doing, as far as others have to know: one state machine.
+"""The state of this process, as far as others have to know: one state machine.
 
 What an error here means to the others depends on one state, the `Standing` of this process:
 

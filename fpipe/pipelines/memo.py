@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline remembers of the kinds of batches that it has seen.
+"""The memo of a pipeline: the kinds of batches that it has seen, and their plans.
 
 Problem. Whoever trains on sequences of all lengths has a new kind of batch in nearly every step. Each has its plan,
 stages, captures and agreement, some megabytes together, which can't all be kept.

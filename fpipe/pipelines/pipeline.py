@@ -84,7 +84,7 @@ class Pipeline:
 
     @property
     def memo(self) -> Memo:
-        """What is remembered of the kinds of batches so far."""
+        """The kinds of batches so far, with their plans."""
         return self.captures.memo
 
     @property
@@ -121,8 +121,8 @@ class Pipeline:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         >>> pipe = fpipe.pipeline(model, example=(torch.ones(6, 4),), loss=torch.mean,
         ...                       schedule=one_f_one_b(ranks=2, microbatches=3), cuts=["2"])
-        >>> pipe.sizes.activation, pipe.sizes.weight  # 2 rows of 8 and their loss, or what comes of them; 32 + 8 floats
-        ((64, 68), (160, 36))
+        >>> pipe.sizes.activation, pipe.sizes.weight  # 2 rows of 8 floats; 32 + 8 floats
+        ((64, 64), (160, 36))
         """
         with wait_for_turn(), hide_fakes():
             return shard_sizes(measure_sizes(self.training.assembly, self.schedule.placement), self.copies.shards)

@@ -55,7 +55,7 @@ class Planner:
 
     @property
     def memo(self) -> Memo:
-        """What is remembered of the kinds of batches so far."""
+        """The kinds of batches so far, with their plans."""
         return self.captures.memo
 
     def kind(self, variant: Variant, signature: Signature | None = None) -> BatchKind:

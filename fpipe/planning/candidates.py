@@ -69,7 +69,7 @@ TRIED_LATER: Final = 2000
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """What a plan is made for: a model for so many `microbatches` of one size, and the limits that it must fit into.
+    """The problem that a plan solves: a model for so many `microbatches` of one size, and the limits that it must fit into.
 
     - `profile`: the costs of the model's blocks.
     - `caps`: the bytes of each rank. `weights`: how often parameters are held, optimizer state included.
@@ -144,12 +144,12 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether no rank holds more than its cap at any moment."""
+        """True if no rank holds more than its cap at any moment."""
         return all(held <= cap for held, cap in zip(self.predicted.memory, self.problem.caps, strict=True))
 
     @property
     def rank_key(self) -> tuple[bool, float]:
-        """What candidates are compared by: those that fit are first, then the faster, or else the smaller one."""
+        """The order of candidates: those that fit first, then the faster; of those that do not, the smaller."""
         return not self.fits, self.predicted.seconds if self.fits else max(self.predicted.memory)
 
 

@@ -87,7 +87,7 @@ def _decode(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a call that reads values returned for made-up values; real ones may lead to something else in every step."""
+    """The result of a call that reads values, for made-up ones; real ones may lead to something else in every step."""
 
     held: Any
     has_tensors: bool = True

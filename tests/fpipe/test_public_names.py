@@ -57,7 +57,8 @@ schedules sizes time_program
 """,
 }
 HOME = Path(__file__).parents[2]
-PAGES = [*sorted(HOME.glob("*.md")), *sorted((HOME / "docs").rglob("*.md"))]
+SOURCES = HOME / "docs" / "core.md"  # reads the code of the core itself
+PAGES = sorted({*HOME.glob("*.md"), *(HOME / "docs").rglob("*.md")} - {SOURCES})
 
 SIGNATURES = {
     "pipeline": (

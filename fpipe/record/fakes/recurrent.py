@@ -42,7 +42,7 @@ SHORT = 3
 
 
 class KeptRecurrence(NamedTuple):
-    """What a call keeps for its backward: its outputs, its inputs, and views of these that are made after the call.
+    """The memory that a call keeps for its backward: its outputs, its inputs, and views of these that are made after the call.
 
     A backward from such a view reaches the input before any backward from the outputs does.
     """
@@ -102,7 +102,7 @@ def _call(function: Any, leaves: Sequence[Any], spec: Any, places: Sequence[int]
 
 @runtime_checkable
 class NotesRecurrence(Protocol):
-    """What is told of recurrent calls and of their backwards."""
+    """A listener that is told of recurrent calls and of their backwards."""
 
     def note_recurrent(self, call: RecurrentCall, outputs: Tensors) -> None:
         """Note a call."""
@@ -114,7 +114,7 @@ class NotesRecurrence(Protocol):
 
 
 class ShortRecurrence(NamedTuple):
-    """What a short call makes: outputs, gradients of the inputs, and the bytes that autograd keeps.
+    """The results of a short call: outputs, gradients of the inputs, and the bytes that autograd keeps.
 
     `operators`: how many it calls. `drawn`: the devices that it draws random numbers on.
     """
@@ -160,7 +160,7 @@ class RecurrentCall:
 
     @property
     def unit(self) -> int:
-        """How much longer the sequence's dimension of time is for each step."""
+        """The growth of the sequence's dimension of time for each step."""
         return int(self.leaves[1][0]) if self.packed else 1
 
     def measure(self, steps: int, present: Sequence[bool] | None) -> ShortRecurrence:

@@ -31,7 +31,7 @@ records no graph, the arguments are detached for the second, and the gradient of
 within the rerun before it is added to others. So the result is bit for bit that of one device. Calls for which this
 cannot work are refused (`fpipe.record.trace.checks`).
 
-Frames are recorded when a plan is made; the operations that are returned here run in every step.
+Runs when a plan is made; the operations that are returned here run in every step.
 """
 
 from __future__ import annotations

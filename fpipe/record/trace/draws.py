@@ -12,7 +12,7 @@ outermost call that may branch, or a checkpointed function around it. Draws in s
 A checkpointed function is also seeded once, before it runs: its rerun starts from the generator's state before the
 first run.
 
-`Draws` is filled when a plan is made; the operations that are returned here run in every step.
+Runs when a plan is made; the operations that are returned here run in every step.
 """
 
 from __future__ import annotations
