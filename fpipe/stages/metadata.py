@@ -253,6 +253,7 @@ def _run_forward(
     known = {**values, **section.repeats}
     leaves = {v: known[v].detach().requires_grad_(v in metadata.differentiable) for v in section.inputs}
     leaves |= {v: nn.Parameter(leaves[v], leaves[v].requires_grad) for v in section.parameters}
+    leaves |= _sizes(captured, section)
     received = {v for values in section.gets.values() for v in values} & metadata.differentiable
     inner = received if casting or is_asking(captured) else set[Value]()
     tape = Tape() if recorded else None
@@ -281,6 +282,13 @@ def _run_forward(
     metadata.specs.update({value: Spec.of(tensor) for value, tensor in section.repeats.items()})
     forward = frozenset(() if tape is None else tape.nodes)
     return FakeRun(function, section, leaves, current, outputs, buffers, watch, tape, arguments, forward)
+
+
+def _sizes(captured: Captured, section: Section) -> Mapping[Value, Tensor]:
+    """Return the constants that may be sizes of packed sequences, as real tensors: torch reads them unseen by modes."""
+    sources = {value: captured.sources[value] for value in section.constants}
+    constants = {value: source.tensor for value, source in sources.items() if isinstance(source, Constant)}
+    return {v: one for v, one in constants.items() if one.dtype is torch.int64 and one.dim() == 1 and one.is_cpu}
 
 
 def _take_arguments(
