@@ -23,6 +23,7 @@ from fpipe.cutting.routing import Section
 from fpipe.errors import CaptureError
 from fpipe.record.captured import AS_PYTHON, Buffer, Captured, Constant, Function, Parameter, Value
 from fpipe.record.fakes.assumed_values import VALUE_READS, AssumedValues, assume_values
+from fpipe.record.fakes.recurrent import PAD, RECURRENT
 from fpipe.record.model.places import traceback_line
 from fpipe.record.refusals import data_dependence_error
 from fpipe.record.trace.branching import certain_leaves
@@ -40,6 +41,8 @@ from fpipe.tensors.torch_private import (
     finish_collective,
 )
 
+PACKING = frozenset(function.__name__ for function in (*RECURRENT, PAD))
+"""The names of functions that read the sizes of packed sequences."""
 UNROLLED = 100
 """The largest number of operators per torch call in a stage that is worth request."""
 
@@ -286,7 +289,9 @@ def _run_forward(
 
 def _sizes(captured: Captured, section: Section) -> Mapping[Value, Tensor]:
     """Return the constants that may be sizes of packed sequences, as real tensors: torch reads them unseen by modes."""
-    sources = {value: captured.sources[value] for value in section.constants}
+    packing = [unit for unit in section.units if unit.does.partition("[")[0] in PACKING]
+    read = {value for unit in packing for value in unit.reads}
+    sources = {value: captured.sources[value] for value in section.constants if value in read}
     constants = {value: source.tensor for value, source in sources.items() if isinstance(source, Constant)}
     return {v: one for v, one in constants.items() if one.dtype is torch.int64 and one.dim() == 1 and one.is_cpu}
 
