@@ -22,6 +22,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias, cast
 
 from fpipe.errors import InputError
+from fpipe.record.fakes.recurrent import RecurrentForward
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.graph.codegen import PhaseFunction, generate_adding, generate_function
 from fpipe.stages.graph.compiler import Compiler, compile_adding, compile_phase
@@ -119,7 +120,8 @@ def record_stage(
             "backward_weight": partial(add, phases.weight),
         },
         undeferred=phases.early,
-        below_autograd=run is generate_function,
+        below_autograd=run is generate_function
+        and not any(isinstance(node.target, RecurrentForward) for node in joint.nodes),
         remark=remark,
         eager=eager,
     )

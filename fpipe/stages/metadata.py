@@ -230,7 +230,7 @@ def is_asking(captured: Captured) -> bool:
 
 
 def _is_unrolled(run: FakeRun) -> bool:
-    """Return whether a forward calls hundreds of operators per torch call, as a recurrent network does.
+    """Return whether a forward calls hundreds of operators per torch call, as a recurrent network under autocast does.
 
     Such a call loops over the sequence in C++. A graph unrolls the loop: it takes longer, and far longer to build.
     """

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from fpipe.record.fakes.eager_types import hide_fakes, tolist
 from fpipe.record.fakes.fast_paths import allow_fast_paths
+from fpipe.record.fakes.recurrent import call_function
 from fpipe.record.trace.branching import report_read
 from fpipe.tensors.fake import Fakes
 from fpipe.tensors.patching import replace
@@ -99,7 +100,7 @@ def call_or_raise(function: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of a torch call; conversion of a fake tensor to numpy raises the error of all value reads."""
     if function in (Tensor.numpy, Tensor.__array__) and isinstance(args[0], FakeTensor):
         raise DataDependentOutputException(function)
-    return mark_finite(function, args, function(*args, **kwargs))
+    return mark_finite(function, args, call_function(function, args, kwargs))
 
 
 def mark_finite(function: Any, args: Any, out: Any) -> Any:
@@ -195,7 +196,7 @@ class AssumedValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         before, self.is_reading = self.is_reading, func in ASSUMPTIONS
         try:
-            return mark_finite(func, args, func(*args, **(kwargs or {})))
+            return mark_finite(func, args, call_function(func, args, kwargs or {}))
         except UNKNOWN:
             if func not in ASSUMPTIONS:
                 raise

@@ -39,6 +39,7 @@ from fpipe.record.fakes.assumed_values import (
     is_torch_function,
 )
 from fpipe.record.fakes.generators import Generators
+from fpipe.record.fakes.recurrent import call_function
 from fpipe.record.model.places import current_line, current_place, places
 from fpipe.record.numbers import (
     READERS,
@@ -338,7 +339,7 @@ class Recorder(TorchFunctionMode):
             return self._call_outermost(function, args, kwargs, tick)
         running.use(self.values.within((args, kwargs)))
         try:
-            out = self._note_draws(function, tick, lambda: function(*args, **kwargs))
+            out = self._note_draws(function, tick, lambda: call_function(function, args, kwargs))
         except UNKNOWN as error:
             if function is Tensor.__bool__ and running.guarded:
                 return False

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx import Node as GraphNode
 
 from fpipe.errors import InputError
+from fpipe.record.fakes.recurrent import RecurrentBackward, RecurrentForward
 from fpipe.stages.accumulation import own_all
 from fpipe.stages.graph.codegen import PhaseFunction, generate_function
 from fpipe.stages.graph.joint import ACTING, Node, map_nodes, number_in
@@ -29,6 +30,7 @@ from schedules.errors import quote
 
 Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[Any]]]
 """`compiler(module, examples)` returns a function equivalent to the module, as backends of `torch.compile` do."""
+CALLS = (RecurrentForward, RecurrentBackward)
 UNCOMPILED = ACTING | {random.state_of, number_in}
 
 
@@ -37,7 +39,7 @@ def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
 
     It stays uncompiled if it has no nodes, or seeds a generator, checks values or reads numbers.
     """
-    if not phase.nodes or any(node.target in UNCOMPILED for node in phase.nodes):
+    if not phase.nodes or any(node.target in UNCOMPILED or isinstance(node.target, CALLS) for node in phase.nodes):
         return generate_function(phase)
     takes = [node for node in phase.inputs if node.value is not None]
     run, plain = compiler(_module(phase, takes), [node.value for node in takes]), generate_function(phase)

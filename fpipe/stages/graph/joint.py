@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import CaptureError
 from fpipe.record.fakes.assumed_values import check_all
+from fpipe.record.fakes.recurrent import RecurrentBackward, RecurrentCall, RecurrentForward
 from fpipe.record.numbers import to_python
 from fpipe.tensors import random
 from fpipe.tensors.effects import is_collective, random_devices, written_arguments
@@ -104,7 +105,7 @@ class Node:
     def has_effects(self) -> bool:
         """True if the node must run though nobody reads its value: it writes, draws, seeds or checks."""
         if not isinstance(self.target, OpOverload):
-            return self.target in ACTING
+            return self.target in ACTING or (isinstance(self.target, RecurrentForward) and bool(self.target.draws))
         if torch.Tag.nondeterministic_seeded in self.target.tags or not self.target._schema.returns:
             return True
         return self.target._schema.is_mutable or bool(self.writes)
@@ -286,6 +287,40 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note a call of a function that is no operator, and returns nothing."""
         self._try(lambda: self.nodes.append(Node(function, [self._argument(one) for one in args])))
 
+    def note_recurrent(self, call: RecurrentCall, outputs: Sequence[Tensor]) -> None:
+        """Note a recurrent call, as a single node; its last item is what its backward takes."""
+        self._try(lambda: self._note_recurrent(call, outputs))
+
+    def _note_recurrent(self, call: RecurrentCall, outputs: Sequence[Tensor]) -> None:
+        node = Node(RecurrentForward(call), [self.node_of(one) for one in call.tensors])
+        for device in call.draws:
+            with no_dispatch():
+                self._note_draw(device)
+        self._add_items(node, outputs)
+        if any(call.needs):
+            call.kept = self._add(Node(getitem, (node, len(outputs))), None)
+
+    def note_recurrent_backward(
+        self, call: RecurrentCall, cotangents: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+    ) -> None:
+        """Note the backward of a recurrent call."""
+        self._try(lambda: self._note_recurrent_backward(call, cotangents, grads))
+
+    def _note_recurrent_backward(
+        self, call: RecurrentCall, cotangents: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+    ) -> None:
+        wanted = [k for k, grad in enumerate(grads) if grad is not None]
+        given = tuple([None if one is None else self.node_of(one) for one in cotangents])
+        node = Node(RecurrentBackward(call.function, tuple(wanted)), (call.kept, given, (None,) * len(wanted)))
+        self._add_items(node, [grads[k] for k in wanted])
+
+    def _add_items(self, node: Node, made: Sequence[Any]) -> None:
+        """Append a node that returns several results, and those of them that are tensors."""
+        self._add(node, None)
+        for k, one in enumerate(made):
+            if isinstance(one, Tensor):
+                self._add(Node(getitem, (node, k)), one)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in PLAIN_KINDS for kind in types):
             return NotImplemented  # such as a DTensor, which calls operators of its local tensor
@@ -337,11 +372,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for device in random_devices(func, args, kwargs, out):
             with no_dispatch():
                 self._note_draw(device)
-        self._add(node, out)
         if isinstance(out, tuple | list):
-            for k, one in enumerate(out):
-                if isinstance(one, Tensor):
-                    self._add(Node(getitem, (node, k)), one)
+            self._add_items(node, out)
+        else:
+            self._add(node, out)
 
     def _note_draw(self, device: torch.device) -> None:
         """Record what sets the generator's state before a draw, and draw."""

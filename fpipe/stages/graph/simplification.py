@@ -7,6 +7,7 @@ The bits stay the same.
   has one).
 - A sum that keeps its dimension, only for a view to remove it, no longer keeps it.
 - Small tensors that depend on no argument are computed once: the one with which a backward begins, for example.
+- The backward of a recurrent call gets the sums so far, to which autograd adds the gradients of its steps.
 - Unused nodes are removed, unless they write in place, draw random numbers, seed a generator or check values.
 
 The first gradient of a parameter becomes the sum to which later ones are added in place, so it must not share memory
@@ -26,7 +27,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from fpipe.stages.graph.joint import CONSTANT, Joint, Node, constant, map_nodes
+from fpipe.record.fakes.recurrent import RecurrentBackward
+from fpipe.stages.graph.joint import CONSTANT, Joint, Node, constant, map_nodes, users_of
 from fpipe.stages.interface import Wiring
 from fpipe.tensors.effects import storage_id
 from fpipe.tensors.layouts import aten
@@ -52,7 +54,45 @@ def simplify(joint: Joint) -> Joint:
             nodes += [same] if same is made else []
         if same is not node:
             to[node] = same
-    return _remove_unused(joint.transfer(nodes, to))
+    return _feed_sums(_remove_unused(joint.transfer(nodes, to)))
+
+
+def _feed_sums(joint: Joint) -> Joint:
+    """Return the graph in which backwards of recurrent calls add to what a gradient is so far, as autograd does.
+
+    Autograd adds the gradients of the steps one by one, so the order of the sum is another than that of two sums.
+    """
+    returned = set(joint.returned)
+    users, place = users_of(joint.nodes), {node: k for k, node in enumerate(joint.nodes)}
+    parts, sums = dict[Node, dict[int, Node]](), dict[Node, Node]()
+    for node in joint.nodes:
+        if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
+            continue
+        before, item = node.args
+        if (
+            isinstance(before, Node)
+            and isinstance(item, Node)
+            and item.is_item
+            and users[item] == [node]
+            and item not in returned
+        ):
+            call = item.args[0]
+            if isinstance(call.target, RecurrentBackward) and place.get(before, -1) < place[call]:
+                parts.setdefault(call, {})[item.args[1]] = before
+                sums[node] = item
+    to, nodes = dict[Node, Node](), list[Node]()
+    for node in joint.nodes:
+        made = node.on(to)
+        if node in parts:
+            kept, cotangents, empty = made.args
+            found = [parts[node].get(k) for k in range(len(empty))]
+            made = Node(node.target, (kept, cotangents, tuple([one and to.get(one, one) for one in found])))
+        if node in sums:
+            to[node] = to.get(sums[node], sums[node])
+            continue
+        nodes.append(made)
+        to.update({} if made is node else {node: made})
+    return joint.transfer(nodes, to) if parts else joint
 
 
 def _double_transpose(node: Node, to: Mapping[Node, Node]) -> Node | None:

@@ -140,20 +140,23 @@ def test_a_step_under_saved_tensor_hooks_or_anomaly_detection_runs_under_autogra
 
 
 class Recurrent(nn.Module):
-    def __init__(self):
+    def __init__(self, mixed):
         super().__init__()
-        self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.layer, self.mixed = nn.GRU(WIDTH, WIDTH, batch_first=True), mixed
 
     def forward(self, x):
-        return self.layer(x)[0]
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.mixed):
+            return self.layer(x)[0].float()
 
 
-def test_a_stage_whose_calls_unroll_is_left_to_autograd_unless_backwards_are_split():
-    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Recurrent()), torch.randn(2, 160, WIDTH)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_stage_whose_calls_unroll_is_left_to_autograd_unless_backwards_are_split(mixed):
+    """A recurrent layer unrolls under autocast, which casts in each step of its loop."""
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Recurrent(mixed)), torch.randn(2, 160, WIDTH)
     pipes = [
         fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how(2, 2), cuts=["1"])
         for how in (one_f_one_b, zb_h1)
     ]
     found = [[type(stage.functions) for stage in pipe.stages] for pipe in pipes]
-    assert found == [[Recorded, Autograd], [Recorded, Recorded]]
-    assert "torch calls consist of hundreds of operators" in str(pipes[0])
+    assert found == [[Recorded, Autograd if mixed else Recorded], [Recorded, Recorded]]
+    assert ("torch calls consist of hundreds of operators" in str(pipes[0])) is mixed

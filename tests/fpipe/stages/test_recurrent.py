@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent networks in stages: one call each, however long the sequence, with the bits of eager mode."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import fpipe
+from fpipe.stages.recorded import Recorded
+from schedules import one_f_one_b, zb_h1, zb_v
+
+WIDTH, STEPS = 6, 9
+
+
+class First(nn.Module):
+    """The output of a recurrent layer, or its state too, next to its input."""
+
+    def __init__(self, layer: nn.Module, time: int = 1) -> None:
+        super().__init__()
+        self.layer, self.time = layer, time
+
+    def forward(self, x):
+        out, state = self.layer(x)
+        state = state[0] if isinstance(state, tuple) else state
+        return torch.cat([out, x], 2) + state.mean()
+
+
+class Reused(nn.Module):
+    """A layer that is called twice, on an input that is used before and after: the gradients are sums of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True, bidirectional=True)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = x.tanh()
+        once = self.layer(y.relu() + y)[0]
+        twice, state = self.layer(self.down(once) * y, self.layer(y)[1])
+        return torch.cat([twice * self.layer.weight_hh_l0.sum(), y + state.sum()], 2)
+
+
+class Last(nn.Module):
+    """Only the last state of a layer whose initial state is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.start = nn.RNN(WIDTH, WIDTH, batch_first=True), nn.Parameter(torch.randn(1, 1, WIDTH))
+
+    def forward(self, x):
+        return self.layer(x, self.start.expand(1, len(x), WIDTH).contiguous())[1].sum(0)
+
+
+class Cells(nn.Module):
+    """A loop over the sequence in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = x.new_zeros(len(x), WIDTH)
+        for one in x.unbind(1):
+            h = self.cell(one, h)
+        return h
+
+
+LAYERS = {
+    "gru": lambda: First(nn.GRU(WIDTH, WIDTH, batch_first=True)),
+    "time first": lambda: First(nn.GRU(WIDTH, WIDTH)),
+    "no bias": lambda: First(nn.GRU(WIDTH, WIDTH, bias=False, batch_first=True)),
+    "dropout": lambda: nn.Sequential(First(nn.GRU(WIDTH, WIDTH, 3, dropout=0.5, batch_first=True)), nn.Dropout(0.5)),
+    "both ways": lambda: First(nn.GRU(WIDTH, WIDTH, 2, batch_first=True, bidirectional=True)),
+    "relu": lambda: First(nn.RNN(WIDTH, WIDTH, nonlinearity="relu", batch_first=True)),
+    "lstm": lambda: First(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)),
+    "projected": lambda: First(nn.LSTM(WIDTH, WIDTH, 2, proj_size=3, batch_first=True, bidirectional=True)),
+    "doubles": lambda: First(nn.LSTM(WIDTH, WIDTH, batch_first=True)).double(),
+    "reused": Reused,
+    "last state": Last,
+    "cells": Cells,
+}
+WAYS = {
+    "autograd": (one_f_one_b, "autograd"),
+    "graph": (one_f_one_b, "graph"),
+    "halves": (zb_h1, "graph"),
+    "V": (zb_v, "graph"),
+}
+
+
+def build(name, way, **options):
+    torch.manual_seed(0)
+    schedule, backward = WAYS[way]
+    layer = LAYERS[name]()
+    x = torch.randn(4, STEPS, WIDTH, dtype=next(layer.parameters()).dtype)
+    ends = [nn.Linear(WIDTH, WIDTH, dtype=x.dtype), nn.LazyLinear(WIDTH, dtype=x.dtype)]
+    model = nn.Sequential(ends[0], layer, ends[1], nn.Tanh())
+    model(x)
+    made, cuts = (schedule(2, 4), ["1", "2", "3"]) if way == "V" else (schedule(2, 2), ["1"])
+    y = torch.randn_like(model(x))
+    options = {"schedule": made, "cuts": cuts, "backward": backward, **options}
+    return fpipe.pipeline(model, example=(x,), targets=y, loss=mse_loss, **options), model, x, y
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_recurrent_layers_have_the_bits_of_eager_mode(name, way):
+    pipe, model, x, y = build(name, way)
+    report = fpipe.verify(pipe, model, (x,), y, seed=3)
+    assert bool(report.eager) is (name != "dropout"), "whose draws in eager mode are others"
+    if WAYS[way][1] == "graph":
+        assert all(type(stage.functions) is Recorded for stage in pipe.stages)
