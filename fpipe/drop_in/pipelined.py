@@ -15,15 +15,19 @@ Runs in the place of the model, in every step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from types import MethodType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fpipe.api import pipeline
 from fpipe.drop_in.delivery import Delivery, attach_delivery, divided
 from fpipe.drop_in.settings import Pipelines
+from fpipe.drop_in.updates import watch_optimizers
 from fpipe.errors import InputError
 from fpipe.network.job import join_launched
 from fpipe.pipelines.inputs import State
@@ -115,7 +119,10 @@ class Pipelined(nn.Module):
         self._pipelines = Pipelines(pipe, root, model)
         self._delivery: Delivery | None = None
         self.register_load_state_dict_post_hook(_ignore_other_ranks)  # type: ignore[no-untyped-call]
+        self._spare = (nn.Parameter(torch.empty(0, device=pipe.device)),)  # in a tuple, so that it has no name
         self._root = (root,)  # in a tuple, so that it is no submodule
+        if self._is_share:
+            watch_optimizers(self)
 
     @property
     def pipe(self) -> Pipeline:
@@ -135,7 +142,6 @@ class Pipelined(nn.Module):
         """Return the loss, or in eval mode without targets the outputs, as the class says."""
         pipe = self.pipe
         with pipe.ranks.enter_call("the model"):
-            vars(self._root[0])["training"] = self.training
             batch = _join_inputs(inputs, keywords)
             whole = _find_total(pipe, steps, total)
             notes = pipe.ranks.agree(note=self._check())
@@ -179,10 +185,30 @@ class Pipelined(nn.Module):
         except AttributeError:
             if "_root" not in vars(self):
                 raise
-            return getattr(vars(self)["_root"][0], name)
+            root = vars(self)["_root"][0]
+            value = getattr(root, name)
+            is_method = self._is_share and isinstance(value, MethodType) and value.__self__ is root
+            return _without_modules(value, root) if is_method else value
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the parameters here; if none of a rank's requires a gradient, an empty one that does.
+
+        For torch's optimizers refuse an empty list, and other ranks have some to train.
+        """
+        yield from super().parameters(recurse)
+        if recurse and self._is_share and not any(p.requires_grad for p in super().parameters()):
+            self._spare[0].requires_grad_()
+            yield self._spare[0]
+
+    @property
+    def _is_share(self) -> bool:
+        """True if other processes hold parts of the model."""
+        return "_root" in vars(self) and len(self.pipe.ranks.ranks) < self.pipe.schedule.ranks
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a tensor or submodule, an attribute of this module, or else one of the model, if it knows the name."""
+        if name == "training" and "_root" in vars(self):
+            vars(self._root[0])[name] = value
         if self._is_models(name) and not isinstance(value, nn.Parameter | nn.Module):
             setattr(self._root[0], name, value)
         else:
@@ -349,6 +375,36 @@ def _update_buffers(held: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> No
         for name, value in new.items():
             if value is not held[name]:
                 held[name].copy_(value)
+
+
+def _without_modules(method: MethodType, root: nn.Module) -> Callable[..., Any]:
+    """Return a method of the model that raises `InputError` once it needs modules, of which only some are here."""
+    modules = {id(module) for module in root.modules()}
+
+    def refuse(why: object) -> InputError:
+        return InputError(
+            f"{method.__name__}: got {why}, expected a method that runs none of the model's modules and uses none of "
+            "its tensors: this process holds a part of them. Call the fpipe.Pipelined itself; to generate tokens, call "
+            "fpipe.generate(model.pipe, ...); to save weights, fpipe.export."
+        )
+
+    def require_none(module: nn.Module, args: Any) -> None:
+        if id(module) in modules:
+            raise refuse(f"a call of {type(module).__name__} in it")
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        handle = register_module_forward_pre_hook(require_none)
+        try:
+            return method(*args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            if "NoneType" not in str(error):
+                raise
+            raise refuse(f"the error {error}") from error
+        finally:
+            handle.remove()
+
+    return call
 
 
 def _ignore_other_ranks(module: nn.Module, keys: Any) -> None:

@@ -69,9 +69,9 @@ class PipelineAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip all gradients of the model that has these parameters, by their norm over all ranks; return the norm."""
-        wanted = {id(p) for p in parameters}
+        wanted = {id(p) for p in parameters if p.numel()}  # not the empty one of a rank that trains nothing
         for model in self.pipelined:
-            if wanted == {id(p) for p in model.parameters()}:
+            if wanted == {id(p) for p in model.parameters() if p.numel()}:
                 self.unscale_gradients()
                 return model.clip_grad_norm_(max_norm, norm_type)
         raise InputError(

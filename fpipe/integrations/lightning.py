@@ -32,9 +32,9 @@ class PipelinePrecision(Precision):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip the gradients of the pipelined model whose parameters the optimizer has."""
-        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        params = {id(p) for group in optimizer.param_groups for p in group["params"] if p.numel()}
         for model in self.models:
-            if params == {id(p) for p in model.parameters()}:
+            if params == {id(p) for p in model.parameters() if p.numel()}:
                 model.clip_grad_norm_(clip_val)
                 return
         raise InputError(

@@ -6,7 +6,8 @@ the one that is wrong.
 
 Idea. The annotations of a class say what its fields are, so one function reads values of all classes. A dataclass is an
 object of its fields; a tuple is a list, with or without names. A schedule is the call that makes it. A number is at
-least 0, and finite but for a `Limit`, which is `null` if there is none. Reading runs no code of a file.
+least 0, and finite but for a `Limit`, which is `null` if there is none. Reading runs no code of a file. A checksum
+finds what is a number, but not the one that was written; whoever edits a file removes it.
 
 Runs when a profile or a plan is made, written or read.
 """
@@ -14,6 +15,7 @@ Runs when a profile or a plan is made, written or read.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -23,6 +25,7 @@ from typing import Annotated, Any, Final, NoReturn, TypeAlias, get_args, get_ori
 from fpipe.errors import InputError, PipelineError
 from fpipe.weights.files import AnyPath, as_path, read_text
 from schedules import Link, Schedule
+from schedules.errors import quote
 from schedules.files.calls import read_call, spell_call
 
 Limit: TypeAlias = Annotated[float, "or infinity"]
@@ -74,25 +77,34 @@ class Format:
     def write(self, value: Any) -> str:
         """Return a value as a JSON text."""
         document = {"kind": f"fpipe {self.kind}", "version": self.version, **_encode(value)}
-        return json.dumps(document, indent=self.indent, allow_nan=False)
+        checksum = zlib.crc32(json.dumps(document, allow_nan=False).encode())
+        return json.dumps({"crc32": checksum, **document}, indent=self.indent)
 
     def read(self, text: str, make: type[Any]) -> Any:
         """Return the value of class `make` in a JSON text; raise `InputError`, naming the field, for anything else."""
         try:
             document = json.loads(text, parse_constant=_refuse_constant)
+            checksum = document.pop("crc32", None) if isinstance(document, dict) else None
+            expected = zlib.crc32(json.dumps(document).encode())
         except (ValueError, RecursionError) as error:
             raise InputError(
                 f"got {error}, expected a {self.kind} that fpipe saved, as JSON. Make it again."
             ) from error
         if not isinstance(document, dict) or document.pop("kind", None) != f"fpipe {self.kind}":
-            raise InputError(f"got {str(document)[:80]}, expected a {self.kind} that fpipe saved. Check the path.")
+            raise InputError(f"got {quote(document)[:80]}, expected a {self.kind} that fpipe saved. Check the path.")
         version = document.pop("version", None)
         if version != self.version:
             raise InputError(
-                f"version: got {version!r}, expected {self.version}. Read it with the version of fpipe that saved it. "
-                f"{self.repair}"
+                f"version: got {quote(version)}, expected {self.version}. Read it with the version of fpipe that saved "
+                f"it. {self.repair}"
             )
-        return self.decode("", make, document)
+        made = self.decode("", make, document)
+        if checksum not in (None, expected):
+            raise InputError(
+                f"crc32: got {quote(checksum)}, expected {expected}: the {self.kind} was altered after it was written. "
+                f"{self.repair} If you altered it on purpose, remove crc32."
+            )
+        return made
 
     def require(self, value: Any) -> None:
         """Raise `InputError`, naming the field, unless all fields of a dataclass are what its annotations say."""
@@ -108,13 +120,13 @@ class Format:
             got = inf if got is None and hint is Limit else got
             expected, accepts = LEAVES[hint]
             if not accepts(got):
-                raise self.wrong(where, repr(got), expected)
+                raise self.wrong(where, quote(got), expected)
             return got
         if is_dataclass(hint):
             made: Any = hint
             named = _list_fields(made)
             if not isinstance(got, dict) or {*got} != {*named}:
-                found = f"the fields {sorted(got)}" if isinstance(got, dict) else str(got)
+                found = f"the fields {sorted(got)}" if isinstance(got, dict) else quote(got)
                 raise self.wrong(where, found, str(sorted(named)))
             return made(**{name: self.decode(_join(where, name), named[name], got[name]) for name in named})
         return self._decode_tuple(where, hint, got)
@@ -148,7 +160,9 @@ class Format:
     def wrong(self, where: str, got: object, expected: str) -> InputError:
         """Return the error that says what a document has where."""
         place = f"{where}: " if where else ""
-        return InputError(f"{place}got {str(got)[:80]}, expected {expected}. {self.repair}")
+        return InputError(
+            f"{place}got {(got if isinstance(got, str) else quote(got))[:80]}, expected {expected}. {self.repair}"
+        )
 
 
 def _encode(value: Any) -> Any:

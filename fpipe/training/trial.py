@@ -17,6 +17,7 @@ Runs once, when an optimizer is made.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ from fpipe.tensors.tree import same_bits
 
 SHAPES = ((2, 3), (3,))
 """The shapes of the tensors that are tried: a matrix and a vector, for which some classes keep other state."""
+GRADIENT_SIZES = (3.0, 1e-3, 1e5)
+"""The sizes of the gradients that are tried: small ones, and ones that a class may clip."""
 
 
 class Traits(NamedTuple):
@@ -70,14 +73,50 @@ def try_optimizer(cls: type[torch.optim.Optimizer], options: Mapping[str, Any], 
     return Traits(trials[0].options, slots, frozenset.intersection(*(one.alike for one in trials)))
 
 
+def is_independent(instance: torch.optim.Optimizer) -> bool | None:
+    """Return whether an optimizer updates each parameter on its own, as far as a trial shows; `None` without a trial.
+
+    The trial makes new instances of its class, with the options of each group, and gives them gradients of several
+    sizes, since a class may clip by a norm.
+    """
+    cls = type(instance)
+    if _list_needs(cls):
+        return False
+    named = inspect.signature(cls.__init__).parameters
+    found: list[bool] = []
+    with torch.random.fork_rng(devices=[]):
+        for group in instance.param_groups:
+            known = vars(instance) | group
+            options = {name: known[name] for name in list(named)[2:] if name in known}
+            for shape, size in itertools.product(SHAPES, GRADIENT_SIZES):
+                first, second = (torch.linspace(*ends, math.prod(shape)).reshape(shape) for ends in ((-1, 1), (2, 5)))
+                alone, pair = [first.clone()], [first, second]
+                try:
+                    instances = cls(alone, **options), cls(pair, **options)
+                    for _ in range(3):
+                        for tensor in (*alone, *pair):
+                            tensor.grad = size * tensor.detach()
+                        for one in instances:
+                            one.step()
+                except (TypeError, ValueError, RuntimeError, AttributeError):
+                    continue
+                found.append(same_bits(alone[0], pair[0]))
+    return all(found) if found else None
+
+
+def _list_needs(cls: type[torch.optim.Optimizer]) -> list[str]:
+    """Return the names of the arguments that the class's step needs."""
+    parameters = list(inspect.signature(cls.step).parameters.values())[1:]
+    return [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+
+
 def _require_optimizer(cls: object) -> None:
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise InputError(
             f"cls: got {cls!r}, expected a class of optimizers, such as torch.optim.AdamW. Pass the class, and its "
             "options by name."
         )
-    parameters = list(inspect.signature(cls.step).parameters.values())[1:]
-    needs = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    needs = _list_needs(cls)
     if needs:
         raise InputError(
             f"cls: got {cls.__name__}, whose step needs {needs}, expected an optimizer that updates from gradients "

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that nobody meant to write, for parsers; and what a parser may answer."""
+"""Values and files that nobody meant to write, for parsers; and what a parser may answer."""
 
+import os
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
@@ -46,3 +50,54 @@ def answer(function: Callable[..., Any], *arguments: Any) -> Any:
         problem, found = str(error), None
     assert problem is None or ("expected" in problem and len(problem) < 3000), problem
     return found
+
+
+@st.composite
+def damaged(draw: Any, data: bytes) -> bytes:
+    """The bytes of a file as a disk, a copy that was cut off, or a careless edit leaves them."""
+    start, stop = sorted(draw(st.tuples(*[st.integers(0, len(data))] * 2)))
+    before, part, after = data[:start], data[start:stop], data[stop:]
+    some = st.binary(min_size=1, max_size=9) | st.sampled_from(
+        [b"[" * 5000, b'{"a":' * 5000, b"9" * 5000, b"1", b"-", b"0"]
+    )
+    ways = {
+        "cut off": lambda: before,
+        "the end of it": lambda: after,
+        "dropped": lambda: before + after,
+        "zeros": lambda: before + bytes(len(part)) + after,
+        "twice": lambda: before + part + part + after,
+        "backwards": lambda: after + part + before,
+        "something more": lambda: before + draw(some) + part + after,
+        "something else": lambda: before + draw(some) + data[min(start + 1, len(data)) :],
+        "a bit": lambda: (
+            before + bytes([b ^ 1 << draw(st.integers(0, 7)) for b in data[start : start + 1]]) + data[start + 1 :]
+        ),
+    }
+    return ways[draw(st.sampled_from(sorted(ways)))]()
+
+
+PLANTS: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda path: None,
+    "a folder": os.mkdir,
+    "a pipe": os.mkfifo,
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe"),
+}
+"""What may stand where a file should be."""
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` in what takes longer; only for the main thread."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"still running after {seconds} seconds")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

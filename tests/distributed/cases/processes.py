@@ -284,6 +284,95 @@ def drop_in_modules_follow_what_one_rank_sees(rank, size):
         model.load_state_dict({**net.state_dict(), "strange": x})
 
 
+class Clipped(torch.optim.SGD):
+    """Clips by the norm of all its gradients, as Lamb does."""
+
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        for grad in grads:
+            grad.mul_(1 / max(1.0, norm.item()))
+        return super().step(closure)
+
+
+class Halved(torch.optim.SGD):
+    """Updates each parameter on its own."""
+
+    def step(self, closure=None):
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            p.grad.mul_(0.5)
+        return super().step(closure)
+
+
+@case
+def an_optimizer_that_combines_parameters_is_refused(rank, size):
+    """It would combine those of a rank, and each rank would compute other numbers without a word."""
+    net, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)]), torch.ones(4, 4)
+    how = one_f_one_b(ranks=size, microbatches=2)
+    model = fpipe.Pipelined(net, loss=lambda out: out.square().mean(), example=(x,), schedule=how)
+    model(x).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = Clipped(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with raises(fpipe.InputError, "got Clipped, which updates a parameter otherwise if there are others"):
+            optimizer.step()
+    assert all(map(same_bits, before, [p.detach() for p in model.parameters()]))
+    Halved(model.parameters(), lr=0.1).step()
+    torch.optim.AdamW(model.parameters()).step()
+    alone = nn.Linear(4, 4)
+    alone(x).sum().backward()
+    Clipped(alone.parameters(), lr=0.1).step()  # none of this rank's share
+
+
+@case
+def a_rank_without_trainable_parameters_has_an_optimizer(rank, size):
+    torch.manual_seed(3)
+    net, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)]), torch.randn(4, 4)
+    net[0].requires_grad_(False)
+    how = one_f_one_b(ranks=size, microbatches=2)
+    model = fpipe.Pipelined(net, loss=lambda out: out.square().mean(), example=(x,), schedule=how)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) == (20 if rank else 0)
+    optimizer = torch.optim.AdamW(trained)
+    for _ in range(2):
+        model(x).backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        model.zero_grad()
+    assert list(model.state_dict()) == [f"{rank}.weight", f"{rank}.bias"]
+
+
+class WithMethods(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.parts, self.width = nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)]), 4
+
+    def forward(self, x):
+        return self.parts(x)
+
+    def generate(self, x):
+        return self(x)
+
+    def norms(self):
+        return [part.weight.norm() for part in self.parts]
+
+    def describe(self):
+        return self.width
+
+
+@case
+def methods_of_a_model_that_run_it_are_refused(rank, size):
+    how = one_f_one_b(ranks=size, microbatches=2)
+    x = torch.ones(4, 4)
+    model = fpipe.Pipelined(WithMethods(size), loss=torch.mean, example=(x,), schedule=how)
+    assert model.describe() == 4
+    with raises(fpipe.InputError, "generate: got a call of WithMethods in it", "fpipe.generate(model.pipe, ...)"):
+        model.generate(x)
+    with raises(fpipe.InputError, "norms: got the error 'NoneType' object has no attribute 'norm'"):
+        model.norms()
+    model(x).backward()
+
+
 @case
 def a_drop_in_module_refused_on_one_rank(rank, size):
     net, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)]), torch.ones(4, 4)

@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -89,6 +90,8 @@ def test_saves_of_one_job_are_finished_in_order(pipe, tmp_path):
 def test_what_a_killed_job_has_left_is_removed_before_anything_is_written(pipe, tmp_path):
     begin(pipe, tmp_path, "a", 1)()
     left = begin(pipe, tmp_path, "a", 2)
+    while not (tmp_path / "save-2" / "model-00001-of-00001.json").exists():
+        time.sleep(0.001)  # its thread, which a killed process has no more
     del left
     gc.collect()  # the lock ends with the process, or with who could finish it
     shutil.copytree(tmp_path / "save-2", tmp_path / "save-7")  # as of a version without locks

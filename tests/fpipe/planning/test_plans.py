@@ -287,11 +287,22 @@ def test_a_file_that_was_changed_is_refused(saved, tmp_path, old, new, words):
         Plan.read(path)
 
 
+def test_an_altered_plan_is_refused_unless_its_checksum_is_removed(saved, tmp_path):
+    plan, path = saved[0], tmp_path / "plan.json"
+    document = {**json.loads(saved[1].read_text()), "bound": plan.bound / 2}
+    path.write_text(json.dumps(document))
+    with pytest.raises(InputError, match=r"plan\.json: crc32: got \d+, expected \d+: .* altered .* remove crc32"):
+        Plan.read(path)
+    del document["crc32"]
+    path.write_text(json.dumps(document))
+    assert Plan.read(path).bound == plan.bound / 2
+
+
 def test_a_plan_of_a_wrong_schedule_is_refused(saved, tmp_path):
     path = tmp_path / "plan.json"
     wrong = {"schedule": "table", "arguments": {"rows": ["0F0,0B0", "1B0,1F0"]}}
     document = json.loads(saved[1].read_text())
-    path.write_text(json.dumps({**document, "schedule": wrong, "cuts": ["4"]}))
+    path.write_text(json.dumps({**document, "crc32": None, "schedule": wrong, "cuts": ["4"]}))
     with pytest.raises(InputError, match="rule"):
         Plan.read(path)
 

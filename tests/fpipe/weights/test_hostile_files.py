@@ -5,6 +5,8 @@ import ast
 import json
 import os
 import struct
+import tempfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from torch import nn
 import fpipe
 from fpipe.checkpoints.manifest import sign
 from schedules import gpipe
-from tests.common.hostile import JSON, answer, changed
+from tests.common.hostile import JSON, PLANTS, answer, changed, damaged, within
 
 HOME = Path(__file__).parents[3]
 X = torch.ones(2, 4)
@@ -136,6 +138,82 @@ def test_manifests_of_checkpoints_are_read_or_refused(pipe, tmp_path_factory, da
     new = data.draw(changed(fields, others))
     file.write_text(sign(new) if isinstance(new, dict) else json.dumps(new))
     answer(fpipe.load, pipe, path)
+
+
+def bits(value):
+    """A value with its tensors as bits, to compare."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), list(value.shape), value.detach().contiguous().view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {name: bits(one) for name, one in value.items()}
+    return [type(value), *map(bits, value)] if isinstance(value, list | tuple) else value
+
+
+@pytest.fixture(scope="module")
+def undamaged(pipe, documents, tmp_path_factory):
+    """The bytes of each file of a checkpoint, a profile and a plan, and how each of the three is read."""
+    home = tmp_path_factory.mktemp("undamaged")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    params, _ = pipe.init(model)
+    state = {"0.bias": {"step": 2**70, "sum": X[0]}, "1.weight": {"rate": 0.1, "on": True}}
+    fpipe.save(pipe, home / "run", params=params, state=state, step=7, data={"a": (1, X), "b": [2.5, None, "text"]})
+    for read, document in documents.items():
+        (home / f"{read.__self__.__name__}.json").write_text(json.dumps(document))
+    reads = {
+        "run": lambda path: fpipe.load(pipe, path),
+        "Profile.json": fpipe.Profile.read,
+        "Plan.json": fpipe.Plan.read,
+    }
+    files = {str(file.relative_to(home)): file.read_bytes() for file in home.rglob("*") if file.is_file()}
+    return files, {name: (read, bits(read(home / name))) for name, read in reads.items()}
+
+
+@given(st.data())
+def test_damaged_files_are_refused_or_read_with_the_same_values(undamaged, data):
+    files, reads = undamaged
+    name = data.draw(st.sampled_from(sorted(files)))
+    kind = data.draw(st.sampled_from(["damaged", "damaged", "another", *PLANTS]))
+    read, want = reads[name.split("/")[0]]
+    with tempfile.TemporaryDirectory() as folder, within(20):
+        for other, content in files.items():
+            Path(folder, other).parent.mkdir(parents=True, exist_ok=True)
+            Path(folder, other).write_bytes(content)
+        file = Path(folder, name)
+        if kind in PLANTS:
+            file.unlink()
+            PLANTS[kind](file)
+        else:
+            file.write_bytes(
+                files[data.draw(st.sampled_from(sorted(files)))]
+                if kind == "another"
+                else data.draw(damaged(files[name]))
+            )
+        found = answer(read, Path(folder, name.split("/")[0]))
+    assert found is None or bits(found) == want
+
+
+@given(st.data())
+def test_headers_of_a_checkpoint_are_read_or_refused(pipe, undamaged, data):
+    """By someone who knows of the checksum: other names, dtypes, shapes, places and metadata."""
+    files, _ = undamaged
+    shard = "run/save-1/model-00001-of-00001.safetensors"
+    (length,) = struct.unpack("<Q", files[shard][:8])
+    header = json.loads(files[shard][8 : 8 + length])
+    others = JSON | st.sampled_from(
+        [[0, 2**62], [2**62], [0, 2**63 - 1, 2**63 - 1], [0, 0], "F64", "F4", {"saved_offsets": [2]}]
+    )
+    text = json.dumps(data.draw(changed(header, others))).encode()
+    made = struct.pack("<Q", len(text)) + text + files[shard][8 + length :]
+    with tempfile.TemporaryDirectory() as folder, within(20):
+        for other, content in files.items():
+            Path(folder, other).parent.mkdir(parents=True, exist_ok=True)
+            Path(folder, other).write_bytes(content)
+        Path(folder, shard).write_bytes(made)
+        sidecar = Path(folder, shard).with_suffix(".json")
+        fields = json.loads(sidecar.read_text()) | {"size": len(made), "checksum": zlib.crc32(made)}
+        del fields["crc32"]
+        sidecar.write_text(sign(fields))
+        answer(fpipe.load, pipe, Path(folder, "run"))
 
 
 FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "cloudpickle", "dill"}

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check that an optimizer may update a rank's share of the parameters without the others.
+
+Problem. A script for one device chooses its optimizer. Some combine all parameters, as Lamb does to clip by a norm.
+On one rank's share, each rank would compute other numbers, and nobody would notice.
+
+Idea. An optimizer's first step on such parameters is preceded by a trial of its class with its options
+(`fpipe.training.trial`). Those of torch need none.
+
+Runs before each step of an optimizer, while there is a module that holds a share; the trial, once per optimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any, Final
+from weakref import WeakSet
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fpipe.errors import InputError
+from fpipe.training.trial import is_independent
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+def watch_optimizers(module: nn.Module) -> None:
+    """Refuse steps of optimizers that combine parameters of this module, for as long as it exists."""
+    ref, tried = weakref.ref(module), WeakSet[Optimizer]()
+
+    def require(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        known = ref()
+        if known is None or optimizer in tried:
+            return
+        own = {id(p) for p in known.parameters()}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            require_independent(optimizer)
+            tried.add(optimizer)
+
+    weakref.finalize(module, register_optimizer_step_pre_hook(require).remove)
+
+
+def require_independent(optimizer: Optimizer) -> None:
+    """Raise `InputError` for an optimizer that combines parameters; log a warning if that can't be told."""
+    cls = type(optimizer)
+    if cls.__module__.startswith("torch.optim.") and cls is not LBFGS:
+        return
+    found = is_independent(optimizer)
+    if found is None:
+        _LOG.warning(
+            "%s: this optimizer could not be tried. If it combines parameters, as by a norm of all gradients, ranks "
+            "compute other numbers than one device: each updates its own share.",
+            cls.__name__,
+        )
+    elif not found:
+        raise InputError(
+            f"optimizer.step(): got {cls.__name__}, which updates a parameter otherwise if there are others, expected "
+            "an optimizer that updates each from its own gradient and state: this process holds a share of the "
+            "parameters. Turn off what combines them (a norm: call model.clip_grad_norm_ before), choose another "
+            "optimizer, or train on one process."
+        )
