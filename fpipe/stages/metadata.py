@@ -23,6 +23,7 @@ from fpipe.cutting.routing import Section
 from fpipe.errors import CaptureError
 from fpipe.record.captured import AS_PYTHON, Buffer, Captured, Constant, Function, Parameter, Value
 from fpipe.record.fakes.assumed_values import VALUE_READS, AssumedValues, assume_values
+from fpipe.record.fakes.recurrent import PAD, RECURRENT
 from fpipe.record.model.places import traceback_line
 from fpipe.record.refusals import data_dependence_error
 from fpipe.record.trace.branching import certain_leaves
@@ -40,6 +41,8 @@ from fpipe.tensors.torch_private import (
     finish_collective,
 )
 
+PACKING = frozenset(function.__name__ for function in (*RECURRENT, PAD))
+"""The names of functions that read the sizes of packed sequences."""
 UNROLLED = 100
 """The largest number of operators per torch call in a stage that is worth request."""
 
@@ -253,6 +256,7 @@ def _run_forward(
     known = {**values, **section.repeats}
     leaves = {v: known[v].detach().requires_grad_(v in metadata.differentiable) for v in section.inputs}
     leaves |= {v: nn.Parameter(leaves[v], leaves[v].requires_grad) for v in section.parameters}
+    leaves |= _sizes(captured, section)
     received = {v for values in section.gets.values() for v in values} & metadata.differentiable
     inner = received if casting or is_asking(captured) else set[Value]()
     tape = Tape() if recorded else None
@@ -281,6 +285,15 @@ def _run_forward(
     metadata.specs.update({value: Spec.of(tensor) for value, tensor in section.repeats.items()})
     forward = frozenset(() if tape is None else tape.nodes)
     return FakeRun(function, section, leaves, current, outputs, buffers, watch, tape, arguments, forward)
+
+
+def _sizes(captured: Captured, section: Section) -> Mapping[Value, Tensor]:
+    """Return the constants that may be sizes of packed sequences, as real tensors: torch reads them unseen by modes."""
+    packing = [unit for unit in section.units if unit.does.partition("[")[0] in PACKING]
+    read = {value for unit in packing for value in unit.reads}
+    sources = {value: captured.sources[value] for value in section.constants if value in read}
+    constants = {value: source.tensor for value, source in sources.items() if isinstance(source, Constant)}
+    return {v: one for v, one in constants.items() if one.dtype is torch.int64 and one.dim() == 1 and one.is_cpu}
 
 
 def _take_arguments(

@@ -13,20 +13,32 @@ delaying another rank. Each rank shifts the rest to follow on from these; tests 
 all ranks still agree.
 
 Times are in slots: a chunk's forward takes one, its `I` and its `W` one each, its `B` two.
+
+Where passes take other times, or transfers take any, this order may make ranks wait. So every member takes `costs`, and
+then is the best of that order and some others that follow these costs in the same memory
+(`schedules.families.priorities`). A first chunk may hold all activations but one on rank 0, and about half of them on
+the last rank. What is urgent is what comes first in this order, or any forward, or any backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from itertools import chain, count, islice, repeat
 from math import inf
 from typing import NamedTuple
 
 from schedules.errors import SizeError
 from schedules.families.blocks import every, merge_in_order, time_passes
+from schedules.families.priorities import Priority, PriorityPlay
+from schedules.language import graph
 from schedules.language.actions import Action, B, F, I
 from schedules.language.placement import vee
-from schedules.language.schedule import Limits, schedule
+from schedules.language.schedule import Limits, Schedule, schedule
+from schedules.replay.costs import UNITS, Costs, require_stages
+from schedules.replay.dependencies import wires
+from schedules.replay.engine import replay
 
 CHUNK = 3  # slots that one microbatch takes on a chunk: F, I and W, or F and B
 INTERVAL = 2 * CHUNK  # slots that one microbatch takes on a rank
@@ -117,12 +129,73 @@ def _order_passes(rank: int, ranks: int, microbatches: int, memory: int) -> Iter
     return merge_in_order(*first, *second, memory=memory)
 
 
+@lru_cache(maxsize=1)  # every rank asks for its own actions in turn
+def _follow_costs(fixed: Schedule, memory: int, costs: Costs, whole: bool = False) -> Sequence[Sequence[Action]]:
+    """Return every rank's actions in the best order for these costs that holds at most `memory` chunk activations.
+
+    That is the `fixed` one if none is faster, and for costs that it is made for: passes in slots, and no transfers.
+    """
+    costs = replace(costs, jitter=0.0)
+    kinds = "FB" if whole else "FIW"
+    rows = [[*fixed.actions(rank)] for rank in range(fixed.ranks)]
+    if _takes_slots(fixed, kinds, costs):
+        return rows
+    places = {action: place for row in rows for place, action in enumerate(row)}
+    rules = ((places.__getitem__, True), (_prefer("FBIW"), False), (_prefer("BIFW"), False))
+    last, best = fixed.ranks - 1, _find_makespan(fixed, costs)
+    for least in range(memory // 2, min(memory // 2 + 4, memory)):  # what the first chunk of the last rank may hold
+        spare = [memory - 1 - (memory - 1 - least) * r / max(1, last) for r in range(fixed.ranks)]
+        rooms = [*(max(1, round(room)) for room in spare), *[memory] * fixed.ranks]
+        for priority, patient in rules:
+            played = PriorityPlay(fixed.placement, fixed.microbatches, costs, kinds, priority, patient, memory, rooms)
+            if played.makespan < best:
+                rows, best = played.rows, played.makespan
+    return rows
+
+
+def _prefer(kinds: str) -> Priority:
+    """Return the priority by kind, then by age."""
+    return lambda action: (kinds.index(action.kind), action.microbatch)
+
+
+def _takes_slots(schedule: Schedule, kinds: str, costs: Costs) -> bool:
+    """Return whether each pass takes as long as the slots it has in the fixed order, and transfers take no time."""
+    S, homes = schedule.stages, schedule.placement.homes
+    slots = {costs.time(kind, s) / (2 if kind == "B" else 1) for kind in kinds for s in range(S)}
+    hops = [("F", s, s + 1) for s in range(S - 1)] + [("B", s + 1, s) for s in range(S - 1)]
+    return len(slots) == 1 and not any(costs.transfer(what, s, homes[s], homes[t]) for what, s, t in hops)
+
+
+def _find_makespan(schedule: Schedule, costs: Costs) -> float:
+    """Return how long a schedule takes."""
+    streams = [schedule.actions(rank) for rank in range(schedule.ranks)]
+    played = replay(schedule, streams, wires(schedule, graph.chain(schedule.stages), costs, UNITS), costs, spans=False)
+    while True:
+        try:
+            next(played)
+        except StopIteration as end:
+            clock: list[float] = end.value.clock
+            return max(clock)
+
+
+def _require_costs(factory: str) -> Callable[..., None]:
+    def require(ranks: int, microbatches: int, costs: Costs | None) -> None:
+        if costs is None:
+            return
+        if not isinstance(costs, Costs):
+            raise SizeError.of(factory, "costs", costs, "Costs to find an order for", "Pass Costs(F=1, I=1, W=1).")
+        require_stages(costs, 2 * ranks)
+
+    return require
+
+
 def least_memory(ranks: int) -> int:
     """Return the fewest chunk activations with which such a schedule runs: those of `v_min`."""
     return 2 * ((ranks + 4) // 3)
 
 
-def _require_enough(ranks: int, microbatches: int, memory: int) -> None:
+def _require_enough(ranks: int, microbatches: int, memory: int, costs: Costs | None) -> None:
+    _require_costs("v_schedule")(ranks, microbatches, costs)
     if isinstance(memory, bool) or not isinstance(memory, int) or memory < least_memory(ranks):
         expected = f"an integer of at least {least_memory(ranks)}, the chunk activations that {ranks} ranks need"
         raise SizeError.of(
@@ -130,12 +203,14 @@ def _require_enough(ranks: int, microbatches: int, memory: int) -> None:
         )
 
 
-def _v_memory(rank: int, ranks: int, microbatches: int, memory: int) -> float:
+def _v_memory(rank: int, ranks: int, microbatches: int, memory: int, costs: Costs | None) -> float:
     return min(memory / 2, ranks, microbatches)
 
 
 @schedule(placement=vee, limits=Limits(memory=_v_memory), requires=_require_enough)
-def v_schedule(rank: int, ranks: int, microbatches: int, memory: int = 8) -> Iterator[Action]:
+def v_schedule(
+    rank: int, ranks: int, microbatches: int, memory: int = 8, costs: Costs | None = None
+) -> Iterator[Action]:
     """Trade memory for waiting: `m` chunk activations of half a microbatch each (arXiv 2405.15362, section 3).
 
     Time a rank waits between its first and last action, in slots, if all passes take equally long and `M >= m`:
@@ -143,16 +218,26 @@ def v_schedule(rank: int, ranks: int, microbatches: int, memory: int = 8) -> Ite
     known. Peak memory: `min(m / 2, M)` microbatches, on every rank if `M >= m`. `m` must be at least
     `2 floor((P + 4) / 3)`, which gives `v_min`; `2 floor((P + 2) / 2)` gives `v_half`, and `2P` gives `zb_v`.
 
+    With `costs`, the order follows them, in the same memory, and takes no longer than this one. That requires playing
+    all ranks: the first rank whose actions are generated pays for all.
+
     >>> print(v_schedule(ranks=3, microbatches=3, memory=5))
     rank 0 |0F0 0F1 0F2 .   .   5F0 5I0 5W0 5F1 5I1 5W1 .   5F2 5I2 0I0 5W2 0I1 0W0 0I2 0W1 0W2 .   |
     rank 1 |.   1F0 1F1 1F2 4F0 .   4F1 4I0 4W0 .   .   4F2 4I1 1I0 4I2 1I1 4W1 1I2 1W0 4W2 1W1 1W2 |
     rank 2 |.   .   2F0 3F0 2F1 3F1 2F2 .   3I0 3W0 3F2 2I0 .   3I1 2I1 3I2 2I2 2W0 3W1 2W1 3W2 2W2 |
     """
-    return _order_passes(rank, ranks, microbatches, min(memory, 2 * ranks))
+    m = min(memory, 2 * ranks)
+    if costs is None:
+        return _order_passes(rank, ranks, microbatches, m)
+    return iter(_follow_costs(v_schedule(ranks, microbatches, memory), m, costs)[rank])
 
 
-@schedule(placement=vee, limits=Limits(memory=lambda rank, ranks, microbatches: min((ranks + 4) // 3, microbatches)))
-def v_min(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+@schedule(
+    placement=vee,
+    limits=Limits(memory=lambda rank, ranks, microbatches, costs: min((ranks + 4) // 3, microbatches)),
+    requires=_require_costs("v_min"),
+)
+def v_min(rank: int, ranks: int, microbatches: int, costs: Costs | None = None) -> Iterator[Action]:
     """V-Min: the least memory that keeps ranks busy, a third of that of 1F1B (arXiv 2405.15362, section 3).
 
     Time a rank waits between its first and last action, if all passes of a chunk take `F` and `M` is at least twice
@@ -164,11 +249,17 @@ def v_min(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 1 |.   1F0 1F1 .   4F0 .   4F1 4I0 4W0 .   1I0 1F2 1W0 4I1 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2 .   |
     rank 2 |.   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2W0 2F2 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2 .   |
     """
-    return _order_passes(rank, ranks, microbatches, least_memory(ranks))
+    if costs is None:
+        return _order_passes(rank, ranks, microbatches, least_memory(ranks))
+    return iter(_follow_costs(v_min(ranks, microbatches), least_memory(ranks), costs)[rank])
 
 
-@schedule(placement=vee, limits=Limits(memory=lambda rank, ranks, microbatches: min((ranks + 2) // 2, microbatches)))
-def v_half(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+@schedule(
+    placement=vee,
+    limits=Limits(memory=lambda rank, ranks, microbatches, costs: min((ranks + 2) // 2, microbatches)),
+    requires=_require_costs("v_half"),
+)
+def v_half(rank: int, ranks: int, microbatches: int, costs: Costs | None = None) -> Iterator[Action]:
     """V-Half: half the memory of 1F1B, and half its waiting (arXiv 2405.15362, section 3).
 
     Time a rank waits between its first and last action, if all passes of a chunk take `F` and `M` is at least twice
@@ -181,11 +272,17 @@ def v_half(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 2 |.   .   2F0 2F1 2F2 5F0 .   5F1 .   5F2 5I0 5W0 .   2I0 5I1 2W0 5I2 2I1 5W1 2I2 5W2 2W1 2W2 |
     rank 3 |.   .   .   3F0 4F0 3F1 4F1 3F2 4F2 .   .   4I0 3I0 4W0 3W0 4I1 3I1 4I2 3I2 4W1 3W1 4W2 3W2 |
     """
-    return _order_passes(rank, ranks, microbatches, 2 * ((ranks + 2) // 2))
+    if costs is None:
+        return _order_passes(rank, ranks, microbatches, 2 * ((ranks + 2) // 2))
+    return iter(_follow_costs(v_half(ranks, microbatches), 2 * ((ranks + 2) // 2), costs)[rank])
 
 
-@schedule(placement=vee, limits=Limits(memory=lambda rank, ranks, microbatches: min(ranks, microbatches)))
-def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+@schedule(
+    placement=vee,
+    limits=Limits(memory=lambda rank, ranks, microbatches, costs: min(ranks, microbatches)),
+    requires=_require_costs("zb_v"),
+)
+def zb_v(rank: int, ranks: int, microbatches: int, costs: Costs | None = None) -> Iterator[Action]:
     """ZB-V: no waiting, in the memory of 1F1B (arXiv 2401.10241, section 6; V-ZB in arXiv 2405.15362, section 3).
 
     Time a rank waits between its first and last action, if all passes of a chunk take equally long and `M >= 2P`:
@@ -195,11 +292,17 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 0 |0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2 .   |
     rank 1 |.   1F0 2F0 1F1 2F1 2I0 1I0 2W0 1W0 1F2 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2 |
     """
-    return _order_passes(rank, ranks, microbatches, 2 * ranks)
+    if costs is None:
+        return _order_passes(rank, ranks, microbatches, 2 * ranks)
+    return iter(_follow_costs(zb_v(ranks, microbatches), 2 * ranks, costs)[rank])
 
 
-@schedule(placement=vee, limits=Limits(memory=lambda rank, ranks, microbatches: min(2 * ranks // 3 + 1, microbatches)))
-def v_1f1b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+@schedule(
+    placement=vee,
+    limits=Limits(memory=lambda rank, ranks, microbatches, costs: min(2 * ranks // 3 + 1, microbatches)),
+    requires=_require_costs("v_1f1b"),
+)
+def v_1f1b(rank: int, ranks: int, microbatches: int, costs: Costs | None = None) -> Iterator[Action]:
     """1F1B in a V, with whole backwards: two thirds of its memory (arXiv 2405.15362, section 3).
 
     Backwards take two slots and forwards one, so on every third rank a backward waits half an interval for two free
@@ -211,6 +314,9 @@ def v_1f1b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 0 |0F0 0F1 0F2 3F0 3B0     3F1 3B1     .   0B0     3F2 3B2     .   0B1     .   .   0B2     |
     rank 1 |.   1F0 2F0 1F1 2F1 .   2B0     1B0     1F2 2F2 2B1     1B1     2B2     1B2     .   .   |
     """
+    memory = 2 * (2 * ranks // 3 + 1)
+    if costs is not None:
+        return iter(_follow_costs(v_1f1b(ranks, microbatches), memory, costs, whole=True)[rank])
     P, M, r, back = ranks, microbatches, rank, 2 * ranks - 1 - rank
 
     def cotangent(hops: int) -> int:
@@ -218,7 +324,7 @@ def v_1f1b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         return 2 * P + 2 * hops + (2 * ((P - 1) % 3) + hops) // 3 * CHUNK
 
     block = Block(r, back, cotangent(r), cotangent(back))
-    (early1, early2, late2, late1), _ = _start_up(r, P, M, 2 * (2 * P // 3 + 1), block, length=2)
+    (early1, early2, late2, late1), _ = _start_up(r, P, M, memory, block, length=2)
     first = time_passes(F, r, early1, M), time_passes(B, r, late1, M)
     second = time_passes(F, back, early2, M), time_passes(B, back, late2, M)
     return merge_in_order(*first, *second)

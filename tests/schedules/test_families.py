@@ -278,6 +278,8 @@ def test_published_figures(schedule, costs, makespan, idle, peak):
         (zb_auto, {"residual": 0}, r"got residual=0, expected a share above 0, at most 1. Choose residual=1 for all."),
         (zb_auto, {"residual": 1.5}, r"got residual=1.5"),
         (zb_auto, {"costs": 3}, r"got costs=3, expected Costs to find an order for. Pass Costs\("),
+        (v_half, {"costs": 3}, r"v_half: got costs=3, expected Costs to find an order for. Pass Costs\("),
+        (zb_v, {"costs": Costs(F=(1, 2))}, r"got F=\(1, 2\), expected a number, or a tuple of"),
         (zb_auto, {"costs": Costs(F=(1, 2))}, r"got F=\(1, 2\), expected a number, or a tuple of 4"),
     ],
 )
@@ -471,6 +473,37 @@ def test_forwards_and_gradients_are_in_ascending_order(size):
                     order = [action.microbatch for action in row if action[:2] == (kind, stage)]
                     assert order == sorted(order)
         check(forwards(schedule))
+
+
+VEES = pytest.mark.parametrize("make", [zb_v, v_half, v_min, v_1f1b, v_schedule])
+
+
+@VEES
+@given(st.integers(1, 6), st.integers(1, 9), costs())
+def test_a_vee_follows_costs_in_the_same_memory(make, P, M, times):
+    fixed, found = make(P, M), make(P, M, costs=times)
+    check(found)
+    assert simulate(found, times).makespan <= simulate(fixed, times).makespan
+    assert all(found.memory(rank) == fixed.memory(rank) for rank in range(P))
+
+
+@VEES
+@given(st.integers(1, 6), st.integers(1, 9), QUARTERS)
+def test_a_vee_keeps_its_order_for_the_costs_that_it_is_made_for(make, P, M, F):
+    assert rows(make(P, M, costs=Costs(F=F, B=2 * F, I=F, W=F))) == rows(make(P, M))
+
+
+@pytest.mark.parametrize(
+    ("make", "times", "fixed", "found"),
+    [
+        (v_half, Costs(F=5, B=12, I=9, W=3, comm=0.5), 989, 801),
+        (v_min, Costs(F=5, B=12, I=9, W=3, comm=0.5), 1051, 920),
+        (zb_v, Costs(F=5, B=12, I=9, W=3, comm=0.5), 648, 645),
+        (v_1f1b, Costs(F=3, B=6, comm=2), 551, 535),
+    ],
+)
+def test_a_vee_takes_less_time_if_it_follows_costs(make, times, fixed, found):
+    assert (simulate(make(8, 16), times).makespan, simulate(make(8, 16, costs=times), times).makespan) == (fixed, found)
 
 
 @pytest.mark.parametrize("make", [zb_v, v_half, v_min, v_1f1b])

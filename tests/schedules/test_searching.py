@@ -132,7 +132,7 @@ def test_an_order_is_found_where_no_family_is_the_best():
 
 def test_a_family_that_is_the_best_comes_back_itself():
     found = search(EQUAL, vee(4), 12, memory=3)
-    assert found.schedule == v_half(4, 12)
+    assert found.schedule == v_half(4, 12, costs=Costs())
     assert str(found).startswith("makespan 77, at most 0.00 % above the best possible, from v_half")
 
 
@@ -461,7 +461,7 @@ def test_a_pass_that_waits_says_for_which():
 
 def test_a_best_schedule_is_proved_where_the_bound_is_lower():
     found = search(EQUAL, vee(4), 8, memory=4 / 3 + 1, tries=20, solver=cp_sat)
-    assert found.schedule == v_min(4, 8)
+    assert found.schedule == v_min(4, 8, costs=Costs())
     assert found.gap == 0
     assert found.complete
     assert found.bound.because == "the solver proved that there is no faster schedule"

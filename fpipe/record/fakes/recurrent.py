@@ -37,12 +37,15 @@ from fpipe.tensors.torch_private import (
 
 RECURRENT = frozenset({torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu})
 """The functions that loop over a sequence."""
+PACK: Any = torch._pack_padded_sequence
+PAD: Any = torch._pad_packed_sequence
+"""The functions that pack padded sequences, step by step, and that pad them again."""
 SHORT = 3
 """The longest sequence whose loop runs on fake tensors."""
 
 
 class KeptRecurrence(NamedTuple):
-    """The memory that a call keeps for its backward: its outputs, its inputs, and views of these that are made after the call.
+    """The tensors of a call that its backward needs: its outputs, its inputs, and views of these that are made after the call.
 
     A backward from such a view reaches the input before any backward from the outputs does.
     """
@@ -132,6 +135,7 @@ class RecurrentCall:
 
     - `leaves`, `spec`: its arguments. `places`: where the distinct `tensors` are among them.
     - `packed`: whether the sequences are packed: then the second argument has the batch size of each step.
+    - `time`: the dimension of time in the input, which each step makes longer by `unit`.
     - `draws`: the devices that it draws random numbers on. `tape` notes it: what the backward takes, as `kept`.
     """
 
@@ -144,6 +148,7 @@ class RecurrentCall:
     needs: tuple[bool, ...]
     packed: bool
     time: int
+    unit: int
     draws: tuple[torch.device, ...] = ()
     kept: Any = None
     tape: NotesRecurrence | None = None
@@ -157,11 +162,6 @@ class RecurrentCall:
     def input(self) -> Tensor:
         """The sequence."""
         return self.tensors[0]
-
-    @property
-    def unit(self) -> int:
-        """The growth of the sequence's dimension of time for each step."""
-        return int(self.leaves[1][0]) if self.packed else 1
 
     def measure(self, steps: int, present: Sequence[bool] | None) -> ShortRecurrence:
         """Return what the call makes for a sequence of this many steps, if these outputs have cotangents."""
@@ -227,13 +227,20 @@ def recurrent_call(function: Any, args: Any, kwargs: Any) -> RecurrentCall | Non
     if len(others) != packed or len({id(one) for one in tensors}) < len(tensors) or places[:1] != [0]:
         return None
     time = 0 if packed or not args[-1] else 1
-    if (len(args[1]) if packed else args[0].shape[time]) <= SHORT:
+    sizes = to_list(args[1]) if packed else [1] * args[0].shape[time]
+    if len(sizes) <= SHORT:
         return None
     needs = tuple([one.requires_grad and torch.is_grad_enabled() for one in tensors])
-    call = RecurrentCall(function, leaves, spec, mode, places, tensors, needs, packed, time)
+    call = RecurrentCall(function, leaves, spec, mode, places, tensors, needs, packed, time, sizes[0])
     two, three = (call.measure(steps, None) for steps in (2, 3))
     call.draws = two.drawn
     return call if three.operators > two.operators else None
+
+
+def to_list(tensor: Tensor) -> list[int]:
+    """Return the integers in a real tensor, unseen by modes."""
+    with without_modes(), DisableTorchFunction():
+        return [int(one) for one in tensor.tolist()]
 
 
 def _is_sizes(argument: Any) -> bool:
@@ -274,6 +281,8 @@ _apply: Any = Recurrence.apply
 
 def call_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return the result of a torch call; a recurrent one on fake tensors does not loop, and a tape is told of it."""
+    if function is PAD and isinstance(args[0], FakeTensor) and _is_sizes(args[1]):
+        return _pad(*args)
     call = recurrent_call(function, args, kwargs) if function in RECURRENT else None
     if call is None:
         return function(*args, **kwargs)
@@ -283,3 +292,48 @@ def call_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if call.tape is not None:
         call.tape.note_recurrent(call, outputs)
     return outputs
+
+
+class Rearranged(torch.autograd.Function):
+    """A rearrangement of a fake tensor's elements: new ones of another shape, and back in the backward.
+
+    The two first dimensions of the result, or of the gradient, may be swapped in memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shape: tuple[int, ...], swapped: bool, swapped_back: bool) -> Tensor:
+        """Return a new tensor of this shape."""
+        ctx.shape, ctx.swapped = tuple(tensor.shape), swapped_back
+        return _empty(tensor, shape, swapped)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the gradient of the tensor."""
+        return _empty(grads[0], ctx.shape, ctx.swapped), None, None, None
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], swapped: bool) -> Tensor:
+    return like.new_empty((shape[1], shape[0], *shape[2:])).transpose(0, 1) if swapped else like.new_empty(shape)
+
+
+_rearrange: Any = Rearranged.apply
+
+
+def pack(padded: Tensor, lengths: Sequence[int], batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Return fake packed sequences of these lengths, and the batch size of each step, which are real.
+
+    Torch reads them where no mode sees it.
+    """
+    sizes = [sum(length > step for length in lengths) for step in range(max(lengths, default=0))]
+    with without_modes(), DisableTorchFunction():
+        batch_sizes = torch.tensor(sizes, dtype=torch.int64)
+    return _rearrange(padded, (sum(sizes), *padded.shape[2:]), False, batch_first), batch_sizes
+
+
+def _pad(data: Tensor, sizes: Tensor, batch_first: bool, value: float, total: int = -1) -> tuple[Tensor, Tensor]:
+    """Return fake padded sequences, and their lengths."""
+    steps = to_list(sizes)
+    shape = (max(total, len(steps)), steps[0])
+    shape = shape[::-1] if batch_first else shape
+    padded = _rearrange(data, (*shape, *data.shape[1:]), batch_first, False)
+    return padded, torch.empty(steps[0], dtype=torch.int64)

@@ -7,7 +7,7 @@ autograd, there are no values to read.
 
 Selecting elements by a mask reads values, too. Only the mask decides how many are selected, so `logits[labels > 0]`
 asks about the labels alone, though the logits depend on parameters. On fake tensors, the mask is replaced by as many
-indices as it has true elements.
+indices as it has true elements. Likewise, packing padded sequences asks about their lengths alone.
 
 Runs when a pipeline is built; the operations of `answer_on_fakes` run in every step, where they do nothing else, and
 `count_selected` on real masks, also at the start of a step.
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fpipe.record.captured import Operation, Tensors
+from fpipe.record.fakes.recurrent import PACK, pack
 from fpipe.record.questions import Answer, Sample
 from fpipe.record.trace.branching import report_read
 from fpipe.tensors.torch_private import FakeTensor
@@ -73,8 +74,21 @@ def count_selected(masks: Sequence[Tensor]) -> list[int]:
     return [int(mask.count_nonzero()) for mask in masks]
 
 
+def read_lengths(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the lengths of sequences."""
+    lengths: list[int] = tensors[0].tolist()
+    return lengths
+
+
+def reader_of(function: Any) -> Callable[[Sequence[Tensor]], list[int]]:
+    """Return the function that reads what decides the shape of a call's result from `deciding_masks`."""
+    return read_lengths if function is PACK else count_selected
+
+
 def deciding_masks(function: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return the masks that decide the shape of a call's result; none if something else does."""
+    """Return the masks, or lengths, that decide the shape of a call's result; none if something else does."""
+    if function is PACK:
+        return (args[1],)
     return MASKS[function](*args) if function in MASKS and len(args) == 2 else ()
 
 
@@ -97,6 +111,8 @@ def result_on_fakes(function: Any, args: Sequence[Any], answer: Answer | Sample)
     result = answer.result()
     if not deciding_masks(function, args):
         return result
+    if function is PACK:
+        return pack(args[0], result, args[2])
     tensor, index = args
     return (
         _get_items(tensor, index, result)

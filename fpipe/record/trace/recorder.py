@@ -39,7 +39,7 @@ from fpipe.record.fakes.assumed_values import (
     is_torch_function,
 )
 from fpipe.record.fakes.generators import Generators
-from fpipe.record.fakes.recurrent import call_function
+from fpipe.record.fakes.recurrent import PACK, call_function
 from fpipe.record.model.places import current_line, current_place, places
 from fpipe.record.numbers import (
     READERS,
@@ -58,7 +58,7 @@ from fpipe.record.numbers import (
 )
 from fpipe.record.objective import USUAL, Way
 from fpipe.record.questions import Answer, Ask, Reply, Sample, refuse_questions
-from fpipe.record.trace.answers import count_selected, deciding_masks, result_on_fakes
+from fpipe.record.trace.answers import deciding_masks, reader_of, result_on_fakes
 from fpipe.record.trace.checks import (
     find_fake_error,
     require_allowed,
@@ -408,12 +408,13 @@ class Recorder(TorchFunctionMode):
         assume a result instead if more than constants decide.
         """
         function, masks = invocation.function, deciding_masks(invocation.function, args)
-        asking = Invocation(count_selected, (masks,), {}, self.values.read) if masks else invocation
+        asking = Invocation(reader_of(function), (masks,), {}, self.values.read) if masks else invocation
         provenance = self.record.provenance(asking.reads)
-        is_guard = is_torch_function(function) and function not in (*VALUE_READS, *ASSUMPTIONS)
+        is_guard = is_torch_function(function) and function not in (*VALUE_READS, *ASSUMPTIONS, PACK)
         if is_guard and (provenance.obstacle or (self.stack.is_opaque and provenance.leaves)):
             return self._pass_guards(lambda: function(*args, **kwargs))
-        if self.stack.is_opaque and (provenance.obstacle or provenance.leaves) and function not in READERS.values():
+        is_asked = function in READERS.values() or (function is PACK and not provenance.obstacle)
+        if self.stack.is_opaque and (provenance.obstacle or provenance.leaves) and not is_asked:
             sample = self._sample(asking.reads, asking) if self.way.sampled or function not in ASSUMPTIONS else None
             self.has_assumed = True
             if sample is None:
@@ -466,7 +467,10 @@ class Recorder(TorchFunctionMode):
     def _reply(self, tick: int, function: Any, args: Any, answer: Answer | Sample) -> Any:
         """Return the result of a call that gets this answer."""
         self.record.replies.append(Reply(tick, function, answer))
-        return result_on_fakes(function, args, answer)
+        out = result_on_fakes(function, args, answer)
+        if function is PACK:
+            self.values.read(out[1])  # follows from the answer: a constant
+        return out
 
     def _pass_guards(self, run: Callable[[], Any]) -> Any:
         """Run a function of torch's own that checks its arguments, as if no check of values found anything.

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fpipe
 from fpipe.stages.recorded import Recorded
@@ -111,3 +112,30 @@ def test_recurrent_layers_have_the_bits_of_eager_mode(name, way):
     assert bool(report.eager) is (name != "dropout"), "whose draws in eager mode are others"
     if WAYS[way][1] == "graph":
         assert all(type(stage.functions) is Recorded for stage in pipe.stages)
+
+
+class Packed(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(WIDTH, WIDTH), layer, nn.LazyLinear(WIDTH)
+
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(self.first(x), lengths, batch_first=True, enforce_sorted=False)
+        out, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=x.shape[1])
+        return self.last(out)
+
+
+@pytest.mark.parametrize("way", ["autograd", "graph", "halves"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_the_lengths_of_packed_sequences_come_with_the_batch(kind, way):
+    """A batch with other lengths than the example's is captured anew."""
+    torch.manual_seed(0)
+    schedule, backward = WAYS[way]
+    model, x = Packed(kind(WIDTH, WIDTH, batch_first=True, bidirectional=True)), torch.randn(4, STEPS, WIDTH)
+    lengths = torch.tensor([9, 2, 9, 3])
+    y = torch.randn_like(model(x, lengths))
+    pipe = fpipe.pipeline(
+        model, example=(x, lengths), targets=y, loss=mse_loss, schedule=schedule(2, 2), cuts=["last"], backward=backward
+    )
+    for given in (lengths, torch.tensor([1, 7, 6, 8])):
+        assert fpipe.verify(pipe, model, (x, given), y).eager
