@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that stages exchange, and the position of each value among the arguments and outputs of a stage's function.
+"""The values that stages exchange, and the position of each among the arguments and outputs of a stage's function.
 
 Problem. Routing knows which values a stage needs from another, the run on fake tensors knows their metadata, and the
 placement decides which gradients must be sent at all. The executor, the stages' functions and the schedules all depend
