@@ -69,7 +69,7 @@ TRIED_LATER: Final = 2000
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """The problem that a plan solves: a model for so many `microbatches` of one size, and the limits that it must fit into.
+    """The problem that a plan solves: a model for `microbatches` of one size, and the limits that it must fit into.
 
     - `profile`: the costs of the model's blocks.
     - `caps`: the bytes of each rank. `weights`: how often parameters are held, optimizer state included.

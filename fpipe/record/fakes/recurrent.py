@@ -45,7 +45,7 @@ SHORT = 3
 
 
 class KeptRecurrence(NamedTuple):
-    """The tensors of a call that its backward needs: its outputs, its inputs, and views of these that are made after the call.
+    """The tensors that a call keeps for its backward: outputs, inputs, and views of these that are made after it.
 
     A backward from such a view reaches the input before any backward from the outputs does.
     """
