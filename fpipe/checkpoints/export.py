@@ -79,7 +79,8 @@ def export(pipe: Pipeline, path: str | os.PathLike[str], params: State, buffers:
             pipe.ranks.agree(about="its index")
         except BaseException:
             if writes and file.name not in _files_of(home):
-                file.unlink(missing_ok=True)
+                with suppress(OSError):
+                    file.unlink()
             raise
 
 

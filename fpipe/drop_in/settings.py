@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count, zip_longest
 from typing import Any, Final
+from weakref import WeakMethod
 
 from torch import Tensor, nn
 
@@ -125,7 +126,7 @@ class Pipelines:
         """Return the functions of the current pipeline, whose steps watch this module."""
         pipe = self.current.pipe
         pipe.twins[:] = [self.current.twin, *self.users]
-        pipe.rechecks.source = self.complete
+        pipe.rechecks.source = WeakMethod(self.complete)  # else the pipeline would keep this alive
         return self.current
 
     def follow(self) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Final
+from weakref import WeakMethod
 
 from torch import nn
 
@@ -44,12 +45,13 @@ FIRST: Final = 1.0
 class Recheck:
     """Decides when to record again: `spent` are the seconds of steps since then, `cost` are those that it takes.
 
-    `source`: returns a copy of what is recorded besides the model: the module that a script changes in its place.
+    `source`: a weak method, which returns a copy of what is recorded besides the model: the module that a script
+    changes in its place.
     """
 
     spent: float = 0.0
     cost: float = FIRST
-    source: Callable[[], nn.Module] | None = None
+    source: WeakMethod[Callable[[], nn.Module]] | None = None
 
     @property
     def is_due(self) -> bool:
@@ -71,7 +73,8 @@ class Recheck:
     def run(self, captures: Captures) -> None:
         """Record every kind of microbatch again; raise `InputError` for the first call that differs."""
         start = perf_counter()
-        models = [captures.watching.origin.model, *([] if self.source is None else [self.source()])]
+        copied = None if self.source is None else self.source()
+        models = [captures.watching.origin.model, None if copied is None else copied()]
         for model in models:
             if model is not None:  # else nothing is left to compare
                 require_same_records(captures, model)

@@ -23,7 +23,7 @@ from fpipe.cutting.routing import Section
 from fpipe.errors import CaptureError
 from fpipe.record.captured import AS_PYTHON, Buffer, Captured, Constant, Function, Parameter, Value
 from fpipe.record.fakes.assumed_values import VALUE_READS, AssumedValues, assume_values
-from fpipe.record.fakes.recurrent import PAD, RECURRENT
+from fpipe.record.fakes.recurrent import RECURRENT
 from fpipe.record.model.places import traceback_line
 from fpipe.record.refusals import data_dependence_error
 from fpipe.record.trace.branching import certain_leaves
@@ -36,6 +36,7 @@ from fpipe.tensors.random import preserve_generators
 from fpipe.tensors.settings import settings
 from fpipe.tensors.spec import OptionalSpec, Spec, resolve
 from fpipe.tensors.torch_private import (
+    PAD,
     DataDependentOutputException,
     DynamicOutputShapeException,
     finish_collective,

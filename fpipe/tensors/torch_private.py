@@ -291,6 +291,9 @@ count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 DisableTorchFunction: Any = torch._C.DisableTorchFunction
 set_grad_enabled: Any = torch._C._set_grad_enabled
 gelu: Any = torch._C._nn.gelu
+PACK: Any = torch._pack_padded_sequence
+PAD: Any = torch._pad_packed_sequence
+"""The functions that pack padded sequences, step by step, and that pad them again."""
 
 # what a capture replaces
 has_thread_local: Callable[[str], bool] = torch._C._is_key_in_tls

@@ -88,7 +88,7 @@ def known(tmp_path_factory):
         "export": Known(
             fpipe.export,
             {"pipe": pipe, "path": path / "new", "params": params},
-            {"path": (*paths, path / "model", path / "profile.json" / "x"), "params": ({},)},
+            {"path": (*paths, path / "profile.json" / "x"), "params": ({},)},
         ),
         "generate": Known(fpipe.generate, {"pipe": pipe, "length": 4}, {"length": (0, -1), "schedule": (gpipe(4, 2),)}),
         "is_checkpoint": Known(fpipe.is_checkpoint, {"path": path}),

@@ -28,6 +28,7 @@ from fpipe.record.captured import Tensors, current_casts
 from fpipe.tensors.effects import Effects
 from fpipe.tensors.fake import Fakes, note_effects
 from fpipe.tensors.torch_private import (
+    PAD,
     DisableTorchFunction,
     FakeTensor,
     active_fake_mode,
@@ -37,9 +38,6 @@ from fpipe.tensors.torch_private import (
 
 RECURRENT = frozenset({torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu})
 """The functions that loop over a sequence."""
-PACK: Any = torch._pack_padded_sequence
-PAD: Any = torch._pad_packed_sequence
-"""The functions that pack padded sequences, step by step, and that pad them again."""
 SHORT = 3
 """The longest sequence whose loop runs on fake tensors."""
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fpipe.record.captured import Operation, Tensors
-from fpipe.record.fakes.recurrent import PACK, pack
+from fpipe.record.fakes.recurrent import pack
 from fpipe.record.questions import Answer, Sample
 from fpipe.record.trace.branching import report_read
-from fpipe.tensors.torch_private import FakeTensor
+from fpipe.tensors.torch_private import PACK, FakeTensor
 
 AnswersByCall: TypeAlias = Mapping[tuple[Any, int], Answer | Sample]
 """Answers by function and call number."""

@@ -39,7 +39,7 @@ from fpipe.record.fakes.assumed_values import (
     is_torch_function,
 )
 from fpipe.record.fakes.generators import Generators
-from fpipe.record.fakes.recurrent import PACK, call_function
+from fpipe.record.fakes.recurrent import call_function
 from fpipe.record.model.places import current_line, current_place, places
 from fpipe.record.numbers import (
     READERS,
@@ -73,7 +73,7 @@ from fpipe.record.trace.record import ATTACHING, Facts, Record, Values, for_real
 from fpipe.tensors.effects import Effects, has_handle, is_collective, written_memory
 from fpipe.tensors.fake import Fakes
 from fpipe.tensors.settings import changes_since
-from fpipe.tensors.torch_private import TENSOR_METHODS, active_fake_mode, count_dispatch_modes, process_groups
+from fpipe.tensors.torch_private import PACK, TENSOR_METHODS, active_fake_mode, count_dispatch_modes, process_groups
 from fpipe.tensors.tree import closure_contents, flatten, flatten_all
 
 GRAD_FN: Any = TENSOR_METHODS["grad_fn"].__get__

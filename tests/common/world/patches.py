@@ -156,11 +156,11 @@ class Writer:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def submit(self, task: Any) -> Future[Any]:
+    def submit(self, task: Any, *args: Any) -> Future[Any]:
         self.world.step("write")
         done: Future[Any] = Future()
         try:
-            done.set_result(task())
+            done.set_result(task(*args))
         except Exception as error:
             done.set_exception(error)
         return done
