@@ -102,6 +102,7 @@ NAMES: Final[Paths] = {
     ],
     "noticing modes that the model enters": ["torch._C._len_torch_dispatch_stack", "torch._C._set_grad_enabled"],
     "calling recorded operators the fast way": ["torch._C._nn.gelu"],
+    "packed sequences whose lengths come with the batch": ["torch._pack_padded_sequence", "torch._pad_packed_sequence"],
     # what a capture replaces
     "compiled code, run as plain Python": [
         "torch._dynamo.variables.builder.VariableBuilder._type_dispatch",

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import fpipe
 from fpipe.stages.recorded import Recorded
 from schedules import one_f_one_b, zb_h1, zb_v
+from tests.common.sizes import covering
 
 WIDTH, STEPS = 6, 9
 
@@ -104,8 +105,7 @@ def build(name, way, **options):
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", LAYERS)
+@covering(name=[*LAYERS], way=[*WAYS])
 def test_recurrent_layers_have_the_bits_of_eager_mode(name, way):
     pipe, model, x, y = build(name, way)
     report = fpipe.verify(pipe, model, (x,), y, seed=3)
@@ -125,8 +125,7 @@ class Packed(nn.Module):
         return self.last(out)
 
 
-@pytest.mark.parametrize("way", ["autograd", "graph", "halves"])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@covering(kind=[nn.LSTM, nn.GRU, nn.RNN], way=["autograd", "graph", "halves"])
 def test_the_lengths_of_packed_sequences_come_with_the_batch(kind, way):
     """A batch with other lengths than the example's is captured anew."""
     torch.manual_seed(0)
