@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.meshes.pieces import FlatBuffer, Pieces
-from fpipe.network.waiting import Awaited, BrokenWaitError, await_all, break_group, reporting
+from fpipe.network.waiting import Awaited, await_all, break_group, reporting
 from fpipe.runtime.local import LocalHandle
 from fpipe.runtime.transport import Handle, Payload
 from fpipe.stages.accumulation import Gradients
@@ -54,11 +54,9 @@ class CollectiveHandle:
 
     def wait(self) -> None:
         """Block until every process has sent its part; raise `BrokenWaitError` if one does not."""
-        try:
+        with reporting(self.awaited):
             for work in self.works:
                 work.wait()
-        except RuntimeError as error:
-            raise BrokenWaitError(self.awaited) from error
 
     def give_up(self) -> None:
         """Break the group."""
