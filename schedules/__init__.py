@@ -54,6 +54,7 @@ from schedules.language.schedule import Factory, Limits, Schedule, schedule
 from schedules.lowering.program import Program, lower
 from schedules.playing.costs import Costs, Link, Sizes
 from schedules.playing.engine import Span
+from schedules.playing.problem import Problem
 from schedules.searching.search import SearchProgress, SearchResult, search
 from schedules.searching.solver import cp_sat
 from schedules.transforms.connect import connect
@@ -88,6 +89,7 @@ __all__ = [
     "Limits",
     "Link",
     "PipelineError",
+    "Problem",
     "Placement",
     "Program",
     "R",

@@ -26,7 +26,9 @@ from fpipe.planning.chain import Loads, partition_chain
 from fpipe.planning.plan import Prediction, name_schedule
 from fpipe.planning.profile import Profile
 from schedules import (
+    Graph,
     Placement,
+    Problem,
     Schedule,
     SizeError,
     Sizes,
@@ -65,6 +67,8 @@ FACTORIES: Final[tuple[ScheduleFactory, ...]] = (
 TRIED_AT_START: Final = 40
 TRIED_LATER: Final = 2000
 """Of long lists of cuts, so many are looked at."""
+MARGIN: Final = 1e-6
+"""Of memory, so that rounding does not exceed it."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,11 @@ class PlanProblem:
         """Return the sizes of the stages, in bytes; weights with what is held beside them."""
         found = self.profile.sizes(cuts, placement)
         return replace(found, weight=tuple(self.weights * of_stage(found.weight, s) for s in range(placement.stages)))
+
+    def pose(self, placement: Placement, cuts: Sequence[int], split: bool, graph: Graph | None = None) -> Problem:
+        """Return the problem that an order of these stages solves."""
+        memory, sizes = tuple(cap * (1 - MARGIN) for cap in self.caps), self.sizes(placement, cuts)
+        return Problem(self.profile.costs(cuts), placement, self.microbatches, memory, sizes, graph, split)
 
     def try_out(self, schedule: Schedule, cuts: Sequence[int]) -> Candidate:
         """Return a schedule and cuts as a candidate, with the prediction of a step."""

@@ -20,7 +20,7 @@ from math import inf
 from typing import TypeAlias
 
 from schedules.playing.costs import ROUNDING
-from schedules.searching.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Contender, Instance, Job, PassOrders
+from schedules.playing.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Contender, Instance, Job, PassOrders
 
 Priorities: TypeAlias = list[list[list[float]]]
 """Per kind, stage and microbatch: the lower, the more urgent."""

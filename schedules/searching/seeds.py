@@ -19,8 +19,8 @@ from schedules.files.csv import table
 from schedules.language.graph import Graph
 from schedules.language.schedule import Factory, Schedule
 from schedules.playing.costs import Costs, of_stage
-from schedules.searching.instance import FORWARD, INPUT_HALF, LETTERS, WEIGHT_HALF, Contender, Instance, Job, PassOrders
-from schedules.searching.playing import play
+from schedules.playing.instance import FORWARD, INPUT_HALF, LETTERS, WEIGHT_HALF, Contender, Instance, Job, PassOrders
+from schedules.searching.timing import time_orders
 from schedules.transforms.connect import connect
 from schedules.transforms.mirror import sum_replicas
 from schedules.transforms.split import split_backward
@@ -48,7 +48,7 @@ def list_families(instance: Instance, costs: Costs, graph: Graph | None) -> Iter
         "costs": costs,
         "residual": 1.0,
     }
-    cap = min(*instance.problem.memory, instance.microbatches * chunks)
+    cap = min(*instance.problem.room, instance.microbatches * chunks)
     for name in families.__all__:
         factory = getattr(families, name)
         for memory in (int(cap / chunks), int(cap)):  # some count what a rank keeps of a microbatch, some stages
@@ -96,7 +96,7 @@ def read_seed(instance: Instance, schedule: Schedule) -> Contender | None:
     orders = read_orders(instance, schedule)
     if not instance.fits(orders):
         return None
-    played = play(instance, orders)
+    played = time_orders(instance, orders)
     return None if played is None else Contender(played.makespan, orders, repr(schedule))
 
 

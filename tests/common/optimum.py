@@ -21,6 +21,7 @@ from schedules import (
     Costs,
     Graph,
     Placement,
+    Problem,
     Schedule,
     SizeError,
     Sizes,
@@ -72,6 +73,11 @@ class Case:
     backward: bool = True
     links: Graph | None = None
     in_order: bool = True
+
+    @property
+    def problem(self) -> Problem:
+        how = self.sizes, self.links, self.split, self.backward
+        return Problem(self.costs, self.placement, self.microbatches, self.memory, *how)
 
     @cached_property
     def graph(self) -> Graph:
@@ -249,9 +255,8 @@ def cases(draw):
 
 def bound_case(case):
     """Return the least makespan that the bound leaves, or infinity if it says that nothing fits."""
-    more = {"split": case.split, "backward": case.backward, "sizes": case.sizes}
     try:
-        return bound(case.costs, case.placement, case.microbatches, memory=case.memory, **more).makespan
+        return bound(case.problem).makespan
     except SizeError:
         return inf
 
