@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from schedules.errors import SizeError
 from schedules.language.placement import Placement
+from schedules.playing.board import Board, list_lanes, make_board
 from schedules.playing.costs import ROUNDING, Cost, Costs, of_stage
 from schedules.playing.problem import Hops, Problem
 
@@ -113,6 +114,17 @@ class Instance:
         """The times of all passes and transfers."""
         transfers = (transfer for rows in self.needs for row in rows for _, transfer in row)
         return [*(time for row in self.times for time in row), *transfers]
+
+    @cached_property
+    def board(self) -> Board:
+        """All passes, by number."""
+        return make_board(self.problem, [*list_lanes(self.problem)])
+
+    @cached_property
+    def jobs(self) -> list[Job]:
+        """All passes in the order of their numbers."""
+        lanes = ((kind, n) for row in self.on for n in row for kind in self.kinds)
+        return [(kind, n, k) for kind, n in lanes for k in range(self.counts[n])]
 
     @cached_property
     def factor(self) -> int | None:

@@ -97,7 +97,7 @@ class Problem:
             expected = f"an integer of at least 1, and at most {MOST_ENTRIES}"
             raise SizeError.of("Problem", "microbatches", self.microbatches, expected, "Choose microbatches >= 1.")
         stages, ranks, caps = self.placement.stages, self.ranks, self._caps
-        for values in (self.costs, self.sizes or UNITS):
+        for values in (self.costs, self.unit_sizes):
             require_stages(values, stages)
         if self.graph is not None and self.graph.stages != stages:
             raise GraphError(
@@ -112,6 +112,11 @@ class Problem:
     def ranks(self) -> int:
         """The number of ranks."""
         return self.placement.ranks
+
+    @property
+    def unit_sizes(self) -> Sizes:
+        """The sizes, by default those that count activations."""
+        return self.sizes or UNITS
 
     @property
     def _caps(self) -> tuple[float, ...]:
@@ -129,8 +134,7 @@ class Problem:
 
     def weigh(self, rank: int) -> float:
         """Return the size of the weights on a rank."""
-        sizes = self.sizes or UNITS
-        return sum(of_stage(sizes.weight, s) for s in self.placement.stages_on(rank))
+        return sum(of_stage(self.unit_sizes.weight, s) for s in self.placement.stages_on(rank))
 
     @cached_property
     def stages(self) -> tuple[PlacedStage, ...]:
@@ -142,7 +146,7 @@ class Problem:
         for route in range(min(self.microbatches, len(routes))):
             mine = range(route, self.microbatches, len(routes))
             for s, rank in enumerate(routes[route]):
-                held = _held(self.sizes or UNITS, s, self.backward)
+                held = _held(self.unit_sizes, s, self.backward)
                 times = _times(self.costs, s, self.split, self.backward)
                 hops = _find_hops(self.costs, self.placement, links, s, route)
                 found.append(PlacedStage(s, rank, mine, *times, *held, *hops))

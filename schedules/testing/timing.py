@@ -23,8 +23,8 @@ from schedules.language.schedule import Schedule
 from schedules.lowering.program import lower
 from schedules.playing.costs import Costs
 from schedules.playing.engine import Span
+from schedules.playing.rows import edit
 from schedules.proof.inflight import Parcel, parcel_of, parcels_for
-from schedules.testing.mutants import edit_rows
 
 TOLERANCE = 1e-6  # sums of thirds and the like are not exact
 
@@ -48,7 +48,7 @@ def time_program(program: LoweredProgram, costs: Costs) -> list[Span]:
 
 def require_same_times(schedule: Schedule, graph: Graph, costs: Costs) -> None:
     """Assert that the simulation runs every action at the same time as the lowered program."""
-    kept = edit_rows(schedule, tuple(tuple(schedule.actions(rank)) for rank in range(schedule.ranks)))
+    kept = edit(schedule, map(schedule.actions, range(schedule.ranks)))
     got = {span.action: span for span in spans(kept, costs, graph)}
     for want in time_program(lower(kept, graph), costs):
         start, end = got[want.action].start, got[want.action].end

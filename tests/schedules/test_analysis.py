@@ -58,8 +58,8 @@ from schedules.files import pipelining, pipelining_2_15
 from schedules.files.csv import table
 from schedules.language.actions import COLLECTIVES
 from schedules.playing.outputs import inputs_of, output_of
+from schedules.playing.rows import edit
 from schedules.testing import collective_orders, costs, orders, require_bounds, schedules
-from tests.common.rows import edit
 
 # ------------------------------------- Simulated times agree with published figures, obey their laws, and are streamed
 

@@ -126,8 +126,8 @@ def test_published_costs_on_eight_ranks_are_solved(line, memory):
 
 def test_an_order_is_found_where_no_family_is_the_best():
     costs = Costs(F=(2, 1, 3, 1), B=(4, 2, 6, 2), I=(2, 1, 3, 1), W=(2, 1, 3, 1), comm=0.5)
-    found = search(Problem(costs, linear(4), 8, memory=3))
-    assert found.makespan < simulate(zb_auto(4, 8, memory=3, costs=costs, residual=1), costs).makespan
+    found = search(Problem(costs, vee(2), 8, memory=1.5))
+    assert found.makespan < simulate(v_half(2, 8, costs=costs), costs).makespan
     assert found.origin in ("rules", "repeating unit", "partial orders")
 
 
@@ -207,11 +207,11 @@ def test_branches_of_a_graph_take_turns_in_little_memory():
 
 def test_memory_is_asked_for_if_no_order_is_found():
     links = frozenset({(0, 1), (0, 2), (1, 3), (2, 4)})
-    more = {"sizes": Sizes(), "graph": Graph(5, links, links), "tries": 50}
+    problem = Problem(EQUAL, linear(1, 5), 4, memory=3, sizes=Sizes(), graph=Graph(5, links, links))
     with pytest.raises(
         SizeError, match=r"got memory=3, expected at least \(4\.0,\), what ranks hold with one microbatch"
     ):
-        search(Problem(EQUAL, linear(1, 5), 4, memory=3, **more))
+        search(problem, tries=50)
 
 
 # ------------------- A beam through partial orders finds the best orders if it is wide enough, and says whether it was
@@ -492,8 +492,8 @@ def test_the_solver_begins_at_orders_that_fit():
     links, half = frozenset({(0, 1), (0, 2), (1, 2), (0, 3)}), (1.25, 0.5, 4, 4)
     link = Link(latency=4, bandwidth=2.35, bytes=(4.25, 3.75, 2, 2.25))
     costs = Costs(F=4.5, B=(3.25, 1, 3.25, 5), I=half, W=(1.5, 4, 0.25, 3.5), comm=link)
-    more = {"graph": Graph(4, links, links), "tries": 30, "solver": cp_sat}
-    found = search(Problem(costs, looped(2, 2), 2, memory=(2, 0.75), **more))
+    problem = Problem(costs, looped(2, 2), 2, memory=(2, 0.75), graph=Graph(4, links, links))
+    found = search(problem, tries=30, solver=cp_sat)
     assert max(simulate(found.schedule, costs).peak_memory) <= 2
     assert simulate(found.schedule, costs).peak_memory[1] <= 0.75
 
