@@ -11,8 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-from schedules.language.actions import COLLECTIVES, KINDS, Action
+from schedules.language.actions import COLLECTIVES, KINDS, Action, G
 from schedules.language.graph import Graph, chain
+from schedules.language.placement import Placement
 from schedules.playing.problem import Hops, Problem
 
 Lanes: TypeAlias = Sequence[Iterable[Iterable[Action]]]
@@ -53,6 +54,19 @@ def list_lanes(problem: Problem) -> Iterator[list[list[Action]]]:
     for rank in range(problem.ranks):
         mine = [problem.stages[n] for n in sorted(problem.on(rank), key=lambda n: (n % S, n))]
         yield [[Action(kind, one.stage, i) for i in one.microbatches] for one in mine for kind in kinds]
+
+
+def sum_replicas(rank: int, placement: Placement, microbatches: int) -> Iterator[Action]:
+    """Yield the `G`s that end a turn, one for every stage `rank` shares with another rank, in stage order.
+
+    >>> from schedules import bidirectional
+    >>> [list(sum_replicas(rank, bidirectional(ranks=3), microbatches=4)) for rank in (0, 1)]
+    [[G(0, 2), G(2, 3)], []]
+    """
+    last = range(microbatches - 1, microbatches - 1 - len(placement.routes), -1)
+    for stage in placement.stages_on(rank):
+        if len(placement.replicas(stage)) > 1:
+            yield G(stage, next(i for i in last if placement.home(stage, i) == rank))
 
 
 def make_board(problem: Problem, lanes: Lanes) -> Board:

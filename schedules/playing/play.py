@@ -30,7 +30,7 @@ from schedules.arguments import each, require_types
 from schedules.errors import ArgumentError, SizeError
 from schedules.language.actions import Action
 from schedules.language.schedule import Schedule
-from schedules.playing.board import Board, Lanes, list_lanes, make_board
+from schedules.playing.board import Board, Lanes, list_lanes, make_board, sum_replicas
 from schedules.playing.costs import ROUNDING
 from schedules.playing.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Instance
 from schedules.playing.problem import Problem
@@ -233,7 +233,8 @@ def play(problem: Problem, *rules: Rule, lanes: Lanes | None = None) -> Schedule
 
     Of several rules, the one that takes the least time counts; of equals, the one with the shortest time from a rank's
     first action to its last. `lanes` are, per rank, what it may run, in lanes that keep their order; by default, one
-    for every stage and kind of pass. They may hold any compute actions: those of another schedule, say.
+    for every stage and kind of pass, and one for sums over replicas. They may hold any compute actions: those of
+    another schedule, say.
 
     Raise `SizeError` if ranks get stuck for want of memory: not with the usual lanes of a chain. Actions whose inputs
     never come are last, for `check` to report.
@@ -248,7 +249,7 @@ def play(problem: Problem, *rules: Rule, lanes: Lanes | None = None) -> Schedule
     """
     require_types(play, {"problem": problem})
     rules = tuple(each("rules", rules or (Rule(prefer("BIFW")),), Rule, ArgumentError))
-    board = make_board(problem, [*list_lanes(problem)] if lanes is None else lanes)
+    board = make_board(problem, _list_all(problem) if lanes is None else lanes)
     instance = Instance(problem)
     found = list[Play]()
     for rule in rules:
@@ -259,6 +260,13 @@ def play(problem: Problem, *rules: Rule, lanes: Lanes | None = None) -> Schedule
     best = min(found, key=lambda one: (float(f"{max(one.free):.9g}"), one.span))
     placement, backward = problem.placement, problem.backward
     return from_rows(read_rows(best), placement, problem.microbatches, board.slices, backward, problem.graph)
+
+
+def _list_all(problem: Problem) -> Lanes:
+    """Return the usual lanes of passes, and one for the sums over replicas, if there are any."""
+    lanes, placement = [*list_lanes(problem)], problem.placement
+    sums = range(problem.ranks) if problem.backward else ()
+    return [[*lanes[rank], [*sum_replicas(rank, placement, problem.microbatches)]] for rank in sums] or lanes
 
 
 def read_rows(played: Play) -> tuple[tuple[Action, ...], ...]:

@@ -17,13 +17,13 @@ from schedules.errors import PipelineError
 from schedules.language.actions import Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Factory, Schedule
+from schedules.playing.board import sum_replicas
 from schedules.playing.costs import Costs, of_stage
 from schedules.playing.engine import find_makespan
 from schedules.playing.instance import FORWARD, INPUT_HALF, LETTERS, WEIGHT_HALF, Contender, Instance, Job, PassOrders
 from schedules.playing.rows import from_rows
 from schedules.searching.timing import time_orders
 from schedules.transforms.connect import connect
-from schedules.transforms.mirror import sum_replicas
 from schedules.transforms.split import split_backward
 
 HALVES: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(

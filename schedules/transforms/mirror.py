@@ -17,26 +17,14 @@ from math import isfinite
 from typing import Any
 
 from schedules.errors import SizeError
-from schedules.language.actions import COLLECTIVES, KINDS, Action, G
+from schedules.language.actions import COLLECTIVES, KINDS, Action
 from schedules.language.placement import Placement
 from schedules.language.schedule import Factory, Limits, Schedule, Shape
+from schedules.playing.board import sum_replicas
 from schedules.playing.costs import Costs
 from schedules.playing.play import Rule, play
 from schedules.playing.problem import Problem
 from schedules.transforms.transform import transform
-
-
-def sum_replicas(rank: int, placement: Placement, microbatches: int) -> Iterator[Action]:
-    """Yield the `G`s that end a turn, one for every stage `rank` shares with another rank, in stage order.
-
-    >>> from schedules import bidirectional
-    >>> [list(sum_replicas(rank, bidirectional(ranks=3), microbatches=4)) for rank in (0, 1)]
-    [[G(0, 2), G(2, 3)], []]
-    """
-    last = range(microbatches - 1, microbatches - 1 - len(placement.routes), -1)
-    for stage in placement.stages_on(rank):
-        if len(placement.replicas(stage)) > 1:
-            yield G(stage, next(i for i in last if placement.home(stage, i) == rank))
 
 
 def _double(once: Factory[[Schedule]]) -> Factory[[Schedule]]:
