@@ -91,7 +91,7 @@ def compete(family: Schedule, costs: Costs, split: bool, seconds: float) -> Cell
 
 def share(costs: Costs, parts: int) -> Costs:
     """Return the costs of a part of a stage."""
-    times = {kind: getattr(costs, kind) / parts for kind in "FBIW"}
+    times: dict[str, Any] = {kind: costs.time(kind, 0) / parts for kind in "FBIW"}
     return Costs(**times, comm=costs.comm)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 from schedules.language.actions import COLLECTIVES, KINDS, Action, G
 from schedules.language.graph import Graph, chain
 from schedules.language.placement import Placement
+from schedules.playing.outputs import unit_of
 from schedules.playing.problem import Hops, Problem
 
 Lanes: TypeAlias = Sequence[Iterable[Iterable[Action]]]
@@ -96,7 +97,10 @@ def make_board(problem: Problem, lanes: Lanes) -> Board:
                 wakes[m].append((ranks[k], transfer))
         needs.append(tuple(found))
     share = [slices if KINDS[action.kind].after else 1 for action in actions]
-    times = (0.0 if action.kind in COLLECTIVES else costs.time(action.kind, action.stage) for action in actions)
+    factors = costs.factors(problem.microbatches, slices)
+    times = [0.0 if action.kind in COLLECTIVES else costs.time(action.kind, action.stage) for action in actions]
+    for k, action in enumerate(actions if factors else ()):
+        times[k] *= factors[unit_of(action, slices)] if KINDS[action.kind].after else 1
     growth = (sizes.growth(action.kind, action.stage, problem.backward) for action in actions)
     return Board(
         tuple(actions),

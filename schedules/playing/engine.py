@@ -130,6 +130,7 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
 ) -> Iterator[list[Span]]:
     """Play until every rank has ended or is blocked."""
     slices, R, jitter = schedule.slices, len(schedule.placement.routes), costs.jitter
+    factors = costs.factors(schedule.microbatches, slices)
     batch: list[Span] = []
     ready = [*reversed(range(len(wires)))]
     while ready:
@@ -175,6 +176,8 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
             # Run it: use the inputs up, and move the clock on.
             for dependency in takes:
                 del dependency.arrived[unit]
+            if factors and unit < len(factors) and KINDS[kind].after:
+                time *= factors[unit]
             if jitter:
                 time *= state.draws[rank](1 - jitter, 1 + jitter)
             if not now:

@@ -225,6 +225,9 @@ def make_instance(problem: Problem) -> Instance:
     Raise `SizeError` if a rank has nothing to do.
     """
     costs, placement = problem.costs, problem.placement
+    if costs.microbatches:
+        expected = "microbatches that cost the same"
+        raise SizeError.of("Problem", "costs.microbatches", costs.microbatches, expected, "Use play instead of search.")
     whole = tuple(_slower(costs, s) for s in range(placement.stages)) if problem.split else costs.B
     idle = [rank for rank in range(placement.ranks) if not placement.stages_on(rank)]
     if idle or problem.microbatches < len(placement.routes):

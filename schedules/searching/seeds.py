@@ -18,7 +18,7 @@ from schedules.language.actions import Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Factory, Schedule
 from schedules.playing.board import sum_replicas
-from schedules.playing.costs import Costs, of_stage
+from schedules.playing.costs import Costs
 from schedules.playing.engine import find_makespan
 from schedules.playing.instance import FORWARD, INPUT_HALF, LETTERS, WEIGHT_HALF, Contender, Instance, Job, PassOrders
 from schedules.playing.rows import from_rows
@@ -118,7 +118,7 @@ def _spell_rank(instance: Instance, rank: int, order: list[Job], costs: Costs, j
         stage = instance.problem.stages[n]
         s, i = stage.stage, stage.microbatches[k]
         whole = order[position : position + 2] == [(INPUT_HALF, n, k), (WEIGHT_HALF, n, k)]
-        joins = whole and s < joined and of_stage(costs.B, s) <= costs.time("I", s) + costs.time("W", s)
+        joins = whole and s < joined and costs.time("B", s) <= costs.time("I", s) + costs.time("W", s)
         yield Action("B" if joins or (kind and not split) else LETTERS[kind], s, i)
         position += 1 + joins
     if instance.routes > 1 and instance.problem.backward:

@@ -23,6 +23,7 @@ from schedules.language.schedule import Schedule
 from schedules.lowering.program import lower
 from schedules.playing.costs import Costs
 from schedules.playing.engine import Span
+from schedules.playing.outputs import unit_of
 from schedules.playing.rows import edit
 from schedules.proof.inflight import Parcel, parcel_of, parcels_for
 
@@ -118,7 +119,9 @@ class _Clock:
 
     def _time(self, action: Action) -> float:
         jitter = self.draw(1 - self.costs.jitter, 1 + self.costs.jitter) if self.costs.jitter else 1
-        return self.costs.time(action.kind, action.stage) * jitter
+        factors = self.costs.factors(self.schedule.microbatches, self.schedule.slices)
+        factor = factors[unit_of(action, self.schedule.slices)] if factors and KINDS[action.kind].after else 1
+        return self.costs.time(action.kind, action.stage) * factor * jitter
 
     def _results_for(self, action: Action) -> Iterator[tuple[str, int]]:
         """Yield the collectives of this rank, by kind and stage, whose results an action takes if they are there."""

@@ -64,6 +64,9 @@ def bound(problem: Problem) -> Bound:
     could.
     """
     require_types(bound, locals())
+    if problem.costs.microbatches:
+        expected, repair = "microbatches that cost the same", "Leave them out, at the cost of the least."
+        raise SizeError.of("bound", "costs.microbatches", problem.costs.microbatches, expected, repair)
     network = _connect(problem)
     return _sort([*find_rough_bounds(problem), *_find_fine_bounds(problem, network)])
 
