@@ -93,6 +93,8 @@ def _scale(costs: Amounts, share: float) -> Amounts:
                 f"got {name}={value}, expected one number for a whole rank: the schedules differ in their stages. "
                 "Give the sum."
             )
+    if isinstance(costs, Costs) and costs.B is None:  # each half takes 1 unless given
+        values |= {half: 1 if values[half] is None else values[half] for half in "IW"}
     return replace(costs, **{name: value * share for name, value in values.items() if value is not None})
 
 

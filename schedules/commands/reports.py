@@ -60,8 +60,8 @@ def draw(options: argparse.Namespace) -> int:
     """Draw the timeline."""
     one = subject_of(options)
     schedule = one.make()
-    require_effect(options, [schedule])
     costs = fit(costs_of(options), schedule)
+    require_effect(options, [schedule])
     timelines = {one.title: lambda: spans(schedule, costs)}
     if write_files(options, timelines, schedule.graph, schedule, fit(sizes_of(options), schedule)):
         return 0
@@ -108,8 +108,8 @@ def report_simulation(options: argparse.Namespace) -> int:
     """Report how long a step takes, what each rank does and holds, and what to shorten first."""
     one = subject_of(options)
     schedule = one.make()
-    require_effect(options, [schedule])
     costs, sizes = fit(costs_of(options), schedule), fit(sizes_of(options), schedule)
+    require_effect(options, [schedule])
     timeline = simulate(schedule, costs, sizes=sizes)
     print(f"makespan  {timeline.makespan:g}")
     print(f"span      {timeline.span:g}, the longest of one rank")
