@@ -130,8 +130,7 @@ def test_activations_are_held_until_the_weight_half_is_done():
     ("rows", "where", "rule", "why"),
     [
         (("0F0", "1F1"), (1, 0, "1F1"), "ordered", "needs 0F1, which rank 0 never runs"),
-        (("0F0,0B0,0F1", "1F1,1B0"), (0, 1, "0B0"), "ordered", "wait for each other"),
-        (("0F0,0B0", "1F1,1B0"), (1, 0, "1F1"), "ordered", "needs 0F1, which rank 0 never runs"),
+        (("0F0,0B0,0F1", "1F1,1F0,1B0"), (0, 1, "0B0"), "ordered", "wait for each other"),
         (
             ("2F0,0F0", "1F0"),
             (0, 0, "2F0"),
