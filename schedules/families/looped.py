@@ -131,8 +131,8 @@ def gis(rank: int, ranks: int, microbatches: int, chunks: int = 2, group: int = 
 
     `interleaved_1f1b` runs two ahead, since a whole backward comes back late; the halves make that superfluous. Rounds
     have at least `g = min(group, P)` microbatches. Fewer need less memory, and make ranks wait: `P / 2` (GIS-H) is the
-    least. Idle time per rank if `g` divides `M > g`, for chunks that take `F <= I + W` and `I = W`:
-    `(P - 1) (F + I) + (P - g) (V - 1) (F + I - W)`; no more than that if `I > W`. Peak memory on rank `r`:
+    least. Idle time per rank if `g` divides `M > g`, for chunks that take `I = W` and `F <= I + W`:
+    `(P - 1) (F + I) + (P - g) (V - 1) (F + I - W)`; no more than that if `W < I <= F + W`. Peak memory on rank `r`:
     `min(((V - 1) n + P - r) / V, M)` microbatches, where `n` is the length of the first round: `g` if `g` divides `M`.
 
     >>> print(gis(ranks=2, microbatches=2, chunks=2))

@@ -29,6 +29,7 @@ from schedules import (
     families,
     forward_only,
     forwards,
+    gis,
     gpipe,
     hanayo,
     interleaved_1f1b,
@@ -578,6 +579,30 @@ AUTO = st.builds(
     costs(),
     st.sampled_from([0.25, 0.5, 1.0]),
 )
+
+
+@given(P=st.integers(1, 6), V=st.integers(1, 3), more=st.integers(0, 3), rounds=st.integers(2, 4), data=st.data())
+def test_gis_takes_the_time_and_memory_of_its_docstring(P, V, more, rounds, data):
+    g = min(P, (P + 1) // 2 + more)
+    half = data.draw(st.integers(1, 4))
+    F = data.draw(st.integers(1, 2 * half))
+    I = half + data.draw(st.integers(0, F))  # noqa: E741 - the action's name
+    timeline = simulate(gis(P, rounds * g, V, group=g), Costs(F=F, I=I, W=half))
+    idle = (P - 1) * (F + I) + (P - g) * (V - 1) * (F + I - half)
+    found = timeline.makespan - max(timeline.busy)
+    assert found == idle if half == I else found <= idle
+    peaks = [min((g * (V - 1) + P - r) / V, rounds * g) for r in range(P)]
+    assert timeline.peak_memory == pytest.approx(peaks)
+
+
+@given(st.integers(1, 8), st.integers(1, 3), st.integers(0, 4), st.integers(1, 20))
+def test_gis_is_correct_in_ragged_rounds_within_less_memory(P, V, more, M):
+    found = gis(P, M, V, group=(P + 1) // 2 + more)
+    check(found)
+    assert max(simulate(found).peak_memory) <= max(simulate(interleaved_1f1b(P, M, V)).peak_memory)
+    if P > 2:
+        with pytest.raises(SizeError, match="half of the ranks"):
+            gis(P, M, V, group=(P - 1) // 2)
 
 
 @given(AUTO)
