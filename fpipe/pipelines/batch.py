@@ -37,7 +37,7 @@ from fpipe.record.numbers import DTYPES, as_tensor
 from fpipe.record.questions import Answer
 from fpipe.tensors.arguments import require_primal
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.tree import Structure, broadcast, flatten, is_plain_number, require_same_tree
+from fpipe.tensors.tree import Structure, broadcast, flatten, is_plain_number, number_leaves, require_same_tree
 
 CPU = torch.device("cpu")
 
@@ -247,11 +247,13 @@ class Batching:
     """The rules for splitting batches.
 
     - `leaves`: the tensor leaves of (inputs, targets).
+    - `together`: for each entry of `batch_dims`, the numbers of the leaves that it is for; they have as many rows.
     - `example`: the signature of the example.
     - `weight`: the function that weighs a microbatch; `None` if all weigh the same.
     """
 
     leaves: tuple[Leaf, ...]
+    together: tuple[tuple[int, ...], ...]
     example: Signature
     microbatches: int
     weight: Weight | None
@@ -273,17 +275,18 @@ class Batching:
         """
         tensors, structure = flatten((inputs, targets))
         home = _find_home(tensors)
+        along = broadcast("batch_dims", dims, structure)
         leaves = [
             Leaf.of(_name_leaf(path), tensor, dim, home)
-            for path, tensor, dim in zip(
-                structure.names, tensors, broadcast("batch_dims", dims, structure), strict=True
-            )
+            for path, tensor, dim in zip(structure.names, tensors, along, strict=True)
         ]
+        entries = broadcast("batch_dims", number_leaves(dims), structure)
+        together = [tuple(k for k, entry in enumerate(entries) if entry == one) for one in dict.fromkeys(entries)]
         known = [leaf.conform(tensor, microbatches) for leaf, tensor in zip(leaves, tensors, strict=True)]
         halves = flatten(inputs)[1], flatten(targets)[1]
         over = microbatches if divisor is None else divisor
         example = Signature(tuple(map(Leaf.specs, leaves, known)), _program(halves), halves, over)
-        batching = cls(tuple(leaves), example, microbatches, weight)
+        batching = cls(tuple(leaves), tuple(together), example, microbatches, weight)
         batching._require_pieces(example)
         return batching
 
@@ -384,6 +387,8 @@ class Batching:
     def _require_pieces(self, signature: Signature) -> None:
         """Raise `InputError` if a leaf has too few rows, or if leaves would be split between different rows."""
         shapes = [(leaf, specs[0].shape) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)]
+        for group in self.together:
+            _require_same_size([shapes[k] for k in group])
         for leaf, shape in shapes:
             leaf.require_rows(shape, self.microbatches)
         sizes = [(leaf, shape[leaf.dim]) for leaf, shape in shapes if isinstance(leaf.dim, int)]
@@ -493,6 +498,25 @@ class SplitBatch:
         for i in range(batching.microbatches):
             leaves = [None if column is None else column[i] for column in columns]
             yield _tree(first, leaves[:split]), _tree(second, leaves[split:])
+
+
+def _require_same_size(shapes: Sequence[tuple[Leaf, tuple[int, ...]]]) -> None:
+    """Raise `InputError` if leaves that one entry of `batch_dims` is for differ in size along their dimension.
+
+    One of them has no rows of the batch then, such as the offsets of packed documents, and must not be sliced like them.
+    """
+    split = [(leaf, shape) for leaf, shape in shapes if isinstance(leaf.dim, int)]
+    for leaf, shape in split[1:]:
+        first, theirs = split[0]
+        if shape[leaf.dim] != theirs[first.dim]:
+            raise InputError(
+                f"{leaf.name}: got {shape[leaf.dim]} in dimension {leaf.dim} of shape {list(shape)}, expected "
+                f"{theirs[first.dim]}, as in dimension {first.dim} of {first.name}, of shape {list(theirs)}: one entry "
+                "of batch_dims is for both. If they do not belong together row by row, say for each how it is split, "
+                "as in batch_dims=((0, None), 0): along a dimension, not at all (None), or by a function (leaf, "
+                "microbatches) -> tensors. On a rank that lacks part of the batch, pass that part on the meta device, "
+                "for its shape."
+            )
 
 
 def find_home(inputs: Any, targets: Any) -> torch.device:

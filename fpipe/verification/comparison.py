@@ -10,9 +10,9 @@ Runs when `verify` is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,12 @@ from fpipe.tensors.torch_private import finish_collective
 from fpipe.tensors.tree import flatten, same_bits, stored_values
 from fpipe.verification.reference import CopySum
 
+Pair: TypeAlias = tuple[str, Tensor | None, Tensor | None]
+"""A leaf's name, and its value on either side."""
+SPLIT: Final = (
+    "See whether batch_dims splits every leaf into rows that belong together, whether the loss is a mean over equally "
+    "many rows or tokens in each microbatch (pass weight=), and whether a layer combines rows, as BatchNorm does."
+)
 ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
 
 
@@ -153,6 +159,33 @@ def require_equal(got: Results, expected: Results, against: str, tolerance: floa
     return count
 
 
+def require_near(got: Results, whole: Results, outputs: Iterable[Pair], fraction: float) -> None:
+    """Raise `MismatchError` unless results of microbatches are near those of the whole batch in one piece.
+
+    The loss, the gradients and each of these `outputs` may differ by `fraction` of the largest magnitude among the
+    loss, among all gradients, and in that output.
+    """
+    gradients = [(f"gradient {name}", grad, whole.grads.get(name)) for name, grad in got.grads.items()]
+    for kind in ([("loss", got.loss, whole.loss)], *[[pair] for pair in outputs], gradients):
+        pairs = [(name, *_local_pair(mine, theirs)) for name, mine, theirs in kind]
+        largest = max([_magnitude(theirs) for *_, theirs in pairs if theirs is not None], default=0.0)
+        for name, mine, theirs in pairs:
+            if mine is None or theirs is None:
+                raise MismatchError(f"{name}: got a gradient from only one of microbatches and the whole batch. {SPLIT}")
+            same = mine.shape == theirs.shape
+            far = _difference(mine, theirs) if same else float("nan")
+            if not far <= fraction * largest:
+                what = f"a difference of {far:.3g}" if same else f"shape {list(mine.shape)}, not {list(theirs.shape)},"
+                raise MismatchError(
+                    f"{name}: got {what} between microbatches and the whole batch in one piece, expected at most "
+                    f"{fraction:g} of {largest:.3g}. {SPLIT}"
+                )
+
+
+def _magnitude(tensor: Tensor) -> float:
+    return float(_as_dense(tensor).abs().max().double()) if tensor.numel() else 0.0
+
+
 def _layout(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor in dimensions with several elements; nothing if it is sparse."""
     if tensor.layout is not torch.strided:
@@ -175,7 +208,7 @@ def require_numbers(results: Results) -> None:
 def _is_close(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
-    return _difference(mine, theirs) <= tolerance * float(_as_dense(theirs).abs().max().double())
+    return _difference(mine, theirs) <= tolerance * _magnitude(theirs)
 
 
 def _difference(mine: Tensor, theirs: Tensor) -> float:
@@ -195,7 +228,7 @@ def _local_pair(mine: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | No
     return mine, theirs
 
 
-def _leaf_pairs(got: Results, expected: Results) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+def _leaf_pairs(got: Results, expected: Results) -> Iterator[Pair]:
     """Yield each leaf's name, and its value on either side; gradients may exist on one side only."""
     yield "loss", got.loss, expected.loss
     if got.outputs is not None and expected.outputs is not None:
