@@ -503,7 +503,7 @@ class SplitBatch:
 def _require_same_size(shapes: Sequence[tuple[Leaf, tuple[int, ...]]]) -> None:
     """Raise `InputError` if leaves that one entry of `batch_dims` is for differ in size along their dimension.
 
-    One of them has no rows of the batch then, such as the offsets of packed documents, and must not be sliced like them.
+    One of them has no rows of the batch then, such as the offsets of packed documents, and is not sliced like them.
     """
     split = [(leaf, shape) for leaf, shape in shapes if isinstance(leaf.dim, int)]
     for leaf, shape in split[1:]:

@@ -171,7 +171,7 @@ def require_near(got: Results, whole: Results, outputs: Iterable[Pair], fraction
         largest = max([_magnitude(theirs) for *_, theirs in pairs if theirs is not None], default=0.0)
         for name, mine, theirs in pairs:
             if mine is None or theirs is None:
-                raise MismatchError(f"{name}: got a gradient from only one of microbatches and the whole batch. {SPLIT}")
+                raise MismatchError(f"{name}: got it from microbatches or from the whole batch only. {SPLIT}")
             same = mine.shape == theirs.shape
             far = _difference(mine, theirs) if same else float("nan")
             if not far <= fraction * largest:
