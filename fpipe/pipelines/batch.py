@@ -505,13 +505,13 @@ def _require_same_size(shapes: Sequence[tuple[Leaf, tuple[int, ...]]]) -> None:
 
     One of them has no rows of the batch then, such as the offsets of packed documents, and is not sliced like them.
     """
-    split = [(leaf, shape) for leaf, shape in shapes if isinstance(leaf.dim, int)]
-    for leaf, shape in split[1:]:
-        first, theirs = split[0]
-        if shape[leaf.dim] != theirs[first.dim]:
+    split = [(leaf, shape, shape[leaf.dim]) for leaf, shape in shapes if isinstance(leaf.dim, int)]
+    for leaf, shape, size in split[1:]:
+        first, theirs, expected = split[0]
+        if size != expected:
             raise InputError(
-                f"{leaf.name}: got {shape[leaf.dim]} in dimension {leaf.dim} of shape {list(shape)}, expected "
-                f"{theirs[first.dim]}, as in dimension {first.dim} of {first.name}, of shape {list(theirs)}: one entry "
+                f"{leaf.name}: got {size} in dimension {leaf.dim} of shape {list(shape)}, expected "
+                f"{expected}, as in dimension {first.dim} of {first.name}, of shape {list(theirs)}: one entry "
                 "of batch_dims is for both. If they do not belong together row by row, say for each how it is split, "
                 "as in batch_dims=((0, None), 0): along a dimension, not at all (None), or by a function (leaf, "
                 "microbatches) -> tensors. On a rank that lacks part of the batch, pass that part on the meta device, "

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from fpipe.errors import MismatchError
 from fpipe.record.captured import Tensors
-from fpipe.record.objective import Objective
 from fpipe.tensors.placed import local_part
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import finish_collective
@@ -63,7 +62,7 @@ class Results(NamedTuple):
 
 def run_eagerly(
     model: nn.Module,
-    objective: Objective,
+    objective: Callable[[nn.Module, Sequence[Tensor]], tuple[Tensor | None, Any]],
     microbatches: int,
     batch: Mapping[int, Sequence[Tensor]],
     sums: Mapping[str, CopySum],
@@ -71,7 +70,7 @@ def run_eagerly(
 ) -> Results:
     """Return the results of the user's module in a plain microbatch loop; restore its gradients and buffers.
 
-    `batch` has the microbatches of each leaf. `sums` has, by parameter, the sum to add gradients to; those of other
+    `objective` is that of a microbatch, `batch` has the microbatches of each leaf. `sums` has, by parameter, the sum to add gradients to; those of other
     parameters are added as they come. `merge` merges the loss and outputs of all microbatches.
     """
     results: dict[int, Tensors] = {}
@@ -165,8 +164,9 @@ def require_near(got: Results, whole: Results, outputs: Iterable[Pair], fraction
     The loss, the gradients and each of these `outputs` may differ by `fraction` of the largest magnitude among the
     loss, among all gradients, and in that output.
     """
-    gradients = [(f"gradient {name}", grad, whole.grads.get(name)) for name, grad in got.grads.items()]
-    for kind in ([("loss", got.loss, whole.loss)], *[[pair] for pair in outputs], gradients):
+    kinds: list[list[Pair]] = [[("loss", got.loss, whole.loss)], *[[pair] for pair in outputs]]
+    kinds.append([(f"gradient {name}", grad, whole.grads.get(name)) for name, grad in got.grads.items()])
+    for kind in kinds:
         pairs = [(name, *_local_pair(mine, theirs)) for name, mine, theirs in kind]
         largest = max([_magnitude(theirs) for *_, theirs in pairs if theirs is not None], default=0.0)
         for name, mine, theirs in pairs:
