@@ -70,8 +70,9 @@ def run_eagerly(
 ) -> Results:
     """Return the results of the user's module in a plain microbatch loop; restore its gradients and buffers.
 
-    `objective` is that of a microbatch, `batch` has the microbatches of each leaf. `sums` has, by parameter, the sum to add gradients to; those of other
-    parameters are added as they come. `merge` merges the loss and outputs of all microbatches.
+    `objective` computes one microbatch, `batch` has the microbatches of each leaf. `sums` has, by parameter, the sum to
+    add gradients to; those of other parameters are added as they come. `merge` merges the loss and outputs of all
+    microbatches.
     """
     results: dict[int, Tensors] = {}
     before = dict(model.named_buffers())
