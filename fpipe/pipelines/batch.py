@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -461,7 +462,7 @@ class SplitBatch:
         wanted = sorted(set(range(tensors + len(numbers)) if needed is None else needed))
         taken = {number: self._parts(number) for number in wanted if number < len(self.known)}
         if self.batching.weight is not None and len(self.known) in wanted:
-            taken[len(self.known)] = self._scales()
+            taken[len(self.known)] = self._scale_tensors()
         for number in wanted[bisect_left(wanted, tensors) :]:
             taken[number] = (as_tensor(numbers[number - tensors]),) * self.batching.microbatches
         return taken
@@ -476,15 +477,17 @@ class SplitBatch:
             )
         return leaf.parts(known, self.batching.microbatches)
 
-    def _scales(self) -> list[Tensor]:
-        """Return for each microbatch the tensor that its loss is multiplied by."""
-        weight, spec = self.batching.weight, self.batching.scale
+    @cached_property
+    def scales(self) -> list[float]:
+        """What the loss of each microbatch is multiplied by, if losses are weighted."""
+        weight = self.batching.weight
         assert weight is not None
+        return compute_scales(weight, self.trees(), self.total)
+
+    def _scale_tensors(self) -> list[Tensor]:
+        spec = self.batching.scale
         assert spec is not None
-        return [
-            torch.tensor(x, dtype=spec.dtype, device=spec.device)
-            for x in compute_scales(weight, self.trees(), self.total)
-        ]
+        return [torch.tensor(x, dtype=spec.dtype, device=spec.device) for x in self.scales]
 
     def trees(self) -> Iterable[tuple[Any, Any]]:
         """Yield the inputs and targets of each microbatch, `None` for those not given."""

@@ -67,12 +67,13 @@ def run_eagerly(
     batch: Mapping[int, Sequence[Tensor]],
     sums: Mapping[str, CopySum],
     merge: Callable[[Mapping[int, Tensors]], tuple[Tensor | None, Any]],
+    skips: Collection[int] = (),
 ) -> Results:
     """Return the results of the user's module in a plain microbatch loop; restore its gradients and buffers.
 
     `objective` computes one microbatch, `batch` has the microbatches of each leaf. `sums` has, by parameter, the sum to
     add gradients to; those of other parameters are added as they come. `merge` merges the loss and outputs of all
-    microbatches.
+    microbatches. `skips` has the microbatches without a backward.
     """
     results: dict[int, Tensors] = {}
     before = dict(model.named_buffers())
@@ -80,7 +81,7 @@ def run_eagerly(
         for i in range(microbatches):
             value, outputs = objective(model, [_copy_aligned(parts[i]) for _, parts in sorted(batch.items())])
             assert value is not None, "there is a loss"
-            if value.requires_grad:
+            if value.requires_grad and i not in skips:
                 torch.autograd.backward(value)
             for name, p in model.named_parameters():
                 if name in sums:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fpipe.errors import InputError
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.handshake import agree_on_arguments
-from fpipe.pipelines.inputs import State
+from fpipe.pipelines.inputs import State, find_skips
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import merge_results
@@ -125,7 +125,8 @@ def _compare_with_eager(trial: Trial, params: State, got: Results) -> int:
     with suspend_autocast(variant), random.preserve_generators(plan.generators):
         before = random.states(plan.generators)
         count, parts = len(plan.assemblies), batch.take()
-        eager = run_eagerly(trial.module, objective, count, parts, sums, partial(merge_results, plan)).restrict(names)
+        merge, skips = partial(merge_results, plan), find_skips(batch)
+        eager = run_eagerly(trial.module, objective, count, parts, sums, merge, skips).restrict(names)
         if not all(map(torch.equal, before, random.states(plan.generators))):
             return 0
     return require_equal(got.restrict(names), eager, "the model run eagerly", trial.tolerance)
