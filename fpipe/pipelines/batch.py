@@ -479,7 +479,7 @@ class SplitBatch:
 
     @cached_property
     def scales(self) -> list[float]:
-        """What the loss of each microbatch is multiplied by, if losses are weighted."""
+        """The factors of the microbatches' losses, if these are weighted."""
         weight = self.batching.weight
         assert weight is not None
         return compute_scales(weight, self.trees(), self.total)
