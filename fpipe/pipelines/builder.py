@@ -144,8 +144,18 @@ class Builder:
         model = skeleton(module, lambda tensor: fake(mode, tensor, home))
         watching = Watcher(ModelState.of(module), self.loss)
         trains, hooks = self.schedule.backward, collect_gradient_hooks(module)
-        known = {"memo": Memo(self.plans), "ranks_of": self.ranks.ranks_of}
-        return Captures(model, self.loss, self.batchings, see, self.cuts, trains, hooks, watching, **known)
+        return Captures(
+            model,
+            self.loss,
+            self.batchings,
+            see,
+            self.cuts,
+            trains,
+            hooks,
+            watching,
+            memo=Memo(self.plans),
+            ranks_of=self.ranks.ranks_of,
+        )
 
 
 def _warn_of_observers(observers: Sequence[str]) -> None:

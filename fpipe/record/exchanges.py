@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse code of a model, its loss and its hooks that communicates with processes that never join in.
 
-Problem. Every process records the whole model, but in a step it runs some of the stages only. A collective in a layer, a
-loss, a hook or a backward, over processes that run other stages, would hang until the timeout of its group.
+Problem. Every process records the whole model, but in a step it runs some of the stages only. A collective in a layer,
+a loss, a hook or a backward, over processes that run other stages, would hang until the timeout of its group.
 
 Idea. Every operator that communicates is seen on fake tensors, in the forward and in the backward, whoever calls it:
 torch.distributed, its functional collectives, a DTensor. So it is known when a pipeline is built between which
@@ -54,7 +54,7 @@ def watch_exchanges(captured: Captured, effects: Effects, where: str) -> Iterato
     """Inside, record operators in `effects`, and raise `CaptureError` for one that others would not join in."""
     with (
         note_effects(captured.mode, effects),
-        effects.observe(partial(require_joined, captured.ranks_of, lambda: where)),
+        effects.observe(partial(require_joined, captured.ranks_of, partial(str, where))),
     ):
         yield
 

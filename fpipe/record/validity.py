@@ -84,7 +84,7 @@ def observe(captured: Captured) -> Observed:
         for unit in captured.units:
             where = f"module {unit.path or '(root)'}"
             try:
-                check = partial(require_joined, captured.ranks_of, lambda where=where: where)
+                check = partial(require_joined, captured.ranks_of, partial(str, where))
                 with EffectsMode() as watch, watch.effects.observe(check):
                     made = unit.call(*[values[value] for value in unit.reads])
             except (DataDependentOutputException, DynamicOutputShapeException) as error:

@@ -227,9 +227,9 @@ class Replacements:
 
     def _refuse_objects(self, *_: object) -> None:
         raise CaptureError(
-            f"{self.stack.here()}: got an exchange of Python objects between processes{current_line()}, expected tensors "
-            "only: the model is recorded once, and steps would go on with the objects of that time. Exchange them "
-            "before the step, and pass it what follows from them."
+            f"{self.stack.here()}: got an exchange of Python objects between processes{current_line()}, expected "
+            "tensors only: steps would go on with the objects of when the model was recorded. Exchange them before the "
+            "step, and pass what follows from them."
         )
 
     def _from_numpy(self, from_numpy: Any, array: Any) -> Any:
