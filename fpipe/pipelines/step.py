@@ -141,7 +141,8 @@ def begin_step(
     plan, given = agree_to_step(pipe, variant, held.params, held.buffers, split, call)
     starts, onto = start_backward(plan.local_stages, call.scale), held.onto if plan.copies.count == 1 else {}
     return plan, {
-        copy: inputs._replace(starts=starts, onto=assign_sums(onto, plan, variant))  # copies add to sums of their own
+        # Copies add to sums of their own.
+        copy: inputs._replace(starts=starts, onto=assign_sums(onto, plan, variant, inputs.skips))
         for copy, inputs in given.items()
     }
 

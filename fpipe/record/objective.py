@@ -42,8 +42,8 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
 def scale_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, divisor: float) -> Tensor:
     """Return the microbatch's share of the step's loss, a scalar.
 
-    Call `loss(outputs, targets)`, or `loss(outputs)` if targets are `None`. Raise `CaptureError` if it does not return
-    a floating-point scalar.
+    Call `loss(outputs, targets)`, or `loss(outputs)` if targets are `None`. A share of 0 gives 0, even if the loss is
+    nan, as the mean over no tokens is. Raise `CaptureError` if it does not return a floating-point scalar.
     """
     value = loss(outputs) if targets is None else loss(outputs, targets)
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
@@ -52,7 +52,7 @@ def scale_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, div
             f"loss: got {got}, expected a floating-point scalar tensor. Reduce it, for example by .mean(), and return "
             "nothing else."
         )
-    return value / divisor if scale is None else value * scale.to(value.dtype)
+    return value / divisor if scale is None else (value * scale.to(value.dtype)).masked_fill(scale == 0, 0.0)
 
 
 def require_no_parameters(loss: Loss | None) -> None:

@@ -94,7 +94,9 @@ SIGNATURES = {
     "all_finite": "pipe grads",
     "find_nonfinite": "pipe",
     "train_step": "pipe optimizer max_norm=None outputs=False record=None",
-    "verify": "pipe model inputs targets=None *params=None *buffers=None *seed=None *steps=1 *tolerance=0",
+    "verify": (
+        "pipe model inputs targets=None *params=None *buffers=None *seed=None *steps=1 *tolerance=0 *unsplit=None"
+    ),
 }
 
 CALLED = "params buffers inputs targets=None *seed=None"

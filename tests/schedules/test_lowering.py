@@ -28,9 +28,9 @@ from schedules import (
 )
 from schedules.files.csv import table
 from schedules.language.actions import message_of
+from schedules.playing.outputs import inputs_of
 from schedules.proof.interpreter import Interpreter, require_whole
 from schedules.proof.networks import Links, fifo, rendezvous
-from schedules.replay.outputs import inputs_of
 from schedules.testing import orders, require_matching_ends
 from tests.common.rows import edit
 from tests.common.sizes import NIGHTLY

@@ -32,7 +32,7 @@ from schedules import (
     zb_v,
 )
 from schedules.language.actions import SENDS, Action, message_of
-from schedules.replay.outputs import inputs_of
+from schedules.playing.outputs import inputs_of
 from schedules.testing import orders
 from tests.common.cases import Case, mse, rows_of
 from tests.common.layers import Assigned, Average, linears
