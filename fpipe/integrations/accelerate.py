@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fpipe.checkpoints.export import export
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import InputError
-from fpipe.integrations.options import Refusal, Table, refusing
+from fpipe.integrations.options import Exclusion, Support, refusing
 from fpipe.integrations.replica import collect_flags, collect_state, compare, find_model, scale_losses
 
 _ONE_REPLICA: Final = "The model is a fpipe.Pipelined, which has its own ranks: pass mesh= to it."
@@ -36,11 +36,13 @@ _SAVE: Final = (
     "Call fpipe.save(model.pipe, path, params=dict(model.named_parameters()), buffers=dict(model.named_buffers())) on "
     "every rank, or accelerator.save_model for the weights alone."
 )
-_SHARDS: Final = Refusal(_ONE_REPLICA, accepted=(None,))
+_SHARDS: Final = Exclusion(_ONE_REPLICA, accepted=(None,))
 _COMPILE: Final = "Compile modules of the model before fpipe.Pipelined(model, ...)."
-_HALF: Final = Refusal("The scaler of float16 sees the gradients of one rank: use bf16.", accepted=(None, "no", "bf16"))
+_HALF: Final = Exclusion(
+    "The scaler of float16 sees the gradients of one rank: use bf16.", accepted=(None, "no", "bf16")
+)
 
-OPTIONS: Final = Table(
+_OPTIONS: Final = Support(
     "PipelineAccelerator(...)",
     (
         *("device_placement", "split_batches", "gradient_accumulation_steps", "cpu", "dataloader_config", "rng_types"),
@@ -51,32 +53,32 @@ OPTIONS: Final = Table(
         "mixed_precision": _HALF,
         **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "torch_tp_plugin"), _SHARDS),
         **dict.fromkeys(("megatron_lm_plugin", "parallelism_config"), _SHARDS),
-        "dynamo_backend": Refusal(_COMPILE, accepted=(None, "no", "NO", DynamoBackend.NO)),
-        "dynamo_plugin": Refusal(_COMPILE, accepted=(None,)),
+        "dynamo_backend": Exclusion(_COMPILE, accepted=(None, "no", "NO", DynamoBackend.NO)),
+        "dynamo_plugin": Exclusion(_COMPILE, accepted=(None,)),
     },
 )
-LOADERS: Final = Table(
+LOADERS: Final = Support(
     "DataLoaderConfiguration(...)",
     (
         *("split_batches", "even_batches", "use_seedable_sampler", "data_seed", "non_blocking"),
         "use_stateful_dataloader",
     ),
-    {"dispatch_batches": Refusal("It deals rows out; every rank takes the whole batch.", accepted=(None, False))},
+    {"dispatch_batches": Exclusion("It deals rows out; every rank takes the whole batch.", accepted=(None, False))},
 )
-HANDLERS: Final = Table(
+_HANDLERS: Final = Support(
     "kwargs_handlers",
     ("AutocastKwargs", "InitProcessGroupKwargs", "ProfileKwargs"),
     {
-        "DistributedDataParallelKwargs": Refusal("Nothing wraps the model in DDP.", accepted=(None,)),
+        "DistributedDataParallelKwargs": Exclusion("Nothing wraps the model in DDP.", accepted=(None,)),
         **dict.fromkeys(
             ("GradScalerKwargs", "FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"),
-            Refusal("Use mixed_precision='bf16'.", accepted=(None,)),
+            Exclusion("Use mixed_precision='bf16'.", accepted=(None,)),
         ),
-        "GradientAccumulationPlugin": Refusal("Pass it as gradient_accumulation_plugin=.", accepted=(None,)),
-        "TorchDynamoPlugin": Refusal(_COMPILE, accepted=(None,)),
+        "GradientAccumulationPlugin": Exclusion("Pass it as gradient_accumulation_plugin=.", accepted=(None,)),
+        "TorchDynamoPlugin": Exclusion(_COMPILE, accepted=(None,)),
     },
 )
-METHODS: Final = Table(
+_METHODS: Final = Support(
     "methods of PipelineAccelerator",
     (
         *("accumulate", "autocast", "backward", "check_trigger", "clear", "clip_grad_norm_", "clip_grad_value_"),
@@ -96,18 +98,18 @@ METHODS: Final = Table(
         *("use_seedable_sampler", "use_stateful_dataloader", "verify_device_map", "wait_for_everyone"),
     ),
     {
-        **dict.fromkeys(("save_state", "load_state", "register_for_checkpointing"), Refusal(_SAVE)),
-        **dict.fromkeys(("register_save_state_pre_hook", "register_load_state_pre_hook"), Refusal(_SAVE)),
-        "lomo_backward": Refusal("Gradients exist before the backward: use an optimizer that takes steps."),
-        "deepspeed_ulysses_dl_adapter": Refusal(_ONE_REPLICA),
+        **dict.fromkeys(("save_state", "load_state", "register_for_checkpointing"), Exclusion(_SAVE)),
+        **dict.fromkeys(("register_save_state_pre_hook", "register_load_state_pre_hook"), Exclusion(_SAVE)),
+        "lomo_backward": Exclusion("Gradients exist before the backward: use an optimizer that takes steps."),
+        "deepspeed_ulysses_dl_adapter": Exclusion(_ONE_REPLICA),
     },
 )
-TABLES: Final = (OPTIONS, LOADERS, HANDLERS, METHODS)
+ACCELERATE: Final = (_OPTIONS, LOADERS, _HANDLERS, _METHODS)
 
 
-@refusing(METHODS)
+@refusing(_METHODS)
 class PipelineAccelerator(Accelerator):
-    """An `Accelerator` that trains a `fpipe.Pipelined` model; everything else is as usual, or refused (`TABLES`).
+    """An `Accelerator` that trains a `fpipe.Pipelined` model; everything else is as usual, or refused (`ACCELERATE`).
 
     Loaders give every process the whole batch, and gathering returns what a process has, once all ranks have agreed
     that they have the same: outputs and losses are. `clip_grad_norm_` clips by the norm over the whole model.
@@ -117,8 +119,8 @@ class PipelineAccelerator(Accelerator):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(Accelerator.__init__).bind(self, *args, **kwargs).arguments
-        OPTIONS.require(given)
-        HANDLERS.require({type(one).__name__: one for one in given.get("kwargs_handlers") or ()})
+        _OPTIONS.require(given)
+        _HANDLERS.require({type(one).__name__: one for one in given.get("kwargs_handlers") or ()})
         LOADERS.require(vars(given.get("dataloader_config") or object))
         super().__init__(*args, **kwargs)
         self.become_one_replica()
@@ -128,9 +130,9 @@ class PipelineAccelerator(Accelerator):
         self.pipelined: list[Pipelined] = []
         self.is_set = False
         shards = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
-        OPTIONS.require({name: getattr(self.state, name, None) for name in shards})
-        OPTIONS.require({"mixed_precision": self.mixed_precision, "parallelism_config": self.parallelism_config})
-        OPTIONS.require({"dynamo_backend": self.state.dynamo_plugin.backend})
+        _OPTIONS.require({name: getattr(self.state, name, None) for name in shards})
+        _OPTIONS.require({"mixed_precision": self.mixed_precision, "parallelism_config": self.parallelism_config})
+        _OPTIONS.require({"dynamo_backend": self.state.dynamo_plugin.backend})
 
     @property
     def num_processes(self) -> int:

@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import InputError
-from fpipe.integrations.options import Refusal, Table, refusing
+from fpipe.integrations.options import Exclusion, Support, refusing
 from fpipe.integrations.replica import broadcast_value, collect_flags, compare, find_model, scale_losses
 
 _SAVE: Final = (
@@ -34,7 +34,7 @@ _SAVE: Final = (
     "fpipe.load."
 )
 
-OPTIONS: Final = Table(
+_OPTIONS: Final = Support(
     "Trainer(strategy=PipelineStrategy(), ...)",
     (
         *("accelerator", "strategy", "logger", "callbacks", "fast_dev_run", "max_epochs", "min_epochs", "max_steps"),
@@ -46,19 +46,19 @@ OPTIONS: Final = Table(
         *("reload_dataloaders_every_n_epochs", "default_root_dir", "enable_autolog_hparams", "model_registry"),
     ),
     {
-        "devices": Refusal("Start a process per rank with torchrun.", accepted=(1, "auto")),
-        "num_nodes": Refusal("torchrun knows the nodes.", accepted=(1,)),
-        "precision": Refusal(
+        "devices": Exclusion("Start a process per rank with torchrun.", accepted=(1, "auto")),
+        "num_nodes": Exclusion("torchrun knows the nodes.", accepted=(1,)),
+        "precision": Exclusion(
             "The scaler of float16 sees the gradients of one rank; for a model in another dtype, convert it before "
             "fpipe.Pipelined(model, ...).",
             accepted=(None, "32-true", "bf16-mixed"),
         ),
-        "enable_checkpointing": Refusal(_SAVE, accepted=(False,)),
-        "plugins": Refusal("A plugin would replace what the strategy does.", accepted=(None,)),
-        "sync_batchnorm": Refusal("There is one replica, with the whole batch.", accepted=(False,)),
+        "enable_checkpointing": Exclusion(_SAVE, accepted=(False,)),
+        "plugins": Exclusion("A plugin would replace what the strategy does.", accepted=(None,)),
+        "sync_batchnorm": Exclusion("There is one replica, with the whole batch.", accepted=(False,)),
     },
 )
-METHODS: Final = Table(
+_METHODS: Final = Support(
     "methods of PipelineStrategy",
     (
         *("accelerator", "all_gather", "backward", "barrier", "batch_to_device", "broadcast", "checkpoint_io"),
@@ -77,10 +77,10 @@ METHODS: Final = Table(
             *("save_checkpoint", "load_checkpoint", "remove_checkpoint", "lightning_module_state_dict"),
             *("load_model_state_dict", "load_optimizer_state_dict", "optimizer_state"),
         ),
-        Refusal(_SAVE),
+        Exclusion(_SAVE),
     ),
 )
-TABLES: Final = (OPTIONS, METHODS)
+LIGHTNING: Final = (_OPTIONS, _METHODS)
 
 
 class PipelinePrecision(Precision):
@@ -108,12 +108,12 @@ class PipelinePrecision(Precision):
         model.clip_grad_norm_(clip_val)
 
 
-@refusing(METHODS)
+@refusing(_METHODS)
 class PipelineStrategy(SingleDeviceStrategy):
     """A strategy for a LightningModule that has a `fpipe.Pipelined` as an attribute; everything else is as usual.
 
     Pass it with `devices=1`, under torchrun too, and with `enable_checkpointing=False`: each rank holds a part, so save
-    with `fpipe.save`. The loss of `training_step` is what the pipelined model returned. `TABLES` lists what is honored.
+    with `fpipe.save`. The loss of `training_step` is what the pipelined model returned. `LIGHTNING` is the table.
 
     Raise `InputError` for other options when the Trainer is made, and for a checkpoint callback before the first batch.
     """
@@ -141,7 +141,7 @@ class PipelineStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Any) -> None:
         """Prepare a run; raise `InputError` if it would save checkpoints."""
         if trainer.state.fn == "fit":
-            OPTIONS.require({"enable_checkpointing": bool(trainer.checkpoint_callbacks)})
+            _OPTIONS.require({"enable_checkpointing": bool(trainer.checkpoint_callbacks)})
         super().setup(trainer)
 
     def teardown(self) -> None:
@@ -191,9 +191,9 @@ class PipelineStrategy(SingleDeviceStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None and not isinstance(plugin, PipelinePrecision):
-            OPTIONS.require({"precision": plugin.precision})
+            _OPTIONS.require({"precision": plugin.precision})
             if type(plugin).__module__.partition(".")[0] != "lightning":
-                OPTIONS.require({"plugins": plugin})
+                _OPTIONS.require({"plugins": plugin})
             plugin = PipelinePrecision(plugin.precision)
         self._precision_plugin = plugin
 
@@ -204,7 +204,7 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: object) -> None:
-        OPTIONS.require({"plugins": plugin})
+        _OPTIONS.require({"plugins": plugin})
 
     @property
     def parallel_devices(self) -> None:
@@ -212,7 +212,7 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[object]) -> None:
-        OPTIONS.require({"devices": len(devices)})
+        _OPTIONS.require({"devices": len(devices)})
 
     @property
     def num_nodes(self) -> int:
@@ -221,7 +221,7 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     @num_nodes.setter
     def num_nodes(self, count: int) -> None:
-        OPTIONS.require({"num_nodes": count})
+        _OPTIONS.require({"num_nodes": count})
 
     @property
     def _layer_sync(self) -> None:
@@ -229,4 +229,4 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     @_layer_sync.setter
     def _layer_sync(self, plugin: object) -> None:
-        OPTIONS.require({"sync_batchnorm": plugin is not None})
+        _OPTIONS.require({"sync_batchnorm": plugin is not None})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an integration does with the options and methods of a library.
+"""Tables of the options and methods of a library: honored, or refused with the repair.
 
 Problem. A library has hundreds of options, and some would be ignored: they concern replicas, what the first process
 holds, or a loss that the drop-in module computes by itself. The run would train something else, without a word.
@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 
 from fpipe.errors import InputError
 
-T = TypeVar("T", bound=type)
+Library = TypeVar("Library", bound=type)
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Exclusion:
     """The values of an option that are refused, and the repair.
 
     - `accepted`: the only values that are not; if there are none, `refused` are the only ones that are.
@@ -45,10 +45,10 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Table:
+class Support:
     """The options or methods of `subject`: those honored, and those refused, with the repair.
 
-    >>> table = Table("Trainer(...)", ("epochs",), {"shards": Refusal("Leave it out.", accepted=(1,))})
+    >>> table = Support("Trainer(...)", ("epochs",), {"shards": Exclusion("Leave it out.", accepted=(1,))})
     >>> table.require({"epochs": 3, "shards": 1})
     >>> table.require({"shards": 2})
     Traceback (most recent call last):
@@ -57,7 +57,7 @@ class Table:
 
     subject: str
     honored: tuple[str, ...]
-    refused: Mapping[str, Refusal]
+    refused: Mapping[str, Exclusion]
 
     def require(self, options: Mapping[str, object]) -> None:
         """Raise `InputError` for an option with a value that is refused."""
@@ -81,10 +81,10 @@ class Table:
         return f"### {self.subject}\n\n{fill(f'Honored: {names}.', 120)}\n\n| refused | expected |\n|---|---|\n{rows}"
 
 
-def refusing(table: Table) -> Callable[[T], T]:
+def refusing(table: Support) -> Callable[[Library], Library]:
     """Return a class decorator that adds the methods that a table refuses."""
 
-    def decorate(cls: T) -> T:
+    def decorate(cls: Library) -> Library:
         for name in table.refused:
             setattr(cls, name, table.refuse(name))
         return cls

@@ -25,7 +25,7 @@ from fpipe.checkpoints.export import export, require_no_other_weights
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import InputError
 from fpipe.integrations.accelerate import LOADERS, PipelineAccelerator
-from fpipe.integrations.options import Refusal, Table, refusing
+from fpipe.integrations.options import Exclusion, Support, refusing
 
 _SAVE: Final = "Save with trainer.save_model(path), or with fpipe.save in a callback."
 _LOSS: Final = "Compute it in the loss of fpipe.Pipelined(model, loss=...)."
@@ -34,9 +34,9 @@ _CAST: Final = "It converts the parameters: use bf16=True."
 _RANKS: Final = "The model is a fpipe.Pipelined, which has its own ranks: pass mesh= to it."
 _COMPILE: Final = "Compile modules of the model before fpipe.Pipelined(model, ...)."
 _HUB: Final = "Upload the folder that trainer.save_model wrote."
-_DDP: Final = Refusal("Nothing wraps the model in DDP.", accepted=(None,))
+_DDP: Final = Exclusion("Nothing wraps the model in DDP.", accepted=(None,))
 
-ARGUMENTS: Final = Table(
+_ARGUMENTS: Final = Support(
     "TrainingArguments(...)",
     (
         *("output_dir", "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate"),
@@ -61,27 +61,27 @@ ARGUMENTS: Final = Table(
         *("ddp_timeout", "fsdp_config", "skip_memory_metrics", "do_train", "do_eval", "do_predict", "local_rank"),
     ),
     {
-        "save_strategy": Refusal(_SAVE, accepted=("no",)),
-        "remove_unused_columns": Refusal("The columns are those of the example.", accepted=(False,)),
-        "label_smoothing_factor": Refusal(_LOSS, accepted=(0,)),
-        "fp16": Refusal(_HALF, accepted=(False,)),
-        "fp16_full_eval": Refusal(_CAST, accepted=(False,)),
-        "bf16_full_eval": Refusal(_CAST, accepted=(False,)),
-        "torch_compile": Refusal(_COMPILE, accepted=(False,)),
-        "use_liger_kernel": Refusal(
+        "save_strategy": Exclusion(_SAVE, accepted=("no",)),
+        "remove_unused_columns": Exclusion("The columns are those of the example.", accepted=(False,)),
+        "label_smoothing_factor": Exclusion(_LOSS, accepted=(0,)),
+        "fp16": Exclusion(_HALF, accepted=(False,)),
+        "fp16_full_eval": Exclusion(_CAST, accepted=(False,)),
+        "bf16_full_eval": Exclusion(_CAST, accepted=(False,)),
+        "torch_compile": Exclusion(_COMPILE, accepted=(False,)),
+        "use_liger_kernel": Exclusion(
             "It replaces modules: apply it before fpipe.Pipelined(model, ...).", accepted=(False,)
         ),
-        "auto_find_batch_size": Refusal("Each rank would find its own.", accepted=(False,)),
-        "load_best_model_at_end": Refusal(_SAVE, accepted=(False,)),
-        "resume_from_checkpoint": Refusal("Pass weights=fpipe.load(...) to fpipe.Pipelined.", accepted=(None,)),
-        "enable_jit_checkpoint": Refusal(_SAVE, accepted=(False,)),
-        "push_to_hub": Refusal(_HUB, accepted=(False,)),
-        **dict.fromkeys(("parallelism_config", "deepspeed"), Refusal(_RANKS, accepted=(None,))),
-        "fsdp": Refusal(_RANKS, accepted=(None, False)),
+        "auto_find_batch_size": Exclusion("Each rank would find its own.", accepted=(False,)),
+        "load_best_model_at_end": Exclusion(_SAVE, accepted=(False,)),
+        "resume_from_checkpoint": Exclusion("Pass weights=fpipe.load(...) to fpipe.Pipelined.", accepted=(None,)),
+        "enable_jit_checkpoint": Exclusion(_SAVE, accepted=(False,)),
+        "push_to_hub": Exclusion(_HUB, accepted=(False,)),
+        **dict.fromkeys(("parallelism_config", "deepspeed"), Exclusion(_RANKS, accepted=(None,))),
+        "fsdp": Exclusion(_RANKS, accepted=(None, False)),
         **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb"), _DDP),
         **dict.fromkeys(("ddp_broadcast_buffers", "ddp_static_graph"), _DDP),
-        "debug": Refusal("Call fpipe.find_nonfinite(model.pipe).", accepted=([],)),
-        "optim": Refusal(
+        "debug": Exclusion("Call fpipe.find_nonfinite(model.pipe).", accepted=([],)),
+        "optim": Exclusion(
             "It updates in the backward, before which the gradients exist.",
             refused=(
                 *("lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise"),
@@ -90,18 +90,18 @@ ARGUMENTS: Final = Table(
         ),
     },
 )
-OPTIONS: Final = Table(
+_OPTIONS: Final = Support(
     "PipelineTrainer(...)",
     (
         *("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics"),
         *("callbacks", "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"),
     ),
     {
-        "model_init": Refusal("Pass model=fpipe.Pipelined(...).", accepted=(None,)),
-        "compute_loss_func": Refusal(_LOSS, accepted=(None,)),
+        "model_init": Exclusion("Pass model=fpipe.Pipelined(...).", accepted=(None,)),
+        "compute_loss_func": Exclusion(_LOSS, accepted=(None,)),
     },
 )
-METHODS: Final = Table(
+_METHODS: Final = Support(
     "methods of PipelineTrainer",
     (
         *("add_callback", "autocast_smart_context_manager", "call_model_init", "compute_loss"),
@@ -117,22 +117,22 @@ METHODS: Final = Table(
         "training_step",
     ),
     {
-        "push_to_hub": Refusal(_HUB),
-        "init_hf_repo": Refusal(_HUB),
-        "hyperparameter_search": Refusal("Make a fpipe.Pipelined and a PipelineTrainer for each trial."),
+        "push_to_hub": Exclusion(_HUB),
+        "init_hf_repo": Exclusion(_HUB),
+        "hyperparameter_search": Exclusion("Make a fpipe.Pipelined and a PipelineTrainer for each trial."),
     },
 )
-TABLES: Final = (ARGUMENTS, OPTIONS, METHODS)
+TRANSFORMERS: Final = (_ARGUMENTS, _OPTIONS, _METHODS)
 
 
-@refusing(METHODS)
+@refusing(_METHODS)
 class PipelineTrainer(Trainer):
     """A `Trainer` of a `fpipe.Pipelined` model whose example is a dict; everything else is as usual.
 
     Accumulated steps are averaged as equals. `save_model` writes what `from_pretrained` reads. Optimizer state is not
     in the Trainer's checkpoints, so pass `save_strategy="no"`, and `remove_unused_columns=False`, since the columns
-    that the model takes are those of its example. Raise `InputError` for what `TABLES` refuses, for several GPUs in
-    one process, and for an `output_dir` with weights that are not of an earlier `save_model`.
+    that the model takes are those of its example. Raise `InputError` for what the table `TRANSFORMERS` refuses, for
+    several GPUs in one process, and for an `output_dir` with weights that are not of an earlier `save_model`.
     """
 
     def __init__(self, model: nn.Module, args: TrainingArguments, *rest: Any, **options: Any) -> None:
@@ -141,9 +141,9 @@ class PipelineTrainer(Trainer):
                 f"PipelineTrainer: got a model of {type(model).__name__}, expected fpipe.Pipelined. Wrap it before: "
                 "model = fpipe.Pipelined(model, ...)."
             )
-        ARGUMENTS.require(vars(args))
+        _ARGUMENTS.require(vars(args))
         LOADERS.require(vars(args.accelerator_config))
-        OPTIONS.require(signature(Trainer.__init__).bind(self, model, args, *rest, **options).arguments)
+        _OPTIONS.require(signature(Trainer.__init__).bind(self, model, args, *rest, **options).arguments)
         if args.n_gpu > 1:
             raise InputError(
                 f"PipelineTrainer: got {args.n_gpu} GPUs in one process, expected one: the Trainer would copy the "
@@ -175,7 +175,7 @@ class PipelineTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """Train; raise `InputError` for a checkpoint to resume from."""
-        ARGUMENTS.require({"resume_from_checkpoint": resume_from_checkpoint or None})
+        _ARGUMENTS.require({"resume_from_checkpoint": resume_from_checkpoint or None})
         return super().train(None, *args, **options)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

@@ -276,20 +276,15 @@ def options(folder) -> None:
     def methods(cls):
         return [name for name in dir(cls) if not name.startswith("_")]
 
-    known = [
-        (one.OPTIONS, parameters(Accelerator)),
-        (one.LOADERS, fields(DataLoaderConfiguration)),
-        (one.HANDLERS, [cls.__name__ for cls in kinds(KwargsHandler)]),
-        (one.METHODS, methods(Accelerator)),
-        (two.OPTIONS, parameters(lightning.Trainer)),
-        (two.METHODS, methods(lightning.pytorch.strategies.SingleDeviceStrategy)),
-        (three.ARGUMENTS, fields(TrainingArguments)),
-        (three.OPTIONS, parameters(Trainer)),
-        (three.METHODS, methods(Trainer)),
-    ]
-    assert [table for table, _ in known] == [*one.TABLES, *two.TABLES, *three.TABLES]
+    tables = (*one.ACCELERATE, *two.LIGHTNING, *three.TRANSFORMERS)
+    theirs = (
+        *(parameters(Accelerator), fields(DataLoaderConfiguration), [cls.__name__ for cls in kinds(KwargsHandler)]),
+        *(methods(Accelerator), parameters(lightning.Trainer)),
+        *(methods(lightning.pytorch.strategies.SingleDeviceStrategy), fields(TrainingArguments)),
+        *(parameters(Trainer), methods(Trainer)),
+    )
     page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
-    for table, names in known:
+    for table, names in zip(tables, theirs, strict=True):
         assert sorted(names) == sorted((*table.honored, *table.refused)), table.subject
         assert str(table) in page, f"docs/integrations.md lacks this:\n{table}"
 
