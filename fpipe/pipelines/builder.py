@@ -34,6 +34,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.resolver import Resolver
 from fpipe.record.captured import CaptureFunction, FrontEnd
+from fpipe.record.exchanges import require_joined_hooks
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.front_ends.registry import find_capture
 from fpipe.record.model.skeleton import skeleton
@@ -127,6 +128,7 @@ class Builder:
         if pipe.training.placed:
             pipe.holdings.require_apart(self.ranks.processes)
         agree_on_plan(pipe, TRAINING)
+        require_joined_hooks(pipe.training.assembly.captured)
         require_own_buffers(module, pipe.training.assembly.captured)
         require_trained(pipe.training.assembly, self.schedule)
         _warn_of_observers(pipe.training.assembly.captured.observers)
@@ -142,8 +144,18 @@ class Builder:
         model = skeleton(module, lambda tensor: fake(mode, tensor, home))
         watching = Watcher(ModelState.of(module), self.loss)
         trains, hooks = self.schedule.backward, collect_gradient_hooks(module)
-        memo = Memo(self.plans)
-        return Captures(model, self.loss, self.batchings, see, self.cuts, trains, hooks, watching, memo)
+        return Captures(
+            model,
+            self.loss,
+            self.batchings,
+            see,
+            self.cuts,
+            trains,
+            hooks,
+            watching,
+            memo=Memo(self.plans),
+            ranks_of=self.ranks.ranks_of,
+        )
 
 
 def _warn_of_observers(observers: Sequence[str]) -> None:

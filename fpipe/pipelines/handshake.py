@@ -194,9 +194,11 @@ def _constant_lines(plan: StepPlan) -> Iterator[str]:
     for cut in plan.cuts:
         for value, source in cut.captured.sources.items():
             if isinstance(source, Constant):
-                reader = next((unit.path for unit in cut.captured.units if value in unit.reads), "")
-                tensor, where = source.tensor, reader or "(root)"
-                yield f"read in {where}: {tensor.dtype} {list(tensor.shape)} of values {digest_tensor(tensor)}"
+                reader = next((unit for unit in cut.captured.units if value in unit.reads), None)
+                tensor = source.tensor
+                if reader is not None:  # else code has looked at it only: what it decided is compared
+                    what = f"{tensor.dtype} {list(tensor.shape)} of values {digest_tensor(tensor)}"
+                    yield f"read in {reader.path or '(root)'}: {what}"
 
 
 def _cut_lines(pipe: Pipeline, plan: StepPlan, variant: Variant, signature: Signature) -> Iterator[str]:

@@ -10,7 +10,7 @@ Runs when a plan is made, when `verify` runs the model eagerly, and in every ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -94,7 +94,8 @@ class Objective:
     `batch` is the tree (inputs, targets, scale). The loss is multiplied by the scale or, if that is `None`, divided by
     the `divisor`: the number of microbatches in all. `ask` answers the model's questions about the microbatch's values
     during a capture. Model and loss run under the autocast `casts`. The numbers in `batch` are replaced by those in the
-    tensors that follow its tensor leaves; if they are plain, there are none. `way`: how to record it.
+    tensors that follow its tensor leaves; if they are plain, there are none. `way`: how to record it. `ranks_of`: as in
+    `Captured`.
     """
 
     loss: Loss | None
@@ -103,6 +104,7 @@ class Objective:
     ask: Ask = field(default=refuse_questions, compare=False)
     casts: Casts = ()
     way: Way = USUAL
+    ranks_of: Mapping[int, int] = field(default_factory=dict, compare=False)
 
     def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> tuple[Tensor | None, Any]:
         """Return `(scaled loss, outputs)` for the leaves of `batch`; without a loss, `(None, outputs)`."""
