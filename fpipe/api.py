@@ -220,13 +220,16 @@ def value_and_grad(
         return agree_to_train(pipe, outputs, sums, record)
 
 
-def evaluate(pipe: Pipeline, record: RecordSpan | None = None) -> Callable[..., Step]:
+def evaluate(pipe: Pipeline, record: RecordSpan | None = None, outputs: bool = True) -> Callable[..., Step]:
     """Return the function that computes outputs, and with targets the loss, in eval mode; it keeps no graph.
 
     It takes the same arguments as the function that `value_and_grad` returns. A model that computes its own loss always
     returns one. Outputs are merged in microbatch order and are returned on the rank of the last stage. Under
     torch.distributed every rank must call this, and then the function, in the same order, and at least one of them must
     pass the targets if there are any. `record` is as in `value_and_grad`. Raise `InputError` as that function does.
+
+    With `outputs=False` it returns the loss alone, and needs memory for the outputs of one microbatch, as a plain loop
+    does; otherwise all of them are kept, and again as they are merged.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe
@@ -235,10 +238,12 @@ def evaluate(pipe: Pipeline, record: RecordSpan | None = None) -> Callable[..., 
     >>> step = fpipe.evaluate(pipe)(*pipe.init(model), (x,))
     >>> bool(torch.isclose(step.loss, model(x).mean())), step.outputs.shape
     (True, torch.Size([6, 1]))
+    >>> fpipe.evaluate(pipe, outputs=False)(*pipe.init(model), (x,)).outputs is None
+    True
     """
     with call_together(evaluate, locals()):
-        agree_on_arguments(pipe)
-    return make_evaluation_step(pipe, record)
+        agree_on_arguments(pipe, outputs=outputs)
+    return make_evaluation_step(pipe, record, outputs)
 
 
 def reference(pipe: Pipeline, outputs: bool = False, sums: torch.dtype | None = None) -> ValueAndGrad:

@@ -67,7 +67,7 @@ SIGNATURES = {
         "*plans=32 *group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean'"
     ),
     "value_and_grad": "pipe outputs=False record=None sums=None",
-    "evaluate": "pipe record=None",
+    "evaluate": "pipe record=None outputs=True",
     "predict": "pipe",
     "stream": "pipe take",
     "reference": "pipe outputs=False sums=None",

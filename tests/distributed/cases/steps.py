@@ -215,7 +215,8 @@ def outputs_on_every_rank_and_as_they_come(rank, size):
     state, seen = pipe.init(model), {}
     want = eval_loop(model, one.loss, inputs, targets, 4).outputs
     assert same_bits(fpipe.predict(pipe)(*state, inputs if rank == 0 else None), want)
-    fpipe.stream(pipe, seen.__setitem__)(*state, inputs)
+    loss = fpipe.stream(pipe, seen.__setitem__)(*state, inputs, targets)
+    assert same_bits(loss, fpipe.evaluate(pipe, outputs=False)(*state, inputs, targets).loss)
     assert list(seen) == ([0, 1, 2, 3] if rank == size - 1 else [])
     assert all(same_bits(seen[i], want[2 * i : 2 * i + 2]) for i in seen)
 
