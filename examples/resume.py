@@ -4,11 +4,11 @@
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py    # one process per rank, over Gloo
     python examples/resume.py                                                       # both ranks in this process
 
-Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all again, they load the newest checkpoint that
-is whole, and the final parameters are bit for bit those of an undisturbed run, under either command, on any number of
-ranks. Send SIGTERM to one rank or all, as a scheduler does before it takes a machine away: all save after the same step,
-and end; start the command again, and the run goes on. It is exact because batch and dropout follow from the number of the step, and the checkpoint holds all else:
-parameters, BatchNorm's buffers, and the state of the optimizer.
+Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all again, and they load the newest checkpoint
+that is whole. Or send SIGTERM, as schedulers do: all save after the same step and end; start the command again later.
+The final parameters are bit for bit those of an undisturbed run, under either command, on any number of ranks, because
+batch and dropout follow from the number of the step, and the checkpoint holds all else: parameters, BatchNorm's
+buffers, and the state of the optimizer.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
                 if 0 in pipe.ranks.ranks:
                     for old in sorted(path.glob("step-*"))[:-KEPT]:
                         shutil.rmtree(old)
-                    line = f"step {i + 1:4}  loss {out.loss.item():.6f}  norm {norm.item():.6f}  saved {place}"
-                    print(line, flush=True)
+                    print(f"step {i + 1:4}  loss {out.loss:.6f}  norm {norm:.6f}  saved {place}", flush=True)
             if is_last:
                 break
 

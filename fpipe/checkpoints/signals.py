@@ -81,10 +81,11 @@ def catch_signals(pipe: Pipeline, signals: Sequence[int] = (signal.SIGTERM,)) ->
 
 
 def _require_main_thread() -> None:
-    if threading.current_thread() is not threading.main_thread():
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
         raise InputError(
-            f"catch_signals: got the thread {threading.current_thread().name!r}, expected the main thread, which is the "
-            "only one that Python tells of signals. Enter the with there, around the loop."
+            f"catch_signals: got the thread {thread.name!r}, expected the main thread, which is the only one that "
+            "Python tells of signals. Enter the with there, around the loop."
         )
 
 
