@@ -24,7 +24,7 @@ from fpipe.cutting.partition import CutsArgument, parse_cuts
 from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded
 from fpipe.network.job import enter_job, resolve_group
 from fpipe.network.recording import RecordSpan
-from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
+from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count, require_reduction
 from fpipe.pipelines.batch import find_home
 from fpipe.pipelines.builder import Builder, agree_on_place, make_batchings
 from fpipe.pipelines.handshake import agree_on_arguments, call_together
@@ -93,8 +93,10 @@ def pipeline(
       `None` to take the first microbatch's, or a function of the sequence of them. Either one for all, or a tree that
       is a prefix of the outputs.
     - `loss(outputs, targets)` returns a scalar for one microbatch. Without targets it is `loss(outputs)`, for a model
-      that computes its own loss, as in `loss=lambda outputs: outputs.loss`. The loss of a step is the sum over
-      microbatches of loss / M: if their sizes differ, rows of smaller ones count for more, unless there is a `weight`.
+      that computes its own loss, as in `loss=lambda outputs: outputs.loss`.
+    - `reduce`: how losses of microbatches make that of a step. `"mean"`, for means: the sum of loss / M; if sizes
+      differ, rows of smaller microbatches count for more, unless there is a `weight`. `"sum"`, for losses that are
+      sums, as with `reduction="sum"`: over all microbatches of all replicas and shards.
     - `weight(inputs, targets)`: the weight of a microbatch, such as its number of rows or tokens. The loss of a step is
       then the sum of loss * (weight / total), so a mean per row or token is exact however the batch is split. Auxiliary
       losses that the model adds in its forward are scaled the same way.
@@ -128,7 +130,6 @@ def pipeline(
     - `shard`: the dimension over which parameters, gradients and optimizer state are sharded, as by `fully_shard`, or
       a `fpipe.Sharded`. Shards train on rows of their own, too. Parameters are DTensors.
     - `rows`: `"whole"` if every process is passed whole batches, `"own"` if only the rows that it trains on.
-    - `reduce`: how losses without a `weight` are reduced over replicas and shards: `"mean"`, or `"sum"`.
     - `group`: if torch.distributed is initialized, the processes that are the ranks, one each: a process group, or one
       dimension of a device mesh, `mesh["pp"]`; defaults to all. Every process of the job must then build its pipeline
       at the same time, and all groups must have the same size. If torch.distributed is not initialized, all ranks run
@@ -158,10 +159,11 @@ def pipeline(
         schedule = require_buildable(module, example, loss, schedule)
         require_arguments(pipeline, locals())
         require_count("plans", plans)
+        require_reduction(reduce, weight)
         where, home = parse_cuts(cuts, stages, unsplittable, schedule, whole), find_home(example, targets)
-        place = agree_on_place(job, MeshOptions(mesh, pp, dp, shard, rows, reduce), group, schedule, home)
+        place = agree_on_place(job, MeshOptions(mesh, pp, dp, shard, rows), group, schedule, home)
         copies, count = place.copies, schedule.microbatches
-        over = count * (copies.count if copies.mean else 1)
+        over = 1 if reduce == "sum" else count * copies.count
         batchings = make_batchings(example, targets, batch_dims, count * copies.pieces, weight, over)
         batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
         ranks = job.join(schedule.ranks, resolve_group(place.group), home, place.members)
@@ -193,7 +195,7 @@ def value_and_grad(
     - `onto`: gradients that an earlier step returned, which this one adds to, in place, and returns. So K steps of M
       microbatches give the same bits as one plain loop over K * M. They are donated: don't use them again.
     - `total`: what the loss is averaged over, if that is more than this step: the number of microbatches of all
-      accumulated steps and replicas, or with `weight`, their weight.
+      accumulated steps and replicas, or with `weight`, their weight. With `reduce="sum"`, the sum is divided by it.
     - `scale`: the cotangent of the loss, a number, for gradients that would underflow. The loss is not scaled.
 
     `sums` is the dtype in which gradients are added over microbatches, such as `torch.float32` for parameters in

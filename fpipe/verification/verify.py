@@ -143,8 +143,7 @@ def _compare_with_whole_batch(trial: Trial, params: State, got: Results, fractio
         batch = pipe.batch(variant, *trial.batch)
         plan = pipe.plan(variant, batch.signature)
     first, *_ = batch.batching.split(batch.signature)
-    divisor = first.divisor / len(plan.assemblies)
-    objective = replace(pipe.captures.objective(variant, first), divisor=divisor)
+    objective = replace(pipe.captures.objective(variant, first), divisor=1)
     scale = None if batch.batching.weight is None else torch.ones((), dtype=torch.float64)
 
     def compute(model: Any, leaves: Sequence[Tensor]) -> tuple[Tensor | None, Any]:
