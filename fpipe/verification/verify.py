@@ -193,11 +193,13 @@ def _gather_one(tensor: Tensor, split: Placed | None) -> Tensor:
     return whole if split is None else distribute_tensor(whole, split.mesh, split.placements, src_data_rank=None)
 
 
-def gather_state(pipe: Pipeline, module: nn.Module, params: State, buffers: State) -> tuple[State, State]:
+def gather_state(
+    pipe: Pipeline, module: nn.Module, params: State, buffers: State, call: str = "verify"
+) -> tuple[State, State]:
     """Return the whole model's state, gathered from all processes; every rank must call this at the same time."""
-    with pipe.ranks.enter_call("verify"):
+    with pipe.ranks.enter_call(call):
         hold_plain(pipe, params, buffers)
-        pipe.ranks.agree(about="the state to verify from")
+        pipe.ranks.agree(about="the whole state")
         known, homes, placed = pipe.training.assembly, pipe.schedule.placement.homes, pipe.training.placed
         owners: dict[str, int] = {}
         for stage in pipe.stages:

@@ -18,7 +18,8 @@ PLACES = {
 CaptureError Cause Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph
 NonFinite Optimizer Part Pipeline PipelineError Pipelined Plan Profile RankError Roofline ScheduleError Sharded
 SizeError StaticDecoder Step TransportError Verification VocabularyError
-__version__ all_finite begin_save choose_likeliest clip clip_value costs evaluate export find_nonfinite generate
+__version__ all_finite begin_save catch_signals choose_likeliest clip clip_value costs evaluate export find_nonfinite
+generate
 is_checkpoint load masters norm optimizer pipeline plan predict profile reference require_same
 safetensors sample save stream timeline train_step value_and_grad verify
 """,
@@ -76,6 +77,7 @@ SIGNATURES = {
     "save": "pipe path *params *buffers=None *state=None *step=0 *data=None",
     "begin_save": "pipe path *params *buffers=None *state=None *step=0 *data=None",
     "load": "pipe path",
+    "catch_signals": "pipe signals=(<Signals.SIGTERM: 15>,)",
     "export": "pipe path params buffers=None",
     "is_checkpoint": "path",
     "safetensors": "paths",
