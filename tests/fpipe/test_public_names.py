@@ -190,7 +190,7 @@ def pipeline():
 
 
 def test_results_keep_their_fields():
-    assert fpipe.Step._fields == ("loss", "outputs", "buffers")
+    assert fpipe.Step._fields == ("loss", "outputs", "buffers", "aux")
     assert fpipe.Checkpoint._fields == ("params", "buffers", "state", "step", "data")
     assert fpipe.Verification._fields == ("reference", "eager")
 
