@@ -67,11 +67,11 @@ SIGNATURES = {
         "*whole=() *capture='trace' *backward='graph' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None "
         "*plans=32 *group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean'"
     ),
-    "value_and_grad": "pipe outputs=False record=None sums=None",
-    "evaluate": "pipe record=None outputs=True",
+    "value_and_grad": "pipe outputs=False record=None sums=None aux=True",
+    "evaluate": "pipe record=None outputs=True aux=True",
     "predict": "pipe",
     "stream": "pipe take",
-    "reference": "pipe outputs=False sums=None",
+    "reference": "pipe outputs=False sums=None aux=True",
     "choose_likeliest": "logits generator",
     "sample": "temperature=1.0 top=None",
     "save": "pipe path *params *buffers=None *state=None *step=0 *data=None",
@@ -95,7 +95,7 @@ SIGNATURES = {
     "clip_value": "grads value donate=False",
     "all_finite": "pipe grads",
     "find_nonfinite": "pipe",
-    "train_step": "pipe optimizer max_norm=None outputs=False record=None",
+    "train_step": "pipe optimizer max_norm=None outputs=False record=None aux=True",
     "verify": (
         "pipe model inputs targets=None *params=None *buffers=None *seed=None *steps=1 *tolerance=0 *unsplit=None"
     ),
@@ -192,7 +192,7 @@ def pipeline():
 
 
 def test_results_keep_their_fields():
-    assert fpipe.Step._fields == ("loss", "outputs", "buffers")
+    assert fpipe.Step._fields == ("loss", "outputs", "buffers", "aux")
     assert fpipe.Checkpoint._fields == ("params", "buffers", "state", "step", "data")
     assert fpipe.Verification._fields == ("reference", "eager")
 
