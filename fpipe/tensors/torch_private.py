@@ -59,6 +59,7 @@ GENERATOR: Final = "_checkpoint_without_reentrant_generator" + ("" if VERSION < 
 """The generator that `checkpoint` runs around the function. Since torch 2.14, torch does not use the old name."""
 
 SETTINGS: Final = (
+    *("cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_reduced_precision_reduction"),
     *("cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled", "cudnn_sdp_enabled", "deterministic_algorithms"),
     *("flash_sdp_enabled", "fp32_precision_getter", "math_sdp_enabled", "mem_efficient_sdp_enabled"),
     *("mkldnn_deterministic", "mkldnn_enabled", "nnpack_enabled"),
@@ -120,6 +121,7 @@ NAMES: Final[Paths] = {
         "torch._C._is_key_in_tls",
         "torch._C._get_obj_in_tls",
     ],
+    "refusing to exchange Python objects": ["torch.distributed.distributed_c10d._object_to_tensor"],
     "activation checkpointing": [f"torch.utils.checkpoint.{GENERATOR}", "torch.utils.checkpoint._checkpoint_hook"],
     "models that call torch.func": [
         "torch._functorch.apis.vmap_impl",
@@ -308,6 +310,8 @@ APPLY: Final = Place(torch.autograd.function._SingleLevelFunction, "apply")
 COMPILED: Final = Place(torch._dynamo.eval_frame, "_callback_from_stance")
 """What code compiled by `torch.compile` asks each time it is called: `None` makes it run as plain Python."""
 FUSED_ATTENTION: Final = Place(torch, "_native_multi_head_attention")
+PICKLE: Final = Place(torch.distributed.distributed_c10d, "_object_to_tensor")
+"""What the functions of torch.distributed that exchange Python objects call first."""
 IS_TRACING: Final = Place(activation, "_is_make_fx_tracing")
 CHECKPOINT: Final = Place(checkpoint, GENERATOR)
 INNER_TRANSFORMS: Final = (
@@ -376,6 +380,13 @@ def process_groups() -> Iterable[Any]:
     """Return every process group of this process that has not been destroyed."""
     groups: Iterable[Any] = torch.distributed.distributed_c10d._world.pg_map
     return groups
+
+
+def as_group(argument: Any) -> Any:
+    """Return the process group that an argument of an operator holds or names; `None` for other arguments."""
+    if isinstance(argument, torch.ScriptObject):
+        return torch.distributed.ProcessGroup.unbox(argument)
+    return next((group for group in process_groups() if argument in (group, group.group_name)), None)
 
 
 def destroy_group(group: Any) -> None:
