@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages that are pure functions, and the edges between them, as one value that the executor runs.
+
+Problem. Pure functions take and return pytrees; a pipeline must know which of them feeds which.
+
+Idea. A stage says by name what it reads: the batch, the output of an earlier stage, or a member of one. That determines
+the stage graph. `fpipe.functional.node` puts the stages into the form that the executor runs.
+
+Runs when stages are connected; `Read.select` runs in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, NamedTuple
+
+from fpipe.errors import GraphError, InputError
+from fpipe.functional.stage import Stage, pass_on, stage
+from schedules import Graph
+
+INPUTS, TARGETS = "inputs", "targets"
+
+
+class Read(NamedTuple):
+    """What a stage reads: the batch's inputs or targets, or the output of an earlier stage; all of it, or one member.
+
+    - `source`: the number of the stage, or `"inputs"` or `"targets"`. `keys`: the way to the member.
+    """
+
+    source: int | str
+    keys: tuple[str, ...]
+
+    def select(self, tree: Any) -> Any:
+        """Return what is read of a tree."""
+        return reduce(_member, self.keys, tree)
+
+
+WHOLE_INPUTS = Read(INPUTS, ())
+"""The read of all inputs; a tuple of them is passed as several."""
+
+
+def _member(tree: Any, key: str) -> Any:
+    if isinstance(tree, Mapping):
+        return tree[key] if key in tree else tree[int(key)]
+    return tree[int(key)] if isinstance(tree, Sequence) and not hasattr(tree, key) else getattr(tree, key)
+
+
+@dataclass(frozen=True)
+class Stages(Sequence[Stage]):
+    """Pure stages and the edges between them, made by `fpipe.connect`. The last one returns the loss.
+
+    - `stages`: in an order in which one device could run them.
+    - `reads`: per stage, what it reads, in the order of its inputs.
+    """
+
+    stages: tuple[Stage, ...]
+    names: tuple[str, ...]
+    reads: tuple[tuple[Read, ...], ...]
+
+    @property
+    def graph(self) -> Graph:
+        """The stage graph, for `schedules.lower`: values travel along its edges, and cotangents back."""
+        pairs = [(one.source, t) for t, reads in enumerate(self.reads) for one in reads]
+        edges = frozenset((s, t) for s, t in pairs if isinstance(s, int))
+        return Graph(len(self.stages), values=edges, cotangents=edges, gradients=frozenset())
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, s: Any) -> Any:
+        return self.stages[s]
+
+    def __str__(self) -> str:
+        rows = zip(self.names, self.reads, strict=True)
+        return "\n".join(f"stage {s}, {name}: reads {self._describe(reads)}" for s, (name, reads) in enumerate(rows))
+
+    def _describe(self, reads: Sequence[Read]) -> str:
+        sources = [one.source if isinstance(one.source, str) else self.names[one.source] for one in reads]
+        return ", ".join(".".join([s, *one.keys]) for s, one in zip(sources, reads, strict=True)) or "nothing"
+
+
+def connect(stages: Sequence[Stage] | Mapping[str, tuple[Stage, Sequence[str]]], targets: bool = True) -> Stages:
+    """Return stages with the edges between them.
+
+    - `stages`: a sequence, of which each reads all of the output of the one before it; the first reads the inputs, the
+      last one also the targets, unless `targets` is false. Or a dict from names to pairs of a stage and what it reads:
+      `"inputs"`, `"targets"`, the name of an earlier stage, or one of their members, such as `"encoder.skip"` or
+      `"inputs.0"`. A tuple of inputs that is read whole is passed as several.
+
+    A function in the place of a stage is made one by `fpipe.stage`. Raise `GraphError` for a name that is not there.
+
+    >>> import fpipe
+    >>> def double(params, inputs):
+    ...     return 2 * inputs[0]
+    >>> def add(params, inputs):
+    ...     left, right = inputs
+    ...     return left + right
+    >>> print(fpipe.connect({"double": (double, ["inputs"]), "add": (add, ["double", "inputs"])}))
+    stage 0, double: reads inputs
+    stage 1, add: reads double, inputs
+    """
+    if not stages:
+        raise GraphError("stages: got none, expected at least one. Pass a sequence of stages, or a dict.")
+    if isinstance(stages, Mapping):
+        rows = {name: (as_stage(one), tuple(reads)) for name, (one, reads) in stages.items()}
+    else:
+        count, rows = len(stages), {}
+        for s, one in enumerate(stages):
+            reads = (INPUTS if s == 0 else str(s - 1), *([TARGETS] if targets and s == count - 1 else []))
+            rows[str(s)] = as_stage(one), reads
+    known: dict[str, int | str] = {INPUTS: INPUTS, TARGETS: TARGETS}
+    parsed = list[tuple[Read, ...]]()
+    for s, (name, (_, reads)) in enumerate(rows.items()):
+        parsed.append(tuple([_parse(read, known, name) for read in reads]))
+        known[name] = s
+    return _chain_readers(Stages(tuple([one for one, _ in rows.values()]), tuple(rows), tuple(parsed)))
+
+
+def _chain_readers(direct: Stages) -> Stages:
+    """Return the same stages, with what several of them read travelling from each reader to the next.
+
+    So what comes back for it is added in the order in which one device adds: a reader adds its own terms to the sum of
+    those after it. Reads of a tree and of a member of it are two values, whose sums are added where they were made.
+    """
+    readers = dict[Read, list[int]]()
+    for t, reads in enumerate(direct.reads):
+        for read in dict.fromkeys(reads):
+            readers.setdefault(read, []).extend([t] if isinstance(read.source, int) else [])
+    passed = [[r for r in dict.fromkeys(reads) if t in readers[r][:-1]] for t, reads in enumerate(direct.reads)]
+    rows, stages = list[tuple[Read, ...]](), list[Stage]()
+    for t, (one, reads) in enumerate(zip(direct.stages, direct.reads, strict=True)):
+        stages.append(pass_on(one, tuple([_position(reads, r) for r in passed[t]])) if passed[t] else one)
+        rows.append(tuple([_reroute(r, t, readers[r], passed) for r in reads]))
+    return Stages(tuple(stages), direct.names, tuple(rows))
+
+
+def _position(reads: Sequence[Read], read: Read) -> int:
+    """Return the position of a read among a stage's inputs, from the end if a tuple of inputs comes before it."""
+    k = reads.index(read)
+    return k - len(reads) if WHOLE_INPUTS in reads[:k] else k
+
+
+def _reroute(read: Read, reader: int, readers: Sequence[int], passed: Sequence[Sequence[Read]]) -> Read:
+    """Return where a stage reads a value: from the reader before it, or from where it is made."""
+    if not isinstance(read.source, int):
+        return read
+    before = [t for t in readers if t < reader]
+    if before:
+        return Read(
+            before[-1],
+            (
+                "1",
+                str(passed[before[-1]].index(read)),
+            ),
+        )
+    return Read(read.source, ("0", *read.keys)) if passed[read.source] else read
+
+
+def as_stage(one: Any) -> Stage:
+    """Return a stage as it is, and the stage of a function; raise `InputError` for anything else."""
+    if isinstance(one, Stage):
+        return one
+    if callable(one):
+        return stage(one)
+    raise InputError(f"stages: got {one!r}, expected a stage or a function. Pass fpipe.stage(forward).")
+
+
+def _parse(read: str, known: Mapping[str, int | str], reader: str) -> Read:
+    name, *keys = read.split(".")
+    if name not in known:
+        raise GraphError(
+            f"stage {reader!r}: got a read of {read!r}, expected one of {', '.join(known)}, or a member of it such as "
+            f"'{INPUTS}.0'. Name a stage that comes before this one."
+        )
+    return Read(known[name], tuple(keys))
