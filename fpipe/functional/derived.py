@@ -39,25 +39,26 @@ from fpipe.tensors.effects import Effects, storage_id
 from fpipe.tensors.fake import fake_mode, note_effects
 from fpipe.tensors.spec import Spec, resolve
 from fpipe.tensors.torch_private import FakeTensorMode
-from fpipe.tensors.tree import flatten_all
+from fpipe.tensors.tree import NAMESPACE, Tree, flatten_all
 
-Tree: TypeAlias = Any
+Read: TypeAlias = Callable[[Tree], Tree]
+"""Selects a member of a tree."""
 PURE, FULL = 2, 4
 """The numbers of arguments of the two forms of a forward."""
 LABEL = random.label("stage", 0)
 """Seeds what a function draws, together with the key."""
-CPU = torch.device("cpu")
+HOST = torch.device("cpu")
 PARAM, BUFFER, INPUT = range(3)
 
 
-class Shape(NamedTuple):
+class TreeShape(NamedTuple):
     """A pytree without the values of its tensors: its structure, and for each leaf a spec or a constant."""
 
     structure: optree.PyTreeSpec
     leaves: tuple[Any, ...]
 
     @classmethod
-    def of(cls, tree: Tree) -> tuple[Tensors, Shape]:
+    def of(cls, tree: Tree) -> tuple[Tensors, TreeShape]:
         """Return the tensors of a tree, in order, and its shape."""
         leaves, structure = flatten_all(tree)
         tensors = tuple([one for one in leaves if isinstance(one, Tensor)])
@@ -75,28 +76,30 @@ class Shape(NamedTuple):
         return optree.tree_unflatten(self.structure, filled)
 
 
-class Plan(NamedTuple):
+class DerivedFunctions(NamedTuple):
     """What was derived for one shape of the arguments.
 
     - `functions`: on flat tuples of tensors. `outputs`, `buffers`: the shapes of what the forward returns.
     - `roots`: for each tensor of the outputs, whether a cotangent enters there.
+    - `draws`: whether the forward draws random numbers.
     - `inputs`, `weights`: for each tensor of the inputs and of the parameters, whether it gets a cotangent or gradient.
     """
 
     functions: StageFunctions
-    outputs: Shape
-    buffers: Shape
+    outputs: TreeShape
+    buffers: TreeShape
     roots: tuple[bool, ...]
     inputs: tuple[bool, ...]
     weights: tuple[bool, ...]
+    draws: bool
 
 
-class Kept(NamedTuple):
+class DerivedState(NamedTuple):
     """What a forward keeps for its backward, or an input half for its weight half; and how to read it."""
 
-    plan: Plan
-    params: Shape
-    inputs: Shape
+    plan: DerivedFunctions
+    params: TreeShape
+    inputs: TreeShape
     state: Any
 
 
@@ -104,14 +107,17 @@ class Kept(NamedTuple):
 class Derived:
     """A pure forward, and what has been derived from it, by the shapes of its arguments.
 
-    `passes`: the positions of inputs that it also returns, for a later stage: then the outputs are a pair. Autograd
-    adds what the function contributes to their cotangents in the order in which it does on one device.
+    - `read`: selects what later stages read of the outputs; cotangents enter only there. `None` for all of it.
+
+    - `passes`: the positions of inputs that it also returns, for a later stage: then the outputs are a pair. Autograd
+      adds what the function contributes to their cotangents in the order in which it does on one device.
     """
 
     function: Callable[..., Any]
     name: str
     passes: tuple[int, ...] = ()
-    plans: dict[tuple[Shape, Shape, Shape], Plan] = field(default_factory=dict)
+    read: tuple[Read, ...] | None = None
+    plans: dict[tuple[TreeShape, TreeShape, TreeShape], DerivedFunctions] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.arity not in (PURE, FULL):
@@ -128,39 +134,46 @@ class Derived:
         except (TypeError, ValueError):
             return -1
 
-    def forward(self, params: Tree, buffers: Tree, inputs: tuple[Tree, ...], key: int) -> tuple[Tree, Tree, Kept]:
+    def forward(
+        self, params: Tree, buffers: Tree, inputs: tuple[Tree, ...], key: int
+    ) -> tuple[Tree, Tree, DerivedState]:
         """Return the outputs, the new buffers, and what the backward needs."""
-        (weights, of_params), (state, of_buffers), (given, of_inputs) = map(Shape.of, (params, buffers, inputs))
+        (weights, of_params), (state, of_buffers), (given, of_inputs) = map(TreeShape.of, (params, buffers, inputs))
         for what, tensors in (("params", weights), ("buffers", state), ("inputs", given)):
             require_primal(f"stage {self.name!r}, {what}", dict(enumerate(tensors)))
         shapes = of_params, of_buffers, of_inputs
         if shapes not in self.plans:
             self.plans[shapes] = self._derive(*shapes)
         plan = self.plans[shapes]
+        if plan.draws and isinstance(key, random.Unseeded):
+            raise InputError(
+                f"stage {self.name!r}: got no seed, expected one: it draws random numbers. Pass seed=step, a new one "
+                "for each step."
+            )
         functions = plan.functions
-        with random.preserve_generators([CPU]):
+        with random.preserve_generators([HOST]):
             outputs, new, kept = functions.forward(functions.leaves(weights), state, given, key)
-        return plan.outputs.fill(outputs), plan.buffers.fill(new), Kept(plan, of_params, of_inputs, kept)
+        return plan.outputs.fill(outputs), plan.buffers.fill(new), DerivedState(plan, of_params, of_inputs, kept)
 
-    def backward(self, kept: Kept, cotangents: Tree) -> tuple[tuple[Tree, ...], Tree]:
+    def backward(self, kept: DerivedState, cotangents: Tree) -> tuple[tuple[Tree, ...], Tree]:
         """Return the cotangents of the inputs, and the gradients."""
         outgoing, grads = kept.plan.functions.backward(kept.state, self._entering(kept.plan, cotangents))
         return self._returned(kept, outgoing), _spread(kept.params, kept.plan.weights, grads)
 
-    def backward_input(self, kept: Kept, cotangents: Tree) -> tuple[tuple[Tree, ...], Kept]:
+    def backward_input(self, kept: DerivedState, cotangents: Tree) -> tuple[tuple[Tree, ...], DerivedState]:
         """Return the cotangents of the inputs, and what the weight half needs."""
         outgoing, deferred = kept.plan.functions.backward_input(kept.state, self._entering(kept.plan, cotangents))
         return self._returned(kept, outgoing), kept._replace(state=deferred)
 
-    def backward_weight(self, kept: Kept) -> Tree:
+    def backward_weight(self, kept: DerivedState) -> Tree:
         """Return the gradients."""
         return _spread(kept.params, kept.plan.weights, kept.plan.functions.backward_weight(kept.state))
 
-    def _returned(self, kept: Kept, outgoing: Sequence[Tensor | None]) -> tuple[Tree, ...]:
+    def _returned(self, kept: DerivedState, outgoing: Sequence[Tensor | None]) -> tuple[Tree, ...]:
         found: tuple[Tree, ...] = _spread(kept.inputs, kept.plan.inputs, outgoing)
         return found
 
-    def _entering(self, plan: Plan, cotangents: Tree) -> Tensors:
+    def _entering(self, plan: DerivedFunctions, cotangents: Tree) -> Tensors:
         """Return the cotangents that enter, zeros where there is none."""
         leaves, structure = optree.tree_flatten(cotangents, none_is_leaf=True, namespace="")
         if len(leaves) != len(plan.outputs.leaves):
@@ -180,7 +193,7 @@ class Derived:
 
     # ------------------------------------------------------------------------------------------------------- recording
 
-    def _call(self, shapes: Sequence[Shape], key: int, tensors: Sequence[Tensor]) -> tuple[Tree, Tree]:
+    def _call(self, shapes: Sequence[TreeShape], key: int, tensors: Sequence[Tensor]) -> tuple[Tree, Tree]:
         """Call the function with these tensors in its arguments; return its outputs and new buffers."""
         given, trees = iter(tensors), list[Tree]()
         for shape in shapes:
@@ -190,16 +203,16 @@ class Derived:
         found = self.function(params, buffers, inputs, key) if full else (self.function(params, inputs), buffers)
         if not isinstance(found, tuple) or len(found) != PURE:
             raise InputError(
-                f"stage {self.name!r}: got {type(found).__name__} from forward(params, buffers, inputs, key), expected "
-                "the pair (outputs, buffers). Return both."
+                f"stage {self.name!r}: got {'a tuple' if isinstance(found, tuple) else 'a single result'} from "
+                "forward(params, buffers, inputs, key), expected the pair (outputs, buffers). Return both."
             )
         outputs, new = found
         return (outputs, tuple([inputs[k] for k in self.passes])) if self.passes else outputs, new
 
-    def _derive(self, *shapes: Shape) -> Plan:
+    def _derive(self, *shapes: TreeShape) -> DerivedFunctions:
         """Record the function on fake tensors; return what runs it."""
         mode = fake_mode()
-        with mode, torch.enable_grad(), random.preserve_generators([CPU]):
+        with mode, torch.enable_grad(), random.preserve_generators([HOST]):
             leaves = [spec.allocate() for shape in shapes for spec in shape.specs]
             params, buffers, inputs = (len(shape.specs) for shape in shapes)
             kinds = [PARAM] * params + [BUFFER] * buffers + [INPUT] * inputs
@@ -214,7 +227,8 @@ class Derived:
             with note_on(tape), assume_values(mode):
                 made = function.run(0, *leaves)
             forward = frozenset(tape.nodes)
-            roots = [OutputIndex(k) for k, one in enumerate(made[:count]) if one.requires_grad]
+            read = self._read(outputs)
+            roots = [OutputIndex(k) for k, one in enumerate(made[:count]) if one.requires_grad and k in read]
             entering = [Spec.of(made[k].detach()).allocate() for k in roots]
             cotangents = tape.take(entering)
             with note_on(tape), assume_values(mode):
@@ -236,30 +250,32 @@ class Derived:
                 leaves=(*pulls, *trained),
                 cotangents=tuple(Spec.of(got[k]) for k in pulls),
             )
-            eager = Autograd(function, wiring, (), varying=watch.varying)
-            reason = watch.unrecordable or ("it reads its key" if self._reads_key else "")
-            if reason:
-                functions: StageFunctions = replace(eager, remark=f"by autograd: {reason}")
-            else:
-                returned = made[:count], made[count:], [got[k] for k in pulls], [got[k] for k in trained]
-                joint = _joint(tape, arguments, (params, buffers), cotangents, forward, returned)
-                functions = GraphRequest(AS_GRAPH, (0,), split=True).make(eager, joint, optional=False)
-        return Plan(
+        # Outside of the fake mode, since compilers make constants.
+        eager = Autograd(function, wiring, (), varying=watch.varying)
+        reason = watch.unrecordable or ("it reads its key" if self._reads_key else "")
+        if reason:
+            functions: StageFunctions = replace(eager, remark=f"by autograd: {reason}")
+        else:
+            returned = made[:count], made[count:], [got[k] for k in pulls], [got[k] for k in trained]
+            joint = _joint(tape, arguments, (params, buffers), cotangents, forward, returned)
+            functions = GraphRequest(AS_GRAPH, (0,), split=True).make(eager, joint, optional=False)
+        return DerivedFunctions(
             functions,
             outputs,
             state,
             tuple(k in roots for k in range(count)),
             tuple(k in pulls for k in range(params + buffers, len(leaves))),
             tuple(k in trained for k in range(params)),
+            draws,
         )
 
     def _look(
-        self, mode: FakeTensorMode, shapes: Sequence[Shape], leaves: Sequence[Tensor]
-    ) -> tuple[ForwardWatch, Shape, Shape, bool]:
+        self, mode: FakeTensorMode, shapes: Sequence[TreeShape], leaves: Sequence[Tensor]
+    ) -> tuple[ForwardWatch, TreeShape, TreeShape, bool]:
         """Run the function once; return what it does that matters, the shapes of what it returns, and if it draws."""
         effects = Effects()
         with assume_values(mode) as answers, ForwardWatch() as watch, note_effects(mode, effects):
-            made, state = self._call(shapes, 0, leaves)
+            made, state = self._call(shapes, 0, [leaf.detach() for leaf in leaves])
         watch.note(answers)
         names = ("params", "buffers", "inputs")
         of = [(name, spec) for name, shape in zip(names, shapes, strict=True) for spec in shape.specs]
@@ -270,7 +286,7 @@ class Derived:
                     "arguments belong to the caller, and to other microbatches. Compute a new tensor (clone it first), "
                     "and return it; for buffers, as the second result."
                 )
-        (tensors, outputs), (_, new) = Shape.of(made), Shape.of(state)
+        (tensors, outputs), (_, new) = TreeShape.of(made), TreeShape.of(state)
         if not tensors:
             raise InputError(
                 f"stage {self.name!r}: got outputs without a tensor, {outputs.structure}, expected at least one. "
@@ -284,12 +300,20 @@ class Derived:
             )
         return watch, outputs, new, bool(effects.drawn)
 
-    def _flat(self, shapes: Sequence[Shape], key: int, tensors: Sequence[Tensor], draws: bool) -> Tensors:
+    def _read(self, outputs: TreeShape) -> frozenset[int]:
+        """Return the numbers of the tensors of the outputs that later stages read."""
+        numbers = range(len(outputs.specs))
+        if self.read is None:
+            return frozenset(numbers)
+        tree = outputs.fill(numbers, others=False)
+        return frozenset(optree.tree_leaves([select(tree) for select in self.read], namespace=NAMESPACE))
+
+    def _flat(self, shapes: Sequence[TreeShape], key: int, tensors: Sequence[Tensor], draws: bool) -> Tensors:
         """Return the tensors of the outputs, and of the new buffers."""
         if draws:
-            random.reseed(key, LABEL, CPU)
+            random.reseed(key, LABEL, HOST)
         made, state = self._call(shapes, key, tensors)
-        return (*Shape.of(made)[0], *Shape.of(state)[0])
+        return (*TreeShape.of(made)[0], *TreeShape.of(state)[0])
 
     @property
     def _reads_key(self) -> bool:
@@ -305,7 +329,7 @@ class Derived:
         )
 
 
-def _kinds(shape: Shape) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _kinds(shape: TreeShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [(spec.shape, spec.dtype) for spec in shape.specs]
 
 
@@ -346,7 +370,7 @@ def _joint(
     return Joint(tuple(tape.nodes), *first, tape.key, tuple(cotangents), forward, *groups)
 
 
-def _spread(shape: Shape, has: Sequence[bool], values: Sequence[Tensor | None]) -> Tree:
+def _spread(shape: TreeShape, has: Sequence[bool], values: Sequence[Tensor | None]) -> Tree:
     """Return a tree of this shape with the values at those of its tensors that have one, and `None` at other leaves."""
     given = iter(values)
     return shape.fill([next(given, None) if one else None for one in has], others=False)

@@ -6,24 +6,24 @@ Problem. Pure functions take and return pytrees; a pipeline must know which of t
 Idea. A stage says by name what it reads: the batch, the output of an earlier stage, or a member of one. That determines
 the stage graph. `fpipe.functional.node` puts the stages into the form that the executor runs.
 
-Runs when stages are connected; `Read.select` runs in every step.
+Runs when stages are connected; `StageRead.select` runs in every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
 from fpipe.errors import GraphError, InputError
-from fpipe.functional.stage import Stage, pass_on, stage
+from fpipe.functional.stage import Stage, specialize, stage
 from schedules import Graph
 
 INPUTS, TARGETS = "inputs", "targets"
 
 
-class Read(NamedTuple):
+class StageRead(NamedTuple):
     """What a stage reads: the batch's inputs or targets, or the output of an earlier stage; all of it, or one member.
 
     - `source`: the number of the stage, or `"inputs"` or `"targets"`. `keys`: the way to the member.
@@ -37,7 +37,7 @@ class Read(NamedTuple):
         return reduce(_member, self.keys, tree)
 
 
-WHOLE_INPUTS = Read(INPUTS, ())
+WHOLE_INPUTS = StageRead(INPUTS, ())
 """The read of all inputs; a tuple of them is passed as several."""
 
 
@@ -49,15 +49,19 @@ def _member(tree: Any, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Stages(Sequence[Stage]):
-    """Pure stages and the edges between them, made by `fpipe.connect`. The last one returns the loss.
+    """Pure stages and the edges between them, made by `fpipe.connect_stages`. The last one returns the loss.
 
     - `stages`: in an order in which one device could run them.
-    - `reads`: per stage, what it reads, in the order of its inputs.
+    - `names`: theirs. `said`: per stage, what it reads, as written.
+    - `reads`: per stage, what it reads, in the order of its inputs; what several read goes from each to the next.
+    - `plans`: what `execute` has found out for programs and shapes.
     """
 
     stages: tuple[Stage, ...]
     names: tuple[str, ...]
-    reads: tuple[tuple[Read, ...], ...]
+    reads: tuple[tuple[StageRead, ...], ...]
+    said: tuple[tuple[str, ...], ...] = ()
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def graph(self) -> Graph:
@@ -73,15 +77,11 @@ class Stages(Sequence[Stage]):
         return self.stages[s]
 
     def __str__(self) -> str:
-        rows = zip(self.names, self.reads, strict=True)
-        return "\n".join(f"stage {s}, {name}: reads {self._describe(reads)}" for s, (name, reads) in enumerate(rows))
-
-    def _describe(self, reads: Sequence[Read]) -> str:
-        sources = [one.source if isinstance(one.source, str) else self.names[one.source] for one in reads]
-        return ", ".join(".".join([s, *one.keys]) for s, one in zip(sources, reads, strict=True)) or "nothing"
+        rows = zip(self.names, self.said, strict=True)
+        return "\n".join(f"stage {s}, {name}: reads {', '.join(said)}" for s, (name, said) in enumerate(rows))
 
 
-def connect(stages: Sequence[Stage] | Mapping[str, tuple[Stage, Sequence[str]]], targets: bool = True) -> Stages:
+def connect_stages(stages: Sequence[Stage] | Mapping[str, tuple[Stage, Sequence[str]]], targets: bool = True) -> Stages:
     """Return stages with the edges between them.
 
     - `stages`: a sequence, of which each reads all of the output of the one before it; the first reads the inputs, the
@@ -97,7 +97,7 @@ def connect(stages: Sequence[Stage] | Mapping[str, tuple[Stage, Sequence[str]]],
     >>> def add(params, inputs):
     ...     left, right = inputs
     ...     return left + right
-    >>> print(fpipe.connect({"double": (double, ["inputs"]), "add": (add, ["double", "inputs"])}))
+    >>> print(fpipe.connect_stages({"double": (double, ["inputs"]), "add": (add, ["double", "inputs"])}))
     stage 0, double: reads inputs
     stage 1, add: reads double, inputs
     """
@@ -111,11 +111,12 @@ def connect(stages: Sequence[Stage] | Mapping[str, tuple[Stage, Sequence[str]]],
             reads = (INPUTS if s == 0 else str(s - 1), *([TARGETS] if targets and s == count - 1 else []))
             rows[str(s)] = as_stage(one), reads
     known: dict[str, int | str] = {INPUTS: INPUTS, TARGETS: TARGETS}
-    parsed = list[tuple[Read, ...]]()
+    parsed = list[tuple[StageRead, ...]]()
     for s, (name, (_, reads)) in enumerate(rows.items()):
         parsed.append(tuple([_parse(read, known, name) for read in reads]))
         known[name] = s
-    return _chain_readers(Stages(tuple([one for one, _ in rows.values()]), tuple(rows), tuple(parsed)))
+    said = tuple([tuple(reads) for _, reads in rows.values()])
+    return _chain_readers(Stages(tuple([one for one, _ in rows.values()]), tuple(rows), tuple(parsed), said))
 
 
 def _chain_readers(direct: Stages) -> Stages:
@@ -124,38 +125,41 @@ def _chain_readers(direct: Stages) -> Stages:
     So what comes back for it is added in the order in which one device adds: a reader adds its own terms to the sum of
     those after it. Reads of a tree and of a member of it are two values, whose sums are added where they were made.
     """
-    readers = dict[Read, list[int]]()
+    readers = dict[StageRead, list[int]]()
     for t, reads in enumerate(direct.reads):
         for read in dict.fromkeys(reads):
             readers.setdefault(read, []).extend([t] if isinstance(read.source, int) else [])
     passed = [[r for r in dict.fromkeys(reads) if t in readers[r][:-1]] for t, reads in enumerate(direct.reads)]
-    rows, stages = list[tuple[Read, ...]](), list[Stage]()
-    for t, (one, reads) in enumerate(zip(direct.stages, direct.reads, strict=True)):
-        stages.append(pass_on(one, tuple([_position(reads, r) for r in passed[t]])) if passed[t] else one)
+    rows, stages = list[tuple[StageRead, ...]](), list[Stage]()
+    for t, reads in enumerate(direct.reads):
         rows.append(tuple([_reroute(r, t, readers[r], passed) for r in reads]))
-    return Stages(tuple(stages), direct.names, tuple(rows))
+    for t, (one, reads) in enumerate(zip(direct.stages, direct.reads, strict=True)):
+        passes = tuple([_position(reads, read) for read in passed[t]])
+        read = tuple([one.select for row in rows for one in row if one.source == t])
+        stages.append(specialize(one, passes, read if t < len(rows) - 1 else None))
+    return replace(direct, stages=tuple(stages), reads=tuple(rows))
 
 
-def _position(reads: Sequence[Read], read: Read) -> int:
+def _position(reads: Sequence[StageRead], read: StageRead) -> int:
     """Return the position of a read among a stage's inputs, from the end if a tuple of inputs comes before it."""
     k = reads.index(read)
     return k - len(reads) if WHOLE_INPUTS in reads[:k] else k
 
 
-def _reroute(read: Read, reader: int, readers: Sequence[int], passed: Sequence[Sequence[Read]]) -> Read:
+def _reroute(read: StageRead, reader: int, readers: Sequence[int], passed: Sequence[Sequence[StageRead]]) -> StageRead:
     """Return where a stage reads a value: from the reader before it, or from where it is made."""
     if not isinstance(read.source, int):
         return read
     before = [t for t in readers if t < reader]
     if before:
-        return Read(
+        return StageRead(
             before[-1],
             (
                 "1",
                 str(passed[before[-1]].index(read)),
             ),
         )
-    return Read(read.source, ("0", *read.keys)) if passed[read.source] else read
+    return StageRead(read.source, ("0", *read.keys)) if passed[read.source] else read
 
 
 def as_stage(one: Any) -> Stage:
@@ -167,11 +171,11 @@ def as_stage(one: Any) -> Stage:
     raise InputError(f"stages: got {one!r}, expected a stage or a function. Pass fpipe.stage(forward).")
 
 
-def _parse(read: str, known: Mapping[str, int | str], reader: str) -> Read:
+def _parse(read: str, known: Mapping[str, int | str], reader: str) -> StageRead:
     name, *keys = read.split(".")
     if name not in known:
         raise GraphError(
             f"stage {reader!r}: got a read of {read!r}, expected one of {', '.join(known)}, or a member of it such as "
             f"'{INPUTS}.0'. Name a stage that comes before this one."
         )
-    return Read(known[name], tuple(keys))
+    return StageRead(known[name], tuple(keys))

@@ -21,19 +21,19 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.functional.derived import Shape
+from fpipe.functional.derived import TreeShape
 from fpipe.functional.graph import WHOLE_INPUTS, Stages
 from fpipe.functional.stage import add_trees
 from fpipe.runtime.contract import StageCrossing
 from fpipe.runtime.transport import Payload
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import NAMESPACE
+from schedules.language.graph import Edge
 
-Edge: TypeAlias = tuple[int, int]
-Layouts: TypeAlias = Mapping[Edge, Shape]
+Layouts: TypeAlias = Mapping[Edge, TreeShape]
 
 
-class Kept(NamedTuple):
+class NodeState(NamedTuple):
     """What a node keeps of a forward.
 
     - `residuals`: the stage's own. `numbered`: its output, with the number of each leaf in its place.
@@ -47,7 +47,7 @@ class Kept(NamedTuple):
     loss: Any = None
 
 
-class Node:
+class StageNode:
     """Stage number `index` of connected stages.
 
     `layouts`: per edge, the shape of what it carries; an edge without one carries whole trees.
@@ -76,13 +76,17 @@ class Node:
             specs = layout.specs if what == "values" else _differentiable(layout.specs)
         return StageCrossing(source, target, tuple([f"{what} {k}" for k in range(len(specs))]), specs)
 
-    def forward(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any, Kept]:
+    def forward(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any, NodeState]:
         """Run the stage; return its result, if it is the last, and what each edge carries."""
         given, origins = self._gather(inputs)
         outputs, new, residuals = self.stage.forward(params, buffers, given, key)
         numbers = iter(range(optree.tree_structure(outputs, none_is_leaf=True, namespace=NAMESPACE).num_leaves))
         numbered = optree.tree_map(lambda _: next(numbers), outputs, none_is_leaf=True, namespace=NAMESPACE)
-        return self._give(outputs), new, Kept(residuals, numbered, origins, loss_of(outputs) if self.is_last else None)
+        return (
+            self._give(outputs),
+            new,
+            NodeState(residuals, numbered, origins, loss_of(outputs) if self.is_last else None),
+        )
 
     def evaluate(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any]:
         """Return the same without residuals."""
@@ -116,13 +120,22 @@ class Node:
         layout = self.layouts.get(edge)
         if layout is None:
             return (trees,)
-        tensors, shape = Shape.of(trees)
+        tensors, shape = TreeShape.of(trees)
         if shape.structure != layout.structure:
             raise InputError(
                 f"stage {self.name!r}: got an output of the structure {shape.structure}, expected {layout.structure}, "
                 "as on the example. Return the same structure for every microbatch."
             )
-        return tensors
+        return tuple([self._conform(spec, one) for spec, one in zip(layout.specs, tensors, strict=True)])
+
+    def _conform(self, spec: Spec, tensor: Tensor) -> Tensor:
+        """Return what crosses in the layout in which it is sent."""
+        if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+            raise InputError(
+                f"stage {self.name!r}: got an output {Spec.of(tensor)}, expected {spec}, as on fake tensors: the ranks "
+                "know what crosses before it is sent. Return shapes that follow from those of the inputs."
+            )
+        return spec.like(tensor.detach())
 
     def _unpack(self, crossings: Sequence[StageCrossing], arrived: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Return the trees that arrived along each edge."""
@@ -135,7 +148,7 @@ class Node:
 
     # ---------------------------------------------------------------------------------------------------- the backward
 
-    def backward(self, kept: Kept, cotangents: Payload, onto: Any) -> tuple[Payload, Any]:
+    def backward(self, kept: NodeState, cotangents: Payload, onto: Any) -> tuple[Payload, Any]:
         """Run the backward; return what each edge carries back, and the sum of gradients."""
         entering = self._enter(kept, cotangents)
         if self.stage.backward is None:
@@ -144,7 +157,7 @@ class Node:
         found, grads = self.stage.backward(kept.residuals, entering)
         return self._leave(kept, found), (add_trees(*onto, grads),)
 
-    def backward_input(self, kept: Kept, cotangents: Payload) -> tuple[Payload, Any]:
+    def backward_input(self, kept: NodeState, cotangents: Payload) -> tuple[Payload, Any]:
         """Run the input half; of a stage without halves, run the whole, and keep its gradients for the weight half."""
         entering = self._enter(kept, cotangents)
         if self.stage.backward_input is None and self.stage.backward is not None:
@@ -152,7 +165,7 @@ class Node:
             return self._leave(kept, found), (grads,)
         return self._half(kept, entering)
 
-    def _half(self, kept: Kept, entering: Any) -> tuple[Payload, Any]:
+    def _half(self, kept: NodeState, entering: Any) -> tuple[Payload, Any]:
         if self.stage.backward_input is None:
             raise InputError(
                 f"stage {self.name!r}: got a schedule with backwards, expected one without, since the stage has none. "
@@ -166,7 +179,7 @@ class Node:
         grads = deferred[0] if self.stage.backward_weight is None else self.stage.backward_weight(deferred)
         return (add_trees(*onto, grads),)
 
-    def _enter(self, kept: Kept, cotangents: Payload) -> Any:
+    def _enter(self, kept: NodeState, cotangents: Payload) -> Any:
         """Return the cotangent of the whole output: the sum of what came from all readers, later ones first."""
         sums = dict[int, Any]()
         if self.is_last:
@@ -200,7 +213,7 @@ class Node:
         found: tuple[Any, ...] = layout.fill(tensors, others=False)
         return found
 
-    def _leave(self, kept: Kept, found: Any) -> Payload:
+    def _leave(self, kept: NodeState, found: Any) -> Payload:
         """Return what each edge carries back, given the cotangents of the stage's inputs."""
         if not isinstance(found, tuple) or len(found) != len(kept.origins):
             got = f"{len(found)} of them" if isinstance(found, tuple) else type(found).__name__
@@ -242,7 +255,7 @@ def _differentiable(specs: Sequence[Spec]) -> tuple[Spec, ...]:
     return tuple([spec for spec in specs if spec.dtype.is_floating_point])
 
 
-def _dense(layout: Shape, trees: tuple[Any, ...]) -> list[Tensor]:
+def _dense(layout: TreeShape, trees: tuple[Any, ...]) -> list[Tensor]:
     """Return the cotangents of the floating-point tensors on an edge, zeros where there is none."""
     pairs = zip(layout.leaves, _leaves(trees), strict=True)
     wanted = [(spec, one) for spec, one in pairs if isinstance(spec, Spec) and spec.dtype.is_floating_point]

@@ -24,7 +24,7 @@ from typing import Any
 import optree
 
 from fpipe.errors import InputError
-from fpipe.functional.derived import Derived
+from fpipe.functional.derived import Derived, Read
 from fpipe.tensors.tree import NAMESPACE
 
 Forward = Callable[[Any, Any, tuple[Any, ...], int], tuple[Any, Any, Any]]
@@ -116,13 +116,16 @@ def _of(one: Derived) -> Stage:
     return Stage(one.forward, one.backward, one.backward_input, one.backward_weight, one.name, one)
 
 
-def pass_on(one: Stage, passes: tuple[int, ...]) -> Stage:
+def specialize(one: Stage, passes: tuple[int, ...], read: tuple[Read, ...] | None) -> Stage:
     """Return a stage that also returns these of its inputs, for a later stage: its outputs are then a pair.
 
-    What comes back for an input that was passed on is added to its cotangent.
+    What comes back for an input that was passed on is added to its cotangent. `read` selects what later stages read of
+    the outputs; nothing comes back for the rest.
     """
     if one.derived is not None:
-        return _of(replace(one.derived, passes=passes, plans={}))
+        return _of(replace(one.derived, passes=passes, read=read, plans={}))
+    if not passes:
+        return one
 
     def forward(params: Any, buffers: Any, inputs: tuple[Any, ...], key: int) -> tuple[Any, Any, Any]:
         outputs, new, residuals = one.forward(params, buffers, inputs, key)

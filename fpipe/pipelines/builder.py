@@ -114,7 +114,8 @@ class Builder:
             return self._bind(module, example)
 
     def _bind(self, module: nn.Module, example: SplitBatch) -> Pipeline:
-        captures = self._captures(module)
+        loss, trains = self.loss, self.schedule.backward
+        captures = make_captures(module, loss, self.batchings, self.cuts, self.capture, trains, self.plans)
         answers = Resolver(captures, TRAINING, example, self.ranks.exchange_text, example=True)
         captures = captures.with_example(answers.resolve())
         kept = example if captures.batchings[True].example.answers else example.without_values()
@@ -132,18 +133,21 @@ class Builder:
         _warn_of_observers(pipe.training.assembly.captured.observers)
         return pipe
 
-    def _captures(self, module: nn.Module) -> Captures:
-        """Return an empty cache for a model's captures; it holds none of the user's tensors."""
-        see, mode, home = (
-            find_capture(self.capture, *self.cuts.names(module, self.loss)),
-            fake_mode(),
-            self.batchings[True].home,
-        )
-        model = skeleton(module, lambda tensor: fake(mode, tensor, home))
-        watching = Watcher(ModelState.of(module), self.loss)
-        trains, hooks = self.schedule.backward, collect_gradient_hooks(module)
-        memo = Memo(self.plans)
-        return Captures(model, self.loss, self.batchings, see, self.cuts, trains, hooks, watching, memo)
+
+def make_captures(
+    module: nn.Module,
+    loss: Loss | None,
+    batchings: dict[bool, Batching],
+    cuts: Cuts,
+    capture: str | FrontEnd | CaptureFunction,
+    trains: bool,
+    most: int,
+) -> Captures:
+    """Return an empty cache for a model's captures, which keeps `most` kinds; it holds none of the user's tensors."""
+    see, mode, home = find_capture(capture, *cuts.names(module, loss)), fake_mode(), batchings[True].home
+    model = skeleton(module, lambda tensor: fake(mode, tensor, home))
+    watching = Watcher(ModelState.of(module), loss)
+    return Captures(model, loss, batchings, see, cuts, trains, collect_gradient_hooks(module), watching, Memo(most))
 
 
 def _warn_of_observers(observers: Sequence[str]) -> None:
