@@ -32,6 +32,7 @@ class Affine(NamedTuple):
     bias: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the images of rows."""
         return x @ self.weight + self.bias
 
 

@@ -77,7 +77,7 @@ class TreeShape(NamedTuple):
 
 
 class DerivedFunctions(NamedTuple):
-    """What was derived for one shape of the arguments.
+    """The functions that were derived for arguments of one shape.
 
     - `functions`: on flat tuples of tensors. `outputs`, `buffers`: the shapes of what the forward returns.
     - `roots`: for each tensor of the outputs, whether a cotangent enters there.
@@ -95,7 +95,7 @@ class DerivedFunctions(NamedTuple):
 
 
 class DerivedState(NamedTuple):
-    """What a forward keeps for its backward, or an input half for its weight half; and how to read it."""
+    """The state that a forward leaves for its backward, or an input half for its weight half; and how to read it."""
 
     plan: DerivedFunctions
     params: TreeShape
@@ -235,21 +235,7 @@ class Derived:
                 got = _differentiate([made[k] for k in roots], {k: leaves[k] for k in wanted}, entering)
             pulls = [ArgumentIndex(k) for k in got if kinds[k] == INPUT]
             trained = [ArgumentIndex(k) for k in got if kinds[k] == PARAM]
-            wiring = Wiring(
-                parameters=params,
-                buffers=buffers,
-                trained=frozenset(ArgumentIndex(k) for k in wanted if kinds[k] == PARAM),
-                differentiated=tuple(ArgumentIndex(k) for k in wanted if kinds[k] == INPUT),
-                inner=(),
-                modified=(),
-                reassigned=tuple((BufferIndex(k), OutputIndex(count + k)) for k in range(buffers)),
-                passed=(),
-                outputs=tuple((OutputIndex(k), spec) for k, spec in enumerate(outputs.specs)),
-                loss=None,
-                roots=tuple(roots),
-                leaves=(*pulls, *trained),
-                cotangents=tuple(Spec.of(got[k]) for k in pulls),
-            )
+            wiring = _wire((params, buffers), wanted, outputs, roots, {k: got[k] for k in (*pulls, *trained)})
         # Outside of the fake mode, since compilers make constants.
         eager = Autograd(function, wiring, (), varying=watch.varying)
         reason = watch.unrecordable or ("it reads its key" if self._reads_key else "")
@@ -306,7 +292,8 @@ class Derived:
         if self.read is None:
             return frozenset(numbers)
         tree = outputs.fill(numbers, others=False)
-        return frozenset(optree.tree_leaves([select(tree) for select in self.read], namespace=NAMESPACE))
+        found: Any = [select(tree) for select in self.read]
+        return frozenset(optree.tree_leaves(found, namespace=NAMESPACE))
 
     def _flat(self, shapes: Sequence[TreeShape], key: int, tensors: Sequence[Tensor], draws: bool) -> Tensors:
         """Return the tensors of the outputs, and of the new buffers."""
@@ -327,6 +314,37 @@ class Derived:
         return name in code.co_cellvars or any(
             step.opname.startswith("LOAD_") and step.argval == name for step in dis.get_instructions(code)
         )
+
+
+def _wire(
+    counts: tuple[int, int],
+    wanted: Sequence[int],
+    outputs: TreeShape,
+    roots: Sequence[OutputIndex],
+    got: Mapping[ArgumentIndex, Tensor],
+) -> Wiring:
+    """Return the roles of the tensors of a pure function.
+
+    - `counts`: the numbers of tensors of the parameters and of the buffers. `wanted`: arguments to differentiate by.
+    - `roots`: outputs at which cotangents enter. `got`: gradients, those of the inputs first.
+    """
+    params, buffers = counts
+    count = len(outputs.specs)
+    return Wiring(
+        parameters=params,
+        buffers=buffers,
+        trained=frozenset(ArgumentIndex(k) for k in wanted if k < params),
+        differentiated=tuple(ArgumentIndex(k) for k in wanted if k >= params),
+        inner=(),
+        modified=(),
+        reassigned=tuple((BufferIndex(k), OutputIndex(count + k)) for k in range(buffers)),
+        passed=(),
+        outputs=tuple((OutputIndex(k), spec) for k, spec in enumerate(outputs.specs)),
+        loss=None,
+        roots=tuple(roots),
+        leaves=tuple(got),
+        cotangents=tuple(Spec.of(one) for k, one in got.items() if k >= params),
+    )
 
 
 def _kinds(shape: TreeShape) -> list[tuple[tuple[int, ...], torch.dtype]]:

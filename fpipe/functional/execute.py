@@ -53,6 +53,8 @@ def execute(
 ) -> tuple[Executed, Any]:
     """Apply a program to stages; return the results, and the gradients in the structure of the parameters.
 
+    In the place of a parameter without a gradient, or of another rank, is `None`; dicts by name lack it.
+
     - `program`: a schedule, lowered for the graph of the stages: `schedules.lower(schedule, stages.graph)`.
     - `stages`: what `fpipe.cut` or `fpipe.connect_stages` returned, or a sequence for `fpipe.connect_stages`.
     - `params`, `buffers`: a sequence with one pytree for each stage; for stages of a model, also one dict by name.

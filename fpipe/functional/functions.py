@@ -29,7 +29,7 @@ from fpipe.tensors import random
 from fpipe.tensors.fake import fake_mode
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import NAMESPACE
-from schedules import Program
+from schedules import Program, Schedule
 
 
 def bind_functions(
@@ -47,25 +47,8 @@ def bind_functions(
 
     Raise `InputError` for arguments that do not match the stages.
     """
-    schedule, count, places = program.schedule, program.schedule.microbatches, range(len(stages))
-    for what, given in (("params", params), ("buffers", buffers)):
-        if not isinstance(given, Sequence) or len(given) != len(stages):
-            got = f"{len(given)} trees" if isinstance(given, Sequence) else type(given).__name__
-            raise InputError(
-                f"{what}: got {got}, expected a sequence with one tree for each of {len(stages)} stages. Pass () for a "
-                "stage that has none."
-            )
-    for s in places:
-        if schedule.backward and not stages[s].is_differentiable:
-            raise InputError(
-                f"stage {stages.names[s]!r}: got no backward, expected one for {schedule!r}. Pass backward=, or a "
-                "schedule of forwards only."
-            )
-        if packed and len(schedule.placement.replicas(s)) > 1:
-            raise InputError(
-                f"schedule: got {schedule!r}, with stage {s} on two ranks, expected one rank for each stage that is a "
-                "function. Run all ranks in one process, or build a pipeline of a module."
-            )
+    schedule, count = program.schedule, program.schedule.microbatches
+    _require_arguments(stages, schedule, params, buffers, packed)
     halves = [split(tree, count) for tree in batch]
     rows = [{"inputs": a, "targets": b} for a, b in zip(*halves, strict=True)]
     shapes = tuple([TreeShape.of((row, params, buffers))[1] if packed else None for row in rows])
@@ -74,12 +57,13 @@ def bind_functions(
     plan = stages.plans[program, shapes]
 
     def finish(outcomes: Mapping[int, Outcome]) -> tuple[Executed, Any]:
-        new, grads, made = list(buffers), [None] * len(stages), dict[int, Any]()
+        new, made = list(buffers), dict[int, Any]()
+        grads = [optree.tree_map(lambda _: None, one, none_is_leaf=True, namespace=NAMESPACE) for one in params]
         for outcome in outcomes.values():
             for s, state in outcome.buffers[0].items():
                 new[s] = state
             for s, total in outcome.grads.items():
-                grads[s] = total[0] if total else None
+                grads[s] = total[0] if total else grads[s]
             made.update({i: one[0] for i, one in outcome.results.items()})
         results = [made[i] for i in sorted(made)]
         if not schedule.backward:
@@ -99,8 +83,30 @@ def bind_functions(
     return BoundStages(inputs, plan.link, nullcontext, finish, lambda: plan.lines)
 
 
+def _require_arguments(stages: Stages, schedule: Schedule, params: Any, buffers: Any, packed: bool) -> None:
+    """Raise `InputError` unless these stages can be run with these arguments under a schedule."""
+    for what, given in (("params", params), ("buffers", buffers)):
+        if not isinstance(given, Sequence) or len(given) != len(stages):
+            got = f"{len(given)} trees" if isinstance(given, Sequence) else type(given).__name__
+            raise InputError(
+                f"{what}: got {got}, expected a sequence with one tree for each of {len(stages)} stages. Pass () for a "
+                "stage that has none."
+            )
+    for s in range(len(stages)):
+        if schedule.backward and not stages[s].is_differentiable:
+            raise InputError(
+                f"stage {stages.names[s]!r}: got no backward, expected one for {schedule!r}. Pass backward=, or a "
+                "schedule of forwards only."
+            )
+        if packed and len(schedule.placement.replicas(s)) > 1:
+            raise InputError(
+                f"schedule: got {schedule!r}, with stage {s} on two ranks, expected one rank for each stage that is a "
+                "function. Run all ranks in one process, or build a pipeline of a module."
+            )
+
+
 class _Plan(NamedTuple):
-    """What depends on the program and on shapes only: per microbatch, the nodes; and the linked program of each rank.
+    """All that depends on the program and on shapes only: the nodes of each microbatch, and linked programs.
 
     `lines`: what crosses, as text.
     """

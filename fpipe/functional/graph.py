@@ -24,7 +24,7 @@ INPUTS, TARGETS = "inputs", "targets"
 
 
 class StageRead(NamedTuple):
-    """What a stage reads: the batch's inputs or targets, or the output of an earlier stage; all of it, or one member.
+    """A value that a stage reads: the batch's inputs or targets, or an earlier stage's output; all of it, or a member.
 
     - `source`: the number of the stage, or `"inputs"` or `"targets"`. `keys`: the way to the member.
     """
@@ -115,6 +115,14 @@ def connect_stages(stages: Sequence[Stage] | Mapping[str, tuple[Stage, Sequence[
     for s, (name, (_, reads)) in enumerate(rows.items()):
         parsed.append(tuple([_parse(read, known, name) for read in reads]))
         known[name] = s
+    *earlier, _ = rows
+    used = {one.source for reads in parsed for one in reads}
+    for name in earlier:
+        if known[name] not in used:
+            raise GraphError(
+                f"stage {name!r}: got no later stage that reads it, expected one: only the last stage has a result. "
+                "Name it in the reads of a later stage, or leave it out."
+            )
     said = tuple([tuple(reads) for _, reads in rows.values()])
     return _chain_readers(Stages(tuple([one for one, _ in rows.values()]), tuple(rows), tuple(parsed), said))
 
@@ -135,8 +143,8 @@ def _chain_readers(direct: Stages) -> Stages:
         rows.append(tuple([_reroute(r, t, readers[r], passed) for r in reads]))
     for t, (one, reads) in enumerate(zip(direct.stages, direct.reads, strict=True)):
         passes = tuple([_position(reads, read) for read in passed[t]])
-        read = tuple([one.select for row in rows for one in row if one.source == t])
-        stages.append(specialize(one, passes, read if t < len(rows) - 1 else None))
+        selects = tuple([read.select for row in rows for read in row if read.source == t])
+        stages.append(specialize(one, passes, selects if t < len(rows) - 1 else None))
     return replace(direct, stages=tuple(stages), reads=tuple(rows))
 
 

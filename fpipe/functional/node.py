@@ -34,7 +34,7 @@ Layouts: TypeAlias = Mapping[Edge, TreeShape]
 
 
 class NodeState(NamedTuple):
-    """What a node keeps of a forward.
+    """The state that a node keeps of a forward.
 
     - `residuals`: the stage's own. `numbered`: its output, with the number of each leaf in its place.
     - `origins`: per input, the stage that it came from; `None` for the batch.

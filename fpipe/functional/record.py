@@ -58,7 +58,7 @@ from schedules import Graph, Program, Schedule, forward_only, gpipe, zb_h1
 
 @dataclass(frozen=True, eq=False)
 class ModelRecord:
-    """What a model and its loss compute for one microbatch, recorded by `fpipe.capture`.
+    """A recording of what a model and its loss compute for one microbatch, made by `fpipe.capture`.
 
     Its stages are cut by `fpipe.cut`. Printed, it lists the modules, what is held, and what runs as Python.
     """

@@ -505,7 +505,7 @@ def another_number_in_the_batch_of_one_rank(rank, size):
 
 @case(sizes=[2])
 def stages_that_are_executed_have_the_bits_of_one_process(rank, size):
-    """Stages of a model and pure functions, whose parameters on other ranks are on meta; twice, and with uneven rows."""
+    """Stages of a model, and pure functions, whose parameters on other ranks are on meta; with uneven rows."""
     transport, how = fpipe.processes(ranks=size), zb_h1(ranks=size, microbatches=3)
     one = ZOO["dropping"]
     model, inputs, targets = one.make(7)

@@ -83,6 +83,7 @@ def tensors_of(tree):
 @st.composite
 def graphs(draw):
     """Stages in a row; each reads one or two of what comes before it, whole or a member. And their parameters."""
+    torch.manual_seed(0)
     count = draw(st.integers(2, 4))
     rows, params = {}, []
     for s in range(count):
@@ -93,7 +94,8 @@ def graphs(draw):
         # Reads of a tree and of a member of it are summed where they were made, not as one device does.
         reads = [one for one in reads if one in whole or one == "inputs" or one.split(".")[0] not in reads]
         if s == count - 1:
-            reads = [one for one in reads if one != "inputs"] or [f"s{s - 1}"]
+            read = {one.split(".")[0] for _, found in rows.values() for one in found}
+            reads = [f"s{k}" for k in range(s) if f"s{k}" not in read] or [f"s{s - 1}"]
             rows[f"s{s}"] = loss, [*reads, "targets"]
             params.append([torch.randn(WIDTH)])
         elif draw(st.booleans()):
@@ -390,6 +392,10 @@ REFUSALS = {
     "other buffers": (
         lambda: execute([steal, scalar], buffers=({"n": torch.zeros(1)}, ())),
         "'steal': got new buffers",
+    ),
+    "a stage that nobody reads": (
+        lambda: fpipe.connect_stages({"a": (affine, ["inputs"]), "b": (scalar, ["inputs"])}),
+        "stage 'a': got no later stage that reads it",
     ),
     "a read of nothing": (lambda: fpipe.connect_stages({"a": (affine, ["b"])}), "stage 'a': got a read of 'b'"),
     "no stages": (lambda: fpipe.connect_stages([]), "stages: got none"),
