@@ -87,7 +87,8 @@ def pipeline(
       non-tensor leaves: the model is captured again for each kind of batch, at its first step.
     - `batch_dims`: how tensors are split into microbatches: a dimension, along which `torch.tensor_split` splits them,
       `None` to give every microbatch the whole tensor, or a function `f(tensor, M)` that returns M tensors. Either one
-      for all tensors, or a tree that is a prefix of `(example, targets)`, such as `((0, None), 0)`.
+      for all tensors, or a tree that is a prefix of `(example, targets)`, such as `((0, None), 0)`. Tensors that share
+      an entry must have the same size in their dimension.
     - `output_dims`: how the outputs of microbatches are merged: a dimension to concatenate along (scalars are stacked),
       `None` to take the first microbatch's, or a function of the sequence of them. Either one for all, or a tree that
       is a prefix of the outputs.
@@ -219,13 +220,16 @@ def value_and_grad(
         return agree_to_train(pipe, outputs, sums, record)
 
 
-def evaluate(pipe: Pipeline, record: RecordSpan | None = None) -> Callable[..., Step]:
+def evaluate(pipe: Pipeline, record: RecordSpan | None = None, outputs: bool = True) -> Callable[..., Step]:
     """Return the function that computes outputs, and with targets the loss, in eval mode; it keeps no graph.
 
     It takes the same arguments as the function that `value_and_grad` returns. A model that computes its own loss always
     returns one. Outputs are merged in microbatch order and are returned on the rank of the last stage. Under
     torch.distributed every rank must call this, and then the function, in the same order, and at least one of them must
     pass the targets if there are any. `record` is as in `value_and_grad`. Raise `InputError` as that function does.
+
+    With `outputs=False` it returns the loss alone, and needs memory for the outputs of one microbatch, as a plain loop
+    does; otherwise all of them are kept, and again as they are merged.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe
@@ -234,10 +238,12 @@ def evaluate(pipe: Pipeline, record: RecordSpan | None = None) -> Callable[..., 
     >>> step = fpipe.evaluate(pipe)(*pipe.init(model), (x,))
     >>> bool(torch.isclose(step.loss, model(x).mean())), step.outputs.shape
     (True, torch.Size([6, 1]))
+    >>> fpipe.evaluate(pipe, outputs=False)(*pipe.init(model), (x,)).outputs is None
+    True
     """
     with call_together(evaluate, locals()):
-        agree_on_arguments(pipe)
-    return make_evaluation_step(pipe, record)
+        agree_on_arguments(pipe, outputs=outputs)
+    return make_evaluation_step(pipe, record, outputs)
 
 
 def reference(pipe: Pipeline, outputs: bool = False, sums: torch.dtype | None = None) -> ValueAndGrad:
@@ -274,6 +280,7 @@ def verify(
     seed: int | None = None,
     steps: int = 1,
     tolerance: float = 0,
+    unsplit: float | None = None,
 ) -> Verification:
     """Run steps three ways and compare loss, outputs (if they are a tree), gradients and buffers bit for bit.
 
@@ -286,6 +293,12 @@ def verify(
     differ by that fraction of its largest magnitude: for compiled stages, and for accelerators with nondeterministic
     kernels.
 
+    These loops split the batch as the pipeline does. With `unsplit`, such as 1e-5, each step also runs the module once
+    on the whole batch, in one piece, and compares the loss, the gradients, and the outputs that are concatenated: each
+    may differ by that fraction of the largest magnitude among its kind. So it finds leaves that `batch_dims` splits
+    wrongly, and losses and layers that mean something else on microbatches: sums, BatchNorm, means over unequal numbers
+    of tokens without a `weight`. Raise `InputError` if the model draws random numbers.
+
     Under torch.distributed, every rank must call this, with the whole model and batch, and compares what it holds.
     Raise `MismatchError` naming the first leaf that differs, or that is nan on both sides and so proves nothing. Each
     step costs two more steps, on one device.
@@ -294,10 +307,10 @@ def verify(
     >>> from schedules import gpipe
     >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)), torch.randn(6, 4)
     >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(ranks=2, microbatches=3))
-    >>> fpipe.verify(pipe, model, (x,))  # a loss, the outputs and four gradients
+    >>> fpipe.verify(pipe, model, (x,), unsplit=1e-5)  # a loss, the outputs and four gradients
     Verification(reference=6, eager=6)
     """
     with call_together(verify, locals()):
-        trial = Trial(pipe, as_module(model), (inputs, targets), tolerance)
+        trial = Trial(pipe, as_module(model), (inputs, targets), tolerance, unsplit)
         trial.agree(steps, seed, params is not None, buffers is not None)
     return verify_steps(trial, params, buffers, seed, steps)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -34,6 +34,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.resolver import Resolver
 from fpipe.record.captured import CaptureFunction, FrontEnd
+from fpipe.record.exchanges import require_joined_hooks
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.front_ends.registry import find_capture
 from fpipe.record.model.skeleton import skeleton
@@ -116,6 +117,7 @@ class Builder:
     def _bind(self, module: nn.Module, example: SplitBatch) -> Pipeline:
         loss, trains = self.loss, self.schedule.backward
         captures = make_captures(module, loss, self.batchings, self.cuts, self.capture, trains, self.plans)
+        captures = replace(captures, ranks_of=self.ranks.ranks_of)
         answers = Resolver(captures, TRAINING, example, self.ranks.exchange_text, example=True)
         captures = captures.with_example(answers.resolve())
         kept = example if captures.batchings[True].example.answers else example.without_values()
@@ -128,6 +130,7 @@ class Builder:
         if pipe.training.placed:
             pipe.holdings.require_apart(self.ranks.processes)
         agree_on_plan(pipe, TRAINING)
+        require_joined_hooks(pipe.training.assembly.captured)
         require_own_buffers(module, pipe.training.assembly.captured)
         require_trained(pipe.training.assembly, self.schedule)
         _warn_of_observers(pipe.training.assembly.captured.observers)
@@ -147,7 +150,8 @@ def make_captures(
     see, mode, home = find_capture(capture, *cuts.names(module, loss)), fake_mode(), batchings[True].home
     model = skeleton(module, lambda tensor: fake(mode, tensor, home))
     watching = Watcher(ModelState.of(module), loss)
-    return Captures(model, loss, batchings, see, cuts, trains, collect_gradient_hooks(module), watching, Memo(most))
+    hooks, memo = collect_gradient_hooks(module), Memo(most)
+    return Captures(model, loss, batchings, see, cuts, trains, hooks, watching, memo=memo)
 
 
 def _warn_of_observers(observers: Sequence[str]) -> None:

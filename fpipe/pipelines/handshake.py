@@ -15,6 +15,7 @@ of a kind of batch and of its plan only once.
 from __future__ import annotations
 
 import dataclasses
+import json
 import platform
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -193,9 +194,11 @@ def _constant_lines(plan: StepPlan) -> Iterator[str]:
     for cut in plan.cuts:
         for value, source in cut.captured.sources.items():
             if isinstance(source, Constant):
-                reader = next((unit.path for unit in cut.captured.units if value in unit.reads), "")
-                tensor, where = source.tensor, reader or "(root)"
-                yield f"read in {where}: {tensor.dtype} {list(tensor.shape)} of values {digest_tensor(tensor)}"
+                reader = next((unit for unit in cut.captured.units if value in unit.reads), None)
+                tensor = source.tensor
+                if reader is not None:  # else code has looked at it only: what it decided is compared
+                    what = f"{tensor.dtype} {list(tensor.shape)} of values {digest_tensor(tensor)}"
+                    yield f"read in {reader.path or '(root)'}: {what}"
 
 
 def _cut_lines(pipe: Pipeline, plan: StepPlan, variant: Variant, signature: Signature) -> Iterator[str]:
@@ -306,8 +309,12 @@ def agree_to_step(
         copy: scatter(part, pipe.holdings.locals(params, copy), buffers, batch, call.seed, links.get(copy))
         for copy, part in plan.parts.items()
     }
-    numbers = number_fields(batch.signature)
-    pipe.ranks.agree(lambda: [*pipe.memo.agreements[kind].fields, *call_fields(call), *numbers])
+    numbers, skips = number_fields(batch.signature), variant.training and any(one.skips for one in inputs.values())
+    notes = pipe.ranks.agree(
+        lambda: [*pipe.memo.agreements[kind].fields, *call_fields(call), *numbers], note=int(skips)
+    )
+    if any(notes):
+        inputs = _share_skips(pipe, inputs)
     pipe.memo.use(kind)
     if not pipe.compared:
         _require_same_copies(pipe, plan, {**params, **buffers})
@@ -376,6 +383,16 @@ def _require_pair(k: int, example: object) -> tuple[Any, Any]:
         f"examples[{k}]: got {type(example).__name__}, expected a pair of inputs and targets, as a step takes them. "
         "Write ((x,), y), or ((x,), None) if there are no targets."
     )
+
+
+def _share_skips(pipe: Pipeline, inputs: Mapping[int, Inputs]) -> dict[int, Inputs]:
+    """Return the inputs of each copy with its microbatches of weight 0, which the ranks that compute the loss know."""
+    mine = json.dumps([(copy, list(one.skips)) for copy, one in inputs.items()])
+    told = [pair for text in pipe.ranks.exchange_text(mine, "microbatches of weight 0") for pair in json.loads(text)]
+    return {
+        copy: one._replace(skips=frozenset(i for number, some in told if number == copy for i in some))
+        for copy, one in inputs.items()
+    }
 
 
 def _variant(pipe: Pipeline, targets: Any, training: Variant) -> Variant:

@@ -76,13 +76,13 @@ def _gather_one(plan: StepPlan, ranks: Ranks, outcomes: Mapping[int, Outcome], b
 
 
 def broadcast_results(plan: StepPlan, ranks: Ranks, outcomes: Mapping[int, Outcome]) -> dict[int, Tensors]:
-    """Return the results of every microbatch of a copy on each of its ranks."""
+    """Return the results of every microbatch of a copy, on each of its ranks; without outputs, the loss."""
     results = _list_results(outcomes)
-    lasts = [cut.stages[-1] for cut in plan.assemblies]
+    lasts, most = [cut.stages[-1] for cut in plan.assemblies], None if plan.merge is not None else 1
     return {
         i: tuple(
             ranks.broadcast(results[i][k] if i in results else None, spec, plan.placement.home(last.index, i))
-            for k, spec in enumerate(last.results)
+            for k, spec in enumerate(last.results[:most])
         )
         for i, last in enumerate(lasts)
     }

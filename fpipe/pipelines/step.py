@@ -141,7 +141,8 @@ def begin_step(
     plan, given = agree_to_step(pipe, variant, held.params, held.buffers, split, call)
     starts, onto = start_backward(plan.local_stages, call.scale), held.onto if plan.copies.count == 1 else {}
     return plan, {
-        copy: inputs._replace(starts=starts, onto=assign_sums(onto, plan, variant))  # copies add to sums of their own
+        # Copies add to sums of their own.
+        copy: inputs._replace(starts=starts, onto=assign_sums(onto, plan, variant, inputs.skips))
         for copy, inputs in given.items()
     }
 
@@ -233,18 +234,33 @@ def scale_variant(variant: Variant, scale: object) -> Variant:
     return replace(variant, scaled=True)
 
 
-def make_evaluation_step(pipe: Pipeline, record: RecordSpan | None) -> Callable[..., Step]:
+def make_evaluation_step(pipe: Pipeline, record: RecordSpan | None, outputs: bool = True) -> Callable[..., Step]:
     """Return the function that `fpipe.evaluate` returns."""
 
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
-        with suspend_autocast(EVALUATION) as what, pipe.ranks.enter_call("an evaluation"):
-            params, buffers, _ = hold_plain(pipe, params, buffers)
-            has_loss = pipe.captures.computes_loss or pipe.ranks.agree_if_any(targets is not None)
-            variant = replace(what, loss=has_loss)
-            total = find_weight_of_all(pipe, variant, inputs, targets)
-            batch = pipe.batch(variant, inputs, targets, pipe.ranks.exchange_text, total)
-            plan, given = agree_to_step(pipe, variant, params, buffers, batch, CommonArguments(seed))
-            outcomes = run_copies(pipe, plan, given, record)
-            return place_buffers(gather(plan, pipe.ranks, outcomes, buffers), plan)
+        with suspend_autocast(replace(EVALUATION, outputs=outputs)) as cast, pipe.ranks.enter_call("an evaluation"):
+            held = hold_plain(pipe, params, buffers)
+            plan, given = begin_evaluation(pipe, cast, held, (inputs, targets), seed)
+            return place_buffers(gather(plan, pipe.ranks, run_copies(pipe, plan, given, record), held.buffers), plan)
 
     return step
+
+
+def begin_evaluation(
+    pipe: Pipeline, cast: Variant, held: Held, batch: tuple[Any, Any], seed: int | None
+) -> tuple[StepPlan, dict[int, Inputs]]:
+    """Agree with all ranks on an evaluation; return its plan, and the inputs of each copy here.
+
+    It has a loss if any rank passes targets, or if the model computes its own. Raise `InputError` if there is nothing
+    to compute.
+    """
+    has_loss = pipe.captures.computes_loss or pipe.ranks.agree_if_any(batch[1] is not None)
+    if not (has_loss or cast.outputs):
+        raise InputError(
+            "targets: got none on any rank, expected some for the loss, since outputs=False. Pass targets where the "
+            "loss is computed, or leave outputs=True."
+        )
+    variant = replace(cast, loss=has_loss)
+    total = find_weight_of_all(pipe, variant, *batch)
+    split = pipe.batch(variant, *batch, pipe.ranks.exchange_text, total)
+    return agree_to_step(pipe, variant, held.params, held.buffers, split, CommonArguments(seed))

@@ -359,6 +359,7 @@ class Captured:
     - `observers`: what code of the model does besides computing, which steps do not do, as text.
     - `placed`: how the values that are DTensors are placed; outside of stages, they are plain local tensors.
       `arrivals`: how their gradients are.
+    - `ranks_of`: the rank of a pipeline that each process of the job is; empty if this process is all of them.
     - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
       In evaluation they are not, but the parameters still require one, because kernel selection depends on it.
     """
@@ -382,6 +383,7 @@ class Captured:
     observers: tuple[str, ...] = ()
     placed: Mapping[Value, Placed] = field(default_factory=dict)
     arrivals: Arrivals = field(default_factory=Arrivals)
+    ranks_of: Mapping[int, int] = field(default_factory=dict)
 
 
 class CaptureFunction(Protocol):

@@ -10,7 +10,7 @@ Runs when a plan is made, when `verify` runs the model eagerly, and in every ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -42,8 +42,8 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
 def scale_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, divisor: float) -> Tensor:
     """Return the microbatch's share of the step's loss, a scalar.
 
-    Call `loss(outputs, targets)`, or `loss(outputs)` if targets are `None`. Raise `CaptureError` if it does not return
-    a floating-point scalar.
+    Call `loss(outputs, targets)`, or `loss(outputs)` if targets are `None`. A share of 0 gives 0, even if the loss is
+    nan, as the mean over no tokens is. Raise `CaptureError` if it does not return a floating-point scalar.
     """
     value = loss(outputs) if targets is None else loss(outputs, targets)
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
@@ -52,7 +52,7 @@ def scale_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, div
             f"loss: got {got}, expected a floating-point scalar tensor. Reduce it, for example by .mean(), and return "
             "nothing else."
         )
-    return value / divisor if scale is None else value * scale.to(value.dtype)
+    return value / divisor if scale is None else (value * scale.to(value.dtype)).masked_fill(scale == 0, 0.0)
 
 
 def require_no_parameters(loss: Loss | None) -> None:
@@ -94,7 +94,8 @@ class Objective:
     `batch` is the tree (inputs, targets, scale). The loss is multiplied by the scale or, if that is `None`, divided by
     the `divisor`: the number of microbatches in all. `ask` answers the model's questions about the microbatch's values
     during a capture. Model and loss run under the autocast `casts`. The numbers in `batch` are replaced by those in the
-    tensors that follow its tensor leaves; if they are plain, there are none. `way`: how to record it.
+    tensors that follow its tensor leaves; if they are plain, there are none. `way`: how to record it. `ranks_of`: as in
+    `Captured`.
     """
 
     loss: Loss | None
@@ -103,6 +104,7 @@ class Objective:
     ask: Ask = field(default=refuse_questions, compare=False)
     casts: Casts = ()
     way: Way = USUAL
+    ranks_of: Mapping[int, int] = field(default_factory=dict, compare=False)
 
     def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> tuple[Tensor | None, Any]:
         """Return `(scaled loss, outputs)` for the leaves of `batch`; without a loss, `(None, outputs)`."""

@@ -10,9 +10,9 @@ Runs when `verify` is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,18 @@ from torch.distributed.tensor import DTensor
 
 from fpipe.errors import MismatchError
 from fpipe.record.captured import Tensors
-from fpipe.record.objective import Objective
 from fpipe.tensors.placed import local_part
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import finish_collective
 from fpipe.tensors.tree import flatten, same_bits, stored_values
 from fpipe.verification.reference import CopySum
 
+Pair: TypeAlias = tuple[str, Tensor | None, Tensor | None]
+"""A leaf's name, and its value on either side."""
+SPLIT: Final = (
+    "See whether batch_dims splits every leaf into rows that belong together, whether the loss is a mean over equally "
+    "many rows or tokens in each microbatch (pass weight=), and whether a layer combines rows, as BatchNorm does."
+)
 ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
 
 
@@ -57,16 +62,18 @@ class Results(NamedTuple):
 
 def run_eagerly(
     model: nn.Module,
-    objective: Objective,
+    objective: Callable[[nn.Module, Sequence[Tensor]], tuple[Tensor | None, Any]],
     microbatches: int,
     batch: Mapping[int, Sequence[Tensor]],
     sums: Mapping[str, CopySum],
     merge: Callable[[Mapping[int, Tensors]], tuple[Tensor | None, Any]],
+    skips: Collection[int] = (),
 ) -> Results:
     """Return the results of the user's module in a plain microbatch loop; restore its gradients and buffers.
 
-    `batch` has the microbatches of each leaf. `sums` has, by parameter, the sum to add gradients to; those of other
-    parameters are added as they come. `merge` merges the loss and outputs of all microbatches.
+    `objective` computes one microbatch, `batch` has the microbatches of each leaf. `sums` has, by parameter, the sum to
+    add gradients to; those of other parameters are added as they come. `merge` merges the loss and outputs of all
+    microbatches. `skips` has the microbatches without a backward.
     """
     results: dict[int, Tensors] = {}
     before = dict(model.named_buffers())
@@ -74,7 +81,7 @@ def run_eagerly(
         for i in range(microbatches):
             value, outputs = objective(model, [_copy_aligned(parts[i]) for _, parts in sorted(batch.items())])
             assert value is not None, "there is a loss"
-            if value.requires_grad:
+            if value.requires_grad and i not in skips:
                 torch.autograd.backward(value)
             for name, p in model.named_parameters():
                 if name in sums:
@@ -153,6 +160,34 @@ def require_equal(got: Results, expected: Results, against: str, tolerance: floa
     return count
 
 
+def require_near(got: Results, whole: Results, outputs: Iterable[Pair], fraction: float) -> None:
+    """Raise `MismatchError` unless results of microbatches are near those of the whole batch in one piece.
+
+    The loss, the gradients and each of these `outputs` may differ by `fraction` of the largest magnitude among the
+    loss, among all gradients, and in that output.
+    """
+    kinds: list[list[Pair]] = [[("loss", got.loss, whole.loss)], *[[pair] for pair in outputs]]
+    kinds.append([(f"gradient {name}", grad, whole.grads.get(name)) for name, grad in got.grads.items()])
+    for kind in kinds:
+        pairs = [(name, *_local_pair(mine, theirs)) for name, mine, theirs in kind]
+        largest = max([_magnitude(theirs) for *_, theirs in pairs if theirs is not None], default=0.0)
+        for name, mine, theirs in pairs:
+            if mine is None or theirs is None:
+                raise MismatchError(f"{name}: got it from microbatches or from the whole batch only. {SPLIT}")
+            same = mine.shape == theirs.shape
+            far = _difference(mine, theirs) if same else float("nan")
+            if not far <= fraction * largest:
+                what = f"a difference of {far:.3g}" if same else f"shape {list(mine.shape)}, not {list(theirs.shape)},"
+                raise MismatchError(
+                    f"{name}: got {what} between microbatches and the whole batch in one piece, expected at most "
+                    f"{fraction:g} of {largest:.3g}. {SPLIT}"
+                )
+
+
+def _magnitude(tensor: Tensor) -> float:
+    return float(_as_dense(tensor).abs().max().double()) if tensor.numel() else 0.0
+
+
 def _layout(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor in dimensions with several elements; nothing if it is sparse."""
     if tensor.layout is not torch.strided:
@@ -175,7 +210,7 @@ def require_numbers(results: Results) -> None:
 def _is_close(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
-    return _difference(mine, theirs) <= tolerance * float(_as_dense(theirs).abs().max().double())
+    return _difference(mine, theirs) <= tolerance * _magnitude(theirs)
 
 
 def _difference(mine: Tensor, theirs: Tensor) -> float:
@@ -195,7 +230,7 @@ def _local_pair(mine: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | No
     return mine, theirs
 
 
-def _leaf_pairs(got: Results, expected: Results) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+def _leaf_pairs(got: Results, expected: Results) -> Iterator[Pair]:
     """Yield each leaf's name, and its value on either side; gradients may exist on one side only."""
     yield "loss", got.loss, expected.loss
     if got.outputs is not None and expected.outputs is not None:

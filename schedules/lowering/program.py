@@ -10,7 +10,8 @@ action before their use. The consuming action waits for its receives itself, so 
 
 A send buffer must live until the transfer completes, and asking whether it has costs a wait. But once we consume a
 message that the peer made after consuming one of our sends, that send has completed: its `WAIT` returns at once. Sends
-that no message vouches for are waited for at the end.
+that no message vouches for are waited for at the end. Without backwards, as in evaluation, that would be all of them.
+So a rank with one stage waits for those of earlier microbatches as it goes on, and is a few ahead of its peers at most.
 
 So receive buffers are few, whatever the number of microbatches. While an action runs, the pending receives are those
 the next action uses, plus any sent earlier on the same channel but used later: one or two, or three beside fused pairs.
@@ -25,6 +26,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from schedules.arguments import require_types
 from schedules.errors import ScheduleError
@@ -35,6 +37,8 @@ from schedules.language.schedule import Schedule, graph_of, picture
 from schedules.lowering.turns import Turn, Turns
 
 LOOK_AHEAD = 1
+IN_FLIGHT = 2
+"""The number of microbatches whose values a rank without backwards sends before it waits for the first of them."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,19 @@ class Program:
         for s in range(placement.stages * self.schedule.backward):
             pairs |= {(a, b) for a in placement.replicas(s) for b in placement.replicas(s)}
         return tuple(sorted((a, b) for a, b in pairs if a != b))
+
+    @cached_property
+    def waits_early(self) -> bool:
+        """True if ranks wait for sends of earlier microbatches before they run later ones.
+
+        There are no backwards, and each rank runs all microbatches in order on its one stage. So whoever waits, waits
+        for a peer to begin an earlier microbatch, and ranks never wait in a circle.
+        """
+        schedule, placement = self.schedule, self.schedule.placement
+        if schedule.backward or any(len(placement.stages_on(rank)) > 1 for rank in range(schedule.ranks)):
+            return False
+        orders = ((a.microbatch for a in schedule.actions(rank) if a.kind == "F") for rank in range(schedule.ranks))
+        return all(i <= j for order in orders for i, j in pairwise(order))
 
     def __str__(self) -> str:
         """Draw the timeline of the schedule on this graph."""
@@ -157,7 +174,7 @@ class _Lowering:
 
     def _run(self, turn: Turn) -> list[Action]:
         """Return the turn's actions, its sends, and a `WAIT` for each send that the messages it consumes vouch for."""
-        actions = [*turn.actions, *turn.sends]
+        actions = [*self._wait_early(turn), *turn.actions, *turn.sends]
         unconfirmed, posted = self.unconfirmed, self.posted
         for message in turn.sends:
             unconfirmed[message] = None
@@ -170,6 +187,15 @@ class _Lowering:
                 del unconfirmed[sent]
                 actions.append(wait_of(sent))
         return actions
+
+    def _wait_early(self, turn: Turn) -> list[Action]:
+        """Return a `WAIT` for each send of microbatches that are long past, if no message will vouch for them."""
+        if not (self.program.waits_early and turn.actions):
+            return []
+        old = [sent for sent in self.unconfirmed if sent[2] <= turn.actions[0].microbatch - IN_FLIGHT]
+        for sent in old:
+            del self.unconfirmed[sent]
+        return list(map(wait_of, old))
 
     def _explain_missing(self, turn: Turn, message: Message, why: str) -> ScheduleError:
         action, problem = next(iter(turn.actions), None), f"waits for {message}, {why}"

@@ -80,7 +80,7 @@ SIGNATURES = {
     "connect_stages": "stages targets=True",
     "processes": "ranks group=None device='cpu'",
     "value_and_grad": "pipe outputs=False record=None sums=None",
-    "evaluate": "pipe record=None",
+    "evaluate": "pipe record=None outputs=True",
     "predict": "pipe",
     "stream": "pipe take",
     "reference": "pipe outputs=False sums=None",
@@ -107,7 +107,9 @@ SIGNATURES = {
     "all_finite": "pipe grads",
     "find_nonfinite": "pipe",
     "train_step": "pipe optimizer max_norm=None outputs=False record=None",
-    "verify": "pipe model inputs targets=None *params=None *buffers=None *seed=None *steps=1 *tolerance=0",
+    "verify": (
+        "pipe model inputs targets=None *params=None *buffers=None *seed=None *steps=1 *tolerance=0 *unsplit=None"
+    ),
 }
 
 CALLED = "params buffers inputs targets=None *seed=None"

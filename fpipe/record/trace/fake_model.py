@@ -82,6 +82,7 @@ class FakeModel:
     def recorder(self, ask: Ask = refuse_questions, generators: Generators | None = None) -> Recorder:
         """Return a recorder for one run on fresh fake tensors."""
         self.newest = Recorder(self.skeleton, self.sources(), ask, self.opaque, generators, self.objective.way)
+        self.newest.ranks_of = self.objective.ranks_of
         return self.newest
 
     @property
