@@ -6,6 +6,7 @@ from fpipe.checkpoints.export import export
 from fpipe.checkpoints.load import Checkpoint, load
 from fpipe.checkpoints.manifest import is_checkpoint
 from fpipe.checkpoints.save import begin_save, save
+from fpipe.checkpoints.signals import catch_signals
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import (
     CaptureError,
@@ -90,6 +91,7 @@ __all__ = [
     "all_finite",
     "begin_save",
     "capture",
+    "catch_signals",
     "clip",
     "clip_value",
     "connect_stages",

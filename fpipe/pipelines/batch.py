@@ -194,7 +194,7 @@ class Signature:
     - `leaves`: per tensor leaf, its spec, or those of its microbatches if a user's function splits it.
     - `program`: the non-tensor leaves, which are part of the program, but of numbers only the types; `halves`: the
       trees of inputs and of targets, which include them.
-    - `divisor`: what losses are divided by, if they are not weighted: the number of microbatches in all.
+    - `divisor`: what losses are divided by, if they are not weighted: the number of all microbatches, or 1 for a sum.
     - `answers`: by microbatch, the answers to the model's questions; empty if it asks none.
     """
 
@@ -271,8 +271,8 @@ class Batching:
     ) -> Batching:
         """Return the rules for splitting batches like an example along `dims`, a prefix of the tree (inputs, targets).
 
-        `divisor` is the number of microbatches that losses are averaged over, by default these. Raise `InputError` if
-        the example can't be split.
+        `divisor` is the number of microbatches that losses are averaged over, by default these; 1 to sum them. Raise
+        `InputError` if the example can't be split.
         """
         tensors, structure = flatten((inputs, targets))
         home = _find_home(tensors)
@@ -345,7 +345,7 @@ class Batching:
         be split or does not match the example.
         """
         if total is not None:
-            require_total(total, 0 if self.weight is not None else self.microbatches)
+            require_total(total, 0 if self.weight is not None else min(self.microbatches, self.example.divisor))
         halves, given = [], list[Tensor | None]()
         for what, tree, expected in zip(("inputs", "targets"), (inputs, targets), self.example.halves, strict=True):
             tensors, structure = (None, expected) if tree is None else flatten(tree)

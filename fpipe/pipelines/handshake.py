@@ -35,6 +35,7 @@ from fpipe.network.ranks import Ranks
 from fpipe.pipelines.batch import Batching, Signature, SplitBatch
 from fpipe.pipelines.inputs import State, scatter
 from fpipe.pipelines.memo import Agreement, BatchKind
+from fpipe.pipelines.merge import Aux, MergeTrees
 from fpipe.pipelines.modes import DEVICE_TYPES, is_autograd_watched, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step_plan import StepPlan
@@ -234,9 +235,21 @@ def call_together(function: Callable[..., Any], given: Mapping[str, Any]) -> Ite
         yield pipe
 
 
-def agree_on_arguments(pipe: Pipeline, **arguments: object) -> None:
-    """Raise `TransportError` on all ranks unless they call the same function with the same values of these."""
-    pipe.ranks.agree(lambda: [Field.of(name, describe_value(value)) for name, value in arguments.items()])
+def agree_on_arguments(pipe: Pipeline, note: int = 0, /, **arguments: object) -> list[int]:
+    """Raise `TransportError` on all ranks unless they call the same function with the same values of these.
+
+    Return the note of each process.
+    """
+    return pipe.ranks.agree(
+        lambda: [Field.of(name, describe_value(value)) for name, value in arguments.items()], note=note
+    )
+
+
+def agree_on_aux(pipe: Pipeline, aux: bool | MergeTrees, **arguments: object) -> Aux:
+    """Agree on the other arguments, and return what becomes of the loss's aux: the ranks may ask or not."""
+    notes = agree_on_arguments(pipe, int(bool(aux)), **arguments)
+    having = pipe.schedule.placement.replicas(pipe.schedule.stages - 1)
+    return Aux.of(aux, any(notes[place] for rank, place in enumerate(pipe.ranks.places) if rank not in having))
 
 
 def require_same(pipe: Pipeline, /, **values: Any) -> None:
