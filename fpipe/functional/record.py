@@ -285,7 +285,9 @@ class ModelStages(Sequence[Stage]):
                 structure = plan.assembly.captured.structure
                 return Executed(None, (), tuple([structure.unflatten(list(row)) for row in rows]), new), None
             loss = mean_of([row[0] for row in rows], count) if rows else None
-            return Executed(loss, (), (), new), self._like(params, collect_gradients(plan, outcomes))
+            trees = [cut.captured.aux_structure for cut in plan.assemblies]
+            aux = [tree.unflatten(list(row[1:])) for tree, row in zip(trees, rows, strict=False)]
+            return Executed(loss, tuple(aux), (), new), self._like(params, collect_gradients(plan, outcomes))
 
         return BoundStages(
             given_inputs,
