@@ -40,7 +40,8 @@ def test_nothing_but_the_standard_library_is_imported():
 
 
 NAMES = """
-Action ArgumentError B Bound C Costs CriticalPath Device DeviceRun F Factory G Graph GraphError I KINDS Limits Link PipelineError
+Action ArgumentError B Bound C Costs CriticalPath Device DeviceRun F Factory
+G Graph GraphError I KINDS Limits Link PipelineError
 Placement Program
 ProgramError R Schedule ScheduleError SearchProgress SearchResult SizeError Sizes
 SolverError Span TableError Timeline TimelineError U VocabularyError W

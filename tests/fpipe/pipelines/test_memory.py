@@ -35,7 +35,6 @@ from schedules import (
 )
 from schedules.language.actions import SENDS, Action, message_of
 from schedules.replay.outputs import inputs_of
-from schedules.testing import orders
 from tests.common.cases import Case, mse, rows_of
 from tests.common.layers import Assigned, Average, linears
 from tests.common.memory import SEED, require_as_simulated
