@@ -152,6 +152,10 @@ class Empty:
         """Return no gradients."""
         return ()
 
+    def zero_cotangents(self) -> tuple[int]:
+        """Return one cotangent."""
+        return (0,)
+
     def add(self, *_: object) -> tuple[()]:
         """Return no gradients."""
         return ()

@@ -4,10 +4,11 @@
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py    # one process per rank, over Gloo
     python examples/resume.py                                                       # both ranks in this process
 
-Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all again, they load the newest checkpoint that
-is whole, and the final parameters are bit for bit those of an undisturbed run, under either command, on any number of
-ranks. It is exact because batch and dropout follow from the number of the step, and the checkpoint holds all else:
-parameters, BatchNorm's buffers, and the state of the optimizer.
+Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all again, and they load the newest checkpoint
+that is whole. Or send SIGTERM, as schedulers do: all save after the same step and end; start the command again later.
+The final parameters are bit for bit those of an undisturbed run, under either command, on any number of ranks, because
+batch and dropout follow from the number of the step, and the checkpoint holds all else: parameters, BatchNorm's
+buffers, and the state of the optimizer.
 """
 
 from __future__ import annotations
@@ -57,23 +58,27 @@ def begin(pipe: fpipe.Pipeline, path: Path) -> fpipe.Checkpoint:
 
 
 def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
-    """Run what is left of the steps, and save the run every so many."""
+    """Run what is left of the steps, or stop after a signal, and save the run every so many steps, and at the end."""
     params, buffers, state, done, _ = begin(pipe, path)
     step, (init, update) = fpipe.value_and_grad(pipe), fpipe.optimizer(torch.optim.AdamW, lr=0.01)
     state = init(params) if state is None else state
-    for i in range(done, steps):
-        x, y = make_batch(i)
-        out, grads = step(params, buffers, (x,), y, seed=i)
-        buffers = out.buffers
-        grads, norm = fpipe.clip(pipe, grads, 1.0)
-        params, state = update(grads, state, params)
-        if (i + 1) % every == 0 or i + 1 == steps:
-            place = path / f"step-{i + 1:06}"
-            fpipe.save(pipe, place, params=params, buffers=buffers, state=state, step=i + 1)
-            if 0 in pipe.ranks.ranks:
-                for old in sorted(path.glob("step-*"))[:-KEPT]:
-                    shutil.rmtree(old)
-                print(f"step {i + 1:4}  loss {out.loss.item():.6f}  norm {norm.item():.6f}  saved {place}", flush=True)
+    with fpipe.catch_signals(pipe) as is_caught:
+        for i in range(done, steps):
+            x, y = make_batch(i)
+            out, grads = step(params, buffers, (x,), y, seed=i)
+            buffers = out.buffers
+            grads, norm = fpipe.clip(pipe, grads, 1.0)
+            params, state = update(grads, state, params)
+            is_last = is_caught() or i + 1 == steps  # the same on every rank
+            if (i + 1) % every == 0 or is_last:
+                place = path / f"step-{i + 1:06}"
+                fpipe.save(pipe, place, params=params, buffers=buffers, state=state, step=i + 1)
+                if 0 in pipe.ranks.ranks:
+                    for old in sorted(path.glob("step-*"))[:-KEPT]:
+                        shutil.rmtree(old)
+                    print(f"step {i + 1:4}  loss {out.loss:.6f}  norm {norm:.6f}  saved {place}", flush=True)
+            if is_last:
+                break
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

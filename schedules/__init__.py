@@ -52,9 +52,9 @@ from schedules.language.graph import Graph, chain, dag
 from schedules.language.placement import Placement, bidirectional, linear, looped, vee, wave
 from schedules.language.schedule import Factory, Limits, Schedule, schedule
 from schedules.lowering.program import Program, lower
+from schedules.playing.costs import Costs, Link, Sizes
+from schedules.playing.engine import Span
 from schedules.proof.devices import Device, DeviceRun, run_on_device
-from schedules.replay.costs import Costs, Link, Sizes
-from schedules.replay.engine import Span
 from schedules.searching.search import SearchProgress, SearchResult, search
 from schedules.searching.solver import cp_sat
 from schedules.transforms.connect import connect

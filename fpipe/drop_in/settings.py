@@ -65,7 +65,7 @@ class Functions:
     @cached_property
     def evaluation(self) -> Callable[..., Step]:
         """The function that computes the loss in eval mode."""
-        return evaluate(self.pipe)
+        return evaluate(self.pipe, outputs=False)
 
     @cached_property
     def prediction(self) -> Callable[..., Any]:

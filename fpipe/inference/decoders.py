@@ -165,6 +165,7 @@ def build_decoding(pipe: Pipeline, make: MakeDecoder, how: Schedule, inputs: Seq
         hooks={},
         watching=known.watching,
         memo=Memo(max(2, known.memo.most)),
+        ranks_of=known.ranks_of,
     )
     held = tuple(frozenset(map(_prefixed, stage.buffers)) for stage in pipe.stages)
     planner = Planner(how, captures, 0, pipe.ranks.ranks, frozenset(), pipe.planner.backend, extra=held)

@@ -17,12 +17,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, agree_to_step, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.results import broadcast_results, merge_results, spread_results
-from fpipe.pipelines.step import hold_plain, run_copies
+from fpipe.pipelines.results import broadcast_results, gather, merge_results, spread_results
+from fpipe.pipelines.step import begin_evaluation, hold_plain, run_copies
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
 from fpipe.record.variant import EVALUATION, Variant
@@ -57,18 +59,19 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
             plan, given = _prepare(pipe, variant, params, buffers, inputs, seed)
             outcomes = run_copies(pipe, plan, given)
             found = {copy: broadcast_results(plan.parts[copy], pipe.ranks, one) for copy, one in outcomes.items()}
-            return merge_results(plan, spread_results(plan, pipe.ranks, found))[1]
+            return merge_results(plan, spread_results(plan, pipe.ranks, found)).outputs
 
     return run
 
 
-def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., None]:
+def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., Tensor | None]:
     """Return the function that computes outputs in eval mode, and passes on those of each microbatch at once.
 
     `take(i, outputs)` is called with the number of a microbatch and the model's outputs for it, on the rank that
     computes them, as soon as they exist: with one rank for the last stage, in the order of the schedule's forwards. On
     a mesh, microbatches are numbered copy by copy. fpipe keeps no reference to the outputs. The function takes the
-    arguments of the one that `fpipe.predict` returns; it returns nothing.
+    arguments of the one that `fpipe.evaluate` returns. It returns the loss, on every rank, if any rank passes targets
+    or the model computes its own; otherwise `None`.
 
     Under torch.distributed every rank must call this, and then the function, in the same order.
 
@@ -88,23 +91,37 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., No
     with call_together(stream, locals()):
         agree_on_arguments(pipe)
 
-    def run(params: State, buffers: State, inputs: Any, *, seed: int | None = None) -> None:
+    def run(
+        params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
+    ) -> Tensor | None:
         errors: list[Exception] = []
-        with suspend_autocast(EVALUATION) as variant, pipe.ranks.enter_call("a stream of outputs"):
-            plan, given = _prepare(pipe, variant, params, buffers, inputs, seed)
+        with suspend_autocast(EVALUATION) as cast, pipe.ranks.enter_call("a stream of outputs"):
+            held = hold_plain(pipe, params, buffers)
+            plan, given = begin_evaluation(pipe, cast, held, (inputs, targets), seed)
+            known = plan.assembly.captured
+            first = 0 if known.loss is None else 1 + len(known.aux)
+            losses: dict[int, dict[int, Tensors]] = {copy: {} for copy in given}
 
             def deliver(copy: int, i: int, values: Tensors) -> None:
+                losses[copy][i] = values[:first]
                 if errors:
                     return
                 try:
                     structure = plan.parts[copy].assemblies[i].captured.structure
-                    take(copy * plan.microbatches + i, structure.unflatten(list(values)))
+                    take(copy * plan.microbatches + i, structure.unflatten(list(values[first:])))
                 except Exception as error:
                     errors.append(error)
 
-            run_copies(pipe, plan, {k: one._replace(deliver=partial(deliver, k)) for k, one in given.items()})
+            delivering = {copy: one._replace(deliver=partial(deliver, copy)) for copy, one in given.items()}
+            outcomes = run_copies(pipe, plan, delivering)
+            found = {
+                copy: {rank: one._replace(results=losses[copy]) for rank, one in by_rank.items()}
+                for copy, by_rank in outcomes.items()
+            }
+            loss = gather(plan.without_outputs, pipe.ranks, found, held.buffers).loss if first else None
         if errors:
             raise errors[0]
+        return loss
 
     return run
 

@@ -12,44 +12,156 @@ Runs when it is called, around every step.
 
 from __future__ import annotations
 
+from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
+from transformers.utils import find_labels
 
 from fpipe.checkpoints.export import export, require_no_other_weights
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import InputError
-from fpipe.integrations.accelerate import PipelineAccelerator
+from fpipe.integrations.accelerate import LOADERS, PipelineAccelerator
+from fpipe.integrations.options import Exclusion, Support, refusing
+
+_SAVE: Final = "Save with trainer.save_model(path), or with fpipe.save in a callback."
+_LOSS: Final = "Compute it in the loss of fpipe.Pipelined(model, loss=...)."
+_HALF: Final = "The scaler of float16 sees the gradients of one rank: use bf16=True."
+_CAST: Final = "It converts the parameters: use bf16=True."
+_RANKS: Final = "The model is a fpipe.Pipelined, which has its own ranks: pass mesh= to it."
+_COMPILE: Final = "Compile modules of the model before fpipe.Pipelined(model, ...)."
+_HUB: Final = "Upload the folder that trainer.save_model wrote."
+_DDP: Final = Exclusion("Nothing wraps the model in DDP.", accepted=(None,))
+
+_ARGUMENTS: Final = Support(
+    "TrainingArguments(...)",
+    (
+        *("output_dir", "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate"),
+        *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim_args", "weight_decay", "adam_beta1"),
+        *("adam_beta2", "adam_epsilon", "optim_target_modules", "gradient_accumulation_steps", "max_grad_norm"),
+        *("average_tokens_across_devices", "bf16", "tf32", "activation_checkpointing"),
+        *("activation_checkpointing_kwargs", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
+        *("torch_compile_backend", "torch_compile_mode", "liger_kernel_config", "use_cache", "neftune_noise_alpha"),
+        *("torch_empty_cache_steps", "logging_strategy", "logging_steps", "logging_first_step"),
+        *("log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen", "log_level"),
+        *("log_level_replica", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id"),
+        *("trackio_bucket_id", "trackio_static_space_id", "eval_strategy", "eval_steps", "eval_delay"),
+        *("per_device_eval_batch_size", "prediction_loss_only", "eval_on_start", "eval_do_concat_batches"),
+        *("eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics"),
+        *("save_only_model", "save_steps", "save_on_each_node", "save_total_limit", "hub_token"),
+        *("hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
+        *("metric_for_best_model", "greater_is_better", "ignore_data_skip"),
+        *("restore_callback_states_from_checkpoint", "full_determinism", "seed", "data_seed", "use_cpu"),
+        *("accelerator_config", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory"),
+        *("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
+        *("dataloader_in_order", "label_names", "train_sampling_strategy", "length_column_name", "ddp_backend"),
+        *("ddp_timeout", "fsdp_config", "skip_memory_metrics", "do_train", "do_eval", "do_predict", "local_rank"),
+    ),
+    {
+        "save_strategy": Exclusion(_SAVE, accepted=("no",)),
+        "remove_unused_columns": Exclusion("The columns are those of the example.", accepted=(False,)),
+        "label_smoothing_factor": Exclusion(_LOSS, accepted=(0,)),
+        "fp16": Exclusion(_HALF, accepted=(False,)),
+        "fp16_full_eval": Exclusion(_CAST, accepted=(False,)),
+        "bf16_full_eval": Exclusion(_CAST, accepted=(False,)),
+        "torch_compile": Exclusion(_COMPILE, accepted=(False,)),
+        "use_liger_kernel": Exclusion(
+            "It replaces modules: apply it before fpipe.Pipelined(model, ...).", accepted=(False,)
+        ),
+        "auto_find_batch_size": Exclusion("Each rank would find its own.", accepted=(False,)),
+        "load_best_model_at_end": Exclusion(_SAVE, accepted=(False,)),
+        "resume_from_checkpoint": Exclusion("Pass weights=fpipe.load(...) to fpipe.Pipelined.", accepted=(None,)),
+        "enable_jit_checkpoint": Exclusion(_SAVE, accepted=(False,)),
+        "push_to_hub": Exclusion(_HUB, accepted=(False,)),
+        **dict.fromkeys(("parallelism_config", "deepspeed"), Exclusion(_RANKS, accepted=(None,))),
+        "fsdp": Exclusion(_RANKS, accepted=(None, False)),
+        **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb"), _DDP),
+        **dict.fromkeys(("ddp_broadcast_buffers", "ddp_static_graph"), _DDP),
+        "debug": Exclusion("Call fpipe.find_nonfinite(model.pipe).", accepted=([],)),
+        "optim": Exclusion(
+            "It updates in the backward, before which the gradients exist.",
+            refused=(
+                *("lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise"),
+                *("galore_adafactor_layerwise", "apollo_adamw_layerwise"),
+            ),
+        ),
+    },
+)
+_OPTIONS: Final = Support(
+    "PipelineTrainer(...)",
+    (
+        *("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics"),
+        *("callbacks", "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"),
+    ),
+    {
+        "model_init": Exclusion("Pass model=fpipe.Pipelined(...).", accepted=(None,)),
+        "compute_loss_func": Exclusion(_LOSS, accepted=(None,)),
+    },
+)
+_METHODS: Final = Support(
+    "methods of PipelineTrainer",
+    (
+        *("add_callback", "autocast_smart_context_manager", "call_model_init", "compute_loss"),
+        *("compute_loss_context_manager", "create_accelerator_and_postprocess", "create_model_card"),
+        *("create_optimizer", "create_optimizer_and_scheduler", "create_scheduler", "end", "evaluate"),
+        *("evaluation_loop", "floating_point_ops", "get_batch_samples", "get_cp_size"),
+        *("get_decay_parameter_names", "get_eval_dataloader", "get_learning_rates"),
+        *("get_num_trainable_parameters", "get_optimizer_cls_and_kwargs", "get_optimizer_group", "get_sp_size"),
+        *("get_test_dataloader", "get_total_train_batch_size", "get_tp_size", "get_train_dataloader"),
+        *("is_local_process_zero", "is_world_process_zero", "log", "log_metrics", "loss_is_scaled_for_ga"),
+        *("metrics_format", "num_examples", "pop_callback", "predict", "prediction_step", "remove_callback"),
+        *("save_metrics", "save_model", "save_state", "set_initial_training_values", "store_flos", "train"),
+        "training_step",
+    ),
+    {
+        "push_to_hub": Exclusion(_HUB),
+        "init_hf_repo": Exclusion(_HUB),
+        "hyperparameter_search": Exclusion("Make a fpipe.Pipelined and a PipelineTrainer for each trial."),
+    },
+)
+TRANSFORMERS: Final = (_ARGUMENTS, _OPTIONS, _METHODS)
 
 
+@refusing(_METHODS)
 class PipelineTrainer(Trainer):
     """A `Trainer` of a `fpipe.Pipelined` model whose example is a dict; everything else is as usual.
 
     Accumulated steps are averaged as equals. `save_model` writes what `from_pretrained` reads. Optimizer state is not
     in the Trainer's checkpoints, so pass `save_strategy="no"`, and `remove_unused_columns=False`, since the columns
-    that the model takes are those of its example. Raise `InputError` otherwise, and for an `output_dir` with weights
-    that are not of an earlier `save_model`.
+    that the model takes are those of its example. Raise `InputError` for what the table `TRANSFORMERS` refuses, for
+    several GPUs in one process, and for an `output_dir` with weights that are not of an earlier `save_model`.
     """
 
-    def __init__(self, model: nn.Module, args: Any, **options: Any) -> None:
-        got = (type(model).__name__, str(args.save_strategy.value), args.remove_unused_columns)
-        if not isinstance(model, Pipelined) or got[1:] != ("no", False):
+    def __init__(self, model: nn.Module, args: TrainingArguments, *rest: Any, **options: Any) -> None:
+        if not isinstance(model, Pipelined):
             raise InputError(
-                f"PipelineTrainer: got model {got[0]}, save_strategy={got[1]!r} and remove_unused_columns={got[2]}, "
-                'expected fpipe.Pipelined, "no" and False. Save with trainer.save_model(path), or with fpipe.save in a '
-                "callback."
+                f"PipelineTrainer: got a model of {type(model).__name__}, expected fpipe.Pipelined. Wrap it before: "
+                "model = fpipe.Pipelined(model, ...)."
+            )
+        _ARGUMENTS.require(vars(args))
+        LOADERS.require(vars(args.accelerator_config))
+        _OPTIONS.require(signature(Trainer.__init__).bind(self, model, args, *rest, **options).arguments)
+        if args.n_gpu > 1:
+            raise InputError(
+                f"PipelineTrainer: got {args.n_gpu} GPUs in one process, expected one: the Trainer would copy the "
+                "model to each. Start a process for each with torchrun, or set CUDA_VISIBLE_DEVICES."
             )
         require_no_other_weights(Path(args.output_dir))  # rather than after the training
-        super().__init__(model, args, **options)
+        super().__init__(model, args, *rest, **options)
         self.model_accepts_loss_kwargs = False  # so that the loss is divided by the number of accumulated steps
-        self.can_return_loss = True  # which is read off a signature
+        self.can_return_loss = True  # which is read off a signature, like the names of labels
+        self.label_names = args.label_names or find_labels(type(model.pipe.model))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, as one whose processes are ranks: the Trainer does not ask which class to make."""
         super().create_accelerator_and_postprocess()
-        self.accelerator.__class__, self.accelerator.pipelined = PipelineAccelerator, []
+        self.accelerator.__class__ = PipelineAccelerator
+        self.accelerator.become_one_replica()
+        gather, as_objects = self.accelerator.gather_for_metrics, self.args.eval_use_gather_object
+        self.gather_function = partial(gather, use_gather_object=as_objects)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -61,9 +173,31 @@ class PipelineTrainer(Trainer):
         loss = outputs["loss"].mean()
         return (loss, outputs) if return_outputs else loss
 
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        """Train; raise `InputError` for a checkpoint to resume from."""
+        _ARGUMENTS.require({"resume_from_checkpoint": resume_from_checkpoint or None})
+        return super().train(None, *args, **options)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return the operations of the whole model on the first rank, and 0 on others: the Trainer adds them up."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if not self.is_world_process_zero() or name not in inputs or not hasattr(self.model, "num_parameters"):
+            return 0
+        return 6 * inputs[name].numel() * self.model.pipe.model.num_parameters(exclude_embeddings=True)
+
+    def get_num_trainable_parameters(self) -> int:
+        """Return the number of trainable parameters of the whole model."""
+        return sum(p.numel() for p in self.model.pipe.model.parameters() if p.requires_grad)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write configuration and weights into a directory, for `from_pretrained`; every rank must call this."""
+        """Write configuration and weights into a directory, for `from_pretrained`; every rank must call this.
+
+        With them goes the `processing_class`, such as a tokenizer.
+        """
         path, model = Path(output_dir or self.args.output_dir), self.model
         export(model.pipe, path, dict(model.named_parameters()), dict(model.named_buffers()))
         if self.args.process_index == 0:
-            model.config.save_pretrained(path)
+            tools = (getattr(model, "generation_config", None), getattr(self.data_collator, "tokenizer", None))
+            for one in (model.config, tools[0], self.processing_class or tools[1]):
+                if one is not None:
+                    one.save_pretrained(path)

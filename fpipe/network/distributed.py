@@ -58,6 +58,7 @@ class DistributedRanks(Ranks):
         self.group, self.device, before = group, device, [*process_groups()]
         self.ranks = (dist.get_rank(group),)
         self.processes = tuple(dist.get_process_group_ranks(group))
+        self.ranks_of = {process: rank for one in replicas for rank, process in enumerate(one)}
         timeout = choose_timeout(group, device)
         (members,) = [one for one in everyone if dist.get_rank() in one]
         self.control = Control.of(members, everyone, timeout + GRACE, creator)

@@ -11,7 +11,7 @@ Runs when a pipeline is built and in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import RLock, current_thread
 from typing import Final, TypeAlias
@@ -40,12 +40,14 @@ class Ranks:
     - `ranks`: the ranks of this process.
     - `processes`: the numbers in the job of the processes that are the ranks; none if this process is all of them.
     - `places`: the numbers of the ranks' processes among all that agree, which may be those of a mesh around them.
+    - `ranks_of`: the rank that each process of the job is, by its number there; empty if this process is all ranks.
     """
 
     def __init__(self, count: int) -> None:
         self.ranks: tuple[int, ...] = tuple(range(count))
         self.processes: tuple[int, ...] = ()
         self.places: tuple[int, ...] = (0,)
+        self.ranks_of: Mapping[int, int] = {}
         self._is_closed = False
 
     @property

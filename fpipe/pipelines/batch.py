@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -37,7 +38,7 @@ from fpipe.record.numbers import DTYPES, as_tensor
 from fpipe.record.questions import Answer
 from fpipe.tensors.arguments import require_primal
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.tree import Structure, broadcast, flatten, is_plain_number, require_same_tree
+from fpipe.tensors.tree import Structure, broadcast, flatten, is_plain_number, number_leaves, require_same_tree
 
 CPU = torch.device("cpu")
 
@@ -193,7 +194,7 @@ class Signature:
     - `leaves`: per tensor leaf, its spec, or those of its microbatches if a user's function splits it.
     - `program`: the non-tensor leaves, which are part of the program, but of numbers only the types; `halves`: the
       trees of inputs and of targets, which include them.
-    - `divisor`: what losses are divided by, if they are not weighted: the number of microbatches in all.
+    - `divisor`: what losses are divided by, if they are not weighted: the number of all microbatches, or 1 for a sum.
     - `answers`: by microbatch, the answers to the model's questions; empty if it asks none.
     """
 
@@ -247,11 +248,13 @@ class Batching:
     """The rules for splitting batches.
 
     - `leaves`: the tensor leaves of (inputs, targets).
+    - `together`: for each entry of `batch_dims`, the numbers of the leaves that it is for; they have as many rows.
     - `example`: the signature of the example.
     - `weight`: the function that weighs a microbatch; `None` if all weigh the same.
     """
 
     leaves: tuple[Leaf, ...]
+    together: tuple[tuple[int, ...], ...]
     example: Signature
     microbatches: int
     weight: Weight | None
@@ -268,22 +271,23 @@ class Batching:
     ) -> Batching:
         """Return the rules for splitting batches like an example along `dims`, a prefix of the tree (inputs, targets).
 
-        `divisor` is the number of microbatches that losses are averaged over, by default these. Raise `InputError` if
-        the example can't be split.
+        `divisor` is the number of microbatches that losses are averaged over, by default these; 1 to sum them. Raise
+        `InputError` if the example can't be split.
         """
         tensors, structure = flatten((inputs, targets))
         home = _find_home(tensors)
+        along = broadcast("batch_dims", dims, structure)
         leaves = [
             Leaf.of(_name_leaf(path), tensor, dim, home)
-            for path, tensor, dim in zip(
-                structure.names, tensors, broadcast("batch_dims", dims, structure), strict=True
-            )
+            for path, tensor, dim in zip(structure.names, tensors, along, strict=True)
         ]
+        entries = broadcast("batch_dims", number_leaves(dims), structure)
+        together = [tuple(k for k, entry in enumerate(entries) if entry == one) for one in dict.fromkeys(entries)]
         known = [leaf.conform(tensor, microbatches) for leaf, tensor in zip(leaves, tensors, strict=True)]
         halves = flatten(inputs)[1], flatten(targets)[1]
         over = microbatches if divisor is None else divisor
         example = Signature(tuple(map(Leaf.specs, leaves, known)), _program(halves), halves, over)
-        batching = cls(tuple(leaves), example, microbatches, weight)
+        batching = cls(tuple(leaves), tuple(together), example, microbatches, weight)
         batching._require_pieces(example)
         return batching
 
@@ -341,7 +345,7 @@ class Batching:
         be split or does not match the example.
         """
         if total is not None:
-            require_total(total, 0 if self.weight is not None else self.microbatches)
+            require_total(total, 0 if self.weight is not None else min(self.microbatches, self.example.divisor))
         halves, given = [], list[Tensor | None]()
         for what, tree, expected in zip(("inputs", "targets"), (inputs, targets), self.example.halves, strict=True):
             tensors, structure = (None, expected) if tree is None else flatten(tree)
@@ -384,6 +388,8 @@ class Batching:
     def _require_pieces(self, signature: Signature) -> None:
         """Raise `InputError` if a leaf has too few rows, or if leaves would be split between different rows."""
         shapes = [(leaf, specs[0].shape) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)]
+        for group in self.together:
+            _require_same_size([shapes[k] for k in group])
         for leaf, shape in shapes:
             leaf.require_rows(shape, self.microbatches)
         sizes = [(leaf, shape[leaf.dim]) for leaf, shape in shapes if isinstance(leaf.dim, int)]
@@ -456,7 +462,7 @@ class SplitBatch:
         wanted = sorted(set(range(tensors + len(numbers)) if needed is None else needed))
         taken = {number: self._parts(number) for number in wanted if number < len(self.known)}
         if self.batching.weight is not None and len(self.known) in wanted:
-            taken[len(self.known)] = self._scales()
+            taken[len(self.known)] = self._scale_tensors()
         for number in wanted[bisect_left(wanted, tensors) :]:
             taken[number] = (as_tensor(numbers[number - tensors]),) * self.batching.microbatches
         return taken
@@ -471,15 +477,17 @@ class SplitBatch:
             )
         return leaf.parts(known, self.batching.microbatches)
 
-    def _scales(self) -> list[Tensor]:
-        """Return for each microbatch the tensor that its loss is multiplied by."""
-        weight, spec = self.batching.weight, self.batching.scale
+    @cached_property
+    def scales(self) -> list[float]:
+        """The factors of the microbatches' losses, if these are weighted."""
+        weight = self.batching.weight
         assert weight is not None
+        return compute_scales(weight, self.trees(), self.total)
+
+    def _scale_tensors(self) -> list[Tensor]:
+        spec = self.batching.scale
         assert spec is not None
-        return [
-            torch.tensor(x, dtype=spec.dtype, device=spec.device)
-            for x in compute_scales(weight, self.trees(), self.total)
-        ]
+        return [torch.tensor(x, dtype=spec.dtype, device=spec.device) for x in self.scales]
 
     def trees(self) -> Iterable[tuple[Any, Any]]:
         """Yield the inputs and targets of each microbatch, `None` for those not given."""
@@ -493,6 +501,25 @@ class SplitBatch:
         for i in range(batching.microbatches):
             leaves = [None if column is None else column[i] for column in columns]
             yield _tree(first, leaves[:split]), _tree(second, leaves[split:])
+
+
+def _require_same_size(shapes: Sequence[tuple[Leaf, tuple[int, ...]]]) -> None:
+    """Raise `InputError` if leaves that one entry of `batch_dims` is for differ in size along their dimension.
+
+    One of them has no rows of the batch then, such as the offsets of packed documents, and is not sliced like them.
+    """
+    split = [(leaf, shape, shape[leaf.dim]) for leaf, shape in shapes if isinstance(leaf.dim, int)]
+    for leaf, shape, size in split[1:]:
+        first, theirs, expected = split[0]
+        if size != expected:
+            raise InputError(
+                f"{leaf.name}: got {size} in dimension {leaf.dim} of shape {list(shape)}, expected "
+                f"{expected}, as in dimension {first.dim} of {first.name}, of shape {list(theirs)}: one entry "
+                "of batch_dims is for both. If they do not belong together row by row, say for each how it is split, "
+                "as in batch_dims=((0, None), 0): along a dimension, not at all (None), or by a function (leaf, "
+                "microbatches) -> tensors. On a rank that lacks part of the batch, pass that part on the meta device, "
+                "for its shape."
+            )
 
 
 def find_home(inputs: Any, targets: Any) -> torch.device:

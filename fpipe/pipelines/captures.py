@@ -75,6 +75,7 @@ class Captures:
     - `backward`: whether gradients are ever computed. `hooks`: the hooks on gradients of parameters.
     - `watching`: makes the watch on a capture's assumptions.
     - `streak`: warns of captures in a row for the same reason.
+    - `ranks_of`: as in `Captured`.
     """
 
     model: nn.Module
@@ -87,6 +88,7 @@ class Captures:
     watching: Watcher
     memo: Memo = field(default_factory=Memo)
     streak: Streak = field(default_factory=Streak)
+    ranks_of: Mapping[int, int] = field(default_factory=dict)
 
     def with_example(self, example: SplitBatch) -> Captures:
         """Return the same captures with the signature of `example`, which includes its answers."""
@@ -190,7 +192,7 @@ class Captures:
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
         """Return the computation to capture for such a microbatch."""
         loss = self.loss if variant.loss else None
-        return Objective(loss, microbatch.structure, microbatch.divisor, casts=variant.casts)
+        return Objective(loss, microbatch.structure, microbatch.divisor, casts=variant.casts, ranks_of=self.ranks_of)
 
     def _with_plain_numbers(self, objective: Objective, tensors: int) -> Objective:
         """Return the objective with Python numbers in its batch, which are a question about the batch."""
@@ -215,7 +217,7 @@ class Captures:
         with torch.inference_mode(False), torch.set_grad_enabled(backward), mode:
             captured = self.front_end(self.model, objective, leaves)
             require_valid(captured, name_of(self.front_end), self.model, objective, leaves)
-        return replace(captured, backward=backward, hooks=self.hooks)
+        return replace(captured, backward=backward, hooks=self.hooks, ranks_of=self.ranks_of)
 
     def positions(self, variant: Variant, microbatch: Microbatch) -> tuple[int, ...]:
         """Return the positions of the units at which new stages begin: at the same modules for all microbatches.

@@ -26,7 +26,7 @@ from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import first_names
 from schedules import Schedule, Sizes
 from schedules.errors import printable
-from schedules.replay.costs import of_stage
+from schedules.playing.costs import of_stage
 
 COLUMNS = 98
 MOST_LINES = 12

@@ -77,17 +77,21 @@ def _require_writable(name: str, leaf: Tensor, spec: Spec) -> None:
         )
 
 
-def assign_sums(onto: EarlierSums, plan: StepPlan, variant: Variant) -> dict[tuple[int, int], Gradients]:
+def assign_sums(
+    onto: EarlierSums, plan: StepPlan, variant: Variant, skips: Collection[int] = ()
+) -> dict[tuple[int, int], Gradients]:
     """Return the sums that ranks of this process begin with, per rank and stage.
 
-    If gradients are added in a dtype of their own, all sums begin with something, which gives them their dtype.
+    If gradients are added in a dtype of their own, all sums begin with something, which gives them their dtype. So do
+    those of a rank to which no microbatch adds anything, since `skips` has all of its microbatches.
     """
     found: dict[tuple[int, int], Gradients] = {}
-    for stage, names in _first_uses(plan) if onto or variant.sums is not None else ():
+    for stage, names in _first_uses(plan) if onto or skips or variant.sums is not None else ():
         first, *_ = plan.placement.replicas(stage.index)
         for rank in set(plan.ranks).intersection(plan.placement.replicas(stage.index)):
             earlier = {name: onto[name] for name in names if name in onto} if rank == first else {}
-            if stage.grads and (earlier or variant.sums is not None):
+            own = {i for i in range(plan.microbatches) if plan.placement.home(stage.index, i) == rank}
+            if stage.grads and (earlier or variant.sums is not None or own <= {*skips}):
                 found[rank, stage.index] = _begin(stage, earlier)
     return found
 

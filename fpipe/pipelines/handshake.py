@@ -15,6 +15,7 @@ of a kind of batch and of its plan only once.
 from __future__ import annotations
 
 import dataclasses
+import json
 import platform
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from fpipe.network.ranks import Ranks
 from fpipe.pipelines.batch import Batching, Signature, SplitBatch
 from fpipe.pipelines.inputs import State, scatter
 from fpipe.pipelines.memo import Agreement, BatchKind
+from fpipe.pipelines.merge import Aux, MergeTrees
 from fpipe.pipelines.modes import DEVICE_TYPES, is_autograd_watched, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step_plan import StepPlan
@@ -193,9 +195,11 @@ def _constant_lines(plan: StepPlan) -> Iterator[str]:
     for cut in plan.cuts:
         for value, source in cut.captured.sources.items():
             if isinstance(source, Constant):
-                reader = next((unit.path for unit in cut.captured.units if value in unit.reads), "")
-                tensor, where = source.tensor, reader or "(root)"
-                yield f"read in {where}: {tensor.dtype} {list(tensor.shape)} of values {digest_tensor(tensor)}"
+                reader = next((unit for unit in cut.captured.units if value in unit.reads), None)
+                tensor = source.tensor
+                if reader is not None:  # else code has looked at it only: what it decided is compared
+                    what = f"{tensor.dtype} {list(tensor.shape)} of values {digest_tensor(tensor)}"
+                    yield f"read in {reader.path or '(root)'}: {what}"
 
 
 def _cut_lines(pipe: Pipeline, plan: StepPlan, variant: Variant, signature: Signature) -> Iterator[str]:
@@ -231,9 +235,21 @@ def call_together(function: Callable[..., Any], given: Mapping[str, Any]) -> Ite
         yield pipe
 
 
-def agree_on_arguments(pipe: Pipeline, **arguments: object) -> None:
-    """Raise `TransportError` on all ranks unless they call the same function with the same values of these."""
-    pipe.ranks.agree(lambda: [Field.of(name, describe_value(value)) for name, value in arguments.items()])
+def agree_on_arguments(pipe: Pipeline, note: int = 0, /, **arguments: object) -> list[int]:
+    """Raise `TransportError` on all ranks unless they call the same function with the same values of these.
+
+    Return the note of each process.
+    """
+    return pipe.ranks.agree(
+        lambda: [Field.of(name, describe_value(value)) for name, value in arguments.items()], note=note
+    )
+
+
+def agree_on_aux(pipe: Pipeline, aux: bool | MergeTrees, **arguments: object) -> Aux:
+    """Agree on the other arguments, and return what becomes of the loss's aux: the ranks may ask or not."""
+    notes = agree_on_arguments(pipe, int(bool(aux)), **arguments)
+    having = pipe.schedule.placement.replicas(pipe.schedule.stages - 1)
+    return Aux.of(aux, any(notes[place] for rank, place in enumerate(pipe.ranks.places) if rank not in having))
 
 
 def require_same(pipe: Pipeline, /, **values: Any) -> None:
@@ -306,8 +322,12 @@ def agree_to_step(
         copy: scatter(part, pipe.holdings.locals(params, copy), buffers, batch, call.seed, links.get(copy))
         for copy, part in plan.parts.items()
     }
-    numbers = number_fields(batch.signature)
-    pipe.ranks.agree(lambda: [*pipe.memo.agreements[kind].fields, *call_fields(call), *numbers])
+    numbers, skips = number_fields(batch.signature), variant.training and any(one.skips for one in inputs.values())
+    notes = pipe.ranks.agree(
+        lambda: [*pipe.memo.agreements[kind].fields, *call_fields(call), *numbers], note=int(skips)
+    )
+    if any(notes):
+        inputs = _share_skips(pipe, inputs)
     pipe.memo.use(kind)
     if not pipe.compared:
         _require_same_copies(pipe, plan, {**params, **buffers})
@@ -376,6 +396,16 @@ def _require_pair(k: int, example: object) -> tuple[Any, Any]:
         f"examples[{k}]: got {type(example).__name__}, expected a pair of inputs and targets, as a step takes them. "
         "Write ((x,), y), or ((x,), None) if there are no targets."
     )
+
+
+def _share_skips(pipe: Pipeline, inputs: Mapping[int, Inputs]) -> dict[int, Inputs]:
+    """Return the inputs of each copy with its microbatches of weight 0, which the ranks that compute the loss know."""
+    mine = json.dumps([(copy, list(one.skips)) for copy, one in inputs.items()])
+    told = [pair for text in pipe.ranks.exchange_text(mine, "microbatches of weight 0") for pair in json.loads(text)]
+    return {
+        copy: one._replace(skips=frozenset(i for number, some in told if number == copy for i in some))
+        for copy, one in inputs.items()
+    }
 
 
 def _variant(pipe: Pipeline, targets: Any, training: Variant) -> Variant:

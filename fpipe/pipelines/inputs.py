@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from fpipe.tensors import random
 from fpipe.tensors.placed import complete_part
 from fpipe.weights.state import require_state_names
 
+EVERY: Final = slice(None)
 State: TypeAlias = dict[str, Tensor]
 """Parameters, buffers or gradients, by the model's own names."""
 
@@ -57,6 +58,7 @@ def scatter(
         buffers=[own] * count,
         batch=lambda stage, i: rows[i][stage](i),
         keys=make_keys(plan, seed),
+        skips=find_skips(batch, plan.rows_of(plan.copy)) if len(batch.known) in leaves else (),
         group=None if links is None else weights.exchange(links),
     )
 
@@ -105,6 +107,11 @@ class Weights:
             complete_part(placed[name], one) if one is not None and name in placed else one
             for name, one in zip(names, dense, strict=True)
         )
+
+
+def find_skips(batch: SplitBatch, rows: slice = EVERY) -> list[int]:
+    """Return which of some microbatches count for nothing, because their weight is 0."""
+    return [] if batch.batching.weight is None else [i for i, x in enumerate(batch.scales[rows]) if not x]
 
 
 def _take_share(plan: StepPlan, batch: SplitBatch, needed: Iterable[int]) -> dict[int, Sequence[Tensor]]:

@@ -126,6 +126,11 @@ class StepPlan:
         return replace(self, assemblies=tuple([cuts[cut] for cut in self.assemblies]))
 
     @cached_property
+    def without_outputs(self) -> StepPlan:
+        """The same plan for results whose outputs have been passed on."""
+        return replace(self, merge=None)
+
+    @cached_property
     def modified_leaves(self) -> frozenset[int]:
         """The leaves of the batch that the model modifies in place."""
         pairs = [

@@ -44,7 +44,7 @@ from schedules import (
     zb_v,
 )
 from schedules.errors import quote
-from schedules.replay.costs import of_stage
+from schedules.playing.costs import of_stage
 
 StageEnds: TypeAlias = tuple[str | None, str | None]
 """The module that a stage begins at, and the one that it ends before; `None` for the beginning and end of the model."""

@@ -23,7 +23,7 @@ from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.arguments import require_arguments
 from schedules import KINDS, Action, Costs, Span, estimate
-from schedules.replay.timelines import read_spans
+from schedules.playing.timelines import read_spans
 
 WORDS: Final = tuple(KINDS)
 ABSENT: Final = -1  # the entry for an absent peer or slice

@@ -35,6 +35,7 @@ from fpipe.record.captured import (
     Unit,
     Value,
 )
+from fpipe.record.exchanges import require_joined
 from fpipe.record.objective import Objective
 from fpipe.record.refusals import data_dependence_error, own_generator_error, unregistered_write_error
 from fpipe.tensors.effects import EffectsMode, storage_id
@@ -83,7 +84,8 @@ def observe(captured: Captured) -> Observed:
         for unit in captured.units:
             where = f"module {unit.path or '(root)'}"
             try:
-                with EffectsMode() as watch:
+                check = partial(require_joined, captured.ranks_of, partial(str, where))
+                with EffectsMode() as watch, watch.effects.observe(check):
                     made = unit.call(*[values[value] for value in unit.reads])
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise data_dependence_error(where, error) from error
@@ -178,6 +180,7 @@ class _Check:
             self._refuse(f"got {got}, expected what the objective asks for", "See Objective.loss")
         self._known("the loss", () if captured.loss is None else (captured.loss,), known)
         self._known("the outputs", captured.outputs, known)
+        self._known("the loss's aux", captured.aux, known)
         if len(captured.outputs) != len(captured.structure.names):
             self._refuse(
                 f"got {len(captured.outputs)} outputs for a tree of {len(captured.structure.names)} tensors, expected "

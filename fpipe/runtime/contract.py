@@ -94,6 +94,9 @@ class StageLike(Protocol):
     def backward_weight(self, deferred: Any, onto: Any) -> Any:
         """Return the sum of gradients so far, `onto` (at first `()`), plus this microbatch's."""
 
+    def zero_cotangents(self) -> Payload:
+        """Return cotangents for a microbatch that counts for nothing; they are sent, but not used."""
+
     def add(self, first: Any, second: Any) -> Any:
         """Return the sum of the complete gradients of the stage's two replicas."""
 

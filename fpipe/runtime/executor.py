@@ -19,7 +19,7 @@ Runs in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,6 +37,7 @@ class Inputs(NamedTuple):
     - `keys`: the random key of each microbatch.
     - `deliver`: `deliver(microbatch, values)` is called with what leaves the pipeline, as soon as it does; `None` to
       keep that for the outcome.
+    - `skips`: the microbatches that count for nothing, so that they have no backward.
     - `starts`: per stage, cotangents that come from outside of the pipeline; they go before those of later stages.
     - `onto`: per rank and stage, the sum of gradients to add to, in memory that the step may write.
     - `group`: what executes collectives; `None` for a program without any.
@@ -49,6 +50,7 @@ class Inputs(NamedTuple):
     batch: Callable[[int, int], Payload]
     keys: Sequence[int]
     deliver: Callable[[int, Payload], None] | None = None
+    skips: Collection[int] = ()
     starts: Mapping[int, Payload] = MappingProxyType({})
     onto: Mapping[tuple[int, int], Any] = MappingProxyType({})
     group: StageGroup | None = None

@@ -46,6 +46,8 @@ def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payloa
     _, s, i, _, _ = action
     inputs = run.inputs
     buffers, arrived = run.checkpoints.pop((s, i))
+    if i in inputs.skips:
+        return ()
     _, _, residuals = stage.forward(inputs.params[i][s], buffers, inputs.batch(s, i) + arrived, inputs.keys[i])
     if residuals is not None:
         run.residuals[s, i] = residuals
@@ -54,13 +56,23 @@ def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payloa
 
 def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
+    if i in run.inputs.skips:
+        return _skip(run, action, stage)
     cotangents = run.inputs.starts.get(s, ()) + arrived
     outgoing, run.grads[s] = stage.backward(run.residuals.pop((s, i), None), cotangents, run.grads[s])
     return outgoing
 
 
+def _skip(run: Execution, action: Action, stage: StageLike) -> Payload:
+    """Free what the forward kept, and return cotangents that nobody will use."""
+    run.residuals.pop((action.stage, action.microbatch), None)
+    return stage.zero_cotangents()
+
+
 def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
+    if i in run.inputs.skips:
+        return _skip(run, action, stage)
     cotangents = run.inputs.starts.get(s, ()) + arrived
     outgoing, run.deferred[s, i] = stage.backward_input(run.residuals.pop((s, i), None), cotangents)
     return outgoing
@@ -68,7 +80,8 @@ def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: P
 
 def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
-    run.grads[s] = stage.backward_weight(run.deferred.pop((s, i)), run.grads[s])
+    if i not in run.inputs.skips:
+        run.grads[s] = stage.backward_weight(run.deferred.pop((s, i)), run.grads[s])
     return ()
 
 

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from fpipe.cutting.routing import Section
 from fpipe.errors import CaptureError
 from fpipe.record.captured import AS_PYTHON, Buffer, Captured, Constant, Function, Parameter, Value
+from fpipe.record.exchanges import watch_exchanges
 from fpipe.record.fakes.assumed_values import VALUE_READS, AssumedValues, assume_values
 from fpipe.record.fakes.recurrent import RECURRENT
 from fpipe.record.model.places import traceback_line
@@ -31,7 +32,6 @@ from fpipe.record.variant import Variant
 from fpipe.stages.backends import GraphRequest
 from fpipe.stages.graph.joint import Joint, Node, Tape, note_on
 from fpipe.tensors.effects import Effects, storage_id
-from fpipe.tensors.fake import note_effects
 from fpipe.tensors.random import preserve_generators
 from fpipe.tensors.settings import settings
 from fpipe.tensors.spec import OptionalSpec, Spec, resolve
@@ -395,11 +395,12 @@ def _grads(
     """Return the gradients of the leaves; raise `CaptureError` if the backward cannot run."""
     effects = Effects()
     roots, cotangents = [entry.root for entry in entries], [entry.cotangent for entry in entries]
-    function = run.function
+    function, paths = run.function, [unit.path for unit in run.section.units if unit.path]
+    where = f"stage {s} (modules {' to '.join(dict.fromkeys((*paths[:1], *paths[-1:])))}), its backward"
     try:
         with (
             assume_values(captured.mode) as answers,
-            note_effects(captured.mode, effects),
+            watch_exchanges(captured, effects, where),
             note_on(run.tape),
         ):
             with run.enter_scope():

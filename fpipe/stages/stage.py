@@ -108,6 +108,10 @@ class Stage:
         """The weight half of the backward; it returns the parameters' gradients, `None` where nothing was computed."""
         return self.functions.backward_weight
 
+    def zero_cotangents(self) -> Tensors:
+        """Return zeros in place of the cotangents for earlier stages."""
+        return tuple([spec.allocate().zero_() for crossing in self.pulls for spec in crossing.specs])
+
     def gradients_for(self, peer: int, total: Gradients) -> Gradients:
         """Return the gradients of parameters that stage `peer` also holds; for this stage's other replica, all."""
         complete = self.complete(total)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from fpipe.errors import CaptureError
 from fpipe.tensors.placed import HOLDERS, Placed, storage_holder
-from fpipe.tensors.torch_private import DisableTorchFunction, FakeTensor, OpOverload, TorchDispatchMode
+from fpipe.tensors.torch_private import DisableTorchFunction, FakeTensor, OpOverload, TorchDispatchMode, as_group
 
 Observer: TypeAlias = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
 """Called with an operator and its positional and keyword arguments, before it runs."""
@@ -90,7 +90,7 @@ class Effects:
         if func is torch.ops.aten._to_copy.default:
             self.cast.add(storage_id(args[0]))
         self.foreign |= torch.Generator in map(type, (*args, *kwargs.values()))
-        self.communicates |= isinstance(func, OpOverload) and "c10d" in func.namespace
+        self.communicates |= is_communication(func)
 
     def note_return(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Record the random draws of an operator call that returned `out`."""
@@ -152,6 +152,33 @@ def has_handle(out: Any) -> bool:
 def is_collective(func: Any) -> bool:
     """Return whether an operator is a collective of torch.distributed that writes to its arguments: not functional."""
     return isinstance(func, OpOverload) and func.namespace == "c10d"
+
+
+def is_communication(func: Any) -> bool:
+    """Return whether an operator belongs to torch.distributed."""
+    return isinstance(func, OpOverload) and ("c10d" in func.namespace or func.namespace == "_dtensor")
+
+
+def operator_name(func: Any) -> str:
+    """Return the name of an operator of torch.distributed without its namespace."""
+    return str(func._schema.name.partition("::")[2].rstrip("_"))
+
+
+def find_partners(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the processes between which an operator communicates, by their numbers in the job; none if it doesn't.
+
+    That is the whole group of a collective, and both ends of a message.
+    """
+    if not is_communication(func):
+        return ()
+    given = {one.name: _argument(func, one.name, args, kwargs) for one in func._schema.arguments}
+    group = as_group(given.get("process_group", given.get("group_name")))
+    members = given.get("ranks", ()) if group is None else dist.get_process_group_ranks(group)
+    tag = given.get("tag", given.get("tag_list"))
+    if not members or tag is None or isinstance(tag, str):
+        return tuple(members)
+    ends = [given[name] for name in ("src", "dst") if name in given] or given.get("peer_list", range(len(members)))
+    return tuple(sorted({dist.get_rank(), *[members[end] for end in ends]}))
 
 
 def random_devices(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[torch.device]:

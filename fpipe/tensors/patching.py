@@ -70,6 +70,7 @@ class _Switch(ByThread):
         self.owner, self.name = owner, name
         self.before = vars(owner).get(name, MISSING)
         self.is_class_method = isinstance(getattr_static(owner, name, None), CLASS_METHODS)
+        self.is_property = isinstance(self.before, property)
         self.original = _callable(owner, name, self.before)
 
     def install(self) -> None:
@@ -79,8 +80,8 @@ class _Switch(ByThread):
         def switch(*args: Any, **kwargs: Any) -> Any:
             return newest(original)(*args, **kwargs)
 
-        function = classmethod(switch) if self.is_class_method else switch
-        setattr(self.owner, self.name, function)
+        kind = classmethod if self.is_class_method else property if self.is_property else None
+        setattr(self.owner, self.name, switch if kind is None else kind(switch))
 
     def remove(self) -> None:
         """Put the original back."""
@@ -120,7 +121,7 @@ _LOCK = RLock()
 def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Inside, call `replacement` wherever this thread calls the function `name` of a class or module.
 
-    A replacement of a class method gets the class as its first argument.
+    A replacement of a class method gets the class as its first argument, one of a property the instance.
     """
     with _replace(_Switch, owner, name, replacement):
         yield
@@ -231,7 +232,7 @@ def _callable(owner: Any, name: str, before: Any) -> Any:
     if isinstance(static, CLASS_METHODS) and (before is MISSING or before is static):
         return lambda cls, /, *args, **kwargs: static.__get__(None, cls)(*args, **kwargs)
     if before is not MISSING:
-        return before
+        return before.fget if isinstance(before, property) else before
     return getattr(owner, name, _no_attribute) if name == "__getattr__" else getattr(owner, name)
 
 

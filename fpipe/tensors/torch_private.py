@@ -120,6 +120,7 @@ NAMES: Final[Paths] = {
         "torch._C._is_key_in_tls",
         "torch._C._get_obj_in_tls",
     ],
+    "refusing to exchange Python objects": ["torch.distributed.distributed_c10d._object_to_tensor"],
     "activation checkpointing": [f"torch.utils.checkpoint.{GENERATOR}", "torch.utils.checkpoint._checkpoint_hook"],
     "models that call torch.func": [
         "torch._functorch.apis.vmap_impl",
@@ -308,6 +309,8 @@ APPLY: Final = Place(torch.autograd.function._SingleLevelFunction, "apply")
 COMPILED: Final = Place(torch._dynamo.eval_frame, "_callback_from_stance")
 """What code compiled by `torch.compile` asks each time it is called: `None` makes it run as plain Python."""
 FUSED_ATTENTION: Final = Place(torch, "_native_multi_head_attention")
+PICKLE: Final = Place(torch.distributed.distributed_c10d, "_object_to_tensor")
+"""What the functions of torch.distributed that exchange Python objects call first."""
 IS_TRACING: Final = Place(activation, "_is_make_fx_tracing")
 CHECKPOINT: Final = Place(checkpoint, GENERATOR)
 INNER_TRANSFORMS: Final = (
@@ -376,6 +379,13 @@ def process_groups() -> Iterable[Any]:
     """Return every process group of this process that has not been destroyed."""
     groups: Iterable[Any] = torch.distributed.distributed_c10d._world.pg_map
     return groups
+
+
+def as_group(argument: Any) -> Any:
+    """Return the process group that an argument of an operator holds or names; `None` for other arguments."""
+    if isinstance(argument, torch.ScriptObject):
+        return torch.distributed.ProcessGroup.unbox(argument)
+    return next((group for group in process_groups() if argument in (group, group.group_name)), None)
 
 
 def destroy_group(group: Any) -> None:

@@ -198,6 +198,16 @@ def broadcast(what: str, prefix: Tree, structure: Structure) -> list[Any]:
     return [value for leaf, value in zip(leaves, said, strict=True) if leaf is tensor]
 
 
+def number_leaves(prefix: Tree) -> Tree:
+    """Return the tree with its leaves numbered; as in `broadcast`, `None` is a leaf.
+
+    >>> number_leaves(({"x": 1, "y": None}, 0))
+    ({'x': 0, 'y': 1}, 2)
+    """
+    leaves, spec = optree.tree_flatten(prefix, none_is_leaf=True, namespace=NAMESPACE)
+    return optree.tree_unflatten(spec, list(range(len(leaves))))
+
+
 def require_same_tree(what: str, got: Structure, expected: Structure) -> None:
     """Raise `InputError` unless two trees differ only in their leaves, with tensors at the same places."""
     if got.spec != expected.spec or [i for i, _ in got.constants] != [i for i, _ in expected.constants]:

@@ -10,23 +10,31 @@ Runs when `verify` is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fpipe.errors import MismatchError
+from fpipe.pipelines.results import Merged
 from fpipe.record.captured import Tensors
-from fpipe.record.objective import Objective
+from fpipe.record.objective import Computed
 from fpipe.tensors.placed import local_part
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import finish_collective
 from fpipe.tensors.tree import flatten, same_bits, stored_values
 from fpipe.verification.reference import CopySum
 
+Pair: TypeAlias = tuple[str, Tensor | None, Tensor | None]
+"""A leaf's name, and its value on either side."""
+SPLIT: Final = (
+    "See whether batch_dims splits every leaf into rows that belong together, whether the loss is a mean over equally "
+    "many rows or tokens in each microbatch (else pass weight=; reduce='sum' for sums), and whether a layer combines "
+    "rows, as BatchNorm does."
+)
 ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
 
 
@@ -49,6 +57,7 @@ class Results(NamedTuple):
     outputs: Any
     grads: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    aux: Sequence[Any] | None = None
 
     def restrict(self, params: Collection[str]) -> Results:
         """Return the same results with the gradients of these parameters only."""
@@ -57,35 +66,38 @@ class Results(NamedTuple):
 
 def run_eagerly(
     model: nn.Module,
-    objective: Objective,
+    objective: Callable[[nn.Module, Sequence[Tensor]], Computed],
     microbatches: int,
     batch: Mapping[int, Sequence[Tensor]],
     sums: Mapping[str, CopySum],
-    merge: Callable[[Mapping[int, Tensors]], tuple[Tensor | None, Any]],
+    merge: Callable[[Mapping[int, Tensors]], Merged],
+    skips: Collection[int] = (),
 ) -> Results:
     """Return the results of the user's module in a plain microbatch loop; restore its gradients and buffers.
 
-    `batch` has the microbatches of each leaf. `sums` has, by parameter, the sum to add gradients to; those of other
-    parameters are added as they come. `merge` merges the loss and outputs of all microbatches.
+    `objective` computes one microbatch, `batch` has the microbatches of each leaf. `sums` has, by parameter, the sum to
+    add gradients to; those of other parameters are added as they come. `merge` merges the loss and outputs of all
+    microbatches. `skips` has the microbatches without a backward.
     """
     results: dict[int, Tensors] = {}
     before = dict(model.named_buffers())
     with _restore_tensors(model):
         for i in range(microbatches):
-            value, outputs = objective(model, [_copy_aligned(parts[i]) for _, parts in sorted(batch.items())])
+            value, *others = objective(model, [_copy_aligned(parts[i]) for _, parts in sorted(batch.items())])
             assert value is not None, "there is a loss"
-            if value.requires_grad:
+            if value.requires_grad and i not in skips:
                 torch.autograd.backward(value)
             for name, p in model.named_parameters():
                 if name in sums:
                     sums[name].add(i, p.grad)
                     p.grad = None
-            leaves, _ = flatten(outputs, opaque=True)
+            leaves, _ = flatten(others[::-1], opaque=True)  # the loss's aux comes first
             results[i] = (value.detach(), *[leaf.detach() for leaf in leaves])
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         grads |= {name: total for name, terms in sums.items() if (total := terms.total()) is not None}
         buffers = {name: _state_after(buffer, before.get(name)) for name, buffer in model.named_buffers()}
-    return Results(*merge(results), grads, buffers)
+    loss, outputs, aux = merge(results)
+    return Results(loss, outputs, grads, buffers, aux)
 
 
 def _copy_aligned(tensor: Tensor) -> Tensor:
@@ -153,6 +165,34 @@ def require_equal(got: Results, expected: Results, against: str, tolerance: floa
     return count
 
 
+def require_near(got: Results, whole: Results, outputs: Iterable[Pair], fraction: float) -> None:
+    """Raise `MismatchError` unless results of microbatches are near those of the whole batch in one piece.
+
+    The loss, the gradients and each of these `outputs` may differ by `fraction` of the largest magnitude among the
+    loss, among all gradients, and in that output.
+    """
+    kinds: list[list[Pair]] = [[("loss", got.loss, whole.loss)], *[[pair] for pair in outputs]]
+    kinds.append([(f"gradient {name}", grad, whole.grads.get(name)) for name, grad in got.grads.items()])
+    for kind in kinds:
+        pairs = [(name, *_local_pair(mine, theirs)) for name, mine, theirs in kind]
+        largest = max([_magnitude(theirs) for *_, theirs in pairs if theirs is not None], default=0.0)
+        for name, mine, theirs in pairs:
+            if mine is None or theirs is None:
+                raise MismatchError(f"{name}: got it from microbatches or from the whole batch only. {SPLIT}")
+            same = mine.shape == theirs.shape
+            far = _difference(mine, theirs) if same else float("nan")
+            if not far <= fraction * largest:
+                what = f"a difference of {far:.3g}" if same else f"shape {list(mine.shape)}, not {list(theirs.shape)},"
+                raise MismatchError(
+                    f"{name}: got {what} between microbatches and the whole batch in one piece, expected at most "
+                    f"{fraction:g} of {largest:.3g}. {SPLIT}"
+                )
+
+
+def _magnitude(tensor: Tensor) -> float:
+    return float(_as_dense(tensor).abs().max().double()) if tensor.numel() else 0.0
+
+
 def _layout(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor in dimensions with several elements; nothing if it is sparse."""
     if tensor.layout is not torch.strided:
@@ -175,7 +215,7 @@ def require_numbers(results: Results) -> None:
 def _is_close(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
-    return _difference(mine, theirs) <= tolerance * float(_as_dense(theirs).abs().max().double())
+    return _difference(mine, theirs) <= tolerance * _magnitude(theirs)
 
 
 def _difference(mine: Tensor, theirs: Tensor) -> float:
@@ -195,13 +235,15 @@ def _local_pair(mine: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | No
     return mine, theirs
 
 
-def _leaf_pairs(got: Results, expected: Results) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+def _leaf_pairs(got: Results, expected: Results) -> Iterator[Pair]:
     """Yield each leaf's name, and its value on either side; gradients may exist on one side only."""
     yield "loss", got.loss, expected.loss
-    if got.outputs is not None and expected.outputs is not None:
-        mine, structure = flatten(got.outputs)
-        theirs, _ = flatten(expected.outputs)
-        yield from zip([f"outputs{path}" for path in structure.names], mine, theirs, strict=True)
+    for what in ("outputs", "aux"):
+        one, other = getattr(got, what), getattr(expected, what)
+        if one is not None and other is not None:
+            mine, structure = flatten(one)
+            theirs, _ = flatten(other)
+            yield from zip([f"{what}{path}" for path in structure.names], mine, theirs, strict=True)
     for name, tensor in got.buffers.items():
         yield f"buffer {name}", tensor, expected.buffers.get(name)
     for name in {**got.grads, **expected.grads}:

@@ -13,7 +13,7 @@ Runs in every step of the function that `reference` returns, and when `verify` i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from operator import add
 from types import MappingProxyType
@@ -25,8 +25,9 @@ from fpipe.errors import InputError
 from fpipe.network.ranks import wait_for_turn
 from fpipe.pipelines.batch import Signature
 from fpipe.pipelines.earlier_sums import add_reduced, join_sums, negative_zeros
-from fpipe.pipelines.inputs import State, make_keys, start_backward
+from fpipe.pipelines.inputs import State, find_skips, make_keys, start_backward
 from fpipe.pipelines.memory import require_apart
+from fpipe.pipelines.merge import NO_AUX, Aux
 from fpipe.pipelines.modes import require_gradients, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, merge_results
@@ -50,14 +51,16 @@ def run_on_one_device(
     buffers: Mapping[str, Tensor],
     batch: Mapping[int, Sequence[Tensor]],
     keys: Sequence[int],
+    skips: Collection[int] = (),
     onto: Mapping[str, Tensor] = MappingProxyType({}),
     first: Mapping[str, Tensor] = MappingProxyType({}),
     start: Tensors = (),
 ) -> tuple[dict[int, Tensors], Tensors, dict[str, Tensor]]:
     """Run all microbatches in sequence; return the results of each, the final buffers, and gradients by name.
 
-    `batch` has the microbatches of each leaf, `onto` the sums of gradients to go on from, `start` the cotangent of the
-    loss, if it is not 1. Other sums begin with `first`, which gives them their dtype, where it has something.
+    `batch` has the microbatches of each leaf; `skips` has those without a backward. `onto` has the sums of gradients to
+    go on from, `start` the cotangent of the loss, if it is not 1. Other sums begin with `first`, which gives them their
+    dtype, where it has something.
     """
     whole = plan.assembly.whole
     leaves, state = whole.leaves(params), tuple(buffers[name] for name in whole.buffers)
@@ -69,7 +72,8 @@ def run_on_one_device(
     for i, cut in enumerate(plan.assemblies):
         inputs = tuple(batch[leaf][i] for leaf in cut.whole.batch)
         results[i], state, residuals = cut.whole.forward(leaves, state, inputs, keys[i])
-        _, grads = cut.whole.backward(residuals, start)
+        nothing = (None,) * len(whole.grads)
+        grads = nothing if i in skips else cut.whole.backward(residuals, start)[1]
         for terms, grad in zip(sums, grads, strict=True):
             terms.add(i, grad)
     totals = defaultdict[str, list[Tensor]](list)
@@ -154,7 +158,7 @@ def find_orders(plan: StepPlan) -> dict[str, list[Orders]]:
     return dict(found)
 
 
-def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
+def make_reference_step(pipe: Pipeline, variant: Variant, aux: Aux = NO_AUX) -> ValueAndGrad:
     """Return the function that runs a step of the captured, uncut model in a plain microbatch loop."""
     known = pipe.plan(variant).assembly
     require_whole_batches(pipe)
@@ -187,13 +191,16 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
             require_apart(batch.memories, plan.modified_leaves)
             parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
             whole = plan.assembly.whole
-            first = {} if what.sums is None else dict(zip(whole.grads, map(negative_zeros, whole.totals), strict=True))
+            skips = find_skips(batch)
+            begins = what.sums is not None or len(skips) == len(plan.assemblies)
+            first = dict(zip(whole.grads, map(negative_zeros, whole.totals), strict=True)) if begins else {}
             keys, start = make_keys(plan, seed), start_backward([whole], scale).get(0, ())
             with wait_for_turn(), random.preserve_generators(plan.generators):
-                results, state, made = run_on_one_device(plan, params, buffers, parts, keys, sums, first, start)
+                results, state, made = run_on_one_device(plan, params, buffers, parts, keys, skips, sums, first, start)
         new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
         grads = join_sums(sums, made, plan) if plan.copies.count == 1 else add_reduced(sums, join_sums({}, made, plan))
-        out = place_buffers(Step(*merge_results(plan, results), new), plan)
+        out = place_buffers(merge_results(plan, results).with_buffers(new), plan)
+        out = out._replace(aux=aux.finish(out.aux))
         return out, wrap_state({name: grads[name] for name in params if name in grads}, known.placed_gradients)
 
     return step

@@ -6,8 +6,9 @@ Runs when `verify` is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any, Final, NamedTuple
@@ -19,40 +20,55 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fpipe.errors import InputError
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.handshake import agree_on_arguments
-from fpipe.pipelines.inputs import State
+from fpipe.pipelines.inputs import State, find_skips
+from fpipe.pipelines.merge import NO_AUX, Aux
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.results import merge_results
+from fpipe.pipelines.results import Merged, merge_results
 from fpipe.pipelines.step import hold_plain, make_training_step
+from fpipe.record.captured import Tensors
 from fpipe.record.model.snapshot import restore_model
+from fpipe.record.objective import Computed
 from fpipe.record.variant import Variant
 from fpipe.tensors import random
 from fpipe.tensors.arguments import require_integer
 from fpipe.tensors.placed import Placed, local_part, whole_tensor, wrap_state
-from fpipe.verification.comparison import Results, Verification, require_equal, require_numbers, run_eagerly
+from fpipe.tensors.tree import flatten
+from fpipe.verification.comparison import (
+    Results,
+    Verification,
+    require_equal,
+    require_near,
+    require_numbers,
+    run_eagerly,
+)
 from fpipe.verification.reference import CopySum, find_orders, make_reference_step
 
 RATE: Final = 2**-10  # the learning rate between steps; scaling by a power of two is exact
 
 
 class Trial(NamedTuple):
-    """The pipeline and module under test, a whole batch (inputs and targets), and the tolerance of the comparison."""
+    """The pipeline and module under test, a whole batch (inputs and targets), and the tolerances of the comparisons.
+
+    `unsplit`: that of the comparison with the batch in one piece; `None` for no such comparison.
+    """
 
     pipe: Pipeline
     module: nn.Module
     batch: tuple[Any, Any]
     tolerance: float
+    unsplit: float | None = None
 
     def agree(self, steps: int, seed: int | None, has_params: bool, has_buffers: bool) -> None:
         """Raise `InputError` unless so many steps can be compared, and `TransportError` if ranks differ."""
         require_backward(self.pipe.schedule)
         require_integer("steps", steps, least=1)
-        if not 0 <= self.tolerance < inf:
-            raise InputError(
-                f"tolerance: got {self.tolerance}, expected a finite number of at least 0. Pass 1e-5, say."
-            )
+        how = {"tolerance": self.tolerance, "unsplit": self.unsplit}
+        for name, fraction in how.items():
+            if fraction is not None and not 0 <= fraction < inf:
+                raise InputError(f"{name}: got {fraction}, expected a finite number of at least 0. Pass 1e-5, say.")
         given = {"params": has_params, "buffers": has_buffers}
-        agree_on_arguments(self.pipe, **given, seed=seed, steps=steps, tolerance=self.tolerance)
+        agree_on_arguments(self.pipe, **given, seed=seed, steps=steps, **how)
 
     @property
     def variant(self) -> Variant:
@@ -83,13 +99,16 @@ def _verify_step(
 ) -> tuple[Verification, tuple[State, State], tuple[State, State]]:
     """Verify one step; return how much was equal, and the state after it: this process's share, and the whole."""
     pipe, variant, params = trial.pipe, trial.variant, share[0]
-    step, grads = make_training_step(pipe, variant, None)(*share, *trial.batch, seed=seed)
-    got = Results(step.loss, step.outputs, gather_shards(pipe, grads), step.buffers)
-    step, every = make_reference_step(pipe, variant)(*whole, *trial.batch, seed=seed)
-    wanted = Results(step.loss, step.outputs, every, step.buffers).restrict(params)
+    each = Aux.of(list, True) if pipe.copies.is_local else NO_AUX  # else this process has that of its own copy only
+    step, grads = make_training_step(pipe, variant, aux=each)(*share, *trial.batch, seed=seed)
+    got = Results(step.loss, step.outputs, gather_shards(pipe, grads), step.buffers, step.aux)
+    step, every = make_reference_step(pipe, variant, each)(*whole, *trial.batch, seed=seed)
+    wanted = Results(step.loss, step.outputs, every, step.buffers, step.aux).restrict(params)
     compared = require_equal(got, wanted, "the reference", trial.tolerance)
     after = (descend(params, grads), dict(got.buffers)), (descend(whole[0], every), step.buffers)
     eager = _compare_with_eager(trial, params, got)
+    if trial.unsplit is not None:
+        _compare_with_whole_batch(trial, params, got, trial.unsplit)
     require_numbers(got)
     return Verification(compared, eager), *after
 
@@ -109,10 +128,53 @@ def _compare_with_eager(trial: Trial, params: State, got: Results) -> int:
     with suspend_autocast(variant), random.preserve_generators(plan.generators):
         before = random.states(plan.generators)
         count, parts = len(plan.assemblies), batch.take()
-        eager = run_eagerly(trial.module, objective, count, parts, sums, partial(merge_results, plan)).restrict(names)
+        merge, skips = partial(merge_results, plan), find_skips(batch)
+        eager = run_eagerly(trial.module, objective, count, parts, sums, merge, skips).restrict(names)
         if not all(map(torch.equal, before, random.states(plan.generators))):
             return 0
     return require_equal(got.restrict(names), eager, "the model run eagerly", trial.tolerance)
+
+
+def _compare_with_whole_batch(trial: Trial, params: State, got: Results, fraction: float) -> None:
+    """Raise `MismatchError` unless results are near those of the module on the whole batch in one piece.
+
+    Outputs are compared where they are concatenated. Raise `InputError` if random numbers are drawn: microbatches draw
+    others.
+    """
+    pipe, (tensors, structure) = trial.pipe, flatten(trial.batch)
+    with suspend_autocast(trial.variant) as variant:
+        batch = pipe.batch(variant, *trial.batch)
+        plan = pipe.plan(variant, batch.signature)
+    first, *_ = batch.batching.split(batch.signature)
+    objective = replace(pipe.captures.objective(variant, first), divisor=1)
+    scale = None if batch.batching.weight is None else torch.ones((), dtype=torch.float64)
+
+    def compute(model: Any, leaves: Sequence[Tensor]) -> Computed:
+        return objective.of(model, (*structure.unflatten(list(leaves)), scale))
+
+    def take(results: Mapping[int, Tensors]) -> Merged:
+        loss, *others = results[0]
+        return Merged(loss, others[len(plan.assembly.captured.aux) :])
+
+    parts = {leaf: (tensor,) for leaf, tensor in enumerate(tensors)}
+    with suspend_autocast(variant), random.preserve_generators(plan.generators):
+        before = random.states(plan.generators)
+        whole = run_eagerly(trial.module, compute, 1, parts, {}, take).restrict(params)
+        if plan.devices or not all(map(torch.equal, before, random.states(plan.generators))):
+            raise InputError(
+                f"unsplit: got {fraction} for a model that draws random numbers, expected one that draws none: "
+                "microbatches draw other numbers than the whole batch. Set its dropout to 0, build the pipeline again, "
+                "and verify that one."
+            )
+    joined = []
+    if got.outputs is not None and plan.merge is not None:
+        rows = zip(plan.merge.structure.names, plan.merge.dims, flatten(got.outputs)[0], whole.outputs, strict=True)
+        joined = [
+            (f"outputs{path}", mine, theirs)
+            for path, dim, mine, theirs in rows
+            if isinstance(dim, int) and theirs.dim()  # scalars are stacked
+        ]
+    require_near(got, whole, joined, fraction)
 
 
 def read_state(module: nn.Module) -> tuple[State, State]:
@@ -134,11 +196,13 @@ def _gather_one(tensor: Tensor, split: Placed | None) -> Tensor:
     return whole if split is None else distribute_tensor(whole, split.mesh, split.placements, src_data_rank=None)
 
 
-def gather_state(pipe: Pipeline, module: nn.Module, params: State, buffers: State) -> tuple[State, State]:
+def gather_state(
+    pipe: Pipeline, module: nn.Module, params: State, buffers: State, call: str = "verify"
+) -> tuple[State, State]:
     """Return the whole model's state, gathered from all processes; every rank must call this at the same time."""
-    with pipe.ranks.enter_call("verify"):
+    with pipe.ranks.enter_call(call):
         hold_plain(pipe, params, buffers)
-        pipe.ranks.agree(about="the state to verify from")
+        pipe.ranks.agree(about="the whole state")
         known, homes, placed = pipe.training.assembly, pipe.schedule.placement.homes, pipe.training.placed
         owners: dict[str, int] = {}
         for stage in pipe.stages:

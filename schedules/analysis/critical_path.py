@@ -17,9 +17,9 @@ from schedules.arguments import require_types
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule, graph_of
-from schedules.replay.costs import Costs
-from schedules.replay.engine import Span
-from schedules.replay.outputs import Flow, flow_of, inputs_of
+from schedules.playing.costs import Costs
+from schedules.playing.engine import Span
+from schedules.playing.outputs import Flow, flow_of, inputs_of
 
 LANE = frozenset({"UNSHARD", "REDUCE_GRAD"})
 """The kinds of collectives that take time."""

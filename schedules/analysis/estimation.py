@@ -18,9 +18,9 @@ from schedules.arguments import require_types
 from schedules.errors import TimelineError
 from schedules.language.actions import KINDS
 from schedules.language.schedule import Schedule
-from schedules.replay.costs import Costs
-from schedules.replay.engine import Span
-from schedules.replay.timelines import read_spans
+from schedules.playing.costs import Costs
+from schedules.playing.engine import Span
+from schedules.playing.timelines import read_spans
 
 Times: TypeAlias = Mapping[str, float]
 """The times of one stage, by kind."""

@@ -24,10 +24,10 @@ from schedules.checking.rules import count_versions, require_forward_before_back
 from schedules.language.actions import COLLECTIVES, KINDS
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule, graph_of
-from schedules.replay.costs import UNITS, Costs, Sizes, of_stage, require_stages
-from schedules.replay.dependencies import wires
-from schedules.replay.engine import Span, replay
-from schedules.replay.timelines import read_spans
+from schedules.playing.costs import UNITS, Costs, Sizes, of_stage, require_stages
+from schedules.playing.dependencies import wires
+from schedules.playing.engine import Span, replay
+from schedules.playing.timelines import read_spans
 
 Levels: TypeAlias = tuple[tuple[float, float], ...]
 

@@ -24,9 +24,9 @@ from schedules.language.graph import Graph
 from schedules.language.membership import require_compute_only, require_placed
 from schedules.language.schedule import Actions, Schedule, graph_of
 from schedules.lowering.program import lower
-from schedules.replay.costs import ROUNDING, UNITS, Costs
-from schedules.replay.dependencies import wires
-from schedules.replay.engine import replay
+from schedules.playing.costs import ROUNDING, UNITS, Costs
+from schedules.playing.dependencies import wires
+from schedules.playing.engine import replay
 
 Rule: TypeAlias = Callable[[Progress, Actions], Actions]
 _FREE = Costs(F=0, B=0, I=0, W=0)

@@ -30,7 +30,7 @@ from schedules.commands.subjects import Subject
 from schedules.commands.terminal import format_table, terminal_width
 from schedules.errors import GraphError, ScheduleError, SizeError, UsageError
 from schedules.language.schedule import Schedule
-from schedules.replay.costs import ROUNDING, Costs, Sizes
+from schedules.playing.costs import ROUNDING, Costs, Sizes
 
 Amounts = TypeVar("Amounts", Costs, Sizes)
 NO_WORK = ("comm", "jitter", "seed")

@@ -14,7 +14,7 @@ from schedules.commands.subjects import Subject, subjects
 from schedules.errors import UsageError
 from schedules.language.actions import KINDS
 from schedules.language.schedule import Schedule
-from schedules.replay.costs import Cost, Costs, Link, Sizes
+from schedules.playing.costs import Cost, Costs, Link, Sizes
 
 DEFAULTS = {"ranks": 4, "microbatches": 8}
 Figures = TypeVar("Figures", Costs, Sizes | None)

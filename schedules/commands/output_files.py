@@ -13,8 +13,8 @@ from schedules import drawing
 from schedules.files.csv import write_csv
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
-from schedules.replay.costs import Sizes
-from schedules.replay.engine import Span
+from schedules.playing.costs import Sizes
+from schedules.playing.engine import Span
 
 Timelines: TypeAlias = Mapping[str, Callable[[], Iterable[Span]]]
 

@@ -21,8 +21,8 @@ from schedules.commands.terminal import choose_paint, format_table, is_terminal,
 from schedules.errors import ScheduleError
 from schedules.files.csv import Listing
 from schedules.language.schedule import Factory, Schedule
-from schedules.replay.costs import Costs
-from schedules.replay.engine import Span
+from schedules.playing.costs import Costs
+from schedules.playing.engine import Span
 
 PAGE, SHARES, LONG = 120, 6, 100
 

@@ -14,9 +14,9 @@ from schedules.drawing.palette import look_of
 from schedules.drawing.strips import Strip, make_strip
 from schedules.language.actions import COLLECTIVES
 from schedules.language.graph import Graph, chain
-from schedules.replay.costs import Sizes
-from schedules.replay.engine import Span
-from schedules.replay.outputs import Flow, flow_of
+from schedules.playing.costs import Sizes
+from schedules.playing.engine import Span
+from schedules.playing.outputs import Flow, flow_of
 
 Event: TypeAlias = dict[str, Any]
 

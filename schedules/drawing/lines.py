@@ -22,8 +22,8 @@ from schedules.language.graph import Graph
 from schedules.language.membership import require_compute_only, require_placed
 from schedules.language.schedule import Actions, Schedule, picture
 from schedules.lowering.program import Program
-from schedules.replay.costs import Costs
-from schedules.replay.engine import Span
+from schedules.playing.costs import Costs
+from schedules.playing.engine import Span
 from schedules.transforms.transform import transform
 
 MOST_CELLS: Final = 2**24

@@ -14,9 +14,9 @@ from functools import cached_property
 from schedules.analysis.simulation import levels
 from schedules.drawing.palette import WAIT, look_of, shade
 from schedules.language.actions import COLLECTIVES, Action
-from schedules.replay.costs import UNITS, Sizes
-from schedules.replay.engine import Span
-from schedules.replay.timelines import read_spans
+from schedules.playing.costs import UNITS, Sizes
+from schedules.playing.engine import Span
+from schedules.playing.timelines import read_spans
 
 
 @dataclass(frozen=True)

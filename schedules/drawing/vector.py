@@ -13,8 +13,8 @@ from schedules.arguments import require_types
 from schedules.drawing.palette import LOOKS, MARKED, WAIT, look_of
 from schedules.drawing.strips import Strip, lanes_of, make_strip
 from schedules.errors import SizeError
-from schedules.replay.costs import Sizes
-from schedules.replay.engine import Span
+from schedules.playing.costs import Sizes
+from schedules.playing.engine import Span
 
 LEFT, RIGHT, TITLE, ROW, CURVE, GAP, AXIS = 64, 48, 24, 22, 16, 4, 26  # pixels, as are all sizes here
 SHORTEST = 1e-300  # shorter times count as zero: their inverse is not finite

@@ -19,7 +19,7 @@ from schedules.errors import SizeError
 from schedules.language.actions import Action
 from schedules.language.placement import linear
 from schedules.language.schedule import Limits, schedule
-from schedules.replay.costs import Costs, require_stages
+from schedules.playing.costs import Costs, require_stages
 
 
 class Heuristics(NamedTuple):

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from schedules.language.actions import KINDS, Action
 from schedules.language.placement import Placement
-from schedules.replay.costs import Costs
+from schedules.playing.costs import Costs
 
 Priority: TypeAlias = Callable[[Action], Any]
 

@@ -36,9 +36,9 @@ from schedules.language import graph
 from schedules.language.actions import Action, B, F, I
 from schedules.language.placement import vee
 from schedules.language.schedule import Limits, Schedule, schedule
-from schedules.replay.costs import UNITS, Costs, require_stages
-from schedules.replay.dependencies import wires
-from schedules.replay.engine import replay
+from schedules.playing.costs import UNITS, Costs, require_stages
+from schedules.playing.dependencies import wires
+from schedules.playing.engine import replay
 
 CHUNK = 3  # slots that one microbatch takes on a chunk: F, I and W, or F and B
 INTERVAL = 2 * CHUNK  # slots that one microbatch takes on a rank

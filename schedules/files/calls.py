@@ -17,7 +17,7 @@ from schedules.errors import ArgumentError, TableError, quote
 from schedules.files.cells import own
 from schedules.files.csv import table
 from schedules.language.schedule import Factory, Schedule
-from schedules.replay.costs import Costs, Link
+from schedules.playing.costs import Costs, Link
 from schedules.transforms.defer import defer_weights
 from schedules.transforms.forwards import forwards
 from schedules.transforms.mirror import mirror

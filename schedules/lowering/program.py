@@ -19,7 +19,8 @@ waits for its receives itself, so the vocabulary has no wait for them.
 
 A send buffer must live until the transfer completes, and asking whether it has costs a wait. But once we consume a
 message that the peer made after consuming one of our sends, that send has completed: its `WAIT` returns at once. Sends
-that no message vouches for are waited for at the end.
+that no message vouches for are waited for at the end. Without backwards, as in evaluation, that would be all of them.
+So a rank with one stage waits for those of earlier microbatches as it goes on, and is a few ahead of its peers at most.
 
 So receive buffers are few, whatever the number of microbatches.
 
@@ -33,6 +34,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from schedules.arguments import require_types
 from schedules.errors import ScheduleError
@@ -41,6 +43,9 @@ from schedules.language.graph import Graph
 from schedules.language.membership import require_valid_actions
 from schedules.language.schedule import Schedule, graph_of, picture
 from schedules.lowering.turns import Turn, Turns, target_of
+
+IN_FLIGHT = 2
+"""The number of microbatches whose values a rank without backwards sends before it waits for the first of them."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,19 @@ class Program:
         for s in range(placement.stages * self.schedule.backward):
             pairs |= {(a, b) for a in placement.replicas(s) for b in placement.replicas(s)}
         return tuple(sorted((a, b) for a, b in pairs if a != b))
+
+    @cached_property
+    def waits_early(self) -> bool:
+        """True if ranks wait for sends of earlier microbatches before they run later ones.
+
+        There are no backwards, and each rank runs all microbatches in order on its one stage. So whoever waits, waits
+        for a peer to begin an earlier microbatch, and ranks never wait in a circle.
+        """
+        schedule, placement = self.schedule, self.schedule.placement
+        if schedule.backward or any(len(placement.stages_on(rank)) > 1 for rank in range(schedule.ranks)):
+            return False
+        orders = ((a.microbatch for a in schedule.actions(rank) if a.kind == "F") for rank in range(schedule.ranks))
+        return all(i <= j for order in orders for i, j in pairwise(order))
 
     def __str__(self) -> str:
         """Draw the timeline of the schedule on this graph."""
@@ -156,6 +174,7 @@ class _Play:
 
     def __init__(self, program: Program, wanted: Collection[int]) -> None:
         self.schedule, self.routes = program.schedule, program.schedule.placement.routes
+        self.waits_early = program.waits_early
         self.ranks = [
             _Rank(rank, iter(Turns(program.schedule, program.graph, rank)), deque() if rank in wanted else None)
             for rank in range(program.schedule.ranks)
@@ -213,8 +232,13 @@ class _Play:
             if rank.line is not None:
                 rank.line.extend(map(wait_of, rank.confirmed))
             return
-        if rank.late:
-            rank.late.clear()
+        rank.late.clear()
+        if self.waits_early and turn.actions:
+            old = [sent for sent in rank.unconfirmed if sent.microbatch <= turn.actions[0].microbatch - IN_FLIGHT]
+            for sent in old:
+                del rank.unconfirmed[sent]
+            if rank.line is not None:
+                rank.line.extend(map(wait_of, old))
         for message in turn.waits:
             for sent in rank.posted.pop(message):
                 del rank.unconfirmed[sent]

@@ -27,7 +27,7 @@ from schedules.checking.channels import LoweredProgram, streams_of
 from schedules.errors import ProgramError
 from schedules.language.actions import KINDS, Action, message_of, receive_of
 from schedules.lowering.turns import Turns, target_of
-from schedules.replay.costs import UNITS
+from schedules.playing.costs import UNITS
 
 COMPUTE = "compute"
 

@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import TypeAlias
 
-from schedules.replay.costs import ROUNDING
+from schedules.playing.costs import ROUNDING
 from schedules.searching.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Contender, Instance, Job, PassOrders
 
 Priorities: TypeAlias = list[list[list[float]]]

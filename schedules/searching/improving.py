@@ -13,7 +13,7 @@ from __future__ import annotations
 from math import exp
 from typing import TYPE_CHECKING, NamedTuple
 
-from schedules.replay.costs import ROUNDING
+from schedules.playing.costs import ROUNDING
 from schedules.searching.dispatching import Priorities, dispatch
 from schedules.searching.instance import Contender, Instance, Job, PassOrders
 from schedules.searching.playing import Played, play, read_priorities

@@ -19,7 +19,7 @@ from schedules.analysis.bounds.problem import Hops, Problem, pose
 from schedules.errors import SizeError
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement
-from schedules.replay.costs import ROUNDING, Cost, Costs, Sizes, of_stage
+from schedules.playing.costs import ROUNDING, Cost, Costs, Sizes, of_stage
 
 FORWARD: Final = 0
 INPUT_HALF: Final = 1

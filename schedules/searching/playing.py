@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Play orders of passes: when each pass starts, and which one it waited for.
 
-The same rules as `schedules.replay`, without names: each rank runs its passes in order, each as soon as the rank is
+The same rules as `schedules.playing`, without names: each rank runs its passes in order, each as soon as the rank is
 free and its inputs have arrived.
 """
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from schedules.analysis.bounds.heads import find_heads
 from schedules.analysis.bounds.network import connect_queues, reverse
-from schedules.replay.costs import ROUNDING
+from schedules.playing.costs import ROUNDING
 from schedules.searching.instance import LETTERS, Instance, Job, PassOrders
 
 

@@ -17,7 +17,7 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-from schedules.replay.costs import ROUNDING
+from schedules.playing.costs import ROUNDING
 from schedules.searching.beam import Beam
 from schedules.searching.improving import Climb, shake
 from schedules.searching.instance import Contender, Instance

@@ -31,7 +31,7 @@ from schedules.errors import SizeError
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement, linear
 from schedules.language.schedule import Schedule
-from schedules.replay.costs import ROUNDING, UNITS, Costs, Sizes
+from schedules.playing.costs import ROUNDING, UNITS, Costs, Sizes
 from schedules.searching.instance import Contender, Instance, make_instance
 from schedules.searching.race import Race
 from schedules.searching.seeds import list_families, read_seed, spell

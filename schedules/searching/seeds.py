@@ -18,7 +18,7 @@ from schedules.errors import PipelineError
 from schedules.files.csv import table
 from schedules.language.graph import Graph
 from schedules.language.schedule import Factory, Schedule
-from schedules.replay.costs import Costs, of_stage
+from schedules.playing.costs import Costs, of_stage
 from schedules.searching.instance import FORWARD, INPUT_HALF, LETTERS, WEIGHT_HALF, Contender, Instance, Job, PassOrders
 from schedules.searching.playing import play
 from schedules.transforms.connect import connect

@@ -16,7 +16,7 @@ from __future__ import annotations
 from math import ceil, inf
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from schedules.replay.costs import ROUNDING
+from schedules.playing.costs import ROUNDING
 from schedules.searching.dispatching import dispatch
 from schedules.searching.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Contender, Instance, Job, PassOrders
 from schedules.searching.playing import play, read_priorities

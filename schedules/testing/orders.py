@@ -19,7 +19,7 @@ from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement
 from schedules.language.schedule import Schedule
-from schedules.replay.outputs import inputs_of, output_of
+from schedules.playing.outputs import inputs_of, output_of
 from schedules.testing.strategies import graphs
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from schedules.errors import ArgumentError, SizeError, quote
 from schedules.language.graph import Edge, Graph
 from schedules.language.schedule import SIZES, Schedule
-from schedules.replay.costs import Costs
+from schedules.playing.costs import Costs
 
 RANKS, MICROBATCHES, CHUNKS = 8, 12, 4
 

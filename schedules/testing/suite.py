@@ -29,9 +29,9 @@ from schedules.language.graph import Edge, Graph, chain
 from schedules.language.schedule import Factory, Schedule
 from schedules.lowering.program import lower
 from schedules.lowering.turns import target_of
+from schedules.playing.costs import Costs
+from schedules.playing.outputs import inputs_of, output_of
 from schedules.proof.interpreter import prove
-from schedules.replay.costs import Costs
-from schedules.replay.outputs import inputs_of, output_of
 from schedules.testing.strategies import costs, graphs, grid_of
 from schedules.testing.timing import TOLERANCE, require_same_times
 from schedules.transforms.connect import connect

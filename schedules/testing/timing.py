@@ -22,9 +22,9 @@ from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.lowering.program import lower
 from schedules.lowering.turns import target_of
+from schedules.playing.costs import Costs
+from schedules.playing.engine import Span
 from schedules.proof.inflight import Parcel, parcel_of, parcels_for
-from schedules.replay.costs import Costs
-from schedules.replay.engine import Span
 from schedules.testing.mutants import edit_rows
 
 TOLERANCE = 1e-6  # sums of thirds and the like are not exact

@@ -12,7 +12,7 @@ from schedules.arguments import is_number
 from schedules.errors import SizeError
 from schedules.language.actions import KINDS, Action
 from schedules.language.schedule import Limits, Schedule
-from schedules.replay.costs import ROUNDING, UNITS
+from schedules.playing.costs import ROUNDING, UNITS
 from schedules.transforms.transform import KEPT, transform
 
 

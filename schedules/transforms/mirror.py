@@ -22,7 +22,7 @@ from schedules.language.actions import COLLECTIVES, KINDS, Action, G
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement
 from schedules.language.schedule import Factory, Limits, Schedule, Shape, graph_of
-from schedules.replay.outputs import Output, inputs_of, output_of, unit_of
+from schedules.playing.outputs import Output, inputs_of, output_of, unit_of
 from schedules.transforms.transform import transform
 
 

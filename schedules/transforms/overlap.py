@@ -22,7 +22,7 @@ from typing import TypeAlias
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule, graph_of
-from schedules.replay.outputs import Output, inputs_of, output_of, unit_of
+from schedules.playing.outputs import Output, inputs_of, output_of, unit_of
 from schedules.transforms.transform import KEPT, transform
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fpipe
 from fpipe.tensors.tree import same_bits
@@ -90,3 +91,112 @@ def require_same(layer, cut, backward, group=None, seed=0):
     assert grads.keys() == want.grads.keys()
     assert all(same_bits(grads[name], want.grads[name]) for name in grads)
     assert all(same_bits(got.buffers[name], want.buffers[name]) for name in got.buffers)
+
+
+# ------------------------------------------------------------ exchanges of a layer or a loss with a group of processes
+
+
+def _reduced(x, mesh):
+    x = x.clone()
+    dist.all_reduce(x, group=mesh.get_group())
+    return x
+
+
+def _later(x, mesh):
+    x = x.clone()
+    dist.all_reduce(x, group=mesh.get_group(), async_op=True).wait()
+    return x
+
+
+def _counted(x, mesh):
+    count = torch.tensor(float(x.numel()))
+    dist.all_reduce(count, group=mesh.get_group())
+    return x / count
+
+
+def _functional(x, mesh):
+    return functional_collectives.all_reduce(x, "sum", mesh) * 1
+
+
+def _broadcast(x, mesh):
+    x = x.clone()
+    dist.broadcast(x, mesh.mesh.tolist()[0], group=mesh.get_group())
+    return x
+
+
+def _placed(x, mesh):
+    whole = DTensor.from_local(x, mesh, [Shard(0)]).redistribute(placements=[Replicate()])
+    return whole.to_local()[: len(x)] * 1
+
+
+EXCHANGES = {"allreduce": _reduced, "later": _later, "count": _counted, "all_reduce": _functional}
+EXCHANGES |= {"broadcast": _broadcast, "all_gather_into_tensor": _placed}
+
+
+def _barrier(x, mesh):
+    dist.barrier(group=mesh.get_group())
+    return x * 1
+
+
+def _objects(x, mesh):
+    dist.all_gather_object([None] * mesh.size(), 1, group=mesh.get_group())
+    return x * 1
+
+
+def _message(x, mesh):
+    mine, (first, second, *_) = mesh.get_rank(), mesh.mesh.tolist()
+    if mine == first:
+        dist.send(x.clone(), second)
+    elif mine == second:
+        dist.recv(torch.empty_like(x), first)
+    return x * 1
+
+
+REFUSED = EXCHANGES | {"barrier": _barrier, "objects": _objects, "message": _message}
+
+
+class InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, exchange):
+        ctx.exchange = exchange
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.exchange(grad), None
+
+
+class Exchanging(nn.Linear):
+    """A layer that exchanges something over a mesh in its forward, its backward, or a hook."""
+
+    def __init__(self, where, exchange, find_mesh):
+        super().__init__(4, 4)
+        self.where, self.exchange = where, lambda x: exchange(x, find_mesh())
+        if where == "forward hook":
+            self.register_forward_hook(lambda module, given, out: self.exchange(out.detach()) + out)
+        if where == "backward hook":
+            self.register_full_backward_hook(lambda module, grads, _: tuple(map(self.exchange, grads)))
+        if where == "hook of a parameter":
+            self.weight.register_hook(lambda grad: exchange(grad, find_mesh()))
+
+    def forward(self, x):
+        if self.where == "forward":
+            x = self.exchange(x.detach()) + x
+        if self.where == "backward":
+            x = InBackward.apply(x, self.exchange)
+        x = super().forward(x)
+        if self.where == "hook":
+            x.register_hook(self.exchange)
+        return x
+
+
+PLACES = ("loss", "forward", "backward", "hook", "forward hook", "backward hook", "hook of a parameter")
+
+
+def exchanging(places, find_mesh):
+    """Return a model that exchanges something in each of these places, and its loss, one exchange by place."""
+    torch.manual_seed(0)
+    layers = [Exchanging(where, exchange, find_mesh) for where, exchange in places.items()]
+    model = nn.Sequential(nn.Linear(4, 4), *layers, nn.Linear(4, 4))
+    exchange = places.get("loss", lambda x, mesh: x)
+    return model, lambda out, y: (exchange(out.detach(), find_mesh()) + out - y).square().mean()

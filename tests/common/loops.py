@@ -19,7 +19,8 @@ from tests.common.comparison import Result
 def loop(model, loss, inputs, targets, microbatches, order=None, dims=(0, 0), weight=None, joined=0) -> Result:
     """One device: slices of the batch, loss / M, `.backward()`, `.grad`. Backwards run in `order`, or as they come.
 
-    `dims` are a pair of prefixes: how inputs and targets are cut. With a weight, the loss is multiplied by its share.
+    `dims` are a pair of prefixes: how inputs and targets are cut. With a weight, the loss is multiplied by its share; a
+    microbatch of weight 0 has no loss.
     """
     model, inputs, targets = copy.deepcopy((model, inputs, targets))
     values, outputs = [], []
@@ -31,7 +32,9 @@ def loop(model, loss, inputs, targets, microbatches, order=None, dims=(0, 0), we
     for i, (part, wanted) in enumerate(parts):
         out = model(**part) if isinstance(part, dict) else model(*part)
         value = loss(out) if targets is None else loss(out, wanted)
-        values.append(value / microbatches if counts is None else value * (counts[i] / sum(counts)))
+        share = 1 if counts is None else counts[i] / sum(counts)
+        value = value / microbatches if counts is None else value * share
+        values.append(value if share else torch.zeros_like(value.detach()))
         out = dict(out) if isinstance(out, dict) else out  # transformers' outputs are dicts of their own kind
         outputs.append(optree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, out))
         if order is None and values[-1].requires_grad:

@@ -32,7 +32,7 @@ from schedules import (
     vee,
 )
 from schedules.files.csv import table
-from schedules.replay.costs import ROUNDING, of_stage
+from schedules.playing.costs import ROUNDING, of_stage
 
 # -------- The least makespan of any schedule of a small problem, by exhaustive search: nothing here knows about bounds
 

@@ -7,9 +7,13 @@ python integration_worker.py FOLDER LIBRARY...
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import os
 import sys
 import warnings
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -19,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fpipe
 from fpipe.tensors.tree import same_bits
@@ -50,18 +54,19 @@ def pipelined(net, x, y):
     return fpipe.Pipelined(net, loss=functional.cross_entropy, example=(x[:8],), targets=y[:8], schedule=how)
 
 
-def train_plainly(plain, data, epochs, limit, *tools):
-    """Train with two accumulated batches per update, and at the end of an epoch; return the losses of all batches."""
+def train_plainly(plain, data, epochs, limit, *tools, every=2, context=nullcontext):
+    """Train with some accumulated batches per update, and at the end of an epoch; return the losses of all batches."""
     losses = []
     for _ in range(epochs):
         for k, (a, b) in enumerate(data):
             total = 0.0
             for c, d in zip(a.chunk(M), b.chunk(M), strict=True):
-                part = functional.cross_entropy(plain(c), d) / M
-                (part / 2).backward()
+                with context():
+                    part = functional.cross_entropy(plain(c), d) / M
+                (part / every).backward()
                 total = total + part.detach()
             losses.append(total)
-            if k % 2 or k + 1 == len(data):
+            if k % every == every - 1 or k + 1 == len(data):
                 nn.utils.clip_grad_norm_(plain.parameters(), limit)
                 for one in tools:
                     one.step()
@@ -69,7 +74,7 @@ def train_plainly(plain, data, epochs, limit, *tools):
     return losses
 
 
-def with_accelerate(folder) -> None:
+def with_accelerate(folder, every=2, epochs=6, precision="no") -> None:
     from fpipe.integrations.accelerate import PipelineAccelerator
 
     net, plain, x, y, data = make_net(56)
@@ -78,11 +83,11 @@ def with_accelerate(folder) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
-    accelerator = PipelineAccelerator(gradient_accumulation_steps=2, cpu=True)
+    accelerator = PipelineAccelerator(gradient_accumulation_steps=every, cpu=True, mixed_precision=precision)
     model = pipelined(net, x, y)
     model, loader, optimizer, scheduler = accelerator.prepare(model, data, *tools(model))
     losses = []
-    for _ in range(6):
+    for _ in range(epochs):
         for a, b in loader:
             with accelerator.accumulate(model):
                 loss = model(a, targets=b)
@@ -94,10 +99,50 @@ def with_accelerate(folder) -> None:
                 optimizer.zero_grad()
                 losses.append(accelerator.gather_for_metrics(loss).detach())
 
-    expected = train_plainly(plain, data, 6, 0.1, *tools(plain))
-    assert len(losses) == len(expected) == 42
+    context = nullcontext if precision == "no" else in_bfloat16
+    expected = train_plainly(plain, data, epochs, 0.1, *tools(plain), every=every, context=context)
+    assert len(losses) == len(expected) == 7 * epochs
     assert all(same_bits(one, two) for one, two in zip(losses, expected, strict=True))
     require_same(model, plain)
+    require_methods(accelerator, model, plain, x, folder)
+
+
+def in_bfloat16():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def require_methods(accelerator, model, plain, x, folder) -> None:
+    """What a script asks of all processes is answered for all of them, or refused."""
+    rank = int(os.environ.get("RANK", "0"))
+    with accelerator.split_between_processes(x) as rows:
+        assert same_bits(rows, x)
+    assert not accelerator.check_trigger()
+    if rank == RANKS - 1 or not dist.is_initialized():
+        accelerator.set_trigger()
+    assert [accelerator.check_trigger(), accelerator.check_trigger()] == [True, False]
+    for ask in (accelerator.gather, accelerator.reduce, accelerator.gather_for_metrics):
+        assert same_bits(ask({"x": x})["x"], x)
+        if RANKS > 1 and dist.is_initialized():
+            with pytest.raises(fpipe.PipelineError, match="got ranks that differ"):
+                ask(torch.tensor(rank))
+    whole = accelerator.get_state_dict(model)
+    assert list(whole) == list(plain.state_dict())
+    assert all(same_bits(whole[name], value) for name, value in plain.state_dict().items())
+    accelerator.save_model(model, f"{folder}/weights")
+    saved = fpipe.safetensors(f"{folder}/weights")
+    assert all(same_bits(saved[name], value) for name, value in whole.items())
+    stream = accelerator.prepare(DataLoader(Stream(), batch_size=4))
+    assert [batch.tolist() for batch in stream] == [[0, 1, 2, 3], [4, 5]]
+    for call in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(fpipe.InputError, match=r"Call fpipe.save"):
+            call(folder)
+    with pytest.raises(fpipe.InputError, match="Leave them out"):
+        accelerator.save_model(model, folder, max_shard_size="1MB")
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(6)
 
 
 def with_transformers(folder) -> None:
@@ -162,7 +207,7 @@ def with_transformers(folder) -> None:
         PipelineTrainer(model, arguments, train_dataset=data)  # not after the training
 
 
-def with_lightning(folder) -> None:
+def with_lightning(folder, every=2, epochs=EPOCHS, precision="32-true") -> None:
     import lightning
 
     from fpipe.integrations.lightning import PipelineStrategy
@@ -188,20 +233,122 @@ def with_lightning(folder) -> None:
 
     task = Task()
     trainer = lightning.Trainer(
-        strategy=PipelineStrategy(), accelerator="cpu", devices=1, max_epochs=EPOCHS, accumulate_grad_batches=2,
-        gradient_clip_val=0.5, enable_checkpointing=False, logger=False, enable_progress_bar=False,
+        strategy=PipelineStrategy(), accelerator="cpu", devices=1, max_epochs=epochs, accumulate_grad_batches=every,
+        gradient_clip_val=0.5, precision=precision, enable_checkpointing=False, logger=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(task, data, DataLoader(TensorDataset(x, y), batch_size=16))
     sgd = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    expected = train_plainly(plain, data, EPOCHS, 0.5, sgd)
-    assert len(losses) == len(expected) == 6 * EPOCHS
+    context = nullcontext if precision == "32-true" else in_bfloat16
+    expected = train_plainly(plain, data, epochs, 0.5, sgd, every=every, context=context)
+    assert len(losses) == len(expected) == 6 * epochs
     assert all(same_bits(one, two) for one, two in zip(losses, expected, strict=True))
     require_same(task.model, plain)
-    assert torch.equal(torch.cat(checked[-3:]), plain.eval()(x).argmax(1))
+    with context():
+        assert torch.equal(torch.cat(checked[-3:]), plain.eval()(x).argmax(1))
+    strategy, rank = trainer.strategy, int(os.environ.get("RANK", "0"))
+    assert strategy.broadcast({"path": Path("a"), "rank": rank}) == {"path": "a", "rank": 0}
+    flags = [strategy.reduce_boolean_decision(rank == 0, all=every) for every in (True, False)]
+    assert flags == [RANKS == 1 or not dist.is_initialized(), True]
 
 
-LIBRARIES = {"accelerate": with_accelerate, "lightning": with_lightning, "transformers": with_transformers}
+def options(folder) -> None:
+    """Each option and method of the libraries is in a table, and those that are refused are, with the repair."""
+    import lightning
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, KwargsHandler
+    from lightning.pytorch import plugins
+    from transformers import Trainer, TrainingArguments
+
+    from fpipe.integrations import accelerate as one
+    from fpipe.integrations import lightning as two
+    from fpipe.integrations import transformers as three
+
+    def parameters(cls):
+        return [*inspect.signature(cls.__init__).parameters][1:]
+
+    def fields(cls):
+        return [one.name for one in dataclasses.fields(cls)]
+
+    def kinds(cls):
+        return {other for one in cls.__subclasses__() for other in (one, *kinds(one))}
+
+    def methods(cls):
+        return [name for name in dir(cls) if not name.startswith("_")]
+
+    tables = (*one.ACCELERATE, *two.LIGHTNING, *three.TRANSFORMERS)
+    theirs = (
+        *(parameters(Accelerator), fields(DataLoaderConfiguration), [cls.__name__ for cls in kinds(KwargsHandler)]),
+        *(methods(Accelerator), parameters(lightning.Trainer)),
+        *(methods(lightning.pytorch.strategies.SingleDeviceStrategy), fields(TrainingArguments)),
+        *(parameters(Trainer), methods(Trainer)),
+    )
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    for table, names in zip(tables, theirs, strict=True):
+        assert sorted(names) == sorted((*table.honored, *table.refused)), table.subject
+        assert str(table) in page, f"docs/integrations.md lacks this:\n{table}"
+
+    def make_accelerator(**given):
+        return one.PipelineAccelerator(cpu=True, **given)
+
+    net, _, x, y, data = make_net(16)
+    model, calm = pipelined(net, x, y), {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+    def make_lightning(**given):
+        return lightning.Trainer(strategy=two.PipelineStrategy(), accelerator="cpu", **(calm | given))
+
+    def make_trainer(trainer=None, **given):
+        usual = {"save_strategy": "no", "remove_unused_columns": False, "report_to": [], "use_cpu": True}
+        arguments = TrainingArguments(f"{folder}/none", **(usual | given))
+        return three.PipelineTrainer(model, arguments, train_dataset=[0], **(trainer or {}))
+
+    refusals = [
+        (make_accelerator, {"mixed_precision": "fp16"}),
+        (make_accelerator, {"dynamo_backend": "inductor"}),
+        (make_accelerator, {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)}),
+        (make_accelerator, {"kwargs_handlers": [DistributedDataParallelKwargs()]}),
+        (make_lightning, {"precision": "64-true"}),
+        (make_lightning, {"precision": "bf16-true"}),
+        (make_lightning, {"devices": 2}),
+        (make_lightning, {"num_nodes": 2}),
+        (make_lightning, {"sync_batchnorm": True}),
+        (make_lightning, {"plugins": [plugins.TorchCheckpointIO()]}),
+        *((make_trainer, {name: True}) for name in ("auto_find_batch_size", "bf16_full_eval", "torch_compile")),
+        *((make_trainer, {name: True}) for name in ("remove_unused_columns", "use_liger_kernel", "fp16_full_eval")),
+        (make_trainer, {"save_strategy": "epoch"}),
+        (make_trainer, {"label_smoothing_factor": 0.1}),
+        (make_trainer, {"ddp_find_unused_parameters": False}),
+        (make_trainer, {"accelerator_config": {"dispatch_batches": True}}),
+        (make_trainer, {"optim": "adalomo"}),
+        (make_trainer, {"trainer": {"compute_loss_func": functional.mse_loss}}),
+    ]
+    for make, given in refusals:
+        with pytest.raises(fpipe.InputError, match=r"got \w+=.*, expected "):
+            make(**given)
+
+    class Task(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch, index):
+            raise AssertionError("refused before")
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.model.parameters(), lr=0.05)
+
+    with pytest.raises(fpipe.InputError, match="got enable_checkpointing=True, expected False"):
+        make_lightning(max_epochs=1, default_root_dir=folder).fit(Task(), data)
+
+
+LIBRARIES = {
+    "accelerate": with_accelerate,
+    "lightning": with_lightning,
+    "transformers": with_transformers,
+    "options": options,
+    "accelerate in bfloat16": partial(with_accelerate, every=3, epochs=1, precision="bf16"),
+    "lightning in bfloat16": partial(with_lightning, every=3, epochs=1, precision="bf16-mixed"),
+}
 
 
 def main(rank: int, store: str, folder: str, *libraries: str) -> None:

@@ -2,20 +2,24 @@
 """Accelerate, Lightning and the Trainer of transformers train a drop-in module on two ranks with the bits of one
 device."""
 
+import doctest
+
 import pytest
 
+from fpipe.integrations import options
 from tests.common.processes import finish_ranks, once, run_under_torchrun
 from tests.common.sizes import by_night
 from tests.distributed import integration_worker
 
+BY_DAY = ("options", "lightning in bfloat16", "accelerate in bfloat16", "transformers")
 
-@pytest.mark.parametrize("library", ["lightning", "transformers"])
+
+@pytest.mark.parametrize("library", BY_DAY)
 def test_two_ranks_train_as_one_device(library, tmp_path_factory):
-    """The Trainer of transformers runs on Accelerate, so by day that need not be tried alone."""
 
     def start(folder):
         """Start two ranks, which import torch together, with the environment that torchrun gives to them."""
-        return finish_ranks(integration_worker, 2, folder, folder / "store", folder, "lightning", "transformers")
+        return finish_ranks(integration_worker, 2, folder, folder / "store", folder, *BY_DAY)
 
     codes, printed = once(tmp_path_factory, "integrations", start)
     assert "\n".join(printed).count(f"passed with {library}") == 2, "\n".join(printed)[-3000:]
@@ -28,3 +32,7 @@ def test_two_ranks_train_as_one_device_under_torchrun(library, tmp_path):
     code, out, err = run_under_torchrun(integration_worker.__file__, tmp_path, library)
     assert code == 0, f"{out}\n{err}"[-3000:]
     assert out.count(f"passed with {library}") == 2
+
+
+def test_the_example_of_a_table_runs():
+    assert not doctest.testmod(options, optionflags=doctest.ELLIPSIS).failed

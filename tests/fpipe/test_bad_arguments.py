@@ -71,6 +71,21 @@ BAD = {
     "targets of another size": (
         {"targets": Y[:3]},
         fpipe.InputError,
+        ["targets: got 3 in dimension 0 of shape [3, 4], expected 4", "of inputs[0]", "batch_dims=((0, None), 0)"],
+    ),
+    "one row for all": (
+        {"example": (X, torch.zeros(1, 4))},
+        fpipe.InputError,
+        ["inputs[1]: got 1 in dimension 0 of shape [1, 4], expected 4", "of inputs[0]", "(None)"],
+    ),
+    "offsets that are no rows": (
+        {"example": {"x": X, "shift": torch.arange(8)}},
+        fpipe.InputError,
+        ["inputs['x']: got 4 in dimension 0", "expected 8", "of inputs['shift'], of shape [8]", "batch_dims="],
+    ),
+    "sizes that are said apart, but do not match": (
+        {"targets": Y[:3], "batch_dims": (0, 0)},
+        fpipe.InputError,
         ["targets: got 3 in dimension 0", "4 in dimension 0 of inputs[0]", "divisible by 2", "Pad"],
     ),
     "a dimension that is not there": (
@@ -78,6 +93,12 @@ BAD = {
         fpipe.InputError,
         ["inputs[0]", "[4, 4]", "dimension 2", "2 dim"],
     ),
+    "a sum of weighted means": (
+        {"reduce": "sum", "weight": lambda x, y: len(y)},
+        fpipe.InputError,
+        ["'sum' besides a"],
+    ),
+    "another reduction": ({"reduce": "max"}, fpipe.InputError, ["reduce: got 'max'", "'mean', 'sum'"]),
     "batch_dims of another tree": ({"batch_dims": ((0, 1), 0)}, fpipe.InputError, ["batch_dims", "((0, 1), 0)"]),
     "a function of too few parts": (
         {"batch_dims": (lambda x, m: [x], 0)},
@@ -86,7 +107,7 @@ BAD = {
     ),
     "a scalar in the batch": ({"example": (torch.tensor(1.0),)}, fpipe.InputError, ["inputs[0]", "shape []"]),
     "an empty batch": ({"example": (X[:0],)}, fpipe.InputError, ["inputs[0]", "[0, 4]"]),
-    "a nested leaf": ({"targets": {"a": [Y, Y[:1]]}}, fpipe.InputError, ["targets['a'][1]", "[1, 4]"]),
+    "a nested leaf": ({"targets": {"a": [Y, Y[:1]]}}, fpipe.InputError, ["targets['a'][1]", "[1, 4]", "inputs[0]"]),
     "no tuple": ({"example": X}, fpipe.InputError, ["example", "Tensor", "tuple", "(x,)"]),
     "a list": ({"example": [X]}, fpipe.InputError, ["example", "list", "tuple"]),
     "no schedule": ({"schedule": one_f_one_b}, fpipe.InputError, ["schedule", "Schedule", "one_f_one_b(ranks=4"]),
@@ -207,14 +228,14 @@ def test_a_cut_may_be_given_as_one_name():
 BATCH_CHANGES = {
     "another number of inputs": (((X, X), Y), ["inputs", "expected"]),
     "a dict for a tuple": (({"x": X}, Y), ["inputs", "missing"]),
-    "another number of rows than targets": (((X[:2],), Y), ["inputs[0]", "float32[2, 4]", "example has float32[4, 4]"]),
+    "another number of rows than targets": (((X[:2],), Y), ["targets: got 4 in", "expected 2, as in", "inputs[0]"]),
     "no rows": (((X[:0],), Y[:0]), ["inputs[0]", "[0, 4]", "at least 2"]),
     "another width": (((X[:, :3],), Y), ["inputs[0]", "float32[4, 3]", "example has float32[4, 4]"]),
     "another number of dimensions": (((X[None],), Y), ["inputs[0]", "float32[1, 4, 4]", "another pipeline"]),
     "sparse": (((X.to_sparse(),), Y), ["inputs[0]", "sparse_coo", "to_dense()"]),
     "on meta": (((X.to("meta"),), Y), ["inputs[0]", "meta device", "Pass the batch"]),
     "another dtype": (((X.double(),), Y), ["inputs[0]", "float64[4, 4]", "float32[4, 4]"]),
-    "targets of another shape": (((X,), Y[:2]), ["targets", "float32[2, 4]"]),
+    "targets of another shape": (((X,), Y[:2]), ["targets: got 2 in dimension 0 of shape [2, 4]", "meta"]),
     "targets of another dtype": (((X,), Y.long()), ["targets", "int64[4, 4]"]),
     "targets of another tree": (((X,), [Y]), ["targets", "expected"]),
     "no targets": (((X,), None), ["targets", "got nothing", "expected float32[4, 4]"]),

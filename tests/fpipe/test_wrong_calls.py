@@ -209,7 +209,7 @@ def known(tmp_path_factory):
         "verify": Known(
             fpipe.verify,
             {"pipe": pipe, "model": model, "inputs": (X,)},
-            {"steps": (0, -1), "tolerance": (-1, NAN), **batches},
+            {"steps": (0, -1), "tolerance": (-1, NAN), "unsplit": (-1, NAN), **batches},
         ),
         "a step": Known(
             step, {**held, "inputs": (X,)}, {"scale": numbers, "total": numbers, "onto": ({"x": X},), **batches}

@@ -57,7 +57,7 @@ from schedules.errors import TimelineError
 from schedules.files import pipelining, pipelining_2_15
 from schedules.files.csv import table
 from schedules.language.actions import COLLECTIVES
-from schedules.replay.outputs import inputs_of, output_of
+from schedules.playing.outputs import inputs_of, output_of
 from schedules.testing import collective_orders, costs, orders, require_bounds, schedules
 from tests.common.rows import edit
 

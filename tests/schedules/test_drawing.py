@@ -36,7 +36,7 @@ from schedules.drawing.palette import LOOKS, WAIT, shade
 from schedules.drawing.strips import make_strip
 from schedules.errors import TimelineError
 from schedules.language.actions import COLLECTIVES, KINDS
-from schedules.replay.outputs import inputs_of, output_of
+from schedules.playing.outputs import inputs_of, output_of
 from schedules.testing import orders, schedules
 from tests.common.rows import edit
 from tests.common.timelines import NAMES, WAITED, events, timelines

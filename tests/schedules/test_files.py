@@ -45,9 +45,9 @@ from schedules.files.calls import NAMED_TRANSFORMS, read_call, spell_call
 from schedules.files.cells import pipelining
 from schedules.files.csv import Listing, listing, read_csv, table, write_csv
 from schedules.language.schedule import graph_of
+from schedules.playing.costs import Costs, Link
 from schedules.proof.interpreter import interpret
 from schedules.proof.networks import fifo
-from schedules.replay.costs import Costs, Link
 from schedules.testing import graphs, orders, require_round_trip, schedules
 from schedules.transforms.connect import parse_graph
 from tests.common.hostile import JSON, answer, changed

@@ -86,6 +86,30 @@ def test_evaluation_needs_values_only():
     assert texts(lower(forwards(gpipe(3, 1)), graph))[2] == "2RECV_F0<0 2RECV_F0<1 2F0"
 
 
+def test_evaluation_is_a_few_microbatches_ahead_at_most():
+    """Else the first rank would keep the values of all microbatches until its peer has caught up."""
+    assert texts(lower(forwards(one_f_one_b(ranks=2, microbatches=4)))) == [
+        "0F0 0SEND_F0>1 0F1 0SEND_F1>1 0WAIT_F0>1 0F2 0SEND_F2>1 0WAIT_F1>1 0F3 0SEND_F3>1 0WAIT_F2>1 0WAIT_F3>1",
+        "1RECV_F0<0 1RECV_F1<0 1F0 1RECV_F2<0 1F1 1RECV_F3<0 1F2 1F3",
+    ]
+
+
+@settings(deadline=None)
+@given(orders(), st.sampled_from([fifo, rendezvous]))
+def test_forwards_never_wait_in_a_circle(case, network):
+    """Even if a send ends only when its receive begins."""
+    schedule, graph = case
+    schedule = forwards(schedule)
+    program = lower(schedule, graph)
+    streams = [program.actions(rank) for rank in range(schedule.ranks)]
+    require_whole(Interpreter(schedule, graph, streams, Links(network)).run(), schedule, graph)
+    for rank in range(schedule.ranks if program.waits_early else 0):
+        flying = Counter[int]()
+        for action in program.actions(rank):
+            flying[action.microbatch] += {"SEND_F": 1, "WAIT_F": -1}.get(action.kind, 0)
+            assert sum(count > 0 for count in flying.values()) <= 2
+
+
 @settings(deadline=None)
 @given(orders())
 def test_the_compute_actions_are_those_of_the_schedule(case):

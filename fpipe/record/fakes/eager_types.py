@@ -9,28 +9,40 @@ Idea. What is recorded here is what an eager run would do. So for all code but t
 modules of users and their libraries. Other checks, such as `torch.compiler.is_compiling()` and
 `torch.jit.is_tracing()`, already answer as in an eager run, because no compiler is active.
 
+A device mesh is a constant, and slicing one computes with tensors of numbers of processes. That is done for real.
+
 Runs when a pipeline is built, and when a new kind of batch first comes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fpipe.record.numbers import Number
-from fpipe.tensors.patching import ByThread, replace, replace_value, share
-from fpipe.tensors.torch_private import FAKE_TENSOR, DataDependentOutputException, FakeTensor
+from fpipe.tensors.patching import ByThread, current, replace, replace_value, share
+from fpipe.tensors.torch_private import (
+    FAKE_TENSOR,
+    DataDependentOutputException,
+    DisableTorchFunction,
+    FakeTensor,
+    without_modes,
+)
 
 OURS = ("torch", "fpipe")
 """Packages that must be able to recognize fake tensors."""
 UNCONCERNED = sys.stdlib_module_names - {"__main__"} | {*OURS, "optree", "numpy", "schedules"}
 """Packages whose modules keep the built-in `type`: they contain no code of models."""
+MESH: Final = ("__init__", "__getitem__", "mesh")
+"""The methods and properties of device meshes that compute with tensors."""
 
 
 HIDING: Final = ByThread()
@@ -124,7 +136,10 @@ def hide_fakes() -> Iterator[None]:
             share(importers, "FakeTensor", StandIn),
             replace_value(*FAKE_TENSOR, StandIn),
             replace(FakeTensor, "tolist", tolist),
+            ExitStack() as stack,
         ):
+            for name in MESH:
+                stack.enter_context(replace(DeviceMesh, name, partial(call_for_real, current(DeviceMesh, name))))
             yield
     finally:
         HIDING.pop(thread)
@@ -135,6 +150,12 @@ def show_fakes() -> Iterator[None]:
     """Restore `FakeTensor` inside this context where dynamo looks it up, because it compares types."""
     with replace_value(*FAKE_TENSOR, FakeTensor):
         yield
+
+
+def call_for_real(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of constants on real tensors."""
+    with without_modes(), DisableTorchFunction():
+        return function(*args, **kwargs)
 
 
 def tolist(tensor: Tensor) -> Any:

@@ -110,9 +110,9 @@ def require_allowed(effects: Effects, here: Callable[[], str]) -> None:
         raise own_generator_error(here())
 
 
-def require_no_barrier(collective: str, here: Callable[[], str]) -> None:
-    """Raise if a collective is a barrier."""
-    if collective == "barrier":
+def require_no_barrier(operator: str, here: Callable[[], str]) -> None:
+    """Raise if an operator of torch.distributed is a barrier."""
+    if operator.endswith("barrier"):
         raise CaptureError(
             f"{here()}: got a barrier of torch.distributed, expected none, because each stage runs on some of the "
             "processes only. Call it outside of the model."

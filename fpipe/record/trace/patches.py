@@ -26,6 +26,7 @@ from fpipe.record.captured import COMPILED_CODE
 from fpipe.record.fakes.assumed_values import check_all, check_valid
 from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.fakes.fast_paths import allow_fast_paths, attention
+from fpipe.record.model.places import current_line
 from fpipe.record.model.state import is_torchs
 from fpipe.record.numbers import learn, record_math
 from fpipe.record.refusals import seeding_error
@@ -41,6 +42,7 @@ from fpipe.tensors.torch_private import (
     COMPILED,
     FUSED_ATTENTION,
     INNER_TRANSFORMS,
+    PICKLE,
     TENSOR_CHECK,
     CheckpointHook,
     Place,
@@ -112,6 +114,7 @@ class Replacements:
         yield *FUSED_ATTENTION, partial(self._record_other, attention)
         yield *CHECKPOINT, self._checkpoint
         yield *COMPILED, self._run_compiled
+        yield *PICKLE, self._refuse_objects
         yield torch, "from_numpy", self._from_numpy
         for owner, name in (*LOCAL_READS, *TRANSFORMS):
             yield owner, name, self._record
@@ -221,6 +224,13 @@ class Replacements:
 
     def _refuse_seeding(self, *_: object) -> None:
         raise seeding_error(self.stack.here())
+
+    def _refuse_objects(self, *_: object) -> None:
+        raise CaptureError(
+            f"{self.stack.here()}: got an exchange of Python objects between processes{current_line()}, expected "
+            "tensors only: steps would go on with the objects of when the model was recorded. Exchange them before the "
+            "step, and pass what follows from them."
+        )
 
     def _from_numpy(self, from_numpy: Any, array: Any) -> Any:
         """Return an array as a real tensor, which is a constant of the model."""

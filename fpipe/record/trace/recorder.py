@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import MappingProxyType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import optree
 import torch
@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import PipelineError
 from fpipe.record.captured import Modes, Source, Unit, Value, current_casts
+from fpipe.record.exchanges import require_joined
 from fpipe.record.fakes.assumed_values import (
     ASSUMPTIONS,
     UNKNOWN,
@@ -70,7 +71,7 @@ from fpipe.record.trace.checks import (
 from fpipe.record.trace.frames import PART, Attribute, Frame, Invocation, constants_at, pick, tensors_at
 from fpipe.record.trace.reassignment import Reassignments
 from fpipe.record.trace.record import ATTACHING, Facts, Record, Values, for_real
-from fpipe.tensors.effects import Effects, has_handle, is_collective, written_memory
+from fpipe.tensors.effects import Effects, has_handle, is_collective, operator_name, written_memory
 from fpipe.tensors.fake import Fakes
 from fpipe.tensors.settings import changes_since
 from fpipe.tensors.torch_private import PACK, TENSOR_METHODS, active_fake_mode, count_dispatch_modes, process_groups
@@ -85,6 +86,9 @@ SEALING: Mapping[Any, str] = MappingProxyType(
     | {Tensor.data.__set__: "an assignment to .data"}  # type: ignore[attr-defined]
 )
 """Torch functions that seal the module that calls them, and why."""
+
+WITH_PROCESSES: Final = ("broadcast", "reduce", "gather", "scatter", "send", "recv", "isend", "irecv")
+"""The functions of torch.distributed that are passed the number of a process in the job."""
 
 
 class CallStack:
@@ -259,6 +263,7 @@ class Recorder(TorchFunctionMode):
     - `stack`: the calls of modules in progress; `running`: the outermost torch call in progress, if any.
     - `ambient`: whether gradients are enabled around the run.
     - `autocasts`, `region`: how many autocast contexts the run is in, and how many outermost ones it has entered.
+    - `ranks_of`: as in `Captured`.
     - `effects`: the side effects of operators. `ask`: answers questions about the batch. `way`: how to record.
     - `numbers`: the values that are numbers (`fpipe.record.numbers`). `has_assumed`: whether code in opaque modules has
       read values.
@@ -276,6 +281,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.way, self.numbers, self.has_assumed = way, set[Value](), False
+        self.ranks_of: Mapping[int, int] = {}
         self.stack = CallStack(model, opaque, generators)
         self.values = Values(sources, self.stack.here)
         self.record = Record(self.values, self.stack.roots)
@@ -561,9 +567,10 @@ class Recorder(TorchFunctionMode):
 
     def check_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Check an operator call; seal the module if it is a collective outside of any torch call."""
+        require_joined(self.ranks_of, self.stack.here, func, args, kwargs)
         if not is_collective(func):
             return
-        name = func._schema.name.partition("::")[2].rstrip("_")
+        name = operator_name(func)
         require_no_barrier(name, self.stack.here)
         if self.running is not None:
             self.running.communicates = True
@@ -612,8 +619,14 @@ def _holds_module(leaf: object) -> bool:
 
 
 def hide_group_names(function: Any, arguments: Iterable[Any]) -> list[Any]:
-    """Return the arguments of a call that a description shows: for process groups of collectives, their sizes."""
-    if not dist.is_available() or "c10d_functional" not in str(getattr(function, "__module__", "")):
+    """Return the arguments of a call that a description shows: for process groups of collectives, their sizes.
+
+    Each group has its own processes, so leave out their numbers.
+    """
+    module = str(getattr(function, "__module__", ""))
+    if module == dist.__name__ + ".distributed_c10d" and function.__name__ in WITH_PROCESSES:
+        return [one for one in arguments if isinstance(one, bool) or not isinstance(one, int)]
+    if not dist.is_available() or "c10d_functional" not in module:
         return [*arguments]
     sizes = {group.group_name: group.size() for group in process_groups()}
     return [f"group of {sizes[one]}" if isinstance(one, str) and one in sizes else one for one in arguments]

@@ -26,7 +26,7 @@ from schedules.arguments import require_types
 from schedules.language.actions import Action
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement
-from schedules.replay.costs import Costs, Sizes
+from schedules.playing.costs import Costs, Sizes
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from math import floor, inf
 from typing import TypeAlias
 
 from schedules.analysis.bounds.network import QueueNetwork
-from schedules.replay.costs import ROUNDING
+from schedules.playing.costs import ROUNDING
 
 Lags: TypeAlias = list[dict[int, int]]
 """Per queue, the least lag to each queue of which a pass must end first."""

@@ -27,7 +27,7 @@ from schedules.arguments import MOST_ENTRIES, is_number, is_size
 from schedules.errors import GraphError, SizeError
 from schedules.language.graph import Graph, chain
 from schedules.language.placement import Placement
-from schedules.replay.costs import ROUNDING, UNITS, Costs, Sizes, of_stage, require_stages
+from schedules.playing.costs import ROUNDING, UNITS, Costs, Sizes, of_stage, require_stages
 
 Hops: TypeAlias = tuple[tuple[int, float], ...]
 """Other stages, each with the time of a transfer to or from it."""

@@ -20,7 +20,7 @@ from math import inf
 from typing import NamedTuple, TypeAlias
 
 from schedules.analysis.bounds.network import Hold, QueueNetwork
-from schedules.replay.costs import ROUNDING
+from schedules.playing.costs import ROUNDING
 
 Heads: TypeAlias = list[list[float]]
 """Per queue, lower bounds on the starts of its passes, as far as they are known."""

@@ -15,7 +15,7 @@ from math import floor, inf
 
 from schedules.analysis.bounds.network import QueueNetwork
 from schedules.analysis.bounds.release import Heads
-from schedules.replay.costs import ROUNDING
+from schedules.playing.costs import ROUNDING
 
 
 class Started:

@@ -189,7 +189,7 @@ def list_rows(run: Run) -> dict[str, Row]:
             lambda run, **o: fpipe.require_same(run.pipe, **o),
             {"seed": (1, 2), "data": ({"name": "a"}, {"name": "b"}), "loss": (lambda x: x, lambda x: -x)},
         ),
-        "evaluate": Row(lambda run, **o: fpipe.evaluate(run.pipe, **o), NONE, {"record": 3}),
+        "evaluate": Row(lambda run, **o: fpipe.evaluate(run.pipe, **o), {"outputs": (True, False)}, {"record": 3}),
         "an evaluation": Row(partial(infer, fpipe.evaluate), batch, wrong),
         "predict": Row(lambda run: fpipe.predict(run.pipe)),
         "a prediction": Row(partial(infer, fpipe.predict), batch, wrong),

@@ -248,6 +248,7 @@ def rows_of_their_own_on_a_mesh(rank, size):
     """Every process may hold the whole batch, or the rows of its copy, also where rows have weights."""
     model, (x,), y = ZOO["mlp"].make(16)
     mesh, counts = mesh_of(pp=2, dp=2), torch.arange(1.0, 17.0)
+    counts[4:8] = 0  # a microbatch of the first copy
     for weight in (None, lambda inputs, wanted: wanted[1].sum()):
         found = []
         for rows in ("whole", "own"):

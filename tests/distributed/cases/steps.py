@@ -67,28 +67,61 @@ def uneven_microbatches_on_two_ranks_each(rank, size):
 
 @case(day=[4])
 def weights_where_the_loss_is(rank, size):
-    """Only the last rank computes weights, and it needs only the tensors that they depend on."""
+    """Only the last rank computes weights, and it needs only the tensors that they depend on.
+
+    The others learn from it which microbatch has none, so that its mean is nan.
+    """
     model, *_ = ZOO["tied_sequence"].make(8)
     inputs, targets = words_like(7, 3)
     targets[:, 1:] = -100
     targets[0] = inputs[0][0]
+    targets[2:4] = -100
 
     def count(_, wanted):
         return (wanted != -100).sum()
+
+    def mean(outputs, wanted):
+        losses = nn.functional.cross_entropy(outputs.flatten(0, 1), wanted.flatten(), reduction="none")
+        return losses.sum() / count(None, wanted)
 
     pipe = fpipe.pipeline(
         model,
         example=inputs,
         targets=targets,
-        loss=ZOO["tied_sequence"].loss,
+        loss=mean,
         schedule=one_f_one_b(ranks=size, microbatches=4),
         cuts=ZOO["tied_sequence"].at(size),
         weight=count,
     )
     mine = (inputs if rank == 0 else None), (targets if rank == size - 1 else None)
     out, grads = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), *mine)
-    want = loop(model, ZOO["tied_sequence"].loss, inputs, targets, 4, weight=count)
+    want = loop(model, mean, inputs, targets, 4, weight=count)
     require_whole(Result(out.loss, out.outputs, grads, out.buffers), want, rank, size)
+
+
+@case
+def values_beside_the_loss(rank, size):
+    """They are on every rank that asks, and no rank sends them if only the last asks, which has them."""
+    model, (x,), y = ZOO["mlp"].make(8)
+
+    def loss(out, wanted):
+        value = nn.functional.mse_loss(out, wanted)
+        return value, {"value": value, "odd": (out[:, 0] > 0, out.double().t()), "rows": len(out)}
+
+    how = one_f_one_b(ranks=size, microbatches=4)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, cuts=ZOO["mlp"].at(size))
+    want = [loss(model(a), b)[1] for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]
+    for asks in ([True] * size, [rank == 0 for rank in range(size)], [rank == size - 1 for rank in range(size)]):
+        for function in (fpipe.value_and_grad(pipe, aux=asks[rank]), fpipe.evaluate(pipe, aux=asks[rank])):
+            found = function(*pipe.init(model), (x,), y)
+            aux = found.aux if isinstance(found, fpipe.Step) else found[0].aux
+            assert (aux is None) is not asks[rank]
+            if aux is not None:
+                assert same_bits(aux["value"], torch.stack([one["value"] for one in want]).detach())
+                assert same_bits(aux["odd"][0], torch.stack([one["odd"][0] for one in want]))
+                assert same_bits(aux["odd"][1], torch.stack([one["odd"][1] for one in want]).detach())
+                assert aux["rows"].tolist() == [2] * 4
+    assert fpipe.verify(pipe, model, (x,), y).eager
 
 
 @case
@@ -96,9 +129,9 @@ def a_batch_that_the_model_cannot_take(rank, size):
     """Every rank raises before anything is sent; a valid step works afterwards."""
     pipe, model, inputs, targets = build(ZOO["tied_sequence"], one_f_one_b(ranks=size, microbatches=4), 8)
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
-    with raises(fpipe.InputError, "targets: got 7 in dimension 0", "8 in dimension 0 of inputs[0]"):
+    with raises(fpipe.InputError, "targets: got 7 in dimension 0", "expected 8, as in dimension 0 of inputs[0]"):
         step(*state, *as_needed(inputs, targets[:7], rank, size))
-    with raises(fpipe.InputError, "inputs[0]: got int64[4, 3], where the example has int64[8, 3]"):
+    with raises(fpipe.InputError, "targets: got 8 in dimension 0", "expected 4, as in dimension 0 of inputs[0]"):
         step(*state, *as_needed((inputs[0][:4],), targets, rank, size))
     out, _ = step(*state, inputs, targets)
     assert same_bits(out.loss, loop(model, ZOO["tied_sequence"].loss, inputs, targets, 4).loss)
@@ -207,7 +240,8 @@ def outputs_on_every_rank_and_as_they_come(rank, size):
     state, seen = pipe.init(model), {}
     want = eval_loop(model, one.loss, inputs, targets, 4).outputs
     assert same_bits(fpipe.predict(pipe)(*state, inputs if rank == 0 else None), want)
-    fpipe.stream(pipe, seen.__setitem__)(*state, inputs)
+    loss = fpipe.stream(pipe, seen.__setitem__)(*state, inputs, targets)
+    assert same_bits(loss, fpipe.evaluate(pipe, outputs=False)(*state, inputs, targets).loss)
     assert list(seen) == ([0, 1, 2, 3] if rank == size - 1 else [])
     assert all(same_bits(seen[i], want[2 * i : 2 * i + 2]) for i in seen)
 

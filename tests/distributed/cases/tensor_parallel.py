@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb_v
-from tests.common import contexts, experts
+from tests.common import collectives, contexts, experts
 from tests.common.cases import mse
 from tests.common.gates import Marked
-from tests.common.sizes import NIGHTLY
+from tests.common.sizes import NIGHTLY, covering_array
 from tests.common.tensor_parallel import (
     GPT,
     MICROBATCHES,
@@ -382,6 +383,39 @@ def norms_of_plain_experts_are_refused_on_a_mesh(rank, size):
     _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, y)
     with raises(fpipe.InputError, "got plain tensors of norms", "make them DTensors"):
         fpipe.norm(pipe, grads)
+
+
+# ----------------------------------- What models exchange: with processes that run the same stage, or with others
+
+
+@case(sizes=[4])
+def exchanges_inside_a_stage_on_a_mesh_that_is_sliced_there(rank, size):
+    """In a loss, a forward, a backward, and hooks of all kinds."""
+    mesh = mesh_of(pp=2, tp=2)
+    ways = [*collectives.EXCHANGES.values()]
+    places = {where: ways[k % len(ways)] for k, where in enumerate(collectives.PLACES)}
+    model, loss = collectives.exchanging(places, lambda: mesh["tp"])
+    torch.manual_seed(mesh.get_local_rank("tp"))
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    how = one_f_one_b(2, MICROBATCHES)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, mesh=mesh, cuts=["4"])
+    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    want = plain_loop(model, (x,), y, loss)
+    assert same_bits(step.loss, want.loss)
+    require_same_gradients(grads, want.grads)
+
+
+@case(sizes=[2])
+def exchanges_with_other_stages_are_refused(rank, size):
+    """When the pipeline is built, before the first step would hang, on all processes alike."""
+    mesh, x, how = mesh_of(world=size), torch.ones(4, 4), one_f_one_b(size, 2)
+    pairs = product(collectives.PLACES, collectives.REFUSED)
+    chosen = [*pairs] if NIGHTLY else covering_array(collectives.PLACES, [*collectives.REFUSED])
+    for where, exchange in chosen:
+        model, loss = collectives.exchanging({where: collectives.REFUSED[exchange]}, lambda: mesh)
+        words = {"loss": "loss", "forward": "module 1", "forward hook": "module 1", "hook of a parameter": "1.weight"}
+        with raises(fpipe.CaptureError, words.get(where, "stage 0 (modules 0 to 1), its backward"), "collectives.py"):
+            fpipe.pipeline(model, example=(x,), targets=x, loss=loss, schedule=how, cuts=["2"])
 
 
 # --- Faults that fuzzing found in combinations of parallelism elsewhere (NVIDIA/Megatron-LM issue 7452), by its numbers

@@ -4,6 +4,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fpipe
 from fpipe.tensors.tree import same_bits
@@ -29,13 +32,67 @@ def test_predictions_are_those_of_a_plain_loop(name):
 
 def test_streamed_outputs_are_those_of_each_microbatch():
     one = ZOO["gpt"]
-    pipe, model, inputs, _ = build(one, one_f_one_b(ranks=2, microbatches=4), 8, capture="trace")
+    pipe, model, inputs, targets = build(one, one_f_one_b(ranks=2, microbatches=4), 8, capture="trace")
     seen = {}
     assert fpipe.stream(pipe, seen.__setitem__)(*pipe.init(model), inputs) is None
     assert list(seen) == [0, 1, 2, 3]
+    again = {}
+    loss = fpipe.stream(pipe, again.__setitem__)(*pipe.init(model), inputs, targets)
+    assert same_bits(loss, fpipe.evaluate(pipe)(*pipe.init(model), inputs, targets).loss)
+    assert all(same_bits(again[i], seen[i]) for i in seen)
     for i in range(4):
         with torch.no_grad():
             assert same_bits(seen[i], model.eval()(inputs[0][2 * i : 2 * i + 2]))
+
+
+class Sizes(TorchDispatchMode):
+    """The bytes of all tensors that exist, and the most that did."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor):
+                storage = one.untyped_storage()
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return made
+
+
+@pytest.mark.parametrize("cuts", [["1"], ["2"]], ids=["before logits", "after logits"])
+def test_a_loss_needs_the_memory_of_a_few_microbatches(cuts):
+    """Neither the outputs of all of them are kept, nor what a fast rank computes ahead of others."""
+    words, ids = 500, torch.randint(50, (16, 4))
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, words), nn.LayerNorm(words))
+
+    def entropy(out, ids):
+        return nn.functional.cross_entropy(out.flatten(0, 1), ids.flatten())
+
+    pipe = fpipe.pipeline(model, example=(ids,), targets=ids, loss=entropy, schedule=one_f_one_b(2, 16), cuts=cuts)
+    state, module = (
+        pipe.init(model),
+        fpipe.Pipelined(model, example=(ids,), targets=ids, loss=entropy, schedule=one_f_one_b(2, 16), cuts=cuts),
+    )
+    want = fpipe.evaluate(pipe)(*state, (ids,), ids).loss
+    for run in (
+        lambda: fpipe.evaluate(pipe, outputs=False)(*state, (ids,), ids).loss,
+        lambda: fpipe.stream(pipe, lambda i, out: None)(*state, (ids,), ids),
+        lambda: module.eval()(ids, targets=ids),
+    ):
+        run()
+        with Sizes() as sizes:
+            assert same_bits(run(), want)
+        assert sizes.most < 8 * 4 * words * 4, "of 16 microbatches with logits of 4 rows"
+
+
+def test_without_outputs_and_targets_there_is_nothing_to_compute():
+    pipe, model, inputs, _ = build(ZOO["mlp"], gpipe(ranks=2, microbatches=4), 8)
+    with pytest.raises(fpipe.InputError, match="targets: got none on any rank"):
+        fpipe.evaluate(pipe, outputs=False)(*pipe.init(model), inputs)
 
 
 def test_an_error_of_take_comes_at_the_end_and_the_pipeline_goes_on():

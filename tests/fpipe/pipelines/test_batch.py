@@ -149,8 +149,22 @@ def test_rows_that_belong_together_stay_together():
     with pytest.raises(
         fpipe.InputError, match=r"inputs\[0\]: got 7 in dimension 0, and 14 .* of targets.*divisible by 3"
     ):
-        Batching.of((x,), y, 0, 3)
-    assert len(Batching.of((x[:6],), y[:12], 0, 3).leaves) == 2
+        Batching.of((x,), y, (0, 0), 3)
+    assert len(Batching.of((x[:6],), y[:12], (0, 0), 3).leaves) == 2
+
+
+def test_leaves_of_one_entry_of_batch_dims_have_as_many_rows():
+    """Also in later batches: offsets that have as many rows as the example by chance are no part of the batch."""
+    x, offsets, y = torch.randn(8, 2), torch.arange(16), torch.randn(8)
+    for dims in (0, (0, 0)):
+        with pytest.raises(fpipe.InputError, match=r"inputs\[1\]: got 16 in dimension 0 of .* expected 8.*batch_dims"):
+            Batching.of((x, offsets), y, dims, 4)
+        batching = Batching.of((x, offsets[:8]), y, dims, 4)
+        with pytest.raises(fpipe.InputError, match=r"inputs\[1\]: got 16 in dimension 0 .* expected 8"):
+            batching.split_batch((x, offsets), y)
+    for dims, parts in (((0, None), 0), 16), (((0, 0), 0), 4):
+        found = Batching.of((x, offsets), y, dims, 4).split_batch((x, offsets), y).take()
+        assert [len(found[leaf][0]) for leaf in range(3)] == [2, parts, 2]
 
 
 @pytest.mark.parametrize(("rows", "others", "fits"), [(7, 7, True), (7, 14, False), (9, 6, True), (8, 9, False)])

@@ -9,14 +9,16 @@ from torch import nn
 from torch.nn import functional
 
 import fpipe
+from fpipe.tensors.placed import whole_tensor
 from fpipe.tensors.tree import same_bits
 from schedules import dualpipe, dualpipe_v, one_f_one_b
 from tests.common.batches import FOUR, build, require_exact_batch, tokens
-from tests.common.cases import LENGTH, WIDTH, Case, cross_entropy, mse, rows_of
+from tests.common.cases import LENGTH, WIDTH, WORDS, Case, cross_entropy, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import eval_loop, loop
+from tests.common.meshes import options
 from tests.common.running import run, run_evaluation, run_reference
-from tests.common.sizes import by_day
+from tests.common.sizes import by_day, in_turn
 from tests.common.zoo import GPT, ZOO
 
 
@@ -77,6 +79,125 @@ def test_a_batch_of_weight_zero_is_refused():
     for function in (fpipe.value_and_grad(pipe), fpipe.evaluate(pipe), fpipe.reference(pipe)):
         with pytest.raises(fpipe.InputError, match="weight: got 0 for each of the 3 microbatches"):
             function(*state, inputs, torch.full_like(targets, -100))
+
+
+class Averaged(nn.Module):
+    """The mean over the words of a row: 0 / 0 for a row without any."""
+
+    def forward(self, x, ids):
+        keep = (ids >= 0).to(x.dtype)[..., None]
+        return x * keep.sum(1, keepdim=True) / keep.sum(1, keepdim=True)
+
+
+class Reader(nn.Module):
+    def __init__(self, averages):
+        super().__init__()
+        self.embed, self.first = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mean, self.second, self.last = Averaged(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.averages = averages
+
+    def forward(self, ids):
+        x = self.first(self.embed(ids.clamp(min=0)))
+        x = self.mean(x, ids) if self.averages else x
+        return self.last(self.second(x).tanh())
+
+
+def masked_mean(outputs, targets):
+    """A mean of 0 / 0 where nothing is kept; so are its gradients, even for a cotangent of 0."""
+    keep = targets != -100
+    each = functional.cross_entropy(outputs.transpose(1, 2), targets.clamp(min=0), reduction="none")
+    return (each * keep).sum() / keep.sum()
+
+
+EMPTY = {
+    "1f1b": (FOUR["1f1b"], {0}),
+    "recomputed": (FOUR["recomputed"], {1}),
+    "v": (FOUR["v"], {0, 3}),
+    "split": (FOUR["split"], {0, 2}),
+    "two replicas, one without any": (dualpipe(ranks=4, microbatches=8), {0, 2, 4, 6}),
+}
+
+
+@pytest.mark.parametrize(("kind", "averages"), in_turn(list(EMPTY), [False, True]))
+def test_a_microbatch_of_weight_zero_counts_for_nothing(kind, averages):
+    """Its loss may be nan, its gradients, or already its activations; its forward and its buffers are as ever."""
+    how, empty = EMPTY[kind]
+    ids = torch.randint(WORDS, (2 * how.microbatches, LENGTH))
+    for i in empty:
+        ids[2 * i : 2 * i + 2] = -100
+    cuts = ("first", "mean" if averages else "second", "last")
+    case = Case(lambda: Reader(averages), lambda rows: ((ids,), ids), masked_mean, cuts)
+    pipe, model, inputs, targets = build(case, how, len(ids), weight=count)
+    got = run(pipe, model, inputs, targets)
+    assert all(grad.isfinite().all() for grad in (got.loss, *got.grads.values()))
+    assert_same(got, run_reference(pipe, model, inputs, targets))
+    want = eval_loop(model, masked_mean, inputs, targets, how.microbatches, weight=count)
+    assert_same(run_evaluation(pipe, model, inputs, targets), want)
+    assert fpipe.verify(pipe, model, inputs, targets).eager > 0
+    assert fpipe.find_nonfinite(pipe)(*pipe.init(model), inputs, targets) is None
+    if "replicas" not in kind:
+        assert_same(got, loop(model, masked_mean, inputs, targets, how.microbatches, weight=count))
+
+
+@pytest.mark.parametrize("layout", [{}, options(2, 2, 1), options(2, 1, 2)], ids=["alone", "replicas", "shards"])
+def test_a_step_in_which_nothing_counts_adds_nothing(layout):
+    """Its words are those of other steps, or other copies, which `total` has."""
+    ids, model, how = torch.randint(WORDS, (8, LENGTH)), Reader(False), one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=(ids,), targets=ids, loss=masked_mean, schedule=how, weight=count, **layout)
+    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    nothing, some = torch.full_like(ids, -100), ids.clone()
+    some[4:] = -100  # all of the second copy
+    _, zeros = step(*state, (ids,), nothing, total=8)
+    assert all(not grad.any() for grad in zeros.values())
+    out, grads = step(*state, (ids,), some)
+    whole = dict(model.named_parameters()), dict(model.named_buffers())
+    same, theirs = fpipe.reference(pipe)(*whole, (ids,), some)
+    assert torch.equal(out.loss, same.loss)
+    assert torch.allclose(out.loss, masked_mean(model(ids), some))
+    before = {name: grad.clone() for name, grad in grads.items()}
+    _, after = step(*state, (ids,), nothing, total=8, onto=grads)
+    assert all(same_bits(after[name], before[name]) for name in before)
+    assert before.keys() == theirs.keys() == zeros.keys()
+    assert all(same_bits(whole_tensor(before[name]), theirs[name]) for name in theirs)
+
+
+def squares(outputs, targets):
+    return functional.mse_loss(outputs, targets, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("loss", "warns"),
+    [
+        (squares, True),
+        (nn.MSELoss(reduction="sum"), True),
+        (lambda out, y: squares(out, y) - 0.5 * out.exp().sum(), True),
+        (lambda out, y: (out - y).pow(2).sum(1).mean(), False),
+        (lambda out, y: (out - y).pow(2).sum() / len(out), False),
+        (lambda out, y: mse(out, y) + out.mean(0).pow(2).sum(), False),
+    ],
+)
+def test_losses_that_sum_are_pointed_out(loss, warns, caplog):
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    how = {"example": (x,), "targets": y, "loss": loss, "schedule": one_f_one_b(ranks=1, microbatches=4)}
+    fpipe.pipeline(nn.Linear(WIDTH, WIDTH), **how)
+    assert ("1/4 of the sum over the batch" in caplog.text) is warns
+    caplog.clear()
+    fpipe.pipeline(nn.Linear(WIDTH, WIDTH), **how, reduce="sum")
+    assert not caplog.text
+
+
+MLP = Case(ZOO["mlp"].build, ZOO["mlp"].batch, squares, ZOO["mlp"].cuts)
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "v"])
+def test_losses_may_be_summed(kind):
+    """Each is as the loss has it, nothing is divided; a `total` divides the sum."""
+    pipe, model, inputs, targets = build(MLP, FOUR[kind], 15, reduce="sum")
+    got = require_exact_batch(pipe, model, inputs, targets, lambda out, y: 4 * squares(out, y))  # of 4 microbatches
+    assert torch.allclose(got.loss, squares(model(*inputs), targets))
+    assert fpipe.verify(pipe, model, inputs, targets, unsplit=1e-5).eager
+    out, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets, total=2)
+    assert same_bits(out.loss, got.loss / 2), "a power of two"
 
 
 def test_without_a_loss_nothing_is_weighted():

@@ -34,7 +34,7 @@ from schedules import (
     zb_v,
 )
 from schedules.language.actions import SENDS, Action, message_of
-from schedules.replay.outputs import inputs_of
+from schedules.playing.outputs import inputs_of
 from tests.common.cases import Case, mse, rows_of
 from tests.common.layers import Assigned, Average, linears
 from tests.common.memory import SEED, require_as_simulated

@@ -129,3 +129,55 @@ def test_verify_modifies_nothing(name):
     fpipe.verify(pipe, model, inputs, targets)
     after = Result(None, (inputs, targets), dict(model.named_parameters()), dict(model.named_buffers()))
     assert_same(after, Result(None, before[:2], *before[2:]))
+
+
+def attend(ids, offsets):
+    """Each token's document, of packed sequences: the number of offsets that it does not come before."""
+    return (ids[..., None] >= offsets).sum(-1, dtype=torch.float32)
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, offsets):
+        return self.b(self.a(x) * attend(torch.arange(x.shape[1]), offsets))
+
+
+class Normalised(Packed):
+    def __init__(self):
+        super().__init__()
+        self.b = nn.Sequential(nn.BatchNorm1d(4), self.b)
+
+
+SPLITS = {
+    "rows": (Packed, mse, ((0, None), 0), {}, ""),
+    "a leaf that is no row": (Packed, mse, ((0, 0), 0), {}, "loss: got a difference of"),
+    "a sum": (Packed, lambda out, y: mse(out, y) * len(y), ((0, None), 0), {}, "loss: got a difference of"),
+    "weights": (Packed, mse, ((0, None), 0), {"weight": lambda _, y: len(y)}, ""),
+    "unequal weights": (Packed, mse, ((0, None), 0), {"weight": lambda _, y: y.abs().sum()}, "weight="),
+    "BatchNorm": (Normalised, mse, ((0, None), 0), {}, "BatchNorm"),
+}
+
+
+@pytest.mark.parametrize("what", SPLITS)
+def test_verify_compares_with_the_whole_batch_in_one_piece(what):
+    """The other comparisons split the batch as the pipeline does, so they pass."""
+    torch.manual_seed(0)
+    make, loss, dims, more, words = SPLITS[what]
+    model, batch, y = make(), (torch.randn(6, 4), torch.tensor([0, 1, 2, 2, 3, 3])), torch.randn(6, 4)
+    pipe = fpipe.pipeline(model, example=batch, targets=y, loss=loss, schedule=HOW, batch_dims=dims, **more)
+    assert fpipe.verify(pipe, model, batch, y).eager
+    if not words:
+        assert fpipe.verify(pipe, model, batch, y, unsplit=1e-5).eager
+        return
+    with pytest.raises(fpipe.MismatchError, match=words) as caught:
+        fpipe.verify(pipe, model, batch, y, unsplit=1e-5)
+    assert "in one piece, expected at most 1e-05 of" in str(caught.value)
+
+
+def test_random_numbers_are_not_compared_with_those_of_the_whole_batch():
+    pipe, model, inputs, targets = build(ZOO["dropping"], HOW, 6)
+    with pytest.raises(fpipe.InputError, match="unsplit: got 1e-05 for a model that draws random numbers"):
+        fpipe.verify(pipe, model, inputs, targets, seed=1, unsplit=1e-5)

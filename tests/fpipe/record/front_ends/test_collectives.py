@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from tests.common.collectives import CUTS, HOW, LAYERS, Later, Layer, Reduced, build, require_same
@@ -90,3 +91,28 @@ class Waiting(Layer):
 def test_a_barrier_is_refused():
     with pytest.raises(fpipe.CaptureError, match=r"module 1 \(Waiting\): got a barrier"):
         build(Waiting, "whole", "autograd")
+
+
+class Sliced(Layer):
+    """Slices a mesh, and looks at its numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "tp"))
+
+    def forward(self, x):
+        inner = self.mesh["tp"]
+        assert inner.mesh.tolist() == [0]
+        return self.inner(x) * functional_collectives.all_reduce(x, "sum", inner) / inner.size()
+
+
+@covering(whole=[False, True], cut=[*CUTS], backward=["autograd", "graph"])
+def test_a_mesh_is_sliced_in_a_forward(whole, cut, backward):
+    """It is a constant, which is computed with for real."""
+    if whole and cut == "cut inside":
+        pytest.skip("a whole module is not cut")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Sliced(), nn.Linear(4, 4)), torch.randn(4, 4)
+    more = {"cuts": [CUTS[cut]], "backward": backward, "whole": ["1"] if whole else []}
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=HOW, **more)
+    assert fpipe.verify(pipe, model, (x,)).eager

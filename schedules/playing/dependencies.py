@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 from schedules.language.actions import COLLECTIVES, KINDS
 from schedules.language.graph import Edge, Graph
 from schedules.language.schedule import Schedule, completes_gradient
-from schedules.replay.costs import Costs, Sizes, require_stages
+from schedules.playing.costs import Costs, Sizes, require_stages
 
 
 class Dependency:

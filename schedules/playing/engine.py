@@ -8,7 +8,7 @@ Idea. `replay` answers it in one loop over all actions, holding only what is in 
 on a dependency; the rank that produces it pushes the blocked rank back onto the stack of runnable ranks. The stack is
 last in, first out, so a rank resumes soon after its input arrives.
 
-A collective goes on beside the rank's other actions (`schedules.replay.lanes`).
+A collective goes on beside the rank's other actions (`schedules.playing.lanes`).
 
 A fused pair runs as one action: it starts once the inputs of both actions are there, and both outputs leave at its end.
 
@@ -25,10 +25,10 @@ from schedules.errors import ScheduleError
 from schedules.language.actions import COLLECTIVES, KINDS, Action
 from schedules.language.membership import require_valid_actions
 from schedules.language.schedule import Schedule
-from schedules.replay.costs import Costs
-from schedules.replay.dependencies import Dependency, Wire, Wires
-from schedules.replay.lanes import CollectiveLane
-from schedules.replay.outputs import unit_of
+from schedules.playing.costs import Costs
+from schedules.playing.dependencies import Dependency, Wire, Wires
+from schedules.playing.lanes import CollectiveLane
+from schedules.playing.outputs import unit_of
 
 Gives: TypeAlias = tuple[tuple[Dependency, float], ...]
 Pending: TypeAlias = tuple[Gives, int] | tuple[()]

@@ -10,7 +10,7 @@ from typing import Final
 from schedules.arguments import MOST_STAGES, is_number, is_size
 from schedules.errors import TimelineError, quote
 from schedules.language.actions import KINDS, Action
-from schedules.replay.engine import Span
+from schedules.playing.engine import Span
 
 MOST_SPANS: Final = 2**22
 """More spans than a timeline in memory has; an iterator that yields more does not end."""

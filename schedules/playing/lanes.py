@@ -9,7 +9,7 @@ gate, which is put before them by the first collective of their stage. So a sche
 from __future__ import annotations
 
 from schedules.language.actions import KINDS, Action
-from schedules.replay.dependencies import Dependency, Wire
+from schedules.playing.dependencies import Dependency, Wire
 
 _READERS = tuple(kind for kind, word in KINDS.items() if word.reads)
 _USERS = {"UNSHARD": _READERS, "REDUCE_GRAD": ("U",)}
