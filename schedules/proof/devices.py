@@ -29,7 +29,7 @@ from schedules.language.actions import KINDS, Action, message_of, receive_of
 from schedules.lowering.turns import Turns, target_of
 from schedules.playing.costs import UNITS
 
-COMPUTE = "compute"
+COMPUTE_STREAM = "compute"
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Device:
 class Post(NamedTuple):
     """A kernel that a host posts to its device, or, without an action, the wait at its end.
 
-    - `action`: what it does; different for each post of a host. `stream`: `COMPUTE`, or another one.
+    - `action`: what it does; different for each post of a host. `stream`: `COMPUTE_STREAM`, or another one.
     - `waits`: the actions of earlier posts that its stream waits for first.
     - `meets`, `ends`: the key at which it meets the other ends of a transfer, and how many there are.
     - `frees`: the actions of earlier transfers whose buffers are free once it has run.
     """
 
     action: Action | None
-    stream: Hashable = COMPUTE
+    stream: Hashable = COMPUTE_STREAM
     waits: tuple[Action, ...] = ()
     meets: Hashable = None
     ends: int = 1
@@ -72,7 +72,7 @@ class Post(NamedTuple):
 
 
 class DeviceRun(NamedTuple):
-    """What a program takes on a device, per rank: the peak of its `memory`, and of the `messages` held at once.
+    """The cost of a program on a device, per rank: the peak of its `memory`, and of the `messages` held at once.
 
     Memory is in the units of `simulate`. A message is held from its post until the device has passed the action that
     uses it, or the wait that frees it.
@@ -100,7 +100,7 @@ def run_on_device(program: LoweredProgram, device: Device, copies: int = 1) -> D
         for copy in range(copies)
         for rank, stream in enumerate(streams_of(program))
     ]
-    hosts = play(rows, device, growth)[: schedule.ranks]
+    hosts = play_posts(rows, device, growth)[: schedule.ranks]
     return DeviceRun(tuple(one.peak for one in hosts), tuple(one.most for one in hosts))
 
 
@@ -132,13 +132,13 @@ def _list_posts(program: LoweredProgram, rank: int, stream: Iterator[Action], co
         else:
             taken = [one for one in collected["UNSHARD"] if one.stage == s] if KINDS[kind].reads else []
             taken += collected["REDUCE_GRAD"] if kind == "U" else []
-            yield Post(action, COMPUTE, (*waits, *taken), frees=tuple(waits))
+            yield Post(action, COMPUTE_STREAM, (*waits, *taken), frees=tuple(waits))
             waits.clear()
         left -= 1
         if not left:
             turn = next(turns)
     waits += map(receive_of, turn.waits)
-    yield Post(None, COMPUTE, (*waits, *collected["REDUCE_GRAD"]), frees=tuple(waits))
+    yield Post(None, COMPUTE_STREAM, (*waits, *collected["REDUCE_GRAD"]), frees=tuple(waits))
 
 
 class _Kernel:
@@ -170,12 +170,12 @@ class Host:
         post, device = self.next, self.device
         if post is None:
             return False
-        computes = post.stream == COMPUTE
+        computes = post.stream == COMPUTE_STREAM
         must_drain = device.blocks or (computes and (self.number, self.computed) in device.synchronizes)
         if self.window and (must_drain or (computes and device.ahead and self.behind >= device.ahead)):
             return False
         # A stream runs in order; a transfer comes after what is on the compute stream now.
-        before = [self.last[stream] for stream in {post.stream, COMPUTE} if stream in self.last]
+        before = [self.last[stream] for stream in {post.stream, COMPUTE_STREAM} if stream in self.last]
         stream = self.streams.setdefault(post.stream, len(self.streams))
         queue = stream % device.queues if device.queues else stream
         kernel = _Kernel(post, [one for one in (*before, *(self.posted[a] for a in post.waits)) if not one.done], queue)
@@ -207,7 +207,7 @@ class Host:
         post = kernel.post
         kernel.done = True
         self.window.remove(kernel)
-        self.behind -= post.stream == COMPUTE
+        self.behind -= post.stream == COMPUTE_STREAM
         self.messages -= len(post.frees)
         for action in post.frees:
             del self.posted[action]
@@ -223,7 +223,7 @@ class Host:
         return f"rank {self.number} runs {runs} and waits to start {waits}"
 
 
-def play(
+def play_posts(
     rows: Sequence[Iterable[Post]], device: Device, growth: Mapping[str, float] = MappingProxyType({})
 ) -> list[Host]:
     """Play what each host posts, and return the hosts; raise `ProgramError` if some kernel is never done.

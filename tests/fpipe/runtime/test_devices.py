@@ -9,7 +9,7 @@ from fpipe.runtime.executor import Execution, Inputs
 from fpipe.runtime.instructions import link
 from schedules import Action, Device, chain, families, lower, reduce_gradients, shard, update_weights
 from schedules.language.actions import receive_of
-from schedules.proof.devices import COMPUTE, Post, play
+from schedules.proof.devices import COMPUTE_STREAM, Post, play_posts
 from schedules.testing import collective_orders
 from tests.common.symbolic import Symbolic, batch, key
 
@@ -39,7 +39,7 @@ class Host:
 
     def compute(self):
         """What runs on the compute stream waits for all that the executor has waited for since."""
-        self.posts.append(Post(Action("F", 0, len(self.posts), slice=0), COMPUTE, tuple(self.waits)))
+        self.posts.append(Post(Action("F", 0, len(self.posts), slice=0), COMPUTE_STREAM, tuple(self.waits)))
         self.waits.clear()
 
     def channel(self, *ends):
@@ -128,11 +128,11 @@ def test_every_family_ends_on_every_device(name):
         schedule = update_weights(reduce_gradients(shard(schedule, limit=2)))
     rows = [posts_of(schedule, graph, rank, copy, 2) for copy in range(2) for rank in range(2)]
     for device in DEVICES:
-        play(rows, device)
+        play_posts(rows, device)
 
 
 @settings(deadline=None)
 @given(collective_orders().filter(lambda case: case[0].slices == 1), st.sampled_from(DEVICES), st.integers(1, 2))
 def test_any_order_ends_on_any_device(case, device, copies):
     ranks = range(case[0].ranks)
-    play([posts_of(*case, rank, copy, copies) for copy in range(copies) for rank in ranks], device)
+    play_posts([posts_of(*case, rank, copy, copies) for copy in range(copies) for rank in ranks], device)
