@@ -4,11 +4,9 @@
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py    # one process per rank, over Gloo
     python examples/resume.py                                                       # both ranks in this process
 
-Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all again, and they load the newest checkpoint
-that is whole. Or send SIGTERM, as schedulers do: all save after the same step and end; start the command again later.
-The final parameters are bit for bit those of an undisturbed run, under either command, on any number of ranks, because
-batch and dropout follow from the number of the step, and the checkpoint holds all else: parameters, BatchNorm's
-buffers, and the state of the optimizer.
+Kill any rank (`kill -9`) at any moment: torchrun starts all again from the newest checkpoint that is whole. Or send
+SIGTERM: all save after the same step and end, until the command is started again. The final parameters are bit for bit
+those of an undisturbed run, on any number of ranks: batch and dropout follow from the step, the rest is saved.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -38,8 +35,7 @@ def build_model() -> nn.Module:
 
 def make_batch(step: int) -> tuple[Tensor, Tensor]:
     """Return the batch of a step; it follows from the step's number alone."""
-    numbers = torch.Generator().manual_seed(step)
-    x = torch.randn(ROWS, WIDTH, generator=numbers)
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
     return x, x.square().mean(1, keepdim=True)
 
 
@@ -66,10 +62,9 @@ def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
         for i in range(done, steps):
             x, y = make_batch(i)
             out, grads = step(params, buffers, (x,), y, seed=i)
-            buffers = out.buffers
             grads, norm = fpipe.clip(pipe, grads, 1.0)
             params, state = update(grads, state, params)
-            is_last = is_caught() or i + 1 == steps  # the same on every rank
+            buffers, is_last = out.buffers, is_caught() or i + 1 == steps  # the same on every rank
             if (i + 1) % every == 0 or is_last:
                 place = path / f"step-{i + 1:06}"
                 fpipe.save(pipe, place, params=params, buffers=buffers, state=state, step=i + 1)
@@ -81,7 +76,7 @@ def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
                 break
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Train, alone or as one rank of several."""
     parser = argparse.ArgumentParser(description="Train a small network; resume the run if there is a checkpoint.")
     parser.add_argument("--path", type=Path, default=Path("run"), help="where the checkpoints are")

@@ -88,7 +88,7 @@ def _stack_leaf(path: str, leaves: Sequence[Any]) -> Any:
 
 
 class Aux(NamedTuple):
-    """What becomes of what the loss returns beside itself.
+    """The treatment of what the loss returns beside itself.
 
     `merge`: the function of all microbatches' trees that makes `Step.aux`; `None` if this process does not ask for it.
     `is_sent`: whether the ranks that have it send it to the others, because one of these asks.
