@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.cutting.partition import Cuts
+from fpipe.cutting.partition import Cuts, Evenly
 from fpipe.meshes.arguments import MeshOptions, MeshPlace, find_place, require_collectives
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.network.agreement import Field
@@ -134,6 +134,8 @@ class Builder:
         require_own_buffers(module, pipe.training.assembly.captured)
         require_trained(pipe.training.assembly, self.schedule)
         _warn_of_observers(pipe.training.assembly.captured.observers)
+        if isinstance(self.cuts.where, Evenly) and not self.cuts.where.among:
+            _warn_of_idle_ranks(pipe)
         if example.batching.weight is None and example.signature.divisor > 1:
             _warn_of_sum(pipe.training.assembly.captured)
         return pipe
@@ -154,6 +156,19 @@ def make_captures(
     watching = Watcher(ModelState.of(module), loss)
     hooks, memo = collect_gradient_hooks(module), Memo(most)
     return Captures(model, loss, batchings, see, cuts, trains, hooks, watching, memo=memo)
+
+
+def _warn_of_idle_ranks(pipe: Pipeline) -> None:
+    """Log which ranks hold no parameters, though others do: they will wait for the others nearly all of the time."""
+    placement = pipe.schedule.placement
+    held = {rank: [pipe.stages[s] for s in placement.stages_on(rank)] for rank in range(pipe.schedule.ranks)}
+    idle = [rank for rank, stages in held.items() if not any((*one.parameters, *one.unused) for one in stages)]
+    if idle and len(idle) < len(held):
+        _LOG.warning(
+            "stages: got no parameters on ranks %s, expected some on each: there are too few places where a stage can "
+            "begin. print(pipe) shows the stages. Use a schedule with fewer ranks, or split a module.",
+            idle,
+        )
 
 
 def _warn_of_sum(captured: Captured) -> None:

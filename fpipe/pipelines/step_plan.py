@@ -8,7 +8,7 @@ Runs when a plan is made and in every step; most properties are computed once, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,7 +31,7 @@ from fpipe.stages.stage import ModelStage
 from fpipe.tensors.placed import Placed
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.tensors.torch_private import bypass_autograd
-from schedules import Placement, Program, check, connect, lower, update_weights
+from schedules import Action, Placement, Program, check, connect, lower, update_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +198,8 @@ class StepPlan:
     @cached_property
     def programs(self) -> Mapping[int, LinkedProgram]:
         """The lowered program of each rank of this process, linked to its stages."""
-        return {rank: self._link(rank) for rank in self.ranks}
+        streams = zip(self.ranks, self.program.streams(self.ranks), strict=True)
+        return {rank: self._link(rank, actions) for rank, actions in streams}
 
     @cached_property
     def timed_programs(self) -> Mapping[int, LinkedProgram]:
@@ -233,7 +234,7 @@ class StepPlan:
                 found[stage, microbatch] = (*found.get((stage, microbatch), ()), name)
         return found
 
-    def _link(self, rank: int) -> LinkedProgram:
+    def _link(self, rank: int, actions: Iterator[Action]) -> LinkedProgram:
         homes = self.placement.stages_on(rank)
         uneven = {
             i: {s: self._shard_shares(cut.stages[s]) for s in homes}
@@ -241,7 +242,7 @@ class StepPlan:
             if cut is not self.assembly
         }
         usual = {s: self._shard_shares(self.assembly.stages[s]) for s in homes}
-        return link(self.program.actions(rank), usual, self.placement, uneven, self.copies.phases)
+        return link(actions, usual, self.placement, uneven, self.copies.phases)
 
     def _shard_shares(self, stage: ModelStage) -> ModelStage:
         """Return the stage; if gradients are sharded, it shares its shards of them."""

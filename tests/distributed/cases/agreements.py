@@ -484,7 +484,7 @@ def refused_on_one_rank(rank, size):
     for culprit, bad, words in (
         (0, (None, targets), ["inputs[0]: got nothing", "a stage of this rank reads it"]),
         (size - 1, (inputs, None), ["targets: got nothing"]),
-        (1, ([*inputs], targets), ["inputs: got the tree"]),
+        (1, ([*inputs], targets), ["inputs: got ["]),
     ):
         if rank == culprit:
             with raises(fpipe.InputError, *words):
