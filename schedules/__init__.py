@@ -60,6 +60,7 @@ from schedules.playing.engine import Span
 from schedules.playing.play import Rule, play, prefer
 from schedules.playing.problem import Problem
 from schedules.playing.rows import from_rows
+from schedules.proof.devices import Device, DeviceRun, run_on_device
 from schedules.searching.search import SearchProgress, SearchResult, search
 from schedules.searching.solver import cp_sat
 from schedules.transforms.connect import connect
@@ -85,6 +86,8 @@ __all__ = [
     "C",
     "Costs",
     "CriticalPath",
+    "Device",
+    "DeviceRun",
     "F",
     "Factory",
     "G",
@@ -169,6 +172,7 @@ __all__ = [
     "recompute",
     "reduce_gradients",
     "repeat",
+    "run_on_device",
     "v_1f1b",
     "v_half",
     "v_min",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks may run next, by number: lanes of actions, and what each action waits for.
+"""Lanes of actions by number: the next action of each lane, and the actions that it waits for.
 
 Idea. A lane is actions that a rank runs in this order; a rank with several lanes chooses. Actions are numbered lane by
 lane, so a play of millions of them looks everything up in lists.
@@ -21,7 +21,7 @@ Lanes: TypeAlias = Sequence[Iterable[Iterable[Action]]]
 """Per rank, its lanes. A fused pair is two actions in a row, and runs as one."""
 
 
-class Board(NamedTuple):
+class PlayBoard(NamedTuple):
     """All actions by number, those of a lane in a row.
 
     - `pairs`: per number, 1 if it runs as one with the next.
@@ -70,7 +70,7 @@ def sum_replicas(rank: int, placement: Placement, microbatches: int) -> Iterator
             yield G(stage, next(i for i in last if placement.home(stage, i) == rank))
 
 
-def make_board(problem: Problem, lanes: Lanes) -> Board:
+def make_board(problem: Problem, lanes: Lanes) -> PlayBoard:
     """Return the board of these lanes, for the costs, sizes and graph of a problem."""
     actions, ranks, ends, pairs = list[Action](), list[int](), list[list[tuple[int, int]]](), bytearray()
     for rank, row in enumerate(lanes):
@@ -102,7 +102,7 @@ def make_board(problem: Problem, lanes: Lanes) -> Board:
     for k, action in enumerate(actions if factors else ()):
         times[k] *= factors[unit_of(action, slices)] if KINDS[action.kind].after else 1
     growth = (sizes.growth(action.kind, action.stage, problem.backward) for action in actions)
-    return Board(
+    return PlayBoard(
         tuple(actions),
         bytes(pairs),
         slices,

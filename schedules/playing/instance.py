@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from schedules.errors import SizeError
 from schedules.language.placement import Placement
-from schedules.playing.board import Board, list_lanes, make_board
+from schedules.playing.board import PlayBoard, list_lanes, make_board
 from schedules.playing.costs import ROUNDING, Cost, Costs, of_stage
 from schedules.playing.problem import Hops, Problem
 
@@ -60,7 +60,7 @@ class Instance:
 
     @property
     def placement(self) -> Placement:
-        """Where the stages are."""
+        """The placement of the stages."""
         return self.problem.placement
 
     @property
@@ -116,7 +116,7 @@ class Instance:
         return [*(time for row in self.times for time in row), *transfers]
 
     @cached_property
-    def board(self) -> Board:
+    def board(self) -> PlayBoard:
         """All passes, by number."""
         return make_board(self.problem, [*list_lanes(self.problem)])
 

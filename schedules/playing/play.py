@@ -30,7 +30,7 @@ from schedules.arguments import each, require_types
 from schedules.errors import ArgumentError, SizeError
 from schedules.language.actions import Action
 from schedules.language.schedule import Schedule
-from schedules.playing.board import Board, Lanes, list_lanes, make_board, sum_replicas
+from schedules.playing.board import Lanes, PlayBoard, list_lanes, make_board, sum_replicas
 from schedules.playing.costs import ROUNDING
 from schedules.playing.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Instance
 from schedules.playing.problem import Problem
@@ -38,7 +38,7 @@ from schedules.playing.rows import from_rows
 
 
 class Rule(NamedTuple):
-    """What ranks prefer.
+    """A rule that says which action a rank runs next.
 
     - `priority`: a function of an action to a number or a tuple: the lower, the more urgent. Of a fused pair, the
       second action counts.
@@ -71,7 +71,7 @@ class Room:
     def __init__(
         self,
         instance: Instance,
-        board: Board,
+        board: PlayBoard,
         reserve: Sequence[float] = (),
         ahead: Mapping[str, Sequence[float]] = MappingProxyType({}),
     ) -> None:
@@ -114,7 +114,9 @@ class Play:
     - `pairs`: per number, 1 if it runs as one with the next.
     """
 
-    def __init__(self, board: Board, urgency: Sequence[float], patience: float = 1.0, room: Room | None = None) -> None:
+    def __init__(
+        self, board: PlayBoard, urgency: Sequence[float], patience: float = 1.0, room: Room | None = None
+    ) -> None:
         self.board, self.urgency, self.patience, self.room = board, urgency, patience, room
         P, count = len(board.lanes), len(board.actions)
         self.ends = [inf] * (count + 1)
@@ -220,7 +222,7 @@ class Play:
             heappush(self.queue, (time, rank))
 
 
-def rank_by(priority: Callable[[Action], Any], board: Board) -> list[float]:
+def rank_by(priority: Callable[[Action], Any], board: PlayBoard) -> list[float]:
     """Return the urgency of each number: equal where a rule does not prefer one. Of a pair, the backward decides."""
     keys = [priority(action) for action in board.actions]
     keys = [keys[k + paired] for k, paired in enumerate(board.pairs)]

@@ -65,7 +65,7 @@ class PlacedStage:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a schedule is wanted for: `bound` says how long it takes at least, and `play` and `search` find one.
+    """A problem that a schedule solves: `bound` says how long it takes at least, and `play` and `search` find one.
 
     - `costs`, `placement`, `microbatches`: the times of passes and transfers, and what they are of.
     - `memory`: the most that a rank may hold, one number or one per rank, in the units of `Timeline.peak_memory`.
