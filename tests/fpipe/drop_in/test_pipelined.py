@@ -112,7 +112,7 @@ def test_a_scale_that_the_forward_knows_may_be_any_number():
 
 
 def test_steps_average_all_accumulated_losses():
-    """As in a plain loop that divides each loss by 3 times its batch's number of microbatches; a small batch has few."""
+    """As in a plain loop that divides each loss by 3 times the number of its microbatches; a small batch has few."""
     model, plain = make(), net()
     for one in (model, plain):
         next(part for part in one.modules() if isinstance(part, nn.BatchNorm1d)).eval()  # for a single row
