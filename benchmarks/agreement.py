@@ -59,7 +59,7 @@ def measured() -> dict[str, float]:
 def _agreed(pipe: Any) -> None:
     """Run the agreement of a step."""
     fields = pipe.memo.agreements[pipe.planner.kind(TRAINING)].fields
-    pipe.ranks.agree(lambda: [*fields, *call_fields(CommonArguments())])
+    pipe.ranks.agree(lambda: [*fields, *call_fields(CommonArguments(), pipe.device)])
 
 
 def _in_turns(reached: Any, step: Callable[[], object]) -> dict[str, float]:

@@ -4,10 +4,9 @@
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py    # one process per rank, over Gloo
     python examples/resume.py                                                       # both ranks in this process
 
-Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all again, they load the newest checkpoint that
-is whole, and the final parameters are bit for bit those of an undisturbed run, under either command, on any number of
-ranks. It is exact because batch and dropout follow from the number of the step, and the checkpoint holds all else:
-parameters, BatchNorm's buffers, and the state of the optimizer.
+Kill any rank (`kill -9`) at any moment: torchrun starts all again from the newest checkpoint that is whole. Or send
+SIGTERM: all save after the same step and end, until the command is started again. The final parameters are bit for bit
+those of an undisturbed run, on any number of ranks: batch and dropout follow from the step, the rest is saved.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -37,8 +35,7 @@ def build_model() -> nn.Module:
 
 def make_batch(step: int) -> tuple[Tensor, Tensor]:
     """Return the batch of a step; it follows from the step's number alone."""
-    numbers = torch.Generator().manual_seed(step)
-    x = torch.randn(ROWS, WIDTH, generator=numbers)
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
     return x, x.square().mean(1, keepdim=True)
 
 
@@ -57,26 +54,29 @@ def begin(pipe: fpipe.Pipeline, path: Path) -> fpipe.Checkpoint:
 
 
 def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
-    """Run what is left of the steps, and save the run every so many."""
+    """Run what is left of the steps, or stop after a signal, and save the run every so many steps, and at the end."""
     params, buffers, state, done, _ = begin(pipe, path)
     step, (init, update) = fpipe.value_and_grad(pipe), fpipe.optimizer(torch.optim.AdamW, lr=0.01)
     state = init(params) if state is None else state
-    for i in range(done, steps):
-        x, y = make_batch(i)
-        out, grads = step(params, buffers, (x,), y, seed=i)
-        buffers = out.buffers
-        grads, norm = fpipe.clip(pipe, grads, 1.0)
-        params, state = update(grads, state, params)
-        if (i + 1) % every == 0 or i + 1 == steps:
-            place = path / f"step-{i + 1:06}"
-            fpipe.save(pipe, place, params=params, buffers=buffers, state=state, step=i + 1)
-            if 0 in pipe.ranks.ranks:
-                for old in sorted(path.glob("step-*"))[:-KEPT]:
-                    shutil.rmtree(old)
-                print(f"step {i + 1:4}  loss {out.loss.item():.6f}  norm {norm.item():.6f}  saved {place}", flush=True)
+    with fpipe.catch_signals(pipe) as is_caught:
+        for i in range(done, steps):
+            x, y = make_batch(i)
+            out, grads = step(params, buffers, (x,), y, seed=i)
+            grads, norm = fpipe.clip(pipe, grads, 1.0)
+            params, state = update(grads, state, params)
+            buffers, is_last = out.buffers, is_caught() or i + 1 == steps  # the same on every rank
+            if (i + 1) % every == 0 or is_last:
+                place = path / f"step-{i + 1:06}"
+                fpipe.save(pipe, place, params=params, buffers=buffers, state=state, step=i + 1)
+                if 0 in pipe.ranks.ranks:
+                    for old in sorted(path.glob("step-*"))[:-KEPT]:
+                        shutil.rmtree(old)
+                    print(f"step {i + 1:4}  loss {out.loss:.6f}  norm {norm:.6f}  saved {place}", flush=True)
+            if is_last:
+                break
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Train, alone or as one rank of several."""
     parser = argparse.ArgumentParser(description="Train a small network; resume the run if there is a checkpoint.")
     parser.add_argument("--path", type=Path, default=Path("run"), help="where the checkpoints are")

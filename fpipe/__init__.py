@@ -6,6 +6,7 @@ from fpipe.checkpoints.export import export
 from fpipe.checkpoints.load import Checkpoint, load
 from fpipe.checkpoints.manifest import is_checkpoint
 from fpipe.checkpoints.save import begin_save, save
+from fpipe.checkpoints.signals import catch_signals
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import (
     CaptureError,
@@ -79,6 +80,7 @@ __all__ = [
     "__version__",
     "all_finite",
     "begin_save",
+    "catch_signals",
     "clip",
     "clip_value",
     "costs",

@@ -24,12 +24,13 @@ from fpipe.cutting.partition import CutsArgument, parse_cuts
 from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded
 from fpipe.network.job import enter_job, resolve_group
 from fpipe.network.recording import RecordSpan
-from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
+from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count, require_reduction
 from fpipe.pipelines.batch import find_home
 from fpipe.pipelines.builder import Builder, agree_on_place, make_batchings
-from fpipe.pipelines.handshake import agree_on_arguments, call_together
+from fpipe.pipelines.handshake import agree_on_aux, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.loss_weights import Weight
+from fpipe.pipelines.merge import Aux, MergeTrees
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
 from fpipe.pipelines.step import ValueAndGrad, agree_to_train, make_evaluation_step, training_variant
@@ -94,9 +95,11 @@ def pipeline(
     - `output_dims`: how the outputs of microbatches are merged: a dimension to concatenate along (scalars are stacked),
       `None` to take the first microbatch's, or a function of the sequence of them. Either one for all, or a tree that
       is a prefix of the outputs.
-    - `loss(outputs, targets)` returns a scalar for one microbatch. Without targets it is `loss(outputs)`, for a model
-      that computes its own loss, as in `loss=lambda outputs: outputs.loss`. The loss of a step is the sum over
-      microbatches of loss / M: if their sizes differ, rows of smaller ones count for more, unless there is a `weight`.
+    - `loss(outputs, targets)` returns a scalar for one microbatch, or `(loss, aux)` with a tree of values beside it.
+      Without targets it is `loss(outputs)`, for a model that computes its own: `loss=lambda outputs: outputs.loss`.
+    - `reduce`: how losses of microbatches make that of a step. `"mean"`, for means: the sum of loss / M; if sizes
+      differ, rows of smaller microbatches count for more, unless there is a `weight`. `"sum"`, for losses that are
+      sums, as with `reduction="sum"`: over all microbatches of all replicas and shards.
     - `weight(inputs, targets)`: the weight of a microbatch, such as its number of rows or tokens. The loss of a step is
       then the sum of loss * (weight / total), so a mean per row or token is exact however the batch is split. Auxiliary
       losses that the model adds in its forward are scaled the same way.
@@ -130,7 +133,6 @@ def pipeline(
     - `shard`: the dimension over which parameters, gradients and optimizer state are sharded, as by `fully_shard`, or
       a `fpipe.Sharded`. Shards train on rows of their own, too. Parameters are DTensors.
     - `rows`: `"whole"` if every process is passed whole batches, `"own"` if only the rows that it trains on.
-    - `reduce`: how losses without a `weight` are reduced over replicas and shards: `"mean"`, or `"sum"`.
     - `group`: if torch.distributed is initialized, the processes that are the ranks, one each: a process group, or one
       dimension of a device mesh, `mesh["pp"]`; defaults to all. Every process of the job must then build its pipeline
       at the same time, and all groups must have the same size. If torch.distributed is not initialized, all ranks run
@@ -160,10 +162,11 @@ def pipeline(
         schedule = require_buildable(module, example, loss, schedule)
         require_arguments(pipeline, locals())
         require_count("plans", plans)
+        require_reduction(reduce, weight)
         where, home = parse_cuts(cuts, stages, unsplittable, schedule, whole), find_home(example, targets)
-        place = agree_on_place(job, MeshOptions(mesh, pp, dp, shard, rows, reduce), group, schedule, home)
+        place = agree_on_place(job, MeshOptions(mesh, pp, dp, shard, rows), group, schedule, home)
         copies, count = place.copies, schedule.microbatches
-        over = count * (copies.count if copies.mean else 1)
+        over = 1 if reduce == "sum" else count * copies.count
         least = find_fewest(schedule) if copies.count == 1 else None
         batchings = make_batchings(example, targets, batch_dims, count * copies.pieces, weight, over, least)
         batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
@@ -174,7 +177,11 @@ def pipeline(
 
 
 def value_and_grad(
-    pipe: Pipeline, outputs: bool = False, record: RecordSpan | None = None, sums: torch.dtype | None = None
+    pipe: Pipeline,
+    outputs: bool = False,
+    record: RecordSpan | None = None,
+    sums: torch.dtype | None = None,
+    aux: bool | MergeTrees = True,
 ) -> ValueAndGrad:
     """Return the function that computes the loss and gradients of one step.
 
@@ -196,7 +203,7 @@ def value_and_grad(
     - `onto`: gradients that an earlier step returned, which this one adds to, in place, and returns. So K steps of M
       microbatches give the same bits as one plain loop over K * M. They are donated: don't use them again.
     - `total`: what the loss is averaged over, if that is more than this step: the number of microbatches of all
-      accumulated steps and replicas, or with `weight`, their weight.
+      accumulated steps and replicas, or with `weight`, their weight. With `reduce="sum"`, the sum is divided by it.
     - `scale`: the cotangent of the loss, a number, for gradients that would underflow. The loss is not scaled.
 
     `sums` is the dtype in which gradients are added over microbatches, such as `torch.float32` for parameters in
@@ -205,6 +212,11 @@ def value_and_grad(
     With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span`, in seconds of
     `time.perf_counter`, for every compute action of this process and every transfer that it waited for; on an
     accelerator after the step, with the device's times. `fpipe.timeline` merges those of all ranks.
+
+    A loss may return `(loss, aux)`, where `aux` is any tree: counts, accuracies, statistics. It changes no bit of the
+    rest. `Step.aux` is the tree with the values of all microbatches, detached: its tensors and numbers stacked along a
+    new first dimension of size M, or what `aux(parts)` makes of the sequence of all trees. It is on every rank that
+    asks; a rank that passes `aux=False` gets `None`.
 
     Raise `InputError`, naming the leaf, for arguments that don't fit the pipeline, before anything is sent.
 
@@ -218,18 +230,27 @@ def value_and_grad(
     >>> step, grads = fpipe.value_and_grad(pipe, outputs=True)(params, buffers, (x,), y)
     >>> step.loss.shape, step.outputs.shape, {name: list(grad.shape) for name, grad in grads.items()}
     (torch.Size([]), torch.Size([6, 1]), {'weight': [1, 4], 'bias': [1]})
+    >>> def loss(y, target):
+    ...     return torch.nn.functional.mse_loss(y, target), {"rows": len(y), "bias": (y - target).mean()}
+    >>> pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=gpipe(ranks=1, microbatches=3))
+    >>> step, grads = fpipe.value_and_grad(pipe)(params, buffers, (x,), y)
+    >>> step.aux["rows"], step.aux["bias"].shape
+    (tensor([2, 2, 2]), torch.Size([3]))
     """
     with call_together(value_and_grad, locals()):
-        return agree_to_train(pipe, outputs, sums, record)
+        return agree_to_train(pipe, outputs, sums, record, aux)
 
 
-def evaluate(pipe: Pipeline, record: RecordSpan | None = None, outputs: bool = True) -> Callable[..., Step]:
+def evaluate(
+    pipe: Pipeline, record: RecordSpan | None = None, outputs: bool = True, aux: bool | MergeTrees = True
+) -> Callable[..., Step]:
     """Return the function that computes outputs, and with targets the loss, in eval mode; it keeps no graph.
 
     It takes the same arguments as the function that `value_and_grad` returns. A model that computes its own loss always
     returns one. Outputs are merged in microbatch order and are returned on the rank of the last stage. Under
     torch.distributed every rank must call this, and then the function, in the same order, and at least one of them must
-    pass the targets if there are any. `record` is as in `value_and_grad`. Raise `InputError` as that function does.
+    pass the targets if there are any. `record` and `aux` are as in `value_and_grad`. Raise `InputError` as that
+    function does.
 
     With `outputs=False` it returns the loss alone, and needs memory for the outputs of one microbatch, as a plain loop
     does; otherwise all of them are kept, and again as they are merged.
@@ -245,11 +266,13 @@ def evaluate(pipe: Pipeline, record: RecordSpan | None = None, outputs: bool = T
     True
     """
     with call_together(evaluate, locals()):
-        agree_on_arguments(pipe, outputs=outputs)
-    return make_evaluation_step(pipe, record, outputs)
+        wanted = agree_on_aux(pipe, aux, outputs=outputs)
+    return make_evaluation_step(pipe, record, outputs, wanted)
 
 
-def reference(pipe: Pipeline, outputs: bool = False, sums: torch.dtype | None = None) -> ValueAndGrad:
+def reference(
+    pipe: Pipeline, outputs: bool = False, sums: torch.dtype | None = None, aux: bool | MergeTrees = True
+) -> ValueAndGrad:
     """Return what `value_and_grad` returns, on one device: a plain microbatch loop over the captured, uncut model.
 
     A parameter tied by `"sum"` has one copy for each stage that uses it; their gradients are added.
@@ -269,7 +292,7 @@ def reference(pipe: Pipeline, outputs: bool = False, sums: torch.dtype | None = 
     """
     require_arguments(reference, locals())
     require_backward(pipe.schedule)
-    return make_reference_step(pipe, training_variant(outputs, sums))
+    return make_reference_step(pipe, training_variant(outputs, sums), Aux.of(aux))
 
 
 def verify(

@@ -117,7 +117,7 @@ def find_best_path(cost: Tensor, stages: int, join: Callable[[Tensor, Tensor], T
 def refusals(captured: Captured) -> Callable[[Positions], Refusal | None]:
     """Return a function that returns why `route` refuses positions; `None` if it does not."""
     observed = observe(captured)
-    results = (*(() if captured.loss is None else (captured.loss,)), *captured.outputs)
+    results = (*(() if captured.loss is None else (captured.loss,)), *captured.aux, *captured.outputs)
 
     def refusal(positions: Positions) -> Refusal | None:
         try:

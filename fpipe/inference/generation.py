@@ -127,7 +127,10 @@ def generate(
                 require_integer("end", end)
             _require_prompts(prompts, count, mask, length, how.microbatches)
             pipe.ranks.agree(
-                lambda: [*call_fields(CommonArguments(seed)), *_argument_fields(prompts, mask, count, end, length)]
+                lambda: [
+                    *call_fields(CommonArguments(seed), pipe.device),
+                    *_argument_fields(prompts, mask, count, end, length),
+                ]
             )
             ids, room = prompts.to(pipe.device), _make_room(mask, length, pipe.device)
             first = ids, torch.tensor(0, device=pipe.device), *room

@@ -59,7 +59,7 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
             plan, given = _prepare(pipe, variant, params, buffers, inputs, seed)
             outcomes = run_copies(pipe, plan, given)
             found = {copy: broadcast_results(plan.parts[copy], pipe.ranks, one) for copy, one in outcomes.items()}
-            return merge_results(plan, spread_results(plan, pipe.ranks, found))[1]
+            return merge_results(plan, spread_results(plan, pipe.ranks, found)).outputs
 
     return run
 
@@ -98,7 +98,8 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., Te
         with suspend_autocast(EVALUATION) as cast, pipe.ranks.enter_call("a stream of outputs"):
             held = hold_plain(pipe, params, buffers)
             plan, given = begin_evaluation(pipe, cast, held, (inputs, targets), seed)
-            first = int(plan.assembly.captured.loss is not None)
+            known = plan.assembly.captured
+            first = 0 if known.loss is None else 1 + len(known.aux)
             losses: dict[int, dict[int, Tensors]] = {copy: {} for copy in given}
 
             def deliver(copy: int, i: int, values: Tensors) -> None:

@@ -24,7 +24,7 @@ from schedules.arguments import MOST_STAGES
 MeshArgument: TypeAlias = DeviceMesh | Mapping[str, int] | None
 """A device mesh, or the size of each of its dimensions by name."""
 Create: TypeAlias = Callable[[Callable[[], DeviceMesh], str, torch.device], DeviceMesh]
-ROWS, REDUCTIONS = ("whole", "own"), ("mean", "sum")
+ROWS = ("whole", "own")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ class MeshOptions(NamedTuple):
     dp: str | None = None
     shard: str | Sharded | None = None
     rows: str = "whole"
-    reduce: str = "mean"
 
     def describe(self) -> list[str]:
         """Return lines that are the same in all processes of a job; raise `InputError` for anything but a mesh."""
@@ -74,7 +73,7 @@ class MeshOptions(NamedTuple):
         sizes = _list_sizes(self.mesh)
         if isinstance(self.mesh, DeviceMesh):  # processes may be in meshes of different shapes
             return ["a DeviceMesh"]
-        used = {"pp": self.pp, "dp": self.dp, "shard": self.shard, "rows": self.rows, "reduce": self.reduce}
+        used = {"pp": self.pp, "dp": self.dp, "shard": self.shard, "rows": self.rows}
         return [str(sizes), *(f"{name}={value!r}" for name, value in used.items())]
 
 
@@ -104,7 +103,6 @@ def find_place(
     Raise `InputError`, naming the argument, if they do not fit together.
     """
     _require_choice("rows", options.rows, ROWS)
-    _require_choice("reduce", options.reduce, REDUCTIONS)
     if options.mesh is None:
         _require_no_dimensions(options)
         return MeshPlace(group=group)
@@ -125,7 +123,6 @@ def find_place(
         replicas,
         shards,
         here=tuple(range(replicas * shards)),
-        mean=options.reduce == "mean",
         gathered=None if sharded is None else sharded.gathered,
     )
     if dist.is_available() and dist.is_initialized():

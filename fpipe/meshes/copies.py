@@ -31,7 +31,6 @@ class PipelineCopies:
     - `replicas`, `shards`: how many there are along each dimension; there are as many copies as their product.
     - `here`: the copies that this process plays: one under torch.distributed, otherwise all.
     - `own_rows`: whether a process is passed the rows of its own copy only, instead of the whole batch.
-    - `mean`: whether a loss without a weight is averaged over the copies, instead of summed.
     - `gathered`: the number of stages of a rank whose weights are gathered at once; `None` for all of them.
     - `members`: for each copy, the number of one of its processes among all processes of the mesh.
     - `position`: the number of this process's place along all dimensions but those of ranks and replicas.
@@ -44,7 +43,6 @@ class PipelineCopies:
     shards: int = 1
     here: tuple[int, ...] = (0,)
     own_rows: bool = False
-    mean: bool = True
     gathered: int | None = None
     members: tuple[int, ...] = (0,)
     position: int = 0
@@ -55,7 +53,7 @@ class PipelineCopies:
 
     def __str__(self) -> str:
         sizes = f"{self.replicas} replicas of {self.shards} shards"
-        how = f"{'rows of their own' if self.own_rows else 'whole batches'}, {'mean' if self.mean else 'sum'}"
+        how = "rows of their own" if self.own_rows else "whole batches"
         return f"{sizes} over {list(self.names)} of {self.mesh}, {how}, {self.gathered} stages gathered"
 
     @property

@@ -35,16 +35,20 @@ BREAK: Final = "\x1e"
 
 
 class Field(NamedTuple):
-    """Something that must be the same on every rank: its digest, and a function that returns its lines for an error."""
+    """Something that must be the same on every rank: its digest, and a function that returns its lines for an error.
+
+    `repair`: what to do about a difference; by default, to pass the same arguments.
+    """
 
     name: str
     digest: int
     lines: Callable[[], Sequence[str]]
+    repair: str = "Pass the same arguments, in the same order of calls, on every rank."
 
     @classmethod
-    def of(cls, name: str, lines: Sequence[str]) -> Field:
+    def of(cls, name: str, lines: Sequence[str], *repair: str) -> Field:
         """Return the field of these lines."""
-        return cls(name, digest(lines), lambda: lines)
+        return cls(name, digest(lines), lambda: lines, *repair)
 
 
 def agree(rank: int, gather: Gather, call: str, fields: Sequence[Field], note: int = 0) -> list[int]:
@@ -109,7 +113,7 @@ def _raise_difference(rank: int, gather: Gather, call: str, fields: Sequence[Fie
         lines = [line for n, name in enumerate(names) for line in _compare(name, [c[n].split("\n") for c in columns])]
         lines = lines or [f"- {', '.join(names)}: differ beyond the first {MOST_BYTES} characters"]
         lines += [f"- and also: {', '.join(fields[k].name for k in apart[MOST_SHOWN:])}"] * (len(apart) > MOST_SHOWN)
-        repair = "Pass the same arguments, in the same order of calls, on every rank."
+        repair = " ".join(dict.fromkeys(fields[k].repair for k in shown))
     raise TransportError(
         f"rank {rank}, {call}: got ranks that differ, expected the same on every rank. {repair} Nothing was computed "
         "on any rank:\n" + "\n".join(lines)

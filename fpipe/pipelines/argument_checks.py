@@ -21,6 +21,7 @@ from fpipe.stages.assembly import Assembly
 from fpipe.tensors.arguments import describe_argument
 from schedules import KINDS, Schedule
 
+REDUCTIONS: Final = ("mean", "sum")
 MOST_IN_STEP: Final = 2**16
 """More microbatches than any step has; a plan of so many still fits into memory."""
 WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
@@ -62,6 +63,17 @@ def require_count(name: str, count: object) -> None:
     """Raise `InputError` unless an argument is a positive integer."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise InputError(f"{name}: got {count!r}, expected an integer of 1 or more. Pass how many to keep.")
+
+
+def require_reduction(reduce: object, weight: object) -> None:
+    """Raise `InputError` unless losses are averaged or summed, and not weighted besides being summed."""
+    if reduce not in REDUCTIONS:
+        raise InputError(f"reduce: got {reduce!r}, expected one of {list(REDUCTIONS)}. Choose one.")
+    if reduce == "sum" and weight is not None:
+        raise InputError(
+            "reduce: got 'sum' besides a weight, expected one of them: a weight is for losses that are means over "
+            "its rows or tokens. Leave out weight if the loss is a sum, and reduce if it is a mean."
+        )
 
 
 def require_loss(loss: object, schedule: Schedule) -> None:

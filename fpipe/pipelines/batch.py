@@ -194,7 +194,7 @@ class Signature:
     - `leaves`: per tensor leaf, its spec, or those of its microbatches if a user's function splits it.
     - `program`: the non-tensor leaves, which are part of the program, but of numbers only the types; `halves`: the
       trees of inputs and of targets, which include them.
-    - `divisor`: what losses are divided by, if they are not weighted: the number of microbatches in all.
+    - `divisor`: what losses are divided by, if they are not weighted: the number of all microbatches, or 1 for a sum.
     - `microbatches`: the number of microbatches of this batch.
     - `answers`: by microbatch, the answers to the model's questions; empty if it asks none.
     """
@@ -276,8 +276,8 @@ class Batching:
     ) -> Batching:
         """Return the rules for splitting batches like an example along `dims`, a prefix of the tree (inputs, targets).
 
-        `divisor` is the number of microbatches that losses are averaged over, by default these. Smaller batches have
-        `least` microbatches or more, by default as many. Raise `InputError` if the example can't be split.
+        `divisor` is the number of microbatches that losses are averaged over, by default these; 1 to sum them. Smaller
+        batches have `least` microbatches or more, by default as many. Raise `InputError` if the example can't be split.
         """
         tensors, structure = flatten((inputs, targets))
         home = _find_home(tensors)
@@ -356,7 +356,7 @@ class Batching:
             require_primal(what, dict(enumerate(tensors or ())))
         few = self._shrink(given)
         if total is not None:
-            require_total(total, 0 if self.weight is not None else few.microbatches)
+            require_total(total, 0 if self.weight is not None else min(few.microbatches, self.example.divisor))
         known = [
             None if tensor is None else leaf.conform(tensor, few.microbatches)
             for leaf, tensor in zip(self.leaves, given, strict=True)
@@ -381,8 +381,9 @@ class Batching:
 
     @property
     def divisor(self) -> float:
-        """The number of microbatches that losses are averaged over, if they are not weighted."""
-        return self.example.divisor if self.microbatches == self.example.microbatches else self.microbatches
+        """What losses are divided by, if they are not weighted."""
+        known = self.example
+        return known.divisor if self.microbatches == known.microbatches else min(known.divisor, self.microbatches)
 
     def of_batch(self, inputs: Any, targets: Any) -> Batching:
         """Return the rules for this batch: as these, with fewer microbatches if it has not a row for each."""

@@ -7,7 +7,7 @@ Runs when a pipeline is built or rebuilt.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -33,7 +33,7 @@ from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.resolver import Resolver
-from fpipe.record.captured import CaptureFunction, FrontEnd
+from fpipe.record.captured import Captured, CaptureFunction, FrontEnd, Unit, Value
 from fpipe.record.exchanges import require_joined_hooks
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.front_ends.registry import find_capture
@@ -138,6 +138,8 @@ class Builder:
         require_own_buffers(module, pipe.training.assembly.captured)
         require_trained(pipe.training.assembly, self.schedule)
         _warn_of_observers(pipe.training.assembly.captured.observers)
+        if example.batching.weight is None and example.signature.divisor > 1:
+            _warn_of_sum(pipe.training.assembly.captured)
         return pipe
 
     def _captures(self, module: nn.Module) -> Captures:
@@ -162,6 +164,34 @@ class Builder:
             memo=Memo(self.plans),
             ranks_of=self.ranks.ranks_of,
         )
+
+
+def _warn_of_sum(captured: Captured) -> None:
+    """Log that a loss that is a sum will be averaged over microbatches."""
+    makers = {value: unit for unit in captured.units for value in unit.makes}
+    share = makers.get(captured.loss) if captured.loss is not None else None
+    if share is None or not share.does.startswith("div["):
+        return
+    if _list_addends(makers, share.reads[0]) in ({"sum"}, {"sum", "scaled sum"}):
+        _LOG.warning(
+            "loss: got one that ends in a sum, and reduce='mean': the loss of a step is the mean over microbatches, "
+            "1/%s of the sum over the batch, and so are its gradients. Pass reduce='sum' for that sum, or let the loss "
+            "return a mean.",
+            share.does[4:-1],
+        )
+
+
+def _list_addends(makers: Mapping[Value, Unit], value: Value) -> set[str]:
+    """Return of which kinds the addends of a loss are: `sum`, `scaled sum`, or `mean` for anything else."""
+    unit = makers.get(value)
+    if unit is None:
+        return {"mean"}
+    name, _, constants = unit.does.partition("[")
+    if name in ("add", "sub", "neg"):
+        return {kind for read in unit.reads for kind in _list_addends(makers, read)}
+    if name == "mul" and len(unit.reads) == 1:
+        return {kind if kind == "mean" else "scaled sum" for kind in _list_addends(makers, unit.reads[0])}
+    return {"sum" if name == "sum" or "'sum'" in constants else "mean"}
 
 
 def _warn_of_observers(observers: Sequence[str]) -> None:

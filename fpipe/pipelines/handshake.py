@@ -35,6 +35,7 @@ from fpipe.network.ranks import Ranks
 from fpipe.pipelines.batch import Batching, Signature, SplitBatch
 from fpipe.pipelines.inputs import State, scatter
 from fpipe.pipelines.memo import Agreement, BatchKind
+from fpipe.pipelines.merge import Aux, MergeTrees
 from fpipe.pipelines.modes import DEVICE_TYPES, is_autograd_watched, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step_plan import StepPlan
@@ -42,6 +43,7 @@ from fpipe.record.captured import Constant
 from fpipe.record.variant import EVALUATION, TRAINING, Variant
 from fpipe.runtime.executor import Inputs
 from fpipe.tensors.arguments import require_arguments, require_pipeline, require_seed
+from fpipe.tensors.settings import describe_processor, describe_settings
 from schedules import Schedule
 from schedules.arguments import each
 
@@ -49,7 +51,7 @@ from schedules.arguments import each
 def argument_fields(schedule: Schedule, batching: Batching, plans: int, copies: PipelineCopies) -> tuple[Field, ...]:
     """Return the fields of the arguments that a pipeline is built from."""
     return (
-        *_environment_fields(),
+        *_environment_fields(batching.home),
         Field.of("schedule", [repr(schedule)]),
         Field.of("batch", _batch_lines(batching, batching.example)),
         Field.of("plans", [str(plans)]),
@@ -92,13 +94,13 @@ class CommonArguments(NamedTuple):
         return f"scale={self.scale}, total={self.total}, {'with' if self.onto else 'without'} onto"
 
 
-def call_fields(call: CommonArguments) -> tuple[Field, ...]:
-    """Return the fields of one call; they are made in every step."""
-    seed, others, settings = str(call.seed), str(call), _setting_lines()
+def call_fields(call: CommonArguments, device: torch.device) -> tuple[Field, ...]:
+    """Return the fields of one call, on a device; they are made in every step."""
+    seed, others, settings = str(call.seed), str(call), _setting_lines(device)
     return (
         Field("seed", digest([seed]), lambda: [seed]),
         Field("scale, total and onto", _cached_digest((others,)), lambda: [others]),
-        Field("settings", _cached_digest(settings), lambda: settings),
+        Field("settings", _cached_digest(settings), lambda: settings, SETTINGS_REPAIR),
         call.update,
     )
 
@@ -116,16 +118,30 @@ def _pipeline_lines(pipe: Pipeline) -> list[str]:
     return [f"{field.name}: {line}" for field in fields for line in field.lines()]
 
 
-def _setting_lines() -> tuple[str, ...]:
-    """Return the lines of this thread's torch settings that affect operators."""
+SETTINGS_REPAIR: Final = (
+    "Set torch alike in every process, before pipeline(), as with torch.set_num_threads(1) or OMP_NUM_THREADS=1: other "
+    "settings give results with other bits."
+)
+PROCESSOR_REPAIR: Final = (
+    "Start every process with ATEN_CPU_CAPABILITY=avx2, or what all machines have, or use machines of one kind: "
+    "kernels for other vectors give results with other bits."
+)
+
+
+def _setting_lines(device: torch.device) -> tuple[str, ...]:
+    """Return the lines of this thread's torch settings that affect operators, and that are compared in every step."""
     casts = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else "off" for kind in DEVICE_TYPES]
-    return _format_settings(torch.get_default_dtype(), *casts)
+    threads = torch.get_num_threads() if device.type == "cpu" else None
+    return _format_settings(threads, torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(), *casts)
 
 
 @lru_cache(maxsize=1)
-def _format_settings(dtype: torch.dtype, *casts: torch.dtype | str) -> tuple[str, ...]:
+def _format_settings(
+    threads: int | None, deterministic: bool, dtype: torch.dtype, *casts: torch.dtype | str
+) -> tuple[str, ...]:
     lines = [f"autocast on {kind}: {cast}" for kind, cast in zip(DEVICE_TYPES, casts, strict=True)]
-    return f"default dtype: {dtype}", *lines
+    lines += [] if threads is None else [f"threads within an operator: {threads}"]
+    return f"default dtype: {dtype}", f"deterministic algorithms: {deterministic}", *lines
 
 
 _cached_digest = lru_cache(maxsize=8)(digest)
@@ -153,7 +169,7 @@ def plan_fields(pipe: Pipeline, plan: StepPlan, variant: Variant, signature: Sig
     """Yield the fields of a pipeline and of its plan for one kind of batch."""
     captures, how = pipe.captures, pipe.schedule
     batching = captures.batchings[variant.loss]
-    yield from _environment_fields()
+    yield from _environment_fields(batching.home)
     yield Field.of("batch", [str(variant), *_batch_lines(batching, signature)])
     yield Field.of("schedule", [repr(how)])
     yield Field.of("program", [f"rank {r}: {' '.join(map(str, how.actions(r)))}" for r in range(how.ranks)])
@@ -171,9 +187,10 @@ def plan_fields(pipe: Pipeline, plan: StepPlan, variant: Variant, signature: Sig
     yield Field.of("what crosses the cuts", list(_crossing_lines(plan)))
 
 
-def _environment_fields() -> Iterator[Field]:
+def _environment_fields(device: torch.device) -> Iterator[Field]:
     yield Field.of("versions", [f"Python {platform.python_version()}, torch {torch.__version__}"])
-    yield Field.of("settings", [*_setting_lines(), f"matmul precision: {torch.get_float32_matmul_precision()}"])
+    yield Field.of("settings", [*_setting_lines(device), *describe_settings(device)], SETTINGS_REPAIR)
+    yield Field.of("vectors of the processor", describe_processor(device), PROCESSOR_REPAIR)
 
 
 def _unit_lines(pipe: Pipeline, plan: StepPlan) -> Iterator[str]:
@@ -234,9 +251,21 @@ def call_together(function: Callable[..., Any], given: Mapping[str, Any]) -> Ite
         yield pipe
 
 
-def agree_on_arguments(pipe: Pipeline, **arguments: object) -> None:
-    """Raise `TransportError` on all ranks unless they call the same function with the same values of these."""
-    pipe.ranks.agree(lambda: [Field.of(name, describe_value(value)) for name, value in arguments.items()])
+def agree_on_arguments(pipe: Pipeline, note: int = 0, /, **arguments: object) -> list[int]:
+    """Raise `TransportError` on all ranks unless they call the same function with the same values of these.
+
+    Return the note of each process.
+    """
+    return pipe.ranks.agree(
+        lambda: [Field.of(name, describe_value(value)) for name, value in arguments.items()], note=note
+    )
+
+
+def agree_on_aux(pipe: Pipeline, aux: bool | MergeTrees, **arguments: object) -> Aux:
+    """Agree on the other arguments, and return what becomes of the loss's aux: the ranks may ask or not."""
+    notes = agree_on_arguments(pipe, int(bool(aux)), **arguments)
+    having = pipe.schedule.placement.replicas(pipe.schedule.stages - 1)
+    return Aux.of(aux, any(notes[place] for rank, place in enumerate(pipe.ranks.places) if rank not in having))
 
 
 def require_same(pipe: Pipeline, /, **values: Any) -> None:
@@ -276,7 +305,7 @@ def agree_on_plan(
     known = pipe.memo.batches.get(kind)
     if known is None or known.agreement is None:
         # The fields of `agree_to_step`, by name: a rank that knows this kind of batch already is there.
-        pipe.ranks.agree(lambda: [*batch_fields(pipe, kind), *call_fields(call), *number_fields(kind[1])])
+        pipe.ranks.agree(lambda: [*batch_fields(pipe, kind), *call_fields(call, pipe.device), *number_fields(kind[1])])
         plan, fields = pipe.plan(*kind), list[Field]()
 
         def record_fields() -> Sequence[Field]:
@@ -311,7 +340,7 @@ def agree_to_step(
     }
     numbers, skips = number_fields(batch.signature), variant.training and any(one.skips for one in inputs.values())
     notes = pipe.ranks.agree(
-        lambda: [*pipe.memo.agreements[kind].fields, *call_fields(call), *numbers], note=int(skips)
+        lambda: [*pipe.memo.agreements[kind].fields, *call_fields(call, pipe.device), *numbers], note=int(skips)
     )
     if any(notes):
         inputs = _share_skips(pipe, inputs)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
+import optree
 import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
 from fpipe.tensors.arguments import describe_argument
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.tree import Structure, broadcast
+from fpipe.tensors.tree import Structure, broadcast, flatten_all
 from schedules.arguments import takes
 
+MergeTrees: TypeAlias = Callable[[Sequence[Any]], Any]
 MergeDim: TypeAlias = int | Callable[[Sequence[Tensor]], Any] | None
 """A dimension, `None` to take the first microbatch's, or a function of those of all microbatches."""
 
@@ -57,6 +59,55 @@ def merge(parts: Sequence[Tensor], dim: MergeDim = 0) -> Any:
     if callable(dim):
         return dim(parts)
     return torch.cat(tuple(parts), dim) if parts[0].dim() else torch.stack(tuple(parts))
+
+
+def stack(parts: Sequence[Any]) -> Any:
+    """Return the tree of all microbatches of a tree: its tensors and numbers stacked along a new first dimension.
+
+    Other leaves are those of the first microbatch. Raise `InputError` for tensors that differ in shape.
+
+    >>> stack([{"loss": torch.zeros(2), "rows": 3, "name": "a"}, {"loss": torch.ones(2), "rows": 2, "name": "a"}])
+    {'loss': tensor([[0., 0.],
+            [1., 1.]]), 'rows': tensor([3, 2]), 'name': 'a'}
+    """
+    columns, structure = list(zip(*[flatten_all(one)[0] for one in parts], strict=True)), flatten_all(parts[0])[1]
+    paths = optree.treespec_accessors(structure)
+    return optree.tree_unflatten(structure, list(map(_stack_leaf, (path.codify("") for path in paths), columns)))
+
+
+def _stack_leaf(path: str, leaves: Sequence[Any]) -> Any:
+    if not isinstance(leaves[0], Tensor):
+        return torch.tensor(leaves) if isinstance(leaves[0], int | float) else leaves[0]
+    shapes = list(dict.fromkeys(tuple(leaf.shape) for leaf in leaves))
+    if len(shapes) > 1:
+        raise InputError(
+            f"aux{path}: got shapes {[list(shape) for shape in shapes]} in different microbatches, expected one to "
+            "stack them. Pass aux=f, a function of the sequence of all microbatches' trees, such as aux=list."
+        )
+    return torch.stack(tuple(leaves))
+
+
+class Aux(NamedTuple):
+    """The treatment of what the loss returns beside itself.
+
+    `merge`: the function of all microbatches' trees that makes `Step.aux`; `None` if this process does not ask for it.
+    `is_sent`: whether the ranks that have it send it to the others, because one of these asks.
+    """
+
+    merge: MergeTrees | None = None
+    is_sent: bool = False
+
+    @classmethod
+    def of(cls, asked: bool | MergeTrees, is_sent: bool = False) -> Aux:
+        """Return what becomes of it where a process asks with a function, with `True` for `stack`, or doesn't ask."""
+        return cls(stack if asked is True else asked or None, is_sent)
+
+    def finish(self, parts: Sequence[Any] | None) -> Any:
+        """Return the merged trees; `None` if there are none here, or nobody asks."""
+        return None if parts is None or self.merge is None else self.merge(parts)
+
+
+NO_AUX: Final = Aux()
 
 
 def _require_joinable(name: str, dim: object, specs: Sequence[Spec]) -> None:

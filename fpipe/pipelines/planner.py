@@ -117,7 +117,8 @@ class Planner:
         for stage in assemblies[0].stages:
             _require_one_state(stage, schedule.placement.replicas(stage.index), self.copies)
             _require_ascending(stage, schedule)
-        merge = _output_merge(assemblies, self.output_dims, int(variant.loss)) if variant.outputs else None
+        first = len(assemblies[0].captured.aux) + variant.loss
+        merge = _output_merge(assemblies, self.output_dims, first) if variant.outputs else None
         watch = self.captures.watch(variant, microbatches)
         return StepPlan(assemblies, lower(schedule, graph), self.ranks, merge, watch, self.copies)
 

@@ -20,9 +20,10 @@ from fpipe.errors import InputError
 from fpipe.network.recording import RecordSpan, run_recorded
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.earlier_sums import add_reduced, assign_sums, join_sums, require_sums
-from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, agree_on_plan, agree_to_step
+from fpipe.pipelines.handshake import CommonArguments, agree_on_aux, agree_on_plan, agree_to_step
 from fpipe.pipelines.inputs import State, start_backward
 from fpipe.pipelines.loss_weights import count_weight
+from fpipe.pipelines.merge import NO_AUX, Aux, MergeTrees
 from fpipe.pipelines.modes import require_gradients, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, collect_gradients, gather
@@ -60,17 +61,21 @@ def training_variant(outputs: bool, sums: torch.dtype | None) -> Variant:
     return Variant(training=True, loss=True, outputs=outputs, sums=sums)
 
 
-def agree_to_train(pipe: Pipeline, outputs: bool, sums: torch.dtype | None, record: RecordSpan | None) -> ValueAndGrad:
+def agree_to_train(
+    pipe: Pipeline, outputs: bool, sums: torch.dtype | None, record: RecordSpan | None, aux: bool | MergeTrees
+) -> ValueAndGrad:
     """Return the function that `fpipe.value_and_grad` returns, once all ranks have agreed on the example's plan."""
     require_backward(pipe.schedule)
     variant = training_variant(outputs, sums)
-    agree_on_arguments(pipe, outputs=outputs, sums=sums)
+    wanted = agree_on_aux(pipe, aux, outputs=outputs, sums=sums)
     with suspend_autocast(variant):
         agree_on_plan(pipe, variant)
-    return make_training_step(pipe, variant, record)
+    return make_training_step(pipe, variant, record, wanted)
 
 
-def make_training_step(pipe: Pipeline, variant: Variant, record: RecordSpan | None) -> ValueAndGrad:
+def make_training_step(
+    pipe: Pipeline, variant: Variant, record: RecordSpan | None = None, aux: Aux = NO_AUX
+) -> ValueAndGrad:
     """Return the function that runs training steps of a variant."""
 
     def step(
@@ -88,7 +93,8 @@ def make_training_step(pipe: Pipeline, variant: Variant, record: RecordSpan | No
             held = hold_for_backward(pipe, variant, params, buffers, onto)
             call = CommonArguments(seed, scale, total, onto is not None)
             plan, given = begin_step(pipe, cast, held, (inputs, targets), call)
-            return finish_step(pipe, plan, held, run_copies(pipe, plan, given, record))
+            out, grads = finish_step(pipe, plan, held, run_copies(pipe, plan, given, record), aux)
+        return out._replace(aux=aux.finish(out.aux)), grads
 
     return step
 
@@ -197,11 +203,14 @@ def run_copies(
 
 
 def finish_step(
-    pipe: Pipeline, plan: StepPlan, held: Held, outcomes: Mapping[int, Mapping[int, Outcome]]
+    pipe: Pipeline, plan: StepPlan, held: Held, outcomes: Mapping[int, Mapping[int, Outcome]], aux: Aux
 ) -> tuple[Step, State]:
-    """Return what all ranks computed, and the gradients of this process, in the order of its parameters."""
+    """Return what all ranks computed, and the gradients of this process, in the order of its parameters.
+
+    The aux is that of each microbatch.
+    """
     grads = join_gradients(pipe, plan, held.onto, outcomes)
-    step = gather(plan, pipe.ranks, outcomes, held.buffers)
+    step = gather(plan, pipe.ranks, outcomes, held.buffers, aux.is_sent)
     ordered = {name: grads[name] for name in held.params if name in grads}
     return place_buffers(step, plan), wrap_state(ordered, pipe.holdings.placed_gradients)
 
@@ -234,14 +243,16 @@ def scale_variant(variant: Variant, scale: object) -> Variant:
     return replace(variant, scaled=True)
 
 
-def make_evaluation_step(pipe: Pipeline, record: RecordSpan | None, outputs: bool = True) -> Callable[..., Step]:
+def make_evaluation_step(pipe: Pipeline, record: RecordSpan | None, outputs: bool, aux: Aux) -> Callable[..., Step]:
     """Return the function that `fpipe.evaluate` returns."""
 
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
         with suspend_autocast(replace(EVALUATION, outputs=outputs)) as cast, pipe.ranks.enter_call("an evaluation"):
             held = hold_plain(pipe, params, buffers)
             plan, given = begin_evaluation(pipe, cast, held, (inputs, targets), seed)
-            return place_buffers(gather(plan, pipe.ranks, run_copies(pipe, plan, given, record), held.buffers), plan)
+            outcomes = run_copies(pipe, plan, given, record)
+            out = place_buffers(gather(plan, pipe.ranks, outcomes, held.buffers, aux.is_sent), plan)
+        return out._replace(aux=aux.finish(out.aux))
 
     return step
 

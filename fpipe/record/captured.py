@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, NewType, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,10 @@ from fpipe.record.variant import Casts
 from fpipe.tensors import random
 from fpipe.tensors.placed import Arrivals, Placed
 from fpipe.tensors.torch_private import FakeTensorMode
-from fpipe.tensors.tree import Structure
+from fpipe.tensors.tree import Structure, flatten
 
+NOTHING: Final = flatten(None)[1]
+"""The structure of a tree without leaves."""
 Value = NewType("Value", int)
 Value.__doc__ = """The number of a tensor: one that a unit makes, or a source. At run time it is a plain integer."""
 Tensors: TypeAlias = tuple[Tensor, ...]
@@ -348,6 +350,7 @@ class Captured:
     - `sources`: the values that no unit makes.
     - `loss`: the microbatch's share of the step's loss (see `Objective`); `None` if none was requested.
     - `outputs`, `structure`: the tensors that the model returns, and the tree that they are leaves of.
+    - `aux`, `aux_structure`: the same for what the loss returns beside itself; an empty tree of `None` if nothing.
     - `calls`: the module calls, each before those inside it.
     - `fuse`: fuses the units of a stage, or others, into one function; they need not follow each other.
     - `observed`: aliases and side effects, if the front end knows them.
@@ -372,6 +375,8 @@ class Captured:
     fakes: Mapping[Value, Tensor]
     mode: FakeTensorMode
     trainable: frozenset[str]
+    aux: tuple[Value, ...] = ()
+    aux_structure: Structure = NOTHING
     calls: tuple[Call, ...] = ()
     observed: Observed | None = None
     dynamic: frozenset[str] = frozenset()

@@ -24,7 +24,8 @@ from fpipe.record.questions import Ask, refuse_questions
 from fpipe.record.variant import Casts
 from fpipe.tensors.tree import Structure
 
-Loss: TypeAlias = Callable[..., Tensor]
+Loss: TypeAlias = Callable[..., Tensor | tuple[Tensor, Any]]
+"""A function of outputs and targets that returns a scalar, maybe with a tree of values to return beside it."""
 
 
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:
@@ -39,20 +40,34 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     )
 
 
-def scale_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, divisor: float) -> Tensor:
-    """Return the microbatch's share of the step's loss, a scalar.
+def scale_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, divisor: float) -> tuple[Tensor, Any]:
+    """Return the microbatch's share of the step's loss, a scalar, and what else the loss returns, or `None`.
 
     Call `loss(outputs, targets)`, or `loss(outputs)` if targets are `None`. A share of 0 gives 0, even if the loss is
-    nan, as the mean over no tokens is. Raise `CaptureError` if it does not return a floating-point scalar.
+    nan, as the mean over no tokens is. Raise `CaptureError` if it does not return a floating-point scalar, or a pair of
+    one and anything else.
     """
-    value = loss(outputs) if targets is None else loss(outputs, targets)
+    returned = loss(outputs) if targets is None else loss(outputs, targets)
+    value, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
         got = f"a tensor of shape {list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else repr(value)
         raise CaptureError(
-            f"loss: got {got}, expected a floating-point scalar tensor. Reduce it, for example by .mean(), and return "
-            "nothing else."
+            f"loss: got {got}, expected a floating-point scalar tensor, or a pair of one and a tree of values to "
+            "return beside it. Reduce it, for example by .mean(), and return loss, or (loss, aux)."
         )
-    return value / divisor if scale is None else (value * scale.to(value.dtype)).masked_fill(scale == 0, 0.0)
+    share = value / divisor if scale is None else (value * scale.to(value.dtype)).masked_fill(scale == 0, 0.0)
+    return share, aux
+
+
+class Computed(NamedTuple):
+    """The results for one microbatch: its share of the loss, the model's outputs, and the loss's `aux`.
+
+    The loss is `None` if there is none; `aux` is, if the loss returns nothing else.
+    """
+
+    loss: Tensor | None
+    outputs: Any
+    aux: Any = None
 
 
 def require_no_parameters(loss: Loss | None) -> None:
@@ -106,13 +121,13 @@ class Objective:
     way: Way = USUAL
     ranks_of: Mapping[int, int] = field(default_factory=dict, compare=False)
 
-    def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> tuple[Tensor | None, Any]:
-        """Return `(scaled loss, outputs)` for the leaves of `batch`; without a loss, `(None, outputs)`."""
+    def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> Computed:
+        """Return the results for the leaves of `batch`."""
         count = len(self.batch.names)
         batch = self.batch if self.way.plain else self.batch.with_numbers(map(to_python, leaves[count:]))
         return self.of(model, batch.unflatten(list(leaves[:count])))
 
-    def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor | None, Any]:
+    def of(self, model: Callable[..., Any], batch: Any) -> Computed:
         """Return the same for `batch` as a tree (inputs, targets, scale)."""
         inputs, targets, scale = batch
         with ExitStack() as stack:
@@ -120,5 +135,6 @@ class Objective:
                 stack.enter_context(torch.autocast(kind, dtype))
             outputs = call_model(model, inputs)
             if self.loss is None:
-                return None, outputs
-            return scale_loss(self.loss, outputs, targets, scale, self.divisor), outputs
+                return Computed(None, outputs)
+            loss, aux = scale_loss(self.loss, outputs, targets, scale, self.divisor)
+            return Computed(loss, outputs, aux)

@@ -42,7 +42,8 @@ def foreign_parameter_error(where: str, shape: Sequence[int]) -> CaptureError:
     return CaptureError(
         f"{where}: got a tensor of shape {list(shape)} that requires a gradient but is not a parameter of the model "
         "(from a closure, a global or an attribute), expected only the model's parameters: it would get no gradient. "
-        "Register it as a parameter of the model, or detach it."
+        "Register it as a parameter of the model, or detach it. If a loss calls the model, let the model do it, and "
+        "return what the loss needs."
     )
 
 

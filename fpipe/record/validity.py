@@ -180,6 +180,7 @@ class _Check:
             self._refuse(f"got {got}, expected what the objective asks for", "See Objective.loss")
         self._known("the loss", () if captured.loss is None else (captured.loss,), known)
         self._known("the outputs", captured.outputs, known)
+        self._known("the loss's aux", captured.aux, known)
         if len(captured.outputs) != len(captured.structure.names):
             self._refuse(
                 f"got {len(captured.outputs)} outputs for a tree of {len(captured.structure.names)} tensors, expected "

@@ -124,8 +124,11 @@ def assemble(
         require_transparent("outputs", captured.structure)
         for value in captured.outputs:
             require_whole_result("outputs", captured.placed.get(value))
+    require_transparent("the loss's aux", captured.aux_structure)
+    for value in captured.aux:
+        require_whole_result("the loss's aux", captured.placed.get(value))
     loss = () if captured.loss is None else (captured.loss,)
-    results = (*loss, *captured.outputs) if variant.outputs else loss
+    results = (*loss, *captured.aux, *(captured.outputs if variant.outputs else ()))
     observed = observe(captured)
     repetitions = choose_repetitions(captured, observed, partition, results, extra)
     sections = route(captured, observed, partition, results, summed, repetitions)

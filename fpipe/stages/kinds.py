@@ -58,8 +58,10 @@ def require_alike(assemblies: Sequence[Assembly]) -> None:
     for i, other in enumerate(assemblies):
         if other is first:
             continue
-        if other.captured.structure.spec != first.captured.structure.spec:
-            raise _unlike(i, "outputs", other.captured.structure.spec, first.captured.structure.spec)
+        for what in ("structure", "aux_structure"):
+            mine, theirs = (getattr(one.captured, what).spec for one in (other, first))
+            if mine != theirs:
+                raise _unlike(i, "outputs" if what == "structure" else "the loss's aux", mine, theirs)
         if other.placed_gradients != first.placed_gradients:
             raise _unlike(i, "placements of gradients", other.placed_gradients, first.placed_gradients)
         for mine, theirs in zip(other.stages, first.stages, strict=True):

@@ -11,6 +11,7 @@ Runs when a pipeline is built; `captured_settings` also runs in every step.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -31,6 +32,8 @@ KERNEL_SETTINGS: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
         "cuDNN": setting_getter("cudnn_enabled"),
         "deterministic kernels of cuDNN": setting_getter("cudnn_deterministic"),
         "the search for kernels of cuDNN": setting_getter("cudnn_benchmark"),
+        "reduced precision in sums of float16": setting_getter("cublas_allow_fp16_reduced_precision_reduction"),
+        "reduced precision in sums of bfloat16": setting_getter("cublas_allow_bf16_reduced_precision_reduction"),
         **{
             f"the precision of {what} on {kind}": partial(setting_getter("fp32_precision_getter"), kind, what)
             for kind, what in PRECISIONS
@@ -45,6 +48,11 @@ OPERATOR_SETTINGS: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
         "attention of cuDNN": setting_getter("cudnn_sdp_enabled"),
     }
 )
+
+VARIABLES: Final = ("CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "NVIDIA_TF32_OVERRIDE")
+"""Variables of the environment that select kernels."""
+SMALLEST: Final = 2.0**-149
+"""The smallest positive float32, which is not a normal number."""
 
 
 class Settings(NamedTuple):
@@ -77,6 +85,26 @@ def changes_since(before: Settings) -> str:
     names = (*KERNEL_SETTINGS, *OPERATOR_SETTINGS)
     rows = zip(names, (*before.kernels, *before.operators), (*now.kernels, *now.operators), strict=True)
     return ", ".join([name for name, old, new in rows if old != new])
+
+
+def describe_settings(device: torch.device) -> list[str]:
+    """Return, a line each, what selects the kernels of a device, and with them the last bits of what they compute.
+
+    >>> import torch
+    >>> "deterministic algorithms: False" in describe_settings(torch.device("cpu"))
+    True
+    """
+    table = {**KERNEL_SETTINGS, **OPERATOR_SETTINGS, "matmul precision": torch.get_float32_matmul_precision}
+    known: dict[str, object] = {name: get() for name, get in table.items()}
+    known |= {name: os.environ.get(name, "not set") for name in VARIABLES}
+    if device.type == "cpu":
+        known["numbers that are not normal"] = "kept" if (torch.tensor([SMALLEST]) + 0).item() else "flushed to zero"
+    return [f"{name}: {value}" for name, value in known.items()]
+
+
+def describe_processor(device: torch.device) -> list[str]:
+    """Return a line with the vectors for which a processor's kernels are made; none for another device."""
+    return [torch.backends.cpu.get_cpu_capability()] if device.type == "cpu" else []
 
 
 def captured_settings() -> dict[str, Any]:

@@ -59,6 +59,7 @@ GENERATOR: Final = "_checkpoint_without_reentrant_generator" + ("" if VERSION < 
 """The generator that `checkpoint` runs around the function. Since torch 2.14, torch does not use the old name."""
 
 SETTINGS: Final = (
+    *("cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_reduced_precision_reduction"),
     *("cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled", "cudnn_sdp_enabled", "deterministic_algorithms"),
     *("flash_sdp_enabled", "fp32_precision_getter", "math_sdp_enabled", "mem_efficient_sdp_enabled"),
     *("mkldnn_deterministic", "mkldnn_enabled", "nnpack_enabled"),

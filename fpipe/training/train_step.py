@@ -33,8 +33,9 @@ from fpipe.network.fingerprint import describe_value, digest
 from fpipe.network.recording import RecordSpan
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.earlier_sums import join_sums
-from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, agree_on_plan, call_together
+from fpipe.pipelines.handshake import CommonArguments, agree_on_aux, agree_on_plan, call_together
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.merge import MergeTrees
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, sum_terms
@@ -58,6 +59,7 @@ def train_step(
     max_norm: float | None = None,
     outputs: bool = False,
     record: RecordSpan | None = None,
+    aux: bool | MergeTrees = True,
 ) -> TrainStep:
     """Return the function that runs one step and updates every stage as soon as its gradient is complete.
 
@@ -71,7 +73,7 @@ def train_step(
       what the functions of a pair of your own hold.
     - `max_norm`: as in `fpipe.clip`. Stages are updated before the norm is known. If it turns out to exceed the limit,
       or isn't finite, all ranks do their updates again, with clipped gradients.
-    - `outputs`, `record`: as in `value_and_grad`; the spans include those of updates.
+    - `outputs`, `record`, `aux`: as in `value_and_grad`; the spans include those of updates.
 
     Ranks that finish early update while the others still compute. So a step is shorter if the rank that finishes last
     has less to update than another; `print(schedules.update_weights(pipe.schedule))` draws where the updates go. The
@@ -98,7 +100,7 @@ def train_step(
         require_plain("train_step", pipe.training.placed, "Call value_and_grad, clip and optimizer.update.")
         limit = None if max_norm is None else require_bound("max_norm", max_norm)
         variant = Variant(training=True, loss=True, outputs=outputs)
-        agree_on_arguments(pipe, outputs=outputs, max_norm=limit, optimizer=optimizer._asdict())
+        wanted = agree_on_aux(pipe, aux, outputs=outputs, max_norm=limit, optimizer=optimizer._asdict())
         with suspend_autocast(variant):
             agree_on_plan(pipe, variant).updating.names_by_update  # noqa: B018 - what can fail fails here
     fixed = describe_value({"max_norm": limit, "optimizer": optimizer._asdict()})
@@ -129,14 +131,14 @@ def train_step(
                 ((copy, own),), plan = given.items(), plan.updating
                 given = {copy: own._replace(update=update.within(pipe, plan, {} if onto is None else onto))}
             outcomes = run_copies(pipe, plan, given, record)
-            out, grads = finish_step(pipe, plan, held, outcomes)
+            out, grads = finish_step(pipe, plan, held, outcomes, wanted)
             new = update.after(outcomes, grads)
             del outcomes
             norm = None if limit is None else compute_total(pipe, grads, 2.0)
             if norm is not None and limit is not None and needs_clipping(norm, limit):
                 new = old  # the updates that are undone need not be in memory with those that replace them
                 new = old.replaced(update(scale_to_norm(grads, limit, norm)))
-            return out, *new, norm
+        return out._replace(aux=wanted.finish(out.aux)), *new, norm
 
     return step
 

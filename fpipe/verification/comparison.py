@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fpipe.errors import MismatchError
+from fpipe.pipelines.results import Merged
 from fpipe.record.captured import Tensors
+from fpipe.record.objective import Computed
 from fpipe.tensors.placed import local_part
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import finish_collective
@@ -30,7 +32,8 @@ Pair: TypeAlias = tuple[str, Tensor | None, Tensor | None]
 """A leaf's name, and its value on either side."""
 SPLIT: Final = (
     "See whether batch_dims splits every leaf into rows that belong together, whether the loss is a mean over equally "
-    "many rows or tokens in each microbatch (pass weight=), and whether a layer combines rows, as BatchNorm does."
+    "many rows or tokens in each microbatch (else pass weight=; reduce='sum' for sums), and whether a layer combines "
+    "rows, as BatchNorm does."
 )
 ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
 
@@ -54,6 +57,7 @@ class Results(NamedTuple):
     outputs: Any
     grads: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    aux: Sequence[Any] | None = None
 
     def restrict(self, params: Collection[str]) -> Results:
         """Return the same results with the gradients of these parameters only."""
@@ -62,11 +66,11 @@ class Results(NamedTuple):
 
 def run_eagerly(
     model: nn.Module,
-    objective: Callable[[nn.Module, Sequence[Tensor]], tuple[Tensor | None, Any]],
+    objective: Callable[[nn.Module, Sequence[Tensor]], Computed],
     microbatches: int,
     batch: Mapping[int, Sequence[Tensor]],
     sums: Mapping[str, CopySum],
-    merge: Callable[[Mapping[int, Tensors]], tuple[Tensor | None, Any]],
+    merge: Callable[[Mapping[int, Tensors]], Merged],
     skips: Collection[int] = (),
 ) -> Results:
     """Return the results of the user's module in a plain microbatch loop; restore its gradients and buffers.
@@ -79,7 +83,7 @@ def run_eagerly(
     before = dict(model.named_buffers())
     with _restore_tensors(model):
         for i in range(microbatches):
-            value, outputs = objective(model, [_copy_aligned(parts[i]) for _, parts in sorted(batch.items())])
+            value, *others = objective(model, [_copy_aligned(parts[i]) for _, parts in sorted(batch.items())])
             assert value is not None, "there is a loss"
             if value.requires_grad and i not in skips:
                 torch.autograd.backward(value)
@@ -87,12 +91,13 @@ def run_eagerly(
                 if name in sums:
                     sums[name].add(i, p.grad)
                     p.grad = None
-            leaves, _ = flatten(outputs, opaque=True)
+            leaves, _ = flatten(others[::-1], opaque=True)  # the loss's aux comes first
             results[i] = (value.detach(), *[leaf.detach() for leaf in leaves])
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         grads |= {name: total for name, terms in sums.items() if (total := terms.total()) is not None}
         buffers = {name: _state_after(buffer, before.get(name)) for name, buffer in model.named_buffers()}
-    return Results(*merge(results), grads, buffers)
+    loss, outputs, aux = merge(results)
+    return Results(loss, outputs, grads, buffers, aux)
 
 
 def _copy_aligned(tensor: Tensor) -> Tensor:
@@ -233,10 +238,12 @@ def _local_pair(mine: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | No
 def _leaf_pairs(got: Results, expected: Results) -> Iterator[Pair]:
     """Yield each leaf's name, and its value on either side; gradients may exist on one side only."""
     yield "loss", got.loss, expected.loss
-    if got.outputs is not None and expected.outputs is not None:
-        mine, structure = flatten(got.outputs)
-        theirs, _ = flatten(expected.outputs)
-        yield from zip([f"outputs{path}" for path in structure.names], mine, theirs, strict=True)
+    for what in ("outputs", "aux"):
+        one, other = getattr(got, what), getattr(expected, what)
+        if one is not None and other is not None:
+            mine, structure = flatten(one)
+            theirs, _ = flatten(other)
+            yield from zip([f"{what}{path}" for path in structure.names], mine, theirs, strict=True)
     for name, tensor in got.buffers.items():
         yield f"buffer {name}", tensor, expected.buffers.get(name)
     for name in {**got.grads, **expected.grads}:

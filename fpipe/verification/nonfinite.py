@@ -151,7 +151,7 @@ def _replay(pipe: Pipeline, plan: StepPlan, given: Mapping[int, Inputs]) -> _Fin
             for s, total in outcome.grads.items():
                 names = plan.assembly.stages[s].grads
                 seen.ends.extend(name for name, grad in zip(names, total, strict=False) if _judge(grad))
-            seen.ends.extend("loss" for values in outcome.results.values() if any(map(_judge, values)))
+            seen.ends.extend("loss" for values in outcome.results.values() if _judge(values[0]))
     return seen
 
 

@@ -27,6 +27,7 @@ from fpipe.pipelines.batch import Signature
 from fpipe.pipelines.earlier_sums import add_reduced, join_sums, negative_zeros
 from fpipe.pipelines.inputs import State, find_skips, make_keys, start_backward
 from fpipe.pipelines.memory import require_apart
+from fpipe.pipelines.merge import NO_AUX, Aux
 from fpipe.pipelines.modes import require_gradients, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, merge_results
@@ -157,7 +158,7 @@ def find_orders(plan: StepPlan) -> dict[str, list[Orders]]:
     return dict(found)
 
 
-def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
+def make_reference_step(pipe: Pipeline, variant: Variant, aux: Aux = NO_AUX) -> ValueAndGrad:
     """Return the function that runs a step of the captured, uncut model in a plain microbatch loop."""
     known = pipe.plan(variant).assembly
     require_whole_batches(pipe)
@@ -198,7 +199,8 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
                 results, state, made = run_on_one_device(plan, params, buffers, parts, keys, skips, sums, first, start)
         new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
         grads = join_sums(sums, made, plan) if plan.copies.count == 1 else add_reduced(sums, join_sums({}, made, plan))
-        out = place_buffers(Step(*merge_results(plan, results), new), plan)
+        out = place_buffers(merge_results(plan, results).with_buffers(new), plan)
+        out = out._replace(aux=aux.finish(out.aux))
         return out, wrap_state({name: grads[name] for name in params if name in grads}, known.placed_gradients)
 
     return step

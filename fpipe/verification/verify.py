@@ -21,12 +21,14 @@ from fpipe.errors import InputError
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.handshake import agree_on_arguments
 from fpipe.pipelines.inputs import State, find_skips
+from fpipe.pipelines.merge import NO_AUX, Aux
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.results import merge_results
+from fpipe.pipelines.results import Merged, merge_results
 from fpipe.pipelines.step import hold_plain, make_training_step
 from fpipe.record.captured import Tensors
 from fpipe.record.model.snapshot import restore_model
+from fpipe.record.objective import Computed
 from fpipe.record.variant import Variant
 from fpipe.tensors import random
 from fpipe.tensors.arguments import require_integer
@@ -97,10 +99,11 @@ def _verify_step(
 ) -> tuple[Verification, tuple[State, State], tuple[State, State]]:
     """Verify one step; return how much was equal, and the state after it: this process's share, and the whole."""
     pipe, variant, params = trial.pipe, trial.variant, share[0]
-    step, grads = make_training_step(pipe, variant, None)(*share, *trial.batch, seed=seed)
-    got = Results(step.loss, step.outputs, gather_shards(pipe, grads), step.buffers)
-    step, every = make_reference_step(pipe, variant)(*whole, *trial.batch, seed=seed)
-    wanted = Results(step.loss, step.outputs, every, step.buffers).restrict(params)
+    each = Aux.of(list, True) if pipe.copies.is_local else NO_AUX  # else this process has that of its own copy only
+    step, grads = make_training_step(pipe, variant, aux=each)(*share, *trial.batch, seed=seed)
+    got = Results(step.loss, step.outputs, gather_shards(pipe, grads), step.buffers, step.aux)
+    step, every = make_reference_step(pipe, variant, each)(*whole, *trial.batch, seed=seed)
+    wanted = Results(step.loss, step.outputs, every, step.buffers, step.aux).restrict(params)
     compared = require_equal(got, wanted, "the reference", trial.tolerance)
     after = (descend(params, grads), dict(got.buffers)), (descend(whole[0], every), step.buffers)
     eager = _compare_with_eager(trial, params, got)
@@ -143,16 +146,15 @@ def _compare_with_whole_batch(trial: Trial, params: State, got: Results, fractio
         batch = pipe.batch(variant, *trial.batch)
         plan = pipe.plan(variant, batch.signature)
     first, *_ = batch.batching.split(batch.signature)
-    divisor = first.divisor / len(plan.assemblies)
-    objective = replace(pipe.captures.objective(variant, first), divisor=divisor)
+    objective = replace(pipe.captures.objective(variant, first), divisor=1)
     scale = None if batch.batching.weight is None else torch.ones((), dtype=torch.float64)
 
-    def compute(model: Any, leaves: Sequence[Tensor]) -> tuple[Tensor | None, Any]:
+    def compute(model: Any, leaves: Sequence[Tensor]) -> Computed:
         return objective.of(model, (*structure.unflatten(list(leaves)), scale))
 
-    def take(results: Mapping[int, Tensors]) -> tuple[Tensor | None, Any]:
-        loss, *outputs = results[0]
-        return loss, outputs
+    def take(results: Mapping[int, Tensors]) -> Merged:
+        loss, *others = results[0]
+        return Merged(loss, others[len(plan.assembly.captured.aux) :])
 
     parts = {leaf: (tensor,) for leaf, tensor in enumerate(tensors)}
     with suspend_autocast(variant), random.preserve_generators(plan.generators):

@@ -33,7 +33,7 @@ def loop_over_copies(model, loss, x, y, microbatches: int, replicas: int, shards
         model.zero_grad()
         values = []
         for one, wanted in zip(a.tensor_split(microbatches), b.tensor_split(microbatches), strict=True):
-            value = loss(model(one), wanted) / (microbatches * (count if mean else 1))
+            value = loss(model(one), wanted) / (microbatches * count if mean else 1)
             value.backward()
             values.append(value.detach())
         losses.append(reduce(add, values))

@@ -3,6 +3,7 @@
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import weakref
@@ -200,6 +201,26 @@ def test_a_run_goes_on_from_the_checkpoint_before_one_that_was_altered(resume, t
     resume.main([*options, "--steps", "4"])
     assert re.findall(r"^step +(\d+)", capsys.readouterr().out, re.MULTILINE) == ["2", "4", "4"]
     resume.main(["--path", str(tmp_path / "whole"), "--steps", "4", "--every", "4"])
+    require_same(saved(tmp_path / "run"), saved(tmp_path / "whole"))
+
+
+def test_a_run_that_gets_a_signal_saves_and_goes_on_later(resume, tmp_path, capsys):
+    """It saves after the step in which the signal came, and ends with the bits of a run that nobody stopped."""
+    options = ["--path", str(tmp_path / "run"), "--every", "4", "--steps", "6"]
+    make_batch, before = resume.make_batch, signal.getsignal(signal.SIGTERM)
+
+    def interrupted(step):
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return make_batch(step)
+
+    resume.make_batch = interrupted
+    resume.main(options)
+    assert signal.getsignal(signal.SIGTERM) is before
+    resume.make_batch = make_batch
+    resume.main(options)
+    resume.main(["--path", str(tmp_path / "whole"), "--every", "6", "--steps", "6"])
+    assert re.findall(r"^step +(\d+)", capsys.readouterr().out, re.MULTILINE) == ["3", "4", "6", "6"]
     require_same(saved(tmp_path / "run"), saved(tmp_path / "whole"))
 
 

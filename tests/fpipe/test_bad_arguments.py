@@ -93,6 +93,12 @@ BAD = {
         fpipe.InputError,
         ["inputs[0]", "[4, 4]", "dimension 2", "2 dim"],
     ),
+    "a sum of weighted means": (
+        {"reduce": "sum", "weight": lambda x, y: len(y)},
+        fpipe.InputError,
+        ["'sum' besides a"],
+    ),
+    "another reduction": ({"reduce": "max"}, fpipe.InputError, ["reduce: got 'max'", "'mean', 'sum'"]),
     "batch_dims of another tree": ({"batch_dims": ((0, 1), 0)}, fpipe.InputError, ["batch_dims", "((0, 1), 0)"]),
     "a function of too few parts": (
         {"batch_dims": (lambda x, m: [x], 0)},

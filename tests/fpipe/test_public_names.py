@@ -18,7 +18,8 @@ PLACES = {
 CaptureError Cause Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph
 NonFinite Optimizer Part Pipeline PipelineError Pipelined Plan Profile RankError Roofline ScheduleError Sharded
 SizeError StaticDecoder Step TransportError Verification VocabularyError
-__version__ all_finite begin_save choose_likeliest clip clip_value costs evaluate export find_nonfinite generate
+__version__ all_finite begin_save catch_signals choose_likeliest clip clip_value costs evaluate export find_nonfinite
+generate
 is_checkpoint load masters norm optimizer pipeline plan predict profile reference require_same
 safetensors sample save stream timeline train_step value_and_grad verify
 """,
@@ -66,16 +67,17 @@ SIGNATURES = {
         "*whole=() *capture='trace' *backward='graph' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None "
         "*plans=32 *group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean'"
     ),
-    "value_and_grad": "pipe outputs=False record=None sums=None",
-    "evaluate": "pipe record=None outputs=True",
+    "value_and_grad": "pipe outputs=False record=None sums=None aux=True",
+    "evaluate": "pipe record=None outputs=True aux=True",
     "predict": "pipe",
     "stream": "pipe take",
-    "reference": "pipe outputs=False sums=None",
+    "reference": "pipe outputs=False sums=None aux=True",
     "choose_likeliest": "logits generator",
     "sample": "temperature=1.0 top=None",
     "save": "pipe path *params *buffers=None *state=None *step=0 *data=None",
     "begin_save": "pipe path *params *buffers=None *state=None *step=0 *data=None",
     "load": "pipe path",
+    "catch_signals": "pipe signals=(<Signals.SIGTERM: 15>,)",
     "export": "pipe path params buffers=None",
     "is_checkpoint": "path",
     "safetensors": "paths",
@@ -93,7 +95,7 @@ SIGNATURES = {
     "clip_value": "grads value donate=False",
     "all_finite": "pipe grads",
     "find_nonfinite": "pipe",
-    "train_step": "pipe optimizer max_norm=None outputs=False record=None",
+    "train_step": "pipe optimizer max_norm=None outputs=False record=None aux=True",
     "verify": (
         "pipe model inputs targets=None *params=None *buffers=None *seed=None *steps=1 *tolerance=0 *unsplit=None"
     ),
@@ -190,7 +192,7 @@ def pipeline():
 
 
 def test_results_keep_their_fields():
-    assert fpipe.Step._fields == ("loss", "outputs", "buffers")
+    assert fpipe.Step._fields == ("loss", "outputs", "buffers", "aux")
     assert fpipe.Checkpoint._fields == ("params", "buffers", "state", "step", "data")
     assert fpipe.Verification._fields == ("reference", "eager")
 

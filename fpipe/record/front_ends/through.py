@@ -161,7 +161,7 @@ def _require_kept(original: FakeModel, before: SettledRun, after: SettledRun) ->
     """Raise `CaptureError` for what the record of a model has, and that of what a front end made of it has not."""
     for lost in _lost(original, before.recorder, after.recorder):
         raise lost
-    expected, got = map(_returned, (before.outputs, after.outputs))
+    expected, got = map(_returned, (before.computed.outputs, after.computed.outputs))
     if got != expected:
         raise CaptureError(
             f"the model: got a graph that returns {got}, expected {expected}, as the model does. {GRAPH_REPAIR}"

@@ -150,6 +150,8 @@ def compare_captures(old: Captured, new: Captured) -> str:
         return f"module {path or '(root)'}: got another constant, expected the same"
     if old.outputs != new.outputs or old.structure != new.structure:
         return "the model: got other outputs, expected the same"
+    if old.aux != new.aux or old.aux_structure != new.aux_structure:
+        return "loss: got another aux, expected the same"
     return ""
 
 

@@ -21,7 +21,7 @@ from fpipe.record.fakes.generators import Generators
 from fpipe.record.model.places import LOSS, advise_on_errors, advise_on_values, blame, traceback_line
 from fpipe.record.model.skeleton import Absent, absent, skeleton
 from fpipe.record.numbers import Number, learn
-from fpipe.record.objective import Loss, Objective, Way
+from fpipe.record.objective import Computed, Loss, Objective, Way
 from fpipe.record.questions import Ask, refuse_questions
 from fpipe.record.trace.checks import require_in_place
 from fpipe.record.trace.patches import watch_torch
@@ -113,17 +113,17 @@ class FakeModel:
 
     # -------------------------------------------------------------------------------------------------------------- run
 
-    def run(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
-        """Run the model once and return its loss and outputs; raise `CaptureError` if the run cannot be captured."""
+    def run(self, recorder: Recorder) -> Computed:
+        """Run the model once and return its results; raise `CaptureError` if the run cannot be captured."""
         fakes = recorder.values.tensors
         try:
             with self.seat(fakes), self.watch(recorder):
-                loss, outputs = self._objective(recorder)(self.skeleton, self._batch(recorder))
-                outputs = _learn_numbers(outputs)
+                loss, *others = self._objective(recorder)(self.skeleton, self._batch(recorder))
+                computed = Computed(loss, *map(_learn_numbers, others))
                 for error in recorder.fake_errors:
                     raise error  # in case the forward swallowed it
                 self._require_kept_state(recorder)
-                return loss, outputs
+                return computed
         except PipelineError:
             raise
         except Exception as error:

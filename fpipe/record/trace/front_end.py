@@ -70,14 +70,17 @@ def _seals(whole: Collection[str], parts: Collection[str]) -> Mapping[str, str]:
 def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> Captured:
     """Return the capture of a recorded run; raise `CaptureError` if its checkpoints cannot be rerun exactly."""
     record, values, reassigned = run.recorder.record, run.recorder.values, run.recorder.reassignments.next_values
-    tensors, structure = flatten(run.outputs, opaque=True)
+    computed = run.computed
+    tensors, structure = flatten(computed.outputs, opaque=True)
+    beside, aux_structure = flatten(computed.aux, opaque=True)
     placed, arrivals = find_placed(values.tensors), Arrivals()
     require_own_parameters(record)
     require_own_attributes(model.skeleton, record)
     require_same_variables(outermost_checkpoints(record.frames))
-    outputs, loss = tuple(map(values.read, tensors)), None if run.loss is None else values.read(run.loss)
+    outputs, aux = tuple(map(values.read, tensors)), tuple(map(values.read, beside))
+    loss = None if computed.loss is None else values.read(computed.loss)
     require_whole_result("loss", None if loss is None else placed.get(loss))
-    results = (*outputs, *(() if loss is None else (loss,)), *reassigned.values())
+    results = (*outputs, *aux, *(() if loss is None else (loss,)), *reassigned.values())
     rehearse = Rehearsal(model, record, run.state, settling.empty_caches)
     segments = Segments(record, model.seats_by_value(), results, run.written, rehearse)
     require_same_reruns(record, segments.whole, bool(run.written), rehearse)
@@ -90,6 +93,8 @@ def assemble_capture(model: FakeModel, settling: Settling, run: SettledRun) -> C
         loss=loss,
         outputs=outputs,
         structure=structure,
+        aux=aux,
+        aux_structure=aux_structure,
         fakes={value: fake(model.mode, local_part(values.tensors[value]), model.device) for value in values.sources},
         mode=model.mode,
         trainable=model.trainable,

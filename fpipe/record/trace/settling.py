@@ -36,6 +36,7 @@ from fpipe.record.model.snapshot import (
 )
 from fpipe.record.model.state import changed_attributes, plain_state, require_unchanged
 from fpipe.record.model.walk import CACHED, NOT_SET, Walk, contents
+from fpipe.record.objective import Computed
 from fpipe.record.questions import Answer, Ask, Question, refuse_questions
 from fpipe.record.trace.comparison import require_same_run
 from fpipe.record.trace.fake_model import FakeModel
@@ -52,8 +53,7 @@ class SettledRun(NamedTuple):
     """
 
     recorder: Recorder
-    loss: Tensor | None
-    outputs: Any
+    computed: Computed
     written: tuple[ContainerState, ...]
     state: tuple[ContainerState, ...]
     changed_attributes: frozenset[str]
@@ -116,13 +116,13 @@ class Settling:
                 answers.append(ask(question))
                 return answers[-1]
 
-            first, *_ = self._run(ask_and_remember, suspects[0])
+            first, _ = self._run(ask_and_remember, suspects[0])
             plain = plain_state(skeleton)
             self._keep_constant_buffers(first)
             fill_caches(before, Snapshot.of(*roots), first, mode)
             settled = Snapshot.of(*roots)
             remaining = iter(answers)
-            second, loss, outputs = self._run(lambda q: next(remaining, None) or refuse_questions(q), suspects[1])
+            second, computed = self._run(lambda q: next(remaining, None) or refuse_questions(q), suspects[1])
             require_unchanged(plain, plain_state(skeleton))
             require_same_run(first, second)
             changed = changed_attributes(skeleton, before, settled)
@@ -133,7 +133,7 @@ class Settling:
             ContainerState(one.table, contents(one.table), False) for one in second.reassignments.by_place.values()
         ]
         written = (*settle(before, settled, mode), *tables, *self.filled.values())
-        return SettledRun(second, loss, outputs, written, tuple(settled.containers.values()), changed)
+        return SettledRun(second, computed, written, tuple(settled.containers.values()), changed)
 
     def _keep_constant_buffers(self, recorder: Recorder) -> None:
         """Keep the caches that a run computed from constants alone and assigned to buffers.
@@ -147,7 +147,7 @@ class Settling:
                 one.table[one.name] = tensor
                 self.model.remove_seat((one.table, one.name))
 
-    def _run(self, ask: Ask, suspects: Suspects) -> tuple[Recorder, Tensor | None, Any]:
+    def _run(self, ask: Ask, suspects: Suspects) -> tuple[Recorder, Computed]:
         """Run the model, and restore the buffers that it assigned.
 
         Raise `CaptureError` if it draws from generators other than torch's, `_UncertainError` if something may have.
@@ -156,13 +156,13 @@ class Settling:
         recorder = self.model.recorder(ask, calls if suspects.rounds else None)
         whole.look("model")
         try:
-            loss, outputs = self.model.run(recorder)
+            computed = self.model.run(recorder)
         finally:
             self.empty_caches()
             whole.look("model")
             _suspect(calls if suspects.rounds else whole, suspects)
         recorder.reassignments.restore()
-        return recorder, loss, outputs
+        return recorder, computed
 
     def empty_caches(self) -> None:
         """Clear the function caches that a run has filled."""

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -563,6 +564,45 @@ def other_settings_on_one_rank(rank, size):
     with raises(fpipe.TransportError, "- seed: got on rank 0: 0; on rank 1: 1"):
         step(*state, inputs, targets, seed=rank)
     step(*state, inputs, targets, seed=1)
+
+
+OTHERWISE = {  # what one rank sets otherwise, and how it is set back; what the error says of it
+    "threads": (partial(torch.set_num_threads, 2), partial(torch.set_num_threads, 1), "threads within an operator: 2"),
+    "deterministic": (
+        partial(torch.use_deterministic_algorithms, True),
+        partial(torch.use_deterministic_algorithms, False),
+        "deterministic algorithms: True",
+    ),
+    "precision": (
+        partial(torch.set_float32_matmul_precision, "medium"),
+        partial(torch.set_float32_matmul_precision, "highest"),
+        "bf16",
+    ),
+    "denormal": (partial(torch.set_flush_denormal, True), partial(torch.set_flush_denormal, False), "flushed to zero"),
+}
+
+
+@case
+def other_bits_on_one_rank(rank, size):
+    """What changes the last bits of results is compared when a pipeline is built, and what is cheap in every step."""
+    how = one_f_one_b(ranks=size, microbatches=4)
+    pipe, model, inputs, targets = build(ZOO["mlp"], how, 8)
+    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    for what, (change, restore, word) in OTHERWISE.items():
+        for in_step in {False, what in ("threads", "deterministic")}:
+            if rank == size - 1:
+                change()
+            try:
+                with raises(fpipe.TransportError, "- settings: got on rank", word, "Set torch alike in every process"):
+                    step(*state, inputs, targets) if in_step else build(ZOO["mlp"], how, 8)
+            finally:
+                restore()
+    with (
+        raises(fpipe.TransportError, "vectors of the processor: got on rank", f"AVX9{rank}", "ATEN_CPU_CAPABILITY"),
+        patch.object(torch.backends.cpu, "get_cpu_capability", lambda: f"AVX9{rank}"),
+    ):
+        build(ZOO["mlp"], how, 8)
+    step(*state, inputs, targets)
 
 
 @case

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,3 +141,39 @@ def interrupted_loops_are_plain_loops(rank, size):
     for name in MODELS:
         parts, path = [four, two, (zb_h1(4, MICROBATCHES), None)], Path(os.environ["REPORT"], f"interrupted-{name}")
         require_same_history(train_in_parts(name, parts, path, rank < 2), train_alone(name))
+
+
+@case(sizes=[2, 4])
+def a_signal_on_one_rank_stops_all_after_the_same_step(rank, size):
+    """They save, and go on with the same bits; handlers of before are back, and get what nobody was told of."""
+    seen, path = [], Path(os.environ["REPORT"]) / f"signal-{size}"
+    before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+    trainer, steps = Trainer("tied", "1f1b on four" if size == 4 else "zb_v on two"), 5
+    run, whole = trainer.start(), trainer.train(trainer.start(), range(steps))
+    with fpipe.catch_signals(trainer.pipe, [signal.SIGTERM, signal.SIGUSR1]) as is_caught:
+        for i in range(steps):
+            timer = threading.Timer(0.001 * i, os.kill, (os.getpid(), signal.SIGTERM))
+            if (i, rank) == (2, size - 1):
+                timer.start()
+                timer.join()
+            run = trainer.train(run, range(i, i + 1))
+            if is_caught():
+                trainer.save(path, run, i + 1)
+                break
+        signal.raise_signal(signal.SIGUSR1)
+    assert i == 2
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert not seen, "all were told of a signal already"
+    run, step = trainer.resume(path)
+    require_same_run(trainer.train(run, range(step, steps)), whole)
+    with fpipe.catch_signals(trainer.pipe, [signal.SIGUSR1]) as is_caught:
+        assert not is_caught()
+        signal.raise_signal(signal.SIGUSR1)
+    assert seen == [signal.SIGUSR1], "nobody was told"
+    wrong = [signal.SIGKILL] if rank else [signal.SIGTERM]
+    with (
+        raises(fpipe.InputError if rank else fpipe.TransportError, "9", "can catch"),
+        fpipe.catch_signals(trainer.pipe, wrong),
+    ):
+        pass
+    signal.signal(signal.SIGUSR1, before)

@@ -100,6 +100,31 @@ def weights_where_the_loss_is(rank, size):
 
 
 @case
+def values_beside_the_loss(rank, size):
+    """They are on every rank that asks, and no rank sends them if only the last asks, which has them."""
+    model, (x,), y = ZOO["mlp"].make(8)
+
+    def loss(out, wanted):
+        value = nn.functional.mse_loss(out, wanted)
+        return value, {"value": value, "odd": (out[:, 0] > 0, out.double().t()), "rows": len(out)}
+
+    how = one_f_one_b(ranks=size, microbatches=4)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, cuts=ZOO["mlp"].at(size))
+    want = [loss(model(a), b)[1] for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]
+    for asks in ([True] * size, [rank == 0 for rank in range(size)], [rank == size - 1 for rank in range(size)]):
+        for function in (fpipe.value_and_grad(pipe, aux=asks[rank]), fpipe.evaluate(pipe, aux=asks[rank])):
+            found = function(*pipe.init(model), (x,), y)
+            aux = found.aux if isinstance(found, fpipe.Step) else found[0].aux
+            assert (aux is None) is not asks[rank]
+            if aux is not None:
+                assert same_bits(aux["value"], torch.stack([one["value"] for one in want]).detach())
+                assert same_bits(aux["odd"][0], torch.stack([one["odd"][0] for one in want]))
+                assert same_bits(aux["odd"][1], torch.stack([one["odd"][1] for one in want]).detach())
+                assert aux["rows"].tolist() == [2] * 4
+    assert fpipe.verify(pipe, model, (x,), y).eager
+
+
+@case
 def a_batch_that_the_model_cannot_take(rank, size):
     """Every rank raises before anything is sent; a valid step works afterwards."""
     pipe, model, inputs, targets = build(ZOO["tied_sequence"], one_f_one_b(ranks=size, microbatches=4), 8)

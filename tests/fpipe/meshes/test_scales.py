@@ -84,17 +84,17 @@ def test_words_count_alike_wherever_they_are(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_two_losses_have_totals_of_their_own(shape):
-    """The second half of finding 3: two losses over different words, each divided by its own total."""
+    """The second half of finding 3: two losses over different words, each divided by its own total, and summed."""
     model, (ids, first, second) = reader(), words(COUNTS)
     totals = torch.stack([count_words(first), count_words(second)])
 
     def loss(logits, wanted):
         first, second, totals = wanted
-        return 2 * (entropy(logits, first) / totals[0] + 0.3 * entropy(logits, second) / totals[1])
+        return entropy(logits, first) / totals[0] + 0.3 * entropy(logits, second) / totals[1]
 
     targets, how = (first, second, totals), {"batch_dims": (0, (0, 0, None)), "reduce": "sum"}
     _, found, grads = train(model, (ids,), targets, loss, zb_h1(2, 2), SHAPES[shape], **how)
-    whole = loss(model(ids), targets) / 2
+    whole = loss(model(ids), targets)
     torch.testing.assert_close(found, whole.detach())
     close(grads, gradients(model, whole))
 

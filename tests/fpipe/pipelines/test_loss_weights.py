@@ -161,6 +161,45 @@ def test_a_step_in_which_nothing_counts_adds_nothing(layout):
     assert all(same_bits(whole_tensor(before[name]), theirs[name]) for name in theirs)
 
 
+def squares(outputs, targets):
+    return functional.mse_loss(outputs, targets, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("loss", "warns"),
+    [
+        (squares, True),
+        (nn.MSELoss(reduction="sum"), True),
+        (lambda out, y: squares(out, y) - 0.5 * out.exp().sum(), True),
+        (lambda out, y: (out - y).pow(2).sum(1).mean(), False),
+        (lambda out, y: (out - y).pow(2).sum() / len(out), False),
+        (lambda out, y: mse(out, y) + out.mean(0).pow(2).sum(), False),
+    ],
+)
+def test_losses_that_sum_are_pointed_out(loss, warns, caplog):
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    how = {"example": (x,), "targets": y, "loss": loss, "schedule": one_f_one_b(ranks=1, microbatches=4)}
+    fpipe.pipeline(nn.Linear(WIDTH, WIDTH), **how)
+    assert ("1/4 of the sum over the batch" in caplog.text) is warns
+    caplog.clear()
+    fpipe.pipeline(nn.Linear(WIDTH, WIDTH), **how, reduce="sum")
+    assert not caplog.text
+
+
+MLP = Case(ZOO["mlp"].build, ZOO["mlp"].batch, squares, ZOO["mlp"].cuts)
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "v"])
+def test_losses_may_be_summed(kind):
+    """Each is as the loss has it, nothing is divided; a `total` divides the sum."""
+    pipe, model, inputs, targets = build(MLP, FOUR[kind], 15, reduce="sum")
+    got = require_exact_batch(pipe, model, inputs, targets, lambda out, y: 4 * squares(out, y))  # of 4 microbatches
+    assert torch.allclose(got.loss, squares(model(*inputs), targets))
+    assert fpipe.verify(pipe, model, inputs, targets, unsplit=1e-5).eager
+    out, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets, total=2)
+    assert same_bits(out.loss, got.loss / 2), "a power of two"
+
+
 def test_without_a_loss_nothing_is_weighted():
     case = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts)
     pipe, model, inputs, _ = build(case, FOUR["1f1b"], 7, weight=count)
