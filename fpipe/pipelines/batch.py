@@ -381,7 +381,7 @@ class Batching:
 
     @property
     def divisor(self) -> float:
-        """What losses are divided by, if they are not weighted."""
+        """The number that losses are divided by, if they are not weighted."""
         known = self.example
         return known.divisor if self.microbatches == known.microbatches else min(known.divisor, self.microbatches)
 
