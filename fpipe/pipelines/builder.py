@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -56,13 +56,19 @@ Model: TypeAlias = nn.Module | Sequence[Callable[..., Any]]
 
 
 def make_batchings(
-    example: Any, targets: Any, batch_dims: Any, microbatches: int, weight: Weight | None, divisor: int
+    example: Any,
+    targets: Any,
+    batch_dims: Any,
+    microbatches: int,
+    weight: Weight | None,
+    divisor: int,
+    least: int | None = None,
 ) -> dict[bool, Batching]:
     """Return how batches like an example are split, with the loss and without; raise `InputError` if they can't be."""
     of_inputs = (batch_dims[0], None) if isinstance(batch_dims, tuple) else batch_dims
     return {
-        True: Batching.of(example, targets, batch_dims, microbatches, weight, divisor),
-        False: Batching.of(example, None, of_inputs, microbatches),
+        True: Batching.of(example, targets, batch_dims, microbatches, weight, divisor, least),
+        False: Batching.of(example, None, of_inputs, microbatches, least=least),
     }
 
 
@@ -115,7 +121,9 @@ class Builder:
             return self._bind(module, example)
 
     def _bind(self, module: nn.Module, example: SplitBatch) -> Pipeline:
-        captures = self._captures(module)
+        loss, trains = self.loss, self.schedule.backward
+        captures = make_captures(module, loss, self.batchings, self.cuts, self.capture, trains, self.plans)
+        captures = replace(captures, ranks_of=self.ranks.ranks_of)
         answers = Resolver(captures, TRAINING, example, self.ranks.exchange_text, example=True)
         captures = captures.with_example(answers.resolve())
         kept = example if captures.batchings[True].example.answers else example.without_values()
@@ -138,28 +146,22 @@ class Builder:
             _warn_of_sum(pipe.training.assembly.captured)
         return pipe
 
-    def _captures(self, module: nn.Module) -> Captures:
-        """Return an empty cache for a model's captures; it holds none of the user's tensors."""
-        see, mode, home = (
-            find_capture(self.capture, *self.cuts.names(module, self.loss)),
-            fake_mode(),
-            self.batchings[True].home,
-        )
-        model = skeleton(module, lambda tensor: fake(mode, tensor, home))
-        watching = Watcher(ModelState.of(module), self.loss)
-        trains, hooks = self.schedule.backward, collect_gradient_hooks(module)
-        return Captures(
-            model,
-            self.loss,
-            self.batchings,
-            see,
-            self.cuts,
-            trains,
-            hooks,
-            watching,
-            memo=Memo(self.plans),
-            ranks_of=self.ranks.ranks_of,
-        )
+
+def make_captures(
+    module: nn.Module,
+    loss: Loss | None,
+    batchings: dict[bool, Batching],
+    cuts: Cuts,
+    capture: str | FrontEnd | CaptureFunction,
+    trains: bool,
+    most: int,
+) -> Captures:
+    """Return an empty cache for a model's captures, which keeps `most` kinds; it holds none of the user's tensors."""
+    see, mode, home = find_capture(capture, *cuts.names(module, loss)), fake_mode(), batchings[True].home
+    model = skeleton(module, lambda tensor: fake(mode, tensor, home))
+    watching = Watcher(ModelState.of(module), loss)
+    hooks, memo = collect_gradient_hooks(module), Memo(most)
+    return Captures(model, loss, batchings, see, cuts, trains, hooks, watching, memo=memo)
 
 
 def _warn_of_idle_ranks(pipe: Pipeline) -> None:

@@ -27,7 +27,7 @@ from fpipe.runtime.contract import StageCrossing
 from fpipe.runtime.executor import LinkedProgram
 from fpipe.runtime.instructions import link
 from fpipe.stages.assembly import Assembly
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from fpipe.tensors.placed import Placed
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.tensors.torch_private import bypass_autograd
@@ -110,7 +110,7 @@ class StepPlan:
         return tuple(dict.fromkeys([*self.devices, *(device for cut in self.cuts for device in cut.undecided)]))
 
     @cached_property
-    def local_stages(self) -> tuple[Stage, ...]:
+    def local_stages(self) -> tuple[ModelStage, ...]:
         """The stages of this process's ranks."""
         return tuple(s for s in self.assembly.stages if set(self.placement.replicas(s.index)) & set(self.ranks))
 
@@ -191,7 +191,7 @@ class StepPlan:
         """The names of the parameters and buffers that this process holds."""
         return (*self.params, *self.buffers)
 
-    def _select(self, names: Callable[[Stage], tuple[str, ...]], specs: Mapping[str, Spec]) -> Mapping[str, Spec]:
+    def _select(self, names: Callable[[ModelStage], tuple[str, ...]], specs: Mapping[str, Spec]) -> Mapping[str, Spec]:
         held = {name for stage in self.local_stages for name in names(stage)}
         return {name: spec for name, spec in specs.items() if name in held}
 
@@ -244,7 +244,7 @@ class StepPlan:
         usual = {s: self._shard_shares(self.assembly.stages[s]) for s in homes}
         return link(actions, usual, self.placement, uneven, self.copies.phases)
 
-    def _shard_shares(self, stage: Stage) -> Stage:
+    def _shard_shares(self, stage: ModelStage) -> ModelStage:
         """Return the stage; if gradients are sharded, it shares its shards of them."""
         copies = self.copies
 

@@ -16,12 +16,12 @@ import fpipe
 PLACES = {
     "fpipe": """
 CaptureError Cause Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph
-NonFinite Optimizer Part Pipeline PipelineError Pipelined Plan Profile RankError Roofline ScheduleError Sharded
-SizeError StaticDecoder Step TransportError Verification VocabularyError
-__version__ all_finite begin_save catch_signals choose_likeliest clip clip_value costs evaluate export find_nonfinite
-generate
-is_checkpoint load masters norm optimizer pipeline plan predict profile reference require_same
-safetensors sample save stream timeline train_step value_and_grad verify
+Executed ModelRecord ModelStages NonFinite Optimizer Part Pipeline PipelineError Pipelined Plan Profile RankError
+Roofline ScheduleError Sharded SizeError Stage Stages StaticDecoder Step TransportError Verification
+VocabularyError capture connect_stages cut execute processes stage __version__ all_finite begin_save catch_signals
+choose_likeliest clip clip_value costs evaluate export find_nonfinite generate is_checkpoint load masters norm
+optimizer pipeline plan predict profile reference require_same safetensors sample save stream timeline train_step
+value_and_grad verify
 """,
     "fpipe.errors": """
 CaptureError Cause CutError DeadlockError GraphError InputError MismatchError PipelineError RankError ScheduleError
@@ -30,6 +30,9 @@ SizeError TransportError VocabularyError
     "fpipe.front_ends": """
 BatchLeaf Buffer Call CaptureFunction Captured Constant FrontEnd Function Labels Objective Observed Parameter Structure
 Unit Value fake fake_mode flatten
+""",
+    "fpipe.testing": """
+check_stage
 """,
     "schedules": """
 Action ArgumentError B Bound C Costs CriticalPath Device DeviceRun F Factory G Graph GraphError I KINDS
@@ -68,6 +71,15 @@ SIGNATURES = {
         "*whole=() *capture='trace' *backward='graph' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None "
         "*plans=32 *group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean'"
     ),
+    "capture": (
+        "model *example *targets=None *loss=None *front_end='trace' *backward='graph' *batch_dims=0 *unsplittable=() "
+        "*whole=()"
+    ),
+    "cut": "record at=None *stages=1",
+    "execute": "program stages params buffers inputs targets=None *seed=None *split=None *transport=None",
+    "stage": "forward name=''",
+    "connect_stages": "stages targets=True",
+    "processes": "ranks group=None device='cpu'",
     "value_and_grad": "pipe outputs=False record=None sums=None aux=True",
     "evaluate": "pipe record=None outputs=True aux=True",
     "predict": "pipe",

@@ -17,7 +17,7 @@ from fpipe.record.reads.watch import Watch
 from fpipe.record.variant import TRAINING
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.recorded import Recorded
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from schedules import forwards, gpipe, one_f_one_b
 from schedules.files.csv import table
 from tests.common.cases import WORDS, cross_entropy
@@ -99,7 +99,7 @@ def test_the_plans_that_are_kept_are_those_used_last(plans, lengths):
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 def test_nothing_is_left_of_plans_that_are_forgotten(backward):
     """Over many lengths: as many objects of each kind as ever, among them torch's, and as much memory."""
-    kinds = (StepPlan, Assembly, Captured, Stage, Watch, Recorded)
+    kinds = (StepPlan, Assembly, Captured, ModelStage, Watch, Recorded)
     model, pipe = build(3, backward=backward)
     step, state = fpipe.value_and_grad(pipe), pipe.init(model)
     count, found = 20 if NIGHTLY else 7, []
@@ -242,7 +242,7 @@ def test_a_schedule_without_backward_is_prepared_for_evaluation():
         ([batch(3), batch(4), batch(5)], "got 3 kinds of batches .* at most 2, .*plans=3 or more"),
         ([batch(3), torch.zeros(2, 3)], r"examples\[1\]: got Tensor, expected a pair of inputs and targets"),
         ([batch(3), (batch(4)[0], batch(5)[1])], r"targets|batch that the model can take"),
-        ([batch(1, 1)], "one row for each microbatch"),
+        ([batch(1, 0)], "one row for each microbatch"),
     ],
 )
 def test_examples_that_cannot_be_prepared_are_refused(examples, words):
