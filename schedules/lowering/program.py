@@ -82,7 +82,8 @@ class Program:
         """True if ranks wait for sends of earlier microbatches before they run later ones.
 
         There are no backwards, and each rank runs all microbatches in order on its one stage. So whoever waits, waits
-        for a peer to begin an earlier microbatch, and ranks never wait in a circle.
+        for a peer to begin an earlier microbatch, and ranks never wait in a circle. A simulation does not count such
+        waits: where a transfer takes longer than the forwards of `IN_FLIGHT` microbatches, a run is slower.
         """
         schedule, placement = self.schedule, self.schedule.placement
         if schedule.backward or any(len(placement.stages_on(rank)) > 1 for rank in range(schedule.ranks)):
