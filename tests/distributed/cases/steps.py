@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import optree
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import fpipe
+from fpipe.network.trail import AHEAD, Trail
 from fpipe.tensors.tree import same_bits
 from schedules import dualpipe, lower, mirror, one_f_one_b, zb_h1, zb_v
 from tests.common.averages import Average, AverageDecoder, generate_from_scratch, texts, word_loss
@@ -23,6 +25,7 @@ from tests.common.masks import DECODER, decoder_batch
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import NIGHTLY
 from tests.common.updates import require_same_updates, require_training_of_a_plain_loop
+from tests.common.waits import Clock
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import case, gather, raises, require_whole
 
@@ -56,6 +59,20 @@ def batches_of_other_shapes(rank, size):
         out = fpipe.evaluate(pipe)(*state, *as_needed(inputs, targets, rank, size))
         want = eval_loop(model, one.loss, inputs, targets, 4)
         require_whole(Result(out.loss, out.outputs, {}, out.buffers), want, rank, size)
+
+
+@case(sizes=[2])
+def messages_as_on_a_device(rank, size):
+    """Each is one send. The host is a few messages ahead, and after the step waits for nothing."""
+    clock = Clock()
+    with patch("fpipe.network.channels.make_trail", lambda device: Trail(clock.copy)):
+        pipe, model, inputs, targets = build(ZOO["tied_sequence"], zb_v(ranks=size, microbatches=16), 32)
+    got = run(pipe, model, inputs, targets)
+    require_whole(got, run_reference(pipe, model, inputs, targets), size - 1 if rank == 0 else 0, size)
+    laps, waits = len(clock.events), clock.waits
+    assert 0 < waits <= laps - AHEAD
+    fpipe.clip(pipe, got.grads, 1.0)
+    assert clock.waits == waits
 
 
 @case
