@@ -35,7 +35,7 @@ from fpipe.record.variant import TRAINING
 from fpipe.runtime.executor import Execution
 from fpipe.runtime.instructions import link
 from fpipe.runtime.transport import Transport
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from schedules import Costs, Schedule, simulate
 
 UNIT: Final = 0.020  # seconds
@@ -51,7 +51,7 @@ FAMILIES: Final = (
 class Sleeping:
     """A stage whose functions last as long as their actions cost, given that sleeps are `late` seconds too long."""
 
-    def __init__(self, stage: Stage, late: float) -> None:
+    def __init__(self, stage: ModelStage, late: float) -> None:
         self.stage = stage
         self.forward = lasting(COSTS["F"] - late, stage.forward)
         self.backward = lasting(COSTS["B"] - late, stage.backward)

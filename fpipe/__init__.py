@@ -23,6 +23,11 @@ from fpipe.errors import (
     TransportError,
     VocabularyError,
 )
+from fpipe.functional.bound import Executed
+from fpipe.functional.execute import execute, processes
+from fpipe.functional.graph import Stages, connect_stages
+from fpipe.functional.record import ModelRecord, ModelStages, capture, cut
+from fpipe.functional.stage import Stage, stage
 from fpipe.inference.decoders import StaticDecoder
 from fpipe.inference.generation import generate
 from fpipe.inference.predictions import predict, stream
@@ -55,10 +60,12 @@ __all__ = [
     "Checkpoint",
     "CutError",
     "DeadlockError",
+    "Executed",
     "GraphError",
     "InputError",
     "LossScale",
     "MismatchError",
+    "ModelStages",
     "ModuleGraph",
     "NonFinite",
     "Optimizer",
@@ -69,9 +76,12 @@ __all__ = [
     "Plan",
     "Profile",
     "RankError",
+    "ModelRecord",
     "Roofline",
     "ScheduleError",
     "SizeError",
+    "Stage",
+    "Stages",
     "Step",
     "TransportError",
     "Sharded",
@@ -80,11 +90,15 @@ __all__ = [
     "__version__",
     "all_finite",
     "begin_save",
+    "capture",
     "catch_signals",
     "clip",
     "clip_value",
+    "connect_stages",
     "costs",
+    "cut",
     "evaluate",
+    "execute",
     "export",
     "find_nonfinite",
     "is_checkpoint",
@@ -95,6 +109,7 @@ __all__ = [
     "pipeline",
     "plan",
     "predict",
+    "processes",
     "profile",
     "StaticDecoder",
     "choose_likeliest",
@@ -104,6 +119,7 @@ __all__ = [
     "require_same",
     "safetensors",
     "save",
+    "stage",
     "stream",
     "timeline",
     "train_step",

@@ -54,6 +54,7 @@ from schedules.language.schedule import Factory, Limits, Schedule, schedule
 from schedules.lowering.program import Program, lower
 from schedules.playing.costs import Costs, Link, Sizes
 from schedules.playing.engine import Span
+from schedules.proof.devices import Device, DeviceRun, run_on_device
 from schedules.searching.search import SearchProgress, SearchResult, search
 from schedules.searching.solver import cp_sat
 from schedules.transforms.connect import connect
@@ -79,6 +80,8 @@ __all__ = [
     "C",
     "Costs",
     "CriticalPath",
+    "Device",
+    "DeviceRun",
     "F",
     "Factory",
     "G",
@@ -154,6 +157,7 @@ __all__ = [
     "recompute",
     "reduce_gradients",
     "repeat",
+    "run_on_device",
     "v_1f1b",
     "v_half",
     "v_min",

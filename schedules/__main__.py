@@ -86,6 +86,8 @@ def _make_parsers() -> dict[str, argparse.ArgumentParser]:
         if name not in ("list", "check"):
             add_costs(parser)
             add_files(parser, csv=name != "compare")
+    device = "also refuse a program that may hang on an accelerator"
+    parsers["check"].add_argument("--device", action="store_true", help=device)
     brief = "leave out the critical path, which keeps all actions in memory"
     parsers["simulate"].add_argument("--brief", action="store_true", help=brief)
     add_search(parsers["search"])

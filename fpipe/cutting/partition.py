@@ -227,18 +227,20 @@ def cut_evenly(
     `barriers`, nor where `refusing` refuses. If nothing is selected, let the largest stage be up to a tenth larger, and
     among these choices minimize the number of values that cross cuts, except those of `pure` units, which stages make
     themselves; then the sum of squared sizes. The loss has a stage to itself only if there is no other choice: without
-    it, that stage would have nothing to compute. Raise `CutError` if there are too few places.
+    it, that stage would have nothing to compute. What scales the loss is no stage. Raise `CutError` if there are too
+    few places.
     """
     if where.stages == 1:
         return ()
-    found = _places(calls, where.among)
+    end, last = _end_of_model(captured), _end_of_loss(captured)
+    found = [k for k in _places(calls, where.among) if k < last]
     places = [k for k in found if not any(barrier.holds(k) for barrier in barriers)]
     hit = [barrier for barrier in barriers if any(barrier.holds(k) for k in found)]
     if len(places) < where.stages - 1:
         raise CutError(_too_few(where, len(places), hit))
     sizes = [size + 1 for size in _parameters(captured)]
     crossing, slack = (_crossing(captured, pure), SLACK) if not where.among else ([0] * len(sizes), 1.0)
-    refusal, end, reason = refusing(captured), _end_of_model(captured), ""
+    refusal, reason = refusing(captured), ""
     inside = [k for k in places if k < end]
     for allowed in (calls.outside_fused(inside), inside, places):
         chosen = balance(allowed, sizes, where.stages, refusal, crossing, slack)
@@ -252,6 +254,12 @@ def _end_of_model(captured: Captured) -> int:
     """Return the position after the last unit that makes an output of the model; what follows is the loss."""
     ends = [k for k, unit in enumerate(captured.units, 1) if not {*unit.makes}.isdisjoint(captured.outputs)]
     return max(ends, default=len(captured.units))
+
+
+def _end_of_loss(captured: Captured) -> int:
+    """Return the position after the last unit of the loss function; what follows scales what it returns."""
+    ends = [k for k, unit in enumerate(captured.units, 1) if unit.path.partition(".")[0] == LOSS]
+    return max([_end_of_model(captured), *ends])
 
 
 def cut_at_marks(calls: Calls, stages: Sequence[Sequence[Mark]], what: str) -> Positions:
@@ -292,7 +300,7 @@ def _too_few(where: Evenly, count: int, barriers: Sequence[Barrier], refused: st
         )
     return (
         f"stages: got {where.stages}, expected at most {count + 1}, the number of modules that run one after the "
-        f"other.{why} Use fewer stages, or split a module."
+        f"other, the loss among them.{why} Use fewer stages, or split a module."
     )
 
 

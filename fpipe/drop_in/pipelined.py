@@ -278,7 +278,7 @@ class Pipelined(nn.Module):
         assert out.loss is not None, "the schedule has a backward"
         if self._delivery is not None:
             self._delivery.drop()
-        rounded = float(out.loss.new_tensor(scale))
+        rounded = float(torch.tensor(scale, dtype=out.loss.dtype))
         self._delivery = Delivery(grads, params, rounded, factor, _uses_half(pipe))
         (self._delivery.borrow if adds else self._delivery.remember)(old)
         return attach_delivery(out.loss, self._delivery)

@@ -6,25 +6,28 @@ both directions, and plain 1F1B could deadlock on them. Groups are created, and 
 order of channels on every rank, so that connecting can't deadlock either.
 
 Every receive is described by a `Spec` known beforehand; nothing is pickled, and no shapes travel. Every message states
-its identity. On a CPU this is checked before the message is used. On an
-accelerator, that would block the host in every action, so it is checked before the next step begins.
+its identity. On a CPU this is checked before the message is used. On an accelerator, that would block the host in every
+action, so it is checked as the device goes on (`fpipe.network.trail`).
 
 Every send costs tens of microseconds, however small. So a message has a head (`Envelope`): its identity, its length and
-a digest of its specs, followed by all small tensors in the same buffer. So most messages are one send. Large tensors
-are sent separately, as they are. Every tensor begins at a multiple of `LINE` bytes, as if freshly allocated: some
-kernels depend on alignment.
+a digest of its specs, followed by all small tensors in the same buffer. So most messages are one send. On a CPU, where
+copies cost as much as sends, large tensors are sent separately, as they are. On an accelerator, every message is one
+send and one kernel: two in the same stream could block those of other channels. Every tensor begins where it could have
+been allocated: some kernels depend on alignment.
 
-The same code serves Gloo and NCCL; over NCCL it has not been run on several GPUs yet.
+The same code serves Gloo and NCCL. Over NCCL it has not been run on several GPUs yet; what is posted has been played on
+models of devices (`schedules.run_on_device`).
 
 Runs in every step; channels are set up when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,6 +36,7 @@ from torch import Tensor
 from fpipe.errors import TransportError
 from fpipe.network.fingerprint import digest
 from fpipe.network.groups import Creator
+from fpipe.network.trail import Arrived, Trail, make_trail
 from fpipe.network.waiting import (
     Awaited,
     BrokenWaitError,
@@ -54,27 +58,43 @@ SMALL_BYTES: Final = 2**16
 CARRIED: Final = tuple(SENDS.values())
 
 
+class Layout(NamedTuple):
+    """The layout of all messages: tensors begin at multiples of `line` bytes; of more than `small`, they go separately.
+
+    The header has `LINE` bytes, and takes a whole line.
+    """
+
+    line: int
+    small: float
+
+
+ON_CPU, ON_DEVICE = Layout(LINE, SMALL_BYTES), Layout(512, math.inf)
+"""An accelerator's allocator aligns to 512 bytes."""
+
+
 class Envelope:
     """The layout of one message between two ranks.
 
     - `sizes`: the bytes of each tensor; `small`: whether each travels in the head.
-    - `header`: the first `LINE` bytes of the head; `values`: the numbers in them.
+    - `header`: the first line of the head; `values`: the numbers in its first `LINE` bytes.
     """
 
-    def __init__(self, message: Message, specs: Specs, device: torch.device) -> None:
-        self.message, self.specs, self.device = message, specs, device
+    def __init__(self, message: Message, specs: Specs, device: torch.device, layout: Layout = ON_CPU) -> None:
+        self.message, self.specs, self.device, self.line = message, specs, device, layout.line
         self.sizes = [spec.buffer().numel() for spec in specs]
-        self.small = [size <= SMALL_BYTES for size in self.sizes]
+        self.small = [size <= layout.small for size in self.sizes]
         kind, source, microbatch, target, _ = message
         about = digest(f"{spec} {spec.stride}" for spec in specs)
         values = [CARRIED.index(kind), source, microbatch, target, sum(self.sizes), about, 0, 0]
         self.values = torch.tensor(values)
-        self.header = self.values.view(torch.uint8).to(device)
+        self.header = torch.nn.functional.pad(self.values.view(torch.uint8), (0, self.line - LINE)).to(device)
 
     @cached_property
     def length(self) -> int:
         """The length of the head in bytes."""
-        return LINE + sum(_round_up(size) for size, small in zip(self.sizes, self.small, strict=True) if small)
+        return self.line + sum(
+            self._round_up(size) for size, small in zip(self.sizes, self.small, strict=True) if small
+        )
 
     def pack(self, payload: Payload) -> tuple[Tensor, ...]:
         """Return the buffers to send for these tensors, in order."""
@@ -85,8 +105,8 @@ class Envelope:
                 rest.append(packed)
                 continue
             head.append(packed)
-            if size % LINE:
-                head.append(self.padding[: -size % LINE])
+            if size % self.line:
+                head.append(self.padding[: -size % self.line])
         return (torch.cat(head) if len(head) > 1 else self.header, *rest)
 
     def buffers(self) -> tuple[Tensor, ...]:
@@ -97,16 +117,19 @@ class Envelope:
     def unpack(self, data: tuple[Tensor, ...]) -> Payload:
         """Return the tensors in these received buffers."""
         head, *rest = data
-        found, start, large = list[Any](), LINE, iter(rest)
+        found, start, large = list[Any](), self.line, iter(rest)
         for spec, size, small in zip(self.specs, self.sizes, self.small, strict=True):
             found.append(spec.unpack(head[start : start + size] if small else next(large)))
-            start += _round_up(size) if small else 0
+            start += self._round_up(size) if small else 0
         return tuple(found)
 
     @cached_property
     def padding(self) -> Tensor:
-        """Zeros that pad small tensors to a multiple of `LINE` bytes."""
-        return torch.zeros(LINE, dtype=torch.uint8, device=self.device)
+        """Zeros that pad small tensors to whole lines."""
+        return torch.zeros(self.line, dtype=torch.uint8, device=self.device)
+
+    def _round_up(self, size: int) -> int:
+        return -(-size // self.line) * self.line
 
     def require(self, header: Tensor) -> None:
         """Raise `TransportError` unless a received header, which must be on the CPU, is that of this message."""
@@ -123,14 +146,6 @@ class Envelope:
             "It was not used. The ranks run different programs: end the processes, and build the pipeline from the "
             "same arguments on every rank."
         )
-
-
-def _round_up(size: int) -> int:
-    return -(-size // LINE) * LINE
-
-
-Unread: TypeAlias = list[tuple[Envelope, Tensor]]
-"""Headers that arrived but are not checked yet, each with the expected message."""
 
 
 class DistributedHandle:
@@ -170,18 +185,21 @@ class DistributedHandle:
         break_group(self.channel.group)
 
     def take(self) -> Payload:
-        """Return the tensors that arrived, and drop the buffers; on CPU, raise `TransportError` for a wrong message."""
+        """Return the tensors that arrived, and drop the buffers; without a trail, refuse a wrong message."""
         data, self.data = self.data, ()
-        header = data[0][:LINE]
-        if header.is_cpu:
+        header, trail = data[0][:LINE], self.channel.trail
+        if trail is None:
             self.envelope.require(header)
-        else:
-            self.channel.unread.append((self.envelope, header.clone()))  # a view would keep the whole buffer alive
+        else:  # a view would keep the whole buffer alive
+            trail.add(Arrived(header.clone(), self.envelope.require, self.awaited))
         return self.envelope.unpack(data)
 
 
 class DistributedChannel:
-    """A channel: a process group of two, the rank in it of each end, and the numbers in the job of both."""
+    """A channel: a process group of two, the rank in it of each end, and the numbers in the job of both.
+
+    `trail`: what compares headers on an accelerator.
+    """
 
     def __init__(
         self,
@@ -189,19 +207,19 @@ class DistributedChannel:
         source: int,
         target: int,
         device: torch.device,
-        unread: Unread,
+        trail: Trail | None = None,
         ends: tuple[int, int] = (0, 1),
     ) -> None:
         self.group, self.source, self.target, self.ends = group, source, target, ends
-        self.device, self.unread = device, unread
+        self.device, self.trail = device, trail
         self.envelopes: dict[tuple[Message, int], Envelope] = {}
 
     @classmethod
     def between(
-        cls, group: dist.ProcessGroup, source: int, target: int, device: torch.device, unread: Unread
+        cls, group: dist.ProcessGroup, source: int, target: int, device: torch.device, trail: Trail | None
     ) -> DistributedChannel:
         """Return the channel from process `source` of the job to `target`; groups rank processes in ascending order."""
-        return cls(group, int(source > target), int(target > source), device, unread, (source, target))
+        return cls(group, int(source > target), int(target > source), device, trail, (source, target))
 
     def send(self, message: Message, payload: Payload, specs: Specs) -> DistributedHandle:
         """Post a send of a tuple of tensors; raise `BrokenWaitError` if the other process is gone."""
@@ -235,7 +253,8 @@ class DistributedChannel:
         # By identity: specs are made once per plan, and hashing those of a message in every step takes longer.
         known = self.envelopes.get((message, id(specs)))
         if known is None:
-            known = self.envelopes[message, id(specs)] = Envelope(message, specs, self.device)
+            layout = ON_CPU if self.trail is None else ON_DEVICE
+            known = self.envelopes[message, id(specs)] = Envelope(message, specs, self.device, layout)
         return known
 
 
@@ -253,7 +272,7 @@ class DistributedTransport:
         self.rank, self.world = dist.get_rank(group), dist.get_process_group_ranks(group)
         self.backend = dist.get_backend(group)
         self.channels: dict[Route, DistributedChannel] = {}
-        self.unread: Unread = []
+        self.trail = make_trail(device)
 
     def setup(self, channels: Iterable[Route], creator: Creator) -> None:
         """Create a process group for each new channel, in ascending order, and warm it up."""
@@ -265,7 +284,7 @@ class DistributedTransport:
                 ]
                 group = replicas[self.replicas.index(self.world)]
                 self.channels[source, target] = DistributedChannel.between(
-                    group, self.world[source], self.world[target], self.device, self.unread
+                    group, self.world[source], self.world[target], self.device, self.trail
                 )
                 if self.rank in (source, target):
                     self._warm_up(self.channels[source, target], self.rank == source, creator.wait)
@@ -301,13 +320,5 @@ class DistributedTransport:
         """Destroy the groups of all channels, and these; drop what is cached."""
         destroy_groups([*self.groups, *others])
         self.channels.clear()
-        self.unread.clear()
-
-    def read(self) -> None:
-        """Raise `TransportError` if a message of the last step was not the expected one."""
-        if not self.unread:
-            return
-        envelopes, headers = zip(*self.unread, strict=True)
-        self.unread.clear()
-        for envelope, header in zip(envelopes, torch.stack(headers).cpu(), strict=True):  # synchronizes once
-            envelope.require(header)
+        if self.trail is not None:
+            self.trail.clear()

@@ -108,9 +108,11 @@ class DistributedRanks(Ranks):
         self.calls.conclude()
 
     def _read(self) -> None:
-        """Raise `TransportError` on all ranks if this one used a wrong message in the last step."""
+        """Raise `TransportError` on all ranks if this one has used a wrong message; wait for no device."""
+        if self.transport.trail is None:
+            return
         try:
-            self.transport.read()
+            self.transport.trail.read()
         except TransportError as error:
             self.calls.refuse(error, "a message of the last step was another than expected")
             raise
@@ -143,14 +145,18 @@ class DistributedRanks(Ranks):
         """Run this process's rank to completion, blocking on each handle that it yields; return its outcome."""
         (rank,), (execution,) = self.ranks, copies
         self.calls.begin()
-        situation, wait = self.calls.situation, self.calls.lookout.wait
+        situation, wait, trail = self.calls.situation, self.calls.lookout.wait, self.transport.trail
         situation.execution = execution(rank, self.transport)
         run = situation.execution.run()
         try:
             while True:
                 posted: Any = next(run)
                 wait(posted)
+                if trail is not None and (overdue := trail.find_overdue()) is not None:
+                    wait(overdue)
         except StopIteration as stop:
+            if trail is not None:
+                trail.close_lap()
             situation.execution = None
             return [{rank: stop.value}]
 

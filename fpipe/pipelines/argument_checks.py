@@ -6,6 +6,7 @@ Runs when a pipeline is built, and when `value_and_grad`, `reference` or `verify
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -37,7 +38,7 @@ def require_buildable(model: nn.Module, example: Any, loss: Loss | None, schedul
     if not isinstance(example, tuple | dict):
         raise InputError(
             f"example: got {type(example).__name__}, expected a tuple of positional or a dict of keyword arguments. "
-            "Write (x,) for one argument."
+            f"Write {'dict(batch), in steps, too' if isinstance(example, Mapping) else '(x,) for one argument'}."
         )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -87,11 +88,18 @@ def require_loss(loss: object, schedule: Schedule) -> None:
 
 
 def require_trained(assembly: Assembly, schedule: Schedule) -> None:
-    """Raise `CaptureError` if no parameter that requires a gradient gets one."""
+    """Raise `CaptureError` if no parameter that requires a gradient gets one, naming a reentrant checkpoint."""
     trainable = sorted(assembly.captured.trainable)
     if not trainable or not schedule.backward or any(stage.grads for stage in assembly.stages):
         return
     more = f" and {len(trainable) - 3} more" if len(trainable) > 3 else ""
+    lost = next((call.path for call in assembly.captured.calls if call.checkpointed and call.python), None)
+    if lost is not None:
+        raise CaptureError(
+            f"module {lost}: got a reentrant checkpoint whose inputs require no gradient, expected gradients for some "
+            f"of {trainable[:3]}{more}: torch gives none to the parameters inside then. Pass use_reentrant=False to "
+            "checkpoint()."
+        )
     raise CaptureError(
         f"loss: got one without a gradient for any parameter, expected gradients for some of {trainable[:3]}{more}, "
         "which require them. Return the loss itself: don't detach it, copy it into a new tensor, or compute it under "

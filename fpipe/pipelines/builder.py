@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.cutting.partition import Cuts
+from fpipe.cutting.partition import Cuts, Evenly
 from fpipe.meshes.arguments import MeshOptions, MeshPlace, find_place, require_collectives
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.network.agreement import Field
@@ -115,7 +115,9 @@ class Builder:
             return self._bind(module, example)
 
     def _bind(self, module: nn.Module, example: SplitBatch) -> Pipeline:
-        captures = self._captures(module)
+        loss, trains = self.loss, self.schedule.backward
+        captures = make_captures(module, loss, self.batchings, self.cuts, self.capture, trains, self.plans)
+        captures = replace(captures, ranks_of=self.ranks.ranks_of)
         answers = Resolver(captures, TRAINING, example, self.ranks.exchange_text, example=True)
         captures = captures.with_example(answers.resolve())
         kept = example if captures.batchings[True].example.answers else example.without_values()
@@ -132,31 +134,40 @@ class Builder:
         require_own_buffers(module, pipe.training.assembly.captured)
         require_trained(pipe.training.assembly, self.schedule)
         _warn_of_observers(pipe.training.assembly.captured.observers)
+        if isinstance(self.cuts.where, Evenly) and not self.cuts.where.among:
+            _warn_of_idle_ranks(pipe)
         if example.batching.weight is None and example.signature.divisor > 1:
             _warn_of_sum(pipe.training.assembly.captured)
         return pipe
 
-    def _captures(self, module: nn.Module) -> Captures:
-        """Return an empty cache for a model's captures; it holds none of the user's tensors."""
-        see, mode, home = (
-            find_capture(self.capture, *self.cuts.names(module, self.loss)),
-            fake_mode(),
-            self.batchings[True].home,
-        )
-        model = skeleton(module, lambda tensor: fake(mode, tensor, home))
-        watching = Watcher(ModelState.of(module), self.loss)
-        trains, hooks = self.schedule.backward, collect_gradient_hooks(module)
-        return Captures(
-            model,
-            self.loss,
-            self.batchings,
-            see,
-            self.cuts,
-            trains,
-            hooks,
-            watching,
-            memo=Memo(self.plans),
-            ranks_of=self.ranks.ranks_of,
+
+def make_captures(
+    module: nn.Module,
+    loss: Loss | None,
+    batchings: dict[bool, Batching],
+    cuts: Cuts,
+    capture: str | FrontEnd | CaptureFunction,
+    trains: bool,
+    most: int,
+) -> Captures:
+    """Return an empty cache for a model's captures, which keeps `most` kinds; it holds none of the user's tensors."""
+    see, mode, home = find_capture(capture, *cuts.names(module, loss)), fake_mode(), batchings[True].home
+    model = skeleton(module, lambda tensor: fake(mode, tensor, home))
+    watching = Watcher(ModelState.of(module), loss)
+    hooks, memo = collect_gradient_hooks(module), Memo(most)
+    return Captures(model, loss, batchings, see, cuts, trains, hooks, watching, memo=memo)
+
+
+def _warn_of_idle_ranks(pipe: Pipeline) -> None:
+    """Log which ranks hold no parameters, though others do: they will wait for the others nearly all of the time."""
+    placement = pipe.schedule.placement
+    held = {rank: [pipe.stages[s] for s in placement.stages_on(rank)] for rank in range(pipe.schedule.ranks)}
+    idle = [rank for rank, stages in held.items() if not any((*one.parameters, *one.unused) for one in stages)]
+    if idle and len(idle) < len(held):
+        _LOG.warning(
+            "stages: got no parameters on ranks %s, expected some on each: there are too few places where a stage can "
+            "begin. print(pipe) shows the stages. Use a schedule with fewer ranks, or split a module.",
+            idle,
         )
 
 

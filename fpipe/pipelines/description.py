@@ -21,7 +21,7 @@ from fpipe.record.captured import Call
 from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.backends import AS_GRAPH_REMARK, splits
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import first_names
 from schedules import Schedule, Sizes
@@ -71,7 +71,7 @@ class _StageText:
         self.label = {call: call_name(call.path, ordinal) for call, ordinal in calls.ordinals()}
         self.makers = {value: k for k, unit in enumerate(assembly.captured.units) for value in unit.makes}
 
-    def stage(self, stage: Stage) -> Iterator[str]:
+    def stage(self, stage: ModelStage) -> Iterator[str]:
         """Yield lines about what one stage runs, holds, gives and gets."""
         assembly, names = self.assembly, (*stage.parameters, *stage.unused)
         yield from _wrap("modules     ", [*self._modules(stage.index), *self._others(stage.index)])
@@ -133,7 +133,7 @@ class _StageText:
         return path or "the model itself"
 
 
-def _computed_lines(stage: Stage, leaf_name: Callable[[int], str]) -> Iterator[str]:
+def _computed_lines(stage: ModelStage, leaf_name: Callable[[int], str]) -> Iterator[str]:
     """Yield lines about what a stage computes before its forwards, where from, and how often."""
     prologue = stage.prologue
     often = ["once a step" if k in prologue.kept else "per microbatch" for k in range(len(prologue.specs))]
@@ -152,14 +152,14 @@ def _computed_lines(stage: Stage, leaf_name: Callable[[int], str]) -> Iterator[s
     yield from _shorten(found, "              ... {} more")
 
 
-def _describe_memory(stage: Stage, sizes: Sizes, split: bool) -> str:
+def _describe_memory(stage: ModelStage, sizes: Sizes, split: bool) -> str:
     """Return the line about the memory held after a forward, and between the halves of a backward."""
     activation, residual = of_stage(sizes.activation, stage.index), of_stage(sizes.residual or 0, stage.index)
     halved = f", {format_bytes(residual)} for the weight half of its backward" if split else ""
     return f"keeps       {format_bytes(activation)} per microbatch{halved}"
 
 
-def _describe_backward(stage: Stage, split: bool) -> Iterator[str]:
+def _describe_backward(stage: ModelStage, split: bool) -> Iterator[str]:
     """Yield the remark on how the stage is differentiated, if any, and the gradients that can't be deferred."""
     if stage.functions.remark not in ("", AS_GRAPH_REMARK):
         yield from _wrap_lines(stage.functions.remark, "backward    ", " " * 12)
@@ -180,7 +180,7 @@ def _describe_leaves(names: Iterable[str], specs: Mapping[str, Spec], trainable:
     return f"{number} ({_size(held.values())}), {which}" if total else f"no {noun}s" if noun else "none"
 
 
-def _tied_lines(stages: Sequence[Stage], model: nn.Module) -> Iterator[str]:
+def _tied_lines(stages: Sequence[ModelStage], model: nn.Module) -> Iterator[str]:
     """Yield a line for each parameter with several names or stages: these, and the owner of its gradient."""
     known: dict[str, list[str]] = {}
     for name, first in first_names(model, "parameters").items():

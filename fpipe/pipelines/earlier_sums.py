@@ -31,7 +31,7 @@ from fpipe.pipelines.memory import find_overlap
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.variant import Variant
 from fpipe.stages.accumulation import Gradients
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from fpipe.tensors.spec import Spec
 from fpipe.weights.state import require_leaf
 
@@ -96,7 +96,7 @@ def assign_sums(
     return found
 
 
-def _begin(stage: Stage, earlier: EarlierSums) -> Gradients:
+def _begin(stage: ModelStage, earlier: EarlierSums) -> Gradients:
     """Return a stage's sums: the earlier ones, and -0 for each that is missing."""
     pairs = zip(stage.grads, stage.totals, strict=True)
     return tuple([earlier[name] if name in earlier else negative_zeros(spec) for name, spec in pairs])
@@ -107,7 +107,7 @@ def negative_zeros(spec: Spec) -> Tensor:
     return spec.allocate().fill_(-0.0)
 
 
-def _first_uses(plan: StepPlan) -> Iterator[tuple[Stage, Collection[str]]]:
+def _first_uses(plan: StepPlan) -> Iterator[tuple[ModelStage, Collection[str]]]:
     """Yield each stage with the parameters of which no earlier stage computes a gradient."""
     earlier = set[str]()
     for stage in plan.assembly.stages:

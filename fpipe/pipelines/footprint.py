@@ -37,7 +37,7 @@ from fpipe.record.fakes.assumed_values import assume_values
 from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.prologue import Feed
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from fpipe.tensors.random import preserve_generators
 from fpipe.tensors.spec import OptionalSpec
 from fpipe.tensors.torch_private import TorchDispatchMode
@@ -115,20 +115,20 @@ def sum_holdings(holdings: Iterable[Holding]) -> Footprint:
 class FakeArguments(NamedTuple):
     """A stage and its arguments on fake tensors: parameters as leaves, buffers, and what enters it from the batch."""
 
-    stage: Stage
+    stage: ModelStage
     params: Tensors
     buffers: Tensors
     feed: Feed
 
 
 @contextmanager
-def run_on_fakes(assembly: Assembly) -> Iterator[Callable[[Stage], FakeArguments]]:
+def run_on_fakes(assembly: Assembly) -> Iterator[Callable[[ModelStage], FakeArguments]]:
     """Return the context to run stages of an assembly in on fake tensors, and the function that makes arguments."""
     captured = assembly.captured
     fakes = {source: captured.fakes[value] for value, source in captured.sources.items()}
     devices = {tensor.device for tensor in fakes.values()} | {torch.device("cpu")}
 
-    def arguments(stage: Stage) -> FakeArguments:
+    def arguments(stage: ModelStage) -> FakeArguments:
         params = stage.leaves({name: fakes[Parameter(name)] for name in stage.parameters})
         buffers = tuple([fakes[Buffer(name)] for name in stage.buffers])
         leaves = tuple([fakes[BatchLeaf(leaf)] for leaf in stage.batch])
@@ -143,7 +143,7 @@ def run_on_fakes(assembly: Assembly) -> Iterator[Callable[[Stage], FakeArguments
         yield arguments
 
 
-def measure_holdings(stage: Stage, params: Tensors, buffers: Tensors, feed: Feed) -> list[Holding]:
+def measure_holdings(stage: ModelStage, params: Tensors, buffers: Tensors, feed: Feed) -> list[Holding]:
     """Return the memory of a microbatch on one stage, whose arguments are fake tensors.
 
     Memory that is alive after everything is dropped is not the microbatch's.
@@ -176,7 +176,7 @@ def measure_holdings(stage: Stage, params: Tensors, buffers: Tensors, feed: Feed
     ]
 
 
-def copy_changed(stage: Stage, buffers: Tensors) -> Tensors:
+def copy_changed(stage: ModelStage, buffers: Tensors) -> Tensors:
     """Return the stage's buffers; those that it changes are copies, since each microbatch has its own version."""
     changed = stage.wiring.modified_buffers
     return tuple([buffer.clone() if k in changed else buffer for k, buffer in enumerate(buffers)])

@@ -23,7 +23,7 @@ from fpipe.runtime.executor import Inputs
 from fpipe.stages.accumulation import Gradients
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.prologue import Feed
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from fpipe.tensors import random
 from fpipe.tensors.placed import complete_part
 from fpipe.weights.state import require_state_names
@@ -119,7 +119,7 @@ def _take_share(plan: StepPlan, batch: SplitBatch, needed: Iterable[int]) -> dic
     return {leaf: parts[plan.rows_of(plan.copy)] for leaf, parts in batch.take(needed).items()}
 
 
-def start_backward(stages: Iterable[Stage], scale: float | None) -> dict[int, Tensors]:
+def start_backward(stages: Iterable[ModelStage], scale: float | None) -> dict[int, Tensors]:
     """Return the cotangents of the loss, by stage, for stages that are passed one."""
     return {
         stage.index: tuple([torch.full(s.shape, scale or 1.0, dtype=s.dtype, device=s.device) for s in stage.start])
@@ -128,7 +128,7 @@ def start_backward(stages: Iterable[Stage], scale: float | None) -> dict[int, Te
     }
 
 
-def feed(stage: Stage, leaves: Mapping[int, Sequence[Tensor]], buffers: State) -> Feed:
+def feed(stage: ModelStage, leaves: Mapping[int, Sequence[Tensor]], buffers: State) -> Feed:
     """Return what enters a stage from outside of the pipeline in one step, given the leaves and buffers it needs."""
     rows = list(zip(*[leaves[leaf] for leaf in stage.batch], strict=True))
     return Feed(stage.prologue, rows, tuple([buffers[name] for name in stage.buffers]))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from sys import float_info
 from typing import Any, Final, TypeAlias
 
+import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
@@ -38,7 +39,7 @@ def compute_scales(weight: Weight, microbatches: Iterable[tuple[Any, Any]], tota
     >>> compute_scales(lambda inputs, targets: targets["tokens"], [(None, {"tokens": 3}), (None, {"tokens": 1})])
     [0.75, 0.25]
     """
-    counts = [_count_microbatch(weight, i, *given) for i, given in enumerate(microbatches)]
+    counts = _count_microbatches(weight, microbatches)
     here = sum(counts)
     if total is None and not here:
         raise InputError(
@@ -53,7 +54,7 @@ def compute_scales(weight: Weight, microbatches: Iterable[tuple[Any, Any]], tota
 
 def count_weight(weight: Weight, microbatches: Iterable[tuple[Any, Any]]) -> float:
     """Return the weight of all these microbatches; raise `InputError` if one is invalid."""
-    return sum(_count_microbatch(weight, i, *given) for i, given in enumerate(microbatches))
+    return sum(_count_microbatches(weight, microbatches))
 
 
 def require_total(total: object, here: float) -> None:
@@ -67,20 +68,37 @@ def require_total(total: object, here: float) -> None:
         )
 
 
-def _count_microbatch(weight: Weight, i: int, inputs: Any, targets: Any) -> float:
+def _count_microbatches(weight: Weight, microbatches: Iterable[tuple[Any, Any]]) -> list[float]:
+    """Return the weight of each microbatch; wait for a device at most once for all those that it computes alike."""
+    counts = [_weigh(weight, i, *given) for i, given in enumerate(microbatches)]
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, count in enumerate(counts):
+        if isinstance(count, Tensor):
+            alike.setdefault((count.device, count.dtype), []).append(i)
+    values = {i: count for i, count in enumerate(counts) if not isinstance(count, Tensor)}
+    for some in alike.values():
+        found = torch.stack([count for i in some if isinstance(count := counts[i], Tensor)]).tolist()
+        values.update(zip(some, map(float, found), strict=True))
+    for i, value in sorted(values.items()):
+        if not (math.isfinite(value) and value >= 0):
+            raise InputError(
+                f"weight, microbatch {i}: got {value}, expected a finite number, 0 or more. Return its number of rows "
+                "or tokens."
+            )
+    return [values[i] for i in range(len(counts))]
+
+
+def _weigh(weight: Weight, i: int, inputs: Any, targets: Any) -> float | Tensor:
+    """Return a microbatch's weight: a number, or a tensor without dimensions that is not read yet."""
     missing = [what for what, tree in (("inputs", inputs), ("targets", targets)) if tree is None]
     lacks = f"This rank was given no {' and no '.join(missing)}. " if missing else ""
     try:
         count = weight(inputs, targets)
-        value = float(count.item() if isinstance(count, Tensor) else count)
+        if type(count) is Tensor and not (count.is_meta or count.is_complex()):
+            return count.detach().reshape(())
+        return float(count.item() if isinstance(count, Tensor) else count)
     except Exception as error:
         raise InputError(
             f"weight, microbatch {i}: got {type(error).__name__}: {error}, expected a number or a tensor with one "
             f"element. {lacks}Pass what the weight reads, with its values, on every rank that computes the loss."
         ) from error
-    if not (math.isfinite(value) and value >= 0):
-        raise InputError(
-            f"weight, microbatch {i}: got {value}, expected a finite number, 0 or more. Return its number of rows or "
-            "tokens."
-        )
-    return value

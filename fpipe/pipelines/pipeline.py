@@ -39,7 +39,7 @@ from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.reads.watch import Twin
 from fpipe.record.variant import TRAINING, Variant
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.placed import require_plain, wrap_state
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
@@ -93,7 +93,7 @@ class Pipeline:
         return self.captures.model
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[ModelStage, ...]:
         """The stages of the training plan."""
         return self.training.assembly.stages
 

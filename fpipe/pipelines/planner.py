@@ -27,7 +27,7 @@ from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.assembly import Assembly, assemble
 from fpipe.stages.backends import Backend, GraphRequest, splits
 from fpipe.stages.kinds import require_alike, widen
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from schedules import KINDS, Schedule, check, lower
 
 
@@ -149,11 +149,11 @@ class Planner:
         return assemble(captured, positions, variant, placement, self.summed, request, extra)
 
 
-def _list_modified(stage: Stage) -> list[str]:
+def _list_modified(stage: ModelStage) -> list[str]:
     return [name for k, name in enumerate(stage.buffers) if k in stage.wiring.modified_buffers]
 
 
-def _require_one_state(stage: Stage, ranks: Sequence[int], copies: PipelineCopies) -> None:
+def _require_one_state(stage: ModelStage, ranks: Sequence[int], copies: PipelineCopies) -> None:
     """Raise `CutError` if a stage in several places modifies a buffer: each sees only some of the microbatches."""
     modified = _list_modified(stage)
     if modified and len(ranks) * copies.count > 1:
@@ -165,7 +165,7 @@ def _require_one_state(stage: Stage, ranks: Sequence[int], copies: PipelineCopie
         )
 
 
-def _require_ascending(stage: Stage, schedule: Schedule) -> None:
+def _require_ascending(stage: ModelStage, schedule: Schedule) -> None:
     """Raise `CutError` if a stage modifies a buffer, but not in the order in which one device runs the microbatches."""
     modified = _list_modified(stage)
     if not modified:

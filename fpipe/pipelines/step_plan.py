@@ -8,7 +8,7 @@ Runs when a plan is made and in every step; most properties are computed once, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,11 +27,11 @@ from fpipe.runtime.contract import StageCrossing
 from fpipe.runtime.executor import LinkedProgram
 from fpipe.runtime.instructions import link
 from fpipe.stages.assembly import Assembly
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from fpipe.tensors.placed import Placed
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.tensors.torch_private import bypass_autograd
-from schedules import Placement, Program, check, connect, lower, update_weights
+from schedules import Action, Placement, Program, check, connect, lower, update_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ class StepPlan:
         return tuple(dict.fromkeys([*self.devices, *(device for cut in self.cuts for device in cut.undecided)]))
 
     @cached_property
-    def local_stages(self) -> tuple[Stage, ...]:
+    def local_stages(self) -> tuple[ModelStage, ...]:
         """The stages of this process's ranks."""
         return tuple(s for s in self.assembly.stages if set(self.placement.replicas(s.index)) & set(self.ranks))
 
@@ -191,14 +191,15 @@ class StepPlan:
         """The names of the parameters and buffers that this process holds."""
         return (*self.params, *self.buffers)
 
-    def _select(self, names: Callable[[Stage], tuple[str, ...]], specs: Mapping[str, Spec]) -> Mapping[str, Spec]:
+    def _select(self, names: Callable[[ModelStage], tuple[str, ...]], specs: Mapping[str, Spec]) -> Mapping[str, Spec]:
         held = {name for stage in self.local_stages for name in names(stage)}
         return {name: spec for name, spec in specs.items() if name in held}
 
     @cached_property
     def programs(self) -> Mapping[int, LinkedProgram]:
         """The lowered program of each rank of this process, linked to its stages."""
-        return {rank: self._link(rank) for rank in self.ranks}
+        streams = zip(self.ranks, self.program.streams(self.ranks), strict=True)
+        return {rank: self._link(rank, actions) for rank, actions in streams}
 
     @cached_property
     def timed_programs(self) -> Mapping[int, LinkedProgram]:
@@ -233,7 +234,7 @@ class StepPlan:
                 found[stage, microbatch] = (*found.get((stage, microbatch), ()), name)
         return found
 
-    def _link(self, rank: int) -> LinkedProgram:
+    def _link(self, rank: int, actions: Iterator[Action]) -> LinkedProgram:
         homes = self.placement.stages_on(rank)
         uneven = {
             i: {s: self._shard_shares(cut.stages[s]) for s in homes}
@@ -241,9 +242,9 @@ class StepPlan:
             if cut is not self.assembly
         }
         usual = {s: self._shard_shares(self.assembly.stages[s]) for s in homes}
-        return link(self.program.actions(rank), usual, self.placement, uneven, self.copies.phases)
+        return link(actions, usual, self.placement, uneven, self.copies.phases)
 
-    def _shard_shares(self, stage: Stage) -> Stage:
+    def _shard_shares(self, stage: ModelStage) -> ModelStage:
         """Return the stage; if gradients are sharded, it shares its shards of them."""
         copies = self.copies
 

@@ -43,7 +43,7 @@ from fpipe.record.objective import Loss
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.assembly import assemble
 from fpipe.stages.backends import Backward, GraphRequest, backend_of
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from fpipe.stages.ties import Tied
 from schedules import Schedule, check, lower, one_f_one_b
 
@@ -207,7 +207,7 @@ def measure_blocks(model: CutModel, roofline: Roofline | None) -> tuple[list[lis
     return [holdings for holdings, _ in found], [times for _, times in found]
 
 
-def _crossing_specs(stage: Stage) -> tuple[object, ...]:
+def _crossing_specs(stage: ModelStage) -> tuple[object, ...]:
     """Return what crosses to and from a stage, whatever stages are at the other ends."""
     return tuple(
         tuple(spec for one in crossings for spec in one.specs)

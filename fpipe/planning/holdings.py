@@ -38,7 +38,7 @@ from fpipe.record.validity import observe
 from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.autograd import Autograd
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 
 
 @dataclass
@@ -172,7 +172,9 @@ def _find_saved(given: FakeArguments) -> frozenset[int] | None:
     return frozenset(k for k, found in enumerate(numbers) if any(number in alive for number in found))
 
 
-def _crossing_names(assembly: Assembly, stage: Stage, storage: Mapping[Value, int]) -> Mapping[str, Sequence[Hashable]]:
+def _crossing_names(
+    assembly: Assembly, stage: ModelStage, storage: Mapping[Value, int]
+) -> Mapping[str, Sequence[Hashable]]:
     """Return the names of the memory of all tensors that cross to or from a stage.
 
     A value is named after its memory; a cotangent after its value and the stage that it is sent to.

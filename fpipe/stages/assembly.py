@@ -29,7 +29,7 @@ from fpipe.stages.backends import GraphRequest
 from fpipe.stages.interface import ArgumentIndex, StageFunctions, Wiring
 from fpipe.stages.metadata import Metadata, infer, is_asking
 from fpipe.stages.prologue import build_prologue
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from fpipe.stages.uncut import build_whole
 from fpipe.stages.wiring import Crossings, cross, crossing_values, names_of, wire
 from fpipe.tensors.placed import Placed, require_whole_result
@@ -48,8 +48,8 @@ class Assembly:
     """
 
     captured: Captured
-    stages: tuple[Stage, ...]
-    build_whole: Callable[[], Stage]
+    stages: tuple[ModelStage, ...]
+    build_whole: Callable[[], ModelStage]
     graph: Graph
     devices: tuple[torch.device, ...]
     undecided: tuple[torch.device, ...]
@@ -58,7 +58,7 @@ class Assembly:
     partition: tuple[int, ...]
 
     @cached_property
-    def whole(self) -> Stage:
+    def whole(self) -> ModelStage:
         """The uncut model as a single stage, which computes the same as the stages.
 
         Built at its first use: it costs as much to build as all stages, and training alone rarely needs it.
@@ -140,7 +140,7 @@ def assemble(
     )
     devices = dict.fromkeys(device for keyed in observed.random.values() for device in keyed.devices)
 
-    def whole() -> Stage:
+    def whole() -> ModelStage:
         with hide_fakes():  # once: what is inside enters it again and again, which is free
             again, section, function = build_whole(
                 captured, observed, results, sections, functions, summed, repetitions
@@ -161,7 +161,7 @@ def assemble(
     )
 
 
-def _add_prologue(captured: Captured, stage: Stage, section: Section, repetition: Repetition) -> Stage:
+def _add_prologue(captured: Captured, stage: ModelStage, section: Section, repetition: Repetition) -> ModelStage:
     prologue, leaves = build_prologue(captured, section, repetition)
     return replace(stage, prologue=prologue, batch=(*stage.batch, *leaves))
 
@@ -173,7 +173,7 @@ def _stages(
     placement: Placement,
     variant: Variant,
     request: GraphRequest | None,
-) -> tuple[tuple[Stage, ...], Graph]:
+) -> tuple[tuple[ModelStage, ...], Graph]:
     """Return the stages and the stage graph."""
     metadata = infer(captured, sections, functions, variant, request)
     crossings = cross(captured, sections, metadata, placement)
@@ -192,14 +192,14 @@ class _Builder:
     variant: Variant
     request: GraphRequest | None
 
-    def stage(self, s: int, function: Function) -> Stage:
+    def stage(self, s: int, function: Function) -> ModelStage:
         """Return stage `s`, which runs `function`."""
         captured, section, metadata, crossings = self.captured, self.sections[s], self.metadata, self.crossings
         sources = [captured.sources[value] for value in section.batch]
         pulls, pulled_by = _from(s, crossings.cotangents), _to(s, crossings.cotangents)
         wiring = wire(s, section, metadata, pulls, pulled_by, captured.loss, is_asking(captured), self.variant.scaled)
         results = tuple(metadata.specs[value] for value in section.results)
-        return Stage(
+        return ModelStage(
             index=s,
             parameters=names_of(captured, section.parameters),
             buffers=names_of(captured, section.buffers),

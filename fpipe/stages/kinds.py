@@ -17,7 +17,7 @@ from functools import reduce
 from fpipe.errors import InputError
 from fpipe.runtime.contract import StageCrossing
 from fpipe.stages.assembly import Assembly
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from schedules import Graph
 
 
@@ -80,7 +80,7 @@ def require_alike_uncut(assemblies: Sequence[Assembly]) -> None:
             raise _unlike(i, "parameters and buffers", _holds(other.whole), _holds(first.whole))
 
 
-def _holds(stage: Stage) -> tuple[object, ...]:
+def _holds(stage: ModelStage) -> tuple[object, ...]:
     trained = tuple(stage.parameters[k] for k in sorted(stage.wiring.trained))
     return (
         stage.parameters,

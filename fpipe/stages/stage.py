@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stage: a piece of the model as pure functions, and what it exchanges with other stages.
 
-It keeps the contract of `fpipe.runtime.contract`, on tuples of tensors. `params` is what `Stage.leaves` returns for the
-parameters, once per step. The stage's part of the batch is its leaves of the batch and what its prologue computes, as a
-`Feed` returns them. `fpipe.stages` implements the functions.
+It keeps the contract of `fpipe.runtime.contract`, on tuples of tensors. `params` is what `ModelStage.leaves` returns
+for the parameters, once per step. The stage's part of the batch is its leaves of the batch and what its prologue
+computes, as a `Feed` returns them. `fpipe.stages` implements the functions.
 
 Runs in every step.
 """
@@ -26,7 +26,7 @@ from fpipe.tensors.spec import Spec
 
 
 @dataclass(frozen=True)
-class Stage:
+class ModelStage:
     """A piece of the model, and what it exchanges with other stages.
 
     - `parameters`, `buffers`: names, in argument order; `unused`: held here, but read by no operation.
@@ -75,7 +75,7 @@ class Stage:
         return f"stage {self.index}: {'; '.join(parts)}"
 
     @property
-    def eager(self) -> Stage:
+    def eager(self) -> ModelStage:
         """The same stage, differentiated by autograd."""
         return replace(self, functions=self.functions.eager)
 

@@ -192,8 +192,8 @@ def broadcast(what: str, prefix: Tree, structure: Structure) -> list[Any]:
         said = optree.broadcast_prefix(prefix, tree, none_is_leaf=True, namespace=NAMESPACE)
     except ValueError as error:
         raise InputError(
-            f"{what}: got {prefix!r}, expected a value for all of {structure.spec}, or a tree of values that begins as "
-            f"this one does: {error} Give a value for each argument."
+            f"{what}: got {prefix!r}, expected one value for all, or a tree such as {_show(structure, '0')}: one value "
+            "for each tensor, or for all tensors of a branch. Give a value for each argument, and one for the targets."
         ) from error
     return [value for leaf, value in zip(leaves, said, strict=True) if leaf is tensor]
 
@@ -210,14 +210,44 @@ def number_leaves(prefix: Tree) -> Tree:
 
 def require_same_tree(what: str, got: Structure, expected: Structure) -> None:
     """Raise `InputError` unless two trees differ only in their leaves, with tensors at the same places."""
-    if got.spec != expected.spec or [i for i, _ in got.constants] != [i for i, _ in expected.constants]:
-        missing = [path for path in expected.names if path not in got.names]
-        surplus = [path for path in got.names if path not in expected.names]
-        raise InputError(
-            f"{what}: got the tree {got.spec} with tensors at {list(got.names)}, expected {expected.spec} with tensors "
-            f"at {list(expected.names)} (missing {missing}, unexpected {surplus}). Pass the structure that "
-            "pipeline() was given as its example."
-        )
+    if got.spec == expected.spec and [i for i, _ in got.constants] == [i for i, _ in expected.constants]:
+        return
+    mine, theirs = _list_leaves(got), _list_leaves(expected)
+    apart = [path for path in {**theirs, **mine} if mine.get(path) != theirs.get(path)]
+    has, lacks = (
+        ", ".join(f"{one.get(path, 'nothing')} at {path}" for path in apart) or _show(structure)
+        for one, structure in ((mine, got), (theirs, expected))
+    )
+    targets = what == "inputs" and apart and not any(path in theirs for path in apart)
+    raise InputError(
+        f"{what}: got {has}, expected {lacks}, as in the example that pipeline() was given. Pass tensors and None at "
+        f"the same places in every batch.{' Pass targets apart from inputs, as targets.' if targets else ''} For "
+        "batches of another structure, build another pipeline."
+    )
+
+
+class _Shown:
+    """A leaf that is shown as a word."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def __repr__(self) -> str:
+        return self.word
+
+
+def _show(structure: Structure, word: str = "a tensor") -> str:
+    """Return a tree as Python shows it, with a word for each tensor."""
+    return repr(structure.unflatten([_Shown(word)] * len(structure.names)))
+
+
+def _list_leaves(structure: Structure) -> dict[str, str]:
+    """Return for the path of each leaf, and of each `None`, what is there."""
+    tree = structure.unflatten([_Shown("a tensor")] * len(structure.names))
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    paths = [accessor.codify("") or "the root" for accessor in optree.treespec_accessors(spec)]
+    words = [repr(x) if isinstance(x, _Shown | None) else "a value that is no tensor" for x in leaves]
+    return dict(zip(paths, words, strict=True))
 
 
 def first_names(module: nn.Module, kind: str) -> dict[str, str]:

@@ -33,7 +33,7 @@ from fpipe.runtime.contract import StageLike
 from fpipe.runtime.executor import ActionHandler, Execution, Inputs, Instruction, LinkedProgram
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.runtime.transport import Payload, Transport
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from fpipe.tensors import random
 from fpipe.tensors.placed import local_part
 from fpipe.tensors.tree import flatten, stored_values
@@ -204,7 +204,7 @@ class _CheckedExecution(Execution):
                 self.bad.add((s, name))
                 yield f"grads[{name!r}]", grad
 
-    def _stage(self, action: Action) -> Stage:
+    def _stage(self, action: Action) -> ModelStage:
         return self.plan.assemblies[action.microbatch].stages[action.stage]
 
     def _order(self, action: Action) -> Order:

@@ -22,9 +22,9 @@ from typing import Protocol
 from schedules.errors import ScheduleError
 from schedules.language.actions import KINDS, Action, Message, message_of, receive_of
 from schedules.language.graph import Graph
-from schedules.language.placement import Placement
 from schedules.language.schedule import Schedule
-from schedules.lowering.turns import Turn, Turns
+from schedules.lowering.program import Program
+from schedules.lowering.turns import Turn, Turns, target_of
 
 
 class LoweredProgram(Protocol):
@@ -50,8 +50,8 @@ class _RankState:
     - `needed`: the message the rank waits for.
     """
 
-    def __init__(self, program: LoweredProgram, rank: int) -> None:
-        self.rank, self.stream = rank, program.actions(rank)
+    def __init__(self, program: LoweredProgram, rank: int, stream: Iterator[Action]) -> None:
+        self.rank, self.stream = rank, stream
         self.turns = iter(Turns(program.schedule, program.graph, rank))
         self.turn, self.rest = next(self.turns), 0
         self.position, self.action = 0, next(self.stream, None)
@@ -77,7 +77,7 @@ class _Channels:
 
     def __init__(self, program: LoweredProgram) -> None:
         self.placement = program.schedule.placement
-        self.ranks = [_RankState(program, rank) for rank in range(program.schedule.ranks)]
+        self.ranks = [_RankState(program, rank, stream) for rank, stream in enumerate(streams_of(program))]
         self.sends = defaultdict[tuple[int, int], deque[Message]](deque)
         self.receives = defaultdict[tuple[int, int], deque[Message]](deque)
         self.ready = deque(self.ranks)
@@ -233,14 +233,10 @@ _SENDS = "Send each value once, after the action that makes it, to a stage on an
 END = Turn(0, (), [], [])
 
 
-def target_of(message: Message, placement: Placement) -> int:
-    """Return the rank a message goes to: the target stage's, or that of the stage's other replica."""
-    _, s, i, t, _ = message
-    assert t is not None, "a message has a target stage"
-    if s != t:
-        return placement.home(t, i)
-    source = placement.home(s, i)
-    return next((rank for rank in placement.replicas(s) if rank != source), source)
+def streams_of(program: LoweredProgram) -> list[Iterator[Action]]:
+    """Return iterators over the actions of all ranks, in order; `lower` makes its own in one pass."""
+    ranks = range(program.schedule.ranks)
+    return program.streams(ranks) if type(program) is Program else [program.actions(rank) for rank in ranks]
 
 
 def check_transfers(program: LoweredProgram) -> None:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 from schedules.arguments import require_types
 from schedules.checking.channels import LoweredProgram, check_transfers
 from schedules.checking.collectives import require_collected, require_reductions_everywhere
+from schedules.checking.posts import check_posts
 from schedules.checking.progress import Progress, Work, violation
 from schedules.checking.updates import require_updated, require_updates_everywhere
 from schedules.errors import GraphError
@@ -22,6 +23,7 @@ from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.membership import require_compute_only, require_placed
 from schedules.language.schedule import Actions, Schedule, graph_of
+from schedules.lowering.program import lower
 from schedules.playing.costs import ROUNDING, UNITS, Costs
 from schedules.playing.dependencies import wires
 from schedules.playing.engine import replay
@@ -192,13 +194,17 @@ def rules_of(schedule: Schedule) -> tuple[Rule, ...]:
     return RULES + further
 
 
-def check(schedule: Schedule | LoweredProgram, graph: Graph | None = None) -> None:
+def check(schedule: Schedule | LoweredProgram, graph: Graph | None = None, *, device: bool = False) -> None:
     """Raise `ScheduleError` unless the schedule is correct for the stage graph (by default the chain of its stages).
 
     A correct schedule runs every compute action exactly once, on the right rank, within its own limits, and without
     deadlock. A lowered program is checked for its own graph, including its transfers: every message is sent, received
     and used once, both ends of a channel post in the same order, and no rank waits forever. The error names the rank,
     position, action, rule and repair. `check` makes one pass over all actions and keeps only what is in flight.
+
+    With `device`, the program (of a schedule, that of `lower`) must also finish on any device, even if it does only one
+    thing at a time: on an accelerator, a receive that is posted too early can keep the message that it waits for from
+    being made.
 
     >>> from schedules import B, F, check, one_f_one_b, schedule
     >>> check(one_f_one_b(ranks=4, microbatches=8))
@@ -222,6 +228,8 @@ Add 0F0 before it, or move it later.
             )
         check(program.schedule, program.graph)
         check_transfers(program)
+        if device:
+            check_posts(program)
         return
     graph = graph_of(schedule, graph)
     books = [Progress(schedule, rank, graph) for rank in range(schedule.ranks)]
@@ -230,6 +238,8 @@ Add 0F0 before it, or move it later.
         pass
     require_updates_everywhere(books)
     require_reductions_everywhere(books)
+    if device:
+        check_posts(lower(schedule, graph))
 
 
 def _apply_rules(book: Progress) -> Actions:

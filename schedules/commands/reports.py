@@ -76,7 +76,7 @@ def report_check(options: argparse.Namespace) -> int:
     one = subject_of(options)
     schedule = one.make()
     try:
-        check(one.program or schedule)
+        check(one.program or schedule, device=options.device)
     except ScheduleError as violation:
         print(_draw_around(violation, schedule, one) + str(violation))
         return 1

@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lower a schedule for a stage graph: insert the transfers, so that the program is ready to run.
 
-Problem. A schedule never mentions a transfer, but every rank must post its own sends and receives, and both ends of a
-channel must post in the same order, early enough that neither waits for the other's post.
+Problem. A schedule never mentions a transfer, but every rank must post its own sends and receives. Both ends of a
+channel must post in the same order, and a transfer must be posted early, to overlap with compute, but not too early: a
+device runs what is posted to it in order, in the worst case one thing at a time. There, a receive that is posted before
+an action on which its message depends never ends, and nothing after it ever starts.
 
-Idea. A channel is a directed pair (source rank, target rank). A send follows the action that makes its value. Receives
-are posted in the sender's order, which the receiver finds by replaying the sender's generator, and at least one compute
-action before their use. The consuming action waits for its receives itself, so the vocabulary has no wait for them.
+Idea. A channel is a directed pair (source rank, target rank). Play all ranks as if every send and every receive blocked
+until the other end is there. Each rank posts its transfers in the order in which it gets through this play, so every
+rank follows one common order of actions and messages, and whatever runs next in it can run: on any network, and on any
+device (`schedules.proof.devices`).
+
+In the play, a send follows the action that makes its value. A rank is ready to receive what its next action needs, and
+what the compute action after that needs: so a receive is posted one compute action before its use. If ranks then wait
+for each other, one of them goes on: it takes a message that another rank has ready for it, however late it is used; or
+it posts a receive only after the action in between, because its message depends on that action. The consuming action
+waits for its receives itself, so the vocabulary has no wait for them.
 
 A send buffer must live until the transfer completes, and asking whether it has costs a wait. But once we consume a
 message that the peer made after consuming one of our sends, that send has completed: its `WAIT` returns at once. Sends
 that no message vouches for are waited for at the end. Without backwards, as in evaluation, that would be all of them.
 So a rank with one stage waits for those of earlier microbatches as it goes on, and is a few ahead of its peers at most.
 
-So receive buffers are few, whatever the number of microbatches. While an action runs, the pending receives are those
-the next action uses, plus any sent earlier on the same channel but used later: one or two, or three beside fused pairs.
+So receive buffers are few, whatever the number of microbatches.
 
 Invariants. On each channel, sends and receives are the same messages in the same order. Every receive has one consumer
 on its rank. Every send is followed by exactly one `WAIT`. `W` never communicates. A fused pair stays together.
@@ -22,8 +30,8 @@ on its rank. Every send is followed by exactly one `WAIT`. `W` never communicate
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -34,9 +42,8 @@ from schedules.language.actions import COLLECTIVES, Action, Message, receive_of,
 from schedules.language.graph import Graph
 from schedules.language.membership import require_valid_actions
 from schedules.language.schedule import Schedule, graph_of, picture
-from schedules.lowering.turns import Turn, Turns
+from schedules.lowering.turns import Turn, Turns, target_of
 
-LOOK_AHEAD = 1
 IN_FLIGHT = 2
 """The number of microbatches whose values a rank without backwards sends before it waits for the first of them."""
 
@@ -89,115 +96,222 @@ class Program:
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Return an iterator over the lowered actions of `rank`, in order. Each call generates them anew."""
-        return _Lowering(self, rank).actions()
+        (stream,) = self.streams([rank])
+        return stream
+
+    def streams(self, ranks: Collection[int]) -> list[Iterator[Action]]:
+        """Return such an iterator for each of these ranks; together they make one pass over the schedule."""
+        play = _Play(self, ranks)
+        return [play.actions(rank) for rank in ranks]
 
 
 def lower(schedule: Schedule, graph: Graph | None = None) -> Program:
     """Return `schedule` with the transfers that `graph` (by default the chain of stages) requires.
 
-    Lowering is lazy: `Program.actions` does the work, one rank at a time, in memory that does not grow with the number
-    of microbatches. The schedule must pass `check` for the same graph; otherwise its actions may raise `ScheduleError`.
+    Lowering is lazy: `Program.actions` does the work, in memory that does not grow with the number of microbatches. The
+    schedule must pass `check` for the same graph; otherwise its actions may raise `ScheduleError`.
     Raise `GraphError` if the schedule and the graph differ in their number of stages.
     """
     require_types(lower, locals())
     return Program(schedule, graph_of(schedule, graph))
 
 
-class _Lowering:
-    """The state of lowering one rank.
+class _Rank:
+    """One rank, and how far it has come.
 
-    - `incoming`: per source rank, its messages to this rank in the order it sends them, each with the messages that it
-      has consumed before: those vouch for sends of this rank.
-    - `posted`: the messages whose receive is posted, until they are consumed, each with what it vouches for.
-    - `unconfirmed`: the messages sent, until another one vouches for them.
+    - `turns`: the next turn, and as many after it as have been looked at; `stream`: the rest.
+    - `sends`: the messages to send before the next turn, each with the rank it goes to.
+    - `wanted`: the message whose receive comes next; `is_early`: whether only a later turn needs it.
+    - `late`: messages that depend on the next turn, so they are received after it.
+    - `posted`: the messages received, until they are consumed, each with the messages of this rank it vouches for.
+    - `consumed`: per rank, its messages consumed since the last message to it, which the next one vouches for.
+    - `unconfirmed`: the messages sent, until another one vouches for them; `confirmed`: those to wait for now.
+    - `line`: the actions that nobody has asked for yet; `None` if nobody will.
     """
 
-    def __init__(self, program: Program, rank: int) -> None:
-        self.program, self.schedule, self.rank = program, program.schedule, rank
-        self.routes = program.schedule.placement.routes
-        self.incoming = {source: self._messages(source) for source, target in program.channels if target == rank}
+    def __init__(self, number: int, stream: Iterator[Turn], line: deque[Action] | None) -> None:
+        self.number, self.stream, self.line = number, stream, line
+        self.turns = deque[Turn]()
+        self.sends = deque[tuple[Message, int]]()
+        self.wanted: Message | None = None
+        self.is_early = self.has_ended = False
+        self.late = set[Message]()
         self.posted: dict[Message, list[Message]] = {}
+        self.consumed = defaultdict[int, list[Message]](list)
         self.unconfirmed: dict[Message, None] = {}
+        self.confirmed = list[Message]()
 
-    def _messages(self, source: int) -> Iterator[tuple[Message, list[Message]]]:
-        """Yield what `source` sends here, in order, each with the messages of ours it has consumed since the last."""
-        consumed: list[Message] = []
-        for _, _, waits, sends in Turns(self.schedule, self.program.graph, source, peers={self.rank}):
-            consumed += waits
-            for message in sends:
-                yield message, consumed
-                consumed = []
+    def turn(self, number: int) -> Turn | None:
+        """Return a turn, counted from the next one; `None` if there are not so many."""
+        while len(self.turns) <= number:
+            following = next(self.stream, None)
+            if following is None:
+                return None
+            self.turns.append(following)
+        return self.turns[number]
 
-    def actions(self) -> Iterator[Action]:
-        """Yield receives one compute action early, sends after their action, and `WAIT`s once they return at once."""
+    def find_wanted(self) -> Message | None:
+        """Return what to receive before the next turn: what it needs, and the compute action after it, if it is one."""
+        number, posted, late = 0, self.posted, self.late
+        while number < len(self.turns) or self.turn(number) is not None:
+            _, actions, waits, _ = self.turns[number]
+            for message in waits:
+                if message not in posted and message not in late:
+                    self.is_early = number > 0
+                    return message
+            # Collectives take no time of the rank, so nothing overlaps with them.
+            if (number > 0) != (actions != () and actions[0].kind in COLLECTIVES):
+                break
+            number += 1
+        return None
+
+
+class _Play:
+    """All ranks of a program, played together; `wanted` are the ranks whose actions will be asked for.
+
+    `ready`: the ranks that may go on; `latest`: the one that went on last.
+    """
+
+    def __init__(self, program: Program, wanted: Collection[int]) -> None:
+        self.schedule, self.routes = program.schedule, program.schedule.placement.routes
+        self.waits_early = program.waits_early
+        self.ranks = [
+            _Rank(rank, iter(Turns(program.schedule, program.graph, rank)), deque() if rank in wanted else None)
+            for rank in range(program.schedule.ranks)
+        ]
+        self.ready = [*reversed(self.ranks)]
+        self.latest = self.ranks[0]
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """Yield the actions of one rank as they become known."""
+        me = self.ranks[rank]
+        assert me.line is not None, "the rank is one of those asked for"
         try:
-            yield from self._actions()
+            while me.line or not me.has_ended:
+                if me.line:
+                    yield me.line.popleft()
+                elif self.ready:
+                    self.latest = self.ready.pop()
+                    self._advance(self.latest)
+                else:
+                    self._unblock(me if self.latest.has_ended else self.latest)
         except KeyError:
             require_valid_actions(self.schedule)
             raise
 
-    def _actions(self) -> Iterator[Action]:
-        ahead: deque[Turn] = deque()
-        collectives = (
-            0  # among the turns ahead; they take no time, so none counts as one that a receive is posted before
-        )
-        for turn in Turns(self.schedule, self.program.graph, self.rank):
-            posts = self._post(turn)
-            ahead.append(turn)
-            if turn.actions and turn.actions[0].kind in COLLECTIVES:
-                collectives += 1
+    def _advance(self, rank: _Rank) -> None:
+        """Play one rank until it blocks, or to its end."""
+        while not rank.has_ended:
+            if rank.sends:
+                target = self.ranks[rank.sends[0][1]]
+                if target.wanted is None or self._source(target.wanted) is not rank:
+                    return
+                self._pass(rank, target)
+                self.ready.append(target)
                 continue
-            while collectives and ahead[0].actions[0].kind in COLLECTIVES:
-                posts += self._run(ahead.popleft())
-                collectives -= 1
-            yield from posts + self._run(ahead.popleft()) if len(ahead) - collectives > LOOK_AHEAD else posts
-        for turn in ahead:
-            yield from self._run(turn)
-        yield from map(wait_of, self.unconfirmed)
+            if rank.confirmed:
+                if rank.line is not None:
+                    rank.line.extend(map(wait_of, rank.confirmed))
+                rank.confirmed.clear()
+            rank.wanted = rank.wanted or rank.find_wanted()
+            if rank.wanted is None:
+                self._run(rank)
+                continue
+            source = self._source(rank.wanted)
+            if not source.sends or source.sends[0][1] != rank.number:
+                return
+            self._pass(source, rank)
+            self.ready.append(source)
 
-    def _post(self, turn: Turn) -> list[Action]:
-        """Return the receives to post for the turn, in each source's send order, up to the last one needed."""
-        posts: list[Action] = []
-        routes, posted = self.routes, self.posted
+    def _run(self, rank: _Rank) -> None:
+        """Run the next turn of a rank; at the end, wait for the sends that no message vouches for."""
+        turn = rank.turns.popleft() if rank.turns else None
+        if turn is None:
+            rank.has_ended = True
+            rank.confirmed += rank.unconfirmed
+            if rank.line is not None:
+                rank.line.extend(map(wait_of, rank.confirmed))
+            return
+        rank.late.clear()
+        if self.waits_early and turn.actions:
+            old = [sent for sent in rank.unconfirmed if sent.microbatch <= turn.actions[0].microbatch - IN_FLIGHT]
+            for sent in old:
+                del rank.unconfirmed[sent]
+            if rank.line is not None:
+                rank.line.extend(map(wait_of, old))
         for message in turn.waits:
-            if message in posted:
-                continue
-            source = routes[message[2] % len(routes)][message[1]]
-            for earlier, vouched in self.incoming[source]:
-                posted[earlier] = vouched
-                posts.append(receive_of(earlier))
-                if earlier == message:
-                    break
-            else:
-                raise self._explain_missing(turn, message, f"which rank {source} never runs, or runs only once")
-        return posts
-
-    def _run(self, turn: Turn) -> list[Action]:
-        """Return the turn's actions, its sends, and a `WAIT` for each send that the messages it consumes vouch for."""
-        actions = [*self._wait_early(turn), *turn.actions, *turn.sends]
-        unconfirmed, posted = self.unconfirmed, self.posted
+            for sent in rank.posted.pop(message):
+                del rank.unconfirmed[sent]
+                rank.confirmed.append(sent)
+            rank.consumed[self._source(message).number].append(message)
         for message in turn.sends:
-            unconfirmed[message] = None
-        for message in turn.waits:
-            if message not in posted:
-                raise self._explain_missing(turn, message, "which an earlier action has consumed")
-            for sent in posted.pop(message):
-                if sent not in unconfirmed:
-                    raise self._explain_missing(turn, message, f"but its sender needs {sent} first")
-                del unconfirmed[sent]
-                actions.append(wait_of(sent))
-        return actions
+            rank.sends.append((message, target_of(message, self.schedule.placement)))
+        if rank.line is not None:
+            rank.line.extend(turn.actions)
 
-    def _wait_early(self, turn: Turn) -> list[Action]:
-        """Return a `WAIT` for each send of microbatches that are long past, if no message will vouch for them."""
-        if not (self.program.waits_early and turn.actions):
-            return []
-        old = [sent for sent in self.unconfirmed if sent[2] <= turn.actions[0].microbatch - IN_FLIGHT]
-        for sent in old:
-            del self.unconfirmed[sent]
-        return list(map(wait_of, old))
+    def _pass(self, source: _Rank, target: _Rank) -> None:
+        """Pass the next message of one rank to another."""
+        message, _ = source.sends.popleft()
+        source.unconfirmed[message] = None
+        target.posted[message] = source.consumed.pop(target.number, [])
+        target.wanted = None
+        if source.line is not None:
+            source.line.append(message)
+        if target.line is not None:
+            target.line.append(receive_of(message))
 
-    def _explain_missing(self, turn: Turn, message: Message, why: str) -> ScheduleError:
-        action, problem = next(iter(turn.actions), None), f"waits for {message}, {why}"
+    def _source(self, message: Message) -> _Rank:
+        _, stage, microbatch, _, _ = message
+        return self.ranks[self.routes[microbatch % len(self.routes)][stage]]
+
+    def _blocker(self, rank: _Rank) -> _Rank:
+        """Return the rank that a blocked rank waits for."""
+        if rank.sends:
+            return self.ranks[rank.sends[0][1]]
+        assert rank.wanted is not None, "a rank that sends nothing waits to receive"
+        return self._source(rank.wanted)
+
+    def _unblock(self, rank: _Rank) -> None:
+        """Let a rank go on, now that all are blocked: one of those that `rank` waits for, which wait for each other.
+
+        A send whose receive nobody has asked for is received now, if possible before an action. Else a receive waits
+        for the action in between: its message depends on it. Raise `ScheduleError` if neither helps.
+        """
+        seen: dict[int, _Rank] = {}
+        while rank.number not in seen and not rank.has_ended:
+            seen[rank.number] = rank
+            blocked, rank = rank, self._blocker(rank)
+        if rank.has_ended:
+            cycle = [blocked]
+        else:
+            numbers = [*seen]
+            cycle = [seen[number] for number in numbers[numbers.index(rank.number) :]]
+            senders = [one for one in cycle if one.sends]
+            if senders:
+                sender = min(senders, key=lambda one: (bool(self._blocker(one).sends), one.number))
+                target = self._blocker(sender)
+                self._pass(sender, target)
+                self.ready += [target, sender]
+                return
+        early = [one for one in cycle if one.wanted is not None and one.is_early and not one.sends]
+        if not early:
+            raise self._explain_deadlock(min(cycle, key=lambda one: one.number))
+        waiting = min(early, key=lambda one: one.number)
+        assert waiting.wanted is not None, "it waits for a message"
+        waiting.late.add(waiting.wanted)
+        waiting.wanted = None
+        self.ready.append(waiting)
+
+    def _explain_deadlock(self, rank: _Rank) -> ScheduleError:
+        """Return the error for a rank that waits for a message which never comes, or sends one that nobody needs."""
+        other, turn = self._blocker(rank), rank.turn(0)
+        if rank.sends:
+            (message, _), *_ = rank.sends
+            problem = f"comes after {message}, which rank {other.number} never uses"
+        elif other.has_ended:
+            problem = f"waits for {rank.wanted}, which rank {other.number} never runs, or runs only once"
+        else:
+            problem = f"waits for {rank.wanted}, but its sender needs {other.wanted} first"
         repair = "Run check(schedule, graph) first: it names the cause."
-        return ScheduleError("ordered", self.rank, turn.position, action, problem, repair)
+        action, position = (next(iter(turn.actions), None), turn.position) if turn else (None, 0)
+        return ScheduleError("ordered", rank.number, position, action, problem, repair)

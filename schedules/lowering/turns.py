@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from schedules.language.actions import KINDS, SENDS, Action, Message, new_tuple
 from schedules.language.graph import Graph
+from schedules.language.placement import Placement
 from schedules.language.schedule import Schedule, completes_gradient
 
 
@@ -85,6 +86,16 @@ class Turns:
         if opener is not None:
             yield opener
         yield Turn(position + 1, (), [*self.gradients.left_to_receive()], nothing)
+
+
+def target_of(message: Message, placement: Placement) -> int:
+    """Return the rank a message goes to: the target stage's, or that of the stage's other replica."""
+    _, s, i, t, _ = message
+    assert t is not None, "a message has a target stage"
+    if s != t:
+        return placement.home(t, i)
+    source = placement.home(s, i)
+    return next((rank for rank in placement.replicas(s) if rank != source), source)
 
 
 class GradientExchange:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
-from schedules.checking.channels import LoweredProgram
+from schedules.checking.channels import LoweredProgram, streams_of
 from schedules.errors import ProgramError
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
@@ -48,8 +48,7 @@ def ideal(schedule: Schedule, graph: Graph | None = None) -> Meaning:
 
 def interpret(program: LoweredProgram, network: Network) -> Meaning:
     """Run a lowered program. Raise `ProgramError` if it gets stuck or ends with anything left over."""
-    streams = [program.actions(rank) for rank in range(program.schedule.ranks)]
-    return Interpreter(program.schedule, program.graph, streams, Links(network)).run()
+    return Interpreter(program.schedule, program.graph, streams_of(program), Links(network)).run()
 
 
 def prove(schedule: Schedule, graph: Graph | None = None) -> None:

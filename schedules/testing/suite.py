@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import schedules as package
 from schedules.analysis.simulation import simulate
-from schedules.checking.channels import LoweredProgram, target_of
+from schedules.checking.channels import LoweredProgram
 from schedules.checking.rules import check
 from schedules.drawing import text
 from schedules.errors import ArgumentError, ScheduleError, SizeError
@@ -28,6 +28,7 @@ from schedules.language.actions import COLLECTIVES, KINDS, Action, message_of, r
 from schedules.language.graph import Edge, Graph, chain
 from schedules.language.schedule import Factory, Schedule
 from schedules.lowering.program import lower
+from schedules.lowering.turns import target_of
 from schedules.playing.costs import Costs
 from schedules.playing.outputs import inputs_of, output_of
 from schedules.proof.interpreter import prove
@@ -64,7 +65,7 @@ def conformance(
     graph is tried with that one alone: the one `graph(schedule)` returns, or its own (`schedules.connect`). The test
     checks:
 
-    - `check` accepts the schedule, and its `repr` and its pickle reproduce it;
+    - `check` accepts the schedule, on any device, and its `repr` and its pickle reproduce it;
     - on every channel of its program, both ends post the same messages in the same order;
     - run on formulas, it computes the whole model, as is and lowered, with tags and without (`interpreter.prove`);
     - its simulated makespan is at least the busiest rank's work, and the latency of one microbatch;
@@ -85,7 +86,7 @@ def conformance(
     def conforms(case: tuple[Schedule, Graph, Costs]) -> None:
         schedule, graph, times = case
         with _draw_on_failure(schedule, graph):
-            check(schedule, graph)
+            check(schedule, graph, device=True)
             require_round_trip(schedule)
             require_matching_ends(lower(schedule, graph))
             prove(schedule, graph)

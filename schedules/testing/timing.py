@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from random import Random
 
 from schedules.analysis.simulation import spans
-from schedules.checking.channels import LoweredProgram, target_of
+from schedules.checking.channels import LoweredProgram
 from schedules.language.actions import COLLECTIVES, KINDS, Action, message_of
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.lowering.program import lower
+from schedules.lowering.turns import target_of
 from schedules.playing.costs import Costs
 from schedules.playing.engine import Span
 from schedules.proof.inflight import Parcel, parcel_of, parcels_for

@@ -238,6 +238,8 @@ TINY = {
     "functional_loop": "--steps 2",
     "generate": "--layers 2 --width 16 --prompts 4 --groups 2 --context 4 --count 4",
     "lora": "--steps 1",
+    "own_backward": "",
+    "pure_stages": "",
 }
 SAME = {  # the lines that must be the same on any number of ranks
     "custom_schedule": "42 tensors are those of one device, 42 those of the module",
@@ -245,8 +247,18 @@ SAME = {  # the lines that must be the same on any number of ranks
     "functional_loop": "step",
     "generate": "likeliest|drawn|all 16 tokens are those of the plain loop",
     "lora": "step|final loss .* on one device too",
+    "own_backward": "loss .*; 4 of 4 gradients are those of autograd",
+    "pure_stages": "gpipe|one_f_one_b|zb_h1|parameters are the same under all schedules, bit for bit",
 }
-LINES = {"drop_in": 3, "functional_loop": 2, "generate": 3, "lora": 2, "custom_schedule": 1}
+LINES = {
+    "drop_in": 3,
+    "functional_loop": 2,
+    "generate": 3,
+    "lora": 2,
+    "custom_schedule": 1,
+    "own_backward": 1,
+    "pure_stages": 10,
+}
 
 
 def lines_of(name, printed):
@@ -269,11 +281,22 @@ def test_an_example_runs_in_one_process(name, monkeypatch, capsys):
 
 
 @by_night
-@pytest.mark.parametrize("name", [name for name in TINY if name != "custom_schedule"])
+@pytest.mark.parametrize(
+    "name", [name for name in TINY if name not in ("custom_schedule", "own_backward", "pure_stages")]
+)
 def test_two_ranks_print_the_same(name, monkeypatch, capsys):
     code, out, err = run_under_torchrun(FOLDER / f"{name}.py", *shlex.split(TINY[name]))
     assert code == 0, err
     assert lines_of(name, out) == lines_of(name, run_alone(name, monkeypatch, capsys))
+
+
+@by_night
+def test_pure_stages_print_the_same_on_three_ranks(monkeypatch, capsys):
+    code, out, err = run_under_torchrun(FOLDER / "pure_stages.py", ranks=3)
+    assert code == 0, err
+    assert sorted(lines_of("pure_stages", out)) == sorted(
+        lines_of("pure_stages", run_alone("pure_stages", monkeypatch, capsys))
+    )
 
 
 @by_night

@@ -138,7 +138,7 @@ def test_modules_that_the_rooms_name_exist():
 # --------------------- Every public name is in the API reference and has a docstring; every schedule is in the gallery
 
 PLACES = (
-    *("fpipe", "fpipe.errors", "fpipe.front_ends"),
+    *("fpipe", "fpipe.errors", "fpipe.front_ends", "fpipe.testing"),
     *("schedules", "schedules.drawing", "schedules.files", "schedules.testing"),
 )
 ENTRY = re.compile(r"^\.\. (?:auto(?:function|class|exception)|py:data):: (\S+)\n(?:\n   (\S.*))?", re.MULTILINE)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users pass is checked before anything runs; errors name the argument, what it is and what was expected."""
 
+import collections
 import itertools
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from schedules import B, F, gpipe, linear, one_f_one_b, schedule
@@ -62,7 +64,62 @@ class Counter(nn.Module):
         return mse(out, target) * self.weight
 
 
+class Keeping(nn.Module):
+    """A loss that keeps a sum in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, out, target):
+        loss = mse(out, target)
+        self.seen.add_(loss.detach())
+        return loss
+
+
+class Reentrant(nn.Linear):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+def penalty(out, x):
+    """Of the gradient with respect to the input, through all stages."""
+    return out.mean() + torch.autograd.grad(out.sum(), x, create_graph=True)[0].norm()
+
+
+class Batch(collections.UserDict):
+    """As tokenizers return it."""
+
+
+ALONE = {"schedule": one_f_one_b(ranks=1, microbatches=2), "cuts": None}
+
 BAD = {
+    "a loss that keeps a sum": (
+        {"loss": Keeping()},
+        fpipe.CaptureError,
+        ["module loss", "a loss that keeps nothing", "(loss, aux)"],
+    ),
+    "a reentrant checkpoint of a frozen input": (
+        {"model": nn.Sequential(Reentrant(WIDTH, WIDTH)), **ALONE},
+        fpipe.CaptureError,
+        ["module 0: got a reentrant checkpoint", "['0.bias', '0.weight']", "use_reentrant=False"],
+    ),
+    "a gradient penalty": (
+        {"loss": penalty, "targets": X},
+        fpipe.CaptureError,
+        ["the loss: got RuntimeError", "through all stages", "in the forward of the model"],
+    ),
+    "a mapping that is no dict": ({"example": Batch(x=X)}, fpipe.InputError, ["example: got Batch", "dict(batch)"]),
+    "batch_dims without targets": (
+        {"example": {"x": X}, "batch_dims": ({"x": 0},)},
+        fpipe.InputError,
+        ["batch_dims: got ({'x': 0},)", "a tree such as ({'x': 0}, 0)", "one for the targets"],
+    ),
+    "more stages than modules, the loss counted": (
+        {"model": nn.Sequential(nn.Linear(WIDTH, WIDTH)), "cuts": None, "schedule": one_f_one_b(3, 3), "example": (X,)},
+        fpipe.CutError,
+        ["got 3, expected at most 2", "the loss among them", "fewer stages"],
+    ),
     "fewer rows than microbatches": (
         {"example": (X[:1],), "targets": Y[:1]},
         fpipe.InputError,
@@ -139,7 +196,7 @@ BAD = {
         ["loss", "[2, 4]", "scalar", ".mean()"],
     ),
     "a loss that is no tensor": ({"loss": lambda out, t: 1.0}, fpipe.CaptureError, ["loss", "1.0", "scalar"]),
-    "a loss of two values": ({"loss": lambda out, t: (out.mean(), out)}, fpipe.CaptureError, ["loss", "scalar"]),
+    "a loss of three values": ({"loss": lambda out, t: (out.mean(), out, t)}, fpipe.CaptureError, ["loss", "scalar"]),
     "an integer loss": ({"loss": lambda out, t: out.argmax()}, fpipe.CaptureError, ["loss", "int64", "floating-point"]),
     "a loss with parameters": (
         {"loss": Counter()},
@@ -227,7 +284,7 @@ def test_a_cut_may_be_given_as_one_name():
 
 BATCH_CHANGES = {
     "another number of inputs": (((X, X), Y), ["inputs", "expected"]),
-    "a dict for a tuple": (({"x": X}, Y), ["inputs", "missing"]),
+    "a dict for a tuple": (({"x": X}, Y), ["inputs: got nothing at [0], a tensor at ['x'], expected a tensor at [0]"]),
     "another number of rows than targets": (((X[:2],), Y), ["targets: got 4 in", "expected 2, as in", "inputs[0]"]),
     "no rows": (((X[:0],), Y[:0]), ["inputs[0]", "[0, 4]", "at least 2"]),
     "another width": (((X[:, :3],), Y), ["inputs[0]", "float32[4, 3]", "example has float32[4, 4]"]),

@@ -16,12 +16,12 @@ import fpipe
 PLACES = {
     "fpipe": """
 CaptureError Cause Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph
-NonFinite Optimizer Part Pipeline PipelineError Pipelined Plan Profile RankError Roofline ScheduleError Sharded
-SizeError StaticDecoder Step TransportError Verification VocabularyError
-__version__ all_finite begin_save catch_signals choose_likeliest clip clip_value costs evaluate export find_nonfinite
-generate
-is_checkpoint load masters norm optimizer pipeline plan predict profile reference require_same
-safetensors sample save stream timeline train_step value_and_grad verify
+Executed ModelRecord ModelStages NonFinite Optimizer Part Pipeline PipelineError Pipelined Plan Profile RankError
+Roofline ScheduleError Sharded SizeError Stage Stages StaticDecoder Step TransportError Verification
+VocabularyError capture connect_stages cut execute processes stage __version__ all_finite begin_save catch_signals
+choose_likeliest clip clip_value costs evaluate export find_nonfinite generate is_checkpoint load masters norm
+optimizer pipeline plan predict profile reference require_same safetensors sample save stream timeline train_step
+value_and_grad verify
 """,
     "fpipe.errors": """
 CaptureError Cause CutError DeadlockError GraphError InputError MismatchError PipelineError RankError ScheduleError
@@ -31,8 +31,12 @@ SizeError TransportError VocabularyError
 BatchLeaf Buffer Call CaptureFunction Captured Constant FrontEnd Function Labels Objective Observed Parameter Structure
 Unit Value fake fake_mode flatten
 """,
+    "fpipe.testing": """
+check_stage
+""",
     "schedules": """
-Action ArgumentError B Bound C Costs CriticalPath F Factory G Graph GraphError I KINDS Limits Link PipelineError
+Action ArgumentError B Bound C Costs CriticalPath Device DeviceRun F Factory G Graph GraphError I KINDS
+Limits Link PipelineError
 Placement Program
 ProgramError R Schedule ScheduleError SearchProgress SearchResult SizeError Sizes SolverError Span TableError Timeline U
 VocabularyError W bidirectional
@@ -40,7 +44,7 @@ bound breadth_first chain check chimera connect cp_sat critical_path dag defer_w
 eager_1f1b estimate forward_only forwards gpipe hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear looped lower
 memory_over_time merge_backward mirror one_f_one_b overlap parse pipedream pipedream_2bw recompute schedule
 search seq_1f1b
-reduce_gradients repeat shard
+reduce_gradients repeat run_on_device shard
 TimelineError
 simulate spans split_backward summarize transform update_weights v_1f1b v_half v_min v_schedule vee wave zb_auto zb_h1
 zb_h2 zb_v
@@ -67,6 +71,15 @@ SIGNATURES = {
         "*whole=() *capture='trace' *backward='graph' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None "
         "*plans=32 *group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean'"
     ),
+    "capture": (
+        "model *example *targets=None *loss=None *front_end='trace' *backward='graph' *batch_dims=0 *unsplittable=() "
+        "*whole=()"
+    ),
+    "cut": "record at=None *stages=1",
+    "execute": "program stages params buffers inputs targets=None *seed=None *split=None *transport=None",
+    "stage": "forward name=''",
+    "connect_stages": "stages targets=True",
+    "processes": "ranks group=None device='cpu'",
     "value_and_grad": "pipe outputs=False record=None sums=None aux=True",
     "evaluate": "pipe record=None outputs=True aux=True",
     "predict": "pipe",

@@ -312,9 +312,9 @@ def test_an_update_waits_for_the_gradients_of_stages_that_share_its_parameters()
     check(s, TIED)
     check(lower(s, TIED))
     prove(s, TIED)
-    assert [" ".join(map(str, lower(s, TIED).actions(rank))).split(" ", 1)[1] for rank in (0, 1)] == [
-        "0F0 0SEND_F0>1 0RECV_G0<1 0B0 0SEND_G0>1 0WAIT_F0>1 0U0 0WAIT_G0>1",
-        "1F0 1RECV_G0<0 1B0 1SEND_B0>0 1SEND_G0>0 1U0 1WAIT_B0>0 1WAIT_G0>0",
+    assert [" ".join(map(str, lower(s, TIED).actions(rank))) for rank in (0, 1)] == [
+        "0F0 0SEND_F0>1 0RECV_B0<1 0RECV_G0<1 0B0 0SEND_G0>1 0WAIT_F0>1 0U0 0WAIT_G0>1",
+        "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1SEND_G0>0 1RECV_G0<0 1U0 1WAIT_B0>0 1WAIT_G0>0",
     ]
     late = {span.action: span for span in spans(s, Costs(F=1, B=2, comm=4), TIED)}
     assert late[U(1, 0)].start == late[B(0, 0)].end + 4 == 18

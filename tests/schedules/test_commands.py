@@ -387,6 +387,11 @@ def test_a_table_of_a_program_is_checked_and_shown(capsys, tmp_path):
     write_csv(lower(one_f_one_b(ranks=2, microbatches=3)), path)
     assert answer(capsys, "check", path)[:2] == (0, "ok: 2 ranks, 2 stages, 3 microbatches, 12 actions\n")
     assert answer(capsys, "show", path)[1] == f"{one_f_one_b(ranks=2, microbatches=3)}\n"
+    assert answer(capsys, "check", path, "--device")[0] == 0
+    hasty = tmp_path / "hasty.csv"
+    hasty.write_text("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    assert answer(capsys, "check", hasty)[0] == 0
+    assert "[rule: posts]" in answer(capsys, "check", hasty, "--device")[1]
     path.write_text(path.read_text().replace("0SEND_F1>1,", "", 1))
     code, out, _ = answer(capsys, "check", path)
     assert code == 1
@@ -472,7 +477,7 @@ def test_a_task_that_fails_is_one_line(capsys, tmp_path):
 
 
 def test_errors_of_the_package_keep_their_traceback(monkeypatch):
-    monkeypatch.setattr("schedules.commands.reports.check", lambda schedule: 1 / 0)
+    monkeypatch.setattr("schedules.commands.reports.check", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["check", "gpipe"])
 

@@ -62,6 +62,11 @@ def traceback_line(traceback: TracebackType | None) -> str:
     return _line_text(*lines[-1]) if lines else ""
 
 
+def differentiates(traceback: TracebackType | None) -> bool:
+    """Return whether an exception was raised by a backward that code of the user's asked torch for."""
+    return any(frame.f_globals.get("__name__") == "torch.autograd" for frame, _ in walk_tb(traceback))
+
+
 def current_line() -> str:
     """Return the innermost line of the user's code on the current stack, in the form of `traceback_line`."""
     return next((_line_text(frame, line) for frame, line in walk_stack(None) if _is_users(frame)), "")

@@ -36,7 +36,19 @@ PLAIN_VALUES: Final = (*PLAIN, Number, type(None))
 OPEN_MODULES: Final = frozenset({"__main__", "argparse", "types", "dataclasses", "collections"})
 """Modules of the standard library whose instances hold users' values."""
 LIBRARIES: Final = frozenset(sys.stdlib_module_names - OPEN_MODULES) | {
-    *("torch", "numpy", "optree", "packaging", "sympy", "pytest", "hypothesis", "fpipe", "schedules")
+    *(
+        "torch",
+        "numpy",
+        "optree",
+        "packaging",
+        "sympy",
+        "pytest",
+        "_pytest",
+        "pluggy",
+        "hypothesis",
+        "fpipe",
+        "schedules",
+    )
 }
 """Packages whose code is not read, and whose objects, other than modules of torch, are not opened."""
 MAPPINGS: Final = (dict, OrderedDict, defaultdict)

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.record.captured import BatchLeaf, Buffer, Parameter, Source, Value
 from fpipe.record.fakes.generators import Generators
-from fpipe.record.model.places import LOSS, advise_on_errors, advise_on_values, blame, traceback_line
+from fpipe.record.model.places import (
+    LOSS,
+    advise_on_errors,
+    advise_on_values,
+    blame,
+    differentiates,
+    traceback_line,
+)
 from fpipe.record.model.skeleton import Absent, absent, skeleton
 from fpipe.record.numbers import Number, learn
 from fpipe.record.objective import Computed, Loss, Objective, Way
@@ -159,6 +166,13 @@ class FakeModel:
     def _explain(self, error: Exception) -> CaptureError:
         """Return the error for an exception that the model or the loss raised."""
         module = blame(error.__traceback__, self.skeleton)
+        if differentiates(error.__traceback__):
+            return CaptureError(
+                f"{module}: got {type(error).__name__}: {error}{traceback_line(error.__traceback__)}, expected "
+                "gradients with respect to what is computed there. A gradient with respect to inputs, as a gradient "
+                "penalty has, goes through all stages: compute it in the forward of the model, on a copy of the input "
+                "that requires a gradient, and return it for the loss. That module stays whole, on one rank."
+            )
         may_lack_values = not isinstance(error, LookupError | NameError | ImportError)
         repair = advise_on_values(module, self.opaque) if may_lack_values else advise_on_errors()
         return CaptureError(

@@ -246,6 +246,7 @@ def list_rows(run: Run) -> dict[str, Row]:
 
 LOCAL = frozenset(
     {"choose_likeliest", "clip_value", "costs", "is_checkpoint", "masters", "optimizer", "reference", "safetensors"}
+    | {"capture", "connect_stages", "cut", "execute", "processes", "stage"}  # tested where they are, and in `steps`
     | {"sample", "save"}  # which is `begin_save`, and its end
 )
 """Public functions that need nothing of other ranks."""
@@ -483,7 +484,7 @@ def refused_on_one_rank(rank, size):
     for culprit, bad, words in (
         (0, (None, targets), ["inputs[0]: got nothing", "a stage of this rank reads it"]),
         (size - 1, (inputs, None), ["targets: got nothing"]),
-        (1, ([*inputs], targets), ["inputs: got the tree"]),
+        (1, ([*inputs], targets), ["inputs: got ["]),
     ):
         if rank == culprit:
             with raises(fpipe.InputError, *words):

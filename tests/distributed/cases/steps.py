@@ -6,13 +6,17 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
+import optree
 import torch
 from torch import nn
+from torch.nn import functional
 
 import fpipe
+from fpipe.network.trail import AHEAD, Trail
 from fpipe.tensors.tree import same_bits
-from schedules import dualpipe, mirror, one_f_one_b, zb_h1, zb_v
+from schedules import dualpipe, lower, mirror, one_f_one_b, zb_h1, zb_v
 from tests.common.averages import Average, AverageDecoder, generate_from_scratch, texts, word_loss
 from tests.common.cases import WORDS
 from tests.common.comparison import Result
@@ -21,6 +25,7 @@ from tests.common.masks import DECODER, decoder_batch
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import NIGHTLY
 from tests.common.updates import require_same_updates, require_training_of_a_plain_loop
+from tests.common.waits import Clock
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import case, gather, raises, require_whole
 
@@ -54,6 +59,20 @@ def batches_of_other_shapes(rank, size):
         out = fpipe.evaluate(pipe)(*state, *as_needed(inputs, targets, rank, size))
         want = eval_loop(model, one.loss, inputs, targets, 4)
         require_whole(Result(out.loss, out.outputs, {}, out.buffers), want, rank, size)
+
+
+@case(sizes=[2])
+def messages_as_on_a_device(rank, size):
+    """Each is one send. The host is a few messages ahead, and after the step waits for nothing."""
+    clock = Clock()
+    with patch("fpipe.network.channels.make_trail", lambda device: Trail(clock.copy)):
+        pipe, model, inputs, targets = build(ZOO["tied_sequence"], zb_v(ranks=size, microbatches=16), 32)
+    got = run(pipe, model, inputs, targets)
+    require_whole(got, run_reference(pipe, model, inputs, targets), size - 1 if rank == 0 else 0, size)
+    laps, waits = len(clock.events), clock.waits
+    assert 0 < waits <= laps - AHEAD
+    fpipe.clip(pipe, got.grads, 1.0)
+    assert clock.waits == waits
 
 
 @case
@@ -530,3 +549,43 @@ def another_number_in_the_batch_of_one_rank(rank, size):
     assert len(pipe.memo.recordings) == 1
     with raises(fpipe.TransportError, "numbers in the batch", "(7,)"):
         step(*held, {"x": x, "n": 7 if rank == 1 else 5})
+
+
+# ------------------------------------------------------------------------------------------- stages, executed as values
+
+
+@case(sizes=[2])
+def stages_that_are_executed_have_the_bits_of_one_process(rank, size):
+    """Stages of a model, and pure functions, whose parameters on other ranks are on meta; with uneven rows."""
+    transport, how = fpipe.processes(ranks=size), zb_h1(ranks=size, microbatches=3)
+    one = ZOO["dropping"]
+    model, inputs, targets = one.make(7)
+    part = (inputs[0][:2],), targets[:2]
+    stages = fpipe.cut(fpipe.capture(model, example=part[0], targets=part[1], loss=one.loss), one.at(size))
+    for kind in (stages, fpipe.connect_stages([hidden, error])):
+        torch.manual_seed(0)
+        state = stages.init(model) if kind is stages else ([{"w": torch.randn(4, 4)}, torch.randn(4, 4)], [(), ()])
+        program = lower(how, kind.graph)
+        want, grads = fpipe.execute(program, kind, *state, inputs, targets, seed=3)
+        mine = state if kind is stages else ([p if s == rank else on_meta(p) for s, p in enumerate(state[0])], state[1])
+        for _ in range(2):
+            out, got = fpipe.execute(program, kind, *mine, inputs, targets, seed=3, transport=transport)
+            pairs = zip(optree.tree_leaves(got[rank]), optree.tree_leaves(grads[rank]), strict=True)
+            assert all(same_bits(a, b) for a, b in pairs)
+            assert (out.loss is None) == (rank < size - 1)
+            assert out.loss is None or same_bits(out.loss, want.loss)
+    with raises(fpipe.TransportError, "program"):
+        fpipe.execute(program, kind, *mine, inputs, targets, seed=rank, transport=transport)
+    transport.close()
+
+
+def hidden(params, inputs):
+    return {"h": torch.tanh(functional.dropout(inputs[0] @ params["w"], 0.2)), "kind": "hidden"}
+
+
+def error(weight, inputs):
+    return functional.mse_loss(inputs[0]["h"] @ weight, inputs[1])
+
+
+def on_meta(tree):
+    return optree.tree_map(lambda one: one.to("meta"), tree)

@@ -83,7 +83,7 @@ def test_stages_begin_where_the_arguments_say(where, first):
         ),
         (
             {"unsplittable": Net},
-            "the number of modules that run one after the other. No stage may",
+            "the number of modules that run one after the other, the loss among them. No stage may",
         ),
         ({"unsplittable": Net}, "No stage may begin inside the model (Net): it stays whole, because of unsplittable"),
         (

@@ -161,7 +161,7 @@ def capture_chain(sizes, skips=(), calls=(), loss=0):
         makes = [k] + [2000 + k for start, _ in skips[:1] if start == k]
         if size:
             sources[1000 + k], fakes[1000 + k] = Parameter(f"{k}"), torch.empty(size, device="meta")
-        units.append(unit(f"m{k}", reads, makes))
+        units.append(unit(f"m{k}" if k < len(sizes) - loss else "loss", reads, makes))
     outputs = (len(sizes) - 1 - loss,)
     return SimpleNamespace(units=units, sources=sources, fakes=fakes, calls=calls, outputs=outputs)
 
@@ -344,6 +344,7 @@ def programs(draw):
         sources=SOURCES,
         loss=None,
         outputs=outputs,
+        aux=(),
         observed=observed,
         trainable=frozenset(),
         reassigned={} if new is None else {1: new},

@@ -7,11 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe import TransportError
-from fpipe.network.channels import LINE, SMALL_BYTES, DistributedChannel, DistributedTransport, Envelope
+from fpipe.network.channels import LINE, ON_DEVICE, SMALL_BYTES, DistributedChannel, Envelope
+from fpipe.network.trail import AHEAD, PER_LAP, Trail
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
 from schedules import parse
 from tests.common.sizes import few
+from tests.common.waits import Clock
 
 CPU = torch.device("cpu")
 MESSAGE = parse("0SEND_F3>1")
@@ -50,18 +52,23 @@ class Wire:
         """It has been done."""
 
 
-def channels():
-    wire, unread = Wire(), []
-    return wire, DistributedChannel(wire, 0, 1, CPU, unread), DistributedChannel(wire, 0, 1, CPU, unread)
+def channels(trail=None):
+    wire = Wire()
+    return wire, DistributedChannel(wire, 0, 1, CPU, trail), DistributedChannel(wire, 0, 1, CPU, trail)
 
 
+@pytest.mark.parametrize("place", ["on a CPU", "on a device"])
 @settings(max_examples=few(60))
 @given(TENSORS)
-def test_messages_arrive_as_sent(tensors):
-    wire, one, two = channels()
+def test_messages_arrive_as_sent(place, tensors):
+    """On a device each is one send, and aligned as memory is there."""
+    on_device = place == "on a device"
+    wire, one, two = channels(Trail(Clock().copy) if on_device else None)
     specs = tuple(map(Spec.of, tensors))
     for _ in range(2):
+        before = wire.operations
         one.send(MESSAGE, tuple(tensors), specs).wait()
+        assert not on_device or wire.operations == before + 1
         handle = two.receive(MESSAGE, tuple(map(Spec.of, tensors)))
         handle.wait()
         found = handle.take()
@@ -71,6 +78,7 @@ def test_messages_arrive_as_sent(tensors):
             assert same_bits(got, want)
             assert got.stride() == want.stride()
             assert not got.numel() or got.data_ptr() % LINE == 0, "laid out as if it had been allocated"
+            assert not on_device or got.storage_offset() * got.element_size() % ON_DEVICE.line == 0
 
 
 def test_small_tensors_travel_together():
@@ -100,15 +108,50 @@ def test_another_message_in_its_place_is_refused(sent, spec, words):
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-def test_headers_on_a_device_are_read_before_the_next_step():
-    transport = object.__new__(DistributedTransport)
-    good, bad = (Envelope(message, (Spec.of(torch.ones(4)),), CPU) for message in (MESSAGE, parse("0SEND_F2>1")))
-    transport.unread = [(good, good.header)]
-    transport.read()
-    transport.unread = [(good, good.header), (good, bad.header)]
+def exchange(trail, sent, wanted=None):
+    """Messages that one end sends and the other one takes, on a device."""
+    _, one, two = channels(trail)
+    spec = Spec.of(torch.ones(4))
+    for message, want in zip(sent, wanted or sent, strict=True):
+        one.send(message, (torch.ones(4),), (spec,)).wait()
+        handle = two.receive(want, (spec,))
+        handle.wait()
+        handle.take()
+
+
+def test_a_wrong_message_on_a_device_is_refused_once_the_device_has_passed_it_and_nobody_waits_for_it():
+    clock = Clock()
+    trail = Trail(clock.copy)
+    exchange(trail, [MESSAGE] * (PER_LAP - 1) + [parse("0SEND_F2>1")], [MESSAGE] * PER_LAP)
+    trail.read()
+    assert not clock.waits, "the device is not there yet"
+    clock.events[0].reached = True
     with pytest.raises(TransportError, match="got 0SEND_F2>1"):
-        transport.read()
-    assert not transport.unread
+        trail.read()
+    trail.read()
+    assert not clock.waits
+
+
+@pytest.mark.parametrize("rounds", [1, AHEAD, AHEAD + 1, 3 * AHEAD])
+def test_the_host_is_a_few_messages_ahead_of_its_device(rounds):
+    clock = Clock()
+    trail = Trail(clock.copy)
+    for _ in range(rounds * PER_LAP):
+        exchange(trail, [MESSAGE])
+        if (overdue := trail.find_overdue()) is not None:
+            overdue.wait()
+        assert len(trail.open) + PER_LAP * len(trail.laps) <= PER_LAP * (AHEAD + 1)
+    assert clock.waits == max(0, rounds - AHEAD)
+    trail.close_lap()
+    trail.close_lap()
+    assert len(clock.events) == rounds, "nothing is left"
+
+
+def test_a_wrong_message_is_refused_when_the_host_waits_for_its_device():
+    trail = Trail(Clock().copy)
+    exchange(trail, [parse("0SEND_F2>1")] + [MESSAGE] * (3 * PER_LAP - 1), [MESSAGE] * 3 * PER_LAP)
+    with pytest.raises(TransportError, match="got 0SEND_F2>1"):
+        trail.find_overdue().wait()
 
 
 def test_bytes_that_are_not_a_message_are_refused():

@@ -17,7 +17,7 @@ from fpipe.record.reads.watch import Watch
 from fpipe.record.variant import TRAINING
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.recorded import Recorded
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from schedules import forwards, gpipe, one_f_one_b
 from schedules.files.csv import table
 from tests.common.cases import WORDS, cross_entropy
@@ -99,7 +99,7 @@ def test_the_plans_that_are_kept_are_those_used_last(plans, lengths):
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 def test_nothing_is_left_of_plans_that_are_forgotten(backward):
     """Over many lengths: as many objects of each kind as ever, among them torch's, and as much memory."""
-    kinds = (StepPlan, Assembly, Captured, Stage, Watch, Recorded)
+    kinds = (StepPlan, Assembly, Captured, ModelStage, Watch, Recorded)
     model, pipe = build(3, backward=backward)
     step, state = fpipe.value_and_grad(pipe), pipe.init(model)
     count, found = 20 if NIGHTLY else 7, []

@@ -13,7 +13,7 @@ from torch import nn
 
 from fpipe.runtime.local import LocalChannel
 from fpipe.stages import autograd
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
@@ -116,7 +116,7 @@ def test_frozen_stages_send_keep_and_compute_nothing(what, way, monkeypatch):
         return walk(*arguments, **how)
 
     monkeypatch.setattr(LocalChannel, "send", sending)
-    monkeypatch.setattr(Stage, "forward", property(lambda stage: partial(keeping, stage)))
+    monkeypatch.setattr(ModelStage, "forward", property(lambda stage: partial(keeping, stage)))
     monkeypatch.setattr(autograd, "run_backward", differentiating)
     got = run(*built)
     monkeypatch.undo()

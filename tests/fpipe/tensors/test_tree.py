@@ -84,7 +84,24 @@ def test_the_message_names_the_leaf():
     wanted = flatten({"x": torch.ones(1), "pair": (torch.ones(1), 3)})[1]
     with pytest.raises(InputError) as caught:
         require_same_tree("inputs", flatten({"y": torch.ones(1), "pair": (torch.ones(1), 3)})[1], wanted)
-    assert "missing [\"['x']\"], unexpected [\"['y']\"]" in str(caught.value)
+    assert "got nothing at ['x'], a tensor at ['y'], expected a tensor at ['x'], nothing at ['y']" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("got", "words"),
+    [
+        ({"x": torch.ones(1), "pos": None}, "got None at ['pos'], expected a tensor at ['pos']"),
+        ({"x": torch.ones(1), "pos": 3}, "got a value that is no tensor at ['pos'], expected a tensor at ['pos']"),
+        ([torch.ones(1)] * 2, "got nothing at ['pos'], nothing at ['x'], a tensor at [0]"),
+    ],
+)
+def test_the_message_shows_no_treespec(got, words):
+    with pytest.raises(InputError) as caught:
+        require_same_tree("inputs", flatten(got)[1], flatten({"x": torch.ones(1), "pos": torch.ones(1)})[1])
+    assert words.split(",")[0] in str(caught.value)
+    assert "PyTreeSpec" not in str(caught.value)
+    with pytest.raises(InputError, match=r"got \[a tensor\], expected \(a tensor,\), as in") as caught:
+        require_same_tree("inputs", flatten([torch.ones(1)])[1], flatten((torch.ones(1),))[1])
 
 
 def test_tied_parameters_and_shared_modules_go_by_their_first_name():

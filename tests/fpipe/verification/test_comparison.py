@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fpipe
-from fpipe.stages.stage import Stage
+from fpipe.stages.stage import ModelStage
 from schedules import one_f_one_b
 from tests.common.cases import mse
 from tests.common.comparison import Result, assert_same
@@ -79,14 +79,14 @@ def test_verify_finds_another_model():
 
 
 def test_verify_finds_a_wrong_sum(monkeypatch):
-    right = Stage.complete
+    right = ModelStage.complete
 
     def wrong(self, total):
         total = right(self, total)
         return (total[0] * (1 + 2**-22), *total[1:]) if total and self.index == 1 else total
 
     pipe, model, inputs, targets = build(ZOO["mlp"], HOW, 6)
-    monkeypatch.setattr(Stage, "complete", wrong)
+    monkeypatch.setattr(ModelStage, "complete", wrong)
     with pytest.raises(fpipe.MismatchError, match=r"gradient 4\.weight: got different bits from the reference"):
         fpipe.verify(pipe, model, inputs, targets)
 
@@ -117,7 +117,7 @@ def test_verify_finds_wrong_buffers(monkeypatch):
         return outputs, buffers, residuals
 
     pipe, model, inputs, targets = build(ZOO["normalised"], HOW, 6)
-    monkeypatch.setattr(Stage, "forward", stale)
+    monkeypatch.setattr(ModelStage, "forward", stale)
     with pytest.raises(fpipe.MismatchError):
         fpipe.verify(pipe, model, inputs, targets)
 

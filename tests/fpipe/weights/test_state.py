@@ -233,7 +233,7 @@ def test_verify_refuses_to_compare_nan(built):
 
 def test_verify_takes_parameters_in_training(built, monkeypatch):
     """An error that shows with other values only is found; the model keeps its own."""
-    from fpipe.stages.stage import Stage
+    from fpipe.stages.stage import ModelStage
 
     pipe, model, inputs, targets = built
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -241,9 +241,9 @@ def test_verify_takes_parameters_in_training(built, monkeypatch):
     with torch.no_grad():
         for p in params.values():
             p.mul_(2)
-    right = Stage.complete
+    right = ModelStage.complete
     monkeypatch.setattr(
-        Stage,
+        ModelStage,
         "complete",
         lambda self, total: tuple(t * (1 + (self.index == 1 and moved(pipe, total))) for t in right(self, total)),
     )

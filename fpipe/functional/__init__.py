@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages, programs and an executor as values that people hold in their hands."""

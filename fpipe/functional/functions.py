@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connected stages that are pure functions, bound to the arguments of one step.
+
+If values travel between processes, all ranks must know what crosses each edge before anything is sent. So every rank
+runs all stages once on fake tensors, for each shape of a microbatch.
+
+Runs in every step of `execute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fpipe.errors import InputError
+from fpipe.functional.bound import BoundStages, Executed, Split, mean_of
+from fpipe.functional.derived import TreeShape
+from fpipe.functional.graph import Stages
+from fpipe.functional.node import Layouts, StageNode
+from fpipe.runtime.executor import Inputs, LinkedProgram, Outcome
+from fpipe.runtime.instructions import link
+from fpipe.tensors import random
+from fpipe.tensors.fake import fake_mode
+from fpipe.tensors.spec import Spec
+from fpipe.tensors.tree import NAMESPACE
+from schedules import Program, Schedule
+
+
+def bind_functions(
+    stages: Stages,
+    program: Program,
+    ranks: Sequence[int],
+    params: Any,
+    buffers: Any,
+    batch: tuple[Any, Any],
+    seed: int | None,
+    split: Split,
+    packed: bool,
+) -> BoundStages:
+    """Return connected stages bound to the arguments of one step; `packed`: whether tensors travel, rather than trees.
+
+    Raise `InputError` for arguments that do not match the stages.
+    """
+    schedule, count = program.schedule, program.schedule.microbatches
+    _require_arguments(stages, schedule, params, buffers, packed)
+    halves = [split(tree, count) for tree in batch]
+    rows = [{"inputs": a, "targets": b} for a, b in zip(*halves, strict=True)]
+    shapes = tuple([TreeShape.of((row, params, buffers))[1] if packed else None for row in rows])
+    if (program, shapes) not in stages.plans:
+        stages.plans[program, shapes] = _Plan.of(stages, program, params, buffers, rows, shapes)
+    plan = stages.plans[program, shapes]
+
+    def finish(outcomes: Mapping[int, Outcome]) -> tuple[Executed, Any]:
+        new, made = list(buffers), dict[int, Any]()
+        grads = [optree.tree_map(lambda _: None, one, none_is_leaf=True, namespace=NAMESPACE) for one in params]
+        for outcome in outcomes.values():
+            for s, state in outcome.buffers[0].items():
+                new[s] = state
+            for s, total in outcome.grads.items():
+                grads[s] = total[0] if total else grads[s]
+            made.update({i: one[0] for i, one in outcome.results.items()})
+        results = [made[i] for i in sorted(made)]
+        if not schedule.backward:
+            return Executed(None, (), tuple(results), new), grads
+        pairs = [one if isinstance(one, tuple) else (one, None) for one in results]
+        loss = mean_of([one for one, _ in pairs], count) if pairs else None
+        return Executed(loss, tuple([aux for _, aux in pairs]), (), new), grads
+
+    inputs = Inputs(
+        params=[dict(enumerate(params))] * count,
+        buffers=[dict(enumerate(buffers))] * count,
+        batch=lambda s, i: (rows[i],),
+        keys=[random.Unseeded() if seed is None else random.key(seed, i) for i in range(count)],
+        starts={len(stages) - 1: (1 / count,)} if schedule.backward else {},
+    )
+
+    return BoundStages(inputs, plan.link, nullcontext, finish, lambda: plan.lines)
+
+
+def _require_arguments(stages: Stages, schedule: Schedule, params: Any, buffers: Any, packed: bool) -> None:
+    """Raise `InputError` unless these stages can be run with these arguments under a schedule."""
+    for what, given in (("params", params), ("buffers", buffers)):
+        if not isinstance(given, Sequence) or len(given) != len(stages):
+            got = f"{len(given)} trees" if isinstance(given, Sequence) else type(given).__name__
+            raise InputError(
+                f"{what}: got {got}, expected a sequence with one tree for each of {len(stages)} stages. Pass () for a "
+                "stage that has none."
+            )
+    for s in range(len(stages)):
+        if schedule.backward and not stages[s].is_differentiable:
+            raise InputError(
+                f"stage {stages.names[s]!r}: got no backward, expected one for {schedule!r}. Pass backward=, or a "
+                "schedule of forwards only."
+            )
+        if packed and len(schedule.placement.replicas(s)) > 1:
+            raise InputError(
+                f"schedule: got {schedule!r}, with stage {s} on two ranks, expected one rank for each stage that is a "
+                "function. Run all ranks in one process, or build a pipeline of a module."
+            )
+
+
+class _Plan(NamedTuple):
+    """All that depends on the program and on shapes only: the nodes of each microbatch, and linked programs.
+
+    `lines`: what crosses, as text.
+    """
+
+    program: Program
+    nodes: Sequence[Mapping[int, StageNode]]
+    lines: Sequence[str]
+    linked: dict[int, LinkedProgram]
+
+    @classmethod
+    def of(
+        cls,
+        stages: Stages,
+        program: Program,
+        params: Any,
+        buffers: Any,
+        rows: Sequence[Mapping[str, Any]],
+        shapes: Sequence[TreeShape | None],
+    ) -> _Plan:
+        """Return the plan for microbatches like `rows`, of these shapes; the stages run on fake tensors for each."""
+        nodes, lines = dict[TreeShape | None, Mapping[int, StageNode]](), str(stages).splitlines()
+        for shape, row in zip(shapes, rows, strict=True):
+            if shape not in nodes:
+                layouts = {} if shape is None else find_layouts(stages, params, buffers, row)
+                nodes[shape] = {s: StageNode(stages, s, layouts) for s in range(len(stages))}
+                lines += [f"{edge}: {', '.join(map(str, one.specs))}" for edge, one in layouts.items()]
+        return cls(program, [nodes[shape] for shape in shapes], lines, {})
+
+    def link(self, rank: int) -> LinkedProgram:
+        """Return the program of a rank, linked to its nodes."""
+        if rank not in self.linked:
+            placement, (usual, *_) = self.program.schedule.placement, self.nodes
+            own = [{s: nodes[s] for s in placement.stages_on(rank)} for nodes in self.nodes]
+            uneven = {i: own[i] for i, nodes in enumerate(self.nodes) if nodes is not usual}
+            self.linked[rank] = link(self.program.actions(rank), own[0], placement, uneven)
+        return self.linked[rank]
+
+
+def find_layouts(stages: Stages, params: Any, buffers: Any, row: Mapping[str, Any]) -> Layouts:
+    """Return the shape of what each edge carries for a microbatch, found by running all stages on fake tensors."""
+    everything: Any = row, params, buffers
+    tensors: list[Tensor] = [
+        one for one in optree.tree_leaves(everything, namespace=NAMESPACE) if isinstance(one, Tensor)
+    ]
+    home = next((one.device for one in tensors if one.device.type != "meta"), torch.device("cpu"))
+
+    def as_fake(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return replace(Spec.of(leaf), device=home if leaf.device.type == "meta" else leaf.device).allocate()
+
+    carried, found = dict[tuple[int, int], Any](), dict[tuple[int, int], TreeShape]()
+    with fake_mode():
+        batch, weights, state = optree.tree_map(as_fake, everything, namespace=NAMESPACE)
+        for s in range(len(stages)):
+            node = StageNode(stages, s, {})
+            given = batch, *[carried[source, s] for source in node.sources]
+            outputs, _ = node.evaluate(weights[s], state[s], given, 0)
+            for t, trees in zip(node.targets, outputs[len(node.results) :], strict=True):
+                carried[s, t], found[s, t] = trees, TreeShape.of(trees)[1]
+    return found
