@@ -58,7 +58,7 @@ class Lock:
         return self.files[0]
 
     def try_to_hold(self) -> None:
-        """Lock it for this process alone; raise `BlockingIOError` if another has it, `OSError` if there are no locks."""
+        """Lock it for this process alone; raise `BlockingIOError` if another has it, `OSError` if there are none."""
         fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def release(self) -> None:
