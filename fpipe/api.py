@@ -45,6 +45,7 @@ from fpipe.verification.comparison import Verification
 from fpipe.verification.reference import make_reference_step
 from fpipe.verification.verify import Trial, verify_steps
 from schedules import Schedule
+from schedules.transforms.shorten import find_fewest
 
 __all__ = ["ValueAndGrad", "evaluate", "pipeline", "reference", "value_and_grad", "verify"]
 
@@ -85,7 +86,8 @@ def pipeline(
       `targets` is whatever tree `loss` takes. They provide shapes and dtypes. Where the model branches on values of the
       batch alone, such as whether a mask is full, they also select the branch (an example without values answers no and
       zero). Later batches may have other sizes, take other branches, and have other flags and numbers in their
-      non-tensor leaves: the model is captured again for each kind of batch, at its first step.
+      non-tensor leaves: the model is captured again for each kind of batch, at its first step. Those with too few rows
+      for all microbatches have fewer of them.
     - `batch_dims`: how tensors are split into microbatches: a dimension, along which `torch.tensor_split` splits them,
       `None` to give every microbatch the whole tensor, or a function `f(tensor, M)` that returns M tensors. Either one
       for all tensors, or a tree that is a prefix of `(example, targets)`, such as `((0, None), 0)`. Tensors that share
@@ -165,7 +167,8 @@ def pipeline(
         place = agree_on_place(job, MeshOptions(mesh, pp, dp, shard, rows), group, schedule, home)
         copies, count = place.copies, schedule.microbatches
         over = 1 if reduce == "sum" else count * copies.count
-        batchings = make_batchings(example, targets, batch_dims, count * copies.pieces, weight, over)
+        least = find_fewest(schedule) if copies.count == 1 else None
+        batchings = make_batchings(example, targets, batch_dims, count * copies.pieces, weight, over, least)
         batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
         ranks = job.join(schedule.ranks, resolve_group(place.group), home, place.members)
     schedule = copies.train(schedule)

@@ -143,7 +143,7 @@ class Pipelined(nn.Module):
         pipe = self.pipe
         with pipe.ranks.enter_call("the model"):
             batch = _join_inputs(inputs, keywords)
-            whole = _find_total(pipe, steps, total)
+            whole = _find_total(pipe, (batch, targets), steps, total)
             notes = pipe.ranks.agree(note=self._check())
         if any(note & CHANGED for note in notes):
             self._pipelines.follow()
@@ -321,7 +321,7 @@ def _join_inputs(inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any
     return keywords or inputs
 
 
-def _find_total(pipe: Pipeline, steps: int, total: float | None) -> float | None:
+def _find_total(pipe: Pipeline, batch: tuple[Any, Any], steps: int, total: float | None) -> float | None:
     """Return the weight of all accumulated microbatches, or `None` for those of this step; raise `InputError`."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InputError(
@@ -336,7 +336,7 @@ def _find_total(pipe: Pipeline, steps: int, total: float | None) -> float | None
             f"steps: got {steps} for a pipeline with a weight, expected total: the weights of later steps are unknown. "
             "Pass total=, the weight of all accumulated microbatches."
         )
-    return steps * pipe.captures.batchings[True].example.divisor
+    return steps * pipe.captures.batchings[True].of_batch(*batch).divisor
 
 
 def _require_eval_mode(module: nn.Module) -> None:

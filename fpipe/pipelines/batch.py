@@ -10,7 +10,7 @@ up by them, so shapes are never sent. A `Batching` holds the rules for splitting
 
 There are three ways to split a tensor leaf. Along a dimension, as `torch.tensor_split` does: into pieces whose sizes
 differ by at most one, the larger ones first. Not at all: every microbatch gets the whole leaf. Or by a user's function.
-A batch thus has at most two kinds of microbatches, and any size works that has a row for each of them.
+A batch thus has at most two kinds of microbatches. One with fewer rows than that has fewer microbatches, of a row each.
 
 Invariants. Batches differ from the example only in sizes and in non-tensor leaves. A leaf that a rank is not given has
 the example's shape; a meta tensor only tells its shape. Memory is laid out as in the example.
@@ -151,12 +151,12 @@ class Leaf:
         dim = self.dim if isinstance(self.dim, int) else 0
         return [] if self.dim is None or not all(shapes) else [shape[dim] for shape in shapes]
 
-    def require_rows(self, shape: tuple[int, ...], microbatches: int) -> None:
-        """Raise `InputError` if a leaf of this shape has fewer rows than there are microbatches."""
-        if isinstance(self.dim, int) and shape[self.dim] < microbatches:
+    def require_rows(self, shape: tuple[int, ...], least: int) -> None:
+        """Raise `InputError` if a leaf of this shape has fewer rows than there must be microbatches."""
+        if isinstance(self.dim, int) and shape[self.dim] < least:
             raise InputError(
                 f"{self.name}: got shape {list(shape)}, {shape[self.dim]} in dimension {self.dim}, expected at least "
-                f"{microbatches}, one row for each microbatch. Skip the batch (drop_last=True in a DataLoader), pad "
+                f"{least}, one row for each microbatch. Skip the batch (drop_last=True in a DataLoader), pad "
                 "it, choose a schedule with fewer microbatches, or say in batch_dims how to split the leaf."
             )
 
@@ -195,6 +195,7 @@ class Signature:
     - `program`: the non-tensor leaves, which are part of the program, but of numbers only the types; `halves`: the
       trees of inputs and of targets, which include them.
     - `divisor`: what losses are divided by, if they are not weighted: the number of all microbatches, or 1 for a sum.
+    - `microbatches`: the number of microbatches of this batch.
     - `answers`: by microbatch, the answers to the model's questions; empty if it asks none.
     """
 
@@ -202,6 +203,7 @@ class Signature:
     program: str
     halves: tuple[Structure, Structure] = field(compare=False)
     divisor: float
+    microbatches: int
     answers: tuple[tuple[Answer, ...], ...] = ()
 
     def __str__(self) -> str:
@@ -250,6 +252,7 @@ class Batching:
     - `leaves`: the tensor leaves of (inputs, targets).
     - `together`: for each entry of `batch_dims`, the numbers of the leaves that it is for; they have as many rows.
     - `example`: the signature of the example.
+    - `microbatches`: the number of microbatches; `least`: how many a batch has that has not a row for each.
     - `weight`: the function that weighs a microbatch; `None` if all weigh the same.
     """
 
@@ -257,6 +260,7 @@ class Batching:
     together: tuple[tuple[int, ...], ...]
     example: Signature
     microbatches: int
+    least: int
     weight: Weight | None
 
     @classmethod
@@ -268,11 +272,12 @@ class Batching:
         microbatches: int,
         weight: Weight | None = None,
         divisor: int | None = None,
+        least: int | None = None,
     ) -> Batching:
         """Return the rules for splitting batches like an example along `dims`, a prefix of the tree (inputs, targets).
 
-        `divisor` is the number of microbatches that losses are averaged over, by default these; 1 to sum them. Raise
-        `InputError` if the example can't be split.
+        `divisor` is the number of microbatches that losses are averaged over, by default these; 1 to sum them. Smaller
+        batches have `least` microbatches or more, by default as many. Raise `InputError` if the example can't be split.
         """
         tensors, structure = flatten((inputs, targets))
         home = _find_home(tensors)
@@ -286,10 +291,10 @@ class Batching:
         known = [leaf.conform(tensor, microbatches) for leaf, tensor in zip(leaves, tensors, strict=True)]
         halves = flatten(inputs)[1], flatten(targets)[1]
         over = microbatches if divisor is None else divisor
-        example = Signature(tuple(map(Leaf.specs, leaves, known)), _program(halves), halves, over)
-        batching = cls(tuple(leaves), tuple(together), example, microbatches, weight)
+        example = Signature(tuple(map(Leaf.specs, leaves, known)), _program(halves), halves, over, microbatches)
+        batching = cls(tuple(leaves), tuple(together), example, microbatches, microbatches, weight)
         batching._require_pieces(example)
-        return batching
+        return batching if least is None else replace(batching, least=least)
 
     @property
     def home(self) -> torch.device:
@@ -320,14 +325,12 @@ class Batching:
 
     def split(self, signature: Signature) -> list[Microbatch]:
         """Return the microbatches of batches with this signature."""
-        structure = self._structure(signature)
-        columns = [
-            leaf.part_specs(specs, self.microbatches) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)
-        ]
+        structure, count = self._structure(signature), signature.microbatches
+        columns = [leaf.part_specs(specs, count) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)]
         scale = () if self.scale is None else (self.scale,)
         numbers = [Spec((), (), DTYPES[type(number)], CPU) for number in signature.numbers]
-        rows = [(*[column[i] for column in columns], *scale, *numbers) for i in range(self.microbatches)]
-        answers = signature.answers or ((),) * self.microbatches
+        rows = [(*[column[i] for column in columns], *scale, *numbers) for i in range(count)]
+        answers = signature.answers or ((),) * count
         return [
             Microbatch(row, signature.program, structure, signature.divisor, said)
             for row, said in zip(rows, answers, strict=True)
@@ -344,8 +347,6 @@ class Batching:
         else meta tensors. A leaf in another memory layout is copied. Raise `InputError`, naming the leaf, if it can't
         be split or does not match the example.
         """
-        if total is not None:
-            require_total(total, 0 if self.weight is not None else min(self.microbatches, self.example.divisor))
         halves, given = [], list[Tensor | None]()
         for what, tree, expected in zip(("inputs", "targets"), (inputs, targets), self.example.halves, strict=True):
             tensors, structure = (None, expected) if tree is None else flatten(tree)
@@ -353,8 +354,11 @@ class Batching:
             halves.append(structure)
             given += [None] * len(expected.names) if tensors is None else tensors
             require_primal(what, dict(enumerate(tensors or ())))
+        few = self._shrink(given)
+        if total is not None:
+            require_total(total, 0 if self.weight is not None else min(few.microbatches, self.example.divisor))
         known = [
-            None if tensor is None else leaf.conform(tensor, self.microbatches)
+            None if tensor is None else leaf.conform(tensor, few.microbatches)
             for leaf, tensor in zip(self.leaves, given, strict=True)
         ]
         specs = [
@@ -362,18 +366,38 @@ class Batching:
             for leaf, parts, example in zip(self.leaves, known, self.example.leaves, strict=True)
         ]
         both = (halves[0], halves[1])
-        divisor = self.example.divisor if total is None or self.weight is not None else total
-        signature = Signature(tuple(specs), _program(both), both, divisor)
+        divisor = few.divisor if total is None or self.weight is not None else total
+        signature = Signature(tuple(specs), _program(both), both, divisor, few.microbatches)
         if signature.leaves != self.example.leaves:
-            self._require_pieces(signature)
+            few._require_pieces(signature)
         memories = [
-            Memory(leaf.name, () if tensor is None or parts is None else leaf.memory(tensor, parts, self.microbatches))
+            Memory(leaf.name, () if tensor is None or parts is None else leaf.memory(tensor, parts, few.microbatches))
             for leaf, tensor, parts in zip(self.leaves, given, known, strict=True)
         ]
         wanting = tuple(
             leaf.name for leaf, one in zip(self.leaves, given, strict=True) if one is not None and one.requires_grad
         )
-        return SplitBatch(self, signature, tuple(known), tuple(memories), total, wanting)
+        return SplitBatch(few, signature, tuple(known), tuple(memories), total, wanting)
+
+    @property
+    def divisor(self) -> float:
+        """The number that losses are divided by, if they are not weighted."""
+        known = self.example
+        return known.divisor if self.microbatches == known.microbatches else min(known.divisor, self.microbatches)
+
+    def of_batch(self, inputs: Any, targets: Any) -> Batching:
+        """Return the rules for this batch: as these, with fewer microbatches if it has not a row for each."""
+        return self._shrink([*flatten(inputs)[0], *flatten(targets)[0]])
+
+    def _shrink(self, given: Sequence[Tensor | None]) -> Batching:
+        """Return the rules for a batch of these leaves."""
+        rows = [
+            one.shape[leaf.dim]
+            for leaf, one in zip(self.leaves, given, strict=False)
+            if one is not None and isinstance(leaf.dim, int) and one.dim() == len(leaf.spec.shape) and not one.is_nested
+        ]
+        count = max(self.least, min([self.microbatches, *rows]))
+        return self if count == self.microbatches else replace(self, microbatches=count)
 
     def difference(self, signature: Signature) -> str:
         """Return a description of what differs from the example, for error messages."""
@@ -391,7 +415,7 @@ class Batching:
         for group in self.together:
             _require_same_size([shapes[k] for k in group])
         for leaf, shape in shapes:
-            leaf.require_rows(shape, self.microbatches)
+            leaf.require_rows(shape, self.least)
         sizes = [(leaf, shape[leaf.dim]) for leaf, shape in shapes if isinstance(leaf.dim, int)]
         for leaf, size in sizes:
             other, another = next(((o, n) for o, n in sizes if n != size), (leaf, size))

@@ -56,13 +56,19 @@ Model: TypeAlias = nn.Module | Sequence[Callable[..., Any]]
 
 
 def make_batchings(
-    example: Any, targets: Any, batch_dims: Any, microbatches: int, weight: Weight | None, divisor: int
+    example: Any,
+    targets: Any,
+    batch_dims: Any,
+    microbatches: int,
+    weight: Weight | None,
+    divisor: int,
+    least: int | None = None,
 ) -> dict[bool, Batching]:
     """Return how batches like an example are split, with the loss and without; raise `InputError` if they can't be."""
     of_inputs = (batch_dims[0], None) if isinstance(batch_dims, tuple) else batch_dims
     return {
-        True: Batching.of(example, targets, batch_dims, microbatches, weight, divisor),
-        False: Batching.of(example, None, of_inputs, microbatches),
+        True: Batching.of(example, targets, batch_dims, microbatches, weight, divisor, least),
+        False: Batching.of(example, None, of_inputs, microbatches, least=least),
     }
 
 

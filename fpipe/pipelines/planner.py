@@ -29,6 +29,7 @@ from fpipe.stages.backends import Backend, GraphRequest, splits
 from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import ModelStage
 from schedules import KINDS, Schedule, check, lower
+from schedules.transforms.shorten import shorten
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +108,8 @@ class Planner:
         assemblies = widen([by_shape[one] for one in microbatches])
         require_alike(assemblies)
         schedule, graph = self.schedule, assemblies[0].graph
+        if signature.microbatches < self.captures.batchings[variant.loss].microbatches:
+            schedule = shorten(schedule, signature.microbatches)
         if variant.training:
             check(schedule, graph)
         else:

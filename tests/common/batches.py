@@ -28,9 +28,12 @@ def build(case: Case, how: Schedule, rows: int, **options):
     return pipe, model, inputs, targets
 
 
-def require_exact_batch(pipe, model, inputs, targets, loss, **how) -> Result:
-    """Require that a step, its reference and an evaluation equal plain loops; return the result of the step."""
-    got, m = run(pipe, model, inputs, targets), pipe.schedule.microbatches
+def require_exact_batch(pipe, model, inputs, targets, loss, rows=None, **how) -> Result:
+    """Require that a step, its reference and an evaluation equal plain loops; return the result of the step.
+
+    If there are fewer `rows` than microbatches, each is one.
+    """
+    got, m = run(pipe, model, inputs, targets), min(pipe.schedule.microbatches, rows or pipe.schedule.microbatches)
     assert_same(got, loop(model, loss, inputs, targets, m, **how))
     assert_same(got, run_reference(pipe, model, inputs, targets))
     assert_same(run_evaluation(pipe, model, inputs, targets), eval_loop(model, loss, inputs, targets, m, **how))

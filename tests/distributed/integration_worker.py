@@ -42,10 +42,11 @@ def require_same(model, plain) -> None:
 
 
 def make_net(rows):
-    """Return a model with BatchNorm, a copy of it for the plain loop, a batch and the data."""
+    """Return a model with a norm, a copy of it for the plain loop, and the data, whose last batch may be small."""
     torch.manual_seed(0)
     x, y = torch.randn(rows, 6), torch.randint(0, 3, (rows,))
-    net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    norm = nn.LayerNorm(16) if rows % 8 else nn.BatchNorm1d(16)
+    net = nn.Sequential(nn.Linear(6, 16), norm, nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
     return net, copy.deepcopy(net), x, y, DataLoader(TensorDataset(x, y), batch_size=8)
 
 
@@ -59,10 +60,10 @@ def train_plainly(plain, data, epochs, limit, *tools, every=2, context=nullconte
     losses = []
     for _ in range(epochs):
         for k, (a, b) in enumerate(data):
-            total = 0.0
+            total, count = 0.0, min(M, len(a))
             for c, d in zip(a.chunk(M), b.chunk(M), strict=True):
                 with context():
-                    part = functional.cross_entropy(plain(c), d) / M
+                    part = functional.cross_entropy(plain(c), d) / count
                 (part / every).backward()
                 total = total + part.detach()
             losses.append(total)
@@ -74,10 +75,10 @@ def train_plainly(plain, data, epochs, limit, *tools, every=2, context=nullconte
     return losses
 
 
-def with_accelerate(folder, every=2, epochs=6, precision="no") -> None:
+def with_accelerate(folder, every=2, epochs=6, precision="no", rows=56) -> None:
     from fpipe.integrations.accelerate import PipelineAccelerator
 
-    net, plain, x, y, data = make_net(56)
+    net, plain, x, y, data = make_net(rows)
 
     def tools(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -207,12 +208,12 @@ def with_transformers(folder) -> None:
         PipelineTrainer(model, arguments, train_dataset=data)  # not after the training
 
 
-def with_lightning(folder, every=2, epochs=EPOCHS, precision="32-true") -> None:
+def with_lightning(folder, every=2, epochs=EPOCHS, precision="32-true", rows=48) -> None:
     import lightning
 
     from fpipe.integrations.lightning import PipelineStrategy
 
-    net, plain, x, y, data = make_net(48)
+    net, plain, x, y, data = make_net(rows)
     losses, checked = [], []
 
     class Task(lightning.LightningModule):
@@ -237,7 +238,7 @@ def with_lightning(folder, every=2, epochs=EPOCHS, precision="32-true") -> None:
         gradient_clip_val=0.5, precision=precision, enable_checkpointing=False, logger=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder,
     )  # fmt: skip
-    trainer.fit(task, data, DataLoader(TensorDataset(x, y), batch_size=16))
+    trainer.fit(task, data, DataLoader(TensorDataset(x, y), batch_size=20))
     sgd = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
     context = nullcontext if precision == "32-true" else in_bfloat16
     expected = train_plainly(plain, data, epochs, 0.5, sgd, every=every, context=context)
@@ -346,8 +347,8 @@ LIBRARIES = {
     "lightning": with_lightning,
     "transformers": with_transformers,
     "options": options,
-    "accelerate in bfloat16": partial(with_accelerate, every=3, epochs=1, precision="bf16"),
-    "lightning in bfloat16": partial(with_lightning, every=3, epochs=1, precision="bf16-mixed"),
+    "accelerate in bfloat16": partial(with_accelerate, every=3, epochs=1, precision="bf16", rows=51),
+    "lightning in bfloat16": partial(with_lightning, every=3, epochs=1, precision="bf16-mixed", rows=43),
 }
 
 

@@ -286,7 +286,7 @@ BATCH_CHANGES = {
     "another number of inputs": (((X, X), Y), ["inputs", "expected"]),
     "a dict for a tuple": (({"x": X}, Y), ["inputs: got nothing at [0], a tensor at ['x'], expected a tensor at [0]"]),
     "another number of rows than targets": (((X[:2],), Y), ["targets: got 4 in", "expected 2, as in", "inputs[0]"]),
-    "no rows": (((X[:0],), Y[:0]), ["inputs[0]", "[0, 4]", "at least 2"]),
+    "no rows": (((X[:0],), Y[:0]), ["inputs[0]", "[0, 4]", "at least 1"]),
     "another width": (((X[:, :3],), Y), ["inputs[0]", "float32[4, 3]", "example has float32[4, 4]"]),
     "another number of dimensions": (((X[None],), Y), ["inputs[0]", "float32[1, 4, 4]", "another pipeline"]),
     "sparse": (((X.to_sparse(),), Y), ["inputs[0]", "sparse_coo", "to_dense()"]),

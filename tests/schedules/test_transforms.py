@@ -56,10 +56,12 @@ from schedules import (
     transform,
 )
 from schedules.files.csv import table
+from schedules.playing.rows import edit
 from schedules.proof.interpreter import ideal, prove
 from schedules.testing import conformance, graphs, orders, require_round_trip, schedules
 from schedules.transforms.connect import format_graph, parse_graph
-from tests.common.rows import edit, rows
+from schedules.transforms.shorten import find_fewest, shorten
+from tests.common.rows import rows
 
 # ---------------------------------------------------------------------------------------------- The laws of transforms
 
@@ -113,6 +115,27 @@ def test_correct_schedules_stay_correct(case, room, data):
 
 FAMILIES = [one_f_one_b, gpipe, eager_1f1b, interleaved_1f1b, interleaved_zero_bubble, seq_1f1b, pipedream]
 TRANSFORMS = [split_backward, merge_backward, recompute, overlap, mirror, lambda s: defer(s, 3)]
+
+
+@settings(deadline=None)
+@given(schedules([*FAMILIES, dualpipe_v, chimera]), st.sampled_from([*TRANSFORMS, None]), st.data())
+def test_the_first_microbatches_of_a_schedule_are_a_schedule(s, change, data):
+    """With the same order, and in the same memory; updates and collectives are added afterwards."""
+    with suppress(SizeError):
+        s = change(s) if change else s
+    least = find_fewest(s)
+    if any(action.kind == "U" for action in s.actions(0)):
+        with pytest.raises(SizeError, match="Shorten it first"):
+            list(shorten(s, s.microbatches).actions(0))
+        return
+    short = shorten(s, data.draw(st.integers(least, s.microbatches)))
+    check(short)
+    for rank in range(s.ranks):
+        kept = [a for a in s.actions(rank) if a.microbatch < short.microbatches and a.kind != "G"]
+        assert [a[1:] for a in kept] == [a[1:] for a in short.actions(rank) if a.kind != "G"]
+    for wrong in (least - 1, s.microbatches + 1):
+        with pytest.raises(SizeError, match="shorten: got microbatches="):
+            shorten(s, wrong)
 
 
 @settings(deadline=None)

@@ -39,18 +39,19 @@ def test_microbatches_may_differ_in_size(name, kind):
 @settings(max_examples=few(3))
 @given(st.data(), st.sampled_from(["export", "trace", "modules"]), st.sampled_from(list(FOUR)))
 def test_steps_may_have_any_number_of_rows(data, capture, kind):
-    """Each step may have another number of rows than the example."""
+    """Each step may have another number of rows than the example, even fewer than microbatches."""
     how, case = FOUR[kind], ZOO["mlp"]
-    example, *later = data.draw(st.lists(st.integers(how.microbatches, 64), min_size=1, max_size=3))
+    example, *later = data.draw(st.integers(how.microbatches, 64)), *data.draw(st.lists(st.integers(1, 64), max_size=2))
     pipe, model, *_ = build(case, how, example, capture=capture)
     for rows in (example, *later):
         _, inputs, targets = case.make(rows)
-        require_exact_batch(pipe, model, inputs, targets, case.loss)
+        require_exact_batch(pipe, model, inputs, targets, case.loss, rows)
 
 
 @pytest.mark.parametrize("microbatches", by_day([5, 1, 8, 9], 4))
 def test_one_pipeline_takes_every_size(microbatches):
-    """From a row for each microbatch up to 64 rows; all sizes together need few captures."""
+    """From a row for each microbatch up to 64 rows, all sizes together need few captures; fewer rows are as many
+    microbatches."""
     case, most = ZOO["mlp"], 64
     pipe, model, *_ = build(case, one_f_one_b(ranks=2, microbatches=microbatches), 2 * microbatches)
     for rows in range(microbatches, most + 1, 3):
@@ -58,8 +59,30 @@ def test_one_pipeline_takes_every_size(microbatches):
         want = loop(model, case.loss, inputs, targets, microbatches)
         assert_same(run(pipe, model, inputs, targets), want)
     assert len(pipe.memo.recordings) <= -(-most // microbatches)
-    with pytest.raises(fpipe.InputError, match=rf"expected at least {microbatches}, one row for each"):
-        run(pipe, model, *case.make(microbatches - 1)[1:])
+    for rows in {1, microbatches - 1} - {0}:
+        require_exact_batch(pipe, model, *case.make(rows)[1:], case.loss, rows)
+
+
+def test_a_batch_has_a_row_on_each_route_of_a_bidirectional_schedule():
+    """Each holds replicas of all stages, whose gradients are summed."""
+    case = ZOO["mlp"]
+    pipe, model, *_ = build(case, dualpipe(ranks=2, microbatches=4), 8)
+    for rows in (2, 3):
+        parts = pipe, model, *case.make(rows)[1:]
+        assert_same(run(*parts), run_reference(*parts))
+    with pytest.raises(fpipe.InputError, match="expected at least 2, one row for each"):
+        run(pipe, model, *case.make(1)[1:])
+
+
+def test_weighted_losses_of_a_small_batch_have_their_share_of_the_total():
+    x, y, model = torch.randn(8, 4), torch.randn(8, 4), nn.Linear(4, 4)
+    how = one_f_one_b(ranks=1, microbatches=4)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, weight=lambda x, y: len(y), schedule=how)
+    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    for rows in (6, 3):
+        parts = zip(x[:rows].tensor_split(min(rows, 4)), y[:rows].tensor_split(min(rows, 4)), strict=True)
+        first, *others = [mse(model(a), b) * (len(a) / 9) for a, b in parts]
+        assert torch.equal(step(*state, (x[:rows],), y[:rows], total=9)[0].loss, sum(others, first))
 
 
 @pytest.mark.parametrize("name", by_day(["dropping", "gpt_dropout"], 2))
@@ -276,7 +299,7 @@ def test_a_refused_batch_changes_nothing():
     want = run(pipe, model, inputs, targets)
     spans = []
     step = fpipe.value_and_grad(pipe, record=spans.append)
-    for x, y in ((inputs[0][:, :3], targets), (inputs[0], targets[:3]), (inputs[0][:2], targets[:2])):
+    for x, y in ((inputs[0][:, :3], targets), (inputs[0], targets[:3]), (inputs[0][:0], targets[:0])):
         with pytest.raises(fpipe.InputError):
             step(*pipe.init(model), (x,), y)
     assert not spans
