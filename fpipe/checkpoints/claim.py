@@ -43,6 +43,35 @@ LONGEST_COMMIT: Final = 10.0
 """Seconds to wait while another job replaces `checkpoint.json`, which takes milliseconds."""
 
 
+class Lock:
+    """An open file or folder, which may be locked; it is closed when nobody holds this any more, at the latest.
+
+    Ctrl-C may come between any two lines, so releasing can be begun again.
+    """
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self.files = [os.open(path, flags, 0o666)]
+
+    @property
+    def file(self) -> int:
+        """The number of the open file."""
+        return self.files[0]
+
+    def try_to_hold(self) -> None:
+        """Lock it for this process alone; raise `BlockingIOError` if another has it, `OSError` if there are none."""
+        fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        """Unlock and close it."""
+        while self.files:
+            with suppress(OSError):
+                fcntl.flock(self.file, fcntl.LOCK_UN)  # closing is not enough if a forked process has it, too
+            os.close(self.files.pop())
+
+    def __del__(self) -> None:
+        self.release()
+
+
 @dataclass(eq=False)
 class Claim:
     """A save that this process has begun, and may finish.
@@ -56,7 +85,7 @@ class Claim:
     number: int
     token: str
     before: Manifest | None
-    lock: int | None
+    lock: Lock | None
     committed: bool = False
 
     @classmethod
@@ -139,19 +168,21 @@ class Claim:
             )
 
     def drop(self) -> None:
-        """Remove what has been written, unless it is the checkpoint already."""
-        if self.lock is not None and not self.committed:
-            _remove(self.home, self.number)
+        """Remove what has been written, unless it is the checkpoint already.
+
+        Ask `checkpoint.json`: Ctrl-C may have come right after it was renamed.
+        """
+        with suppress(InputError):  # it can't be read: nothing is removed
+            self.committed |= self.lock is not None and _names(self.home, self.number)
+            if self.lock is not None and not self.committed:
+                _remove(self.home, self.number)
         self.release()
 
     def release(self) -> None:
         """Release the lock."""
         if self.lock is not None:
-            _release(self.lock)
+            self.lock.release()
             self.lock = None
-
-    def __del__(self) -> None:
-        self.release()
 
 
 def remove_leftovers(home: Path) -> None:
@@ -171,7 +202,7 @@ def remove_leftovers(home: Path) -> None:
                 if not _names(home, number):  # which only the owner of the lock changes
                     _remove(home, number)
             finally:
-                _release(lock)
+                lock.release()
 
 
 def _remove(home: Path, number: int) -> None:
@@ -201,38 +232,29 @@ def _job() -> str:
     return f"{JOB}-{os.getpid()}"
 
 
-def _hold(folder: Path, needs_lock: bool) -> int | None:
+def _hold(folder: Path, needs_lock: bool) -> Lock | None:
     """Return the open file that says whose folder it is, locked; `None` if another job has it.
 
     On a file system without locks it is returned without one, or is `None` if that `needs_lock`.
     """
     path = folder / WRITER_FILE
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    lock = Lock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.try_to_hold()
         is_mine = True
     except BlockingIOError:
         is_mine = False
     except OSError:
         is_mine = not needs_lock
     try:
-        if is_mine and os.path.samestat(os.fstat(lock), os.lstat(path)):  # else it was removed meanwhile
+        if is_mine and os.path.samestat(os.fstat(lock.file), os.lstat(path)):  # else it was removed meanwhile
             if not needs_lock:
-                os.write(lock, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode())
+                os.write(lock.file, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode())
             return lock
     except FileNotFoundError:
         pass
-    except BaseException:
-        _release(lock)
-        raise
-    _release(lock)
+    lock.release()
     return None
-
-
-def _release(lock: int) -> None:
-    with suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough if a forked process has it, too
-    os.close(lock)
 
 
 @contextmanager
@@ -241,11 +263,11 @@ def alone_in(home: Path) -> Iterator[None]:
 
     Where a file system has no such locks, the last of two that do so within milliseconds wins, and is whole.
     """
-    lock, until = os.open(home, os.O_RDONLY), time.monotonic() + LONGEST_COMMIT
+    lock, until = Lock(home, os.O_RDONLY), time.monotonic() + LONGEST_COMMIT
     try:
         while True:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock.try_to_hold()
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise InputError(
@@ -259,4 +281,4 @@ def alone_in(home: Path) -> Iterator[None]:
             break
         yield
     finally:
-        _release(lock)
+        lock.release()

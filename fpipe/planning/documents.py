@@ -27,6 +27,7 @@ from fpipe.weights.files import AnyPath, as_path, read_text
 from schedules import Link, Schedule
 from schedules.errors import quote
 from schedules.files.calls import read_call, spell_call
+from schedules.files.whole import open_whole
 
 Limit: TypeAlias = Annotated[float, "or infinity"]
 MOST_TEXT: Final = 10_000
@@ -58,9 +59,10 @@ class Format:
     indent: int | None = None
 
     def save(self, path: AnyPath, value: Any) -> None:
-        """Write a value to a file; raise `InputError` if there can be none at this path."""
+        """Write a value to a file, whole or not at all; raise `InputError` if there can be none at this path."""
         try:
-            as_path(path).write_text(self.write(value))
+            with open_whole(as_path(path)) as file:
+                file.write(self.write(value))
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{path}: got {type(error).__name__}: {error}, expected a file. Choose another path."

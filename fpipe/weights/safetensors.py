@@ -115,8 +115,21 @@ def read_index(path: Path) -> Mapping[str, object]:
 
 def _read_tensor(path: Path, name: str) -> Tensor:
     with wrap_read_errors(path), open_safetensors(path) as file:
+        return _get_tensor(file, name)
+
+
+def _get_tensor(file: Any, name: str) -> Tensor:
+    """Return a tensor of an open file; raise `KeyboardInterrupt` for one that torch has taken for an error of its own.
+
+    It asks the mapped file for its first byte, in Python, and drops what the handler of a signal raises there.
+    """
+    try:
         tensor: Tensor = file.get_tensor(name)
-        return tensor
+    except ValueError as error:
+        if "UntypedStorage" not in str(error):
+            raise
+        raise KeyboardInterrupt from error
+    return tensor
 
 
 def read_specs(path: Path) -> dict[str, Spec]:
@@ -126,7 +139,7 @@ def read_specs(path: Path) -> dict[str, Spec]:
     elements may have any sizes, of which torch makes no tensor.
     """
     with wrap_read_errors(path), open_safetensors(path) as file:
-        specs = {name: Spec.of(file.get_tensor(name)) for name in list(file.keys())}
+        specs = {name: Spec.of(_get_tensor(file, name)) for name in list(file.keys())}
         for spec in specs.values():
             spec.empty("meta")
         return specs
@@ -136,7 +149,7 @@ def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill those of these tensors whose names a file has; the caller has compared dtypes and shapes."""
     with wrap_read_errors(path), open_safetensors(path) as file:
         for name in tensors.keys() & {*file.keys()}:
-            tensors[name].copy_(file.get_tensor(name))
+            tensors[name].copy_(_get_tensor(file, name))
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

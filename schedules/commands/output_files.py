@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
 from schedules import drawing
 from schedules.files.csv import write_csv
+from schedules.files.whole import open_whole
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.playing.costs import Sizes
@@ -35,7 +35,8 @@ def write_files(
     if options.trace:
         files.append((options.trace, drawing.trace(_make_all(timelines), graph, sizes)))
     for name, content in files:
-        Path(name).write_text(content, encoding="utf-8")
+        with open_whole(name) as file:
+            file.write(content)
         print(f"wrote {name}")
     if schedule and options.csv:
         write_csv(schedule, options.csv)

@@ -29,6 +29,7 @@ from typing import Any, Concatenate, Final, TextIO, TypeAlias
 from schedules.arguments import MOST_MICROBATCHES, MOST_STAGES, require_types
 from schedules.errors import GraphError, TableError, printable, quote
 from schedules.files.cells import Notation, ScheduleOrProgram, has_transfers, own, read_row
+from schedules.files.whole import open_whole
 from schedules.language.actions import GATHERINGS, KINDS, Action
 from schedules.language.graph import Edge, Graph, chain
 from schedules.language.placement import Placement
@@ -207,7 +208,7 @@ def read_csv(file: File) -> Schedule | Listing:
     rank 1 |.  F0 B0    F1 B1    .  .  |
     """
     require_types(read_csv, locals())
-    with _open_text(file, "r") as lines:
+    with _open_text(file) as lines:
         text = lines.read(MOST_CHARACTERS + 1)
     if len(text) > MOST_CHARACTERS:
         raise TableError(f"got a file of more than {MOST_CHARACTERS} characters, expected a table. Check the path.")
@@ -256,19 +257,19 @@ def write_csv(plan: ScheduleOrProgram, file: File, words: Notation = own) -> Non
     """
     require_types(write_csv, locals())
     schedule, graph = (plan, graph_of(plan, None)) if isinstance(plan, Schedule) else (plan.schedule, plan.graph)
-    with _open_text(file, "w") as lines:
+    with open_whole(file) if isinstance(file, str | os.PathLike) else nullcontext(file) as lines:
         for rank in range(schedule.ranks):
             lines.write(words(plan, rank) + "\n")
         if words is own and graph != chain(schedule.stages):
             lines.write(",".join(filter(None, (_GRAPH, format_graph(graph)))) + "\n")
 
 
-def _open_text(file: File, mode: str) -> AbstractContextManager[TextIO]:
+def _open_text(file: File) -> AbstractContextManager[TextIO]:
     if isinstance(file, str | os.PathLike):
-        if mode == "r" and not stat.S_ISREG(os.stat(file).st_mode) and not os.path.isdir(file):
+        if not stat.S_ISREG(os.stat(file).st_mode) and not os.path.isdir(file):
             raise TableError(
                 f"{printable(os.fspath(file))}: got what is no regular file, expected one: a pipe may never end. Check "
                 "the path, or pass an open file."
             )
-        return open(file, mode, encoding="ascii", errors="backslashreplace", newline="")  # type: ignore[return-value]
+        return open(file, encoding="ascii", errors="backslashreplace", newline="")
     return nullcontext(file)

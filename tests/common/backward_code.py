@@ -400,7 +400,7 @@ GADGETS: dict[str, Gadget] = {
         add=lambda layer: layer.inner.register_forward_hook(
             lambda module, args, kwargs, out: on(out * 2, torch.neg), with_kwargs=True, always_call=True
         ),
-        middle=lambda layer, h: layer.inner(input=h),
+        middle=lambda layer, h: layer.inner(h),
     ),
     "a backward hook that branches": Gadget(
         add=lambda layer: layer.inner.register_full_backward_hook(

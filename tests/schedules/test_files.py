@@ -527,3 +527,34 @@ def test_errors_do_not_repeat_files():
         with pytest.raises(PipelineError) as caught:
             read_csv(io.StringIO(text))
         assert len(str(caught.value)) < 1000
+
+
+# -------------------------------------------------------------------------------- A file is written whole or not at all
+
+
+def test_a_file_that_could_not_be_written_is_as_it_was(tmp_path):
+    """Nothing is left beside it; a link leads to what is replaced, and a pipe is written in place."""
+    path, link, pipe = tmp_path / "table.csv", tmp_path / "link.csv", tmp_path / "pipe.csv"
+    write_csv(families.gpipe(2, 1), path)
+    before = path.read_text()
+
+    def interrupted(plan, rank):
+        if rank:
+            raise KeyboardInterrupt
+        return "0F0"
+
+    with pytest.raises(KeyboardInterrupt):
+        write_csv(families.gpipe(2, 2), path, words=interrupted)
+    assert path.read_text() == before
+    assert os.listdir(tmp_path) == ["table.csv"]
+    link.symlink_to(path)
+    write_csv(families.gpipe(2, 2), link)
+    assert link.is_symlink()
+    assert path.read_text() != before
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_csv(families.gpipe(2, 2), pipe)
+    assert os.read(reader, 1000).decode() == path.read_text()
+    os.close(reader)
+    with pytest.raises(IsADirectoryError):
+        write_csv(families.gpipe(2, 2), tmp_path)

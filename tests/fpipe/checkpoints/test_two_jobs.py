@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two jobs that save to one path: the checkpoint is always that of one of them, and the other is told."""
+"""Two jobs that save to one path, and Ctrl-C: the checkpoint is always whole, and who lost is told."""
 
 import errno
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,6 +20,7 @@ from torch import nn
 
 import fpipe
 from schedules import gpipe
+from tests.common.sizes import by_day
 
 X = torch.ones(2, 4)
 
@@ -150,3 +153,83 @@ def test_whatever_two_jobs_do_the_checkpoint_is_the_last_that_was_finished(pipe,
         begin(pipe, path, "c", 99)()
         assert found(pipe, path) == 99
         assert len([*path.glob("save-*")]) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+def interrupt_at(place, call):
+    """Call it, with Ctrl-C before a line of Python in the rooms of files runs first; return the lines that ran."""
+    ran = {}
+
+    def trace(frame, event, _):
+        code = frame.f_code
+        if "/fpipe/checkpoints/" not in code.co_filename and "/fpipe/weights/" not in code.co_filename:
+            return None
+        here = code.co_filename, frame.f_lineno
+        if event == "line" and here not in ran:
+            ran[here] = None
+            if here == place:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return list(ran)
+
+
+def save_and_load(pipe, path, value):
+    begin(pipe, path, "a", value)()
+    assert found(pipe, path) == value
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that was just opened
+def test_ctrl_c_at_any_line_leaves_a_whole_checkpoint(pipe, tmp_path):
+    """The one of before, or the new one; and the next save works."""
+    save_and_load(pipe, tmp_path, 1)
+    lines, step = interrupt_at(None, lambda: save_and_load(pipe, tmp_path, 2)), 2
+    assert len(lines) > 200
+    for place in by_day(lines, 8):
+        with suppress(KeyboardInterrupt):
+            interrupt_at(place, lambda step=step: save_and_load(pipe, tmp_path, step + 1))
+        assert found(pipe, tmp_path) in (step, step + 1), place
+        step = found(pipe, tmp_path)
+    save_and_load(pipe, tmp_path, step + 1)
+    gc.collect()
+    assert len([*tmp_path.glob("save-*/*.safetensors")]) == 1
+
+
+def test_ctrl_c_right_after_the_commit_keeps_the_files(pipe, tmp_path):
+    """What was renamed into place names them."""
+    save_and_load(pipe, tmp_path, 1)
+    replace = Path.replace
+
+    def interrupted(*paths):
+        replace(*paths)
+        if paths[1].name == "checkpoint.json":
+            raise KeyboardInterrupt
+
+    finish = begin(pipe, tmp_path, "a", 2)
+    with patch.object(Path, "replace", interrupted), pytest.raises(KeyboardInterrupt):
+        finish()
+    assert found(pipe, tmp_path) == 2
+    finish()
+
+
+def test_ctrl_c_while_a_file_is_read_is_not_taken_for_a_damaged_one(pipe, tmp_path):
+    """Torch drops what a signal's handler raises while it asks a mapped file for its first byte."""
+    save_and_load(pipe, tmp_path, 1)
+    get = torch.UntypedStorage.__getitem__
+
+    def interrupted(storage, key):
+        if key == 0:
+            raise KeyboardInterrupt
+        return get(storage, key)
+
+    with patch.object(torch.UntypedStorage, "__getitem__", interrupted), pytest.raises(KeyboardInterrupt):
+        fpipe.load(pipe, tmp_path)
+    assert found(pipe, tmp_path) == 1

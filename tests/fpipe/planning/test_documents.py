@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,17 @@ def test_a_file_is_read_back(tmp_path):
     profile.save(tmp_path / "profile.json")
     assert Profile.read(tmp_path / "profile.json") == profile
     assert hash(Profile.read(tmp_path / "profile.json")) == hash(profile)
+
+
+def test_a_file_that_could_not_be_written_is_as_it_was(tmp_path):
+    """A disk that is full when the file is closed, for one; nothing is left beside it."""
+    path = tmp_path / "profile.json"
+    plain_profile(4).save(path)
+    full = OSError(28, "No space left on device")
+    with patch("os.fsync", side_effect=full), pytest.raises(InputError, match="No space left on device"):
+        plain_profile(3).save(path)
+    assert Profile.read(path) == plain_profile(4)
+    assert [one.name for one in tmp_path.iterdir()] == ["profile.json"]
 
 
 def changed(document, path, value):
