@@ -28,6 +28,7 @@ from schedules import (
     Costs,
     Link,
     Placement,
+    Problem,
     Schedule,
     SearchResult,
     Sizes,
@@ -43,7 +44,7 @@ from schedules import (
     zb_h2,
     zb_v,
 )
-from schedules.searching.instance import make_instance
+from schedules.playing.instance import make_instance
 from schedules.searching.units import take_turns
 
 MEASURED = (
@@ -83,14 +84,14 @@ def compete(family: Schedule, costs: Costs, split: bool, seconds: float) -> Cell
     """Return a family and what a search finds in as much memory."""
     timeline, start = simulate(family, costs), time.perf_counter()
     memory = max(timeline.peak_memory)
-    more = {"memory": memory, "split": split, "seconds": seconds}
-    found = search(costs, family.placement, family.microbatches, **more)  # type: ignore[arg-type]
+    problem = Problem(costs, family.placement, family.microbatches, memory, split=split)
+    found = search(problem, seconds=seconds)
     return Cell(family, timeline.makespan, found, time.perf_counter() - start)
 
 
 def share(costs: Costs, parts: int) -> Costs:
     """Return the costs of a part of a stage."""
-    times = {kind: getattr(costs, kind) / parts for kind in "FBIW"}
+    times: dict[str, Any] = {kind: costs.time(kind, 0) / parts for kind in "FBIW"}
     return Costs(**times, comm=costs.comm)
 
 
@@ -158,9 +159,9 @@ def answer(
     costs: Costs, placement: Placement, microbatches: int, more: dict[str, Any], seconds: float, limit: float
 ) -> Answers:
     """Let a search and CP-SAT solve a problem, in so many seconds each."""
-    found = search(costs, placement, microbatches, **more, seconds=seconds)
-    sizes, split = more.get("sizes"), more["split"]
-    instance = make_instance(costs, placement, microbatches, more["memory"], sizes, split, True, None)
+    problem = Problem(costs, placement, microbatches, **more)
+    found = search(problem, seconds=seconds)
+    instance = make_instance(problem)
     solved = cp_sat(instance, take_turns(instance), limit, 0)
     best = solved.contender.makespan
     return Answers(found.makespan, found.gap < 1e-9, best, solved.bound >= best * (1 - 1e-9))
@@ -201,7 +202,7 @@ def slow_links(seconds: float) -> dict[tuple[float, float], float]:
         link = Link(latency=sum(delays) * FORWARD, slow=APART)
         whole = Costs(F=FORWARD, I=INPUT_HALF, W=WEIGHT_HALF, B=INPUT_HALF + WEIGHT_HALF, comm=link)
         found = [
-            search(share(whole, one.stages // 8), one, 16, memory=8, seconds=seconds).makespan / 16
+            search(Problem(share(whole, one.stages // 8), one, 16, memory=8), seconds=seconds).makespan / 16
             for one in PLACEMENTS.values()
         ]
         best[delays] = min(found)

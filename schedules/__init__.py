@@ -29,6 +29,7 @@ from schedules.families import (
     dualpipe_v,
     eager_1f1b,
     forward_only,
+    gis,
     gpipe,
     hanayo,
     interleaved_1f1b,
@@ -47,6 +48,8 @@ from schedules.families import (
     zb_h2,
     zb_v,
 )
+from schedules.families.blocks import merge_in_order
+from schedules.families.one_forward_one_backward import alternate, group_passes
 from schedules.language.actions import KINDS, Action, B, C, F, G, I, R, U, W, parse
 from schedules.language.graph import Graph, chain, dag
 from schedules.language.placement import Placement, bidirectional, linear, looped, vee, wave
@@ -54,6 +57,9 @@ from schedules.language.schedule import Factory, Limits, Schedule, schedule
 from schedules.lowering.program import Program, lower
 from schedules.playing.costs import Costs, Link, Sizes
 from schedules.playing.engine import Span
+from schedules.playing.play import Rule, play, prefer
+from schedules.playing.problem import Problem
+from schedules.playing.rows import from_rows
 from schedules.proof.devices import Device, DeviceRun, run_on_device
 from schedules.searching.search import SearchProgress, SearchResult, search
 from schedules.searching.solver import cp_sat
@@ -91,9 +97,11 @@ __all__ = [
     "Limits",
     "Link",
     "PipelineError",
+    "Problem",
     "Placement",
     "Program",
     "R",
+    "Rule",
     "ProgramError",
     "Schedule",
     "ScheduleError",
@@ -109,6 +117,7 @@ __all__ = [
     "U",
     "VocabularyError",
     "W",
+    "alternate",
     "bidirectional",
     "bound",
     "chain",
@@ -119,14 +128,19 @@ __all__ = [
     "dag",
     "estimate",
     "forwards",
+    "from_rows",
     "gpipe",
+    "group_passes",
     "linear",
     "looped",
     "lower",
     "memory_over_time",
     "merge_backward",
+    "merge_in_order",
     "one_f_one_b",
     "parse",
+    "play",
+    "prefer",
     "schedule",
     "search",
     "shard",
@@ -153,6 +167,7 @@ __all__ = [
     "pipedream_2bw",
     "seq_1f1b",
     "interleaved_zero_bubble",
+    "gis",
     "defer_weights",
     "recompute",
     "reduce_gradients",

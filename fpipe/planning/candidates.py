@@ -26,11 +26,14 @@ from fpipe.planning.chain import Loads, partition_chain
 from fpipe.planning.plan import Prediction, name_schedule
 from fpipe.planning.profile import Profile
 from schedules import (
+    Graph,
     Placement,
+    Problem,
     Schedule,
     SizeError,
     Sizes,
     eager_1f1b,
+    gis,
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
@@ -57,14 +60,21 @@ def four_chunks(ranks: int, microbatches: int) -> Schedule:
     return interleaved_1f1b(ranks, microbatches, 4)
 
 
+def half_groups(ranks: int, microbatches: int) -> Schedule:
+    """Return interleaved, split 1F1B in groups of half as many microbatches as ranks, which takes the least memory."""
+    return gis(ranks, microbatches, group=(ranks + 1) // 2)
+
+
 FACTORIES: Final[tuple[ScheduleFactory, ...]] = (
     *(one_f_one_b, eager_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, gpipe),
-    *(interleaved_1f1b, four_chunks, interleaved_zero_bubble),
+    *(interleaved_1f1b, four_chunks, interleaved_zero_bubble, gis, half_groups),
 )
 """Tried unless the user names schedules."""
 TRIED_AT_START: Final = 40
 TRIED_LATER: Final = 2000
 """Of long lists of cuts, so many are looked at."""
+MARGIN: Final = 1e-6
+"""Of memory, so that rounding does not exceed it."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,11 @@ class PlanProblem:
         """Return the sizes of the stages, in bytes; weights with what is held beside them."""
         found = self.profile.sizes(cuts, placement)
         return replace(found, weight=tuple(self.weights * of_stage(found.weight, s) for s in range(placement.stages)))
+
+    def pose(self, placement: Placement, cuts: Sequence[int], split: bool, graph: Graph | None = None) -> Problem:
+        """Return the problem that an order of these stages solves."""
+        memory, sizes = tuple(cap * (1 - MARGIN) for cap in self.caps), self.sizes(placement, cuts)
+        return Problem(self.profile.costs(cuts), placement, self.microbatches, memory, sizes, graph, split)
 
     def try_out(self, schedule: Schedule, cuts: Sequence[int]) -> Candidate:
         """Return a schedule and cuts as a candidate, with the prediction of a step."""
@@ -256,6 +271,21 @@ def improve(candidate: Candidate) -> Iterator[Candidate]:
             continue
         candidate, k = better, 1
         yield candidate
+
+
+def follow_costs(candidate: Candidate) -> Candidate | None:
+    """Return the candidate with the order that its schedule's factory makes for the costs of its stages, if that is
+    faster and fits; `None` if not, or if the factory follows no costs.
+    """
+    base = _without_recomputation(candidate.schedule)
+    given = dict(base.arguments)
+    if given.get("costs", candidate) is not None:
+        return None
+    found = base.factory(**{**given, "costs": candidate.problem.profile.costs(candidate.cuts)})
+    if base is not candidate.schedule:
+        found = candidate.schedule.factory(**{**dict(candidate.schedule.arguments), "schedule": found})
+    followed = candidate.problem.try_out(found, candidate.cuts)
+    return followed if followed.rank_key < candidate.rank_key else None
 
 
 def _without_recomputation(schedule: Schedule) -> Schedule:

@@ -16,7 +16,15 @@ from typing import Final, NamedTuple
 
 from fpipe.errors import InputError
 from fpipe.pipelines.description import format_bytes
-from fpipe.planning.candidates import Candidate, PlanProblem, ScheduleFactory, improve, keep_best, list_candidates
+from fpipe.planning.candidates import (
+    Candidate,
+    PlanProblem,
+    ScheduleFactory,
+    follow_costs,
+    improve,
+    keep_best,
+    list_candidates,
+)
 from fpipe.planning.floor import bound_plans
 from fpipe.planning.ordering import list_orderable, place_on_islands, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds, name_schedule
@@ -110,6 +118,10 @@ def choose(
         for candidate in search.found[:IMPROVED]:
             for better in improve(candidate):
                 search.add(better, f"moving cuts of {better.schedule!r}")
+        for candidate in [one for one in search.found[:IMPROVED] if one.schedule not in made]:
+            followed = follow_costs(candidate)
+            if followed is not None:
+                search.add(followed, f"following the costs of {candidate.schedule!r}")
         for candidate in list(list_orderable(search.found)) if ordered else ():
             search.tell(f"ordering {candidate.schedule!r}")
             reordered = reorder(candidate)

@@ -27,8 +27,6 @@ from schedules import Graph, Link, Placement, Schedule, SizeError, search
 ORDERED: Final = 3
 """The number of candidates that get an order of their own."""
 ORDER_TRIES: Final = 300
-MARGIN: Final = 1e-6
-"""Of memory, so that rounding does not exceed it."""
 ORDERABLE: Final = frozenset("FBIW")
 APART: Final = 2.0
 """Islands are told apart where links take at least this factor longer than the next faster ones."""
@@ -84,17 +82,7 @@ def find_order(
     if seconds <= 0:
         return None
     try:
-        found = search(
-            problem.profile.costs(cuts),
-            placement,
-            problem.microbatches,
-            memory=tuple(cap * (1 - MARGIN) for cap in problem.caps),
-            sizes=problem.sizes(placement, cuts),
-            split=split,
-            graph=graph,
-            seconds=seconds,
-            tries=tries,
-        )
+        found = search(problem.pose(placement, cuts, split, graph), seconds=seconds, tries=tries)
     except SizeError:  # one microbatch does not fit
         return None
     return problem.try_out(found.schedule, cuts)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 from typing import TypeAlias
 
 from schedules.arguments import require_types
 from schedules.checking.progress import Progress
-from schedules.checking.rules import count_versions, require_forward_before_backward
+from schedules.checking.rules import check, count_versions, require_forward_before_backward
 from schedules.language.actions import COLLECTIVES, KINDS
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule, graph_of
@@ -53,13 +54,13 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The fraction of `span` in which the busiest rank is idle."""
-        return max(0.0, self.span - max(self.busy)) / self.span if self.span else 0.0
+        """The share of the makespan in which ranks are idle, averaged over all of them."""
+        return max(0.0, sum(self.idle) / (len(self.idle) * self.makespan)) if self.makespan else 0.0
 
     @property
-    def bubble_of_makespan(self) -> float:
-        """The idle fraction of `makespan` on the busiest rank, also before its first action and after its last."""
-        return max(0.0, self.makespan - max(self.busy)) / self.makespan if self.makespan else 0.0
+    def bubble_of_busiest(self) -> float:
+        """The share of the makespan in which the busiest rank is idle: how much faster no other order can be."""
+        return max(0.0, min(self.idle) / self.makespan) if self.makespan else 0.0
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -83,9 +84,10 @@ def spans(schedule: Schedule, costs: Costs, graph: Graph | None = None) -> Itera
 def simulate(
     schedule: Schedule, costs: Costs = Costs(), graph: Graph | None = None, sizes: Sizes | None = None
 ) -> Timeline:
-    """Simulate `schedule` and return the totals, which are meaningful only for a schedule that passes `check`.
+    """Simulate `schedule` and return the totals.
 
-    Raise `ScheduleError` if the ranks deadlock, and `SizeError` for costs of a different number of stages.
+    Raise `ScheduleError` as `check` does, which runs once for each schedule, and `SizeError` for costs of a different
+    number of stages.
 
     >>> from schedules import one_f_one_b
     >>> timeline = simulate(one_f_one_b(ranks=4, microbatches=8), Costs(F=1, B=2))
@@ -93,14 +95,21 @@ def simulate(
     (33.0, 0.27, (4.0, 3.0, 2.0, 1.0))
     """
     require_types(simulate, locals())
+    graph = graph_of(schedule, graph)
+    _require_correct(schedule, graph)
     streams = [schedule.actions(rank) for rank in range(schedule.ranks)]
-    wired = wires(schedule, graph_of(schedule, graph), costs, sizes or UNITS)
+    wired = wires(schedule, graph, costs, sizes or UNITS)
     running = replay(schedule, streams, wired, costs, spans=False)
     try:
         next(running)
     except StopIteration as done:
         played = done.value
     return _sum_up(schedule, sizes, played.begin, played.clock, played.busy, played.peak, None)
+
+
+@lru_cache(maxsize=64)  # a plan simulates the same schedule for thousands of costs
+def _require_correct(schedule: Schedule, graph: Graph) -> None:
+    check(schedule, graph)
 
 
 def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> Timeline:

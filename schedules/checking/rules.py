@@ -28,7 +28,7 @@ from schedules.playing.costs import ROUNDING, UNITS, Costs
 from schedules.playing.dependencies import wires
 from schedules.playing.engine import replay
 
-Rule: TypeAlias = Callable[[Progress, Actions], Actions]
+ActionRule: TypeAlias = Callable[[Progress, Actions], Actions]
 _FREE = Costs(F=0, B=0, I=0, W=0)
 
 
@@ -177,7 +177,7 @@ def count_versions(schedule: Schedule, rank: int) -> dict[int, int]:
     return {stage: work.kept for stage, work in book.work.items()}
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[ActionRule, ...] = (
     require_forward_before_backward,
     require_complete,
     require_fused,
@@ -186,7 +186,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def rules_of(schedule: Schedule) -> tuple[Rule, ...]:
+def rules_of(schedule: Schedule) -> tuple[ActionRule, ...]:
     """Return the rules that apply to this schedule, beyond those on which actions it may contain at all."""
     further = (require_sliced,) * (schedule.slices > 1) + (require_within_memory,) * (
         schedule.limits.memory is not None

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 
 from schedules.analysis.simulation import Timeline, simulate, spans
 from schedules.checking.rules import check
-from schedules.commands.options import costs_of, sizes_of, subjects_of
+from schedules.commands.options import costs_of, require_effect, sizes_of, subjects_of
 from schedules.commands.output_files import write_files
 from schedules.commands.subjects import Subject
 from schedules.commands.terminal import format_table, terminal_width
@@ -33,7 +33,7 @@ from schedules.language.schedule import Schedule
 from schedules.playing.costs import ROUNDING, Costs, Sizes
 
 Amounts = TypeVar("Amounts", Costs, Sizes)
-NO_WORK = ("comm", "jitter", "seed")
+NO_WORK = ("comm", "jitter", "seed", "microbatches", "slices")
 HEAD = ["", "stages", "makespan", "", "bubble", "idle", "peak memory", "", "weights"]
 
 
@@ -53,6 +53,7 @@ def report_comparison(options: argparse.Namespace) -> int:
     costs, sizes = costs_of(options), sizes_of(options)
     found = {subject.title: _examine(subject, costs, sizes, options.memory) for subject in subjects_of(options)}
     entries = {title: entry for title, entry in found.items() if isinstance(entry, Entry)}
+    require_effect(options, [entry.schedule for entry in entries.values()])
     if entries:
         first = next(iter(entries.values()))
         _require_equal(entries)
@@ -92,6 +93,8 @@ def _scale(costs: Amounts, share: float) -> Amounts:
                 f"got {name}={value}, expected one number for a whole rank: the schedules differ in their stages. "
                 "Give the sum."
             )
+    if isinstance(costs, Costs) and costs.B is None:  # each half takes 1 unless given
+        values |= {half: 1 if values[half] is None else values[half] for half in "IW"}
     return replace(costs, **{name: value * share for name, value in values.items() if value is not None})
 
 

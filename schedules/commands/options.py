@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
 from math import isfinite
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from schedules.commands.subjects import Subject, subjects
 from schedules.errors import UsageError
 from schedules.language.actions import KINDS
 from schedules.language.schedule import Schedule
-from schedules.playing.costs import Cost, Costs, Link, Sizes
+from schedules.playing.costs import PER_UNIT, Cost, Costs, Link, Sizes
 
 DEFAULTS = {"ranks": 4, "microbatches": 8}
 Figures = TypeVar("Figures", Costs, Sizes | None)
@@ -38,10 +38,12 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     """Add the options for `costs_of` and `sizes_of`."""
     costs = parser.add_argument_group("times of one microbatch on one stage, or of each stage: 1,1,2")
     for field in fields(Costs):
-        if field.name not in ("comm", "seed", "jitter"):
-            default = "that of F" if field.default is None else field.default
+        if field.name in KINDS:
+            default = _FOLLOWS.get(field.name, "that of F") if field.default is None else field.default
             words = f"{KINDS[field.name].meaning}; default {default}"
-            costs.add_argument(f"--{field.name}", type=_parse_cost, metavar="TIME", default=field.default, help=words)
+            costs.add_argument(f"--{field.name}", type=_parse_cost, metavar="TIME", help=words)
+    lengths = "how many times as long the passes of each microbatch take: 4,2,1,1"
+    costs.add_argument("--lengths", type=_parse_cost, metavar="TIMES", help=lengths)
     links = parser.add_argument_group("transfers between ranks: a time, or latency + bytes / bandwidth")
     for name in ("comm", *LINK):
         links.add_argument(f"--{name}", type=_LINKS.get(name, parse_number), metavar="X")
@@ -89,8 +91,35 @@ def costs_of(options: argparse.Namespace) -> Costs:
     link = {name: value for name in LINK if (value := getattr(options, name)) is not None}
     if link and options.comm is not None:
         raise UsageError(f"got --comm and --{next(iter(link))}, expected one of them. Drop one.")
-    times = {field.name: getattr(options, field.name) for field in fields(Costs) if field.name != "comm"}
-    return Costs(**times, comm=Link(**link) if link else options.comm or 0)
+    times = {field.name: getattr(options, field.name) for field in fields(Costs) if field.name in KINDS}
+    given = {name: time for name, time in times.items() if time is not None}
+    lengths = (
+        options.lengths if isinstance(options.lengths, tuple) else (options.lengths,) * (options.lengths is not None)
+    )
+    noise = {"jitter": options.jitter, "seed": options.seed}
+    return Costs(**given, **noise, comm=Link(**link) if link else options.comm or 0, microbatches=lengths)
+
+
+def require_effect(options: argparse.Namespace, schedules: Iterable[Schedule]) -> None:
+    """Raise `UsageError` for a time or size that is given and makes no difference to any of the schedules."""
+    every = list(schedules)
+    used = {(a.kind, a.stage) for one in every for rank in range(one.ranks) for a in one.actions(rank)}
+    costs, sizes = costs_of(options), sizes_of(options)
+    for name in (*KINDS, *(field.name for field in fields(Sizes) if field.name != "weight")):
+        if getattr(options, name, None) is None or not used:
+            continue
+        if name in KINDS:
+            known, other = costs.time, replace(costs, **{name: _change(getattr(costs, name))}).time
+        else:
+            assert sizes is not None, "a size is given"
+            known, other = sizes.growth, replace(sizes, **{name: _change(getattr(sizes, name))}).growth
+        if all(known(*action) == other(*action) for action in used):
+            names = " or ".join(dict.fromkeys(one.factory.__name__ for one in every))
+            raise UsageError(f"got --{name}, expected an option for what {names} runs: it has no effect. Drop it.")
+
+
+def _change(cost: Cost) -> Any:
+    return tuple(2 * one + 1 for one in cost) if isinstance(cost, tuple) else 2 * cost + 1
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes | None:
@@ -106,7 +135,7 @@ def fit(costs: Figures, schedule: Schedule) -> Figures:
     if isinstance(link := given.get("comm"), Link):
         given["bytes"] = link.bytes
     for name, value in given.items():
-        if isinstance(value, tuple) and len(value) != schedule.stages:
+        if name not in PER_UNIT and isinstance(value, tuple) and len(value) != schedule.stages:
             raise UsageError(
                 f"got {len(value)} numbers for --{name}, expected {schedule.stages}: one for each stage of "
                 f"{schedule.factory.__name__}. Give {schedule.stages} numbers, or one for all stages."
@@ -142,4 +171,5 @@ def _parse_fraction(text: str) -> float:
     return found
 
 
+_FOLLOWS: Mapping[str, str] = MappingProxyType({"B": "that of its halves", "I": "half of B", "W": "half of B"})
 _LINKS: Mapping[str, Callable[[str], Cost]] = MappingProxyType({"bandwidth": _parse_positive, "bytes": _parse_cost})

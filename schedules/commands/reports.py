@@ -14,7 +14,7 @@ from schedules import drawing
 from schedules.analysis.critical_path import CriticalPath, critical_path
 from schedules.analysis.simulation import simulate, spans
 from schedules.checking.rules import check
-from schedules.commands.options import costs_of, fit, sizes_of, subject_of
+from schedules.commands.options import costs_of, fit, require_effect, sizes_of, subject_of
 from schedules.commands.output_files import write_files
 from schedules.commands.subjects import Subject, built_in, parameters, transforms
 from schedules.commands.terminal import choose_paint, format_table, is_terminal, terminal_width, wrap_paragraphs
@@ -52,7 +52,7 @@ def _print_factories(factories: Mapping[str, Factory[...]]) -> None:
 def _own_parameters(factory: Factory[...]) -> Iterator[str]:
     for name, one in parameters(factory).items():
         if name not in ("ranks", "microbatches"):
-            shown = one.default if isinstance(one.default, int | float | str | None) else "..."
+            shown = one.default if isinstance(one.default, int | float | str) else "..."
             yield name if one.default is one.empty else f"{name}={shown}"
 
 
@@ -61,6 +61,7 @@ def draw(options: argparse.Namespace) -> int:
     one = subject_of(options)
     schedule = one.make()
     costs = fit(costs_of(options), schedule)
+    require_effect(options, [schedule])
     timelines = {one.title: lambda: spans(schedule, costs)}
     if write_files(options, timelines, schedule.graph, schedule, fit(sizes_of(options), schedule)):
         return 0
@@ -107,12 +108,12 @@ def report_simulation(options: argparse.Namespace) -> int:
     """Report how long a step takes, what each rank does and holds, and what to shorten first."""
     one = subject_of(options)
     schedule = one.make()
-    check(schedule)  # figures of an incorrect schedule mean nothing
     costs, sizes = fit(costs_of(options), schedule), fit(sizes_of(options), schedule)
+    require_effect(options, [schedule])
     timeline = simulate(schedule, costs, sizes=sizes)
     print(f"makespan  {timeline.makespan:g}")
     print(f"span      {timeline.span:g}, the longest of one rank")
-    print(f"bubble    {timeline.bubble:.4f} of the span, {timeline.bubble_of_makespan:.4f} of the makespan\n")
+    print(f"bubble    {timeline.bubble:.4f} of all ranks, {timeline.bubble_of_busiest:.4f} of the busiest\n")
     ranks = zip(range(schedule.ranks), timeline.busy, timeline.idle, timeline.peak_memory, strict=True)
     print(format_table([["rank", "busy", "idle", "peak memory"], *([f"{cell:g}" for cell in row] for row in ranks)]))
     path = () if options.brief else _print_path(critical_path(schedule, costs), timeline.makespan)

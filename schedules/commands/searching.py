@@ -15,6 +15,7 @@ from schedules.commands.output_files import write_files
 from schedules.commands.terminal import choose_paint, terminal_width
 from schedules.errors import SizeError
 from schedules.language.schedule import Schedule
+from schedules.playing.problem import Problem
 from schedules.searching.search import TRIES, SearchProgress, search
 from schedules.searching.solver import cp_sat
 
@@ -42,15 +43,10 @@ def report_search(options: argparse.Namespace) -> int:
     costs, sizes = fit(costs_of(options), schedule), fit(sizes_of(options), schedule)
     timeline, line = simulate(schedule, costs, sizes=sizes), SearchLine()
     try:
+        memory = timeline.peak_memory if options.memory is None else options.memory
+        what = costs, schedule.placement, schedule.microbatches, memory, sizes, schedule.graph
         found = search(
-            costs,
-            schedule.placement,
-            schedule.microbatches,
-            memory=timeline.peak_memory if options.memory is None else options.memory,
-            sizes=sizes,
-            split=not options.whole,
-            backward=schedule.backward,
-            graph=schedule.graph,
+            Problem(*what, split=not options.whole, backward=schedule.backward),
             seconds=options.seconds,
             tries=options.tries,
             seed=options.seed,

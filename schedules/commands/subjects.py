@@ -6,6 +6,9 @@
     one_f_one_b split_backward               with a transform; transforms take parameters too
     mine.py:zigzag depth=2                   a factory in your own file, which is run
     table.csv                                a table of a schedule or a program
+    v_half costs=F=5,I=9,W=3,comm=0.5        costs to follow; F=1/1/2 for one number per stage
+    gpipe connect graph=0-2,1-2              a stage graph, as for --graph
+    one_f_one_b recompute stages=0,2         a tuple
     interleaved_1f1b chunks=1..3             one schedule for each value; chunks=1,2,4 likewise
 
 A word with `=` belongs to the name before it; a transform applies to the schedules before it.
@@ -19,27 +22,29 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from math import isfinite, prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import schedules as package
 from schedules import families
 from schedules.commands.process import USERS_MODULE
 from schedules.errors import UsageError, printable, quote
 from schedules.files.csv import Listing, read_csv
+from schedules.language.actions import KINDS
 from schedules.language.graph import chain
 from schedules.language.schedule import Factory, Schedule
+from schedules.playing.costs import Costs
 from schedules.transforms.connect import connect, parse_graph
 
 MOST_VALUES: Final = 1000
 """More schedules than one table shows."""
 MOST_PASSES: Final = 2**24
 """More forwards than anyone waits for."""
-Argument: TypeAlias = int | float | str | bool | None
+Argument: TypeAlias = int | float | str | bool | Costs | tuple[Any, ...] | None
 
 
 class Subject(NamedTuple):
@@ -54,10 +59,10 @@ class Subject(NamedTuple):
 
 
 class Phrase(NamedTuple):
-    """A name, and the values for each of its parameters."""
+    """A name, and the text for each of its parameters."""
 
     name: str
-    pairs: dict[str, list[str]]
+    pairs: dict[str, str]
 
 
 def subjects(words: Sequence[str], sizes: Mapping[str, int], graph: str | None = None) -> list[Subject]:
@@ -92,7 +97,7 @@ def phrases(words: Sequence[str]) -> Iterator[Phrase]:
     """Yield the names, each with the pairs that follow it.
 
     >>> list(phrases(["kfkb", "k=1..3", "gpipe"]))
-    [Phrase(name='kfkb', pairs={'k': ['1', '2', '3']}), Phrase(name='gpipe', pairs={})]
+    [Phrase(name='kfkb', pairs={'k': '1..3'}), Phrase(name='gpipe', pairs={})]
     """
     phrase: Phrase | None = None
     for word in words:
@@ -100,7 +105,7 @@ def phrases(words: Sequence[str]) -> Iterator[Phrase]:
         if pair and phrase is None:
             raise UsageError(f"got {word}, expected a schedule's name before it. Put it after the name.")
         if pair and phrase:
-            phrase.pairs[pair[1]] = _split_values(pair[2])
+            phrase.pairs[pair[1]] = pair[2]
             continue
         if phrase:
             yield phrase
@@ -128,8 +133,8 @@ def find_factory(name: str) -> Factory[...]:
     found = getattr(run_file(Path(file)), function, None) if colon else (built_in() | transforms()).get(name)
     if not isinstance(found, Factory):
         raise UsageError(
-            f"got {name!r}, expected one of {', '.join(families.__all__)}, a function with @schedule as in "
-            "file.py:function, or a table in a .csv file."
+            f"got {name!r}, expected one of {', '.join((*families.__all__, *transforms()))}, a function with @schedule "
+            "as in file.py:function, or a table in a .csv file."
         )
     return found
 
@@ -176,12 +181,51 @@ def _combine(factory: Factory[...], phrase: Phrase, sizes: Mapping[str, int]) ->
     for name, parameter in known.items():
         if name not in {*phrase.pairs, *sizes} and parameter.default is parameter.empty:
             raise UsageError(f"{phrase.name} needs {name}. Add it, as in {phrase.name} {name}=2.")
-    count = prod(map(len, phrase.pairs.values()))
+    values = [list(_read_values(known[name], text)) for name, text in phrase.pairs.items()]
+    count = prod(map(len, values))
     if count > MOST_VALUES:
         raise UsageError(f"got {count} schedules of {phrase.name}, expected at most {MOST_VALUES}. Name fewer values.")
-    values = ([_parse_value(known[name], text) for text in texts] for name, texts in phrase.pairs.items())
     for chosen in product(*values):
         yield dict(zip(phrase.pairs, chosen, strict=True))
+
+
+def _read_values(parameter: inspect.Parameter, text: str) -> Iterator[Argument]:
+    """Yield the values that a parameter is given, by its annotation: several numbers are several values."""
+    annotation = str(parameter.annotation)
+    if "Graph" in annotation:
+        yield GraphText(text)
+    elif "Costs" in annotation:
+        yield _parse_costs(text)
+    elif "tuple" in annotation and text not in _WORDS:
+        yield tuple(_parse_value(parameter, one) for one in _split_values(text))
+    else:
+        yield from (_parse_value(parameter, one) for one in _split_values(text))
+
+
+class GraphText(str):
+    """The edges of a graph, whose number of stages is that of the schedule before it."""
+
+
+def _parse_costs(text: str) -> Costs:
+    """Return the costs that a text names: `F=1,B=2/2/3,comm=0.5`."""
+    found = dict[str, Any]()
+    for name, equals, value in (one.partition("=") for one in text.split(",")):
+        if not equals or name not in COST_NAMES:
+            names = ", ".join(COST_NAMES)
+            raise UsageError(
+                f"got costs={printable(text[:40])}, expected times of {names}. Write costs=F=1,B=2,comm=0.5."
+            )
+        try:
+            numbers = tuple(map(float, value.split("/")))
+        except ValueError:
+            raise UsageError(
+                f"got {name}={printable(value[:40])}, expected a number. Write {name}=2, or 2/1 by stage."
+            ) from None
+        found[name] = numbers if len(numbers) > 1 else numbers[0]
+    return Costs(**found)
+
+
+COST_NAMES: Final = tuple(field.name for field in fields(Costs) if field.name in KINDS or field.name == "comm")
 
 
 def _parse_value(parameter: inspect.Parameter, text: str) -> Argument:
@@ -228,7 +272,12 @@ def _make_subject(
 
 
 def _transform_subject(factory: Factory[...], name: str, given: dict[str, Argument], one: Subject) -> Subject:
-    return Subject(_make_title(name, given, one.title), lambda: _require_playable(factory(one.make(), **given)))
+    def make() -> Schedule:
+        schedule = one.make()
+        graphs = {key: parse_graph(text, schedule.stages) for key, text in given.items() if isinstance(text, GraphText)}
+        return _require_playable(factory(schedule, **{**given, **graphs}))
+
+    return Subject(_make_title(name, given, one.title), make)
 
 
 def _require_playable(schedule: Schedule) -> Schedule:
@@ -241,7 +290,15 @@ def _require_playable(schedule: Schedule) -> Schedule:
     return schedule
 
 
+def _spell(value: Argument) -> str:
+    """Return a value as its title shows it: of costs, those that differ from the usual ones."""
+    if not isinstance(value, Costs):
+        return f"{value}"
+    usual = {field.name: field.default for field in fields(Costs)}
+    return f"Costs({', '.join(f'{key}={one}' for key, one in vars(value).items() if one != usual[key])})"
+
+
 def _make_title(name: str, given: Mapping[str, Argument], *first: str) -> str:
     name = printable(name)
-    inside = [*first, *(f"{parameter}={value}" for parameter, value in given.items())]
+    inside = [*first, *(f"{parameter}={_spell(value)}" for parameter, value in given.items())]
     return f"{name}({', '.join(inside)})" if inside else name

@@ -17,7 +17,7 @@ from schedules.errors import SizeError
 from schedules.language.actions import Action, B, F
 from schedules.language.placement import bidirectional, vee
 from schedules.language.schedule import Limits, schedule
-from schedules.transforms.mirror import sum_replicas
+from schedules.playing.board import sum_replicas
 
 
 def _require_even(factory: str) -> Callable[..., None]:

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 
+from schedules.arguments import is_size
+from schedules.errors import SizeError
 from schedules.families.one_forward_one_backward import Maker, alternate, group_passes
 from schedules.language.actions import Action, B, F, I, W
 from schedules.language.placement import looped
@@ -35,26 +37,37 @@ def legs(forwards: range, backwards: range) -> list[tuple[Maker, int]]:
     return [*((F, stage) for stage in forwards), *((B, stage) for stage in reversed(backwards))]
 
 
-def _count_ahead(rank: int, ranks: int, microbatches: int, chunks: int, each: int) -> int:
+def _count_ahead(rank: int, ranks: int, groups: list[range], chunks: int, each: int) -> int:
     """Return the forwards to run ahead: those before the first of the last chunk, plus `each` for every later rank."""
-    return (chunks - 1) * len(rounds(ranks, microbatches)[0]) + each * (ranks - 1 - rank)
+    return (chunks - 1) * len(groups[0]) + each * (ranks - 1 - rank)
 
 
-def _in_rounds(rank: int, ranks: int, microbatches: int, chunks: int, each: int, backward: Maker) -> Iterator[Action]:
+def _in_rounds(rank: int, ranks: int, groups: list[range], chunks: int, each: int, backward: Maker) -> Iterator[Action]:
     """Return 1F1B in rounds, chunk by chunk."""
     stages = range(rank, ranks * chunks, ranks)
-    groups = rounds(ranks, microbatches)
     forwards = group_passes([(F, stage) for stage in stages], groups)
     backwards = group_passes([(backward, stage) for stage in reversed(stages)], groups)
-    return alternate(_count_ahead(rank, ranks, microbatches, chunks, each), forwards, backwards)
+    return alternate(_count_ahead(rank, ranks, groups, chunks, each), forwards, backwards)
 
 
 def _interleaved_memory(rank: int, ranks: int, microbatches: int, chunks: int) -> float:
-    return min(_count_ahead(rank, ranks, microbatches, chunks, min(chunks, 2)) + 1, chunks * microbatches) / chunks
+    ahead = _count_ahead(rank, ranks, rounds(ranks, microbatches), chunks, min(chunks, 2))
+    return min(ahead + 1, chunks * microbatches) / chunks
 
 
 def _zero_bubble_memory(rank: int, ranks: int, microbatches: int, chunks: int) -> float:
-    return min(_count_ahead(rank, ranks, microbatches, chunks, 1) + 1 + rank, chunks * microbatches) / chunks
+    return _gis_memory(0, ranks, microbatches, chunks, ranks)
+
+
+def _gis_memory(rank: int, ranks: int, microbatches: int, chunks: int, group: int) -> float:
+    ahead = _count_ahead(rank, ranks, rounds(min(ranks, group), microbatches), chunks, 1)
+    return min(ahead + 1, chunks * microbatches) / chunks
+
+
+def _require_group(ranks: int, microbatches: int, chunks: int, group: int) -> None:
+    if not is_size(group, (ranks + 1) // 2):
+        expected = f"an integer of at least {(ranks + 1) // 2}: half of the ranks, so that none waits forever"
+        raise SizeError.of("gis", "group", group, expected, f"Choose group={ranks}, which makes ranks idle least.")
 
 
 @schedule(placement=looped, limits=Limits(memory=_interleaved_memory))
@@ -70,7 +83,7 @@ def interleaved_1f1b(rank: int, ranks: int, microbatches: int, chunks: int = 2) 
     rank 0 |0F0 0F1 2F0 2F1 .   .   2B0     .   2B1     0B0     0B1     |
     rank 1 |.   1F0 1F1 3F0 3B0     3F1 3B1     1B0     1B1     .   .   |
     """
-    return _in_rounds(rank, ranks, microbatches, chunks, min(chunks, 2), B)
+    return _in_rounds(rank, ranks, rounds(ranks, microbatches), chunks, min(chunks, 2), B)
 
 
 @schedule(placement=looped, limits=Limits(memory=lambda rank, ranks, microbatches, chunks: microbatches))
@@ -103,10 +116,30 @@ def interleaved_zero_bubble(rank: int, ranks: int, microbatches: int, chunks: in
     rank 1 |.   1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1 |
     """
     owed = deque[Action]()
-    for action in _in_rounds(rank, ranks, microbatches, chunks, 1, I):
+    for action in _in_rounds(rank, ranks, rounds(ranks, microbatches), chunks, 1, I):
         yield action
         if action.kind == "I":
             owed.append(W(action.stage, action.microbatch))
         if len(owed) > rank:
             yield owed.popleft()
     yield from owed
+
+
+@schedule(placement=looped, limits=Limits(memory=_gis_memory), requires=_require_group)
+def gis(rank: int, ranks: int, microbatches: int, chunks: int = 2, group: int = 1024) -> Iterator[Action]:
+    """Interleaved 1F1B, backward split, one forward ahead for each later rank (GIS, arXiv 2503.01328, section 3.1).
+
+    `interleaved_1f1b` runs two ahead, since a whole backward comes back late; the halves make that superfluous. Rounds
+    have at least `g = min(group, P)` microbatches. Fewer need less memory, and make ranks wait: `P / 2` (GIS-H) is the
+    least. Idle time per rank if `g` divides `M > g`, for chunks that take `I = W` and `F <= I + W`:
+    `(P - 1) (F + I) + (P - g) (V - 1) (F + I - W)`; no more than that if `W < I <= F + W`. Peak memory on rank `r`:
+    `min(((V - 1) n + P - r) / V, M)` microbatches, where `n` is the length of the first round: `g` if `g` divides `M`.
+
+    >>> print(gis(ranks=2, microbatches=2, chunks=2))
+    rank 0 |0F0 0F1 2F0 2F1 .   2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1 |
+    rank 1 |.   1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1I0 1W0 1I1 1W1 |
+    """
+    for action in _in_rounds(rank, ranks, rounds(min(ranks, group), microbatches), chunks, 1, I):
+        yield action
+        if action.kind == "I":
+            yield W(action.stage, action.microbatch)

@@ -16,7 +16,7 @@ Times are in slots: a chunk's forward takes one, its `I` and its `W` one each, i
 
 Where passes take other times, or transfers take any, this order may make ranks wait. So every member takes `costs`, and
 then is the best of that order and some others that follow these costs in the same memory
-(`schedules.families.priorities`). A first chunk may hold all activations but one on rank 0, and about half of them on
+(`schedules.playing.play`). A first chunk may hold all activations but one on rank 0, and about half of them on
 the last rank. What is urgent is what comes first in this order, or any forward, or any backward.
 """
 
@@ -31,14 +31,13 @@ from typing import NamedTuple
 
 from schedules.errors import SizeError
 from schedules.families.blocks import every, merge_in_order, time_passes
-from schedules.families.priorities import Priority, PriorityPlay
-from schedules.language import graph
 from schedules.language.actions import Action, B, F, I
 from schedules.language.placement import vee
 from schedules.language.schedule import Limits, Schedule, schedule
-from schedules.playing.costs import UNITS, Costs, require_stages
-from schedules.playing.dependencies import wires
-from schedules.playing.engine import replay
+from schedules.playing.costs import Costs, require_stages
+from schedules.playing.engine import find_makespan
+from schedules.playing.play import Rule, play, prefer
+from schedules.playing.problem import Problem
 
 CHUNK = 3  # slots that one microbatch takes on a chunk: F, I and W, or F and B
 INTERVAL = 2 * CHUNK  # slots that one microbatch takes on a rank
@@ -137,25 +136,19 @@ def _follow_costs(fixed: Schedule, memory: int, costs: Costs, whole: bool = Fals
     """
     costs = replace(costs, jitter=0.0)
     kinds = "FB" if whole else "FIW"
-    rows = [[*fixed.actions(rank)] for rank in range(fixed.ranks)]
+    rows, P = tuple(tuple(fixed.actions(rank)) for rank in range(fixed.ranks)), fixed.ranks
     if _takes_slots(fixed, kinds, costs):
         return rows
     places = {action: place for row in rows for place, action in enumerate(row)}
-    rules = ((places.__getitem__, True), (_prefer("FBIW"), False), (_prefer("BIFW"), False))
-    last, best = fixed.ranks - 1, _find_makespan(fixed, costs)
+    problem = Problem(costs, fixed.placement, fixed.microbatches, memory / 2, split=not whole)
+    rules = list[Rule]()
     for least in range(memory // 2, min(memory // 2 + 4, memory)):  # what the first chunk of the last rank may hold
-        spare = [memory - 1 - (memory - 1 - least) * r / max(1, last) for r in range(fixed.ranks)]
-        rooms = [*(max(1, round(room)) for room in spare), *[memory] * fixed.ranks]
-        for priority, patient in rules:
-            played = PriorityPlay(fixed.placement, fixed.microbatches, costs, kinds, priority, patient, memory, rooms)
-            if played.makespan < best:
-                rows, best = played.rows, played.makespan
-    return rows
-
-
-def _prefer(kinds: str) -> Priority:
-    """Return the priority by kind, then by age."""
-    return lambda action: (kinds.index(action.kind), action.microbatch)
+        spare = [memory - 1 - (memory - 1 - least) * r / max(1, P - 1) for r in range(P)]
+        most = {kinds[-1]: [*(max(1, round(room)) for room in spare), *[memory] * P]}
+        rules += [Rule(places.__getitem__, 0.0, most)]
+        rules += [Rule(prefer(order), 1.0, most) for order in ("FBIW", "BIFW")]
+    best = min(fixed, play(problem, *rules), key=lambda one: find_makespan(one, costs))
+    return tuple(tuple(best.actions(rank)) for rank in range(P))
 
 
 def _takes_slots(schedule: Schedule, kinds: str, costs: Costs) -> bool:
@@ -164,18 +157,6 @@ def _takes_slots(schedule: Schedule, kinds: str, costs: Costs) -> bool:
     slots = {costs.time(kind, s) / (2 if kind == "B" else 1) for kind in kinds for s in range(S)}
     hops = [("F", s, s + 1) for s in range(S - 1)] + [("B", s + 1, s) for s in range(S - 1)]
     return len(slots) == 1 and not any(costs.transfer(what, s, homes[s], homes[t]) for what, s, t in hops)
-
-
-def _find_makespan(schedule: Schedule, costs: Costs) -> float:
-    """Return how long a schedule takes."""
-    streams = [schedule.actions(rank) for rank in range(schedule.ranks)]
-    played = replay(schedule, streams, wires(schedule, graph.chain(schedule.stages), costs, UNITS), costs, spans=False)
-    while True:
-        try:
-            next(played)
-        except StopIteration as end:
-            clock: list[float] = end.value.clock
-            return max(clock)
 
 
 def _require_costs(factory: str) -> Callable[..., None]:

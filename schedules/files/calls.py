@@ -63,7 +63,9 @@ def _spell(value: object) -> Any:
     if isinstance(value, tuple):
         return [_spell(one) for one in value]
     if type(value).__name__ in VALUES:
-        return {"value": type(value).__name__, "arguments": {key: _spell(one) for key, one in vars(value).items()}}
+        usual = {field.name: field.default for field in fields(VALUES[type(value).__name__])}
+        given = {key: _spell(one) for key, one in vars(value).items() if one != usual[key]}  # JSON has no infinity
+        return {"value": type(value).__name__, "arguments": given}
     return value
 
 

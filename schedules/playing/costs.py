@@ -17,6 +17,8 @@ from schedules.errors import SizeError
 from schedules.language.actions import GATHERINGS
 
 Cost: TypeAlias = float | tuple[float, ...]
+PER_UNIT: Final = ("microbatches", "slices")
+"""The costs that are tuples for units, not for stages."""
 ROUNDING: Final = 1e-9
 """Sums of fractions are not exact: a limit counts as exceeded only by more than this."""
 
@@ -31,7 +33,7 @@ def require_stages(values: Costs | Link | Sizes, stages: int) -> None:
     for name, cost in vars(values).items():
         if isinstance(cost, Link):
             require_stages(cost, stages)
-        elif name != "slow" and isinstance(cost, tuple) and len(cost) != stages:
+        elif name not in ("slow", *PER_UNIT) and isinstance(cost, tuple) and len(cost) != stages:
             raise _size_error(values, name, f"a number, or a tuple of {stages}: one for each stage")
 
 
@@ -107,6 +109,9 @@ class Link:
 class Costs:
     """The time of each kind of action for one microbatch.
 
+    - `F`, `B`: a forward, and a full backward; `None` for `B` means the time of its halves.
+    - `I`, `W`: the halves of a backward; `None` means what the other half leaves of `B`, or half of it. If neither `B`
+      nor a half is given, each half takes 1.
     - `C`, `R`: a checkpointed forward and a recomputation; `None` means the time of `F`.
     - `OVERLAP_F`: the time a forward adds to the backward it overlaps with; `None` means the time of `F`, so no gain.
     - `UNSHARD`, `REDUCE_GRAD`: the time to gather a stage's weights, and to reduce its gradient. A rank's collectives
@@ -114,15 +119,19 @@ class Costs:
     - `comm`: the time of a transfer between ranks, from the end of the action that makes a value, or of its fused pair,
       to its arrival: a number, or a `Link`. Transfers overlap with compute.
     - `jitter`: multiplies every action's time by a number drawn uniformly from `1 - jitter` to `1 + jitter`, by `seed`.
+    - `microbatches`: per microbatch, how many times as long its passes take; by default, all take equally long.
+    - `slices`: per slice of a sequence, its part of the time of the microbatch, in any unit; by default, all are equal.
 
     >>> Costs(F=(1, 5)).time("F", 1), Costs(F=2).time("R", 0)
     (5, 2)
+    >>> [Costs(F=3, B=6).time(kind, 0) for kind in "BIW"], [Costs(I=3, W=1).time(kind, 0) for kind in "BIW"]
+    ([6, 3.0, 3.0], [4, 3, 1])
     """
 
     F: Cost = 1
-    B: Cost = 2
-    I: Cost = 1  # noqa: E741 - the action's name
-    W: Cost = 1
+    B: Cost | None = None
+    I: Cost | None = None  # noqa: E741 - the action's name
+    W: Cost | None = None
     comm: float | Link = 0
     C: Cost | None = None
     R: Cost | None = None
@@ -133,23 +142,55 @@ class Costs:
     REDUCE_GRAD: Cost = 0
     jitter: float = 0
     seed: int = 0
+    microbatches: tuple[float, ...] = ()
+    slices: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        given = (name for name in ("C", "R", "OVERLAP_F") if getattr(self, name) is not None)
-        _require_costs(self, "F", "B", "I", "W", "G", "U", "UNSHARD", "REDUCE_GRAD", *given)
+        given = [name for name in ("B", "I", "W", "C", "R", "OVERLAP_F") if getattr(self, name) is not None]
+        _require_costs(self, "F", "G", "U", "UNSHARD", "REDUCE_GRAD", *given)
         if not isinstance(self.comm, Link):
             _require_number(self, "comm")
         if type(self.seed) is not int:
             raise _size_error(self, "seed", "an integer")
         if not (_is_cost(self.jitter) and self.jitter < 1):
             raise _size_error(self, "jitter", "a share from 0 to less than 1")
+        for name in PER_UNIT:
+            factors = getattr(self, name)
+            if not isinstance(factors, tuple) or not all(map(_is_cost, factors)) or (factors and not sum(factors)):
+                raise _size_error(self, name, "a tuple of finite numbers of at least 0, not all of them 0")
 
     def time(self, kind: str, stage: int) -> float:
         """Return the time of one compute action on one microbatch, without jitter."""
         if kind == "RESHARD":
             return 0
         cost: Cost | None = getattr(self, kind)
-        return of_stage(self.F if cost is None else cost, stage)
+        if cost is not None:
+            return of_stage(cost, stage)
+        if kind == "B":
+            return self.time("I", stage) + self.time("W", stage)
+        if kind not in "IW":
+            return of_stage(self.F, stage)
+        other = self.W if kind == "I" else self.I
+        if self.B is None:
+            return 1
+        whole = of_stage(self.B, stage)
+        return whole / 2 if other is None else max(0, whole - of_stage(other, stage))
+
+    def factors(self, microbatches: int, slices: int) -> list[float]:
+        """Return by what to multiply the times of each unit, a slice or a whole microbatch; nothing if all are equal.
+
+        Raise `SizeError` for other numbers of microbatches and slices.
+
+        >>> Costs(microbatches=(1, 2), slices=(1, 3)).factors(microbatches=2, slices=2)
+        [0.5, 1.5, 1.0, 3.0]
+        """
+        for name, count in zip(PER_UNIT, (microbatches, slices), strict=True):
+            if len(getattr(self, name)) not in (0, count):
+                raise _size_error(self, name, f"a tuple of {count}: one for each of the schedule's {name}")
+        if not (self.microbatches or self.slices):
+            return []
+        parts = [slices * part / sum(self.slices) for part in self.slices] or [1.0] * slices
+        return [one * part for one in self.microbatches or (1.0,) * microbatches for part in parts]
 
     def transfer(self, what: str, stage: int, source: int, target: int) -> float:
         """Return the time to transfer an output of `stage` from rank `source` to rank `target`; 0 within a rank."""

@@ -23,10 +23,11 @@ from typing import NamedTuple, TypeAlias
 
 from schedules.errors import ScheduleError
 from schedules.language.actions import COLLECTIVES, KINDS, Action
+from schedules.language.graph import Graph
 from schedules.language.membership import require_valid_actions
-from schedules.language.schedule import Schedule
-from schedules.playing.costs import Costs
-from schedules.playing.dependencies import Dependency, Wire, Wires
+from schedules.language.schedule import Schedule, graph_of
+from schedules.playing.costs import UNITS, Costs
+from schedules.playing.dependencies import Dependency, Wire, Wires, wires
 from schedules.playing.lanes import CollectiveLane
 from schedules.playing.outputs import unit_of
 
@@ -112,11 +113,24 @@ def replay(
     return state
 
 
+def find_makespan(schedule: Schedule, costs: Costs, graph: Graph | None = None) -> float:
+    """Return how long a schedule takes. Raise what `replay` raises."""
+    streams = [schedule.actions(rank) for rank in range(schedule.ranks)]
+    played = replay(schedule, streams, wires(schedule, graph_of(schedule, graph), costs, UNITS), costs, spans=False)
+    try:
+        next(played)
+    except StopIteration as end:
+        clock: list[float] = end.value.clock
+        return max(clock)
+    raise AssertionError("without spans, a replay yields nothing")
+
+
 def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs time on every action
     schedule: Schedule, state: ReplayState, wires: Wires, costs: Costs, spans: bool
 ) -> Iterator[list[Span]]:
     """Play until every rank has ended or is blocked."""
     slices, R, jitter = schedule.slices, len(schedule.placement.routes), costs.jitter
+    factors = costs.factors(schedule.microbatches, slices)
     batch: list[Span] = []
     ready = [*reversed(range(len(wires)))]
     while ready:
@@ -162,6 +176,8 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
             # Run it: use the inputs up, and move the clock on.
             for dependency in takes:
                 del dependency.arrived[unit]
+            if factors and unit < len(factors) and KINDS[kind].after:
+                time *= factors[unit]
             if jitter:
                 time *= state.draws[rank](1 - jitter, 1 + jitter)
             if not now:

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from operator import le
 from typing import Final, NamedTuple
 
-from schedules.searching.instance import Contender, Instance
+from schedules.playing.instance import Contender, Instance
 from schedules.searching.partial import Brancher, Partial
-from schedules.searching.playing import play
 from schedules.searching.queues import QueueTable
+from schedules.searching.timing import time_orders
 
 GLANCE: Final = 64
 """Between looks at the clock, so many partial orders are extended."""
@@ -63,7 +63,7 @@ class Beam:
             trail, q = trail
             passes.append(q)
         orders = self.table.spell(passes[::-1])
-        played = play(self.instance, orders)
+        played = time_orders(self.instance, orders)
         assert played is not None, "passes ran after those that they need"
         return Contender(played.makespan, orders, "partial orders")
 

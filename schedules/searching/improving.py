@@ -14,10 +14,10 @@ from math import exp
 from typing import TYPE_CHECKING, NamedTuple
 
 from schedules.playing.costs import ROUNDING
+from schedules.playing.instance import Contender, Instance, Job, PassOrders
 from schedules.searching.dispatching import Priorities, dispatch
-from schedules.searching.instance import Contender, Instance, Job, PassOrders
-from schedules.searching.playing import Played, play, read_priorities
 from schedules.searching.repairing import free_early, put_off, take_late, untangle
+from schedules.searching.timing import TimedOrders, read_priorities, time_orders
 
 if TYPE_CHECKING:
     from random import Random
@@ -37,7 +37,7 @@ class Climb:
     def __init__(self, instance: Instance, contender: Contender, random: Random) -> None:
         self.instance, self.random, self.best = instance, random, contender
         self.orders = list(contender.orders)
-        played = play(instance, self.orders)
+        played = time_orders(instance, self.orders)
         assert played is not None, "contenders can be played"
         self.played, self.blocks = played, list[CriticalBlock]()
 
@@ -69,10 +69,10 @@ class Climb:
 
     def _try(self, rank: int, order: list[Job], warmth: float) -> None:
         orders = [order if r == rank else row for r, row in enumerate(self.orders)]
-        played = play(self.instance, orders)
+        played = time_orders(self.instance, orders)
         if played is None:
             orders = untangle(self.instance, orders, rank) or self.orders
-            played = self.played if orders is self.orders else play(self.instance, orders)
+            played = self.played if orders is self.orders else time_orders(self.instance, orders)
         if played is None or orders == self.orders or not self._is_kept(played.makespan, warmth):
             return
         self.orders, self.played, self.blocks = orders, played, []
@@ -84,7 +84,7 @@ class Climb:
         return worse <= 0 or (warmth > 0 and self.random.random() < exp(-worse / warmth))
 
 
-def _find_blocks(instance: Instance, orders: PassOrders, played: Played, random: Random) -> list[CriticalBlock]:
+def _find_blocks(instance: Instance, orders: PassOrders, played: TimedOrders, random: Random) -> list[CriticalBlock]:
     """Return the blocks of two passes or more on a critical path."""
     ranks = [rank for rank, end in enumerate(played.ends) if end >= played.makespan * (1 - ROUNDING)]
     rank = random.choice(ranks)

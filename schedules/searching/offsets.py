@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from schedules.analysis.bounds.rough import time_chain
+from schedules.playing.instance import Contender, Instance
 from schedules.searching.dispatching import Priorities, dispatch
-from schedules.searching.instance import Contender, Instance
 
 if TYPE_CHECKING:
     from random import Random

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from schedules.analysis.bounds.heads import find_heads
 from schedules.analysis.bounds.network import connect_queues, reverse
 from schedules.playing.costs import ROUNDING
-from schedules.searching.instance import LETTERS, Instance, Job, PassOrders
+from schedules.playing.instance import LETTERS, Instance, Job, PassOrders
 
 
 class RankLink(NamedTuple):

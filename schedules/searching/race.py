@@ -18,9 +18,9 @@ from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from schedules.playing.costs import ROUNDING
+from schedules.playing.instance import Contender, Instance
 from schedules.searching.beam import Beam
 from schedules.searching.improving import Climb, shake
-from schedules.searching.instance import Contender, Instance
 from schedules.searching.offsets import PriorityRule, draw_rule, follow, vary_rule
 from schedules.searching.units import find_unit
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schedules.searching.instance import FORWARD, INPUT_HALF, Instance, Job, PassOrders
+from schedules.playing.instance import FORWARD, INPUT_HALF, Instance, Job, PassOrders
 
 
 def put_off(instance: Instance, order: list[Job]) -> list[Job] | None:

@@ -16,10 +16,9 @@ arguments give the same result, unless time runs out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
-from math import inf
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 from time import monotonic
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -28,11 +27,11 @@ from schedules.analysis.bounds.rough import Reason
 from schedules.analysis.simulation import simulate
 from schedules.arguments import require_types
 from schedules.errors import SizeError
-from schedules.language.graph import Graph
-from schedules.language.placement import Placement, linear
+from schedules.language.placement import linear
 from schedules.language.schedule import Schedule
-from schedules.playing.costs import ROUNDING, UNITS, Costs, Sizes
-from schedules.searching.instance import Contender, Instance, make_instance
+from schedules.playing.costs import ROUNDING, UNITS, Costs
+from schedules.playing.instance import Contender, Instance, make_instance
+from schedules.playing.problem import Problem
 from schedules.searching.race import Race
 from schedules.searching.seeds import list_families, read_seed, spell
 from schedules.searching.solver import Solver
@@ -87,73 +86,24 @@ class Suggestion(NamedTuple):
     origin: str
 
 
-@dataclass(frozen=True)
-class SearchProblem:
-    """The arguments of a search that say what is searched for."""
+def list_instances(problem: Problem) -> list[Instance]:
+    """Return the instances to search: with halves, and, where a whole backward takes less, with whole ones.
 
-    costs: Costs
-    placement: Placement
-    microbatches: int
-    memory: float | tuple[float, ...]
-    sizes: Sizes | None
-    split: bool
-    backward: bool
-    graph: Graph | None
-
-    def find_bound(self) -> Bound:
-        """Return the lower bound on the makespan."""
-        return bound(
-            self.costs,
-            self.placement,
-            self.microbatches,
-            memory=self.memory,
-            sizes=self.sizes,
-            split=self.split,
-            backward=self.backward,
-            graph=self.graph,
-        )
-
-    @cached_property
-    def instances(self) -> tuple[Instance, ...]:
-        """The instances to search: with halves, and, where a whole backward takes less, with whole ones.
-
-        It may take less time, or less memory: an input half may keep more than its forward did.
-        """
-        stages, time, sizes = range(self.placement.stages), self.costs.time, self.sizes or UNITS
-        pays = any(time("B", s) < (time("I", s) + time("W", s)) * (1 - ROUNDING) for s in stages)
-        pays = pays or any(sizes.growth("I", s) > 0 for s in stages)
-        kinds = (True, False) if self.split and self.backward and pays else (self.split,)
-        return tuple(
-            make_instance(
-                self.costs,
-                self.placement,
-                self.microbatches,
-                self.memory,
-                self.sizes,
-                split,
-                self.backward,
-                self.graph,
-            )
-            for split in kinds
-        )
-
-    @property
-    def is_plain(self) -> bool:
-        """True if nothing is random, and a fused pair takes the time of its parts: then an instance has these costs."""
-        costs, stages = self.costs, range(self.placement.stages)
-        return not costs.jitter and all(costs.time("OVERLAP_F", s) >= costs.time("F", s) for s in stages)
-
-    def fits(self, peak: tuple[float, ...]) -> bool:
-        """Return whether ranks may hold this much."""
-        caps = self.memory if isinstance(self.memory, tuple) else (self.memory,) * len(peak)
-        return all(most <= cap * (1 + ROUNDING) for most, cap in zip(peak, caps, strict=True))
+    It may take less time, or less memory: an input half may keep more than its forward did.
+    """
+    stages, time, sizes = range(problem.placement.stages), problem.costs.time, problem.sizes or UNITS
+    pays = any(time("B", s) < (time("I", s) + time("W", s)) * (1 - ROUNDING) for s in stages)
+    pays = pays or any(sizes.growth("I", s) > 0 for s in stages)
+    kinds = (True, False) if problem.split and problem.backward and pays else (problem.split,)
+    return [make_instance(replace(problem, split=split)) for split in kinds]
 
 
 @dataclass
 class Quest:
     """A search under way: the best schedule so far."""
 
-    problem: SearchProblem
+    problem: Problem
+    instances: Sequence[Instance]
     bound: Bound
     progress: Callable[[SearchProgress], None]
     best: Suggestion | None = None
@@ -169,7 +119,8 @@ class Quest:
         timeline = simulate(schedule, self.problem.costs, self.problem.graph, self.problem.sizes)
         if self.best is not None and timeline.makespan >= self.best.makespan * (1 - ROUNDING):
             return
-        if self.problem.fits(timeline.peak_memory):
+        caps = self.problem.memory if isinstance(self.problem.memory, tuple) else repeat(self.problem.memory)
+        if all(held <= cap * (1 + ROUNDING) for held, cap in zip(timeline.peak_memory, caps, strict=False)):
             self.best = Suggestion(schedule, timeline.makespan, origin)
 
     def run(self, instance: Instance, tries: float, end: float, random: Random) -> None:
@@ -201,9 +152,13 @@ class Quest:
             self._raise_bound(solution.bound, "the solver proved that there is no faster schedule")
 
     def _raise_bound(self, makespan: float, because: str) -> None:
-        """Take a lower bound on the makespan of an instance, if all schedules are in one."""
-        alone = len(self.problem.instances) == 1 and self.problem.is_plain
-        if alone and makespan > self.bound.makespan * (1 + ROUNDING):
+        """Take a lower bound on the makespan of an instance, if all schedules are in one.
+
+        That they are if nothing is random, and a fused pair takes the time of its parts.
+        """
+        costs, stages = self.problem.costs, range(self.problem.placement.stages)
+        plain = not costs.jitter and all(costs.time("OVERLAP_F", s) >= costs.time("F", s) for s in stages)
+        if len(self.instances) == 1 and plain and makespan > self.bound.makespan * (1 + ROUNDING):
             self.bound = Bound((Reason(makespan, because), *self.bound.parts))
 
     def _take(self, instance: Instance, contender: Contender) -> None:
@@ -214,24 +169,16 @@ class Quest:
 
 
 def search(
-    costs: Costs,
-    placement: Placement,
-    microbatches: int,
+    problem: Problem,
     *,
-    memory: float | tuple[float, ...] = inf,
-    sizes: Sizes | None = None,
-    split: bool = True,
-    backward: bool = True,
-    graph: Graph | None = None,
     seconds: float = 60.0,
     tries: int = TRIES,
     seed: int = 0,
     solver: Solver | None = None,
     progress: Callable[[SearchProgress], None] = lambda progress: None,
 ) -> SearchResult:
-    """Return the fastest schedule found for these costs, on this placement, within the memory, and its lower bound.
+    """Return the fastest schedule found for a problem, and a lower bound on the makespan of all.
 
-    - `memory`, `sizes`, `split`, `backward`, `graph`: as for `bound`.
     - `seconds`, `tries`: when to stop, whichever comes first; a try is one schedule, and on small problems also the
       time of one for partial orders. A search ends early if it reaches the bound.
     - `seed`: the same seed and tries give the same schedule, unless the seconds run out.
@@ -243,11 +190,11 @@ def search(
     can be off: by nothing if every order was tried, as happens where the problem is small. The schedule holds whole
     microbatches, and neither recomputes nor fuses actions.
 
-    Raise `SizeError` or `GraphError` as `bound` does, and `SizeError` if no order is found that fits, for a negative
+    Raise `SizeError` as `bound` does, and if a rank has nothing to do, if no order is found that fits, for a negative
     number of seconds, and for no tries. Raise `SolverError`, before the search, if the solver is not installed.
 
     >>> from schedules import linear
-    >>> found = search(Costs(F=(1, 3), B=(2, 6), I=(1, 3), W=(1, 3)), linear(ranks=2), microbatches=3)
+    >>> found = search(Problem(Costs(F=(1, 3), B=(2, 6), I=(1, 3), W=(1, 3)), linear(ranks=2), microbatches=3))
     >>> found.makespan, found.gap
     (28.0, 0.0)
     """
@@ -257,14 +204,13 @@ def search(
     require_limits(seconds, tries)
     if solver is not None:
         require_solver(solver)
-    problem = SearchProblem(costs, placement, microbatches, memory, sizes, split, backward, graph)
-    quest = Quest(problem, problem.find_bound(), progress)
+    quest = Quest(problem, list_instances(problem), bound(problem), progress)
     begin = monotonic()
     end = begin + (seconds if solver is None else seconds / 2)
     try:
-        for instance in problem.instances:
+        for instance in quest.instances:
             if not quest.is_solved:
-                quest.run(instance, tries / len(problem.instances), end, Random(seed))
+                quest.run(instance, tries / len(quest.instances), end, Random(seed))
         if solver is not None:
             quest.prove(solver, begin + seconds, seed)
         complete = quest.is_solved or monotonic() <= end
@@ -273,11 +219,11 @@ def search(
             raise
         complete = False
     if quest.best is None:
-        raise _no_room(problem, problem.instances[-1])
+        raise _no_room(problem, quest.instances[-1])
     return SearchResult(quest.best.schedule, quest.best.makespan, quest.bound, quest.best.origin, complete)
 
 
-def _no_room(problem: SearchProblem, instance: Instance) -> SizeError:
+def _no_room(problem: Problem, instance: Instance) -> SizeError:
     """Return the error if not even one microbatch at a time fits: branches of a graph may have to take turns."""
     one = spell(instance, take_turns(instance).orders, problem.costs, problem.graph)
     held = simulate(one, problem.costs, problem.graph, problem.sizes).peak_memory
@@ -294,5 +240,5 @@ def require_limits(seconds: float, tries: int) -> None:
 
 def require_solver(solver: Solver) -> None:
     """Let a solver solve the smallest problem there is, so that one that can't run says so before the search."""
-    smallest = make_instance(Costs(), linear(1), 1, inf, None, True, True, None)
+    smallest = make_instance(Problem(Costs(), linear(1), 1))
     solver(smallest, take_turns(smallest), 1.0, 0)

@@ -13,16 +13,17 @@ from types import MappingProxyType
 from typing import Final
 
 from schedules import families
-from schedules.analysis.simulation import simulate
 from schedules.errors import PipelineError
-from schedules.files.csv import table
+from schedules.language.actions import Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Factory, Schedule
-from schedules.playing.costs import Costs, of_stage
-from schedules.searching.instance import FORWARD, INPUT_HALF, LETTERS, WEIGHT_HALF, Contender, Instance, Job, PassOrders
-from schedules.searching.playing import play
+from schedules.playing.board import sum_replicas
+from schedules.playing.costs import Costs
+from schedules.playing.engine import find_makespan
+from schedules.playing.instance import FORWARD, INPUT_HALF, LETTERS, WEIGHT_HALF, Contender, Instance, Job, PassOrders
+from schedules.playing.rows import from_rows
+from schedules.searching.timing import time_orders
 from schedules.transforms.connect import connect
-from schedules.transforms.mirror import sum_replicas
 from schedules.transforms.split import split_backward
 
 HALVES: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(
@@ -48,7 +49,7 @@ def list_families(instance: Instance, costs: Costs, graph: Graph | None) -> Iter
         "costs": costs,
         "residual": 1.0,
     }
-    cap = min(*instance.problem.memory, instance.microbatches * chunks)
+    cap = min(*instance.problem.room, instance.microbatches * chunks)
     for name in families.__all__:
         factory = getattr(families, name)
         for memory in (int(cap / chunks), int(cap)):  # some count what a rank keeps of a microbatch, some stages
@@ -96,33 +97,29 @@ def read_seed(instance: Instance, schedule: Schedule) -> Contender | None:
     orders = read_orders(instance, schedule)
     if not instance.fits(orders):
         return None
-    played = play(instance, orders)
+    played = time_orders(instance, orders)
     return None if played is None else Contender(played.makespan, orders, repr(schedule))
 
 
 def spell(instance: Instance, orders: PassOrders, costs: Costs, graph: Graph | None) -> Schedule:
     """Return the schedule with these orders. Join halves everywhere, at the first stage only, or nowhere."""
-    found = list[Schedule]()
-    for joined in (instance.placement.stages, 1, 0) if instance.problem.split else (0,):
-        cells = (_spell_rank(instance, rank, order, costs, joined) for rank, order in enumerate(orders))
-        schedule = table(tuple(map(",".join, cells)))
-        found.append(schedule if graph is None else connect(schedule, graph))
-    return min(found, key=lambda one: simulate(one, costs).makespan)
+    found, placement, M = list[Schedule](), instance.placement, instance.microbatches
+    for joined in (placement.stages, 1, 0) if instance.problem.split else (0,):
+        rows = (_spell_rank(instance, rank, order, costs, joined) for rank, order in enumerate(orders))
+        found.append(from_rows(tuple(map(tuple, rows)), placement, M, 1, instance.problem.backward, graph))
+    return min(found, key=lambda one: find_makespan(one, costs))
 
 
-def _spell_rank(instance: Instance, rank: int, order: list[Job], costs: Costs, joined: int) -> Iterator[str]:
-    """Yield the cells of a rank; halves that follow each other are joined on the first `joined` stages."""
+def _spell_rank(instance: Instance, rank: int, order: list[Job], costs: Costs, joined: int) -> Iterator[Action]:
+    """Yield the actions of a rank; halves that follow each other are joined on the first `joined` stages."""
     position, split = 0, instance.problem.split
     while position < len(order):
         kind, n, k = order[position]
         stage = instance.problem.stages[n]
         s, i = stage.stage, stage.microbatches[k]
         whole = order[position : position + 2] == [(INPUT_HALF, n, k), (WEIGHT_HALF, n, k)]
-        if whole and s < joined and of_stage(costs.B, s) <= costs.time("I", s) + costs.time("W", s):
-            yield f"{s}B{i}"
-            position += 2
-            continue
-        yield f"{s}{LETTERS[kind]}{i}" if split or kind == FORWARD else f"{s}B{i}"
-        position += 1
+        joins = whole and s < joined and costs.time("B", s) <= costs.time("I", s) + costs.time("W", s)
+        yield Action("B" if joins or (kind and not split) else LETTERS[kind], s, i)
+        position += 1 + joins
     if instance.routes > 1 and instance.problem.backward:
-        yield from map(str, sum_replicas(rank, instance.placement, instance.microbatches))
+        yield from sum_replicas(rank, instance.placement, instance.microbatches)

@@ -15,8 +15,8 @@ from math import inf
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from schedules.errors import SolverError
-from schedules.searching.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Contender, Instance, Job
-from schedules.searching.playing import play
+from schedules.playing.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Contender, Instance, Job
+from schedules.searching.timing import time_orders
 
 FINEST: Final = 1_000_000
 """Times that no factor makes whole are counted in this many parts of the makespan."""
@@ -64,7 +64,7 @@ class IntegerModel:
     def __init__(self, model: Any, instance: Instance, contender: Contender) -> None:
         self.model, self.instance, self.contender = model, instance, contender
         self.factor = instance.factor or FINEST / contender.makespan
-        played = play(instance, contender.orders)
+        played = time_orders(instance, contender.orders)
         assert played is not None, "contenders can be played"
         self.horizon = int(contender.makespan * self.factor) + 1
         self.starts = {job: model.new_int_var(0, self.horizon, "") for order in contender.orders for job in order}
@@ -120,7 +120,7 @@ class IntegerModel:
         last = {kind: kind for kind in (FORWARD, INPUT_HALF, WEIGHT_HALF)}
         for job in sorted(self.starts, key=lambda job: (value(self.starts[job]), last[job[0]])):
             orders[self.instance.rank[job[1]]].append(job)
-        played = play(self.instance, orders)
+        played = time_orders(self.instance, orders)
         if played is None or not self.instance.fits(orders):
             return self.contender
         return Contender(played.makespan, orders, f"{self.contender.origin}, improved by CP-SAT")

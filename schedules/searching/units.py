@@ -17,9 +17,9 @@ from math import ceil, inf
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from schedules.playing.costs import ROUNDING
+from schedules.playing.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Contender, Instance, Job, PassOrders
 from schedules.searching.dispatching import dispatch
-from schedules.searching.instance import FORWARD, INPUT_HALF, WEIGHT_HALF, Contender, Instance, Job, PassOrders
-from schedules.searching.playing import play, read_priorities
+from schedules.searching.timing import read_priorities, time_orders
 
 if TYPE_CHECKING:
     from random import Random
@@ -101,7 +101,7 @@ def find_unit(instance: Instance, random: Random) -> Contender | None:
 
 def _time(instance: Instance, orders: PassOrders, origin: str) -> Contender | None:
     """Return the orders with their makespan, or `None` if rounding has put a pass before one that it needs."""
-    played = play(instance, orders)
+    played = time_orders(instance, orders)
     return None if played is None else Contender(played.makespan, orders, origin)
 
 

@@ -12,7 +12,7 @@ from schedules.errors import ScheduleError
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
-from schedules.testing.mutants import edit_rows
+from schedules.playing.rows import edit
 from schedules.testing.orders import orders
 
 
@@ -33,7 +33,7 @@ def collective_orders(
     for rank, row in enumerate(rows):
         for s in sorted(draw(st.sets(st.sampled_from(schedule.placement.stages_on(rank))))):
             row[:] = _shard_stage(draw, schedule, rank, row, s)
-    return edit_rows(schedule, tuple(map(tuple, rows))), graph
+    return edit(schedule, rows), graph
 
 
 def _keep_last_updates(row: list[Action]) -> list[Action]:
@@ -55,7 +55,7 @@ def _add_reductions(draw: st.DrawFn, schedule: Schedule, graph: Graph, rows: lis
         to = draw(st.integers(at, len(row) - 1))
         row.insert(to, row.pop(at))
         try:
-            check(edit_rows(schedule, tuple(map(tuple, rows))), graph)
+            check(edit(schedule, rows), graph)
         except ScheduleError:  # it splits a pair, or an update waits for it
             row.insert(at, row.pop(to))
 

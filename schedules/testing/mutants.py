@@ -17,19 +17,13 @@ from schedules.checking.channels import LoweredProgram
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
-from schedules.transforms.transform import transform
+from schedules.playing.rows import edit
 
 CHANGES = ("stage", "microbatch", "slice", "kind", "peer")
 EDITS = ("drop", "duplicate", "swap", "neighbors", "move", "away", "insert", *CHANGES)
 ONCE = tuple(kind for kind, word in KINDS.items() if not word.does and not word.after)  # for many microbatches
 COMPUTE = tuple(kind for kind, word in KINDS.items() if not word.does)
 TRANSFERS = tuple(kind for kind, word in KINDS.items() if word.does)
-
-
-@transform
-def edit_rows(rank: int, schedule: Schedule, rows: tuple[tuple[Action, ...], ...]) -> Iterator[Action]:
-    """Replace the schedule's actions by these rows."""
-    yield from rows[rank]
 
 
 @dataclass(frozen=True)
@@ -48,7 +42,7 @@ class EditedProgram:
 @st.composite
 def mutants(draw: st.DrawFn, plan: Schedule, edits: Sequence[str] = EDITS) -> Schedule:
     """Draw the schedule after one or two of these edits; it may still be correct."""
-    return _edit_schedule(plan, draw(_edits(_list_actions(plan), plan, edits)))
+    return edit(plan, draw(_edits(_list_actions(plan), plan, edits)))
 
 
 @st.composite
@@ -56,16 +50,12 @@ def mutant_programs(draw: st.DrawFn, program: LoweredProgram) -> EditedProgram:
     """Draw the program after one or two edits; it may still be correct."""
     rows = draw(_edits(_list_actions(program), program.schedule, EDITS))
     computed = [[action for action in row if action.peer is None] for row in rows]
-    return EditedProgram(_edit_schedule(program.schedule, computed), program.graph, tuple(map(tuple, rows)))
+    return EditedProgram(edit(program.schedule, computed), program.graph, tuple(map(tuple, rows)))
 
 
 def _list_actions(plan: Schedule | LoweredProgram) -> list[list[Action]]:
     ranks = plan.ranks if isinstance(plan, Schedule) else plan.schedule.ranks
     return [list(plan.actions(rank)) for rank in range(ranks)]
-
-
-def _edit_schedule(original: Schedule, rows: Sequence[Sequence[Action]]) -> Schedule:
-    return edit_rows(original, tuple(map(tuple, rows)))
 
 
 @st.composite

@@ -24,8 +24,9 @@ from schedules.lowering.program import lower
 from schedules.lowering.turns import target_of
 from schedules.playing.costs import Costs
 from schedules.playing.engine import Span
+from schedules.playing.outputs import unit_of
+from schedules.playing.rows import edit
 from schedules.proof.inflight import Parcel, parcel_of, parcels_for
-from schedules.testing.mutants import edit_rows
 
 TOLERANCE = 1e-6  # sums of thirds and the like are not exact
 
@@ -49,7 +50,7 @@ def time_program(program: LoweredProgram, costs: Costs) -> list[Span]:
 
 def require_same_times(schedule: Schedule, graph: Graph, costs: Costs) -> None:
     """Assert that the simulation runs every action at the same time as the lowered program."""
-    kept = edit_rows(schedule, tuple(tuple(schedule.actions(rank)) for rank in range(schedule.ranks)))
+    kept = edit(schedule, map(schedule.actions, range(schedule.ranks)))
     got = {span.action: span for span in spans(kept, costs, graph)}
     for want in time_program(lower(kept, graph), costs):
         start, end = got[want.action].start, got[want.action].end
@@ -119,7 +120,9 @@ class _Clock:
 
     def _time(self, action: Action) -> float:
         jitter = self.draw(1 - self.costs.jitter, 1 + self.costs.jitter) if self.costs.jitter else 1
-        return self.costs.time(action.kind, action.stage) * jitter
+        factors = self.costs.factors(self.schedule.microbatches, self.schedule.slices)
+        factor = factors[unit_of(action, self.schedule.slices)] if factors and KINDS[action.kind].after else 1
+        return self.costs.time(action.kind, action.stage) * factor * jitter
 
     def _results_for(self, action: Action) -> Iterator[tuple[str, int]]:
         """Yield the collectives of this rank, by kind and stage, whose results an action takes if they are there."""

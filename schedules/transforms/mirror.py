@@ -11,32 +11,20 @@ Invariant: each copy keeps its order on each rank.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from math import isfinite
 from typing import Any
 
 from schedules.errors import SizeError
-from schedules.language.actions import COLLECTIVES, KINDS, Action, G
-from schedules.language.graph import Graph
+from schedules.language.actions import COLLECTIVES, KINDS, Action
 from schedules.language.placement import Placement
-from schedules.language.schedule import Factory, Limits, Schedule, Shape, graph_of
-from schedules.playing.outputs import Output, inputs_of, output_of, unit_of
+from schedules.language.schedule import Factory, Limits, Schedule, Shape
+from schedules.playing.board import sum_replicas
+from schedules.playing.costs import Costs
+from schedules.playing.play import Rule, play
+from schedules.playing.problem import Problem
 from schedules.transforms.transform import transform
-
-
-def sum_replicas(rank: int, placement: Placement, microbatches: int) -> Iterator[Action]:
-    """Yield the `G`s that end a turn, one for every stage `rank` shares with another rank, in stage order.
-
-    >>> from schedules import bidirectional
-    >>> [list(sum_replicas(rank, bidirectional(ranks=3), microbatches=4)) for rank in (0, 1)]
-    [[G(0, 2), G(2, 3)], []]
-    """
-    last = range(microbatches - 1, microbatches - 1 - len(placement.routes), -1)
-    for stage in placement.stages_on(rank):
-        if len(placement.replicas(stage)) > 1:
-            yield G(stage, next(i for i in last if placement.home(stage, i) == rank))
 
 
 def _double(once: Factory[[Schedule]]) -> Factory[[Schedule]]:
@@ -93,61 +81,37 @@ def mirror(rank: int, schedule: Schedule) -> Iterator[Action]:
     rank 0 |0F0 1F1 1B1     0F2 0B0     1F3 1B3     0B2    g|
     rank 1 |0F1 1F0 1B0     0F3 0B1     1F2 1B2     0B3    g|
     """
-    yield from _merge_copies(schedule)[rank]
+    yield from _merge_copies(schedule).actions(rank)
     if schedule.backward:
         yield from sum_replicas(rank, _mirror_placement(schedule.placement), 2 * schedule.microbatches)
 
 
 @lru_cache(maxsize=1)  # every rank asks for its row in turn
-def _merge_copies(schedule: Schedule) -> Sequence[Sequence[Action]]:
-    """Return each rank's actions of both copies; those whose inputs never come are last, for `check` to report.
+def _merge_copies(schedule: Schedule) -> Schedule:
+    """Return the schedule of both copies; actions whose inputs never come are last, for `check` to report."""
+    P = schedule.ranks
+    placement, S = _mirror_placement(schedule.placement), schedule.stages
+    problem = Problem(TURNS, placement, 2 * schedule.microbatches, graph=schedule.graph, backward=schedule.backward)
 
-    A lane is what a rank has still to run of one copy. In each round, every rank runs one turn of its two lanes.
-    """
-    P, graph = schedule.ranks, graph_of(schedule, None)
-    lanes = [[deque(_list_turns(schedule, home, way)) for way, home in enumerate((r, P - 1 - r))] for r in range(P)]
-    rows: list[list[Action]] = [[] for _ in range(P)]
-    outputs = set[Output]()
-    while True:
-        ran: list[Action] = []
-        for row, pair in zip(rows, lanes, strict=True):
-            ready = [lane for lane in pair if lane and outputs.issuperset(_inputs(lane[0], graph))]
-            if ready:
-                turn = min(ready, key=lambda lane: _priority(lane[0], graph)).popleft()
-                row += turn
-                ran += turn
-        if not ran:
-            break
-        outputs.update(map(output_of, ran))
-    for row, pair in zip(rows, lanes, strict=True):
-        row += [action for lane in pair for turn in lane for action in turn]
-    return tuple(tuple(one._replace(microbatch=one.microbatch // schedule.slices) for one in row) for row in rows)
+    def prefer(action: Action) -> tuple[int, int, int]:
+        kind, stage, microbatch, _, part = action
+        stages_to_go = {"F": 2 * S - stage, "B": stage + 1, "": 2 * S + 1}
+        return stages_to_go[KINDS[kind].crosses], microbatch, part or 0
+
+    lanes = [[_copy(schedule, r, 0), _copy(schedule, P - 1 - r, 1)] for r in range(P)]
+    return play(problem, Rule(prefer), lanes=lanes)
 
 
-def _list_turns(schedule: Schedule, home: int, way: int) -> Iterator[tuple[Action, ...]]:
-    """Yield the actions of rank `home` for the copy `way`, numbered by slice; a fused pair is one turn."""
-    opener: tuple[Action, ...] = ()
+TURNS = Costs(F=1, B=1, I=1, W=1, C=1, R=1, OVERLAP_F=0)
+"""Every action takes one turn, and so does a pair."""
+
+
+def _copy(schedule: Schedule, home: int, way: int) -> Iterator[Action]:
+    """Yield the actions of rank `home` for the copy `way`."""
     for action in schedule.actions(home):
         if action.kind == "U":
             raise _drift_error(schedule)
         if action.kind in COLLECTIVES:
             repair = "Mirror it first, and insert them afterwards."
             raise SizeError.of("mirror", "schedule", schedule, "one without UNSHARD, RESHARD and REDUCE_GRAD", repair)
-        copy = action._replace(microbatch=2 * action.microbatch + way)
-        turn = (*opener, copy._replace(microbatch=unit_of(copy, schedule.slices)))
-        opener = turn if action.kind == "OVERLAP_F" else ()
-        if not opener:
-            yield turn
-    if opener:
-        yield opener
-
-
-def _inputs(turn: tuple[Action, ...], graph: Graph) -> set[Output]:
-    return {output for action in turn for output in inputs_of(action, graph)}
-
-
-def _priority(turn: tuple[Action, ...], graph: Graph) -> tuple[int, int]:
-    """Return the priority of a turn: the stages its microbatch has to go (most for weight gradients), then its age."""
-    kind, stage, microbatch, *_ = turn[-1]
-    stages_to_go = {"F": 2 * graph.stages - stage, "B": stage + 1, "": 2 * graph.stages + 1}
-    return stages_to_go[KINDS[kind].crosses], microbatch
+        yield action._replace(microbatch=2 * action.microbatch + way)

@@ -17,7 +17,7 @@ from schedules.arguments import is_size
 from schedules.errors import SizeError
 from schedules.language.actions import COLLECTIVES, Action
 from schedules.language.schedule import Factory, Schedule, Shape
-from schedules.transforms.mirror import sum_replicas
+from schedules.playing.board import sum_replicas
 from schedules.transforms.transform import KEPT, transform
 
 

@@ -21,6 +21,7 @@ from schedules import (
     Costs,
     Graph,
     Placement,
+    Problem,
     Schedule,
     SizeError,
     Sizes,
@@ -32,7 +33,7 @@ from schedules import (
     vee,
 )
 from schedules.files.csv import table
-from schedules.playing.costs import ROUNDING, of_stage
+from schedules.playing.costs import ROUNDING
 
 # -------- The least makespan of any schedule of a small problem, by exhaustive search: nothing here knows about bounds
 
@@ -72,6 +73,11 @@ class Case:
     backward: bool = True
     links: Graph | None = None
     in_order: bool = True
+
+    @property
+    def problem(self) -> Problem:
+        how = self.sizes, self.links, self.split, self.backward
+        return Problem(self.costs, self.placement, self.microbatches, self.memory, *how)
 
     @cached_property
     def graph(self) -> Graph:
@@ -113,13 +119,13 @@ class Case:
 
     def least(self, task: Task) -> float:
         """The least time that this task takes by itself."""
-        first = of_stage(self.costs.F if task.kind == "F" else self.costs.B, task.stage)
+        first = self.costs.time("F" if task.kind == "F" else "B", task.stage)
         if task.kind == "F":
             return first
-        half = of_stage(self.costs.I, task.stage)
+        half = self.costs.time("I", task.stage)
         if task.kind == "I":
             return min(first, half) if self.split else first
-        return max(0.0, min(first - half, of_stage(self.costs.W, task.stage))) if self.split else 0.0
+        return max(0.0, min(first - half, self.costs.time("W", task.stage))) if self.split else 0.0
 
     @cached_property
     def tails(self) -> dict[Task, float]:
@@ -148,7 +154,7 @@ class Case:
                         continue
                     arrivals = [partial.ends[one] + transfer for one, transfer in self.needs[task]]
                     start = max(partial.clocks[rank], *arrivals, 0.0)
-                    yield kind, task, rank, start, start + of_stage(getattr(self.costs, kind), s)
+                    yield kind, task, rank, start, start + self.costs.time(kind, s)
 
     def extend(self, partial: Partial) -> Iterator[Partial]:
         """Yield every way to place one more action, not before the last; what costs nothing fits into no wait."""
@@ -169,7 +175,7 @@ class Case:
         """Return whether the action may as well run while its rank waits: it takes no memory, nor any choice."""
         if kind == "F":
             return self.memory[self.rank(task)] == inf
-        return kind != "I" or of_stage(self.costs.W, task.stage) <= of_stage(self.costs.B, task.stage)
+        return kind != "I" or self.costs.time("W", task.stage) <= self.costs.time("B", task.stage)
 
     def remaining(self, partial: Partial) -> float:
         """Return a lower bound on the makespan: what is left to do on each rank, and for each microbatch."""
@@ -177,7 +183,7 @@ class Case:
         for task in self.tasks:
             if task not in partial.ends:
                 owed = task.kind == "W" and task._replace(kind="I") in partial.ends
-                takes = of_stage(self.costs.W, task.stage) if owed else self.least(task)
+                takes = self.costs.time("W", task.stage) if owed else self.least(task)
                 left[self.rank(task)] += takes
                 done = (partial.ends[one] + transfer for one, transfer in self.needs[task] if one in partial.ends)
                 latest = max(latest, max(done, default=0.0) + takes + self.tails[task])
@@ -249,9 +255,8 @@ def cases(draw):
 
 def bound_case(case):
     """Return the least makespan that the bound leaves, or infinity if it says that nothing fits."""
-    more = {"split": case.split, "backward": case.backward, "sizes": case.sizes}
     try:
-        return bound(case.costs, case.placement, case.microbatches, memory=case.memory, **more).makespan
+        return bound(case.problem).makespan
     except SizeError:
         return inf
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A schedule as rows of actions, one row per rank, and a schedule made of such rows."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection
 
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from schedules import Action, Program, Schedule, transform
+from schedules import Action, Program, Schedule
+from schedules.playing.rows import edit
 from schedules.testing import orders
 
 # ----------------------------------- A schedule as rows of actions, one row per rank, and a schedule made of such rows
@@ -16,17 +17,6 @@ def rows(plan: Schedule | Program, without: Collection[str] = "") -> list[list[A
     """Return the actions of each rank, except those whose kind is in `without`."""
     ranks = (plan if isinstance(plan, Schedule) else plan.schedule).ranks
     return [[action for action in plan.actions(rank) if action.kind not in without] for rank in range(ranks)]
-
-
-@transform
-def edited(rank: int, schedule: Schedule, rows: Sequence[Sequence[Action]]) -> Iterator[Action]:
-    """The transform that `edit` calls: parameters of a schedule are tuples."""
-    yield from rows[rank]
-
-
-def edit(schedule: Schedule, rows: Iterable[Iterable[Action]]) -> Schedule:
-    """Return a schedule of the same sizes and placement that has these rows of actions."""
-    return edited(schedule, tuple(map(tuple, rows)))
 
 
 # -------------------------- Correct schedules of forwards and backwards only: nothing is recomputed or cut into slices

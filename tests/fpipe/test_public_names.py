@@ -35,14 +35,18 @@ Unit Value fake fake_mode flatten
 check_stage
 """,
     "schedules": """
-Action ArgumentError B Bound C Costs CriticalPath Device DeviceRun F Factory G Graph GraphError I KINDS
-Limits Link PipelineError
-Placement Program
-ProgramError R Schedule ScheduleError SearchProgress SearchResult SizeError Sizes SolverError Span TableError Timeline U
-VocabularyError W bidirectional
+Action ArgumentError B Bound C Costs CriticalPath Device DeviceRun F
+Factory G Graph GraphError I KINDS Limits Link PipelineError
+Placement Problem Program
+ProgramError R Rule Schedule ScheduleError SearchProgress SearchResult SizeError Sizes SolverError
+Span TableError Timeline U
+VocabularyError W
+alternate bidirectional
 bound breadth_first chain check chimera connect cp_sat critical_path dag defer_weights drawing dualpipe dualpipe_v
-eager_1f1b estimate forward_only forwards gpipe hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear looped lower
-memory_over_time merge_backward mirror one_f_one_b overlap parse pipedream pipedream_2bw recompute schedule
+eager_1f1b estimate forward_only forwards from_rows gis gpipe group_passes
+hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear looped lower
+memory_over_time merge_backward merge_in_order mirror one_f_one_b overlap parse pipedream
+pipedream_2bw play prefer recompute schedule
 search seq_1f1b
 reduce_gradients repeat run_on_device shard
 TimelineError

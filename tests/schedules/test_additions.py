@@ -47,10 +47,11 @@ from schedules import (
     zb_v,
 )
 from schedules.files import read_csv, write_csv
+from schedules.playing.rows import edit
 from schedules.proof.interpreter import ideal, interpret, prove
 from schedules.proof.networks import fifo
 from schedules.testing import conformance, orders, schedules
-from tests.common.rows import edit, rows
+from tests.common.rows import rows
 
 EVERY = [getattr(families, name) for name in families.__all__]
 FAMILIES = [factory for factory in EVERY if not factory.__name__.startswith("pipedream")]

@@ -26,6 +26,7 @@ from schedules import (
     SizeError,
     Sizes,
     Span,
+    Timeline,
     W,
     chain,
     check,
@@ -58,8 +59,8 @@ from schedules.files import pipelining, pipelining_2_15
 from schedules.files.csv import table
 from schedules.language.actions import COLLECTIVES
 from schedules.playing.outputs import inputs_of, output_of
+from schedules.playing.rows import edit
 from schedules.testing import collective_orders, costs, orders, require_bounds, schedules
-from tests.common.rows import edit
 
 # ------------------------------------- Simulated times agree with published figures, obey their laws, and are streamed
 
@@ -129,8 +130,7 @@ def test_activations_are_held_until_the_weight_half_is_done():
     ("rows", "where", "rule", "why"),
     [
         (("0F0", "1F1"), (1, 0, "1F1"), "ordered", "needs 0F1, which rank 0 never runs"),
-        (("0F0,0B0,0F1", "1F1,1B0"), (0, 1, "0B0"), "ordered", "wait for each other"),
-        (("0F0,0B0", "1F1,1B0"), (1, 0, "1F1"), "ordered", "needs 0F1, which rank 0 never runs"),
+        (("0F0,0B0,0F1", "1F1,1F0,1B0"), (0, 1, "0B0"), "ordered", "wait for each other"),
         (
             ("2F0,0F0", "1F0"),
             (0, 0, "2F0"),
@@ -141,7 +141,7 @@ def test_activations_are_held_until_the_weight_half_is_done():
 )
 def test_a_block_is_traced_to_its_cause(rows, where, rule, why):
     with pytest.raises(ScheduleError, match=why) as caught:
-        simulate(table(rows))
+        list(spans(table(rows), Costs()))
     assert (caught.value.rank, caught.value.position, str(caught.value.action)) == where
     assert caught.value.rule == rule
 
@@ -212,13 +212,56 @@ def test_without_a_backward_no_activations_are_kept():
     assert simulate(s).peak_memory == summarize(spans(s, Costs()), s).peak_memory == (0, 0)
 
 
-def test_an_empty_schedule_takes_no_time():
-    @schedule()
-    def nothing(rank, ranks, microbatches):
-        yield from ()
+def test_no_time_has_no_idle_share():
+    timeline = Timeline(0.0, 0.0, (0.0, 0.0), (0.0, 0.0), (0.0, 0.0))
+    assert (timeline.bubble, timeline.bubble_of_busiest, timeline.idle) == (0, 0, (0, 0))
 
-    timeline = simulate(nothing(ranks=2, microbatches=1))
-    assert (timeline.makespan, timeline.span, timeline.bubble, timeline.idle) == (0, 0, 0, (0, 0))
+
+def test_the_bubble_is_the_idle_share_of_all_ranks():
+    timeline = simulate(one_f_one_b(4, 8), Costs(F=(9, 1, 1, 1), B=(18, 2, 2, 2)))
+    assert (timeline.busy, timeline.makespan) == ((216, 24, 24, 24), 216)
+    assert (timeline.bubble, timeline.bubble_of_busiest) == (pytest.approx(2 / 3), 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "times"),
+    [
+        ({}, (2, 1, 1)),
+        ({"B": 6}, (6, 3, 3)),
+        ({"B": 6, "I": 4}, (6, 4, 2)),
+        ({"B": 6, "W": 7}, (6, 0, 7)),
+        ({"I": 3}, (4, 3, 1)),
+        ({"I": 3, "W": 2}, (5, 3, 2)),
+        ({"B": 6, "I": 2, "W": 3}, (6, 2, 3)),
+        ({"B": (6, 2), "I": (1, 1)}, (6, 1, 5)),
+    ],
+)
+def test_halves_follow_the_whole_and_the_whole_its_halves(given, times):
+    assert tuple(Costs(F=3, **given).time(kind, 0) for kind in "BIW") == times
+    assert [Costs(F=3, **given).time(kind, 0) for kind in "CR"] == [3, 3]
+
+
+def test_microbatches_and_slices_may_differ():
+    """ChunkFlow, arXiv 2503.02356: chunks of lengths 4, 2, 1, 1, and of equal ones."""
+    for lengths, idle in (((4, 2, 1, 1), 57.14), ((2, 2, 2, 2), 42.86)):
+        times = Costs(F=1, B=2, microbatches=lengths)
+        assert round(100 * simulate(one_f_one_b(4, 4), times).bubble, 2) == idle
+    uneven = Costs(F=4, B=8, slices=(1, 3), microbatches=(1, 2))
+    ends = [span.end - span.start for span in spans(seq_1f1b(1, 2, slices=2), uneven)]
+    assert ends == [1, 3, 6, 2, 2, 6, 12, 4]
+    for wrong in (Costs(microbatches=(1, 2)), Costs(slices=(1, 2, 3))):
+        with pytest.raises(SizeError, match=r"expected a tuple of \d: one for each of the schedule's"):
+            simulate(seq_1f1b(2, 3, slices=2), wrong)
+
+
+@pytest.mark.parametrize("rows", [("0F0", "1F0,1B0"), ("0F0,0B0", "1B0,1F0"), ("0F0,0F0,0B0", "1F0,1B0")])
+def test_simulate_refuses_what_check_refuses(rows):
+    errors = []
+    for refuse in (check, simulate):
+        with pytest.raises(ScheduleError) as caught:
+            refuse(table(rows))
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
 
 
 def test_a_peak_without_duration_counts():

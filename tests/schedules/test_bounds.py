@@ -13,6 +13,7 @@ from schedules import (
     Costs,
     GraphError,
     Link,
+    Problem,
     SizeError,
     Sizes,
     bound,
@@ -39,7 +40,6 @@ from schedules.analysis.bounds.lower_bound import rough_bound
 from schedules.analysis.bounds.machine import BusyTime, Passes, find_tightest
 from schedules.analysis.bounds.network import connect_queues, reverse
 from schedules.analysis.bounds.precedence import find_lags
-from schedules.analysis.bounds.problem import pose
 from schedules.analysis.bounds.windows import find_idle
 from schedules.testing import costs as schedule_costs
 from schedules.testing import schedules
@@ -69,7 +69,7 @@ def bound_like(schedule, costs, graph=None, sizes=None):
     memory = simulate(schedule, costs, graph, sizes).peak_memory
     split = any(action.kind == "W" for rank in range(schedule.ranks) for action in schedule.actions(rank))
     more = {"split": split, "backward": schedule.backward, "sizes": sizes, "graph": graph}
-    return bound(costs, schedule.placement, schedule.microbatches, memory=memory, **more)
+    return bound(Problem(costs, schedule.placement, schedule.microbatches, memory=memory, **more))
 
 
 @given(st.data())
@@ -98,7 +98,7 @@ def test_rounding_makes_no_pass_wait():
     """Four times 37.123 is a little more than the sum of four, less one, and so on."""
     schedule, link = v_min(2, 16), Link(latency=2, bandwidth=1.6, bytes=(0.25, 2.25, 3.25, 3))
     costs = Costs(F=1.5, B=3.5, I=(1.25, 1, 1.5, 3.25), W=(2.25, 0.25, 3, 1), comm=link)
-    exact, rounded = (bound(costs, vee(2), 16, memory=4 * a, sizes=Sizes(activation=a)) for a in (1, 37.123))
+    exact, rounded = (bound(Problem(costs, vee(2), 16, memory=4 * a, sizes=Sizes(activation=a))) for a in (1, 37.123))
     assert rounded.makespan == exact.makespan <= simulate(schedule, costs).makespan
 
 
@@ -159,7 +159,7 @@ def test_fused_pairs_may_be_as_fast_as_the_bound():
 @pytest.mark.parametrize("line", SLOTS)
 def test_small_cases_with_known_best_values(line):
     (costs, placement, microbatches, more), best = read_slots(line)
-    assert bound(costs, placement, microbatches, **more).makespan == best
+    assert bound(Problem(costs, placement, microbatches, **more)).makespan == best
 
 
 def test_the_fastest_schedule_of_one_of_them():
@@ -176,7 +176,7 @@ def test_published_schedules_on_eight_ranks_are_optimal_for_their_memory(line):
     once, twice = (zb_auto(8, M, memory=memory, costs=costs, residual=1) for memory in (8, 16))
     for memory, found in ((8, [zb_h1(8, M), once]), (16, [zb_h2(8, M), twice])):
         best = min(simulate(schedule, costs).makespan for schedule in found)
-        least = bound(costs, linear(8), M, memory=memory).makespan
+        least = bound(Problem(costs, linear(8), M, memory=memory)).makespan
         assert least <= best * ROUNDING <= least * 1.0001
 
 
@@ -196,15 +196,14 @@ LITTLE = [(4, 58), (5, 55), (6, 53), (7, 52), (8, 51)]
 @pytest.mark.parametrize(("memory", "least"), LITTLE)
 def test_a_vee_in_little_memory_cannot_do_without_waiting(memory, least):
     """Less than two slots below the best orders known, which take 59, 57, 53, 53 and 51."""
-    assert bound(Costs(), vee(4), 8, memory=memory / 2).makespan == least
+    assert bound(Problem(Costs(), vee(4), 8, memory=memory / 2)).makespan == least
     best = simulate(v_schedule(4, 8, memory=memory), Costs()).makespan
     assert least <= best <= least + 2
 
 
 @given(cases())
 def test_parts_are_sorted_and_the_rough_bound_is_one_of_them(case):
-    more = {"split": case.split, "backward": case.backward}
-    found, rough = (f(case.costs, case.placement, case.microbatches, **more) for f in (bound, rough_bound))
+    found, rough = bound(replace(case.problem, memory=inf)), rough_bound(replace(case.problem, memory=inf))
     values = [part.makespan for part in found.parts]
     assert values == pytest.approx(sorted(values, reverse=True))
     assert found.parts[0] == (found.makespan, found.because)
@@ -212,12 +211,12 @@ def test_parts_are_sorted_and_the_rough_bound_is_one_of_them(case):
 
 
 def test_reasons_say_where_the_time_goes():
-    found = bound(Costs(), linear(4), 8, memory=4)
+    found = bound(Problem(Costs(), linear(4), 8, memory=4))
     assert found.because == "rank 0 works for 24, is idle for 3 before its first input half and for 0 after its last"
-    assert bound(Costs(), linear(4), 1).because == "one microbatch alone takes 9"
-    narrow = bound(Costs(), linear(4), 6, memory=1)
+    assert bound(Problem(Costs(), linear(4), 1)).because == "one microbatch alone takes 9"
+    narrow = bound(Problem(Costs(), linear(4), 6, memory=1))
     assert narrow.because == "rank 0 holds 54 of memory times time, in 1 of memory, after 0 and before 0"
-    texts = [part.because for part in bound(Costs(), vee(4), 8, memory=2.5, split=False).parts]
+    texts = [part.because for part in bound(Problem(Costs(), vee(4), 8, memory=2.5, split=False)).parts]
     assert texts[0] == "rank 0 works for 48, is idle for 18 at first and for 0 at the end"
     assert "passes of rank 3 that take 1 start at 34 at the earliest, and 31 follows the last" in texts
     assert "rank 0 is idle for 18: 7B7 starts at 50 at the earliest, takes 2, and 14 follows" in texts
@@ -225,24 +224,24 @@ def test_reasons_say_where_the_time_goes():
 
 def test_more_memory_than_one_microbatch_needs_is_asked_for():
     with pytest.raises(SizeError, match=r"got memory=0\.5, expected at least the 1 that rank 0 needs for one microb"):
-        bound(Costs(), vee(2), 4, memory=0.5)
+        bound(Problem(Costs(), vee(2), 4, memory=0.5))
     sizes = Sizes(activation=(1, 2, 3, 4), weight=10)
     with pytest.raises(SizeError, match=r"got memory=24\.0?, expected at least the 25 that rank 1 needs"):
-        bound(Costs(), vee(2), 4, memory=(25, 24.0), sizes=sizes)
+        bound(Problem(Costs(), vee(2), 4, memory=(25, 24.0), sizes=sizes))
+    assert bound(Problem(Costs(), vee(2), 4, memory=25, sizes=sizes)).makespan < inf
     with pytest.raises(SizeError, match=r"got memory=3\.0, expected at least the 8\.5 that rank 2 needs"):
-        bound(Costs(), linear(4), 4, memory=3, sizes=Sizes(activation=(4, 5, 6.5, 1), weight=2))
+        bound(Problem(Costs(), linear(4), 4, memory=3, sizes=Sizes(activation=(4, 5, 6.5, 1), weight=2)))
     with pytest.raises(SizeError, match=r"got memory=79999999999\.0, expected at least the 80123456789 that rank 1"):
-        bound(Costs(), linear(2), 4, memory=(9e10, 79999999999), sizes=Sizes(activation=(1, 123456789), weight=8e10))
-    assert bound(Costs(), vee(2), 4, memory=25, sizes=sizes).makespan < inf
+        bound(Problem(Costs(), linear(2), 4, (9e10, 79999999999), Sizes(activation=(1, 123456789), weight=8e10)))
 
 
 def test_costs_sizes_and_graphs_have_as_many_stages_as_are_placed():
     with pytest.raises(SizeError, match="a tuple of 2"):
-        bound(Costs(F=(1, 2, 3)), linear(2), 4)
+        bound(Problem(Costs(F=(1, 2, 3)), linear(2), 4))
     with pytest.raises(SizeError, match="a tuple of 2"):
-        bound(Costs(), linear(2), 4, sizes=Sizes(activation=(1, 2, 3)))
+        bound(Problem(Costs(), linear(2), 4, sizes=Sizes(activation=(1, 2, 3))))
     with pytest.raises(GraphError, match="got a graph of 3 stages, expected 2"):
-        bound(Costs(), linear(2), 4, graph=chain(3))
+        bound(Problem(Costs(), linear(2), 4, graph=chain(3)))
 
 
 @pytest.mark.parametrize("case", range(few(3)))
@@ -273,7 +272,7 @@ def timelines(draw):
     costs = draw(st.builds(Costs, **dict.fromkeys("FBIW", each), comm=st.integers(0, 3)))
     sizes = draw(st.builds(Sizes, activation=each, residual=st.none() | each))
     memory = simulate(schedule, costs, graph, sizes).peak_memory
-    problem = pose(costs, schedule.placement, schedule.microbatches, memory, sizes, graph=graph)
+    problem = Problem(costs, schedule.placement, schedule.microbatches, memory, sizes, graph)
     network = connect_queues(problem)
     numbers = {(one.kind, one.stage): c for c, one in enumerate(network.queues)}
     passes = [[] for _ in network.queues]

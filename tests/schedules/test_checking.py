@@ -40,11 +40,12 @@ from schedules import (
     split_backward,
 )
 from schedules.files.csv import table
+from schedules.playing.rows import edit
 from schedules.proof.interpreter import ideal, interpret, prove, require_whole
 from schedules.proof.networks import fifo, rendezvous
 from schedules.testing import collective_orders, mutants, orders, schedules
 from schedules.testing.mutants import EDITS, EditedProgram, mutant_programs
-from tests.common.rows import edit, rows
+from tests.common.rows import rows
 
 # ------- What a violation says: it names the culprit, whatever the rule. (That `check` is right: test_never_wrong.py.)
 

@@ -123,7 +123,7 @@ def test_simulate(capsys):
     assert out.splitlines()[:9] == [
         "makespan  41",
         "span      41, the longest of one rank",
-        "bubble    0.4146 of the span, 0.4146 of the makespan",
+        "bubble    0.4146 of all ranks, 0.4146 of the busiest",
         "",
         "rank  busy  idle  peak memory",
         "0       24    17            4",
@@ -233,6 +233,42 @@ def test_compare(capsys, tmp_path):
     ]
     texts = {element.text for element in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")}
     assert {"gpipe", "one_f_one_b", "split_backward(one_f_one_b)"} <= texts
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["gpipe", "--C", "3"], "C"),
+        (["gpipe", "--residual", "3"], "residual"),
+        (["zb_h1", "--B", "3", "--I", "1", "--W", "2"], "B"),
+        (["gpipe", "--OVERLAP_F", "1"], "OVERLAP_F"),
+        (["one_f_one_b", "--gathered", "2"], "gathered"),
+    ],
+)
+@pytest.mark.parametrize("command", ["simulate", "compare", "show"])
+def test_an_option_without_effect_is_an_error(capsys, command, words, option):
+    code, _, err = answer(capsys, command, *words)
+    assert (code, f"got --{option}, expected" in err, "no effect" in err) == (2, True, True)
+
+
+def test_halves_follow_the_option_of_the_whole(capsys):
+    rows = answer(capsys, "compare", "one_f_one_b", "zb_h1", "--F", 3, "--B", 6)[1].splitlines()
+    assert [row.split()[2:4] for row in rows[-2:]] == [["99", "+0%"], ["81", "-18%"]]
+
+
+def test_graphs_costs_and_tuples_are_parameters(capsys):
+    words = ["v_half", "costs=F=5,I=9,W=3,comm=0.5", "--F", 5, "--I", 9, "--W", 3, "--comm", 0.5]
+    sizes = ["--ranks", 8, "--microbatches", 16]
+    found = [
+        answer(capsys, "simulate", *one, *sizes, "--brief")[1].split()[1] for one in (words, [words[0], *words[2:]])
+    ]
+    assert found == ["801", "989"]
+    graph = answer(capsys, "show", "gpipe", "connect", "graph=0-2,1-2", "--ranks", 3, "--microbatches", 1)[1]
+    assert graph.splitlines()[1].startswith("rank 1 |F0")
+    out = answer(capsys, "show", "gpipe", "recompute", "stages=0,2", "--ranks", 3, "--microbatches", 1)[1]
+    assert [("R0" in row, "C0" in row) for row in out.splitlines()] == [(True, True), (False, False), (True, True)]
+    for wrong in ("costs=Q=3", "costs=F=x", "costs=3"):
+        assert answer(capsys, "show", "v_half", wrong)[0] == 2
 
 
 def test_compare_gives_all_schedules_the_same_work(capsys, tmp_path):
@@ -353,7 +389,7 @@ def test_a_graph_is_given_by_its_edges(capsys):
 
 
 def test_a_search_shows_the_fastest_order_in_the_same_memory(capsys, tmp_path):
-    times = [word for kind in "FIW" for word in (f"--{kind}", "1,1,2,1")] + ["--B", "2,2,4,2"]
+    times = [word for kind in "FIW" for word in (f"--{kind}", "1,1,2,1")]
     words = ["zb_h1", "--ranks", 4, "--microbatches", 6, *times]
     code, out, err = answer(capsys, "search", *words)
     assert (code, err) == (0, "")

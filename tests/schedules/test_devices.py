@@ -21,7 +21,7 @@ from schedules import (
 )
 from schedules.testing import collective_orders, orders
 from schedules.testing.mutants import EditedProgram, mutant_programs
-from tests.common.sizes import in_turn
+from tests.common.sizes import NIGHTLY, in_turn
 
 DEVICES = {
     "ideal": Device(),
@@ -52,7 +52,7 @@ def test_every_family_ends_on_every_device_in_the_memory_that_is_simulated(name,
 
 
 @pytest.mark.parametrize("cases", [orders(), collective_orders()], ids=["alone", "with collectives"])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50_000 if NIGHTLY else settings().max_examples)
 @given(st.data())
 def test_any_order_ends_on_any_device(cases, data):
     schedule, graph = data.draw(cases)

@@ -37,8 +37,8 @@ from schedules.drawing.strips import make_strip
 from schedules.errors import TimelineError
 from schedules.language.actions import COLLECTIVES, KINDS
 from schedules.playing.outputs import inputs_of, output_of
+from schedules.playing.rows import edit
 from schedules.testing import orders, schedules
-from tests.common.rows import edit
 from tests.common.timelines import NAMES, WAITED, events, timelines
 
 # ------------------------------------------------------------- A text picture shows every action at its simulated time

@@ -30,11 +30,11 @@ from schedules import (
 from schedules.files.csv import table
 from schedules.language.actions import message_of, receive_of
 from schedules.lowering.turns import Turns
+from schedules.playing.rows import edit
 from schedules.proof.interpreter import Interpreter, require_whole
 from schedules.proof.networks import Links, fifo, rendezvous
 from schedules.testing import orders, require_matching_ends
 from schedules.testing.mutants import EditedProgram
-from tests.common.rows import edit
 from tests.common.sizes import NIGHTLY
 
 

@@ -24,11 +24,11 @@ from schedules import (
     parse,
 )
 from schedules.language.actions import message_of, receive_of
+from schedules.playing.rows import edit
 from schedules.proof.formulas import formula, whole_model
 from schedules.proof.interpreter import ideal, interpret, prove
 from schedules.proof.networks import fifo, rendezvous
 from schedules.testing import orders, require_matching_ends
-from tests.common.rows import edit
 
 networks = pytest.mark.parametrize("network", [fifo, rendezvous])
 

@@ -56,11 +56,12 @@ from schedules import (
     transform,
 )
 from schedules.files.csv import table
+from schedules.playing.rows import edit
 from schedules.proof.interpreter import ideal, prove
 from schedules.testing import conformance, graphs, orders, require_round_trip, schedules
 from schedules.transforms.connect import format_graph, parse_graph
 from schedules.transforms.shorten import find_fewest, shorten
-from tests.common.rows import edit, rows
+from tests.common.rows import rows
 
 # ---------------------------------------------------------------------------------------------- The laws of transforms
 

@@ -50,8 +50,10 @@ FACTORIES = [
     if "schedule" not in one.signature.parameters
 ]
 CALLS = {
-    "bound": Known(
-        schedules.bound,
+    "bound": Known(schedules.bound, {"problem": schedules.Problem(Costs(), linear(2), 2)}),
+    "play": Known(schedules.play, {"problem": schedules.Problem(Costs(), linear(2), 2)}),
+    "Problem": Known(
+        schedules.Problem,
         {"costs": Costs(), "placement": linear(2), "microbatches": 2},
         {"microbatches": NEVER, "memory": (-1, (1,), (1, 2, 3), "80GB")},
     ),

@@ -116,6 +116,7 @@ class Replacements:
         yield *COMPILED, self._run_compiled
         yield *PICKLE, self._refuse_objects
         yield torch, "from_numpy", self._from_numpy
+        yield torch.utils.hooks.RemovableHandle, "remove", self._remove_hook
         for owner, name in (*LOCAL_READS, *TRANSFORMS):
             yield owner, name, self._record
 
@@ -126,6 +127,13 @@ class Replacements:
         sealed = _backward_hook(module) or self.seals.get(path, "")
         frame = self.recorder.open_frame(path, type(module), module, args, kwargs, sealed)
         return self.recorder.call_in_frame(frame, lambda: call(module, *args, **kwargs))
+
+    def _remove_hook(self, remove: Any, handle: Any) -> None:
+        """Remove a hook; a call that removes one of a tensor runs as Python, since its record would keep the hook."""
+        hooks = None if self.is_idle else handle.hooks_dict_ref()
+        if hooks is not None and any(one._backward_hooks is hooks for one in self.recorder.values.tensors.values()):
+            self.stack.seal("a hook on a tensor, which it removes again")
+        remove(handle)
 
     def _set_attribute(self, set_attribute: Any, module: nn.Module, name: str, value: object) -> None:
         value = learn(value)

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import inf
 
 from schedules.analysis.bounds.heads import find_heads
 from schedules.analysis.bounds.machine import Passes, find_tightest
 from schedules.analysis.bounds.network import QueueNetwork, connect_queues, reverse
-from schedules.analysis.bounds.problem import Problem, pose, require_room
 from schedules.analysis.bounds.release import Heads
 from schedules.analysis.bounds.rough import Reason, find_rough_bounds
 from schedules.analysis.bounds.windows import add_idle, find_idle
 from schedules.arguments import require_types
+from schedules.errors import SizeError
 from schedules.language.actions import Action
-from schedules.language.graph import Graph
-from schedules.language.placement import Placement
-from schedules.playing.costs import Costs, Sizes
+from schedules.playing.costs import ROUNDING
+from schedules.playing.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Bound:
     """A lower bound on the makespan. `parts` are all bounds that were tried, with their reasons, largest first.
 
     >>> from schedules import linear
-    >>> least = bound(Costs(F=1, B=2), linear(ranks=2), microbatches=3, split=False)
+    >>> least = bound(Problem(Costs(F=1, B=2), linear(ranks=2), microbatches=3, split=False))
     >>> least.makespan
     12.0
     """
@@ -52,23 +50,8 @@ class Bound:
         return self.parts[0].because
 
 
-def bound(
-    costs: Costs,
-    placement: Placement,
-    microbatches: int,
-    *,
-    memory: float | tuple[float, ...] = inf,
-    sizes: Sizes | None = None,
-    split: bool = True,
-    backward: bool = True,
-    graph: Graph | None = None,
-) -> Bound:
-    """Return a lower bound on the makespan of every schedule with these costs on this placement.
-
-    - `memory`: the most that a rank may hold, one number or one per rank, in the units of `Timeline.peak_memory`.
-    - `split`: true if backwards may be split. The bound then holds for schedules with whole backwards, too.
-    - `backward`: false for schedules without backwards, which save nothing.
-    - `graph`: the stage graph, by default the chain.
+def bound(problem: Problem) -> Bound:
+    """Return a lower bound on the makespan of every schedule for a problem.
 
     It covers schedules of forwards and backwards, fused or not, of whole microbatches. Whatever else they do takes time
     and memory on top. Recomputation trades memory for time, and slices start earlier, so those are not covered.
@@ -77,42 +60,54 @@ def bound(
     problems with 2 to 5 microbatches in the memory of 1 to 3, solved exhaustively, it was the optimum of 9 in 10 chains
     (at worst 6 % below), of 2 in 3 with two stages per rank (12 %), and of half of those with two routes (47 %).
 
-    Raise `SizeError` for costs or sizes of another number of stages, and if one microbatch alone does not fit into the
-    memory of a rank: the message says the least that could. Raise `GraphError` for a graph of another size.
+    Raise `SizeError` if one microbatch alone does not fit into the memory of a rank: the message says the least that
+    could.
     """
-    require_types(bound, {name: one for name, one in locals().items() if name not in ("memory", "microbatches")})
-    problem = pose(costs, placement, microbatches, memory, sizes, split, backward, graph)
-    network = _connect(problem, placement, sizes)
+    require_types(bound, locals())
+    if problem.costs.microbatches:
+        expected, repair = "microbatches that cost the same", "Leave them out, at the cost of the least."
+        raise SizeError.of("bound", "costs.microbatches", problem.costs.microbatches, expected, repair)
+    network = _connect(problem)
     return _sort([*find_rough_bounds(problem), *_find_fine_bounds(problem, network)])
 
 
-def rough_bound(
-    costs: Costs,
-    placement: Placement,
-    microbatches: int,
-    *,
-    memory: float | tuple[float, ...] = inf,
-    sizes: Sizes | None = None,
-    split: bool = True,
-    backward: bool = True,
-    graph: Graph | None = None,
-) -> Bound:
+def rough_bound(problem: Problem) -> Bound:
     """Return the bound that `bound` finds without looking at single microbatches: often less, but at once.
 
     >>> from schedules import looped
-    >>> rough_bound(Costs(F=1, B=2), looped(ranks=2, chunks=2), microbatches=4, split=False).because
+    >>> rough_bound(Problem(Costs(F=1, B=2), looped(ranks=2, chunks=2), microbatches=4, split=False)).because
     'rank 1 works for 24, is idle for 1 before its first input half and for 2 after its last'
     """
-    problem = pose(costs, placement, microbatches, memory, sizes, split, backward, graph)
-    _connect(problem, placement, sizes)
+    _connect(problem)
     return _sort(find_rough_bounds(problem))
 
 
-def _connect(problem: Problem, placement: Placement, sizes: Sizes | None) -> QueueNetwork:
+def _connect(problem: Problem) -> QueueNetwork:
     """Return the network. Raise `SizeError` if one microbatch does not fit into the memory of a rank."""
     network = connect_queues(problem)
-    require_room(problem, tuple(map(network.find_least_room, range(problem.ranks))), placement, sizes)
+    _require_room(problem, tuple(map(network.find_least_room, range(problem.ranks))))
     return network
+
+
+def _require_room(problem: Problem, least: tuple[float, ...]) -> None:
+    """Raise `SizeError` if a rank has less than the `least` room for activations that one microbatch needs.
+
+    The message is about the rank that lacks most.
+    """
+    both = zip(problem.room, least, strict=True)
+    short = [(needs - has, rank) for rank, (has, needs) in enumerate(both) if needs > has * (1 + ROUNDING)]
+    if not short:
+        return
+    rank = max(short, key=lambda one: one[0])[1]
+    unit = problem.ranks / problem.placement.stages if problem.sizes is None else 1.0
+    weight = problem.weigh(rank)
+    raise SizeError.of(
+        "bound",
+        "memory",
+        float(f"{problem.room[rank] * unit + weight * (1 - ROUNDING):.12g}"),
+        f"at least the {least[rank] * unit + weight:.12g} that rank {rank} needs for one microbatch",
+        "Choose more memory, or smaller stages.",
+    )
 
 
 def _sort(reasons: Iterable[Reason]) -> Bound:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from graphlib import TopologicalSorter
 
-from schedules.analysis.bounds.problem import PlacedStage, Problem
+from schedules.playing.problem import PlacedStage, Problem
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def connect_queues(problem: Problem) -> QueueNetwork:
             if one.weight_half:
                 waits = ((S + n, 0.0),)
                 queues.append(Queue("W", n, one.rank, len(one.microbatches), one.weight_half, waits))
-    return QueueNetwork(tuple(queues), tuple(holds), problem.memory)
+    return QueueNetwork(tuple(queues), tuple(holds), problem.room)
 
 
 def _hold(forward: int, input_half: int, weight_half: int, one: PlacedStage) -> Iterator[Hold]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from schedules.analysis.bounds.problem import PlacedStage, Problem
+from schedules.playing.problem import PlacedStage, Problem
 
 
 class Reason(NamedTuple):
@@ -68,7 +68,7 @@ def find_rough_bounds(problem: Problem) -> Iterator[Reason]:
     for rank in range(problem.ranks):
         if problem.on(rank):
             yield _bound_rank(problem, times, rank)
-            if problem.backward and problem.memory[rank] < inf:
+            if problem.backward and problem.room[rank] < inf:
                 yield _bound_memory(problem, times, rank)
 
 
@@ -81,7 +81,7 @@ def _bound_rank(problem: Problem, times: ChainTimes, rank: int) -> Reason:
     schedule is shorter than one microbatch, so the two do not overlap.
     """
     numbers = problem.on(rank)
-    stages, memory = [problem.stages[n] for n in numbers], problem.memory[rank]
+    stages, memory = [problem.stages[n] for n in numbers], problem.room[rank]
     work = sum(one.work for one in stages)
     head = min(times.forward[n] for n in numbers)
     if problem.backward:
@@ -113,7 +113,7 @@ def _bound_memory(problem: Problem, times: ChainTimes, rank: int) -> Reason:
     that leaves to the end of its weight half. The sum over all, memory times time, is at most the rank's memory times
     the time from its first forward to its last end (Little's law).
     """
-    numbers, memory = problem.on(rank), problem.memory[rank]
+    numbers, memory = problem.on(rank), problem.room[rank]
     held = sum(_hold_over_time(problem, n) * len(problem.stages[n].microbatches) for n in numbers)
     head = min(times.forward[n] for n in numbers)
     ends = (times.after_input_half[n] - problem.stages[n].input_half for n in numbers)

@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fpipe
 from fpipe.network import measurements, recording
 from fpipe.network.channels import Envelope
+from fpipe.network.trail import Arrived, Trail
+from fpipe.network.waiting import Awaited
 from fpipe.planning.links import MESSAGE_SIZES
 from fpipe.tensors.tree import same_bits
 from schedules import KINDS, Action, B, F, Link, one_f_one_b, simulate, zb_h1
@@ -472,6 +474,16 @@ def two_thousand_steps_do_not_grow_or_slow_down(rank, size):
 # --------------------------------------------------------- Lost messages, lost ranks, and a process group that is gone
 
 
+class Reached:
+    """An event that the device has reached."""
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        """Nothing is left to wait for."""
+
+
 @case
 def a_head_that_is_read_late(rank, size):
     """A wrong message that one rank reads late, as on an accelerator, raises on all ranks in the next step."""
@@ -479,7 +491,9 @@ def a_head_that_is_read_late(rank, size):
     state, step, cpu = pipe.init(model), fpipe.value_and_grad(pipe), torch.device("cpu")
     awaited, came = (Envelope(Action("SEND_F", 0, i, 1), (), cpu) for i in (2, 3))
     if rank == 1:
-        pipe.ranks.transport.unread.append((awaited, came.header))
+        trail = pipe.ranks.transport.trail = Trail(lambda headers: (headers, Reached()))
+        trail.add(Arrived(came.header, awaited.require, Awaited("0SEND_F2>1", (0,), None)))
+        trail.close_lap()
     with raises(fpipe.TransportError, "got 0SEND_F3>1 of 0 bytes, expected that of 1RECV_F2<0"):
         step(*state, inputs, targets)
     if rank == 1:

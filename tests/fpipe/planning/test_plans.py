@@ -36,6 +36,7 @@ from schedules import (
     recompute,
     seq_1f1b,
     simulate,
+    v_half,
     zb_h1,
     zb_v,
 )
@@ -67,6 +68,18 @@ def test_no_cuts_by_hand_are_much_faster_and_none_is_below_the_bound(forward, ra
     assert best.predicted.seconds * 1.03 >= plan.predicted.seconds
     assert plan.bound <= best.predicted.seconds * (1 + 1e-9)
     check(plan.schedule)
+
+
+def test_a_schedule_that_follows_costs_follows_those_of_its_stages(tmp_path):
+    profile = chain_profile([1, 4, 2, 3, 1, 5, 2, 2], link=Link(latency=1))
+    plan = find_plan(profile, [v_half], ranks=3, microbatches=6)
+    costs = dict(plan.schedule.arguments)["costs"]
+    assert costs == profile.costs([k for k, one in enumerate(profile.blocks) if one.name in plan.cuts])
+    fixed = find_plan(profile, [v_half(3, 6)], ranks=3, microbatches=6)
+    assert fixed.schedule == v_half(3, 6)
+    assert plan.predicted.seconds < fixed.predicted.seconds
+    plan.save(tmp_path / "plan.json")
+    assert Plan.read(tmp_path / "plan.json") == plan
 
 
 def test_the_bound_knows_that_checkpointed_forwards_may_end_earlier():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Play orders of passes: when each pass starts, and which one it waited for.
+"""Time orders of passes: when each pass starts, and which one it waited for.
 
 The same rules as `schedules.playing`, without names: each rank runs its passes in order, each as soon as the rank is
 free and its inputs have arrived.
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from schedules.searching.instance import WEIGHT_HALF, Contender, Instance, Job, PassOrders
+from schedules.playing.instance import WEIGHT_HALF, Contender, Instance, Job, PassOrders
 
 
-class Played(NamedTuple):
+class TimedOrders(NamedTuple):
     """The `makespan`, and per rank: when it ends, when each pass starts, and which pass of another stage that awaited.
 
     A pass that started as soon as its rank was free awaited none.
@@ -24,7 +24,7 @@ class Played(NamedTuple):
     awaited: list[list[Job | None]]
 
 
-def play(instance: Instance, orders: PassOrders) -> Played | None:
+def time_orders(instance: Instance, orders: PassOrders) -> TimedOrders | None:
     """Return the times of all passes, or `None` if ranks wait for each other forever."""
     P, times, needs = instance.ranks, instance.times, instance.needs
     done: list[list[list[float | None]]] = [[[None] * count for count in instance.counts] for _ in range(WEIGHT_HALF)]
@@ -59,13 +59,13 @@ def play(instance: Instance, orders: PassOrders) -> Played | None:
         at[rank], ends[rank] = position, now
     if any(position < len(order) for position, order in zip(at, orders, strict=True)):
         return None
-    return Played(max(ends), ends, starts, awaited)
+    return TimedOrders(max(ends), ends, starts, awaited)
 
 
 def read_priorities(instance: Instance, contender: Contender) -> list[list[list[float]]]:
     """Return the times at which passes start, per kind, stage and microbatch."""
     found = [[[0.0] * count for count in instance.counts] for _ in range(3)]
-    played = play(instance, contender.orders)
+    played = time_orders(instance, contender.orders)
     assert played is not None, "contenders can be played"
     for order, starts in zip(contender.orders, played.starts, strict=True):
         for (kind, n, k), start in zip(order, starts, strict=True):

@@ -4,7 +4,7 @@
 A search plays millions of passes, so everything that a pass needs is looked up by number. A pass is a `Job`: its kind
 (forward, input half, weight half), the number of its stage in the `Problem`, and the number of its microbatch among
 those of the stage. Microbatches cost the same, so each stage runs the passes of a kind in order, and an order of passes
-needs no names (`schedules.analysis.bounds.problem`).
+needs no names (`schedules.playing.problem`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from functools import cached_property
 from math import inf
 from typing import Final, NamedTuple, TypeAlias
 
-from schedules.analysis.bounds.problem import Hops, Problem, pose
 from schedules.errors import SizeError
-from schedules.language.graph import Graph
 from schedules.language.placement import Placement
-from schedules.playing.costs import ROUNDING, Cost, Costs, Sizes, of_stage
+from schedules.playing.board import PlayBoard, list_lanes, make_board
+from schedules.playing.costs import ROUNDING, Cost, Costs, of_stage
+from schedules.playing.problem import Hops, Problem
 
 FORWARD: Final = 0
 INPUT_HALF: Final = 1
@@ -57,8 +57,16 @@ class Instance:
     """A problem for a search. Everything is indexed by the number of a stage in `problem.stages`, or by rank."""
 
     problem: Problem
-    placement: Placement
-    microbatches: int
+
+    @property
+    def placement(self) -> Placement:
+        """The placement of the stages."""
+        return self.problem.placement
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches."""
+        return self.problem.microbatches
 
     @property
     def ranks(self) -> int:
@@ -108,6 +116,17 @@ class Instance:
         return [*(time for row in self.times for time in row), *transfers]
 
     @cached_property
+    def board(self) -> PlayBoard:
+        """All passes, by number."""
+        return make_board(self.problem, [*list_lanes(self.problem)])
+
+    @cached_property
+    def jobs(self) -> list[Job]:
+        """All passes in the order of their numbers."""
+        lanes = ((kind, n) for row in self.on for n in row for kind in self.kinds)
+        return [(kind, n, k) for kind, n in lanes for k in range(self.counts[n])]
+
+    @cached_property
     def factor(self) -> int | None:
         """The least of some factors that makes all times whole, or `None`."""
         return next((f for f in FACTORS if all(abs(t * f - round(t * f)) < 1e-9 for t in self.all_times)), None)
@@ -134,7 +153,7 @@ class Instance:
     @cached_property
     def caps(self) -> tuple[float, ...]:
         """Per rank, the most memory for activations, rounding allowed."""
-        return tuple(most * (1 + ROUNDING) for most in self.problem.memory)
+        return tuple(most * (1 + ROUNDING) for most in self.problem.room)
 
     @cached_property
     def fences(self) -> tuple[tuple[Fence, ...], ...]:
@@ -200,31 +219,23 @@ class Instance:
         return True
 
 
-def make_instance(
-    costs: Costs,
-    placement: Placement,
-    microbatches: int,
-    memory: float | tuple[float, ...],
-    sizes: Sizes | None,
-    split: bool,
-    backward: bool,
-    graph: Graph | None,
-) -> Instance:
-    """Return the instance; a backward in halves takes the time of both.
+def make_instance(problem: Problem) -> Instance:
+    """Return the instance; a backward in halves takes the time of both, and nothing is random or overlapped.
 
-    Raise `SizeError` if a rank has nothing to do, and whatever `pose` raises.
+    Raise `SizeError` if a rank has nothing to do.
     """
-    whole = tuple(_slower(costs, s) for s in range(placement.stages)) if split else costs.B
-    plain = replace(costs, B=whole, OVERLAP_F=None, jitter=0.0)
-    problem = pose(plain, placement, microbatches, memory, sizes, split, backward, graph)
+    costs, placement = problem.costs, problem.placement
+    if costs.microbatches:
+        expected = "microbatches that cost the same"
+        raise SizeError.of("Problem", "costs.microbatches", costs.microbatches, expected, "Use play instead of search.")
+    whole = tuple(_slower(costs, s) for s in range(placement.stages)) if problem.split else costs.B
     idle = [rank for rank in range(placement.ranks) if not placement.stages_on(rank)]
-    if idle or microbatches < len(placement.routes):
-        got = (
-            f"nothing for rank {idle[0]}" if idle else f"{microbatches} microbatches for {len(placement.routes)} routes"
-        )
+    if idle or problem.microbatches < len(placement.routes):
+        few = f"{problem.microbatches} microbatches for {len(placement.routes)} routes"
+        got = f"nothing for rank {idle[0]}" if idle else few
         expected = "a stage on every rank, and a microbatch on every route"
-        raise SizeError(f"search: got {got}, expected {expected}. Place fewer ranks, or add microbatches.")
-    return Instance(problem, placement, microbatches)
+        raise SizeError(f"Problem: got {got}, expected {expected}. Place fewer ranks, or add microbatches.")
+    return Instance(replace(problem, costs=replace(costs, B=whole, OVERLAP_F=None, jitter=0.0)))
 
 
 def _slower(costs: Costs, stage: int) -> float:

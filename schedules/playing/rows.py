@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A schedule from rows of actions, one per rank: of a search, of a whole-schedule transform, or edited by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Concatenate
+
+from schedules.errors import SizeError
+from schedules.language.actions import Action
+from schedules.language.graph import Graph
+from schedules.language.placement import Placement
+from schedules.language.schedule import Arguments, Factory, Schedule, Shape, without_rank
+
+
+def _shape(arguments: dict[str, Any]) -> Shape:
+    _, placement, microbatches, slices, backward, graph = arguments.values()
+    rows = arguments["rows"]
+    if not isinstance(rows, tuple) or len(rows) != placement.ranks:
+        expected = f"a tuple of {placement.ranks} rows: one for each rank of the placement"
+        raise SizeError.of("from_rows", "rows", rows, expected, "Pass the actions of every rank.")
+    return Shape(placement.ranks, microbatches, placement, slices, backward, graph)
+
+
+def _make_factory(generator: Callable[Concatenate[int, Arguments], Iterator[Action]]) -> Factory[Arguments]:
+    return Factory(generator, without_rank(generator, "rows", "placement", "microbatches"), _shape)
+
+
+@_make_factory
+def from_rows(
+    rank: int,
+    rows: tuple[tuple[Action, ...], ...],
+    placement: Placement,
+    microbatches: int,
+    slices: int = 1,
+    backward: bool = True,
+    graph: Graph | None = None,
+) -> Iterator[Action]:
+    """Schedule these rows of actions, one row per rank. Raise `SizeError` for any other number of rows.
+
+    `check` says whether the schedule is correct.
+
+    >>> from schedules import B, F, linear
+    >>> print(from_rows(((F(0, 0), B(0, 0)), (F(1, 0), B(1, 0))), linear(ranks=2), microbatches=1))
+    rank 0 |F0 .  .  .  B0    |
+    rank 1 |.  F0 B0    .  .  |
+    """
+    yield from rows[rank]
+
+
+def edit(schedule: Schedule, rows: Iterable[Iterable[Action]]) -> Schedule:
+    """Return a schedule of the same sizes, placement and graph that has these rows of actions.
+
+    >>> from schedules import gpipe
+    >>> s = gpipe(ranks=2, microbatches=1)
+    >>> edit(s, [s.actions(0), s.actions(1)]) == edit(s, [list(s.actions(rank)) for rank in (0, 1)])
+    True
+    """
+    shape = schedule.placement, schedule.microbatches, schedule.slices, schedule.backward, schedule.graph
+    return from_rows(tuple(map(tuple, rows)), *shape)
