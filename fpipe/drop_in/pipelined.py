@@ -432,7 +432,7 @@ def _without_modules(method: MethodType, root: nn.Module) -> Callable[..., Any]:
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         handle = register_module_forward_pre_hook(require_none)
-        reads = root.register_state_dict_pre_hook(require_no_state)
+        reads = root.register_state_dict_pre_hook(require_no_state)  # type: ignore[no-untyped-call]
         try:
             return method(*args, **kwargs)
         except (TypeError, AttributeError) as error:
