@@ -16,7 +16,8 @@ Runs in the place of the model, in every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from functools import reduce, wraps
+from operator import add
 from types import MethodType
 from typing import Any, Final
 
@@ -31,10 +32,12 @@ from fpipe.drop_in.updates import watch_optimizers
 from fpipe.errors import InputError
 from fpipe.network.job import join_launched
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.loss_weights import Weight
 from fpipe.pipelines.modes import active_casts
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.record.objective import Loss
 from fpipe.tensors.placed import require_plain
+from fpipe.tensors.tree import flatten
 from fpipe.training.clipping import clip
 from fpipe.weights.loading import ValueSource
 from schedules import Schedule
@@ -151,6 +154,13 @@ class Pipelined(nn.Module):
             return self._evaluate(batch, targets, seed)
         adds = any(note & ADDS for note in notes) and not any(note & USED for note in notes)
         return self._train(batch, targets, seed, whole, 1.0 if scale is None else scale, adds)
+
+    def weigh(self, weight: Weight) -> None:
+        """Weigh the losses of microbatches from now on, as by the argument `weight` of `fpipe.pipeline`.
+
+        It takes as long as a capture, and every rank must call it.
+        """
+        self._pipelines.weigh(weight)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients in place so that their norm over the whole model is at most `max_norm`; return the norm.
@@ -287,8 +297,32 @@ class Pipelined(nn.Module):
         params, buffers = self._read_state()
         functions = self._pipelines.ready()
         if targets is None:
-            return functions.prediction(params, buffers, inputs, seed=seed)
+            return merge_own_loss(self.pipe, inputs, functions.prediction(params, buffers, inputs, seed=seed))
         return functions.evaluation(params, buffers, inputs, targets, seed=seed).loss
+
+
+def merge_own_loss(pipe: Pipeline, inputs: Any, outputs: Any) -> Any:
+    """Return outputs in which a loss that the model computes itself is one number, not one for each microbatch.
+
+    That is what the pipeline's loss returns of them as it is, as `lambda outputs: outputs.loss` does.
+    """
+    batching, loss = pipe.captures.batchings[True], pipe.captures.loss
+    leaves, structure = flatten(outputs)
+    if loss is None or batching.has_targets:
+        return outputs
+    marks: list[Any] = [object() for _ in leaves]
+    try:
+        number = marks.index(loss(structure.unflatten(marks)))
+    except Exception:  # a loss that computes something of its own
+        return outputs
+    batch = batching.split_batch(inputs, None)
+    parts = leaves[number].unbind()
+    if batching.weight is None:
+        terms = [one / batch.signature.divisor for one in parts]
+    else:
+        terms = [one * scale for one, scale in zip(parts, batch.scales, strict=True) if scale]
+    leaves[number] = reduce(add, terms)
+    return structure.unflatten(leaves)
 
 
 def _require_parameters_everywhere(pipe: Pipeline) -> None:
@@ -392,9 +426,13 @@ def _without_modules(method: MethodType, root: nn.Module) -> Callable[..., Any]:
         if id(module) in modules:
             raise refuse(f"a call of {type(module).__name__} in it")
 
+    def require_no_state(*args: Any) -> None:
+        raise refuse("a read of its state dict in it")
+
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         handle = register_module_forward_pre_hook(require_none)
+        reads = root.register_state_dict_pre_hook(require_no_state)  # type: ignore[no-untyped-call]
         try:
             return method(*args, **kwargs)
         except (TypeError, AttributeError) as error:
@@ -403,6 +441,7 @@ def _without_modules(method: MethodType, root: nn.Module) -> Callable[..., Any]:
             raise refuse(f"the error {error}") from error
         finally:
             handle.remove()
+            reads.remove()
 
     return call
 

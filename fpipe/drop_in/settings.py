@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from fpipe.api import ValueAndGrad, evaluate, value_and_grad
 from fpipe.errors import InputError
 from fpipe.inference.predictions import predict
+from fpipe.pipelines.loss_weights import Weight
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
 from fpipe.record.model.skeleton import on_meta, share_state, skeleton
@@ -151,6 +152,11 @@ class Pipelines:
         flags = {name: p.requires_grad for name, p in before.model.named_parameters()}
         with _as_in_training(self.root, before.model, flags):
             return self._keep(before.rebuilt(self.complete({name for name, flag in flags.items() if not flag})))
+
+    def weigh(self, weight: Weight) -> None:
+        """Give the pipelines from now on this weight; every rank must call this."""
+        self.kept.clear()
+        self.current = self._keep(self.current.pipe.rebuild(self.complete(), weight))
 
     def _keep(self, pipe: Pipeline) -> Functions:
         state, loss = ModelState.of(self.root), pipe.captures.watching.loss

@@ -16,13 +16,13 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
 
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DynamoBackend, ProfileKwargs
+from accelerate.utils import DynamoBackend, ProfileKwargs, recursively_apply
 from torch import Tensor, nn
 
 from fpipe.checkpoints.export import export
@@ -189,8 +189,20 @@ class PipelineAccelerator(Accelerator):
         return compare(self.pipelined, "accelerator.gather", tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return what this process has; raise `TransportError` if another rank has something else."""
-        return compare(self.pipelined, "accelerator.gather_for_metrics", input_data)
+        """Return what this process has, as one process does: of the last batch, no more rows than it has.
+
+        Raise `TransportError` if another rank has something else.
+        """
+        data = compare(self.pipelined, "accelerator.gather_for_metrics", input_data)
+        state = self.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return data
+        with suppress(Exception):  # of data without rows, as there
+            try:
+                return recursively_apply(lambda one: one[: state.remainder], data, error_on_other_type=True)
+            except TypeError:
+                return data[: state.remainder]
+        return data
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return what this process has, as one process does; raise `TransportError` if another rank differs."""

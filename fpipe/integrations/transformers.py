@@ -13,12 +13,13 @@ Runs when it is called, around every step.
 from __future__ import annotations
 
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import find_labels
 
 from fpipe.checkpoints.export import export, require_no_other_weights
@@ -125,14 +126,34 @@ _METHODS: Final = Support(
 TRANSFORMERS: Final = (_ARGUMENTS, _OPTIONS, _METHODS)
 
 
+def count_items(inputs: dict[str, Any], targets: Any, shifts: bool) -> float:
+    """Return the weight of a microbatch: the number of its labels that are not ignored, or else of its rows.
+
+    If the loss `shifts` labels, the first of each row is no target of a prediction.
+    """
+    if "shift_labels" in inputs:
+        return float(inputs["shift_labels"].ne(-100).sum())
+    if "labels" in inputs:
+        return float((inputs["labels"][..., 1:] if shifts else inputs["labels"]).ne(-100).sum())
+    return len(next(value for value in inputs.values() if isinstance(value, Tensor)))
+
+
+def _shifts_by_default(model: nn.Module) -> bool:
+    """Return whether a model without a loss of its own type, such as GPT2LMHeadModel, has the default one."""
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return getattr(model, "loss_type", None) is None and type(model).__name__ in known
+
+
 @refusing(_METHODS)
 class PipelineTrainer(Trainer):
     """A `Trainer` of a `fpipe.Pipelined` model whose example is a dict; everything else is as usual.
 
-    Accumulated steps are averaged as equals. `save_model` writes what `from_pretrained` reads. Optimizer state is not
-    in the Trainer's checkpoints, so pass `save_strategy="no"`, and `remove_unused_columns=False`, since the columns
-    that the model takes are those of its example. Raise `InputError` for what the table `TRANSFORMERS` refuses, for
-    several GPUs in one process, and for an `output_dir` with weights that are not of an earlier `save_model`.
+    Losses are weighed as the Trainer does, by tokens, over all accumulated steps: what is trained is the mean of the
+    whole batch. If the pipelined model has a `weight`, that counts, and accumulated steps are averaged as equals.
+    `save_model` writes what `from_pretrained` reads. Optimizer state is not in the Trainer's checkpoints, so pass
+    `save_strategy="no"`, and `remove_unused_columns=False`, since the columns that the model takes are those of its
+    example. Raise `InputError` for what the table `TRANSFORMERS` refuses, for several GPUs in one process, and for an
+    `output_dir` with weights that are not of an earlier `save_model`.
     """
 
     def __init__(self, model: nn.Module, args: TrainingArguments, *rest: Any, **options: Any) -> None:
@@ -151,9 +172,15 @@ class PipelineTrainer(Trainer):
             )
         require_no_other_weights(Path(args.output_dir))  # rather than after the training
         super().__init__(model, args, *rest, **options)
-        self.model_accepts_loss_kwargs = False  # so that the loss is divided by the number of accumulated steps
-        self.can_return_loss = True  # which is read off a signature, like the names of labels
-        self.label_names = args.label_names or find_labels(type(model.pipe.model))
+        own = model.pipe.model
+        self.can_return_loss = True  # which is read off a signature, like the names of labels, and what a model takes
+        self.label_names = args.label_names or find_labels(type(own))
+        kinds = [one.kind for one in signature(own.forward).parameters.values()]
+        self.model_accepts_loss_kwargs = getattr(own, "accepts_loss_kwargs", Parameter.VAR_KEYWORD in kinds)
+        if model.pipe.captures.batchings[True].weight is not None:
+            self.model_accepts_loss_kwargs = False  # so that the loss is divided by the number of accumulated steps
+        else:
+            model.weigh(partial(count_items, shifts=self._loss_shifts_labels or _shifts_by_default(own)))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, as one whose processes are ranks: the Trainer does not ask which class to make."""
@@ -167,11 +194,12 @@ class PipelineTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor | tuple[Tensor, Any]:
         """Return the loss of a batch; in eval mode, with the model's outputs if requested."""
-        if model.training:
-            return model(**inputs, scale=1 / self.current_gradient_accumulation_steps)
-        outputs = model(**inputs)
-        loss = outputs["loss"].mean()
-        return (loss, outputs) if return_outputs else loss
+        if not model.training:
+            outputs = model(**inputs)
+            return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            return model(**inputs, total=float(num_items_in_batch))
+        return model(**inputs, scale=1 / self.current_gradient_accumulation_steps)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """Train; raise `InputError` for a checkpoint to resume from."""

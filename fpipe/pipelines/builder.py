@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -114,7 +115,10 @@ class Builder:
             agree_to_build(self.ranks, self.schedule, self.batchings[True], self.plans, self.copies)
             return self._bind(module, example)
 
-    def _rebuild(self, model: Model, example: SplitBatch) -> Pipeline:
+    def _rebuild(self, model: Model, weight: Weight | None = None, *, example: SplitBatch) -> Pipeline:
+        if weight is not None:
+            other = replace(self, batchings={**self.batchings, True: replace(self.batchings[True], weight=weight)})
+            return other._rebuild(model, example=replace(example, batching=other.batchings[True]))
         with torch.inference_mode(False), suspend_autocast(TRAINING), self.ranks.enter_call("pipe.rebuilt"):
             module = as_module(model)
             require_buildable(module, (), self.loss, self.schedule)
@@ -130,7 +134,7 @@ class Builder:
         sums = parameters_to_sum(self.tied, module)
         ranks = self.ranks.ranks
         planner = Planner(self.schedule, captures, self.output_dims, ranks, sums, self.backend, self.copies)
-        pipe = Pipeline(planner, self.ranks, lambda model: self._rebuild(model, kept), prepare_steps, self.returned)
+        pipe = Pipeline(planner, self.ranks, partial(self._rebuild, example=kept), prepare_steps, self.returned)
         require_exact_hooks(captures.hooks, sums)
         pipe.holdings.require_rows()
         if pipe.training.placed:

@@ -54,7 +54,8 @@ class Pipeline:
 
     - `planner`: the schedule, the captured model, and everything else that determines how a batch is run.
     - `ranks`: the pipeline ranks that this process runs: one under torch.distributed, else all.
-    - `rebuild`: makes a pipeline of another model from the same arguments. `plan_ahead`: makes plans for examples.
+    - `rebuild`: makes a pipeline of another model from the same arguments, or with another weight. `plan_ahead`: makes
+      plans for examples.
     - `returned`: the trainable parameters that `init` and `initialise` returned, by id; of those rebuilt, too.
     - `norm_tables`: where norms of gradients are exchanged, by the digests of all ranks' lists of gradients.
     - `compared`: the kind of batch of the first step, when ranks have compared the tensors that several of them hold.
@@ -64,7 +65,7 @@ class Pipeline:
 
     planner: Planner
     ranks: Ranks
-    rebuild: Callable[[nn.Module | Sequence[Any]], Pipeline]
+    rebuild: Callable[..., Pipeline]
     plan_ahead: Callable[[Pipeline, Iterable[tuple[Any, Any]]], None]
     returned: WeakValueDictionary[int, Tensor] = field(default_factory=WeakValueDictionary)
     norm_tables: dict[tuple[int, ...], NormTable] = field(default_factory=dict)

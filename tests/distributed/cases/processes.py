@@ -361,6 +361,9 @@ class WithMethods(nn.Module):
     def describe(self):
         return self.width
 
+    def save_pretrained(self, path):
+        torch.save(self.state_dict(), path)
+
 
 @case
 def methods_of_a_model_that_run_it_are_refused(rank, size):
@@ -372,6 +375,9 @@ def methods_of_a_model_that_run_it_are_refused(rank, size):
         model.generate(x)
     with raises(fpipe.InputError, "norms: got the error 'NoneType' object has no attribute 'norm'"):
         model.norms()
+    with raises(fpipe.InputError, "save_pretrained: got a read of its state dict in it", "fpipe.export"):
+        model.save_pretrained("weights")
+    assert len(model.state_dict()) == 2
     model(x).backward()
 
 

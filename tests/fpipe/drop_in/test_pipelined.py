@@ -130,6 +130,42 @@ def test_steps_average_all_accumulated_losses():
         assert same_bits(p.grad, q.grad)
 
 
+class Scored(nn.Module):
+    """A model that computes its own loss, as those of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def forward(self, x):
+        y = self.layers(x)
+        return {"loss": y.square().mean(), "y": y, "most": y.max()}
+
+
+@pytest.mark.parametrize("weight", [None, lambda inputs, targets: len(inputs["x"])])
+def test_a_models_own_loss_is_one_number_in_eval_mode(weight):
+    """What the loss returns as it is; other scalars are those of each microbatch."""
+    x = torch.randn(7, 6)
+    piped = fpipe.Pipelined(
+        Scored(), loss=lambda out: out["loss"], example={"x": x}, schedule=one_f_one_b(2, M), weight=weight
+    )
+    trained = piped(x=x).detach()
+    if weight is None:
+        piped.weigh(lambda inputs, targets: 1)
+        torch.testing.assert_close(piped(x=x).detach(), trained)
+    for rows in (7, 3):
+        found = piped.eval()(x=x[:rows])
+        parts = [piped.layers(part) for part in x[:rows].tensor_split(min(rows, M))]
+        assert same_bits(found["y"], torch.cat(parts).detach())
+        assert found["most"].shape == (min(rows, M),)
+        counted = (
+            piped.layers(x[:rows]).square().mean() if weight else sum(one.square().mean() for one in parts) / len(parts)
+        )
+        torch.testing.assert_close(found["loss"], counted.detach())
+    other = fpipe.Pipelined(Scored(), loss=lambda out: out["loss"] * 2, example={"x": x}, schedule=one_f_one_b(2, M))
+    assert other.eval()(x=x)["loss"].shape == (M,)
+
+
 def test_one_set_of_gradients_is_held():
     model = make()
     for x, y in batches(3):
