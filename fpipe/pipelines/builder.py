@@ -125,9 +125,7 @@ class Builder:
             return self._bind(module, example)
 
     def _bind(self, module: nn.Module, example: SplitBatch) -> Pipeline:
-        loss, trains = self.loss, self.schedule.backward
-        captures = make_captures(module, loss, self.batchings, self.cuts, self.capture, trains, self.plans)
-        captures = replace(captures, ranks_of=self.ranks.ranks_of)
+        captures = self._captures(module)
         answers = Resolver(captures, TRAINING, example, self.ranks.exchange_text, example=True)
         captures = captures.with_example(answers.resolve())
         kept = example if captures.batchings[True].example.answers else example.without_values()
@@ -149,6 +147,11 @@ class Builder:
         if example.batching.weight is None and example.signature.divisor > 1:
             _warn_of_sum(pipe.training.assembly.captured)
         return pipe
+
+    def _captures(self, module: nn.Module) -> Captures:
+        loss, trains = self.loss, self.schedule.backward
+        captures = make_captures(module, loss, self.batchings, self.cuts, self.capture, trains, self.plans)
+        return replace(captures, ranks_of=self.ranks.ranks_of)
 
 
 def make_captures(
