@@ -82,7 +82,7 @@ class Shelf:
             def make() -> tuple[StepPlan, dict[Any, Any]]:
                 return plan(made, variant, signature), dict(cache.memo.microbatches)
 
-            layout = copies.replicas, copies.shards, copies.here, copies.own_rows, copies.mean, copies.gathered
+            layout = copies.replicas, copies.shards, copies.here, copies.own_rows, copies.gathered
             key = "plan", id(cache.model), variant, signature, made.schedule, made.summed, made.ranks, layout
             found, contents = self.keep((*key, made.backend is None), make)
             cache.memo.microbatches.update(contents)
