@@ -84,7 +84,7 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., Te
     >>> model, x = torch.nn.Linear(4, 1), torch.randn(6, 4)
     >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(ranks=1, microbatches=3))
     >>> seen = []
-    >>> fpipe.stream(pipe, lambda i, y: seen.append((i, list(y.shape))))(*pipe.init(model), (x,))
+    >>> _ = fpipe.stream(pipe, lambda i, y: seen.append((i, list(y.shape))))(*pipe.init(model), (x,))
     >>> seen
     [(0, [2, 1]), (1, [2, 1]), (2, [2, 1])]
     """

@@ -180,7 +180,7 @@ class PipelineTrainer(Trainer):
         if model.pipe.captures.batchings[True].weight is not None:
             self.model_accepts_loss_kwargs = False  # so that the loss is divided by the number of accumulated steps
         else:
-            model.weigh(partial(count_items, shifts=self._loss_shifts_labels or _shifts_by_default(own)))
+            model.weigh(partial(count_items, shifts=vars(self).get("_loss_shifts_labels") or _shifts_by_default(own)))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, as one whose processes are ranks: the Trainer does not ask which class to make."""

@@ -136,8 +136,8 @@ def gis(rank: int, ranks: int, microbatches: int, chunks: int = 2, group: int = 
     `min(((V - 1) n + P - r) / V, M)` microbatches, where `n` is the length of the first round: `g` if `g` divides `M`.
 
     >>> print(gis(ranks=2, microbatches=2, chunks=2))
-    rank 0 |0F0 0F1 2F0 2F1 .   2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1 |
-    rank 1 |.   1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1I0 1W0 1I1 1W1 |
+    rank 0 |0F0 0F1 2F0 2F1 .   2I0 2W0 .   2I1 2W1 0I0 0W0 0I1 0W1 |
+    rank 1 |.   1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1I0 1W0 1I1 1W1 .   |
     """
     for action in _in_rounds(rank, ranks, rounds(min(ranks, group), microbatches), chunks, 1, I):
         yield action

@@ -122,7 +122,7 @@ def pipelining_2_15(plan: ScheduleOrProgram, rank: int) -> str:
 
     >>> from schedules import gpipe, lower
     >>> pipelining_2_15(lower(gpipe(ranks=2, microbatches=1)), 0)
-    '0UNSHARD,0RECV_B0,0F0,0SEND_F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD,0WAIT_SEND_F0'
+    '0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD,0WAIT_SEND_F0'
     """
     return _write_line(plan, rank, ("REDUCE_GRAD", "WAIT_REDUCE_GRAD", "RESHARD"), _complete_waits)
 

@@ -249,10 +249,10 @@ def write_csv(plan: ScheduleOrProgram, file: File, words: Notation = own) -> Non
     0F0,0B0
     1F0,1B0
     >>> write_csv(lower(gpipe(ranks=2, microbatches=1)), sys.stdout)
-    0RECV_B0<1,0F0,0SEND_F0>1,0B0,0WAIT_F0>1
+    0F0,0SEND_F0>1,0RECV_B0<1,0B0,0WAIT_F0>1
     1RECV_F0<0,1F0,1B0,1SEND_B0>0,1WAIT_B0>0
     >>> write_csv(lower(gpipe(ranks=2, microbatches=1)), sys.stdout, words=pipelining)
-    0UNSHARD,0RECV_B0,0F0,0SEND_F0,0B0,0REDUCE_GRAD,0RESHARD
+    0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD
     1UNSHARD,1RECV_F0,1F0,1B0,1REDUCE_GRAD,1RESHARD,1SEND_B0
     """
     require_types(write_csv, locals())

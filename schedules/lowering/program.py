@@ -55,7 +55,7 @@ class Program:
     >>> from schedules import lower, one_f_one_b
     >>> program = lower(one_f_one_b(ranks=2, microbatches=1))
     >>> " ".join(map(str, program.actions(0)))
-    '0RECV_B0<1 0F0 0SEND_F0>1 0B0 0WAIT_F0>1'
+    '0F0 0SEND_F0>1 0RECV_B0<1 0B0 0WAIT_F0>1'
     >>> program.channels
     ((0, 1), (1, 0))
     """

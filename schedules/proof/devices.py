@@ -89,7 +89,7 @@ def run_on_device(program: LoweredProgram, device: Device, copies: int = 1) -> D
 
     >>> from schedules import lower, one_f_one_b
     >>> run_on_device(lower(one_f_one_b(ranks=2, microbatches=4)), Device(queues=1, blocks=True))
-    DeviceRun(memory=(2.0, 1.0), messages=(3, 3))
+    DeviceRun(memory=(2.0, 1.0), messages=(4, 3))
     """
     require_types(run_on_device, locals())
     schedule = program.schedule

@@ -31,7 +31,7 @@ from schedules.playing.problem import Problem
 class Bound:
     """A lower bound on the makespan. `parts` are all bounds that were tried, with their reasons, largest first.
 
-    >>> from schedules import linear
+    >>> from schedules import Costs, linear
     >>> least = bound(Problem(Costs(F=1, B=2), linear(ranks=2), microbatches=3, split=False))
     >>> least.makespan
     12.0
@@ -74,7 +74,7 @@ def bound(problem: Problem) -> Bound:
 def rough_bound(problem: Problem) -> Bound:
     """Return the bound that `bound` finds without looking at single microbatches: often less, but at once.
 
-    >>> from schedules import looped
+    >>> from schedules import Costs, looped
     >>> rough_bound(Problem(Costs(F=1, B=2), looped(ranks=2, chunks=2), microbatches=4, split=False)).because
     'rank 1 works for 24, is idle for 1 before its first input half and for 2 after its last'
     """

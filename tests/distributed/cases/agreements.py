@@ -246,7 +246,15 @@ def list_rows(run: Run) -> dict[str, Row]:
 
 LOCAL = frozenset(
     {"choose_likeliest", "clip_value", "costs", "is_checkpoint", "masters", "optimizer", "reference", "safetensors"}
-    | {"capture", "connect_stages", "cut", "execute", "processes", "stage"}  # tested where they are, and in `steps`
+    | {
+        "capture",
+        "catch_signals",
+        "connect_stages",
+        "cut",
+        "execute",
+        "processes",
+        "stage",
+    }  # tested where they are, and in `steps`
     | {"sample", "save"}  # which is `begin_save`, and its end
 )
 """Public functions that need nothing of other ranks."""
