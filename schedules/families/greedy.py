@@ -67,7 +67,7 @@ def zb_auto(
 
     >>> print(zb_auto(ranks=3, microbatches=4, memory=6))
     rank 0 |F0 F1 F2 F3 .  I0 W0 I1 W1 I2 W2 I3 W3 .  |
-    rank 1 |.  F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W2 W3 .  |
+    rank 1 |.  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3 |
     rank 2 |.  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3 |
     """
     return _find_order(ranks, microbatches, memory, costs, residual).actions(rank)

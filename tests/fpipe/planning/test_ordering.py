@@ -32,7 +32,9 @@ def test_an_order_of_its_own_makes_a_plan_faster_and_is_saved_with_it(tmp_path):
     assert max(after.predicted.memory) <= caps[0]
     assert "an order of its own (" in str(after)
     after.save(tmp_path / "plan.json")
-    assert Plan.read(tmp_path / "plan.json") == after
+    read = Plan.read(tmp_path / "plan.json")
+    assert replace(read, schedule=after.schedule) == after
+    assert all([*read.schedule.actions(rank)] == [*after.schedule.actions(rank)] for rank in range(3))
 
 
 def test_candidates_that_recompute_keep_their_order():
