@@ -89,7 +89,9 @@ class _Clock:
         if word.does == "RECV":
             self.posted.add(message)
         elif word.does == "WAIT":
-            if not self.program.waits_early:  # that bounds what evaluation holds; a simulation holds no buffers
+            if not getattr(
+                self.program, "waits_early", False
+            ):  # that bounds what evaluation holds; a simulation holds no buffers
                 yield from self._await(message)
         else:
             target, what = target_of(action, self.placement), word.carries
