@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import CaptureError, InputError
-from fpipe.record.captured import Function, Tensors
+from fpipe.record.captured import Function, Tensors, current_casts
 from fpipe.record.fakes.assumed_values import assume_values
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.backends import AS_GRAPH, GraphRequest
@@ -52,17 +52,22 @@ PARAM, BUFFER, INPUT = range(3)
 
 
 class TreeShape(NamedTuple):
-    """A pytree without the values of its tensors: its structure, and for each leaf a spec or a constant."""
+    """A pytree without the values of its tensors: its structure, and for each leaf a spec or a constant.
+
+    `constants`: those again, as text: 1, 1.0 and True are equal, and are not the same program.
+    """
 
     structure: optree.PyTreeSpec
     leaves: tuple[Any, ...]
+    constants: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, tree: Tree) -> tuple[Tensors, TreeShape]:
         """Return the tensors of a tree, in order, and its shape."""
         leaves, structure = flatten_all(tree)
         tensors = tuple([one for one in leaves if isinstance(one, Tensor)])
-        return tensors, cls(structure, tuple([Spec.of(o) if isinstance(o, Tensor) else o for o in leaves]))
+        specs = tuple([Spec.of(one) if isinstance(one, Tensor) else one for one in leaves])
+        return tensors, cls(structure, specs, tuple([repr(one) for one in leaves if not isinstance(one, Tensor)]))
 
     @property
     def specs(self) -> tuple[Spec, ...]:
@@ -141,6 +146,11 @@ class Derived:
         (weights, of_params), (state, of_buffers), (given, of_inputs) = map(TreeShape.of, (params, buffers, inputs))
         for what, tensors in (("params", weights), ("buffers", state), ("inputs", given)):
             require_primal(f"stage {self.name!r}, {what}", dict(enumerate(tensors)))
+        if current_casts():
+            raise InputError(
+                f"stage {self.name!r}: got autocast around it, expected none: what was recorded without it would run "
+                "under it. Enter torch.autocast inside of the function."
+            )
         shapes = of_params, of_buffers, of_inputs
         if shapes not in self.plans:
             self.plans[shapes] = self._derive(*shapes)

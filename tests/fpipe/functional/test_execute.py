@@ -499,6 +499,18 @@ def test_a_function_that_branches_on_values_is_not_split():
         same((y, dx, grad), (x * 2, 2 * torch.ones(3), 2 * x) if x[0] > 0 else (x, torch.ones(3), x))
 
 
+def test_constants_of_other_types_are_other_programs():
+    """Although they are equal."""
+    stage = fpipe.stage(lambda n, inputs: inputs[0] * n if isinstance(n, float) else inputs[0] + n)
+    x = torch.full((2,), 3.0)
+    same([stage.forward(n, (), (x,), 0)[0] for n in (1, 1.0)], [x + 1, x])
+
+
+def test_autocast_around_a_stage_of_a_function_is_refused():
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(fpipe.InputError, match="got autocast around it"):
+        fpipe.stage(affine).forward(torch.ones(2), (), (X,), 0)
+
+
 def test_dropout_depends_on_the_key_alone():
     stage = fpipe.stage(lambda params, inputs: functional.dropout(inputs[0] * params, 0.5))
     ones, x = torch.ones(64), torch.ones(64)
