@@ -113,7 +113,6 @@ class Derived:
     """A pure forward, and what has been derived from it, by the shapes of its arguments.
 
     - `read`: selects what later stages read of the outputs; cotangents enter only there. `None` for all of it.
-
     - `passes`: the positions of inputs that it also returns, for a later stage: then the outputs are a pair. Autograd
       adds what the function contributes to their cotangents in the order in which it does on one device.
     """

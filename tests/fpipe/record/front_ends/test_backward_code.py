@@ -8,28 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from schedules import one_f_one_b, zb_h1
+from tests.common.backward_code import Inward
 from tests.common.running import staged
 from tests.common.sizes import covering
 
 HOWS = {"1F1B": one_f_one_b(ranks=2, microbatches=2), "ZB-H1": zb_h1(ranks=2, microbatches=2)}
-
-
-class Again(torch.autograd.Function):
-    """Runs a module, and again in the backward, as reversible blocks do."""
-
-    @staticmethod
-    def forward(ctx, x, module, *params):
-        ctx.module = module
-        ctx.save_for_backward(x)
-        return module(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            grads = torch.autograd.grad(ctx.module(x), (x, *ctx.module.parameters()), grad)
-        return grads[0], None, *grads[1:]
 
 
 class Tripled(torch.autograd.Function):
@@ -102,7 +85,7 @@ def reading_size():
 
 
 EXACT = {
-    "a module run again": lambda: Layer(lambda m, x: Again.apply(x, m.inner, *m.inner.parameters())),
+    "a module run again": lambda: Layer(lambda m, x: Inward.apply(x, m.inner, *m.inner.parameters())),
     "a function kept under another name": lambda: Layer(lambda m, x: tripled(m.inner(x))),
     "a tensor hook that reads a weight": lambda: Layer(hooked(lambda m, grad: grad * m.inner.weight.detach().norm())),
     "a module hook that reads a weight": lambda: with_module_hook(lambda m, i, o: (i[0] * m.inner.weight.norm(),)),
