@@ -86,7 +86,7 @@ class DerivedFunctions(NamedTuple):
 
     - `functions`: on flat tuples of tensors. `outputs`, `buffers`: the shapes of what the forward returns.
     - `roots`: for each tensor of the outputs, whether a cotangent enters there.
-    - `draws`: whether the forward draws random numbers.
+    - `draws`: the devices on which the forward draws random numbers.
     - `inputs`, `weights`: for each tensor of the inputs and of the parameters, whether it gets a cotangent or gradient.
     """
 
@@ -96,7 +96,7 @@ class DerivedFunctions(NamedTuple):
     roots: tuple[bool, ...]
     inputs: tuple[bool, ...]
     weights: tuple[bool, ...]
-    draws: bool
+    draws: tuple[torch.device, ...]
 
 
 class DerivedState(NamedTuple):
@@ -160,7 +160,7 @@ class Derived:
                 "for each step."
             )
         functions = plan.functions
-        with random.preserve_generators([HOST]):
+        with random.preserve_generators(plan.draws):
             outputs, new, kept = functions.forward(functions.leaves(weights), state, given, key)
         return plan.outputs.fill(outputs), plan.buffers.fill(new), DerivedState(plan, of_params, of_inputs, kept)
 
@@ -221,7 +221,8 @@ class Derived:
     def _derive(self, *shapes: TreeShape) -> DerivedFunctions:
         """Record the function on fake tensors; return what runs it."""
         mode = fake_mode()
-        with mode, torch.enable_grad(), random.preserve_generators([HOST]):
+        devices = {HOST, *[spec.device for shape in shapes for spec in shape.specs if spec.device.type == "cuda"]}
+        with mode, torch.enable_grad(), random.preserve_generators(devices):
             leaves = [spec.allocate() for shape in shapes for spec in shape.specs]
             params, buffers, inputs = (len(shape.specs) for shape in shapes)
             kinds = [PARAM] * params + [BUFFER] * buffers + [INPUT] * inputs
@@ -266,8 +267,8 @@ class Derived:
 
     def _look(
         self, mode: FakeTensorMode, shapes: Sequence[TreeShape], leaves: Sequence[Tensor]
-    ) -> tuple[ForwardWatch, TreeShape, TreeShape, bool]:
-        """Run the function once; return what it does that matters, the shapes of what it returns, and if it draws."""
+    ) -> tuple[ForwardWatch, TreeShape, TreeShape, tuple[torch.device, ...]]:
+        """Run the function once; return what it does, the shapes of what it returns, and where it draws."""
         effects = Effects()
         with assume_values(mode) as answers, ForwardWatch() as watch, note_effects(mode, effects):
             made, state = self._call(shapes, 0, [leaf.detach() for leaf in leaves])
@@ -293,7 +294,7 @@ class Derived:
                 f"{shapes[1].structure} of {', '.join(map(str, shapes[1].specs))}, like the old ones. Return buffers "
                 "of the same structure, shapes and dtypes."
             )
-        return watch, outputs, new, bool(effects.drawn)
+        return watch, outputs, new, tuple(effects.drawn)
 
     def _read(self, outputs: TreeShape) -> frozenset[int]:
         """Return the numbers of the tensors of the outputs that later stages read."""
@@ -304,10 +305,12 @@ class Derived:
         found: Any = [select(tree) for select in self.read]
         return frozenset(optree.tree_leaves(found, namespace=NAMESPACE))
 
-    def _flat(self, shapes: Sequence[TreeShape], key: int, tensors: Sequence[Tensor], draws: bool) -> Tensors:
+    def _flat(
+        self, shapes: Sequence[TreeShape], key: int, tensors: Sequence[Tensor], draws: Sequence[torch.device]
+    ) -> Tensors:
         """Return the tensors of the outputs, and of the new buffers."""
-        if draws:
-            random.reseed(key, LABEL, HOST)
+        for device in draws:
+            random.reseed(key, LABEL, device)
         made, state = self._call(shapes, key, tensors)
         return (*TreeShape.of(made)[0], *TreeShape.of(state)[0])
 

@@ -102,6 +102,14 @@ def _begin(stage: ModelStage, earlier: EarlierSums) -> Gradients:
     return tuple([earlier[name] if name in earlier else negative_zeros(spec) for name, spec in pairs])
 
 
+def find_optional(plan: StepPlan, begun: bool) -> frozenset[str]:
+    """Return the parameters whose sum may be the -0 it began with; none unless sums have `begun` with something.
+
+    A gradient may itself be -0 everywhere, so nobody looks where every sum began with the first gradient.
+    """
+    return plan.optional if begun else frozenset()
+
+
 def negative_zeros(spec: Spec) -> Tensor:
     """Return a tensor of -0, to which adding anything gives the same as without it."""
     return spec.allocate().fill_(-0.0)
@@ -115,12 +123,13 @@ def _first_uses(plan: StepPlan) -> Iterator[tuple[ModelStage, Collection[str]]]:
         earlier.update(stage.grads)
 
 
-def join_sums(onto: EarlierSums, grads: EarlierSums, plan: StepPlan) -> dict[str, Tensor]:
+def join_sums(onto: EarlierSums, grads: EarlierSums, optional: Collection[str]) -> dict[str, Tensor]:
     """Return the step's sums, and the earlier ones of parameters to which it added nothing.
 
-    Data may have decided that a parameter gets no gradient. If its sum began with -0, it is dropped.
+    The sums of the `optional` parameters may have begun with -0, and data may have decided that nothing was added: such
+    a sum is dropped.
     """
-    dropped = {n for n in plan.optional if n in grads and n not in onto and is_untouched(grads[n])}
+    dropped = {n for n in optional if n in grads and n not in onto and is_untouched(grads[n])}
     return {**onto, **(grads if not dropped else {name: grads[name] for name in grads if name not in dropped})}
 
 

@@ -7,7 +7,7 @@ Runs in every step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from sys import float_info
@@ -19,7 +19,7 @@ from torch import Tensor
 from fpipe.errors import InputError
 from fpipe.network.recording import RecordSpan, run_recorded
 from fpipe.pipelines.argument_checks import require_backward
-from fpipe.pipelines.earlier_sums import add_reduced, assign_sums, join_sums, require_sums
+from fpipe.pipelines.earlier_sums import add_reduced, assign_sums, find_optional, join_sums, require_sums
 from fpipe.pipelines.handshake import CommonArguments, agree_on_aux, agree_on_plan, agree_to_step
 from fpipe.pipelines.inputs import State, start_backward
 from fpipe.pipelines.loss_weights import count_weight
@@ -93,7 +93,8 @@ def make_training_step(
             held = hold_for_backward(pipe, variant, params, buffers, onto)
             call = CommonArguments(seed, scale, total, onto is not None)
             plan, given = begin_step(pipe, cast, held, (inputs, targets), call)
-            out, grads = finish_step(pipe, plan, held, run_copies(pipe, plan, given, record), aux)
+            outcomes = run_copies(pipe, plan, given, record)
+            out, grads = finish_step(pipe, plan, held, outcomes, optional_sums(plan, given), aux)
         return out._replace(aux=aux.finish(out.aux)), grads
 
     return step
@@ -202,14 +203,24 @@ def run_copies(
     return dict(zip(inputs, found, strict=True))
 
 
+def optional_sums(plan: StepPlan, given: Mapping[int, Inputs]) -> frozenset[str]:
+    """Return the parameters whose sum may be the -0 with which it began."""
+    return find_optional(plan, any(one.onto or one.skips for one in given.values()))
+
+
 def finish_step(
-    pipe: Pipeline, plan: StepPlan, held: Held, outcomes: Mapping[int, Mapping[int, Outcome]], aux: Aux
+    pipe: Pipeline,
+    plan: StepPlan,
+    held: Held,
+    outcomes: Mapping[int, Mapping[int, Outcome]],
+    optional: Collection[str],
+    aux: Aux,
 ) -> tuple[Step, State]:
     """Return what all ranks computed, and the gradients of this process, in the order of its parameters.
 
-    The aux is that of each microbatch.
+    The aux is that of each microbatch. `optional`: see `optional_sums`.
     """
-    grads = join_gradients(pipe, plan, held.onto, outcomes)
+    grads = join_gradients(pipe, plan, held.onto, outcomes, optional)
     step = gather(plan, pipe.ranks, outcomes, held.buffers, aux.is_sent)
     ordered = {name: grads[name] for name in held.params if name in grads}
     return place_buffers(step, plan), wrap_state(ordered, pipe.holdings.placed_gradients)
@@ -221,14 +232,18 @@ def place_buffers(step: Step, plan: StepPlan) -> Step:
 
 
 def join_gradients(
-    pipe: Pipeline, plan: StepPlan, onto: State, outcomes: Mapping[int, Mapping[int, Outcome]]
+    pipe: Pipeline,
+    plan: StepPlan,
+    onto: State,
+    outcomes: Mapping[int, Mapping[int, Outcome]],
+    optional: Collection[str],
 ) -> dict[str, Tensor]:
     """Return the plain gradients that this process holds, added to the earlier sums if copies reduced them."""
     if plan.copies.count == 1:
         (outcome,) = outcomes.values()
-        return join_sums(onto, collect_gradients(plan, outcome), plan)
-    found = {copy: join_sums({}, collect_gradients(plan.parts[copy], one), plan) for copy, one in outcomes.items()}
-    return add_reduced(onto, pipe.holdings.join(found))
+        return join_sums(onto, collect_gradients(plan, outcome), optional)
+    made = {copy: collect_gradients(plan.parts[copy], one) for copy, one in outcomes.items()}
+    return add_reduced(onto, pipe.holdings.join({copy: join_sums({}, one, optional) for copy, one in made.items()}))
 
 
 def scale_variant(variant: Variant, scale: object) -> Variant:

@@ -21,7 +21,7 @@ Runs when `train_step` is called; the function that it returns runs in every ste
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -39,7 +39,7 @@ from fpipe.pipelines.merge import MergeTrees
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, sum_terms
-from fpipe.pipelines.step import begin_step, finish_step, hold_for_backward, run_copies
+from fpipe.pipelines.step import begin_step, finish_step, hold_for_backward, optional_sums, run_copies
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
 from fpipe.record.variant import Variant
@@ -127,11 +127,12 @@ def train_step(
             call = CommonArguments(seed, total=total, onto=onto is not None, update=agreed)
             held = hold_for_backward(pipe, variant, params, buffers, onto)
             plan, given = begin_step(pipe, cast, held, (inputs, targets), call)
+            optional = optional_sums(plan, given)
             if len(given) == 1:  # else every copy would update the same parameters
                 ((copy, own),), plan = given.items(), plan.updating
-                given = {copy: own._replace(update=update.within(pipe, plan, {} if onto is None else onto))}
+                given = {copy: own._replace(update=update.within(pipe, plan, {} if onto is None else onto, optional))}
             outcomes = run_copies(pipe, plan, given, record)
-            out, grads = finish_step(pipe, plan, held, outcomes, wanted)
+            out, grads = finish_step(pipe, plan, held, outcomes, optional, wanted)
             new = update.after(outcomes, grads)
             del outcomes
             norm = None if limit is None else compute_total(pipe, grads, 2.0)
@@ -173,7 +174,7 @@ class Updater(NamedTuple):
         mine = {name: params[name] for name in grads}
         return Version(*self.optimizer.update(grads, {name: state[name] for name in grads}, mine, **self.options))
 
-    def within(self, pipe: Pipeline, plan: StepPlan, onto: State) -> Callable[..., Version]:
+    def within(self, pipe: Pipeline, plan: StepPlan, onto: State, optional: Collection[str]) -> Callable[..., Version]:
         """Return the update that every `U` of the program runs: of its stage, from the gradients of its rank."""
         (part,) = plan.parts.values()
 
@@ -181,9 +182,9 @@ class Updater(NamedTuple):
             names = part.names_by_update.get((s, i), ())
             terms = sum_terms(part, [(grads, shared)], names)
             if plan.copies.count == 1:
-                found = join_sums(onto, terms, plan)
+                found = join_sums(onto, terms, optional)
             else:
-                reduced = wrap_state(join_sums({}, terms, plan), pipe.holdings.placed_gradients)
+                reduced = wrap_state(join_sums({}, terms, optional), pipe.holdings.placed_gradients)
                 found = {
                     **onto,
                     **{name: onto[name] + grad if name in onto else grad for name, grad in reduced.items()},

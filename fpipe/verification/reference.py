@@ -24,7 +24,7 @@ from torch import Tensor
 from fpipe.errors import InputError
 from fpipe.network.ranks import wait_for_turn
 from fpipe.pipelines.batch import Signature
-from fpipe.pipelines.earlier_sums import add_reduced, join_sums, negative_zeros
+from fpipe.pipelines.earlier_sums import add_reduced, find_optional, join_sums, negative_zeros
 from fpipe.pipelines.inputs import State, find_skips, make_keys, start_backward
 from fpipe.pipelines.memory import require_apart
 from fpipe.pipelines.merge import NO_AUX, Aux
@@ -198,7 +198,8 @@ def make_reference_step(pipe: Pipeline, variant: Variant, aux: Aux = NO_AUX) -> 
             with wait_for_turn(), random.preserve_generators(plan.generators):
                 results, state, made = run_on_one_device(plan, params, buffers, parts, keys, skips, sums, first, start)
         new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
-        grads = join_sums(sums, made, plan) if plan.copies.count == 1 else add_reduced(sums, join_sums({}, made, plan))
+        optional, alone = find_optional(plan, begins or bool(sums)), plan.copies.count == 1
+        grads = join_sums(sums, made, optional) if alone else add_reduced(sums, join_sums({}, made, optional))
         out = place_buffers(merge_results(plan, results).with_buffers(new), plan)
         out = out._replace(aux=aux.finish(out.aux))
         return out, wrap_state({name: grads[name] for name in params if name in grads}, known.placed_gradients)

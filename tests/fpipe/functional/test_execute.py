@@ -127,7 +127,10 @@ def plain_loop(rows, params, x, y, microbatches):
                 for key in keys:
                     value = value[int(key)] if key.isdigit() else value[key]
                 found.append(value)
-            values[name] = function(own, tuple(found))
+            # What a function returns is a value of its own, also where it returns an input as it is.
+            values[name] = optree.tree_map(
+                lambda v: v.view_as(v) if torch.is_tensor(v) else v, function(own, tuple(found))
+            )
         term, extra = values[name]
         (term / microbatches).backward()
         total = (term / microbatches).detach() if total is None else total + (term / microbatches).detach()
