@@ -33,6 +33,7 @@ from fpipe.errors import InputError
 from fpipe.network.job import join_launched
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.loss_weights import Weight
+from fpipe.pipelines.merge import MergeTrees
 from fpipe.pipelines.modes import active_casts
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.record.objective import Loss
@@ -56,6 +57,8 @@ class Pipelined(nn.Module):
       `fpipe.pipeline`.
     - `weights`: where the values come from, as for `pipe.init`; by default the model. It may be on the meta device if
       `weights` are given.
+    - `aux`: as in `fpipe.value_and_grad`: whether this rank gets what a loss returns beside itself, and how the values
+      of microbatches are merged.
 
     Under a launcher such as torchrun, each process is one rank and holds its share of the parameters and buffers, under
     the model's own names; without one, all ranks run in this process. The process group is initialized if it is not.
@@ -70,6 +73,9 @@ class Pipelined(nn.Module):
       float16 is used (`scaler.scale(loss).backward()`).
     - `seed`: for random numbers. By default it is drawn from torch's generator, once per step and only if the model
       draws: `torch.manual_seed` in the script decides.
+
+    If the loss returns `(loss, aux)`, `model.last_aux` is the aux of the last forward that computed a loss: token
+    counts, accuracies, or the outputs themselves.
 
     **In eval mode**, it returns the loss if targets are passed, otherwise the outputs, without a graph, on every rank.
 
@@ -105,6 +111,7 @@ class Pipelined(nn.Module):
         schedule: Schedule | None = None,
         targets: Any = None,
         weights: ValueSource | None = None,
+        aux: bool | MergeTrees = True,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -119,8 +126,9 @@ class Pipelined(nn.Module):
         self.training = root.training
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[table] = vars(root)[table]  # not by `register_parameter`: a model may have a parameter `scale`
-        self._pipelines = Pipelines(pipe, root, model)
+        self._pipelines = Pipelines(pipe, root, model, aux)
         self._delivery: Delivery | None = None
+        self._aux: Any = None
         self.register_load_state_dict_post_hook(_ignore_other_ranks)  # type: ignore[no-untyped-call]
         self._spare = (nn.Parameter(torch.empty(0, device=pipe.device)),)  # in a tuple, so that it has no name
         self._root = (root,)  # in a tuple, so that it is no submodule
@@ -131,6 +139,11 @@ class Pipelined(nn.Module):
     def pipe(self) -> Pipeline:
         """The pipeline of the current setting, for `fpipe.save`, `fpipe.verify` and the like."""
         return self._pipelines.current.pipe
+
+    @property
+    def last_aux(self) -> Any:
+        """What the loss returned beside itself in the last forward that computed one, as `Step.aux`; else `None`."""
+        return self._aux
 
     def forward(
         self,
@@ -286,6 +299,7 @@ class Pipelined(nn.Module):
             )
         _update_buffers(buffers, out.buffers)
         assert out.loss is not None, "the schedule has a backward"
+        self._aux = out.aux
         if self._delivery is not None:
             self._delivery.drop()
         rounded = float(torch.tensor(scale, dtype=out.loss.dtype))
@@ -298,7 +312,9 @@ class Pipelined(nn.Module):
         functions = self._pipelines.ready()
         if targets is None:
             return merge_own_loss(self.pipe, inputs, functions.prediction(params, buffers, inputs, seed=seed))
-        return functions.evaluation(params, buffers, inputs, targets, seed=seed).loss
+        out = functions.evaluation(params, buffers, inputs, targets, seed=seed)
+        self._aux = out.aux
+        return out.loss
 
 
 def merge_own_loss(pipe: Pipeline, inputs: Any, outputs: Any) -> Any:

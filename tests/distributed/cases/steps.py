@@ -141,6 +141,12 @@ def values_beside_the_loss(rank, size):
                 assert same_bits(aux["odd"][1], torch.stack([one["odd"][1] for one in want]).detach())
                 assert aux["rows"].tolist() == [2] * 4
     assert fpipe.verify(pipe, model, (x,), y).eager
+    given = {"example": (x,), "targets": y, "loss": loss, "schedule": how, "cuts": ZOO["mlp"].at(size)}
+    module = fpipe.Pipelined(model, aux=rank == 0, **given)
+    for one in (module, module.eval()):
+        one(x, targets=y)
+        assert (one.last_aux is None) is not (rank == 0)
+        assert rank != 0 or same_bits(one.last_aux["value"], torch.stack([one["value"] for one in want]).detach())
 
 
 @case

@@ -338,3 +338,26 @@ def test_an_average_of_the_module_evaluates_by_itself():
     whole.eval()
     assert same_bits(average(x), torch.cat([whole(a) for a in x.chunk(M)]).detach())
     copy.deepcopy(model)
+
+
+def test_what_a_loss_returns_beside_itself_is_kept_until_the_next():
+    """In train mode, and in eval mode; merged as asked; also after a change that makes another pipeline."""
+
+    def loss(logits, labels):
+        return functional.cross_entropy(logits, labels), {"logits": logits, "rows": len(labels)}
+
+    plain, (x, y) = net(), next(batches(1))
+    given = {"loss": loss, "example": (x,), "targets": y, "schedule": one_f_one_b(ranks=2, microbatches=M)}
+    model = fpipe.Pipelined(net(), aux=lambda parts: torch.cat([part["logits"] for part in parts]), **given)
+    assert model.last_aux is None
+    want = torch.cat([plain(part) for part in x.chunk(M)])
+    model(x, targets=y).backward()
+    assert same_bits(model.last_aux, want.detach())
+    assert not model.last_aux.requires_grad
+    next(model.parameters()).requires_grad_(False)
+    model(2 * x, targets=y).backward()
+    assert same_bits(model.last_aux, torch.cat([plain(part) for part in (2 * x).chunk(M)]).detach())
+    model.eval()(x, targets=y)
+    assert same_bits(model.last_aux, torch.cat([copy.deepcopy(plain).eval()(part) for part in x.chunk(M)]).detach())
+    model(x)
+    assert len(model.last_aux) == len(x)
