@@ -113,7 +113,9 @@ class Builder:
         """Return the pipeline of a module for batches like the example; every rank must call this."""
         with torch.inference_mode(False), suspend_autocast(TRAINING), self.ranks.enter_call("pipeline"):
             agree_to_build(self.ranks, self.schedule, self.batchings[True], self.plans, self.copies)
-            return self._bind(module, example)
+            pipe = self._bind(module, example)
+            require_trained(pipe.training.assembly, self.schedule)
+            return pipe
 
     def _rebuild(self, model: Model, weight: Weight | None = None, *, example: SplitBatch) -> Pipeline:
         if weight is not None:
@@ -140,7 +142,6 @@ class Builder:
         agree_on_plan(pipe, TRAINING)
         require_joined_hooks(pipe.training.assembly.captured)
         require_own_buffers(module, pipe.training.assembly.captured)
-        require_trained(pipe.training.assembly, self.schedule)
         _warn_of_observers(pipe.training.assembly.captured.observers)
         if isinstance(self.cuts.where, Evenly) and not self.cuts.where.among:
             _warn_of_idle_ranks(pipe)

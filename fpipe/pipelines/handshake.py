@@ -32,6 +32,7 @@ from fpipe.meshes.copies import PipelineCopies
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value, digest, digest_tensor
 from fpipe.network.ranks import Ranks
+from fpipe.pipelines.argument_checks import require_trained
 from fpipe.pipelines.batch import Batching, Signature, SplitBatch
 from fpipe.pipelines.inputs import State, scatter
 from fpipe.pipelines.memo import Agreement, BatchKind
@@ -328,6 +329,8 @@ def agree_to_step(
     require_seed(call.seed)
     kind = variant, batch.signature
     plan = agree_on_plan(pipe, *kind, call)
+    if variant.training and not plan.has_gradients:
+        require_trained(plan.assembly, pipe.schedule)
     plan = plan.eager if variant.training and is_autograd_watched() else plan
     for watch in (*[twin.watch(plan.watch) for twin in pipe.twins], plan.watch):
         watch.require_unchanged()

@@ -162,6 +162,11 @@ class StepPlan:
         return self._select(lambda stage: (*stage.buffers, *stage.unused), self.assembly.buffers)
 
     @cached_property
+    def has_gradients(self) -> bool:
+        """True if some stage computes gradients of parameters."""
+        return any(stage.grads for stage in self.assembly.stages)
+
+    @cached_property
     def optional(self) -> frozenset[str]:
         """The parameters of which data may decide that they get no gradient."""
         pairs = [pair for stage in self.assembly.stages for pair in zip(stage.grads, stage.totals, strict=True)]

@@ -182,6 +182,45 @@ def test_settings_that_alternate_are_built_once():
     assert len(seen) == 2
 
 
+class Adversaries(nn.Module):
+    """A generator and what judges it, trained in turns on objectives of their own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.makes, self.judges = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x, z, phase):
+        made = self.makes(z)
+        if phase == "judge":
+            return self.judges(x).mean() - self.judges(made.detach()).mean()
+        return self.judges(made).mean()
+
+
+def test_objectives_in_turns_are_those_of_a_plain_loop():
+    """The setting is new in a phase that the example does not have; each is built once."""
+    plain, (x, z) = Adversaries(), torch.randn(2, 4, 4)
+    how = one_f_one_b(ranks=2, microbatches=2)
+    given = {"loss": lambda loss: loss, "schedule": how, "cuts": ["judges"]}
+    model = fpipe.Pipelined(Adversaries(), example=(x, z, "judge"), **given)
+    for turn in range(2):
+        for phase, frozen in (("judge", "makes"), ("make", "judges")):
+            for one in (model, plain):
+                one.zero_grad()
+                for name, p in one.named_parameters():
+                    p.requires_grad_(not name.startswith(frozen))
+            model(x, z, phase).backward()
+            for a, b in zip(x.chunk(2), z.chunk(2), strict=True):
+                (plain(a, b, phase) / 2).backward()
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None) == name.startswith(frozen)
+                assert p.grad is None or same_bits(p.grad, q.grad)
+        built = len(model._pipelines.kept)
+        assert built == 3, f"turn {turn}"
+    with pytest.raises(fpipe.CaptureError, match="got one without a gradient for any parameter"):
+        model(x, z, "judge")
+
+
 def test_a_hook_on_a_parameter_stays_when_a_change_is_followed():
     net, plain = Net(), Net()
     for one in (net, plain):
