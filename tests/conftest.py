@@ -4,8 +4,11 @@
 import gc
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+
+from tests.common.sizes import drop_by_day
 
 torch.set_num_threads(1)
 
@@ -15,6 +18,14 @@ EVERYWHERE = settings(deadline=None, suppress_health_check=SLOW, phases=PHASES)
 settings.register_profile("quick", EVERYWHERE, max_examples=10)
 settings.register_profile("nightly", EVERYWHERE, max_examples=1500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave what runs by night only to the night."""
+    dropped = drop_by_day(items)
+    config.hook.pytest_deselected(items=dropped)
+    left = {*dropped}
+    items[:] = [item for item in items if item not in left]
 
 
 def pytest_collection_finish() -> None:

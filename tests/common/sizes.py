@@ -68,4 +68,24 @@ def _named(values: Iterable[Any]) -> list[tuple[str, Any]]:
     return [(str(getattr(value, "__name__", value)), value) for value in values]
 
 
+def sampled(cases: int) -> pytest.MarkDecorator:
+    """By day so many of the cases of a test, spread evenly over the list, and by night all."""
+    return pytest.mark.sampled(cases)
+
+
+def drop_by_day(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of `sampled` tests that do not run by day."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items if not NIGHTLY else ():
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    dropped = []
+    for some in cases.values():
+        mark = some[0].get_closest_marker("sampled")
+        assert mark is not None
+        kept = {len(some) * k // mark.args[0] for k in range(mark.args[0])}
+        dropped += [item for k, item in enumerate(some) if k not in kept]
+    return dropped
+
+
 by_night = pytest.mark.skipif(not NIGHTLY, reason="takes long; make nightly runs it")

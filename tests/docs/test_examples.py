@@ -15,7 +15,7 @@ import fpipe
 from fpipe.tensors.tree import same_bits
 from tests.common.examples import FOLDER, load_example
 from tests.common.processes import run_under_torchrun
-from tests.common.sizes import by_night
+from tests.common.sizes import by_night, sampled
 
 # ---------- The example prints the same losses however it is run, and fails where the pipeline differs from one device
 
@@ -60,6 +60,7 @@ def flip_last_bit(tensor):
         tensor.view(torch.int32).view(-1)[0] ^= 1
 
 
+@by_night
 def test_one_process_and_two_print_the_same_losses(tmp_path, train_gpt, capsys):
     picture = tmp_path / "step.svg"
     command = [sys.executable, *TORCHRUN, EXAMPLE, *DEMO, "--timeline", picture]
@@ -274,6 +275,7 @@ def run_alone(name, monkeypatch, capsys):
     return capsys.readouterr().out
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", TINY)
 def test_an_example_runs_in_one_process(name, monkeypatch, capsys):
     printed = run_alone(name, monkeypatch, capsys)

@@ -15,6 +15,7 @@ import pytest
 
 import fpipe
 from schedules import families
+from tests.common.sizes import sampled
 
 # --------- The README and the pages of docs tell the truth: their Python runs, and pictures are what the command draws
 
@@ -34,6 +35,7 @@ FILES = [*sorted(HOME.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted((DOCS /
 PAGES = {path.relative_to(HOME).as_posix(): blocks(path.read_text()) for path in FILES}
 
 
+@sampled(7)
 @pytest.mark.parametrize(("page", "number"), [(page, k) for page, found in PAGES.items() for k in range(len(found))])
 def test_python_blocks_run(page, number, capsys):
     block, namespace = PAGES[page][number], {"__name__": f"{page}_{number}"}

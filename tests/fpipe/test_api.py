@@ -17,7 +17,7 @@ from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
 from tests.common.schedules import SCHEDULES, linear_fill_drain, looped_fill_drain, vee_fill_drain
-from tests.common.sizes import NIGHTLY, covering, few
+from tests.common.sizes import NIGHTLY, covering, few, sampled
 from tests.common.zoo import ZOO
 
 # ---------------------------------------------------------------------- nothing but the arguments decides, and all stay
@@ -40,6 +40,7 @@ def test_dropout_depends_on_the_seed_alone(cuts, kind, capture):
     assert_same(run(*build(case, how, 6, tuple(cuts), capture), seed=9), uncut)
 
 
+@sampled(2)
 @pytest.mark.parametrize("factory", [linear_fill_drain, looped_fill_drain, vee_fill_drain])
 def test_dropout_does_not_depend_on_the_placement(factory):
     for name in ("dropping", "gpt_dropout") if NIGHTLY else ("dropping",):
@@ -72,6 +73,7 @@ def test_microbatches_and_layers_draw_different_numbers(capture):
     assert 0.1 < kept < 0.4, "two masks that are independent keep a quarter"
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["dropping", "mlp"])
 @pytest.mark.parametrize("capture", ["export", "modules"])
 def test_the_user_s_generator_is_not_advanced(name, capture):
@@ -87,6 +89,7 @@ def test_the_user_s_generator_is_not_advanced(name, capture):
     assert_same(run(*built, seed=1), run_reference(*built, seed=1))
 
 
+@sampled(2)
 @covering(
     how=["step", "evaluate", "reference"],
     name=["in_place", "normalised", "strides", "several", "contexts", "dropping", "gpt"],
@@ -147,6 +150,7 @@ class Aliases(nn.Module):
         return x + self.a + self.b, self.c.sum()
 
 
+@sampled(2)
 @covering(kind=["one_f_one_b", "split_backward"], microbatches=[1, 2, 3])
 def test_gradients_are_new_tensors(kind, microbatches):
     """An optimiser may work in place on any of them, as on `.grad`."""

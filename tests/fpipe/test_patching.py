@@ -18,6 +18,7 @@ from fpipe.tensors import patching
 from fpipe.tensors.patching import MISSING, caller, current, original, replace, replace_value, replaced_places, share
 from fpipe.tensors.torch_private import FAKE_TENSOR, FakeTensor, FakeTensorMode
 from schedules import one_f_one_b
+from tests.common.sizes import sampled
 
 HOME = Path(__file__).parents[2]
 FRONTS = ["trace", "modules", "export", "fx", "dynamo"]
@@ -292,6 +293,7 @@ def test_the_thread_of_a_capture_is_not_seen_to_seed():
         random.setstate(state)
 
 
+@sampled(2)
 @pytest.mark.parametrize("make", [Body, Refused])
 @pytest.mark.parametrize("capture", FRONTS)
 def test_nothing_stays_patched(make, capture, monkeypatch):

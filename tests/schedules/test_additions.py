@@ -52,6 +52,7 @@ from schedules.proof.interpreter import ideal, interpret, prove
 from schedules.proof.networks import fifo
 from schedules.testing import conformance, orders, schedules
 from tests.common.rows import rows
+from tests.common.sizes import sampled
 
 EVERY = [getattr(families, name) for name in families.__all__]
 FAMILIES = [factory for factory in EVERY if not factory.__name__.startswith("pipedream")]
@@ -105,6 +106,7 @@ CONFORMING = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", CONFORMING)
 def test_schedules_with_additions_conform(name):
     conformance(CONFORMING[name])()

@@ -61,6 +61,7 @@ from schedules.language.actions import COLLECTIVES
 from schedules.playing.outputs import inputs_of, output_of
 from schedules.playing.rows import edit
 from schedules.testing import collective_orders, costs, orders, require_bounds, schedules
+from tests.common.sizes import by_night
 
 # ------------------------------------- Simulated times agree with published figures, obey their laws, and are streamed
 
@@ -161,6 +162,7 @@ def peak(use, microbatches):
     return used
 
 
+@by_night
 @pytest.mark.parametrize("use", [simulate, check])
 def test_memory_does_not_grow_with_the_number_of_microbatches(use):
     peak(use, 16)

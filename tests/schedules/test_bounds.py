@@ -46,7 +46,7 @@ from schedules.testing import schedules
 from tests.common.optimum import Case, bound_case, cases, find_optimum
 from tests.common.published_costs import MEASURED, SLOTS, read_measured, read_slots
 from tests.common.rows import plain_orders
-from tests.common.sizes import NIGHTLY, few
+from tests.common.sizes import NIGHTLY, few, sampled
 
 # ---------------- No schedule takes less time than the bound, and where the best schedule is known, it takes that time
 
@@ -127,6 +127,7 @@ def test_the_optimum_takes_no_less_time_and_exists_if_it_says_so(case):
 EQUAL = [Costs(), Costs(comm=0.5), Costs(F=2, B=3, I=1.5, W=1.5), Costs(F=1, B=3, I=2, W=1, comm=1)]
 
 
+@sampled(2)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_optimum_of_a_small_chain_of_equal_stages_takes_that_time(ranks, split):
@@ -169,6 +170,7 @@ def test_the_fastest_schedule_of_one_of_them():
     assert max(simulate(best.schedule, case.costs).peak_memory) == 3
 
 
+@sampled(2)
 @pytest.mark.parametrize("line", MEASURED)
 def test_published_schedules_on_eight_ranks_are_optimal_for_their_memory(line):
     """arXiv 2401.10241, table 5: measured times of the 1.5B and the 6.2B model, in 1p and 2p of memory."""
@@ -180,6 +182,7 @@ def test_published_schedules_on_eight_ranks_are_optimal_for_their_memory(line):
         assert least <= best * ROUNDING <= least * 1.0001
 
 
+@sampled(2)
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("microbatches", [16, 32])
 def test_families_of_equal_passes_are_optimal_for_their_memory(ranks, microbatches):

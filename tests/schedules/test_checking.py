@@ -46,6 +46,7 @@ from schedules.proof.networks import fifo, rendezvous
 from schedules.testing import collective_orders, mutants, orders, schedules
 from schedules.testing.mutants import EDITS, EditedProgram, mutant_programs
 from tests.common.rows import rows
+from tests.common.sizes import sampled
 
 # ------- What a violation says: it names the culprit, whatever the rule. (That `check` is right: test_never_wrong.py.)
 
@@ -501,6 +502,7 @@ def test_every_correct_order_is_accepted_and_so_is_its_program(cases, data):
     prove(*case)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("cases", "edits"),
     [(orders(), EDITS), (collective_orders(), EDITS), (collective_orders(), ("insert",))],

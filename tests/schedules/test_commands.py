@@ -15,6 +15,7 @@ from schedules import dag, families, gpipe, lower, one_f_one_b, split_backward
 from schedules.__main__ import main
 from schedules.files.csv import read_csv, table, write_csv
 from tests.common.command_line import answer
+from tests.common.sizes import sampled
 
 # --------------------------------------------------------------------------- `python -m schedules`, as a user types it
 
@@ -206,6 +207,7 @@ def test_a_factory_may_have_its_own_parameters(capsys, tmp_path):
     assert "has already run" in answer(capsys, *arguments, f"{path}:twice", "times=2")[1]
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", families.__all__)
 def test_every_built_in_schedule_answers_every_question(capsys, tmp_path, name):
     svg, trace, table = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "a.csv"
@@ -524,6 +526,7 @@ def test_an_interrupt_is_one_line_and_code_130(capsys, tmp_path):
     assert answer(capsys, "check", f"{file}:mine") == (130, "", "python -m schedules: interrupted\n")
 
 
+@sampled(2)
 @pytest.mark.parametrize("stream", [">&-", "2>&-", "| head -c 1 > /dev/null"])
 def test_closed_streams_are_quiet(stream):
     command = f'"{sys.executable}" -m schedules list {stream}'

@@ -39,6 +39,7 @@ from schedules.language.actions import COLLECTIVES, KINDS
 from schedules.playing.outputs import inputs_of, output_of
 from schedules.playing.rows import edit
 from schedules.testing import orders, schedules
+from tests.common.sizes import sampled
 from tests.common.timelines import NAMES, WAITED, events, timelines
 
 # ------------------------------------------------------------- A text picture shows every action at its simulated time
@@ -251,6 +252,7 @@ def test_cells_are_drawn_at_the_simulated_times(case):
         assert (x, width) == (pytest.approx(start * scale, abs=0.02), pytest.approx((end - start) * scale, abs=0.02))
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("schedule", "shown", "width"),
     [

@@ -57,6 +57,7 @@ from schedules.families.vee import least_memory
 from schedules.testing import conformance, costs, require_round_trip
 from tests.common.published_costs import MEASURED, read_measured
 from tests.common.rows import rows
+from tests.common.sizes import sampled
 
 EVERY = [getattr(families, name) for name in families.__all__]
 MOST = {"ranks": 8, "microbatches": 20, "chunks": 4, "slices": 5, "waves": 3, "k": 5, "accumulate": 12}
@@ -77,6 +78,7 @@ def parametrize(factories):
     return {"argvalues": factories, "ids": [factory.__name__ for factory in factories]}
 
 
+@sampled(3)
 @pytest.mark.parametrize("factory", **parametrize(EVERY))
 @given(data=st.data())
 def test_any_member_is_correct_within_its_limits_and_round_trips(factory, data):
@@ -87,11 +89,13 @@ def test_any_member_is_correct_within_its_limits_and_round_trips(factory, data):
     assert all(held <= schedule.memory(rank) + 1e-9 for rank, held in enumerate(peak))
 
 
+@sampled(3)
 @pytest.mark.parametrize("factory", **parametrize([factory for factory in EVERY if factory is not forward_only]))
 def test_the_family_conforms(factory):
     conformance(factory)()
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "factory",
     [
@@ -479,6 +483,7 @@ def test_forwards_and_gradients_are_in_ascending_order(size):
 VEES = pytest.mark.parametrize("make", [zb_v, v_half, v_min, v_1f1b, v_schedule])
 
 
+@sampled(2)
 @VEES
 @given(st.integers(1, 6), st.integers(1, 9), costs())
 def test_a_vee_follows_costs_in_the_same_memory(make, P, M, times):
@@ -494,6 +499,7 @@ def test_a_vee_keeps_its_order_for_the_costs_that_it_is_made_for(make, P, M, F):
     assert rows(make(P, M, costs=Costs(F=F, B=2 * F, I=F, W=F))) == rows(make(P, M))
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("make", "times", "fixed", "found"),
     [
@@ -507,6 +513,7 @@ def test_a_vee_takes_less_time_if_it_follows_costs(make, times, fixed, found):
     assert (simulate(make(8, 16), times).makespan, simulate(make(8, 16, costs=times), times).makespan) == (fixed, found)
 
 
+@sampled(2)
 @pytest.mark.parametrize("make", [zb_v, v_half, v_min, v_1f1b])
 def test_actions_are_generated_lazily_and_not_kept(make):
     actions = make(8, 10**9).actions(3)
@@ -530,6 +537,7 @@ RATES = """
 """.strip().splitlines()
 
 
+@sampled(2)
 @pytest.mark.parametrize(("line", "rates"), [*zip(MEASURED, RATES, strict=True)])
 def test_bubble_rates_on_eight_ranks(line, rates):
     """arXiv 2401.10241, table 5: measured times of the 1.5B and the 6.2B model."""

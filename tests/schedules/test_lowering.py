@@ -35,7 +35,7 @@ from schedules.proof.interpreter import Interpreter, require_whole
 from schedules.proof.networks import Links, fifo, rendezvous
 from schedules.testing import orders, require_matching_ends
 from schedules.testing.mutants import EditedProgram
-from tests.common.sizes import NIGHTLY
+from tests.common.sizes import NIGHTLY, by_night, sampled
 
 
 def texts(program):
@@ -148,6 +148,7 @@ def posted_later(rows, program):
             yield from ((rank, place, before) for place in range(before, at) if row[place] in waits)
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", families.__all__)
 def test_receives_are_posted_a_compute_action_ahead_unless_their_message_depends_on_it(name):
     program = lower(getattr(families, name)(ranks=4, microbatches=8))
@@ -238,6 +239,7 @@ def alive():
     return sum(type(thing) is Action for thing in gc.get_objects())
 
 
+@by_night
 def test_memory_of_lowering_does_not_grow_with_the_number_of_microbatches():
     assert 0 < most_alive(1024 if NIGHTLY else 256) <= most_alive(64) + 10 < 60
 

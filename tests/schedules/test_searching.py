@@ -50,7 +50,7 @@ from schedules.searching.timing import time_orders
 from schedules.searching.units import find_unit, take_turns
 from tests.common.optimum import Case, bound_case, cases, find_optimum, is_searchable
 from tests.common.published_costs import MEASURED, SLOTS, read_measured, read_slots
-from tests.common.sizes import NIGHTLY
+from tests.common.sizes import NIGHTLY, by_night, sampled
 
 # ---------------- A search finds schedules that are correct, fit, beat the literature, and are often the best possible
 
@@ -113,6 +113,7 @@ def test_the_optimum_is_found(case):
     assert found.makespan <= best.makespan * ROUNDING
 
 
+@sampled(2)
 @pytest.mark.parametrize("line", MEASURED[:: 1 if NIGHTLY else 3])
 @pytest.mark.parametrize("memory", [8, 16])
 def test_published_costs_on_eight_ranks_are_solved(line, memory):
@@ -307,6 +308,7 @@ PROVED = [
 ]
 
 
+@sampled(2)
 @pytest.mark.parametrize(("placement", "memory", "split", "costs", "best"), PROVED)
 def test_a_search_proves_its_result_where_the_bound_is_lower(placement, memory, split, costs, best):
     found = search(Problem(costs, placement, 4, memory=memory, split=split))
@@ -459,6 +461,7 @@ def test_a_pass_that_waits_says_for_which():
 # --------------------------------- A constraint solver improves what a search found, and proves that nothing is better
 
 
+@by_night
 def test_a_best_schedule_is_proved_where_the_bound_is_lower():
     found = search(Problem(EQUAL, vee(4), 8, memory=4 / 3 + 1), tries=20, solver=cp_sat)
     assert found.schedule == v_min(4, 8, costs=EQUAL)
@@ -487,6 +490,7 @@ def test_times_that_are_not_whole_are_rounded_down_for_the_bound():
     assert found.gap < 1e-3
 
 
+@by_night
 def test_the_solver_begins_at_orders_that_fit():
     """It would stop the whole process if it began at a schedule that holds more than there is."""
     links, half = frozenset({(0, 1), (0, 2), (1, 2), (0, 3)}), (1.25, 0.5, 4, 4)

@@ -39,7 +39,7 @@ from schedules.testing import (
     schedules,
     sizes,
 )
-from tests.common.sizes import by_night
+from tests.common.sizes import by_night, sampled
 
 SEARCH = settings(max_examples=2000, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
 
@@ -223,6 +223,7 @@ def test_the_strategy_draws_graphs_of_every_kind(what):
     find(graphs(4), what, settings=SEARCH)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "what",
     [

@@ -9,7 +9,7 @@ import pytest
 from fpipe.network.calls import SharedCalls
 from fpipe.runtime import instructions
 from fpipe.runtime.handlers import HANDLERS
-from tests.common.sizes import NIGHTLY, by_night
+from tests.common.sizes import NIGHTLY, by_night, sampled
 from tests.common.world.drawing import BLOCK, draw
 from tests.common.world.network import Room
 from tests.common.world.verdicts import Simulator, simulate
@@ -29,6 +29,7 @@ def find_broken(seeds):
             yield f"python -m tests.simulation --seed {seed}", f"{type(error).__name__}: {error}"
 
 
+@sampled(2)
 @pytest.mark.parametrize("seed", BY_DAY)
 def test_a_simulated_run_ends_as_promised(seed):
     simulate(seed)
@@ -87,6 +88,7 @@ SEEN_BY = {"a recomputation starts from newer buffers": 10714}
 """The first of the seeds that see an error, if it takes a setup that is rare."""
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_fpipe_is_seen_within_a_few_seeds(name):
     with BROKEN[name]:

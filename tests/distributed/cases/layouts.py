@@ -30,7 +30,7 @@ from tests.distributed.cases.checks import case, gather, require_exact_across_ra
 # ----------- Schedules and placements: several stages on a rank, stages on two ranks, recomputation, graphs, any order
 
 
-@case
+@case(day=[])
 def other_numbers_of_microbatches(rank, size):
     for microbatches in range(1, 10, size // 2) if NIGHTLY else (1, 2, 5):
         require_exact_across_ranks(
@@ -246,7 +246,7 @@ def gradients_that_data_decide_about(rank, size):
                 assert all(same_bits(grad, want[name]) for name, grad in grads.items())
 
 
-@case(sizes=[4])
+@case(sizes=[4], day=[])
 def a_model_on_meta(rank, size):
     """Each rank initializes its share of one model, which files carry to a pipeline that is cut elsewhere."""
     one = ZOO["gpt"]

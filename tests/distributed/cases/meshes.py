@@ -223,8 +223,7 @@ def spell(sizes: Mapping[str, int]) -> str:
     return "_".join(f"{size}_{name}" for name, size in sizes.items())
 
 
-BY_DAY = {"gpt_zb_v_on_2_pp_2_dp", "gpt_interleaved_on_2_pp_2_fsdp", "gpt_zb_h1_on_2_pp_2_dp_2_fsdp"}
-BY_DAY |= {"split_gpt_zb_v_on_2_pp_2_fsdp_2_tp"}
+BY_DAY = {"gpt_zb_v_on_2_pp_2_dp", "gpt_interleaved_on_2_pp_2_fsdp"}
 PLAIN = [{"pp": 2, "dp": 2}, {"pp": 2, "fsdp": 2}, {"pp": 2, "dp": 2, "fsdp": 2}]
 SPLIT = [{"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "fsdp": 2, "tp": 2}]
 
@@ -243,7 +242,7 @@ def build_on_mesh(name: str, how: Any = HOW, **options: Any) -> Any:
     return build(ZOO[name], how, 16, capture="trace", **options)
 
 
-@case(sizes=[4])
+@case(sizes=[4], day=[])
 def rows_of_their_own_on_a_mesh(rank, size):
     """Every process may hold the whole batch, or the rows of its copy, also where rows have weights."""
     model, (x,), y = ZOO["mlp"].make(16)
@@ -299,7 +298,7 @@ def wrong_tensors_on_a_mesh_are_refused_on_all_ranks(rank, size):
     assert len(set(gather(out.loss.item()))) == 1
 
 
-@case(sizes=[4])
+@case(sizes=[4], day=[])
 def a_run_on_a_mesh_goes_on_with_other_sizes(rank, size):
     """Saved from two shards of two ranks; loaded by two replicas of two ranks, and by one rank of four shards."""
     one = ZOO["gpt" if NIGHTLY else "mlp"]
@@ -374,7 +373,7 @@ def a_drop_in_model_on_a_mesh(rank, size):
     assert torch.allclose(out, plain.eval()(x), atol=1e-4)
 
 
-@case(sizes=[4])
+@case(sizes=[4], day=[])
 def predictions_on_a_mesh_are_those_of_one_process(rank, size):
     how = zb_v(ranks=2, microbatches=2)
     pipe, model, (x,), _ = build_on_mesh("gpt", how, mesh=mesh_of(pp=2, dp=2), dp="dp")
@@ -490,7 +489,7 @@ def parameters_split_over_the_pipeline_are_refused_on_a_mesh(rank, size):
         )
 
 
-@case(sizes=[4])
+@case(sizes=[4], day=[])
 def split_parameters_are_saved_from_a_mesh_and_loaded_whole(rank, size):
     """A checkpoint of modules that torch has split over two processes is that of the plain model."""
     ids, wanted = tensor_parallel.words()

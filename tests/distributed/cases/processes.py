@@ -68,7 +68,7 @@ def transfers_between_any_two_ranks(rank, size):
     assert (rows[:, 3] > 0).all()
 
 
-@case
+@case(day=[])
 def actions_and_steps_take_the_time_of_their_messages(rank, size):
     """In a profile of several ranks, but not in one that is only estimated."""
     one = ZOO["mlp"]
@@ -251,8 +251,7 @@ def script_has_the_bits_of_one_device(name: str, schedule: str, rank: int, size:
 
 for _name, _schedule in itertools.product(SCRIPTS, SCHEDULES):
     _title = f"a_script_that_can_{_name}_under_{_schedule}"
-    _day = [2] if _title == "a_script_that_can_classify_under_zb_v" else []
-    case(partial(script_has_the_bits_of_one_device, _name, _schedule), day=_day, name=_title)
+    case(partial(script_has_the_bits_of_one_device, _name, _schedule), day=[], name=_title)
 
 
 @case
@@ -402,7 +401,7 @@ def a_drop_in_module_refused_on_one_rank(rank, size):
 # --- Processes that build many pipelines, or run many steps, hold no more threads, descriptors and objects than before
 
 
-@case(sizes=[2])
+@case(sizes=[2], day=[])
 def dropped_and_closed_pipelines_leave_nothing(rank, size):
     """Ranks end theirs in their own ways, without waiting for each other."""
 
@@ -420,7 +419,7 @@ def dropped_and_closed_pipelines_leave_nothing(rank, size):
     assert not NIGHTLY or grown < 8 * 2**20
 
 
-@case(sizes=[2])
+@case(sizes=[2], day=[])
 def a_dropped_pipeline_leaves_the_collector_nothing(rank, size):
     """Channels, handshakes and the guards of a rank included."""
 

@@ -84,7 +84,7 @@ def uneven_microbatches_on_two_ranks_each(rank, size):
     require_whole(got, want, size - 1 if rank in (0, size - 1) else 0, size)
 
 
-@case(day=[4])
+@case(day=[])
 def weights_where_the_loss_is(rank, size):
     """Only the last rank computes weights, and it needs only the tensors that they depend on.
 
@@ -329,7 +329,7 @@ def tokens_on_every_rank(rank, size):
 # ---------------------------------------------------------------------------- Plans that are forgotten, and made ahead
 
 
-@case
+@case(day=[])
 def plans_are_forgotten_alike(rank, size):
     """Every rank keeps the plans of the same batches, in the same order of use, whatever one rank does or refuses."""
     one = ZOO["mlp"]

@@ -66,7 +66,7 @@ def training_is_that_of_a_plain_loop(rank, size):
         assert {key for _, keys in shares for key in keys} == wanted[name].buffers.keys()
 
 
-@case(sizes=[4])
+@case(sizes=[4], day=[])
 def training_in_low_precision(rank, size):
     """Every rank skips the same updates, and tied copies stay equal."""
     require_same_history(train_scaled(one_f_one_b(2, MICROBATCHES), neighbours(2)), train_scaled_alone())
@@ -74,7 +74,7 @@ def training_in_low_precision(rank, size):
         require_same_history(train_low(zb_h1(RANKS, MICROBATCHES)), train_low_alone())
 
 
-@case(sizes=[4])
+@case(sizes=[4], day=[])
 def norms_are_those_of_one_device(rank, size):
     """Of several dtypes, tied and replicated, complex, and absent gradients."""
     for name, factory in (("mixed_precision", one_f_one_b), ("chained", dualpipe), ("unused", zb_h1)):

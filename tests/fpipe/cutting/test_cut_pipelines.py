@@ -14,6 +14,7 @@ from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import eval_loop, loop
 from tests.common.running import run
+from tests.common.sizes import sampled
 
 
 def pipeline(model, x, how=None, **where):
@@ -56,6 +57,7 @@ def begins(pipe):
     return [stage.parameters[0] for stage in pipe.stages[1:]]
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("where", "first"),
     [
@@ -74,6 +76,7 @@ def test_stages_begin_where_the_arguments_say(where, first):
     assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 2))
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("where", "words"),
     [

@@ -13,7 +13,7 @@ from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.programs import LAYERS, Aside, Program, programs, sided
 from tests.common.running import SEED, build, run, run_reference
-from tests.common.sizes import few, in_turn
+from tests.common.sizes import few, in_turn, sampled
 
 SCHEDULES = [one_f_one_b, zb_h1, lambda **sizes: recompute(one_f_one_b(**sizes))]
 
@@ -53,6 +53,7 @@ def one(*kinds, operands=()):
 ONCE, EACH, NEVER = (1, 0), (0, 1), (0, 0)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("case", "capture"),
     in_turn(
@@ -141,6 +142,7 @@ KEPT = {  # what no stage may compute again
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize("what", KEPT)
 def test_these_are_sent(what):
     pipe, *given = built(KEPT[what])
@@ -181,6 +183,7 @@ REPEATED = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize(("what", "backward"), in_turn(REPEATED, ["autograd", "graph"]))
 def test_these_are_computed_by_each_stage(what, backward):
     pipe, *given = built(REPEATED[what], backward=backward)

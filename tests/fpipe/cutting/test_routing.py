@@ -13,7 +13,7 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import few
+from tests.common.sizes import few, sampled
 from tests.common.zoo import ZOO
 
 
@@ -24,6 +24,7 @@ def graph(name):
 CHAIN = {(0, 1), (1, 2), (2, 3)}
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("name", "values", "cotangents", "gradients"),
     [

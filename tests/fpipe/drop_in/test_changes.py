@@ -15,6 +15,7 @@ import fpipe
 from fpipe.errors import InputError
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
+from tests.common.sizes import sampled
 
 M = 4
 X, Y = torch.randn(8, 4, generator=torch.manual_seed(1)), torch.randn(8, 2, generator=torch.manual_seed(2))
@@ -108,6 +109,7 @@ def train(model):
     return [loss.detach(), *[p.grad.clone() for p in model.parameters()]]
 
 
+@sampled(3)
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_of_the_module_is_followed(what):
     model, plain, change = make(Net()), Net(), CHANGES[what]
@@ -130,6 +132,7 @@ def test_a_change_in_eval_mode_is_followed_in_both_modes(what):
     assert all(map(same_bits, train(model.train()), train(plain.train())))
 
 
+@sampled(3)
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_of_the_users_own_model_is_refused(what):
     net = Net()
@@ -143,6 +146,7 @@ def test_a_change_of_the_users_own_model_is_refused(what):
         model(X, targets=Y)
 
 
+@sampled(2)
 @pytest.mark.parametrize("what", IN_PLACE)
 def test_a_change_of_what_the_model_shared_is_refused_when_it_is_gone(what):
     net = Net()
@@ -273,6 +277,7 @@ REPLACED = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize("what", REPLACED)
 def test_what_ranks_hold_does_not_change(what):
     model, (change, words) = make(Net()), REPLACED[what]

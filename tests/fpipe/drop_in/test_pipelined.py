@@ -18,6 +18,7 @@ import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, zb_h1
 from tests.common.drop_in import M, batches, make, net
+from tests.common.sizes import sampled
 
 
 class Plain:
@@ -100,6 +101,7 @@ def test_a_script_trains_as_a_plain_loop(accumulate, exponent, cleared, max_norm
     assert_equal(train(Plain(net()), **how), train(Piped(make(schedule=schedule)), **how))
 
 
+@sampled(2)
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
 def test_any_optimizer_trains_as_a_plain_loop(optimizer):
     how = {"steps": 20, "make_optimizer": optimizer, "max_norm": 0.5}

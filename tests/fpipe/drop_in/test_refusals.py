@@ -10,6 +10,7 @@ import fpipe
 from fpipe.errors import InputError
 from schedules import one_f_one_b
 from tests.common.drop_in import M, batches, make, net
+from tests.common.sizes import sampled
 
 X, Y = next(batches(1))
 
@@ -34,6 +35,7 @@ def test_a_second_backward():
     assert_same_grads(model, known)
 
 
+@sampled(2)
 @pytest.mark.parametrize("join", [lambda a, b: a + b, lambda a, b: b + a, lambda a, b: a, lambda a, b: a / 2 + b])
 def test_a_backward_of_an_earlier_forward(join):
     """Adding up the sums of two forwards would round differently than going on from the first one's."""
@@ -46,6 +48,7 @@ def test_a_backward_of_an_earlier_forward(join):
     model(X, targets=Y).backward()
 
 
+@sampled(2)
 @pytest.mark.parametrize("divide", [3.0, 0.7, float("inf")])
 def test_a_cotangent_that_would_round(divide):
     model = make()
@@ -205,6 +208,7 @@ FORWARDS = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize("what", FORWARDS)
 def test_a_forward(what):
     call, words = FORWARDS[what]

@@ -32,7 +32,7 @@ from schedules import (
 )
 from tests.common.comparison import Result, assert_same
 from tests.common.running import build, run
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 from tests.common.zoo import ZOO
 
 WIDTH = 3
@@ -166,6 +166,7 @@ def test_drawn_graphs_of_pure_functions_equal_a_plain_loop(drawn, how, microbatc
 # ------------------------------------------------------------------------------------------------- stages of a model
 
 
+@sampled(2)
 @covering(
     name=["gpt", "dropping", "tied_sequence", "chained", "skips"],
     how={

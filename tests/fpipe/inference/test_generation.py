@@ -15,7 +15,7 @@ from schedules import dualpipe, forward_only, gpipe, one_f_one_b, zb_v
 from tests.common.averages import VOCABULARY, Average, AverageDecoder, generate_from_scratch, texts, word_loss
 from tests.common.comparison import Result, assert_same
 from tests.common.generation import generate_plainly, gpt2, llama, next_word, padding
-from tests.common.sizes import covering
+from tests.common.sizes import by_night, covering, sampled
 
 LENGTH, WIDTH, COUNT = 12, 5, 8
 
@@ -52,6 +52,7 @@ class Recorder:
         return logits.argmax(-1)
 
 
+@sampled(1)
 @covering(build=[llama, gpt2], padded=[False, True])
 def test_tokens_and_logits_are_those_of_a_plain_loop(build, padded):
     model, seen = build(), Recorder()
@@ -64,6 +65,7 @@ def test_tokens_and_logits_are_those_of_a_plain_loop(build, padded):
         assert same_bits(torch.stack(seen.logits, 1), logits)
 
 
+@by_night
 def test_stages_of_a_rank_have_a_cache_each():
     model = llama(layers=4)
     pipe = pipeline(model, zb_v(ranks=2, microbatches=2))
@@ -80,6 +82,7 @@ def test_greedy_tokens_are_those_of_the_models_own_generate():
     assert torch.equal(generate(*pipe.init(model), prompts, COUNT), own[:, WIDTH:])
 
 
+@by_night
 @settings(max_examples=12, deadline=None)
 @given(rows=st.sampled_from([1, 2, 3]), width=st.integers(1, 4), count=st.integers(1, 6), seed=st.integers(0, 99))
 def test_a_decoder_of_ones_own_generates_as_the_model_without_a_cache(small, rows, width, count, seed):
@@ -134,6 +137,7 @@ def test_a_sequence_ends_at_its_token_and_the_call_with_the_last(small):
     assert generate(*state, texts(4, 2), 9, end=7).tolist() == [[7, 7, 7], [1, 2, 7], [7, 7, 7], [1, 2, 7]]
 
 
+@by_night
 def test_training_is_not_disturbed():
     """Steps with generations between them are the steps without: losses, gradients, buffers and torch's generator."""
     model, ids = gpt2(), texts(4, WIDTH)
@@ -157,6 +161,7 @@ def test_training_is_not_disturbed():
     assert_same(Result(None, train(True), {}, {}), Result(None, train(False), {}, {}))
 
 
+@by_night
 def test_a_changed_model_is_noticed():
     model = llama()
     pipe = pipeline(model)

@@ -15,6 +15,7 @@ from tests.common.comparison import Result, assert_same
 from tests.common.loops import eval_loop
 from tests.common.running import build
 from tests.common.schedules import SCHEDULES
+from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
 
 
@@ -22,6 +23,7 @@ def require_same(got, want):
     assert_same(Result(None, got, {}, {}), Result(None, want, {}, {}))
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["gpt", "normalised", "gpt_dropout", "dicts", "several"])
 def test_predictions_are_those_of_a_plain_loop(name):
     one = ZOO[name]

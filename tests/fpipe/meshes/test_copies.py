@@ -26,7 +26,7 @@ from tests.common.cases import mse
 from tests.common.comparison import assert_same
 from tests.common.meshes import SHAPES, loop_over_copies, options
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import by_day, covering, few, in_turn
+from tests.common.sizes import by_day, covering, few, in_turn, sampled
 from tests.common.zoo import ZOO
 
 FAMILIES = {"1f1b": one_f_one_b, "interleaved": interleaved_1f1b, "zb_h1": zb_h1, "zb_v": zb_v}
@@ -39,6 +39,7 @@ def copies(rows, how, replicas, shards, gathered=1, name="mlp", **more):
     return build(ZOO[name], how, rows, capture="trace", **options(how.ranks, replicas, shards, gathered), **more)
 
 
+@sampled(2)
 @pytest.mark.parametrize(("shape", "family"), in_turn(SHAPES, FAMILIES))
 def test_copies_equal_a_plain_loop(shape, family):
     replicas, shards = SHAPES[shape]
@@ -50,12 +51,14 @@ def test_copies_equal_a_plain_loop(shape, family):
     assert all(same_bits(grads[name], wanted[name]) for name in wanted)
 
 
+@sampled(2)
 @covering(name=by_day(MODELS, 2), shape=[*SHAPES], backward=["autograd", "graph"])
 def test_any_model_equals_one_device(name, shape, backward):
     pipe, model, inputs, targets = copies(24, zb_h1(2, 2), *SHAPES[shape], name=name, backward=backward)
     fpipe.verify(pipe, model, inputs, targets, seed=5)
 
 
+@sampled(2)
 @covering(shape=["both", "three shards"], tied=["exact", "sum"])
 def test_tied_gradients_are_reduced_before_they_are_shared(tied, shape):
     how = one_f_one_b(ranks=4, microbatches=2)
@@ -141,6 +144,7 @@ def test_weights_are_over_all_copies():
     assert torch.isclose(step.loss, mse(model(x), y))
 
 
+@sampled(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_earlier_sums_are_added_after_the_reduction(shape):
     pipe, model, (x,), y = copies(12, zb_h1(ranks=2, microbatches=2), *SHAPES[shape])
@@ -152,6 +156,7 @@ def test_earlier_sums_are_added_after_the_reduction(shape):
     assert all(same_bits(twice[name], theirs[name]) for name in once)
 
 
+@sampled(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_updates_within_the_step_equal_those_after_it(shape):
     pipe, model, (x,), y = copies(12, interleaved_1f1b(ranks=2, microbatches=2), *SHAPES[shape])

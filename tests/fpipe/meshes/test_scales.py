@@ -18,7 +18,7 @@ from tests.common.cases import mse
 from tests.common.gates import Marked
 from tests.common.meshes import SHAPES, loop_over_copies, options
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import by_day, covering, in_turn
+from tests.common.sizes import by_day, covering, in_turn, sampled
 from tests.common.zoo import ZOO
 
 NOTHING, WORDS = -100, 11
@@ -67,6 +67,7 @@ def train(model, inputs, targets, loss, how, sizes, sums=None, **more):
 COUNTS = [5, 0, 1, 4, 2, 2, 5, 1, 0, 0, 3, 1]
 
 
+@sampled(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_words_count_alike_wherever_they_are(shape):
     """Finding 9, and the first half of 3: the mean is over all words, and some microbatches have none."""
@@ -82,6 +83,7 @@ def test_words_count_alike_wherever_they_are(shape):
     close(grads, gradients(model, loss))
 
 
+@sampled(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_two_losses_have_totals_of_their_own(shape):
     """The second half of finding 3: two losses over different words, each divided by its own total, and summed."""
@@ -102,6 +104,7 @@ def test_two_losses_have_totals_of_their_own(shape):
 LAYOUTS = [(4, 1, 1), (2, 2, 1), (1, 3, 1), (2, 1, 2), (1, 2, 2), (2, 1, 3)]
 
 
+@sampled(2)
 @pytest.mark.parametrize(("layout", "weighted"), in_turn(LAYOUTS, [False, True]), ids=str)
 def test_auxiliary_losses_have_one_scale(layout, weighted):
     """Finding 10: microbatches are all alike, so the loss of any number of them is that of one."""
@@ -116,6 +119,7 @@ def test_auxiliary_losses_have_one_scale(layout, weighted):
     close(grads, gradients(model, loss))
 
 
+@sampled(2)
 @covering(shape=by_day(SHAPES, 2), name=["tied_sequence", "frozen_below", "unused"])
 def test_norms_and_clips_count_every_parameter_once(name, shape):
     """Finding 8: parameters may be tied over stages, sharded, frozen, or unused."""
@@ -132,6 +136,7 @@ def test_norms_and_clips_count_every_parameter_once(name, shape):
     close(clipped, {name: grad * (0.01 / (total + 1e-6)) for name, grad in wanted.items()})
 
 
+@sampled(2)
 @pytest.mark.parametrize("shape", ["dp", "both", "three shards"])
 def test_layers_keep_their_numbers_when_sizes_change(shape, tmp_path):
     """Finding 12: saved from one rank with copies, loaded by four ranks and by two with other copies."""
@@ -151,6 +156,7 @@ def test_layers_keep_their_numbers_when_sizes_change(shape, tmp_path):
             assert same_bits(found.state[name]["exp_avg"], state[name]["exp_avg"]), name
 
 
+@sampled(2)
 @pytest.mark.parametrize("shards", [2, 3, 5])
 @pytest.mark.parametrize("gathered", [None, 1])
 def test_shards_may_be_uneven_or_empty(shards, gathered):
@@ -165,6 +171,7 @@ def test_shards_may_be_uneven_or_empty(shards, gathered):
     torch.testing.assert_close(fpipe.norm(pipe, grads), torch.nn.utils.get_total_norm(wanted.values()))
 
 
+@sampled(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_in_bfloat16_are_added_in_float32(shape):
     """Over microbatches, and then over copies: each term is rounded once, and no sum is."""
@@ -218,6 +225,7 @@ def require_loop(pipe, shape, model, batch, **options):
     return grads
 
 
+@sampled(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_copies_take_the_same_branch_or_are_refused(shape):
     """The batch decides: all microbatches alike, whichever copy they are of."""
@@ -231,6 +239,7 @@ def test_copies_take_the_same_branch_or_are_refused(shape):
         require_loop(pipe, shape, model, (x, marks, y))
 
 
+@sampled(2)
 @covering(sums=[None, torch.float32], shape=[*SHAPES])
 def test_parameters_may_have_gradients_on_one_copy_only(shape, sums):
     """Values decide, in a module that runs as it is; without any, there are no gradients."""

@@ -13,6 +13,7 @@ from schedules import Action, F, Span, dualpipe, forwards, interleaved_1f1b, one
 from tests.common.comparison import assert_same
 from tests.common.running import build, run
 from tests.common.schedules import SCHEDULES
+from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
 
 MANY = {
@@ -31,6 +32,7 @@ def record_step(how, name="mlp", evaluate=False):
     return pipe, spans
 
 
+@sampled(2)
 @pytest.mark.parametrize("how", MANY.values(), ids=list(MANY))
 def test_recorded_actions_are_in_program_order_with_waits_in_between(how):
     pipe, spans = record_step(how)

@@ -11,7 +11,7 @@ import fpipe
 from tests.common.comparison import assert_same
 from tests.common.running import build, run, run_reference
 from tests.common.schedules import SCHEDULES
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 from tests.common.zoo import ZOO
 
 HOW = SCHEDULES["one_f_one_b"](ranks=2, microbatches=4)
@@ -46,6 +46,7 @@ def at_once(*acts):
         raise failures[0]
 
 
+@sampled(2)
 @covering(name=["mlp", "dropping"], backward=["autograd", "graph"])
 def test_one_pipeline_runs_in_two_threads(name, backward):
     """Each has parameters of its own, which are put into the places of the one skeleton."""

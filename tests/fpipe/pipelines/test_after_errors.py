@@ -9,7 +9,7 @@ import fpipe
 from fpipe.stages.backends import splits
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, zb_v
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 
 MICROBATCHES = 2
 
@@ -89,6 +89,7 @@ def times(how, place):
     return {"join": 1, "loss": MICROBATCHES}.get(place, sum(action.kind in kinds for action in actions))
 
 
+@sampled(2)
 @covering(schedule=[zb_v, one_f_one_b], place=[*TRAPS])
 def test_the_next_step_is_right(schedule, place):
     model, x, y, pipe = build(schedule(2, MICROBATCHES))

@@ -15,7 +15,7 @@ from fpipe.record.questions import Answer
 from fpipe.record.variant import TRAINING
 from schedules import gpipe, one_f_one_b
 from tests.common.running import open_questions
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 
 BACKWARDS = ("autograd", "graph")
 FULL, PADDED = torch.ones(2, 3, dtype=torch.bool), torch.tensor([[True, True, False], [True, False, False]])
@@ -107,6 +107,7 @@ def test_operators_that_an_eager_run_skips_are_not_in_a_stage():
     assert not any("masked_fill" in unit.does for unit in pipe.training.assembly.captured.units)
 
 
+@sampled(2)
 @covering(
     ask=[
         lambda h, m: h * m.sum().item(),

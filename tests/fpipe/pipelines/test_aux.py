@@ -11,7 +11,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import dualpipe, one_f_one_b, recompute, zb_v
 from tests.common.comparison import Result, assert_same
 from tests.common.meshes import options
-from tests.common.sizes import in_turn
+from tests.common.sizes import in_turn, sampled
 
 WAYS = {
     "1f1b": one_f_one_b(ranks=2, microbatches=4),
@@ -50,6 +50,7 @@ def step_of(pipe, model, x, y, **asks):
     return Result(out.loss, out.outputs, grads, out.buffers), out.aux
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("way", "more"),
     in_turn(WAYS, [{}, {"backward": "autograd"}, {"whole": ["loss"]}, {"weight": lambda _, y: y.sum()}]),

@@ -14,6 +14,7 @@ from schedules import one_f_one_b
 from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
+from tests.common.sizes import sampled
 
 HOW = one_f_one_b(ranks=2, microbatches=2)
 
@@ -89,6 +90,7 @@ SHARED = {  # inputs, targets, how they are cut, and whom the error names
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize(("function", "backward"), [(doubling, "graph"), (through_a_view, "autograd")])
 @pytest.mark.parametrize("what", SHARED)
 def test_changing_memory_that_another_leaf_shares_is_refused(what, function, backward):
@@ -104,6 +106,7 @@ def test_changing_memory_that_another_leaf_shares_is_refused(what, function, bac
         fpipe.verify(pipe, model, inputs, targets)
 
 
+@sampled(2)
 @pytest.mark.parametrize("what", SHARED)
 def test_leaves_may_share_memory_that_nobody_changes(what):
     inputs, targets, dims, _ = SHARED[what](torch.randn(4, WIDTH), torch.randn(4, WIDTH))

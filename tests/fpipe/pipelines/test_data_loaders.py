@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 import fpipe
 from schedules import one_f_one_b
 from tests.common.processes import finish
-from tests.common.sizes import NIGHTLY
+from tests.common.sizes import NIGHTLY, by_night
 
 ROWS = [torch.full((4,), float(k)) for k in range(8)]
 EPOCHS = 3
@@ -48,6 +48,7 @@ def train(model, batches):
         return [step(*state, (batch,))[0].loss for batch in batches]
 
 
+@by_night
 @pytest.mark.filterwarnings("ignore:.*fork.. may lead to deadlocks:DeprecationWarning")  # Python 3.12 and later
 @pytest.mark.parametrize("start", STARTS if NIGHTLY else BY_DAY)
 def test_a_pipeline_trains_beside_data_loaders(start):

@@ -10,6 +10,7 @@ from schedules import dualpipe, gpipe, one_f_one_b
 from tests.common.cases import WIDTH, mse
 from tests.common.running import build
 from tests.common.schedules import SCHEDULES
+from tests.common.sizes import by_night, sampled
 from tests.common.zoo import ZOO
 
 
@@ -55,6 +56,7 @@ def test_a_pipeline_prints_its_stages():
 CHAIN, HALVES = SCHEDULES["one_f_one_b"](4, 2), SCHEDULES["split_backward"](4, 2)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("case", "how", "words"),
     [
@@ -97,6 +99,7 @@ class Wide(nn.Module):
         return self.last(sum(found))
 
 
+@by_night
 def test_long_lists_end_in_a_count():
     x = torch.randn(4, WIDTH)
     how = gpipe(ranks=2, microbatches=2)

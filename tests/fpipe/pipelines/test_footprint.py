@@ -11,6 +11,7 @@ import fpipe
 from schedules import Costs, Sizes, dualpipe, gpipe, one_f_one_b, recompute, simulate, v_half, zb_h1
 from tests.common.cases import WIDTH, mse
 from tests.common.running import build
+from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
 
 ROWS, WIDE, FLOAT = 3, 8, 4
@@ -43,6 +44,7 @@ def without_fakes(module, examples):
     return run
 
 
+@sampled(2)
 @pytest.mark.parametrize("backward", ["autograd", "graph", without_fakes])
 @pytest.mark.parametrize("made", [one_f_one_b, zb_h1])
 def test_bytes_of_linear_layers(backward, made):

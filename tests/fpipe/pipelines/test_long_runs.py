@@ -13,7 +13,7 @@ from schedules import gpipe, one_f_one_b, zb_h1
 from tests.common.averages import Average, AverageDecoder, texts, word_loss
 from tests.common.growth import build_small, require_no_growth, uncollected
 from tests.common.running import open_questions
-from tests.common.sizes import NIGHTLY, by_night
+from tests.common.sizes import NIGHTLY, by_night, sampled
 
 HOW = one_f_one_b(ranks=2, microbatches=2)
 MIB = 2**20
@@ -126,6 +126,7 @@ def generated():
     return pipe, fpipe.generate(pipe, 8, decoder=AverageDecoder)(*pipe.init(model), ids, 2)
 
 
+@sampled(2)
 @pytest.mark.parametrize("use", [stepped, trained, asked, verified, dropped_in, copied, generated])
 def test_a_dropped_pipeline_is_freed_at_once_and_leaves_the_collector_nothing(use):
     use()  # what torch imports on first use keeps the frames that called it

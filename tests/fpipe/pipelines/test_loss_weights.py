@@ -18,7 +18,7 @@ from tests.common.comparison import assert_same
 from tests.common.loops import eval_loop, loop
 from tests.common.meshes import options
 from tests.common.running import run, run_evaluation, run_reference
-from tests.common.sizes import by_day, in_turn
+from tests.common.sizes import by_day, in_turn, sampled
 from tests.common.zoo import GPT, ZOO
 
 
@@ -32,6 +32,7 @@ def count(inputs, targets):
     return (targets != -100).sum()
 
 
+@sampled(1)
 @pytest.mark.parametrize(("kind", "capture"), by_day([("1f1b", "export"), *((kind, "trace") for kind in FOUR)], 3))
 def test_a_mean_over_tokens_is_exact(kind, capture):
     """The weighted sum over uneven microbatches equals a loop bit for bit, and is the mean over the whole batch."""
@@ -118,6 +119,7 @@ EMPTY = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize(("kind", "averages"), in_turn(list(EMPTY), [False, True]))
 def test_a_microbatch_of_weight_zero_counts_for_nothing(kind, averages):
     """Its loss may be nan, its gradients, or already its activations; its forward and its buffers are as ever."""
@@ -139,6 +141,7 @@ def test_a_microbatch_of_weight_zero_counts_for_nothing(kind, averages):
         assert_same(got, loop(model, masked_mean, inputs, targets, how.microbatches, weight=count))
 
 
+@sampled(2)
 @pytest.mark.parametrize("layout", [{}, options(2, 2, 1), options(2, 1, 2)], ids=["alone", "replicas", "shards"])
 def test_a_step_in_which_nothing_counts_adds_nothing(layout):
     """Its words are those of other steps, or other copies, which `total` has."""
@@ -165,6 +168,7 @@ def squares(outputs, targets):
     return functional.mse_loss(outputs, targets, reduction="sum")
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("loss", "warns"),
     [

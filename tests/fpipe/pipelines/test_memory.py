@@ -41,7 +41,7 @@ from tests.common.memory import SEED, require_as_simulated
 from tests.common.random_models import case_of, descriptions, places
 from tests.common.random_pipelines import build_unless_refused, schedules_of
 from tests.common.running import build
-from tests.common.sizes import by_day, covering, few
+from tests.common.sizes import by_day, covering, few, sampled
 from tests.common.zoo import ZOO
 
 
@@ -70,6 +70,7 @@ def without_onednn(off):
 HOWS = [*((how, "autograd") for how in SCHEDULES), ("ZB-V", "graph")]
 
 
+@sampled(2)
 @pytest.mark.parametrize(("name", "way"), by_day(product(ZOO, HOWS), 11), ids=str)
 def test_memory_after_every_action_is_as_simulated(name, way):
     """The fake LSTM does not know of the workspace that oneDNN's real one keeps, so that is off."""
@@ -78,6 +79,7 @@ def test_memory_after_every_action_is_as_simulated(name, way):
         require_as_simulated(*build_case(name, SCHEDULES[how], backward=backward))
 
 
+@sampled(2)
 @pytest.mark.parametrize("how", SCHEDULES)
 def test_memory_of_reassigned_buffers_is_as_simulated(how):
     case = Case(lambda: linears(Assigned, Average, Assigned), rows_of(), mse, ("1", "3", "5"))
@@ -88,6 +90,7 @@ def test_memory_of_reassigned_buffers_is_as_simulated(how):
 RECOMPUTED = ["skips", "unet", "normalised", "in_place", "frozen_below", "gpt_dropout"]
 
 
+@sampled(2)
 @pytest.mark.parametrize(("name", "how"), by_day(product(RECOMPUTED, SCHEDULES), 5))
 def test_memory_of_recomputed_stages_is_as_simulated(name, how):
     how = SCHEDULES[how]
@@ -184,6 +187,7 @@ def test_the_number_of_receive_buffers_does_not_depend_on_microbatches(made, mos
     assert most == max(len(waiting) for rank in range(4) for _, waiting in receive_buffers(lower(how).actions(rank)))
 
 
+@sampled(2)
 @covering(name=by_day(["mlp", "gpt", "skips", "unet", "dicts", "later", "several"], 2), how=[*SCHEDULES])
 def test_the_executor_posts_no_other_receives(name, how):
     """Handles of receives, whose buffers are made when they are posted, while each action runs."""

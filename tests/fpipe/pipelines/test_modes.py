@@ -11,7 +11,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
 from tests.common.cases import mse
 from tests.common.loops import loop
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 
 BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
 
@@ -52,6 +52,7 @@ def run_alone(model, x):
     return torch.cat([model(rows) for rows in x.split(2)])
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("cuts", "options"),
     [
@@ -70,6 +71,7 @@ def test_an_evaluation_answers_as_without_gradients(cuts, options):
     assert same_bits(fpipe.predict(pipe)(*pipe.init(model), inputs), expected)
 
 
+@sampled(2)
 @covering(cuts=CUTS, backward=["autograd", "graph"], frozen=[("0",), ("0", "1.before")])
 def test_training_answers_as_with_gradients_even_in_a_frozen_stage(cuts, backward, frozen):
     model, pipe, inputs, y = build(cuts, frozen=frozen, backward=backward)
@@ -190,6 +192,7 @@ def build_language(model, backward, cut):
     return pipe, ids, targets
 
 
+@sampled(2)
 @covering(cut=["a", "b", "head"], backward=["autograd", "graph"])
 def test_a_tied_embedding_may_be_cut_apart_under_one_autocast(cut, backward):
     pipe, ids, targets = build_language(model := Language(inside=True), backward, cut)
@@ -210,6 +213,7 @@ def test_a_weight_that_is_cast_on_both_sides_of_a_cut_is_refused():
         build_language(Twice(), "autograd", "head")
 
 
+@sampled(2)
 @covering(cut=["a", "b", "head"], backward=["autograd", "graph"])
 def test_autocast_around_a_step_is_autocast_around_the_forward(cut, backward):
     """One pipeline, in turns."""

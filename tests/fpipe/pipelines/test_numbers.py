@@ -11,6 +11,7 @@ from torch import nn
 import fpipe
 from fpipe.record.numbers import compute, number_of
 from schedules import one_f_one_b, zb_h1
+from tests.common.sizes import sampled
 
 BACKWARDS = [{"schedule": one_f_one_b(2, 2)}, {"schedule": one_f_one_b(2, 2), "backward": "graph"}]
 BACKWARDS += [{"schedule": zb_h1(2, 2)}]
@@ -77,12 +78,14 @@ COMPUTING = {
 }
 
 
+@sampled(6)
 @pytest.mark.parametrize("how", BACKWARDS, ids=NAMES)
 @pytest.mark.parametrize("name", COMPUTING)
 def test_numbers_that_code_only_computes_with_are_inputs_of_the_record(name, how):
     assert steps(COMPUTING[name], how) == 1
 
 
+@sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", ["operators", "alpha", "masks", "in place"])
 def test_numbers_are_rounded_as_python_numbers_are(name, dtype):
@@ -116,6 +119,7 @@ DECIDING = {
 }
 
 
+@sampled(4)
 @pytest.mark.parametrize("how", BACKWARDS, ids=NAMES)
 @pytest.mark.parametrize("name", DECIDING)
 def test_numbers_that_decide_are_part_of_the_kind_of_batch(name, how):
@@ -184,6 +188,7 @@ def test_front_ends_that_read_graphs_get_python_numbers(capture):
         assert fpipe.verify(pipe, model, {"x": x, "n": n}).eager
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("use", "leaf"),
     [

@@ -18,7 +18,7 @@ from schedules import gpipe, interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb
 from tests.common.cases import mse
 from tests.common.comparison import Result, differences
 from tests.common.questions import BATCH, CATALOG, LENGTH, WORDS, Asking, Given, Net
-from tests.common.sizes import few
+from tests.common.sizes import few, sampled
 
 REFUSALS = (fpipe.CaptureError, fpipe.InputError, fpipe.CutError)
 RATE = 0.25
@@ -156,6 +156,7 @@ OFTEN = [
 ]
 
 
+@sampled(3)
 @pytest.mark.parametrize("question", [*OFTEN, *REFUSED])
 def test_each_question_of_the_catalog_is_answered_or_refused_as_listed(question):
     """With a cut through the module that asks; more may be answered one day, but nothing less."""

@@ -17,12 +17,13 @@ from fpipe.tensors.tree import same_bits
 from schedules import chimera, dualpipe_v, gpipe, one_f_one_b, overlap, recompute, split_backward
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.running import require_exact
-from tests.common.sizes import by_day, few
+from tests.common.sizes import by_day, few, sampled
 from tests.common.zoo import ZOO, captured_by
 
 SEED = 5
 
 
+@sampled(2)
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
 @pytest.mark.parametrize(("name", "capture"), by_day(captured_by("trace", "export", "modules"), 8))
 def test_every_model_of_the_zoo_is_exact_when_recomputed(name, capture):
@@ -48,6 +49,7 @@ def test_a_recomputation_does_not_update_buffers_again():
     assert got.buffers["1.num_batches_tracked"] == 3
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["skips", "dropping", "tied_sequence"])
 def test_recomputed_stages_in_fused_pairs_are_exact(name):
     require_exact(ZOO[name], dualpipe_v(ranks=2, microbatches=5))

@@ -21,12 +21,13 @@ from tests.common.comparison import Result, assert_same
 from tests.common.layers import Block
 from tests.common.loops import eval_loop, loop
 from tests.common.running import run, run_evaluation, run_reference
-from tests.common.sizes import by_day, few
+from tests.common.sizes import by_day, by_night, few, sampled
 from tests.common.zoo import ZOO
 
 NAMES = ("gpt", "skips", "several", "chained", "in_place", "strides", "own_loss", "normalised")
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("name", "kind"),
     by_day([*((name, list(FOUR)[k % 6]) for k, name in enumerate(NAMES)), ("skips", "v"), ("chained", "1f1b")], 2),
@@ -48,6 +49,7 @@ def test_steps_may_have_any_number_of_rows(data, capture, kind):
         require_exact_batch(pipe, model, inputs, targets, case.loss, rows)
 
 
+@by_night
 @pytest.mark.parametrize("microbatches", by_day([5, 1, 8, 9], 4))
 def test_one_pipeline_takes_every_size(microbatches):
     """From a row for each microbatch up to 64 rows, all sizes together need few captures; fewer rows are as many
@@ -106,6 +108,7 @@ def test_replicas_take_microbatches_of_different_sizes():
         assert fpipe.verify(*parts).eager > 0
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["in_place", "normalised", "several"])
 def test_verify_takes_any_batch(name):
     pipe, model, *_ = build(ZOO[name], FOUR["1f1b"], 6)
@@ -278,6 +281,7 @@ class Fork(nn.Module):
         return self.b(self.other(y)) if self.what == "parameters" else self.b(y) + y if self.what == "values" else y
 
 
+@sampled(2)
 @pytest.mark.parametrize("what", ["parameters", "values", "modules"])
 def test_a_model_may_take_another_path_for_another_shape(what):
     """It may compute and pass on other values, but all microbatches of a step must use the same parameters."""

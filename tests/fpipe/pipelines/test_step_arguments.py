@@ -18,7 +18,7 @@ from tests.common.cases import BACKWARDS, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
 from tests.common.running import build
-from tests.common.sizes import by_day, covering, in_turn
+from tests.common.sizes import by_day, covering, in_turn, sampled
 from tests.common.zoo import ZOO
 
 HOW = {"one_f_one_b": one_f_one_b(2, 4), "zb_h1": zb_h1(2, 4), "zb_v": zb_v(2, 4)}
@@ -40,6 +40,7 @@ def accumulate(pipe, model, inputs, targets, **options):
     return Result(None, None, grads, buffers)
 
 
+@sampled(2)
 @pytest.mark.parametrize(("name", "way"), in_turn(by_day(CASES, 2), product(HOW, BACKWARDS)), ids=str)
 def test_steps_go_on_from_earlier_sums(name, way):
     how, backward = way
@@ -85,6 +86,7 @@ class Optional(nn.Module):
         return self.second(x) if both else x * 2
 
 
+@sampled(2)
 @pytest.mark.parametrize("flags", [(0, 1), (1, 0), (0, 0), (0, 1, 0), (1, 0, 1)])
 def test_sums_of_parameters_that_some_steps_do_not_use(flags):
     model, batches = Optional(), torch.randn(len(flags), 4, 4)
@@ -178,6 +180,7 @@ NUMBERS = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize("what", SUMS)
 def test_sums_that_a_step_cannot_add_to_are_refused(what):
     step, state, inputs, targets = mlp_step()
@@ -190,6 +193,7 @@ def test_sums_that_a_step_cannot_add_to_are_refused(what):
     assert all(torch.equal(grads[name], before[name]) for name in before)
 
 
+@sampled(2)
 @covering(use=[fpipe.value_and_grad, fpipe.reference], what=[*NUMBERS])
 def test_numbers_that_a_step_cannot_use_are_refused(use, what):
     pipe, model, inputs, targets = build(ZOO["mlp"], HOW["zb_h1"], ROWS, capture="trace")
@@ -225,6 +229,7 @@ def precise_loop(model, loss, inputs, targets, microbatches):
     return sums
 
 
+@sampled(2)
 @covering(how=[*HOW], backward=BACKWARDS)
 def test_gradients_of_low_precision_are_added_in_float32(how, backward):
     case, how = ZOO["tied_sequence"], HOW[how]

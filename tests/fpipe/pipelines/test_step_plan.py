@@ -26,7 +26,7 @@ from tests.common.loops import loop
 from tests.common.running import build as build_case
 from tests.common.running import open_questions
 from tests.common.running import require_exact as require_exact_case
-from tests.common.sizes import NIGHTLY, by_night, few
+from tests.common.sizes import NIGHTLY, by_night, few, sampled
 from tests.common.zoo import ZOO
 
 LENGTHS = (3, 4, 5)
@@ -236,6 +236,7 @@ def test_a_schedule_without_backward_is_prepared_for_evaluation():
     assert len(pipe.memo.recordings) == count
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("examples", "words"),
     [

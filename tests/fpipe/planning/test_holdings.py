@@ -17,7 +17,7 @@ from fpipe.pipelines.footprint import measure_footprints
 from fpipe.planning.cut_model import CutModel, training_variant_here
 from schedules import gpipe, one_f_one_b
 from tests.common.cases import WIDTH
-from tests.common.sizes import NIGHTLY, by_day
+from tests.common.sizes import NIGHTLY, by_day, sampled
 from tests.common.zoo import ZOO
 
 NAMES = ("inputs", "activation", "residual")
@@ -65,6 +65,7 @@ def one_stage(model, example, targets, loss, **options):
     return fpipe.pipeline(model, example=example, targets=targets, loss=loss, schedule=how, **options)
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", by_day(ZOO, every=2))
 def test_bytes_of_stages_follow_from_those_of_blocks(name):
     case = ZOO[name]
@@ -100,6 +101,7 @@ class Keeping(nn.Module):
         return Attribute.apply(x)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "layers",
     [

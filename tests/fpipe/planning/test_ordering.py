@@ -16,10 +16,12 @@ from fpipe.planning.ordering import find_islands, list_orderable, list_placement
 from fpipe.planning.plan import Plan
 from schedules import Link, check, one_f_one_b, recompute, zb_h1, zb_v
 from tests.common.chain_profiles import chain_profile, find_plan, problem_of
+from tests.common.sizes import by_night
 
 PROFILE = chain_profile([3, 1, 4, 1, 5, 9, 2, 6])
 
 
+@by_night
 def test_an_order_of_its_own_makes_a_plan_faster_and_is_saved_with_it(tmp_path):
     memory = max(find_plan(PROFILE, ranks=3, microbatches=6, caps=inf, ordered=False).predicted.memory)
     caps = (0.8 * memory,) * 3
@@ -91,6 +93,7 @@ def test_a_value_crosses_between_islands_once_in_each_direction():
         assert sorted(set(placement.homes)) == [0, 1, 2, 3]
 
 
+@by_night
 def test_a_plan_loops_inside_each_of_two_data_centers():
     profile = chain_profile([2.0] * 8, link=link_of(((0, 1), (2, 3)), 0.2, 18.0))
     found, before = find_plan(profile, **ISLANDS, ordered=True), find_plan(profile, **ISLANDS)

@@ -8,6 +8,7 @@ from fpipe.__main__ import main
 from fpipe.planning.choosing import PlanProgress
 from fpipe.planning.commands import ProgressLine
 from tests.common.chain_profiles import chain_profile
+from tests.common.sizes import sampled
 
 TASK = """
 import torch
@@ -54,6 +55,7 @@ def test_a_task_is_measured_and_planned(script, capsys):
     assert "Plan for Sequential on 2 ranks" in capsys.readouterr().out
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

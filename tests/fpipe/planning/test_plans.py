@@ -41,6 +41,7 @@ from schedules import (
     zb_v,
 )
 from tests.common.chain_profiles import chain_profile, find_plan, problem_of
+from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
 
 FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
@@ -203,6 +204,7 @@ def test_without_times_parameters_are_balanced():
     assert "from the best" not in str(plan)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("profile", "caps", "advice"),
     [
@@ -361,6 +363,7 @@ def test_a_plan_replaces_other_arguments(planned, given, words):
         fpipe.pipeline(model, example=(x,), loss=torch.mean, **{"plan": plan, **given})
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -411,6 +414,7 @@ def other(**changes):
     return replace(made, **changes)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("profile", "words"),
     [
@@ -429,6 +433,7 @@ def test_a_profile_of_another_model_is_refused(profile, words):
         fpipe.plan(layers(), (torch.ones(8, 8),), ranks=2, loss=torch.mean, microbatches=4, profile=profile())
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["later", "recurrent", "several", "gpt_dropout"])
 def test_a_profile_of_the_model_is_taken(name):
     case = ZOO[name]

@@ -12,6 +12,7 @@ from fpipe import CutError, InputError, Profile, Roofline
 from fpipe.planning.profile import PROFILE_FORMAT
 from schedules import Costs, Link, gpipe, one_f_one_b, simulate
 from tests.common.cases import mse
+from tests.common.sizes import by_night, sampled
 from tests.common.zoo import ZOO
 
 FAST = Roofline(1e10, 1e10)
@@ -50,6 +51,7 @@ def test_layers_that_compute_the_same_take_the_same_time():
     assert linear[0] == linear[1] == linear[2]
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["normalised", "dropping", "tied_sequence", "own_loss"])
 def test_nothing_changes(name):
     case = ZOO[name]
@@ -61,6 +63,7 @@ def test_nothing_changes(name):
     assert all(p.grad is None for p in model.parameters())
 
 
+@by_night
 def test_a_pipeline_is_profiled_like_its_model():
     case = ZOO["tied_sequence"]
     model, inputs, targets = case.make(8)
@@ -73,6 +76,7 @@ def test_a_pipeline_is_profiled_like_its_model():
     fpipe.verify(pipe, model, inputs, targets)
 
 
+@by_night
 def test_cuts_say_where_stages_may_begin():
     case = ZOO["gpt"]
     model, inputs, targets = case.make(8)
@@ -123,6 +127,7 @@ def test_values_of_a_model_on_meta_may_be_given():
         quick(model, *batch_of(), loss=mse, source={})
 
 
+@by_night
 def test_a_profile_is_required_to_be_of_the_model():
     case = ZOO["gpt"]
     model, inputs, targets = case.make(8)

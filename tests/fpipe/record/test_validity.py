@@ -14,6 +14,7 @@ from schedules import gpipe, one_f_one_b
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run
+from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
 
 CASE = ZOO["tied_sequence"]
@@ -119,6 +120,7 @@ WRONG = {
 }
 
 
+@sampled(3)
 @pytest.mark.parametrize("what", WRONG)
 def test_a_front_end_that_breaks_the_contract_is_refused_by_name(what):
     change, message = WRONG[what]

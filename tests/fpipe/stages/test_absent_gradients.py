@@ -28,7 +28,7 @@ from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.gates import BRANCHES, Gate, Gates, batch, build
 from tests.common.loops import loop, loop_as_stated
-from tests.common.sizes import by_day, covering, few
+from tests.common.sizes import by_day, covering, few, sampled
 
 MICROBATCHES = 3
 
@@ -255,6 +255,7 @@ class Embedding(nn.Module):
         return self.last(self.holding(self.holding.embed(x), answers))
 
 
+@sampled(2)
 @covering(cuts=[["holding"], ["last"]], backward=["autograd", "graph"])
 def test_a_module_around_a_branch_may_hold_parameters_of_other_stages(cuts, backward):
     """A language model is handed embeddings that were looked up outside; only the branch inside needs parameters."""

@@ -19,7 +19,7 @@ from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run
 from tests.common.schedules import SCHEDULES
-from tests.common.sizes import in_turn
+from tests.common.sizes import in_turn, sampled
 
 MICROBATCHES = 3
 
@@ -85,6 +85,7 @@ CASES = {  # the case, the edges on which cotangents travel, and the stages that
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("what", "way"), in_turn(CASES, product(["trace", "export"], ["one_f_one_b", "split_backward"])), ids=str
 )

@@ -14,6 +14,7 @@ from tests.common.loops import loop
 from tests.common.masks import CUTS, DECODER, WIDTH, Decoder, decoder_batch
 from tests.common.memory import require_as_simulated
 from tests.common.running import build, require_exact, run
+from tests.common.sizes import sampled
 
 TWO = ("layers.1", "layers.2")
 
@@ -40,6 +41,7 @@ def test_tables_are_computed_once_and_masks_for_each_microbatch():
     ]
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "how",
     [

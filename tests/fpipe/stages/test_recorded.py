@@ -14,6 +14,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, zb_h1
 from tests.common import written_layers
 from tests.common.cases import WIDTH, mse
+from tests.common.sizes import by_night
 from tests.common.written_layers import gelu
 
 
@@ -149,6 +150,7 @@ class Recurrent(nn.Module):
             return self.layer(x)[0].float()
 
 
+@by_night
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_stage_whose_calls_unroll_is_left_to_autograd_unless_backwards_are_split(mixed):
     """A recurrent layer unrolls under autocast, which casts in each step of its loop."""

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import fpipe
 from fpipe.stages.recorded import Recorded
 from schedules import one_f_one_b, zb_h1, zb_v
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 
 WIDTH, STEPS = 6, 9
 
@@ -104,6 +104,7 @@ def build(name, way, **options):
     return fpipe.pipeline(model, example=(x,), targets=y, loss=mse_loss, **options), model, x, y
 
 
+@sampled(2)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @covering(name=[*LAYERS], way=[*WAYS])
 def test_recurrent_layers_have_the_bits_of_eager_mode(name, way):
@@ -125,6 +126,7 @@ class Packed(nn.Module):
         return self.last(out)
 
 
+@sampled(2)
 @covering(kind=[nn.LSTM, nn.GRU, nn.RNN], way=["autograd", "graph", "halves"])
 def test_the_lengths_of_packed_sequences_come_with_the_batch(kind, way):
     """A batch with other lengths than the example's is captured anew."""

@@ -21,7 +21,7 @@ from tests.common.comparison import Result, assert_same
 from tests.common.layers import linears
 from tests.common.loops import eval_loop, loop_as_stated
 from tests.common.running import build, require_exact, run
-from tests.common.sizes import by_day, covering, few
+from tests.common.sizes import by_day, covering, few, sampled
 from tests.common.zoo import ZOO, captured_by
 
 STATEFUL = {"unet", "normalised"}
@@ -30,11 +30,13 @@ SEED = 5
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", by_day([name for name, _ in captured_by("export") if name not in STATEFUL], 2))
 def test_every_model_of_the_zoo_is_exact_on_replicas(name):
     require_exact(ZOO[name], dualpipe(ranks=4, microbatches=5))
 
 
+@sampled(2)
 @pytest.mark.parametrize("factory", [chimera, dualpipe])
 @pytest.mark.parametrize(("name", "capture"), [("chained", "export"), ("tied_sequence", "modules"), ("mlp", "modules")])
 def test_replicas_are_exact_at_all_sizes(name, capture, factory):
@@ -77,6 +79,7 @@ def test_a_stage_that_keeps_state_has_no_replicas(name):
         build(ZOO[name], chimera(ranks=4, microbatches=4), 8)
 
 
+@sampled(2)
 @covering(factory=[chimera, dualpipe], targets_given=[True, False])
 def test_an_evaluation_on_replicas_is_exact(factory, targets_given):
     case = ZOO["skips"]

@@ -21,7 +21,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, split_backward
 from tests.common.cases import WIDTH, mse
 from tests.common.loops import loop
-from tests.common.sizes import few
+from tests.common.sizes import few, sampled
 from tests.common.written_layers import WRITTEN, Written, build
 
 LAYOUTS = {
@@ -184,6 +184,7 @@ def test_embeddings_have_the_bits_and_layouts_of_autograd(shape, padding, scaled
     assert halves(function, [], [leaf((5, 3), layout)]) == {0}
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_weight_half_reads_no_weights(name, monkeypatch):
     """So sharded weights need not be gathered for it: it gives the same bits while they are not numbers."""

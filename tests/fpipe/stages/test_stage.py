@@ -23,7 +23,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, split_backward
 from tests.common.loops import loop
 from tests.common.running import FRONT_END, build, run
-from tests.common.sizes import by_day, few
+from tests.common.sizes import by_day, few, sampled
 from tests.common.zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
@@ -67,6 +67,7 @@ def cotangents(stage):
     return tuple(spec.like(torch.randn(spec.shape, generator=generator).to(spec.dtype)) for spec in specs)
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stage_is_pure(name):
     """The same twice, of unchanged arguments; what comes out carries no graph."""
@@ -101,6 +102,7 @@ def test_the_two_halves_make_the_whole_backward(name):
         assert len(grads) == (len(stage.grads) if kept is not None else 0)
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_values_and_cotangents_have_their_inferred_layouts(name, monkeypatch):
     """Shapes, dtypes and strides of values and cotangents; nothing has to be laid out anew."""

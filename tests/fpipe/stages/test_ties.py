@@ -21,7 +21,7 @@ from tests.common.layers import linears
 from tests.common.loops import loop, loop_as_stated, loop_untied
 from tests.common.running import build, run, run_reference
 from tests.common.schedules import SCHEDULES, descending, linear_fill_drain, looped_fill_drain, vee_fill_drain
-from tests.common.sizes import covering, few, in_turn
+from tests.common.sizes import covering, few, in_turn, sampled
 from tests.common.zoo import ZOO
 
 USES = {
@@ -68,12 +68,14 @@ def require_sum(case, uses, how, **options):
 # ----------------------------------------------------------------------------------------------------- what is computed
 
 
+@sampled(2)
 @pytest.mark.parametrize(("name", "way"), in_turn(USES, [("one_f_one_b", "trace"), ("split_backward", "export")]))
 def test_by_sum_a_tied_parameter_is_a_copy_per_stage(name, way):
     kind, capture = way
     require_sum(ZOO[name], USES[name], SCHEDULES[kind](4, 3), capture=capture)
 
 
+@sampled(2)
 @covering(microbatches=[1, 5], factory=[gpipe, descending, linear_fill_drain, looped_fill_drain, vee_fill_drain])
 def test_sums_are_exact_under_schedules_and_placements(factory, microbatches):
     how = factory(2 if "fill" in factory.__name__ else 4, microbatches)
@@ -86,6 +88,7 @@ def test_uses_within_one_stage_are_not_copied():
     assert_same(got, run(*build(ZOO["chained"], gpipe(1, 3), 6)))
 
 
+@sampled(2)
 @covering(name=["chained", "one_weight"], how=[dualpipe(4, 5), chimera(4, 4), mirror(one_f_one_b(4, 3))])
 def test_replicas_are_summed_first(name, how):
     require_sum(ZOO[name], USES[name], how)
@@ -120,6 +123,7 @@ def test_the_order_of_addition_matters():
     assert all(same_bits(exact.grads[name], added.grads[name]) for name in exact.grads if name != "0.weight")
 
 
+@sampled(2)
 @covering(name=["gpt_dropout", "normalised", "in_place", "twice", "several", "contexts"], capture=["export", "trace"])
 def test_sums_equal_the_reference_in_other_models(name, capture):
     case = ZOO[name]

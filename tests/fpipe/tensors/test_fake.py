@@ -14,6 +14,7 @@ from fpipe.tensors.fake import META_KERNELS, fake, fake_mode
 from fpipe.tensors.layouts import LAYOUT_RULES
 from fpipe.tensors.torch_private import VERSION
 from schedules import one_f_one_b
+from tests.common.sizes import sampled
 
 aten = torch.ops.aten
 
@@ -102,6 +103,7 @@ def operands(operation):
     return next((k for k, kind in enumerate(kinds) if kind != "Tensor"), len(kinds))
 
 
+@sampled(4)
 @pytest.mark.parametrize("operation", [one for one in LAYOUT_RULES if one not in NORMS], ids=str)
 def test_fake_results_have_the_layout_of_real_ones_for_any_operands(operation):
     mode, met = fake_mode(), 0

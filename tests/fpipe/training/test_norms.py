@@ -18,6 +18,7 @@ from fpipe.tensors.tree import same_bits
 from fpipe.training.norms import KEPT_TABLES
 from schedules import Schedule, dualpipe_v, one_f_one_b, zb_v
 from tests.common.running import build, run
+from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
 
 CPU = torch.device("cpu")
@@ -85,6 +86,7 @@ def on_one_device(model: nn.Module, grads):
     return model
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["gpt", "mixed_precision", "fourier", "unused", "normalised"])
 @pytest.mark.parametrize("order", [2.0, math.inf])
 def test_clip_is_that_of_one_device(name, order):

@@ -13,7 +13,7 @@ import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import U, dualpipe, gpipe, interleaved_1f1b, one_f_one_b, pipedream, update_weights, zb_h1, zb_v
 from tests.common.running import build
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 from tests.common.updates import (
     ADAM,
     STEPS,
@@ -30,6 +30,7 @@ HOW = one_f_one_b(ranks=2, microbatches=4)
 SCHEDULES = [HOW, zb_h1(ranks=2, microbatches=4), zb_v(ranks=2, microbatches=4), dualpipe(ranks=2, microbatches=4)]
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("name", "how"),
     [("gpt", SCHEDULES[0]), ("gpt", SCHEDULES[3]), *[("dropping", how) for how in SCHEDULES]],
@@ -42,17 +43,20 @@ def test_training_is_the_same_whether_a_norm_exceeds_the_limit_or_not(name, how)
     assert False in over
 
 
+@sampled(2)
 @pytest.mark.parametrize("limit", [None, 0.0, float("inf")])
 def test_training_is_the_same_with_any_limit(limit):
     found = require_same_updates(ZOO["gpt"], zb_v(ranks=2, microbatches=4), limit, steps=3)
     assert all((norm is None) == (limit is None) for norm in found.norms)
 
 
+@sampled(2)
 @covering(how=[one_f_one_b(4, 4), zb_v(2, 3), interleaved_1f1b(2, 4, chunks=2), dualpipe(4, 5)], tied=["exact", "sum"])
 def test_tied_parameters_are_updated_with_their_whole_gradient(tied, how):
     require_same_updates(ZOO["gpt"], how, None, steps=3, tied=tied)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("how", "ranks", "update"),
     [
@@ -88,6 +92,7 @@ def test_batch_norm_and_graph_stages(backward):
     require_same_updates(case, one_f_one_b(ranks=4, microbatches=4), 0.5, steps=3, backward=backward)
 
 
+@sampled(2)
 @pytest.mark.parametrize("how", SCHEDULES[:3], ids=lambda how: how.factory.__name__)
 def test_training_is_that_of_a_plain_loop(how):
     require_training_of_a_plain_loop(ZOO["gpt"], how)

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from schedules import gpipe, one_f_one_b, zb_h1, zb_v
-from tests.common.sizes import by_night, in_turn
+from tests.common.sizes import by_night, in_turn, sampled
 from tests.common.training import (
     MICROBATCHES,
     MODELS,
@@ -26,6 +26,7 @@ from tests.common.training import (
 alone = cache(train_alone)
 
 
+@sampled(1)
 @pytest.mark.parametrize(("name", "schedule"), in_turn(MODELS, [one_f_one_b, zb_h1, zb_v]))
 @pytest.mark.parametrize("ranks", [2])
 def test_training_in_one_process_is_the_plain_loop(name, schedule, ranks):

@@ -14,11 +14,13 @@ from tests.common.cases import mse
 from tests.common.comparison import Result, assert_same
 from tests.common.layers import linears
 from tests.common.running import build
+from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
 
 HOW = one_f_one_b(ranks=2, microbatches=3)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("name", "capture"),
     [
@@ -42,6 +44,7 @@ def test_verify_passes_a_correct_pipeline(name, capture):
         assert found.reference == found.eager == 2 + len(leaves) + len(buffers)
 
 
+@sampled(2)
 @pytest.mark.parametrize("width", [3, 5, 7])
 def test_microbatches_may_begin_anywhere_in_memory(width):
     """Rows of an odd width: where a matrix begins decides how some kernels add."""
@@ -161,6 +164,7 @@ SPLITS = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize("what", SPLITS)
 def test_verify_compares_with_the_whole_batch_in_one_piece(what):
     """The other comparisons split the batch as the pipeline does, so they pass."""

@@ -24,7 +24,7 @@ from tests.common.random_models import case_of, descriptions, places
 from tests.common.random_pipelines import build_unless_refused, schedules_of
 from tests.common.running import build, require_exact, run, run_reference
 from tests.common.schedules import SCHEDULES, descending, linear_fill_drain, looped_fill_drain, vee_fill_drain
-from tests.common.sizes import by_day, few, in_turn
+from tests.common.sizes import by_day, few, in_turn, sampled
 from tests.common.zoo import ZOO, captured_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
@@ -33,6 +33,7 @@ CASES = captured_by("trace", "export", "fx", "modules")
 SEED = 5
 
 
+@sampled(4)
 @pytest.mark.parametrize(
     ("case", "way"),
     in_turn(
@@ -46,6 +47,7 @@ def test_every_model_of_the_zoo_is_exact(case, way):
     require_exact(ZOO[name], SCHEDULES[kind](ranks=ranks, microbatches=3), capture=capture)
 
 
+@sampled(2)
 @pytest.mark.parametrize(("name", "capture"), by_day(captured_by("export", "fx", "dynamo"), 7))
 def test_every_model_of_the_zoo_is_exact_through_a_graph(name, capture):
     require_exact(ZOO[name], SCHEDULES["split_backward"](ranks=4, microbatches=3), capture=capture)
@@ -54,6 +56,7 @@ def test_every_model_of_the_zoo_is_exact_through_a_graph(name, capture):
 TRIED = [*product(["skips", "chained"], ["export"]), *product(["mlp", "tied_sequence", "dicts"], ["modules"])]
 
 
+@sampled(2)
 @pytest.mark.parametrize(("way", "case"), in_turn(product(SCHEDULES, [1, 2, 4]), TRIED), ids=str)
 def test_every_schedule_on_every_number_of_ranks(way, case):
     (kind, ranks), (name, capture) = way, case
@@ -63,6 +66,7 @@ def test_every_schedule_on_every_number_of_ranks(way, case):
 MORE = [("mlp", "export"), ("normalised", "modules"), ("tied_sequence", "modules"), ("dropping", "modules")]
 
 
+@sampled(2)
 @pytest.mark.parametrize(("microbatches", "case"), in_turn(by_day(range(1, 10), 2), MORE), ids=str)
 def test_any_number_of_microbatches(microbatches, case):
     name, capture = case
@@ -70,6 +74,7 @@ def test_any_number_of_microbatches(microbatches, case):
         require_exact(ZOO[name], how, capture=capture)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("name", "factory"),
     in_turn(
@@ -93,6 +98,7 @@ def test_six_stages_on_three_ranks():
         require_exact(case, factory(ranks=3, microbatches=4), cuts=tuple("12345"))
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["chained", "tied_sequence", "normalised"])
 def test_gradients_are_added_in_the_order_of_the_schedule(name):
     case, how = ZOO[name], descending(ranks=4, microbatches=5)
@@ -120,6 +126,7 @@ def test_any_model_of_the_zoo_is_exact_under_any_schedule(which, kind, ranks, mi
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
+@sampled(2)
 @pytest.mark.parametrize(("which", "targets_given"), in_turn(by_day(CASES, 8), [True, False]), ids=str)
 def test_an_evaluation_is_exact(which, targets_given):
     name, capture = which
@@ -177,6 +184,7 @@ def test_several_steps_in_a_row():
 # ------------------------------------------------------------------------------------------------- the tests themselves
 
 
+@sampled(2)
 @pytest.mark.parametrize("leaf", ["loss", "outputs", "grads", "buffers"])
 def test_the_comparison_sees_one_bit(leaf):
     built = build(ZOO["normalised"], one_f_one_b(ranks=2, microbatches=2), 4)

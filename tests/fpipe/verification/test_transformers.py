@@ -23,7 +23,7 @@ from tests.common.cases import Case, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import NIGHTLY, by_day, by_night
+from tests.common.sizes import NIGHTLY, by_day, by_night, sampled
 
 ROWS, LENGTH, WORDS, WIDTH = 4, 6, 31, 16
 
@@ -151,6 +151,7 @@ def flat(result: Result) -> Result:
     return result._replace(outputs=dict(result.outputs)) if isinstance(result.outputs, dict) else result
 
 
+@sampled(2)
 @pytest.mark.parametrize(("name", "kind"), by_day(product(CASES, SCHEDULES), 5))
 def test_transformers_equal_the_plain_loop_and_the_reference(name, kind):
     case, how = CASES[name], SCHEDULES[kind]()
@@ -216,6 +217,7 @@ def build_decoder(name: str, masked: bool) -> tuple[fpipe.Pipeline, Any, dict[st
     return pipe, model, batch
 
 
+@sampled(2)
 @pytest.mark.parametrize(("name", "masked"), product(DECODERS, [True, False]) if NIGHTLY else BY_DAY)
 def test_only_the_hidden_state_crosses(name: str, masked: bool) -> None:
     pipe, model, batch = build_decoder(name, masked)
@@ -225,6 +227,7 @@ def test_only_the_hidden_state_crosses(name: str, masked: bool) -> None:
     assert fpipe.verify(pipe, model, batch).eager
 
 
+@by_night
 def test_a_bias_that_is_learned_crosses() -> None:
     """Position biases of T5 follow from a parameter; its masks do not."""
     sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": WIDTH, "num_layers": 3, "num_heads": 2, "dropout_rate": 0.0}

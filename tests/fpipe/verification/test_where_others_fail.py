@@ -22,7 +22,7 @@ from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, require_exact, run, run_reference
 from tests.common.schedules import SCHEDULES
-from tests.common.sizes import covering
+from tests.common.sizes import by_night, covering, sampled
 from tests.common.zoo import ZOO
 
 HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=3), "split": split_backward(one_f_one_b(ranks=4, microbatches=3))}
@@ -252,6 +252,7 @@ class Around(nn.Module):
             return self.second(x + self.first(x))
 
 
+@sampled(2)
 @covering(
     cut=["1", "2.second"],
     how={"1F1B": one_f_one_b(ranks=2, microbatches=2), "ZB-H1": zb_h1(ranks=2, microbatches=2)},
@@ -269,6 +270,7 @@ def test_autocast_casts_a_received_value_at_every_use(backward, how, cut):
 # ------------------------------------------------------------------------------------------------------------- compiled
 
 
+@by_night
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
 def test_compiled_modules_run_under_zero_bubble():
     """Elsewhere they are refused."""

@@ -17,6 +17,7 @@ from fpipe.weights.loading import hold
 from tests.common.running import build
 from tests.common.schedules import SCHEDULES
 from tests.common.shares import ranks_of
+from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
 
 CASES = ["gpt", "normalised", "several", "frozen_below", "one_weight", "fourier"]
@@ -27,6 +28,7 @@ def pipeline_of(name):
     return pipe, model
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_holder_of_everything_looks_like_the_model(name):
     pipe, model = pipeline_of(name)
@@ -41,6 +43,7 @@ def test_a_holder_of_everything_looks_like_the_model(name):
         assert p.data_ptr() == params[n].data_ptr(), "no memory is copied"
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_holders_of_all_ranks_make_up_the_state_dict_of_the_model(name):
     pipe, model = pipeline_of(name)

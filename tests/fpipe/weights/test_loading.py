@@ -18,7 +18,7 @@ from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import run
 from tests.common.shares import on_meta, ranks_of, union
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 from tests.common.zoo import ZOO
 
 CASES = ["gpt", "unet", "normalised", "several", "mixed_precision", "fourier", "frozen_below", "one_weight"]
@@ -60,6 +60,7 @@ def everything(model):
     return {**dict(model.named_buffers()), **model.state_dict()}
 
 
+@sampled(2)
 @covering(ranks=[1, 2, 4], name=CASES)
 def test_a_state_dict_gives_the_same_values_as_its_model(name, ranks):
     pipe, model = pipeline(name, ranks), ZOO[name].make(4)[0]
@@ -83,6 +84,7 @@ def aliases_of(model, first):
     return [name for name, tensor in tensors.items() if tensor is tensors[first]]
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["gpt", "unet", "normalised"])
 def test_a_step_from_a_state_dict_is_that_of_the_model(name):
     pipe, (model, inputs, targets) = pipeline(name, 2), ZOO[name].make(4)

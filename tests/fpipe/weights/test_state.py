@@ -13,7 +13,7 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 from tests.common.zoo import ZOO
 
 HOW = one_f_one_b(ranks=2, microbatches=2)
@@ -209,6 +209,7 @@ def without_grad(outputs):
         return outputs.mean()
 
 
+@sampled(2)
 @covering(
     loss={"detached": lambda outputs: outputs.detach().mean(), "zero": lambda _: torch.zeros(()), "off": without_grad},
     capture=["trace", "export"],

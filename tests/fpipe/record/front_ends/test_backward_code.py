@@ -10,7 +10,7 @@ import fpipe
 from schedules import one_f_one_b, zb_h1
 from tests.common.backward_code import Inward
 from tests.common.running import staged
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 
 HOWS = {"1F1B": one_f_one_b(ranks=2, microbatches=2), "ZB-H1": zb_h1(ranks=2, microbatches=2)}
 
@@ -99,6 +99,7 @@ def build(make, how="1F1B", backward="autograd"):
     return staged(model, (x,), y, schedule=HOWS.get(how, how), backward=backward), model, x, y
 
 
+@sampled(2)
 @covering(what=EXACT, how=HOWS, backward=["autograd", "graph"])
 def test_code_of_the_backward_is_exact(what, how, backward):
     pipe, model, x, y = build(what, how, backward)

@@ -17,7 +17,7 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import by_day, covering
+from tests.common.sizes import by_day, covering, sampled
 
 FRONTS = ["trace", "modules", "export", "fx", "dynamo"]
 
@@ -165,6 +165,7 @@ def build_model(what, front, loss=mse):
     return build(Case(make, rows_of(), loss, ("", "", "")), how, 4, cuts, front)
 
 
+@sampled(4)
 @pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace")
 @pytest.mark.parametrize(("what", "front"), by_day(CASES, 2))
 def test_questionable_models_are_refused_or_exact(what, front):
@@ -181,6 +182,7 @@ def test_questionable_models_are_refused_or_exact(what, front):
 THINGS = {"lock": threading.Lock, "generator": lambda: (k for k in range(2)), "object": object}
 
 
+@sampled(2)
 @pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace")
 @covering(front=FRONTS, thing=[*THINGS])
 def test_outputs_that_cannot_be_returned_are_refused_when_requested(front, thing):

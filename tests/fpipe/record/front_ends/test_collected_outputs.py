@@ -21,7 +21,7 @@ from tests.common.cases import BACKWARDS
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
 from tests.common.running import run, run_reference
-from tests.common.sizes import NIGHTLY, in_turn
+from tests.common.sizes import NIGHTLY, in_turn, sampled
 
 ROWS, WORDS = 4, 31
 
@@ -240,6 +240,7 @@ def plain(result: Result) -> Result:
     return result._replace(outputs=None)
 
 
+@sampled(3)
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")  # in the plain loop, too
 @pytest.mark.parametrize(("name", "backward"), in_turn(MODELS, BACKWARDS))
 def test_outputs_that_libraries_collect_are_those_of_one_device(name, backward):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from tests.common.collectives import CUTS, HOW, LAYERS, Later, Layer, Reduced, build, require_same
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,6 +21,7 @@ def alone(tmp_path_factory):
     dist.destroy_process_group()
 
 
+@sampled(2)
 @covering(layer=LAYERS, cut=[*CUTS], backward=["autograd", "graph"])
 def test_a_step_with_collectives_is_exact(layer, cut, backward):
     if (layer, cut) == (Later, "cut inside"):
@@ -106,6 +107,7 @@ class Sliced(Layer):
         return self.inner(x) * functional_collectives.all_reduce(x, "sum", inner) / inner.size()
 
 
+@sampled(2)
 @covering(whole=[False, True], cut=[*CUTS], backward=["autograd", "graph"])
 def test_a_mesh_is_sliced_in_a_forward(whole, cut, backward):
     """It is a constant, which is computed with for real."""

@@ -15,7 +15,7 @@ from tests.common.cases import mse
 from tests.common.growth import Operators
 from tests.common.loops import loop
 from tests.common.running import staged
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 
 D, ROWS = 32, 6
 HOW = one_f_one_b(ranks=2, microbatches=2)
@@ -100,6 +100,7 @@ def build(make, cuts, backward):
     return staged(model, (x,), y, cuts, backward=backward), model, (x,), y
 
 
+@sampled(2)
 @covering(name=[*MODELS], backward=["autograd", "graph"])
 def test_the_fast_path_is_taken_where_one_device_takes_it(name, backward):
     pipe, model, inputs, targets = build(*MODELS[name], backward)

@@ -15,7 +15,7 @@ from tests.common.cases import BACKWARDS, WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import run, run_reference, staged
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 from tests.common.unusual_models import AT, INSIDE, Block, Gathering, Stack, collector
 
 seen: list[Tensor] = []
@@ -152,6 +152,7 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
     return [one for one in (*held, *seen, *table.values(), *getattr(module, "features", ())) if isinstance(one, Tensor)]
 
 
+@sampled(2)
 @covering(kind=FIRST, cuts=[(), AT, INSIDE], backward=BACKWARDS)
 def test_objects_that_the_first_call_leaves_exist_in_every_later_call(kind, cuts, backward):
     if kind is Checkpointing and cuts == INSIDE:

@@ -15,7 +15,7 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, require_exact, run, run_reference
-from tests.common.sizes import by_day
+from tests.common.sizes import by_day, sampled
 from tests.common.unusual_models import Negated
 from tests.common.zoo import EXPORTS_LESS, ZOO
 
@@ -30,6 +30,7 @@ def capture_case(name, capture="export"):
     return pipe.training.assembly.captured, model
 
 
+@sampled(2)
 @pytest.mark.parametrize(("name", "capture"), by_day(CASES, 8))
 def test_units_are_in_order_with_sources_in_the_model(name, capture):
     found, model = capture_case(name, capture)
@@ -48,6 +49,7 @@ def test_units_are_in_order_with_sources_in_the_model(name, capture):
     assert any(kind is BatchLeaf for kind, _ in kinds)
 
 
+@sampled(2)
 @pytest.mark.parametrize("capture", FRONTS[:-1] if EXPORTS_LESS else FRONTS)
 def test_writes_and_draws_are_recorded(capture):
     found, _ = capture_case("normalised", capture)
@@ -120,6 +122,7 @@ def test_several_arguments_go_to_the_first_part():
     assert torch.allclose(step.loss, eager)
 
 
+@sampled(2)
 @pytest.mark.parametrize("capture", FRONTS)
 def test_one_module_may_be_in_two_places(capture):
     """As two parts of a sequence: one set of parameters, called twice."""
@@ -169,6 +172,7 @@ def test_a_part_that_returns_another_constant_in_a_step_is_an_error():
         train()
 
 
+@sampled(2)
 @pytest.mark.parametrize("capture", FRONTS)
 def test_autocast_around_the_step_applies_to_model_and_loss(capture):
     parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
@@ -254,6 +258,7 @@ def same(model, inputs):
     return model
 
 
+@sampled(2)
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own unflatten asks
 @pytest.mark.parametrize("name", ["normalised", "tied_sequence", "dropping", "mlp"])
 @pytest.mark.parametrize("front_end", [exported, unflattened, same])

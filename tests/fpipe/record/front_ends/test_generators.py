@@ -13,7 +13,7 @@ from torch import nn
 
 import fpipe
 from tests.common.running import staged
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 
 OWN, PYTHONS = np.random.default_rng(0), random.Random(0)
 FORWARDS = {
@@ -41,6 +41,7 @@ def pipeline(model, cuts=("1",), **more):
     return staged(model, (torch.ones(2, 4),), cuts=cuts, loss=torch.mean, **more)
 
 
+@sampled(2)
 @covering(name=[*FORWARDS], backward=["autograd", "graph"])
 def test_drawing_from_other_generators_is_refused(name, backward):
     what, forward = FORWARDS[name]

@@ -17,7 +17,7 @@ import fpipe
 from tests.common.cases import BACKWARDS, WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.running import require_eager, run, staged
-from tests.common.sizes import NIGHTLY, covering, few
+from tests.common.sizes import NIGHTLY, covering, few, sampled
 from tests.common.unusual_models import AT, INSIDE, Block, Gathering, Stack
 
 
@@ -48,6 +48,7 @@ class Closing(Stack):
         return super().forward(x) + self.features[0] * self.pooled["mean"]
 
 
+@sampled(2)
 @covering(cuts={"uncut": (), "at blocks": AT, "inside": INSIDE}, backward=BACKWARDS)
 def test_hooks_that_hold_parts_of_the_model_hold_those_of_the_copy(cuts, backward):
     (inputs, targets), (model, another) = rows_of()(6), (Closing(), Closing())

@@ -19,7 +19,7 @@ from tests.common.comparison import assert_same
 from tests.common.layers import Average, Scale
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import covering, few
+from tests.common.sizes import covering, few, sampled
 from tests.common.unusual_models import Negated
 from tests.common.zoo import EXPORTS_LESS
 
@@ -95,6 +95,7 @@ def forward_pre_hook(layer):
     layer.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
 
 
+@sampled(3)
 @pytest.mark.parametrize("capture", FRONTS)
 @pytest.mark.parametrize("thing", [forward_hook, forward_pre_hook, set_a_kind, assign_the_same])
 def test_every_front_end_keeps_forward_hooks_and_first_calls(thing, capture):
@@ -151,6 +152,7 @@ def several(self, x):
 KEPT_BY_FX = [add_in_place, count, set_item, sizes, without_gradient, constants, several]
 
 
+@sampled(2)
 @pytest.mark.parametrize("thing", KEPT_BY_FX)
 def test_fx_keeps_what_its_proxies_do_not_see(thing):
     how = split_backward(one_f_one_b(ranks=4, microbatches=3))
@@ -326,6 +328,7 @@ REFUSED = [
 ]
 
 
+@sampled(7)
 @pytest.mark.parametrize(("thing", "capture", "where", "got", "repair"), REFUSED)
 def test_what_a_front_end_cannot_keep_is_refused_by_name(thing, capture, where, got, repair):
     one = replace(third(thing), loss=lambda out, _: out.mean()) if thing is ragged else third(thing)
@@ -375,6 +378,7 @@ def test_models_that_dynamo_cannot_read_are_refused_with_the_place():
 KEPT = [custom_function, tensor_hook, backward_hook, backward_pre_hook, checkpointed, saved_tensors]
 
 
+@sampled(2)
 @covering(thing=KEPT, split=[False, True])
 def test_modules_keep_what_graphs_of_operators_would_lose(thing, split):
     """And it makes a difference: a model without the thing has other gradients."""

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import fpipe
 from tests.common.cases import BACKWARDS, WIDTH
 from tests.common.running import require_eager, staged
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 
 
 class Masked(nn.Module):
@@ -104,6 +104,7 @@ PLACES = {
 }
 
 
+@sampled(2)
 @covering(where=PLACES, backward=BACKWARDS)
 def test_tensors_kept_outside_the_model_are_exact_and_never_fake(where, backward):
     model = model_of(where)

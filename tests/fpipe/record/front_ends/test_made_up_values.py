@@ -8,6 +8,7 @@ from torch import nn
 import fpipe
 from schedules import one_f_one_b
 from tests.common.cases import WIDTH
+from tests.common.sizes import sampled
 
 BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
 HOW = one_f_one_b(ranks=2, microbatches=2)
@@ -83,6 +84,7 @@ class Wrapped(nn.Module):
         return self.loss(*args)
 
 
+@sampled(2)
 @BACKWARDS
 @pytest.mark.parametrize(
     "loss", [_with_numpy, _with_lists, _with_a_guard, _with_a_division, _with_equality, _with_a_best_index]
@@ -122,6 +124,7 @@ class Factor(nn.Module):
         return self.inner(x) * self.factor + self.shift
 
 
+@sampled(2)
 @BACKWARDS
 @pytest.mark.parametrize("named", [[], ["loss"]])
 @pytest.mark.parametrize(
@@ -161,6 +164,7 @@ class Between(nn.Module):
         return self.b(Checked.apply(self.a(x), self.times(x)))
 
 
+@sampled(2)
 @BACKWARDS
 @pytest.mark.parametrize(
     "times", [lambda x: torch.tensor([0.0, 0.5, 1.0]), lambda x: torch.tensor([1.0, 0.0]), lambda x: x.sum(1) + 1]

@@ -11,6 +11,7 @@ from torch import nn
 import fpipe
 from tests.common.cases import WIDTH, mse
 from tests.common.running import require_eager, staged
+from tests.common.sizes import sampled
 
 
 class Box:
@@ -67,6 +68,7 @@ def without_the_model(model, name):
     return {"table": lambda: table["gain"], "box": lambda: box.gain, "pairs": lambda: pairs[0].gain}[name]
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("name", "reader"),
     [*[(name, through_the_model) for name in SETTING], *[(name, without_the_model) for name in [*SETTING][1:]]],
@@ -94,6 +96,7 @@ def test_hooks_that_close_over_the_model_read_its_changed_state():
     require_eager(model, *batch(), cuts=["b"])
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", SETTING)
 def test_losses_may_read_state_that_the_forward_does_not_change(name):
     model = Model(SETTING["table" if name == "gain" else "gain"])

@@ -13,7 +13,7 @@ import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, zb_h1
 from tests.common.running import require_eager, staged
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 
 HOW = one_f_one_b(ranks=2, microbatches=2)
 
@@ -63,6 +63,7 @@ MODELS = {
 }
 
 
+@sampled(2)
 @covering(what=MODELS, capture=["trace", "modules"])
 def test_what_needs_no_refusal_is_exact(what, capture):
     make, shape = what
@@ -84,6 +85,7 @@ class Turning(nn.Module):
         return self.down(self.inner(x).permute(0, 3, 1, 2)).mean((2, 3))
 
 
+@sampled(2)
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("schedule", [HOW, zb_h1(ranks=2, microbatches=2)], ids=["1F1B", "ZB-H1"])
 def test_gradients_have_the_layout_of_one_device(backward, schedule):
@@ -118,6 +120,7 @@ class Printing(nn.Module):
         return self.inner(x)
 
 
+@sampled(2)
 @pytest.mark.parametrize("whole", [(), "1", Printing])
 @pytest.mark.parametrize("schedule", [HOW, zb_h1(ranks=2, microbatches=2)], ids=["1F1B", "ZB-H1"])
 def test_a_module_named_in_whole_runs_as_python_in_every_step(capsys, caplog, whole, schedule):

@@ -13,7 +13,7 @@ import fpipe
 from schedules import one_f_one_b
 from tests.common.cases import BACKWARDS, WIDTH, mse
 from tests.common.running import require_eager, staged
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 
 
 def setting(get, put, new):
@@ -76,6 +76,7 @@ def batch():
     return (x,), y
 
 
+@sampled(2)
 @covering(name=[*CONTEXTS], backward=BACKWARDS)
 def test_modules_that_change_settings_are_exact_and_never_cut_inside(name, backward):
     model = nn.Sequential(Around(CONTEXTS[name]), Around(CONTEXTS[name]))
@@ -92,6 +93,7 @@ def test_even_cuts_avoid_modules_that_change_settings():
     assert fpipe.verify(pipe, model, inputs, y).eager
 
 
+@sampled(2)
 @pytest.mark.parametrize("capture", ["export", "fx", "dynamo"])
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_front_ends_that_read_operators_refuse_changed_settings(name, capture):

@@ -16,7 +16,7 @@ from transformers.utils import import_utils
 import fpipe
 from schedules import one_f_one_b
 from tests.common.running import require_eager
-from tests.common.sizes import NIGHTLY
+from tests.common.sizes import NIGHTLY, sampled
 
 LENGTH, WORDS, WIDTH, HEADS, GROUPS = 64, 50, 128, 4, 2  # heads of dimension 32
 SIZES = {
@@ -153,6 +153,7 @@ class Masked(nn.Module):
         return self.second(hidden.transpose(1, 2).reshape(x.shape))
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_of_transformers_are_made_as_in_an_eager_run(name):
     assert len(MASKS) > 5

@@ -18,7 +18,7 @@ from schedules import one_f_one_b, zb_v
 from tests.common.cases import BACKWARDS, WIDTH, mse
 from tests.common.loops import loop
 from tests.common.running import require_eager, run, staged
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant)"),
@@ -72,6 +72,7 @@ def graph(layer):
     return nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
 
 
+@sampled(2)
 @pytest.mark.parametrize("backward", BACKWARDS)
 @pytest.mark.parametrize("cut", ["1", "1.inner", "2"])
 def test_a_sparse_constant_is_exact(cut, backward):
@@ -181,6 +182,7 @@ class Reading(nn.Linear):
         return super().forward(x) * getattr(x, "gain", 1.0)
 
 
+@sampled(2)
 @covering(
     mark=[lambda made: 2.0, lambda made: made.mean()],
     cuts=[["1"], ["2"], ["1", "2"], ["2", "3"]],
@@ -211,6 +213,7 @@ def pruned():
     return model
 
 
+@sampled(2)
 @covering(
     called={"new": False, "called before": True},
     make=[normed, pruned],

@@ -12,7 +12,7 @@ from schedules import one_f_one_b, split_backward, zb_v
 from tests.common.cases import BACKWARDS, WIDTH, mse
 from tests.common.loops import loop
 from tests.common.running import require_eager, staged
-from tests.common.sizes import covering, in_turn
+from tests.common.sizes import covering, in_turn, sampled
 
 HOWS = {"1F1B": one_f_one_b(ranks=2, microbatches=3), "ZB-V": zb_v(ranks=1, microbatches=3)}
 
@@ -76,6 +76,7 @@ def balanced(inner):
     return nn.Sequential(nn.Linear(4, 4), inner(), nn.Linear(4, 4))
 
 
+@sampled(2)
 @covering(inner=[ByWhere, ByMask, ByNonzero, ByArgwhere, MaskedMean, SelectedMean], schedule=HOWS, backward=BACKWARDS)
 def test_elements_are_picked_by_value_as_on_one_device(inner, schedule, backward):
     options = {"schedule": schedule, "cuts": ["2"], "unsplittable": ["1"], "backward": backward}
@@ -231,6 +232,7 @@ EXACT = {  # the model, its batch, and the cut; the last of two tensors are the 
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize(("what", "backward"), in_turn(EXACT, BACKWARDS))
 def test_modules_that_read_values_are_exact(what, backward):
     torch.manual_seed(0)
@@ -282,6 +284,7 @@ def following(inside):
     return nn.Sequential(nn.Linear(4, 4), *([nn.Sequential(*pair)] if inside else pair), nn.Linear(4, 4))
 
 
+@sampled(2)
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize(
     ("make", "cut", "exact"),
@@ -317,6 +320,7 @@ class Branching(nn.Module):
         return branching(outputs, targets)
 
 
+@sampled(2)
 @pytest.mark.parametrize("backward", BACKWARDS)
 @pytest.mark.parametrize(
     ("loss", "named"),
@@ -342,6 +346,7 @@ def density(x):
     return torch.distributions.Normal(x.mean(1, keepdim=True), x.square()).log_prob(x).clamp(-9)
 
 
+@sampled(2)
 @pytest.mark.parametrize("backward", BACKWARDS)
 @pytest.mark.parametrize("between", [Sampled(), density], ids=["in a module", "in the model itself"])
 def test_distributions_check_their_arguments_in_every_step(between, backward, monkeypatch):

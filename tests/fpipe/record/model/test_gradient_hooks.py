@@ -8,7 +8,7 @@ import fpipe
 from schedules import one_f_one_b, zb_h1, zb_v
 from tests.common.cases import WIDTH
 from tests.common.running import staged
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 
 BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
 HOWS = {
@@ -36,6 +36,7 @@ def build(model, how, backward, **options):
     return staged(model, (x,), y, cuts, schedule=how, backward=backward, **options), (x,), y
 
 
+@sampled(2)
 @covering(name=["a.weight", "b.weight", "b.bias", "c.weight"], how=HOWS, backward=["autograd", "graph"])
 def test_a_hook_gets_the_gradient_of_each_microbatch(name, how, backward):
     """Clamping is not linear, so the sum of clamped gradients is not the clamped sum."""

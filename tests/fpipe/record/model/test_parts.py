@@ -17,7 +17,7 @@ from tests.common.cases import WIDTH, Case, cross_entropy, mse, rows_of, words
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import few, in_turn
+from tests.common.sizes import few, in_turn, sampled
 from tests.common.unusual_models import Negated
 
 FRONTS = ["modules", "trace", "export", "fx", "dynamo"]
@@ -118,6 +118,7 @@ CASES = {
 SCHEDULES = [split_backward(one_f_one_b(ranks=4, microbatches=3)), interleaved_1f1b(ranks=2, microbatches=4, chunks=2)]
 
 
+@sampled(2)
 @pytest.mark.parametrize(("what", "capture"), in_turn(CASES, FRONTS))
 def test_a_module_graph_is_exact(what, capture):
     one = CASES[what]

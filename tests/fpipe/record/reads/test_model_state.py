@@ -13,7 +13,7 @@ import fpipe
 from schedules import one_f_one_b
 from tests.common.comparison import assert_same
 from tests.common.loops import eval_loop, loop
-from tests.common.sizes import by_day
+from tests.common.sizes import by_day, sampled
 from tests.common.watched_models import TABLE, WAYS, Loss, batch, build, run_step
 
 CHANGES = {
@@ -115,6 +115,7 @@ CHANGES = {
 BOTH = ["frozen", "a dropout rate", "an attribute"]  # the rest does not depend on how stages are differentiated
 
 
+@sampled(4)
 @pytest.mark.parametrize(
     ("what", "backward"), [(what, "autograd") for what in CHANGES] + [(what, "graph") for what in BOTH]
 )
@@ -203,6 +204,7 @@ REBUILT = [
 ]
 
 
+@sampled(2)
 @pytest.mark.parametrize(("what", "backward"), by_day(REBUILT, 2))
 def test_a_rebuilt_pipeline_computes_the_changed_model(what, backward):
     pipe, model, loss, x, y = build(backward)

@@ -12,7 +12,7 @@ from tests.common import watched_models
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import staged
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 from tests.common.watched_models import TABLE, WAYS, Block, Loss, batch, build, run_step
 
 
@@ -54,6 +54,7 @@ OUTSIDE = {
 }
 
 
+@sampled(2)
 @covering(what=[*OUTSIDE], backward=WAYS)
 def test_changing_state_outside_the_model_is_an_error(what, backward, monkeypatch):
     change, words = OUTSIDE[what]
@@ -75,6 +76,7 @@ def test_changing_a_loss_module_is_an_error(backward):
         run_step(pipe, model, x, y)
 
 
+@sampled(2)
 @pytest.mark.parametrize("capture", ["export", "dynamo", "fx"])
 def test_front_ends_that_make_a_graph_notice_every_change(capture, monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 2))
@@ -183,6 +185,7 @@ class Scaled(torch.autograd.Function):
         return grad * Scaled.factor
 
 
+@sampled(2)
 @covering(how=["a module's hook", "a tensor's hook", "an autograd function"], backward=WAYS)
 def test_changing_what_only_the_backward_reads_is_an_error(how, backward, monkeypatch):
     model, (x, y) = nn.Sequential(nn.Linear(4, 4), Reversed(how), nn.Linear(4, 4), Reversed(how)), batch()

@@ -28,7 +28,7 @@ from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
 from tests.common.running import require_eager, require_loop, run, run_reference, staged
-from tests.common.sizes import covering, few
+from tests.common.sizes import by_night, covering, few, sampled
 from tests.common.unusual_models import AT, INSIDE, Block, Stack, Switch, branching
 
 CPU, SEED = torch.device("cpu"), 3
@@ -410,6 +410,7 @@ CASES = {
 }
 
 
+@sampled(2)
 @covering(case=CASES, backward=["autograd", "graph"])
 def test_branches_draw_what_one_device_draws(case, backward):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(*case), nn.Linear(WIDTH, WIDTH))
@@ -468,6 +469,7 @@ class Around(nn.Module):
         return self.last(self.drop(self.reading(x)))
 
 
+@sampled(2)
 @pytest.mark.parametrize("around", AROUND)
 def test_a_module_that_is_cut_inside_draws_as_one_that_is_not(around, monkeypatch):
     """Draws, also those of a recomputed checkpoint, and statistics are those of the eager run."""
@@ -513,6 +515,7 @@ def grads_of(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@by_night
 def test_a_translation_model_drops_the_same_under_any_schedule_and_cut():
     """A model of transformers whose experts drop out activations, and whose sparse layers drop tokens."""
     sizes = {"layers": 2, "attention_heads": 2, "ffn_dim": 16, "sparse_step": 2, "layerdrop": 0.0}

@@ -20,7 +20,7 @@ from tests.common.cases import mse
 from tests.common.comparison import assert_same
 from tests.common.loops import eval_loop, loop
 from tests.common.running import run, run_evaluation, run_reference
-from tests.common.sizes import by_day, covering, few
+from tests.common.sizes import by_day, covering, few, sampled
 
 WIDTH = 4
 
@@ -176,6 +176,7 @@ def assert_as_one_device(pipe, model, x, y, microbatches=3):
 # ---------------------------------------------------------------------------------------------------------- reassigned
 
 
+@sampled(2)
 @covering(change=CHANGES, how=[*HOWS], backward=["autograd", "graph"])
 def test_a_reassigned_buffer_has_the_values_of_one_device(change, how, backward):
     model = nn.Sequential(Block(after=change), nn.Linear(WIDTH, WIDTH), Block(before=change))
@@ -183,6 +184,7 @@ def test_a_reassigned_buffer_has_the_values_of_one_device(change, how, backward)
     assert_as_one_device(pipe, model, x, y)
 
 
+@sampled(2)
 @covering(change=CHANGES, backward=["autograd", "graph"])
 def test_a_module_that_is_cut_inside_reassigns_its_buffers(change, backward):
     """The change in block 1 comes before the cut, so the first stage replays it call by call."""
@@ -191,6 +193,7 @@ def test_a_module_that_is_cut_inside_reassigns_its_buffers(change, backward):
     assert_as_one_device(pipe, model, x, y)
 
 
+@sampled(2)
 @pytest.mark.parametrize("change", by_day(CHANGES, 2))
 def test_an_evaluation_reassigns_buffers_too(change):
     model = nn.Sequential(Block(after=change), Block(before=change))
@@ -264,6 +267,7 @@ def test_a_returned_buffer_has_its_own_memory(backward):
     assert held.tolist() == [1] * WIDTH
 
 
+@sampled(2)
 @pytest.mark.parametrize("change", by_day([*CACHES, average, remember], 2))
 def test_verify_compares_reassigned_buffers_and_restores_the_model(change):
     model = nn.Sequential(Block(after=change), Block(before=change))
@@ -367,6 +371,7 @@ def test_buffers_reassigned_in_any_way_have_the_values_of_one_device(made, kind,
 # -------------------------------------------------------------------------------------------------------------- caches
 
 
+@sampled(2)
 @covering(cache=CACHES, backward=["autograd", "graph"])
 def test_a_cache_in_a_buffer_may_grow(cache, backward):
     """In a module that runs as a whole and in one that is cut, for every size; a step returns it as it was passed."""

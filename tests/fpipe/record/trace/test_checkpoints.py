@@ -26,7 +26,7 @@ from tests.common.growth import Operators
 from tests.common.loops import loop
 from tests.common.memory import require_as_simulated
 from tests.common.running import build, require_eager, run, run_reference, staged
-from tests.common.sizes import by_day, covering, in_turn
+from tests.common.sizes import by_day, by_night, covering, in_turn, sampled
 
 ROWS, MICROBATCHES, STAGES = 2, 5, 4
 CALLS = STAGES * MICROBATCHES
@@ -135,6 +135,7 @@ def count_runs(case, runs, how):
     return times, operators.called
 
 
+@sampled(2)
 @pytest.mark.parametrize(("around", "how"), in_turn([name for name in AROUND if name != "plain"], HOWS))
 def test_a_function_that_a_module_checkpoints_runs_twice(how, around):
     """The second time up to where all is there that the backward needs: not the last sine."""
@@ -146,6 +147,7 @@ def test_a_function_that_a_module_checkpoints_runs_twice(how, around):
     assert called[aten.addmm.default] == (1 if "products" in around else 2) * 2 * CALLS
 
 
+@sampled(2)
 @every
 def test_a_stage_that_the_schedule_recomputes_runs_twice(how):
     case, runs = case_of("plain")
@@ -156,6 +158,7 @@ def test_a_stage_that_the_schedule_recomputes_runs_twice(how):
         assert called[aten.addmm.default] == called[aten.sin.default] == 2 * count
 
 
+@sampled(2)
 @hooks_are_bypassed
 @pytest.mark.parametrize(("around", "name"), PAIRS)
 def test_checkpoints_in_a_recomputed_stage_run_three_times(around, name):
@@ -166,6 +169,7 @@ def test_checkpoints_in_a_recomputed_stage_run_three_times(around, name):
     assert called[aten.addmm.default] == (2 if around == "products saved" else 3) * 2 * CALLS
 
 
+@sampled(2)
 @hooks_are_bypassed
 @pytest.mark.parametrize(("around", "name"), PAIRS)
 def test_memory_of_checkpoints_is_freed_in_the_backward(around, name):
@@ -184,6 +188,7 @@ def test_a_checkpoint_keeps_its_input_and_what_its_policy_saves():
         assert pipe.sizes.activation[1] == tensors * row, around
 
 
+@sampled(2)
 @pytest.mark.parametrize(("around", "how"), in_turn(AROUND, HOWS))
 def test_a_checkpoint_draws_the_same_random_numbers_again(how, around):
     how = HOWS[how]
@@ -233,6 +238,7 @@ def verify(model, name, backward):
     require_eager(model, (x,), y, seed=3, cuts=cuts, schedule=how, backward=backward)
 
 
+@sampled(2)
 @covering(how=[*SMALL], backward=["autograd", "graph"])
 def test_a_stage_may_begin_with_a_checkpoint_whose_first_calls_compute_nothing(how, backward):
     def around(model, block, x):
@@ -249,6 +255,7 @@ def test_a_checkpointed_function_may_be_a_partial_without_tensors(backward):
     verify(Stack(around), "ZB-V", backward)
 
 
+@sampled(2)
 @covering(how=[*SMALL], backward=["autograd", "graph"])
 def test_a_reentrant_checkpoint_is_exact(how, backward):
     """The input of a block is used three times inside; the second argument is the same for all blocks."""
@@ -261,6 +268,7 @@ def test_a_reentrant_checkpoint_is_exact(how, backward):
     assert model.gain.requires_grad
 
 
+@by_night
 @BACKWARDS
 def test_a_reentrant_checkpoint_draws_the_same_numbers_again(backward):
     model = Stack(lambda model, block, x: reentrant(block, x + model.gain), dropout=0.4)
@@ -331,6 +339,7 @@ def test_a_reentrant_checkpoint_that_cannot_be_exact_is_refused(around, words):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+@by_night
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("backward", "settings"), [("autograd", {}), ("graph", {"gradient_checkpointing_kwargs": {"use_reentrant": True}})]
@@ -389,6 +398,7 @@ def require_as_loop(built):
     return want.buffers
 
 
+@sampled(2)
 @covering(reentrant={"": False, "reentrant": True}, cut=["1.layers.1", "2"], how=MANY, backward=["autograd", "graph"])
 def test_running_statistics_in_a_checkpoint_are_those_of_one_device(reentrant, cut, how, backward):
     buffers = require_as_loop(build_around(DenseBlock(reentrant), how, cut, backward))
@@ -470,6 +480,7 @@ class Averaging(nn.Module):
         return y
 
 
+@sampled(2)
 @covering(when=["before", "after"], how=MANY, backward=["autograd", "graph"])
 def test_running_again_finds_buffers_as_the_forward_left_them(when, how, backward):
     require_as_loop(build_around(Averaging(when), how, "2", backward))

@@ -14,7 +14,7 @@ from tests.common.cases import mse
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import run, staged
-from tests.common.sizes import covering
+from tests.common.sizes import covering, sampled
 
 HOW = one_f_one_b(ranks=2, microbatches=3)
 
@@ -82,6 +82,7 @@ def build(question, cut, backward):
     return pipe, model, x, y
 
 
+@sampled(2)
 @covering(name=[*ANSWERED], cut=["1", "2"], backward=["autograd", "graph"])
 def test_questions_about_tensors_are_answered_as_on_one_device(name, cut, backward):
     pipe, model, x, y = build(ANSWERED[name], cut, backward)
@@ -153,6 +154,7 @@ class Changing(nn.Module):
         return self.inner(x)
 
 
+@sampled(2)
 @pytest.mark.parametrize("cut", ["1.inner", "2"])
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 def test_a_module_that_the_first_call_replaces_keeps_its_weights(cut, backward):

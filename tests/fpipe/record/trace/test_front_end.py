@@ -24,7 +24,7 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, require_eager, require_loop, run, run_reference, staged
-from tests.common.sizes import by_day, covering, few
+from tests.common.sizes import by_day, covering, few, sampled
 from tests.common.unusual_models import (
     AT,
     INSIDE,
@@ -56,6 +56,7 @@ CUT = by_day(((name, cuts) for name, (_, *ways) in MODELS.items() for cuts in wa
 HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=3), "split": split_backward(gpipe(ranks=4, microbatches=3))}
 
 
+@sampled(2)
 @covering(at={f"{name}, {cuts[0]}": (name, cuts) for name, cuts in CUT}, how=HOWS)
 def test_models_that_a_graph_would_change_are_exact(at, how):
     name, cuts = at
@@ -185,6 +186,7 @@ for what, part, words in (
     REFUSED[what] = (nn.Sequential(nn.Linear(WIDTH, WIDTH), part), ["1"], words)
 
 
+@sampled(2)
 @pytest.mark.parametrize("what", REFUSED)
 def test_models_that_cannot_be_captured_are_refused_by_name(what):
     model, cuts, words = REFUSED[what]

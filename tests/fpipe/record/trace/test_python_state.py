@@ -24,7 +24,7 @@ from tests.common.cases import WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import require_loop, run, staged
-from tests.common.sizes import few, in_turn
+from tests.common.sizes import few, in_turn, sampled
 
 BACKWARDS = ["autograd", "graph"]
 
@@ -231,6 +231,7 @@ SHARING: dict[str, list[Act]] = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize(("kind", "reset"), in_turn(SHARING, ["before", "after", "anew"]))
 def test_modules_find_what_modules_of_other_stages_leave_in(kind, reset):
     if reset == "anew" and kind in ("a class", "a context variable"):

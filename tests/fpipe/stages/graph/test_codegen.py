@@ -14,7 +14,7 @@ from fpipe.stages.graph.phases import Phase
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
-from tests.common.sizes import few
+from tests.common.sizes import few, sampled
 
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64)
 OPERATIONS = (operator.add, operator.sub, operator.mul, operator.truediv)
@@ -41,6 +41,7 @@ def some(kind, *shape):
     return made.to(kind)
 
 
+@sampled(2)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @settings(max_examples=few(20))
 @given(number=NUMBERS)

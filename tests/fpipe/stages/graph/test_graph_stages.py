@@ -20,7 +20,7 @@ from tests.common.loops import loop
 from tests.common.random_models import case_of, descriptions, places
 from tests.common.random_pipelines import build_unless_refused, schedules_of
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import by_day, by_night, few, in_turn
+from tests.common.sizes import by_day, by_night, few, in_turn, sampled
 from tests.common.unusual_models import MODELS
 from tests.common.written_layers import WRITTEN, Written, gelu
 from tests.common.zoo import ZOO
@@ -39,6 +39,7 @@ def is_recorded(pipe):
     return all(isinstance(stage.functions, Recorded) for stage in pipe.stages)
 
 
+@sampled(2)
 @pytest.mark.parametrize(("name", "how"), in_turn(by_day(ZOO, 3), HOWS))
 def test_every_model_of_the_zoo_is_exact_as_graphs(name, how):
     how = HOWS[how]
@@ -51,6 +52,7 @@ def test_every_model_of_the_zoo_is_exact_as_graphs(name, how):
         assert_same(got, loop(built[1], ZOO[name].loss, *built[2:], 2))
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", by_day(MODELS, 2))
 def test_models_that_a_graph_could_change_are_exact(name):
     """The recorded backward has the effects of custom functions, checkpoints, hooks, autocast and vmap."""
@@ -65,6 +67,7 @@ def test_models_that_a_graph_could_change_are_exact(name):
 EARLY = {"norm": {"bias": "computed by native_layer_norm_backward.default"}}
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_products_and_all_after_them_are_deferred(name):
     """Also all that follows a product, and gradients of weights that are used twice."""
@@ -248,6 +251,7 @@ SUBTLE = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", SUBTLE)
 def test_subtle_operators_are_exact_as_graphs(name):
     function, early = SUBTLE[name]
