@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.common.processes import finish
-from tests.common.sizes import by_night
+from tests.common.sizes import NIGHTLY, by_night
 from tests.distributed import drill
 
 BY_DAY = [
@@ -20,16 +20,19 @@ BY_DAY = [
     "interrupt-hook-zb_v-2-0-3-1-file",
     "recover-stage-interleaved_1f1b-2-1-3-1-file",
     "control_c-action-one_f_one_b-2-1-1-1-file",
-    "less-action-gpipe-2-0-1-2-file",
     "kill-start-gpipe-4-2-1-0-file",
     "kill-build-one_f_one_b-4-2-2-0-file",
-    "raise-build-one_f_one_b-4-1-1-0-file",
     "kill-group-one_f_one_b-4-2-2-0-tcp",
     "raise-group-replicated-4-2-2-0-tcp",
-    "interrupt-group-one_f_one_b-4-3-4-0-file",
     "recover-group-one_f_one_b-4-1-2-0-tcp",
     "kill-clock-one_f_one_b-4-2-5-0-file",
 ]
+BY_NIGHT = [
+    "less-action-gpipe-2-0-1-2-file",
+    "raise-build-one_f_one_b-4-1-1-0-file",
+    "interrupt-group-one_f_one_b-4-3-4-0-file",
+]
+DRILLS = [*BY_DAY, *(BY_NIGHT if NIGHTLY else ())]
 DRAWN = 200
 
 
@@ -42,11 +45,11 @@ def run(folder, *drills):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    found = run(tmp_path_factory.mktemp("drills"), *BY_DAY)
+    found = run(tmp_path_factory.mktemp("drills"), *DRILLS)
     return {one["drill"]: one for one in found}
 
 
-@pytest.mark.parametrize("name", BY_DAY)
+@pytest.mark.parametrize("name", DRILLS)
 def test_all_others_name_the_rank_that_failed(outcomes, name):
     assert not outcomes[name]["wrong"]
 

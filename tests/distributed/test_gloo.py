@@ -19,6 +19,7 @@ from tests.common.processes import TORCHRUN, finish, finish_ranks, once
 from tests.common.resuming import Trainer, require_same_run, undisturbed
 from tests.common.running import build, run
 from tests.common.schedules import SCHEDULES
+from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
 from tests.distributed import worker
 from tests.distributed.cases import agreements, checkpoints
@@ -82,7 +83,7 @@ def test_dropout_is_the_same_on_one_process_and_several(job, size):
     assert all(same_bits(found[name], alone.grads[name]) for name in found)
 
 
-@pytest.mark.parametrize("path", ["tied-half/save-1", "dropping-half/save-1", "mirrored/0/save-1"])
+@pytest.mark.parametrize("path", [*[f"{one}-half/save-1" for one in checkpoints.SUBJECTS], "mirrored/0/save-1"])
 def test_every_name_is_in_exactly_one_file_of_a_checkpoint(job, path):
     """Also the names of tied parameters, and of those of which two ranks have replicas."""
     found = fpipe.safetensors(job(4).folder / path)
@@ -91,6 +92,7 @@ def test_every_name_is_in_exactly_one_file_of_a_checkpoint(job, path):
 
 
 @pytest.mark.parametrize("subject", checkpoints.SUBJECTS)
+@sampled(1)
 @pytest.mark.parametrize("layout", ["1f1b on eight", "one"])
 def test_this_process_resumes_what_four_saved(job, subject, layout):
     trainer, path = Trainer(subject, layout), job(4).folder / f"{subject}-half"

@@ -275,7 +275,7 @@ def run_alone(name, monkeypatch, capsys):
     return capsys.readouterr().out
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("name", TINY)
 def test_an_example_runs_in_one_process(name, monkeypatch, capsys):
     printed = run_alone(name, monkeypatch, capsys)

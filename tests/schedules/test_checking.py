@@ -517,6 +517,7 @@ def test_a_schedule_is_accepted_exactly_if_it_computes_the_whole_model(cases, ed
         assert is_accepted(mutant, graph) == computes(mutant, graph)
 
 
+@sampled(1)
 @CASES
 @often
 @given(st.data())

@@ -41,6 +41,7 @@ def test_many_simulated_runs_end_as_promised(first):
     assert not [*find_broken(range(first, min(first + CHUNK, FIRST + CASES)))]
 
 
+@by_night
 def test_a_seed_replays_the_same_run_whatever_ran_before():
     simulator = Simulator()
     assert draw(98).setup == draw(47).setup
@@ -88,7 +89,7 @@ SEEN_BY = {"a recomputation starts from newer buffers": 10714}
 """The first of the seeds that see an error, if it takes a setup that is rare."""
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_fpipe_is_seen_within_a_few_seeds(name):
     with BROKEN[name]:

@@ -214,7 +214,7 @@ def norms_count_every_parameter_once(rank, size):
         torch.testing.assert_close(squares, sum(grad.square().sum() for grad in whole.values()))
 
 
-@case
+@case(day=[])
 def gradients_summed_over_stages(rank, size):
     """The reference has a copy per stage, too; `test_ties` compares it with a plain loop."""
     for how in (

@@ -223,7 +223,7 @@ def spell(sizes: Mapping[str, int]) -> str:
     return "_".join(f"{size}_{name}" for name, size in sizes.items())
 
 
-BY_DAY = {"gpt_zb_v_on_2_pp_2_dp", "gpt_interleaved_on_2_pp_2_fsdp"}
+BY_DAY = {"gpt_interleaved_on_2_pp_2_fsdp"}
 PLAIN = [{"pp": 2, "dp": 2}, {"pp": 2, "fsdp": 2}, {"pp": 2, "dp": 2, "fsdp": 2}]
 SPLIT = [{"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "fsdp": 2, "tp": 2}]
 

@@ -39,7 +39,7 @@ from tests.distributed.cases.checks import case, gather, raises
 FAST = fpipe.Roofline(1e10, 1e10)
 
 
-@case(sizes=[2])
+@case(sizes=[2], day=[])
 def profiles_of_all_ranks(rank, size):
     """Every rank returns the same profile, of the slowest, with a link between ranks; a pipeline gives it, too."""
     one = ZOO["mlp"]
@@ -192,7 +192,7 @@ def wrapped_models(rank, size):
                 )
 
 
-@case(sizes=[4])
+@case(sizes=[4], day=[])
 def data_parallel_pipelines(rank, size):
     """Two pipelines of half of the ranks take half of the batch each; gradients are averaged after the step."""
     half = size // 2

@@ -43,7 +43,7 @@ def as_needed(inputs, targets, rank: int, size: int):
     return (inputs if rank == 0 else (inputs[0].to("meta"),)), (targets if rank == size - 1 else targets.to("meta"))
 
 
-@case(sizes=[2])
+@case(sizes=[2], day=[])
 def batches_of_other_shapes(rank, size):
     """Rows and lengths change from step to step, and microbatches differ in size."""
     one = ZOO["gpt" if NIGHTLY else "tied_sequence"]
@@ -75,7 +75,7 @@ def messages_as_on_a_device(rank, size):
     assert clock.waits == waits
 
 
-@case
+@case(day=[])
 def uneven_microbatches_on_two_ranks_each(rank, size):
     one = ZOO["tied_sequence"]
     pipe, model, inputs, targets = build(one, dualpipe(ranks=size, microbatches=4), 7)
@@ -227,7 +227,7 @@ def evaluation_everywhere(rank, size):
             require_whole(Result(step.loss, step.outputs, {}, step.buffers), want, rank, size)
 
 
-@case(day=[4])
+@case(day=[])
 def evaluation_on_two_ranks(rank, size):
     one = ZOO["several"]
     pipe, model, inputs, targets = build(one, dualpipe(ranks=size, microbatches=4), 8)
@@ -375,7 +375,7 @@ def steps_are_prepared_by_all_ranks(rank, size):
 # ------------------------------------------------ Masks and tables that every rank computes from its part of the batch
 
 
-@case
+@case(day=[])
 def masks_and_tables_of_each_rank(rank, size):
     """Batches of several lengths; every rank holds the buffer, and hidden states alone are sent."""
     cuts = ("layers.1",) if size == 2 else DECODER.cuts
@@ -452,7 +452,7 @@ def replicas_go_on_from_earlier_sums(rank, size):
 # --------------------------------------------------------------------------------------------- Updates within the step
 
 
-@case
+@case(day=[])
 def updates_within_the_step(rank, size):
     """Training with updates in the drain is training on one device; of replicas, a step, a clip and an update."""
     require_training_of_a_plain_loop(

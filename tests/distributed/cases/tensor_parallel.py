@@ -91,7 +91,7 @@ def require_close(grads, want):
         torch.testing.assert_close(whole(grad), whole(want[name]), rtol=0, atol=1e-6)
 
 
-@case
+@case(day=[])
 def columns_and_rows(rank, size):
     """Attention and linears split over two processes; weights of split linears wait for the weight half."""
     model, hows = column_and_row(GPT(), grid(size)["tp"]), schedules(size)
@@ -104,7 +104,7 @@ def columns_and_rows(rank, size):
     assert "EnterBackward" not in kept, "the gradients of split linears are left to the weight half"
 
 
-@case(day=[4])
+@case(day=[])
 def sequences_in_parts(rank, size):
     """Sequence parallelism; gradients of norms are still to be summed over processes, as in the eager module."""
     model = by_sequence(GPT(), grid(size)["tp"])
@@ -169,7 +169,7 @@ def split_blocks_that_run_again(rank, size):
         require_exact(by_sequence(GPT(block), grid(size)["tp"]), one_f_one_b(size // 2, MICROBATCHES), size)
 
 
-@case
+@case(day=[])
 def a_split_and_tied_embedding(rank, size):
     """One split parameter on two stages, its gradients added through cotangents, or at the end."""
     for tied in ("exact", "sum") if NIGHTLY else ("exact",):
@@ -229,7 +229,7 @@ def split_models_are_trained(rank, size):
     assert torch.equal(out.loss, eager(by_sequence(GPT(), grid(size)["tp"])).loss)
 
 
-@case
+@case(day=[])
 def state_that_is_placed_otherwise(rank, size):
     """Refused before anything is sent: plain tensors for DTensors, the reverse, and other placements."""
     tp = grid(size)["tp"]
@@ -478,7 +478,7 @@ class Rare(nn.Module):
         return self.inner(x) if x.detach().max() > 0.9 else x
 
 
-@case(sizes=[4])
+@case(sizes=[4], day=[])
 def gradients_of_one_replica_only_on_a_mesh(rank, size):
     """Rows of one process make a layer run; all replicas, or all shards, get its gradient; without any, none does."""
     torch.manual_seed(0)

@@ -43,7 +43,7 @@ def test_a_run_goes_on_exactly_after_any_saves_on_any_layouts(subject, optimizer
     require_same_run(run, whole(subject, optimizer, STEPS))
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("layout", by_day((layout for layout in LAYOUTS if layout != "one"), 2))
 def test_twenty_steps_saved_on_four_and_resumed_elsewhere(layout, tmp_path):
     saving, resuming = Trainer("tied", "1f1b on four"), Trainer("tied", layout)

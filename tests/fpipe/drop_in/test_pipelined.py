@@ -144,6 +144,7 @@ class Scored(nn.Module):
         return {"loss": y.square().mean(), "y": y, "most": y.max()}
 
 
+@sampled(1)
 @pytest.mark.parametrize("weight", [None, lambda inputs, targets: len(inputs["x"])])
 def test_a_models_own_loss_is_one_number_in_eval_mode(weight):
     """What the loss returns as it is; other scalars are those of each microbatch."""

@@ -9,8 +9,10 @@ from fpipe.drop_in.pipelined import draw_seed
 from fpipe.tensors.tree import same_bits
 from tests.common.drop_in import batches, make, net
 from tests.common.scripts import RUNS, require_same_training, run_script
+from tests.common.sizes import sampled
 
 
+@sampled(1)
 @pytest.mark.parametrize(("name", "schedule"), RUNS)
 def test_changed_scripts_compute_the_same_bits(name, schedule):
     assert require_same_training(name, schedule) == run_script(name)["model"].state_dict().keys()

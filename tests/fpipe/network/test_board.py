@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fpipe.errors import Cause
 from fpipe.network import board as module
 from fpipe.network.board import Board, _find_keeper
+from tests.common.sizes import by_night
 
 FIRST, SECOND = Cause(1, "a step (call 3), position 2, 1F1", "ValueError: one"), Cause(0, "a step (call 3)", "two")
 
@@ -215,6 +216,7 @@ sleep(0.1)
 """
 
 
+@by_night
 def test_a_process_ends_in_peace_while_the_store_is_being_asked():
     done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr

@@ -50,7 +50,7 @@ def step_of(pipe, model, x, y, **asks):
     return Result(out.loss, out.outputs, grads, out.buffers), out.aux
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(
     ("way", "more"),
     in_turn(WAYS, [{}, {"backward": "autograd"}, {"whole": ["loss"]}, {"weight": lambda _, y: y.sum()}]),

@@ -155,6 +155,7 @@ def test_pipelines_that_are_built_and_dropped_leave_nothing():
     assert grown < 8 * MIB
 
 
+@by_night
 def test_steps_of_changing_sizes_keep_as_many_plans_as_asked_for():
     pipe, step = build_small(HOW, plans=2)
 

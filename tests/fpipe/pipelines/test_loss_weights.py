@@ -18,7 +18,7 @@ from tests.common.comparison import assert_same
 from tests.common.loops import eval_loop, loop
 from tests.common.meshes import options
 from tests.common.running import run, run_evaluation, run_reference
-from tests.common.sizes import by_day, in_turn, sampled
+from tests.common.sizes import by_day, by_night, in_turn, sampled
 from tests.common.zoo import GPT, ZOO
 
 
@@ -49,6 +49,7 @@ def test_a_mean_over_tokens_is_exact(kind, capture):
     assert fpipe.verify(pipe, model, inputs, targets).eager > 0
 
 
+@by_night
 def test_weighted_losses_are_exact_on_replicas():
     case = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts)
     pipe, model, inputs, targets = build(case, dualpipe(ranks=2, microbatches=4), 7, weight=count)
@@ -193,6 +194,7 @@ def test_losses_that_sum_are_pointed_out(loss, warns, caplog):
 MLP = Case(ZOO["mlp"].build, ZOO["mlp"].batch, squares, ZOO["mlp"].cuts)
 
 
+@sampled(1)
 @pytest.mark.parametrize("kind", ["interleaved", "v"])
 def test_losses_may_be_summed(kind):
     """Each is as the loss has it, nothing is divided; a `total` divides the sum."""
@@ -256,6 +258,7 @@ OWN = Case(
 )
 
 
+@sampled(1)
 @pytest.mark.parametrize(("kind", "weighted"), by_day([(kind, k % 2) for k, kind in enumerate(FOUR)], 3))
 def test_losses_in_earlier_stages_have_the_same_weights(kind, weighted):
     how, weight = FOUR[kind], (lambda inputs, targets: 1 + len(inputs[0])) if weighted else None
@@ -267,6 +270,7 @@ def test_losses_in_earlier_stages_have_the_same_weights(kind, weighted):
     assert not same_bits(alone.grads["layers.0.router.weight"], got.grads["layers.0.router.weight"])
 
 
+@sampled(1)
 @pytest.mark.parametrize(("kind", "weighted"), by_day([(kind, 1 - k % 2) for k, kind in enumerate(FOUR)][::-1], 3))
 def test_a_model_may_compute_its_own_loss(kind, weighted):
     how, weight = FOUR[kind], (lambda inputs, targets: len(inputs["labels"])) if weighted else None

@@ -27,7 +27,7 @@ from tests.common.zoo import ZOO
 NAMES = ("gpt", "skips", "several", "chained", "in_place", "strides", "own_loss", "normalised")
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(
     ("name", "kind"),
     by_day([*((name, list(FOUR)[k % 6]) for k, name in enumerate(NAMES)), ("skips", "v"), ("chained", "1f1b")], 2),
@@ -95,6 +95,7 @@ def test_dropout_is_exact_with_a_smaller_last_microbatch(name):
         assert_same(run(*parts, seed=3), run_reference(*parts, seed=3))
 
 
+@by_night
 def test_replicas_take_microbatches_of_different_sizes():
     for name in ("tied_sequence", "own_loss"):
         parts = build(ZOO[name], dualpipe(ranks=2, microbatches=4), 7)
@@ -138,6 +139,7 @@ LONGER = Case(Positions, lambda rows: tokens(rows, LENGTH), cross_entropy, ("blo
 STEPS = ((6, 3), (6, 5), (8, 5), (3, 1), (6, 3), (7, 8), (6, 5), (8, 5))
 
 
+@by_night
 @pytest.mark.parametrize(("capture", "cuts"), by_day([("trace", LONGER.cuts), ("export", None)], 2))
 def test_rows_and_lengths_change_from_step_to_step(capture, cuts):
     """Training goes on from batch to batch; a batch of a known kind is not captured again."""

@@ -96,6 +96,7 @@ def test_the_plans_that_are_kept_are_those_used_last(plans, lengths):
         assert all(len(one.assemblies) == 1 for one in pipe.memo.recordings.values())
 
 
+@sampled(1)
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 def test_nothing_is_left_of_plans_that_are_forgotten(backward):
     """Over many lengths: as many objects of each kind as ever, among them torch's, and as much memory."""

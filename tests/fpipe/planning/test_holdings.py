@@ -17,7 +17,7 @@ from fpipe.pipelines.footprint import measure_footprints
 from fpipe.planning.cut_model import CutModel, training_variant_here
 from schedules import gpipe, one_f_one_b
 from tests.common.cases import WIDTH
-from tests.common.sizes import NIGHTLY, by_day, sampled
+from tests.common.sizes import NIGHTLY, by_day, by_night, sampled
 from tests.common.zoo import ZOO
 
 NAMES = ("inputs", "activation", "residual")
@@ -101,7 +101,7 @@ class Keeping(nn.Module):
         return Attribute.apply(x)
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(
     "layers",
     [
@@ -125,6 +125,7 @@ def test_recorded_stages_are_measured_as_such():
     assert fpipe.profile(pipe, inputs, targets, device=FAST).backward == "as a graph"
 
 
+@by_night
 def test_weights_are_those_of_the_pipeline():
     for name in ("mlp", "tied_sequence", "frozen_below", "unused"):
         case = ZOO[name]

@@ -28,7 +28,7 @@ from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.gates import BRANCHES, Gate, Gates, batch, build
 from tests.common.loops import loop, loop_as_stated
-from tests.common.sizes import by_day, covering, few, sampled
+from tests.common.sizes import by_day, by_night, covering, few, sampled
 
 MICROBATCHES = 3
 
@@ -271,6 +271,7 @@ def test_a_module_around_a_branch_may_hold_parameters_of_other_stages(cuts, back
     assert all(same_bits(grads[name], want[name]) for name in want)
 
 
+@by_night
 @pytest.mark.parametrize("backward", by_day(["graph", "autograd"], 2))
 def test_experts_without_tokens_have_no_gradients(backward):
     """As in transformers, where the router of a sparse layer says which experts run."""

@@ -116,6 +116,7 @@ class Costly(Decoder):
         return y.sum(-1)
 
 
+@sampled(1)
 @pytest.mark.parametrize(("length", "other"), [(8, 20_000), (20_000, 8)])
 def test_each_rank_holds_the_same_buffers_for_every_length(length, other):
     """The first kind of batch decides which stages hold the buffer; the others compute the table only there."""

@@ -126,7 +126,7 @@ class Packed(nn.Module):
         return self.last(out)
 
 
-@sampled(2)
+@sampled(1)
 @covering(kind=[nn.LSTM, nn.GRU, nn.RNN], way=["autograd", "graph", "halves"])
 def test_the_lengths_of_packed_sequences_come_with_the_batch(kind, way):
     """A batch with other lengths than the example's is captured anew."""

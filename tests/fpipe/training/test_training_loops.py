@@ -57,6 +57,7 @@ PARTS = {
 }
 
 
+@sampled(1)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=by_night if name == "llama" else ()) for name in MODELS])
 def test_an_interrupted_run_equals_a_plain_loop(name, tmp_path):
     found = train_in_parts(name, [(how, None) for how in PARTS[name]], tmp_path)

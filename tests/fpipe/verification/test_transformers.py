@@ -217,7 +217,7 @@ def build_decoder(name: str, masked: bool) -> tuple[fpipe.Pipeline, Any, dict[st
     return pipe, model, batch
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(("name", "masked"), product(DECODERS, [True, False]) if NIGHTLY else BY_DAY)
 def test_only_the_hidden_state_crosses(name: str, masked: bool) -> None:
     pipe, model, batch = build_decoder(name, masked)

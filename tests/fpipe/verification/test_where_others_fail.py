@@ -32,6 +32,7 @@ every = pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 # ------------------------------------------------------------------------------------------------------------- models
 
 
+@sampled(1)
 @every
 def test_later_steps_may_have_other_shapes(how):
     """Elsewhere they abort the process."""
@@ -54,6 +55,7 @@ def test_batch_normalization_sees_the_batch_only(how):
     assert_same(got, loop(model, case.loss, inputs, targets, 3))
 
 
+@sampled(1)
 @pytest.mark.parametrize("name", ["dropping", "gpt_dropout"])
 def test_dropout_is_the_same_on_any_number_of_ranks(name):
     """And the same as on one device; elsewhere it equals nothing that one device does."""
@@ -95,6 +97,7 @@ class Counted(nn.Module):
         return checkpoint(self.body, x, use_reentrant=False)
 
 
+@sampled(1)
 @pytest.mark.parametrize("depth", [1, 8])
 def test_a_checkpointed_function_runs_twice_however_many_parameters_it_has(depth, monkeypatch):
     """Elsewhere, if the backward is split, it runs again for every group of parameters."""

@@ -86,6 +86,7 @@ def another_thread(draw, seconds):
         thread.join()
 
 
+@sampled(1)
 @pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "numpy"])
 def test_another_thread_may_draw_during_a_capture(draw):
     deep = nn.Sequential(*[nn.Linear(4, 4) for _ in range(60)])

@@ -104,7 +104,7 @@ PLACES = {
 }
 
 
-@sampled(2)
+@sampled(1)
 @covering(where=PLACES, backward=BACKWARDS)
 def test_tensors_kept_outside_the_model_are_exact_and_never_fake(where, backward):
     model = model_of(where)

@@ -76,7 +76,7 @@ def batch():
     return (x,), y
 
 
-@sampled(2)
+@sampled(1)
 @covering(name=[*CONTEXTS], backward=BACKWARDS)
 def test_modules_that_change_settings_are_exact_and_never_cut_inside(name, backward):
     model = nn.Sequential(Around(CONTEXTS[name]), Around(CONTEXTS[name]))

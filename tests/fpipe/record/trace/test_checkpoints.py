@@ -169,7 +169,7 @@ def test_checkpoints_in_a_recomputed_stage_run_three_times(around, name):
     assert called[aten.addmm.default] == (2 if around == "products saved" else 3) * 2 * CALLS
 
 
-@sampled(2)
+@sampled(1)
 @hooks_are_bypassed
 @pytest.mark.parametrize(("around", "name"), PAIRS)
 def test_memory_of_checkpoints_is_freed_in_the_backward(around, name):
@@ -188,7 +188,7 @@ def test_a_checkpoint_keeps_its_input_and_what_its_policy_saves():
         assert pipe.sizes.activation[1] == tensors * row, around
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(("around", "how"), in_turn(AROUND, HOWS))
 def test_a_checkpoint_draws_the_same_random_numbers_again(how, around):
     how = HOWS[how]
@@ -255,7 +255,7 @@ def test_a_checkpointed_function_may_be_a_partial_without_tensors(backward):
     verify(Stack(around), "ZB-V", backward)
 
 
-@sampled(2)
+@sampled(1)
 @covering(how=[*SMALL], backward=["autograd", "graph"])
 def test_a_reentrant_checkpoint_is_exact(how, backward):
     """The input of a block is used three times inside; the second argument is the same for all blocks."""
@@ -307,6 +307,7 @@ def test_a_reentrant_checkpoint_under_autocast_casts_in_both_runs(backward):
     verify(Stack(around), "1F1B", backward)
 
 
+@sampled(1)
 @BACKWARDS
 def test_a_reentrant_checkpoint_in_another_checkpoint_is_exact(backward):
     def around(model, block, x):
