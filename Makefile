@@ -1,13 +1,14 @@
 # Two commands on a fresh machine with Python 3.11 (and its venv) and make:
 #   make demo   trains a small GPT on four ranks and shows that it equals one device bit for bit
 #   make test   linter, types, unit, property, doctest, README and distributed tests
-# Others: make docs builds the site, make bench the page of benchmarks, make nightly runs the long tests.
+# Others: make docs builds the site, make bench the page of benchmarks, make nightly runs the long tests, make gpu the
+# first hour on a GPU (make gpu DRY=1 tries it on the CPU).
 # All make .venv first, if it is not there or not up to date.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test docs bench nightly versions clean
+.PHONY: demo test docs bench gpu nightly versions clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_gpt.py
@@ -27,6 +28,9 @@ nightly: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
+
+gpu: .venv/installed
+	OMP_NUM_THREADS=1 DRY=$(DRY) $(BIN)/python -m benchmarks.gpu
 
 docs: .venv/documented
 	$(BIN)/python -m sphinx -q --fail-on-warning --keep-going -d docs/_build/doctrees docs docs/_build/html

@@ -105,7 +105,7 @@ def incumbents(contest: Contest, task: Task) -> Step:
     how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
     modules = task.pieces(how.stages)
     held = how.placement.stages_on(dist.get_rank())
-    stages = [pipelining.PipelineStage(modules[s], s, how.stages, torch.device("cpu")) for s in held]
+    stages = [pipelining.PipelineStage(modules[s], s, how.stages, task.tokens.device) for s in held]
     mine = {id(parameter) for s in held for parameter in modules[s].parameters()}
     named = {name: parameter for name, parameter in task.model.named_parameters() if id(parameter) in mine}
     return _theirs(contest, task, stages, named)
@@ -120,7 +120,7 @@ def traced(contest: Contest, task: Task) -> Step:
     first = task.tokens[: len(task.tokens) // task.microbatches]
     pipe = pipelining.pipeline(task.model, mb_args=(first,), split_spec=splits)
     held = how.placement.stages_on(dist.get_rank())
-    stages = [pipe.build_stage(s, torch.device("cpu")) for s in held]
+    stages = [pipe.build_stage(s, task.tokens.device) for s in held]
     named = {name: parameter for s in held for name, parameter in pipe.get_stage_module(s).named_parameters()}
     return _theirs(contest, task, stages, named)
 

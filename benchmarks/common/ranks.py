@@ -24,13 +24,16 @@ import torch.distributed as dist
 FOLDER: Final = "BENCHMARK_FOLDER"
 
 
-def start(module: str, count: int, *arguments: object, **environment: str) -> list[Any]:
-    """Run `python -m module *arguments` as `count` ranks with one thread each, and return what each has reported."""
+def start(module: str, count: int, *arguments: object, limit: float | None = None, **environment: str) -> list[Any]:
+    """Run `python -m module *arguments` as `count` ranks with one thread each, and return what each has reported.
+
+    Raise `subprocess.TimeoutExpired` after `limit` seconds, if given.
+    """
     with TemporaryDirectory() as folder:
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         command = [sys.executable, "-m", *torchrun, "-m", module, *map(str, arguments)]
         own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", FOLDER: folder}
-        subprocess.run(command, check=True, env={**os.environ, **own, **environment})
+        subprocess.run(command, check=True, timeout=limit, env={**os.environ, **own, **environment})
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
 
 
@@ -44,8 +47,13 @@ def report(found: object) -> None:
 
     A rank that exits while others still communicate with it may be aborted by its own threads.
     """
-    (Path(os.environ[FOLDER]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    write(found)
     dist.barrier()
+
+
+def write(found: object) -> None:
+    """Report a JSON value, and wait for nobody."""
+    (Path(os.environ[FOLDER]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 def everywhere(value: float) -> list[float]:
