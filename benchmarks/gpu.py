@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ FOLDER: Final = Path(__file__).parents[1] / "build" / ("gpu-dry" if DRY else "gp
 DEVICE: Final = torch.device("cpu") if DRY else torch.device("cuda", 0)
 LIMIT: Final = 600.0  # seconds of a part
 TIMEOUT: Final = timedelta(seconds=20 if DRY else 60)
-BLOCKS, WIDTH, HEADS, WORDS, LENGTH = (2, 32, 2, 64, 16) if DRY else (8, 1024, 16, 4096, 512)
+BLOCKS, WIDTH, HEADS, WORDS, LENGTH = (8, 16, 2, 32, 8) if DRY else (8, 1024, 16, 4096, 512)
 ROWS, MICROBATCHES, STEPS = (8, 4, 3) if DRY else (32, 8, 10)
 SHARED: Final = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -66,9 +67,9 @@ class Finding(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A job of so many ranks: each calls `run`, and those of the first are kept."""
+    """A job of so many `ranks`: each calls `run`, and those of the first are kept."""
 
-    count: int
+    ranks: int
     run: Callable[[], Iterator[Finding]]
 
 
@@ -103,9 +104,9 @@ def bits() -> Iterator[Finding]:
     mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8))
     x, y = torch.randn(ROWS, WIDTH, device=DEVICE), torch.randint(0, 8, (ROWS,), device=DEVICE)
     low = torch.autocast(DEVICE.type, torch.bfloat16)
-    given = {"example": (work.tokens,), "targets": work.targets, "loss": cross_entropy}
-    flat = {"example": (x,), "targets": y, "loss": nn.functional.cross_entropy}
-    two = {"ranks": size, "microbatches": MICROBATCHES}
+    given: dict[str, Any] = {"example": (work.tokens,), "targets": work.targets, "loss": cross_entropy}
+    flat: dict[str, Any] = {"example": (x,), "targets": y, "loss": nn.functional.cross_entropy}
+    two: dict[str, Any] = {"ranks": size, "microbatches": MICROBATCHES}
     cases: dict[str, tuple[nn.Module, dict[str, Any], schedules.Schedule, str, Any]] = {
         "MLP, 1F1B, one microbatch": (mlp.to(DEVICE), flat, schedules.one_f_one_b(size, 1), "graph", None),
         "MLP, DualPipe-V": (mlp, flat, schedules.dualpipe_v(**two), "graph", None),
@@ -140,8 +141,8 @@ def pure() -> Iterator[Finding]:
     torch.manual_seed(0)
     params = [{"w": torch.randn(WIDTH, WIDTH, device=DEVICE)}, {"w": torch.randn(WIDTH, 1, device=DEVICE)}]
     x, y = torch.randn(ROWS, WIDTH, device=DEVICE), torch.randn(ROWS, 1, device=DEVICE)
-    stages = fpipe.connect_stages([first, last])
-    losses = []
+    stages = fpipe.connect_stages([fpipe.stage(first), fpipe.stage(last)])
+    losses = list[float]()
     for how in (schedules.gpipe(2, MICROBATCHES), schedules.zb_h1(2, MICROBATCHES)):
         program = schedules.lower(how, stages.graph)
         for seed in (1, 2):
@@ -225,7 +226,7 @@ def waits() -> Iterator[Finding]:
     """Measure whether anything but the last line of a training step waits for the device."""
     work = task()
     how = schedules.one_f_one_b(dist.get_world_size(), work.microbatches)
-    batch = {"example": (work.tokens,), "targets": work.targets, "loss": work.loss}
+    batch: dict[str, Any] = {"example": (work.tokens,), "targets": work.targets, "loss": work.loss}
     pipe = fpipe.pipeline(work.model, schedule=how, cuts=work.cuts(how.stages), **batch)
     (params, buffers), step = pipe.init(work.model), fpipe.value_and_grad(pipe)
     for k in range(3):
@@ -271,8 +272,8 @@ def faults() -> Iterator[Finding]:
     """Raise in the loss of one rank while the others wait for their devices."""
     work, size = task(), dist.get_world_size()
     how = schedules.one_f_one_b(size, work.microbatches)
-    batch = {"example": (work.tokens,), "targets": work.targets}
-    fuse = [False]
+    batch: dict[str, Any] = {"example": (work.tokens,), "targets": work.targets}
+    fuse = SimpleQueue[bool]()
 
     class Fused(torch.autograd.Function):
         @staticmethod
@@ -281,18 +282,19 @@ def faults() -> Iterator[Finding]:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            if fuse[0] and dist.get_rank() == size - 1:
+            if not fuse.empty() and dist.get_rank() == size - 1:
                 raise RuntimeError("on purpose")
             return grad
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return Fused.apply(work.loss(outputs, targets))  # type: ignore[no-any-return, no-untyped-call]
+        return Fused.apply(work.loss(outputs, targets))
 
     pipe = fpipe.pipeline(work.model, loss=loss, schedule=how, whole="loss", backward="autograd", **batch)
     state, step = pipe.init(work.model), fpipe.value_and_grad(pipe)
     step(*state, (work.tokens,), work.targets)
     wait_for_device()
-    fuse[0], start = True, time.perf_counter()
+    fuse.put(True)
+    start = time.perf_counter()
     try:
         step(*state, (work.tokens,), work.targets)
         wait_for_device()
@@ -321,14 +323,14 @@ def spin() -> Iterator[Finding]:
         "empty_cache": torch.cuda.empty_cache,
         "pinned memory": lambda: torch.empty(2**24, pin_memory=True),
         "a copy from pageable memory": lambda: torch.ones(64).to(DEVICE),
-        "the generator's state": lambda: (torch.cuda.manual_seed(1), torch.cuda.get_rng_state()),
+        "the generator's state": torch.cuda.get_rng_state,
         "a backward": lambda: (ready.clone().requires_grad_() * 2).sum().backward(),
         "an event with timing": lambda: torch.cuda.Event(enable_timing=True).record(),
     }
     for name, call in calls.items():
         wait_for_device()
         with torch.cuda.stream(side):
-            torch.cuda._sleep(int(2 * rate))  # type: ignore[no-untyped-call] # about two seconds
+            torch.cuda._sleep(int(2 * rate))  # about two seconds
         start = time.perf_counter()
         call()
         took = time.perf_counter() - start
@@ -354,7 +356,7 @@ def measure(name: str) -> list[Finding]:
     """Run a part as a job; return what it found, or how it ended."""
     start = time.perf_counter()
     try:
-        found = ranks.start("benchmarks.gpu", PARTS[name].count, name, limit=LIMIT, **({} if DRY else SHARED))[0]
+        found = ranks.start_within(LIMIT, "benchmarks.gpu", PARTS[name].ranks, name, **({} if DRY else SHARED))[0]
     except subprocess.TimeoutExpired:
         found = [("**not finished**", f"after {LIMIT:.0f} s")]
     except subprocess.CalledProcessError as error:

@@ -24,11 +24,13 @@ import torch.distributed as dist
 FOLDER: Final = "BENCHMARK_FOLDER"
 
 
-def start(module: str, count: int, *arguments: object, limit: float | None = None, **environment: str) -> list[Any]:
-    """Run `python -m module *arguments` as `count` ranks with one thread each, and return what each has reported.
+def start(module: str, count: int, *arguments: object, **environment: str) -> list[Any]:
+    """Run `python -m module *arguments` as `count` ranks with one thread each, and return what each has reported."""
+    return start_within(None, module, count, *arguments, **environment)
 
-    Raise `subprocess.TimeoutExpired` after `limit` seconds, if given.
-    """
+
+def start_within(limit: float | None, module: str, count: int, *arguments: object, **environment: str) -> list[Any]:
+    """Do the same; raise `subprocess.TimeoutExpired` after `limit` seconds."""
     with TemporaryDirectory() as folder:
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         command = [sys.executable, "-m", *torchrun, "-m", module, *map(str, arguments)]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from fpipe.api import pipeline
+from fpipe.api import pipeline, value_and_grad
 from fpipe.drop_in.delivery import Delivery, attach_delivery, divided
 from fpipe.drop_in.settings import Pipelines
 from fpipe.drop_in.updates import watch_optimizers
@@ -37,6 +37,7 @@ from fpipe.pipelines.merge import MergeTrees
 from fpipe.pipelines.modes import active_casts
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.record.objective import Loss
+from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.placed import require_plain
 from fpipe.tensors.tree import flatten
 from fpipe.training.clipping import clip
@@ -116,6 +117,7 @@ class Pipelined(nn.Module):
     ) -> None:
         super().__init__()
         join_launched()
+        require_arguments(value_and_grad, {"aux": aux})
         pipe = pipeline(model, example=example, targets=targets, loss=loss, schedule=schedule, **options)
         with pipe.ranks.enter_call("Pipelined"):
             require_plain("Pipelined", pipe.training.placed, "Use fpipe.pipeline and fpipe.value_and_grad.")
@@ -142,7 +144,7 @@ class Pipelined(nn.Module):
 
     @property
     def last_aux(self) -> Any:
-        """What the loss returned beside itself in the last forward that computed one, as `Step.aux`; else `None`."""
+        """The values that the loss of the last forward with one returned beside itself, as `Step.aux`; else `None`."""
         return self._aux
 
     def forward(

@@ -33,6 +33,7 @@ def find_seeds():
             yield seed
 
 
+@by_night
 def test_a_drawn_run_names_the_fault_and_comes_back_to_end_as_on_one_device(tmp_path):
     ran = (found for seed in find_seeds() for found in run(tmp_path, seed, 1))
     found = next(one for one in ran if one["ended"] != "refused")

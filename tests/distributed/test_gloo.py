@@ -19,7 +19,7 @@ from tests.common.processes import TORCHRUN, finish, finish_ranks, once
 from tests.common.resuming import Trainer, require_same_run, undisturbed
 from tests.common.running import build, run
 from tests.common.schedules import SCHEDULES
-from tests.common.sizes import sampled
+from tests.common.sizes import by_night
 from tests.common.zoo import ZOO
 from tests.distributed import worker
 from tests.distributed.cases import agreements, checkpoints
@@ -83,6 +83,7 @@ def test_dropout_is_the_same_on_one_process_and_several(job, size):
     assert all(same_bits(found[name], alone.grads[name]) for name in found)
 
 
+@by_night
 @pytest.mark.parametrize("path", [*[f"{one}-half/save-1" for one in checkpoints.SUBJECTS], "mirrored/0/save-1"])
 def test_every_name_is_in_exactly_one_file_of_a_checkpoint(job, path):
     """Also the names of tied parameters, and of those of which two ranks have replicas."""
@@ -91,8 +92,8 @@ def test_every_name_is_in_exactly_one_file_of_a_checkpoint(job, path):
     assert len({file for files in found.files.values() for file in files}) == (2 if "mirrored" in path else 4)
 
 
+@by_night
 @pytest.mark.parametrize("subject", checkpoints.SUBJECTS)
-@sampled(1)
 @pytest.mark.parametrize("layout", ["1f1b on eight", "one"])
 def test_this_process_resumes_what_four_saved(job, subject, layout):
     trainer, path = Trainer(subject, layout), job(4).folder / f"{subject}-half"
@@ -103,6 +104,7 @@ def test_this_process_resumes_what_four_saved(job, subject, layout):
     require_same_run(run, undisturbed(subject, "adamw", checkpoints.STEPS))
 
 
+@by_night
 def test_a_killed_peer_makes_the_others_fail(tmp_path):
     """One rank ends in the middle of a step: none of the others hangs, all fail."""
     codes, printed = finish_ranks(worker, 4, tmp_path, 4, tmp_path, "dies_in_the_middle")

@@ -57,7 +57,7 @@ from schedules.families.vee import least_memory
 from schedules.testing import conformance, costs, require_round_trip
 from tests.common.published_costs import MEASURED, read_measured
 from tests.common.rows import rows
-from tests.common.sizes import sampled
+from tests.common.sizes import by_night, sampled
 
 EVERY = [getattr(families, name) for name in families.__all__]
 MOST = {"ranks": 8, "microbatches": 20, "chunks": 4, "slices": 5, "waves": 3, "k": 5, "accumulate": 12}
@@ -460,6 +460,7 @@ def test_v_1f1b_takes_the_memory_and_time_of_its_docstring(P, M, F):
         assert timeline.makespan - max(timeline.busy) == (5 * (P - 1) - (P - 1) % 3) * F
 
 
+@by_night
 @settings(max_examples=20, deadline=None)
 @given(P=st.integers(20, 48), data=st.data())
 def test_large_schedules_are_correct(P, data):

@@ -17,13 +17,12 @@ import torch.distributed as dist
 import fpipe
 from schedules import one_f_one_b, zb_h1, zb_v
 from tests.common.resuming import Trainer, pipeline, require_same_run, step_of, undisturbed
-from tests.common.sizes import NIGHTLY
 from tests.common.training import MICROBATCHES, MODELS, require_same_history, train_alone, train_in_parts
 from tests.distributed.cases.checks import case, raises
 from tests.distributed.cases.training import neighbours
 
-SUBJECTS = ("tied", "dropping") if NIGHTLY else ("tied",)
-STEPS = 20 if NIGHTLY else 4
+SUBJECTS = ("tied", "dropping")
+STEPS = 20
 
 
 def save_on_four(subject: str, *paths: Path) -> None:
@@ -119,7 +118,7 @@ def refuse_what_does_not_fit(path: Path, pair: Any) -> None:
         four.resume(path)
 
 
-@case(sizes=[4])
+@case(sizes=[4], day=[])
 def runs_are_saved_and_resumed_on_other_ranks(rank, size):
     """The four form one pipeline, then two, then four."""
     folder, pair, alone = Path(os.environ["REPORT"]), neighbours(2), neighbours(1)

@@ -44,7 +44,7 @@ def two_stages_on_each_rank(rank, size):
         require_exact_across_ranks(name, factory(ranks=2, microbatches=3, chunks=2), rank, size)
 
 
-@case(day=[4])
+@case(day=[])
 def stages_on_two_ranks(rank, size):
     """The reference adds gradients per replica, too; `test_replicas` compares it with a plain loop."""
     for name, how in (

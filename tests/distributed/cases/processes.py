@@ -88,7 +88,7 @@ def actions_and_steps_take_the_time_of_their_messages(rank, size):
     assert (estimated.fixed.F, estimated.step) == (0, 0)
 
 
-@case(sizes=[2])
+@case(sizes=[2], day=[])
 def profiles_of_different_models_are_refused(rank, size):
     """On every rank, by what differs first; the next profile is made as if nothing had happened."""
     one = ZOO["mlp"]

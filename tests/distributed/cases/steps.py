@@ -293,7 +293,7 @@ def predictions_of_two_ranks(rank, size):
 # ----------------------------------------------------------- Generated tokens, and errors of the choice, on every rank
 
 
-@case
+@case(day=[])
 def tokens_on_every_rank(rank, size):
     """A cache per stage, four groups in turn; every rank gets the tokens of a plain loop, and every error."""
     torch.manual_seed(0)

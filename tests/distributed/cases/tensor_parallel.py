@@ -125,7 +125,7 @@ def a_dtensor_crosses_a_cut(rank, size):
     require_exact(by_sequence(GPT(), grid(size)["tp"]), zb_h1(size // 2, MICROBATCHES), size, **options)
 
 
-@case
+@case(day=[])
 def recorded_stages_of_split_modules(rank, size):
     """A graph has the local operators and the collectives between them."""
     for split in (column_and_row, by_sequence) if NIGHTLY else (by_sequence,):

@@ -28,6 +28,7 @@ from fpipe.cutting.partition import (
 from fpipe.record.captured import BatchLeaf, Buffer, Call, Constant, Observed, Parameter, Unit
 from schedules import gpipe
 from tests.common.layers import Block
+from tests.common.sizes import NIGHTLY
 
 
 def unit(path, reads=(), makes=()):
@@ -351,7 +352,7 @@ def programs(draw):
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=300 if NIGHTLY else 60)
 @given(programs())
 def test_every_stage_that_a_refusal_forbids_is_refused(program):
     count = len(program.units)

@@ -41,7 +41,7 @@ from schedules import (
     zb_v,
 )
 from tests.common.chain_profiles import chain_profile, find_plan, problem_of
-from tests.common.sizes import sampled
+from tests.common.sizes import by_night, sampled
 from tests.common.zoo import ZOO
 
 FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
@@ -59,6 +59,7 @@ def by_hand(profile, factories, ranks, microbatches):
             yield problem.try_out(how, cuts)
 
 
+@by_night
 @settings(max_examples=15, deadline=None)
 @given(FORWARDS, st.integers(2, 3), st.sampled_from([0.0, 2.0]))
 def test_no_cuts_by_hand_are_much_faster_and_none_is_below_the_bound(forward, ranks, latency):
@@ -109,6 +110,7 @@ def test_plans_with_a_stage_per_rank_are_not_below_their_bound(forward, ranks, m
         assert least <= fastest * (1 + 1e-9)
 
 
+@by_night
 @settings(max_examples=15, deadline=None)
 @given(FORWARDS, st.sampled_from([dualpipe, chimera]), st.sampled_from([2, 4]), st.integers(2, 6))
 def test_plans_that_hold_stages_twice_are_not_below_their_bound(forward, factory, ranks, microbatches):

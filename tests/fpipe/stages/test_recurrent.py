@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import fpipe
 from fpipe.stages.recorded import Recorded
 from schedules import one_f_one_b, zb_h1, zb_v
-from tests.common.sizes import covering, sampled
+from tests.common.sizes import by_night, covering, sampled
 
 WIDTH, STEPS = 6, 9
 
@@ -126,7 +126,7 @@ class Packed(nn.Module):
         return self.last(out)
 
 
-@sampled(1)
+@by_night
 @covering(kind=[nn.LSTM, nn.GRU, nn.RNN], way=["autograd", "graph", "halves"])
 def test_the_lengths_of_packed_sequences_come_with_the_batch(kind, way):
     """A batch with other lengths than the example's is captured anew."""
