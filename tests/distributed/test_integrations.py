@@ -11,7 +11,7 @@ from tests.common.processes import finish_ranks, once, run_under_torchrun
 from tests.common.sizes import by_night
 from tests.distributed import integration_worker
 
-BY_DAY = ("options", "transformers")
+BY_DAY = ("transformers",)
 
 
 @pytest.mark.parametrize("library", BY_DAY)

@@ -61,7 +61,7 @@ def main(rank: int, count: str, report: str, *chosen: str) -> None:
 def run(rank: int, size: int, report: str, chosen: Sequence[str] = ()) -> None:
     """Run the chosen cases, or all of a job of this size, and write the results to `report`/`rank`.json."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "The tensor attributes self.model.*_flat_weights")  # torch's own, of nn.GRU
+    warnings.filterwarnings("ignore", "The tensor attributes self.*_flat_weights")  # torch's own, of nn.GRU
     os.environ["REPORT"] = report
     results: dict[str, str] = {}
     path = Path(report) / f"{rank}.json"

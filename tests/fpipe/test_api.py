@@ -40,7 +40,7 @@ def test_dropout_depends_on_the_seed_alone(cuts, kind, capture):
     assert_same(run(*build(case, how, 6, tuple(cuts), capture), seed=9), uncut)
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("factory", [linear_fill_drain, looped_fill_drain, vee_fill_drain])
 def test_dropout_does_not_depend_on_the_placement(factory):
     for name in ("dropping", "gpt_dropout") if NIGHTLY else ("dropping",):
@@ -150,7 +150,7 @@ class Aliases(nn.Module):
         return x + self.a + self.b, self.c.sum()
 
 
-@sampled(2)
+@sampled(1)
 @covering(kind=["one_f_one_b", "split_backward"], microbatches=[1, 2, 3])
 def test_gradients_are_new_tensors(kind, microbatches):
     """An optimiser may work in place on any of them, as on `.grad`."""

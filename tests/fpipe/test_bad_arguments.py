@@ -14,6 +14,7 @@ from schedules import B, F, gpipe, linear, one_f_one_b, schedule
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.layers import linears
 from tests.common.running import build
+from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
 
 MODEL, X, Y = linears(nn.ReLU, nn.Tanh, nn.GELU), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
@@ -253,6 +254,7 @@ BAD = {
 }
 
 
+@sampled(16)
 @pytest.mark.parametrize("what", BAD)
 def test_invalid_arguments_of_pipeline_are_refused(what):
     changes, error, words = BAD[what]

@@ -492,6 +492,7 @@ def runs(program):
 CASES = pytest.mark.parametrize("cases", [orders(), collective_orders()], ids=["alone", "with collectives"])
 
 
+@sampled(1)
 @CASES
 @often
 @given(st.data())
@@ -502,7 +503,7 @@ def test_every_correct_order_is_accepted_and_so_is_its_program(cases, data):
     prove(*case)
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(
     ("cases", "edits"),
     [(orders(), EDITS), (collective_orders(), EDITS), (collective_orders(), ("insert",))],

@@ -526,7 +526,7 @@ def test_an_interrupt_is_one_line_and_code_130(capsys, tmp_path):
     assert answer(capsys, "check", f"{file}:mine") == (130, "", "python -m schedules: interrupted\n")
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("stream", [">&-", "2>&-", "| head -c 1 > /dev/null"])
 def test_closed_streams_are_quiet(stream):
     command = f'"{sys.executable}" -m schedules list {stream}'

@@ -21,7 +21,7 @@ from schedules import (
 )
 from schedules.testing import collective_orders, orders
 from schedules.testing.mutants import EditedProgram, mutant_programs
-from tests.common.sizes import NIGHTLY, in_turn
+from tests.common.sizes import NIGHTLY, in_turn, sampled
 
 DEVICES = {
     "ideal": Device(),
@@ -51,6 +51,7 @@ def test_every_family_ends_on_every_device_in_the_memory_that_is_simulated(name,
     assert run.memory == pytest.approx(simulate(schedule).peak_memory)
 
 
+@sampled(1)
 @pytest.mark.parametrize("cases", [orders(), collective_orders()], ids=["alone", "with collectives"])
 @settings(deadline=None, max_examples=50_000 if NIGHTLY else settings().max_examples)
 @given(st.data())

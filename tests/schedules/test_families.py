@@ -89,13 +89,13 @@ def test_any_member_is_correct_within_its_limits_and_round_trips(factory, data):
     assert all(held <= schedule.memory(rank) + 1e-9 for rank, held in enumerate(peak))
 
 
-@sampled(3)
+@sampled(2)
 @pytest.mark.parametrize("factory", **parametrize([factory for factory in EVERY if factory is not forward_only]))
 def test_the_family_conforms(factory):
     conformance(factory)()
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(
     "factory",
     [

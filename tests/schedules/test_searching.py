@@ -113,7 +113,7 @@ def test_the_optimum_is_found(case):
     assert found.makespan <= best.makespan * ROUNDING
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("line", MEASURED[:: 1 if NIGHTLY else 3])
 @pytest.mark.parametrize("memory", [8, 16])
 def test_published_costs_on_eight_ranks_are_solved(line, memory):
@@ -431,6 +431,7 @@ FULL = [
 ]
 
 
+@sampled(1)
 @pytest.mark.parametrize(("placement", "microbatches", "memory", "costs", "best"), FULL)
 def test_a_climb_gets_away_from_orders_that_fill_the_memory(placement, microbatches, memory, costs, best):
     """Where a rank is full, no pass can move alone. Dispatched orders leave no gaps, so they are like that."""

@@ -223,7 +223,7 @@ def test_the_strategy_draws_graphs_of_every_kind(what):
     find(graphs(4), what, settings=SEARCH)
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(
     "what",
     [

@@ -29,7 +29,7 @@ def find_broken(seeds):
             yield f"python -m tests.simulation --seed {seed}", f"{type(error).__name__}: {error}"
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("seed", BY_DAY)
 def test_a_simulated_run_ends_as_promised(seed):
     simulate(seed)

@@ -214,7 +214,7 @@ def questions_that_one_rank_can_answer(rank, size):
 # -------------------------------------------------------------------------------- Evaluations, with a loss and without
 
 
-@case
+@case(day=[])
 def evaluation_everywhere(rank, size):
     """The loss is on every rank; the outputs are on the rank of the last stage."""
     for name in ("normalised", "several"):
@@ -417,7 +417,7 @@ def a_rank_without_the_mask(rank, size):
 # -------------------------------------------------------- Steps that go on from earlier sums, with a total and a scale
 
 
-@case
+@case(day=[])
 def steps_go_on_from_earlier_sums(rank, size):
     """Three steps are one plain loop over all of their microbatches; copies of tied gradients are the same."""
     for name in ("gpt", "normalised"):

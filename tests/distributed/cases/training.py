@@ -54,7 +54,7 @@ def plain_loops() -> dict[str, History]:
     return {name: torch.load(folder / name, weights_only=False) for name in names}
 
 
-@case(sizes=[4])
+@case(sizes=[4], day=[])
 def training_is_that_of_a_plain_loop(rank, size):
     """Losses, norms, parameters, buffers and optimizer state have the bits of plain loops."""
     wanted, pair = plain_loops(), neighbours(2)

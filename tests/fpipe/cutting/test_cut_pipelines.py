@@ -22,6 +22,7 @@ def pipeline(model, x, how=None, **where):
     return fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, **where)
 
 
+@sampled(1)
 @pytest.mark.parametrize("capture", ["export", "modules"])
 def test_an_index_names_a_part_of_a_sequence(capture):
     layer = nn.Linear(WIDTH, WIDTH)
@@ -57,7 +58,7 @@ def begins(pipe):
     return [stage.parameters[0] for stage in pipe.stages[1:]]
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(
     ("where", "first"),
     [

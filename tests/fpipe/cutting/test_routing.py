@@ -149,6 +149,7 @@ def test_values_that_no_later_stage_reads_may_change(what):
     assert_same(run(*built), loop(model, one.loss, inputs, targets, 2))
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("change", "use"),
     [

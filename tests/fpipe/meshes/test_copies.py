@@ -58,7 +58,7 @@ def test_any_model_equals_one_device(name, shape, backward):
     fpipe.verify(pipe, model, inputs, targets, seed=5)
 
 
-@sampled(2)
+@sampled(1)
 @covering(shape=["both", "three shards"], tied=["exact", "sum"])
 def test_tied_gradients_are_reduced_before_they_are_shared(tied, shape):
     how = one_f_one_b(ranks=4, microbatches=2)

@@ -104,7 +104,7 @@ def test_two_losses_have_totals_of_their_own(shape):
 LAYOUTS = [(4, 1, 1), (2, 2, 1), (1, 3, 1), (2, 1, 2), (1, 2, 2), (2, 1, 3)]
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(("layout", "weighted"), in_turn(LAYOUTS, [False, True]), ids=str)
 def test_auxiliary_losses_have_one_scale(layout, weighted):
     """Finding 10: microbatches are all alike, so the loss of any number of them is that of one."""
@@ -119,7 +119,7 @@ def test_auxiliary_losses_have_one_scale(layout, weighted):
     close(grads, gradients(model, loss))
 
 
-@sampled(2)
+@sampled(1)
 @covering(shape=by_day(SHAPES, 2), name=["tied_sequence", "frozen_below", "unused"])
 def test_norms_and_clips_count_every_parameter_once(name, shape):
     """Finding 8: parameters may be tied over stages, sharded, frozen, or unused."""
@@ -136,7 +136,7 @@ def test_norms_and_clips_count_every_parameter_once(name, shape):
     close(clipped, {name: grad * (0.01 / (total + 1e-6)) for name, grad in wanted.items()})
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("shape", ["dp", "both", "three shards"])
 def test_layers_keep_their_numbers_when_sizes_change(shape, tmp_path):
     """Finding 12: saved from one rank with copies, loaded by four ranks and by two with other copies."""
@@ -225,7 +225,7 @@ def require_loop(pipe, shape, model, batch, **options):
     return grads
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_copies_take_the_same_branch_or_are_refused(shape):
     """The batch decides: all microbatches alike, whichever copy they are of."""

@@ -76,6 +76,7 @@ def test_evaluation_is_recorded_too():
         assert mine == list(forwards(pipe.schedule).actions(rank))
 
 
+@sampled(1)
 @pytest.mark.parametrize("name", ["gpt", "dropping"])
 def test_recording_changes_no_bit(name):
     seed = 3 if name == "dropping" else None

@@ -89,7 +89,7 @@ def times(how, place):
     return {"join": 1, "loss": MICROBATCHES}.get(place, sum(action.kind in kinds for action in actions))
 
 
-@sampled(2)
+@sampled(1)
 @covering(schedule=[zb_v, one_f_one_b], place=[*TRAPS])
 def test_the_next_step_is_right(schedule, place):
     model, x, y, pipe = build(schedule(2, MICROBATCHES))

@@ -85,6 +85,7 @@ class Skipping(nn.Module):
         return self.third(hidden if weight is None else hidden * weight)
 
 
+@sampled(1)
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_microbatches_of_one_batch_may_use_different_edges(backward):
     torch.manual_seed(0)
@@ -317,6 +318,7 @@ def aligned(hidden, mask):
     return hidden * torch.nn.functional.ctc_loss(likely, labels, times, mask.sum(-1), zero_infinity=True)
 
 
+@sampled(1)
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_ctc_loss_reads_lengths_in_the_step(backward):
     model, pipe = build(aligned, backward=backward)

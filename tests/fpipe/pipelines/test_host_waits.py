@@ -87,7 +87,7 @@ WAYS = {
 SCHEDULES = {"GPipe": gpipe(2, 4), "1F1B": one_f_one_b(2, 4), "ZB-H1": zb_h1(2, 4)}
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("how", SCHEDULES)
 def test_the_host_waits_for_nothing_where_a_model_asks_nothing(how):
     training = Training(SCHEDULES[how])

@@ -126,7 +126,7 @@ def generated():
     return pipe, fpipe.generate(pipe, 8, decoder=AverageDecoder)(*pipe.init(model), ids, 2)
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("use", [stepped, trained, asked, verified, dropped_in, copied, generated])
 def test_a_dropped_pipeline_is_freed_at_once_and_leaves_the_collector_nothing(use):
     use()  # what torch imports on first use keeps the frames that called it

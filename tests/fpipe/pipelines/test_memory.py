@@ -79,7 +79,7 @@ def test_memory_after_every_action_is_as_simulated(name, way):
         require_as_simulated(*build_case(name, SCHEDULES[how], backward=backward))
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("how", SCHEDULES)
 def test_memory_of_reassigned_buffers_is_as_simulated(how):
     case = Case(lambda: linears(Assigned, Average, Assigned), rows_of(), mse, ("1", "3", "5"))
@@ -90,7 +90,7 @@ def test_memory_of_reassigned_buffers_is_as_simulated(how):
 RECOMPUTED = ["skips", "unet", "normalised", "in_place", "frozen_below", "gpt_dropout"]
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(("name", "how"), by_day(product(RECOMPUTED, SCHEDULES), 5))
 def test_memory_of_recomputed_stages_is_as_simulated(name, how):
     how = SCHEDULES[how]

@@ -78,7 +78,7 @@ COMPUTING = {
 }
 
 
-@sampled(6)
+@sampled(3)
 @pytest.mark.parametrize("how", BACKWARDS, ids=NAMES)
 @pytest.mark.parametrize("name", COMPUTING)
 def test_numbers_that_code_only_computes_with_are_inputs_of_the_record(name, how):
@@ -119,7 +119,7 @@ DECIDING = {
 }
 
 
-@sampled(4)
+@sampled(2)
 @pytest.mark.parametrize("how", BACKWARDS, ids=NAMES)
 @pytest.mark.parametrize("name", DECIDING)
 def test_numbers_that_decide_are_part_of_the_kind_of_batch(name, how):
@@ -167,6 +167,7 @@ def test_an_output_that_is_a_number_is_part_of_the_kind_of_batch():
         assert evaluate(params, buffers, {"x": x, "n": n}).outputs[1] == n + 1
 
 
+@sampled(1)
 @pytest.mark.parametrize("capture", ["export", "fx"])
 def test_front_ends_that_read_graphs_get_python_numbers(capture):
     class Scaled(nn.Module):
@@ -188,7 +189,7 @@ def test_front_ends_that_read_graphs_get_python_numbers(capture):
         assert fpipe.verify(pipe, model, {"x": x, "n": n}).eager
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(
     ("use", "leaf"),
     [

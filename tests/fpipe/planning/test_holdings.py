@@ -65,7 +65,7 @@ def one_stage(model, example, targets, loss, **options):
     return fpipe.pipeline(model, example=example, targets=targets, loss=loss, schedule=how, **options)
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("name", by_day(ZOO, every=2))
 def test_bytes_of_stages_follow_from_those_of_blocks(name):
     case = ZOO[name]

@@ -159,6 +159,7 @@ def test_the_stages_whose_recomputation_lowers_the_peak_most_are_recomputed_and_
     assert fitting.predicted.memory[0] <= 50
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("profile", "given", "words"),
     [

@@ -11,6 +11,7 @@ from schedules import Action, Device, chain, families, lower, reduce_gradients, 
 from schedules.language.actions import receive_of
 from schedules.proof.devices import COMPUTE_STREAM, Post, play_posts
 from schedules.testing import collective_orders
+from tests.common.sizes import sampled
 from tests.common.symbolic import Symbolic, batch, key
 
 
@@ -119,6 +120,7 @@ DEVICES = [
 ]
 
 
+@sampled(8)
 @pytest.mark.parametrize("name", [name for name in families.__all__ if name != "seq_1f1b"])
 def test_every_family_ends_on_every_device(name):
     """As is, and with gathered, reduced and updated weights of two copies where a family can have them."""

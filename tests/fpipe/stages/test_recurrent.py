@@ -104,7 +104,7 @@ def build(name, way, **options):
     return fpipe.pipeline(model, example=(x,), targets=y, loss=mse_loss, **options), model, x, y
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @covering(name=[*LAYERS], way=[*WAYS])
 def test_recurrent_layers_have_the_bits_of_eager_mode(name, way):

@@ -27,7 +27,7 @@ from tests.common.zoo import ZOO, captured_by
 STATEFUL = {"unet", "normalised"}
 SEED = 5
 
-pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.*_flat_weights")
 
 
 @sampled(2)

@@ -26,7 +26,7 @@ from tests.common.running import FRONT_END, build, run
 from tests.common.sizes import by_day, few, sampled
 from tests.common.zoo import ZOO
 
-pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.*_flat_weights")
 
 NAMES = by_day((name for name in ZOO if name not in ("recurrent",)), 2)
 
@@ -87,6 +87,7 @@ def test_a_stage_is_pure(name):
                 assert not any(tensor.requires_grad for tensor in one)
 
 
+@sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_two_halves_make_the_whole_backward(name):
     for stage, arguments in chain(name):

@@ -229,6 +229,7 @@ def test_by_sum_no_cotangent_travels():
     assert added.gradients == {(s, t) for s in (0, 2, 3) for t in (0, 2, 3) if s != t}
 
 
+@sampled(1)
 @pytest.mark.parametrize("tied", ["exact", "sum"])
 def test_stages_on_one_rank_send_each_other_nothing(tied):
     """In a vee, first and last stage are on the first rank."""

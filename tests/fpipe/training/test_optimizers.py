@@ -10,6 +10,7 @@ from torch import Tensor, nn, optim
 
 import fpipe
 from fpipe.tensors.tree import same_bits
+from tests.common.sizes import sampled
 
 STEPS = 6
 
@@ -91,6 +92,7 @@ def require_same(got, want) -> None:
             assert same_bits(mine, value) if isinstance(value, Tensor) else mine == value, (name, slot)
 
 
+@sampled(13)
 @pytest.mark.parametrize("one", CLASSES, ids=lambda one: f"{one.cls.__name__}-{'-'.join(one.options)}")
 @pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
 def test_updates_are_those_of_the_class(one, donate):

@@ -30,7 +30,7 @@ HOW = one_f_one_b(ranks=2, microbatches=4)
 SCHEDULES = [HOW, zb_h1(ranks=2, microbatches=4), zb_v(ranks=2, microbatches=4), dualpipe(ranks=2, microbatches=4)]
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(
     ("name", "how"),
     [("gpt", SCHEDULES[0]), ("gpt", SCHEDULES[3]), *[("dropping", how) for how in SCHEDULES]],
@@ -43,14 +43,14 @@ def test_training_is_the_same_whether_a_norm_exceeds_the_limit_or_not(name, how)
     assert False in over
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("limit", [None, 0.0, float("inf")])
 def test_training_is_the_same_with_any_limit(limit):
     found = require_same_updates(ZOO["gpt"], zb_v(ranks=2, microbatches=4), limit, steps=3)
     assert all((norm is None) == (limit is None) for norm in found.norms)
 
 
-@sampled(2)
+@sampled(1)
 @covering(how=[one_f_one_b(4, 4), zb_v(2, 3), interleaved_1f1b(2, 4, chunks=2), dualpipe(4, 5)], tied=["exact", "sum"])
 def test_tied_parameters_are_updated_with_their_whole_gradient(tied, how):
     require_same_updates(ZOO["gpt"], how, None, steps=3, tied=tied)
@@ -92,7 +92,7 @@ def test_batch_norm_and_graph_stages(backward):
     require_same_updates(case, one_f_one_b(ranks=4, microbatches=4), 0.5, steps=3, backward=backward)
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("how", SCHEDULES[:3], ids=lambda how: how.factory.__name__)
 def test_training_is_that_of_a_plain_loop(how):
     require_training_of_a_plain_loop(ZOO["gpt"], how)
@@ -105,6 +105,7 @@ def test_other_optimizers(cls):
     require_equal(*(train(*setting, 0.5, cls, options, steps=4) for train in (train_early, train_after)))
 
 
+@sampled(1)
 @pytest.mark.parametrize("limit", [None, 1e-3])
 def test_the_last_of_several_steps_updates_with_the_sums_of_all(limit):
     pipe, model, inputs, targets = build(ZOO["gpt"], zb_v(ranks=2, microbatches=4), 8, capture="trace")

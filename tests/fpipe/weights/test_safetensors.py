@@ -13,6 +13,7 @@ import fpipe
 from fpipe.tensors.tree import same_bits
 from fpipe.weights import safetensors as checkpoint
 from tests.common.shares import on_meta, ranks_of, union
+from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
 
 A, B = {"a": torch.arange(3), "b": torch.randn(2, 2)}, {"c": torch.ones(2, dtype=torch.bfloat16)}
@@ -77,6 +78,7 @@ def test_a_tensor_outlives_its_file(folder):
     assert torch.equal(value, A["b"])
 
 
+@sampled(1)
 @pytest.mark.parametrize("name", ["gpt", "normalised"])
 def test_one_rank_loads_what_two_ranks_saved(name, tmp_path):
     """A tied parameter that both hold is in both files; a state dict's names are all there."""

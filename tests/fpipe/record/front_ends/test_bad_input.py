@@ -165,7 +165,7 @@ def build_model(what, front, loss=mse):
     return build(Case(make, rows_of(), loss, ("", "", "")), how, 4, cuts, front)
 
 
-@sampled(4)
+@sampled(2)
 @pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace")
 @pytest.mark.parametrize(("what", "front"), by_day(CASES, 2))
 def test_questionable_models_are_refused_or_exact(what, front):

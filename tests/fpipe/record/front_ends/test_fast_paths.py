@@ -132,6 +132,7 @@ def build_encoder(layers, nested=False, **how):
     return fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=HOW, **how), model, x
 
 
+@sampled(1)
 @pytest.mark.parametrize(("layers", "begins"), [(3, "0.layers.2"), (1, "1")])
 def test_balanced_stages_begin_outside_of_what_runs_as_one_operator_in_evaluation(layers, begins):
     pipe, model, x = build_encoder(layers)

@@ -49,7 +49,7 @@ def test_units_are_in_order_with_sources_in_the_model(name, capture):
     assert any(kind is BatchLeaf for kind, _ in kinds)
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("capture", FRONTS[:-1] if EXPORTS_LESS else FRONTS)
 def test_writes_and_draws_are_recorded(capture):
     found, _ = capture_case("normalised", capture)
@@ -172,7 +172,7 @@ def test_a_part_that_returns_another_constant_in_a_step_is_an_error():
         train()
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("capture", FRONTS)
 def test_autocast_around_the_step_applies_to_model_and_loss(capture):
     parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
@@ -258,7 +258,7 @@ def same(model, inputs):
     return model
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own unflatten asks
 @pytest.mark.parametrize("name", ["normalised", "tied_sequence", "dropping", "mlp"])
 @pytest.mark.parametrize("front_end", [exported, unflattened, same])

@@ -95,7 +95,7 @@ def forward_pre_hook(layer):
     layer.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
 
 
-@sampled(3)
+@sampled(2)
 @pytest.mark.parametrize("capture", FRONTS)
 @pytest.mark.parametrize("thing", [forward_hook, forward_pre_hook, set_a_kind, assign_the_same])
 def test_every_front_end_keeps_forward_hooks_and_first_calls(thing, capture):
@@ -152,7 +152,7 @@ def several(self, x):
 KEPT_BY_FX = [add_in_place, count, set_item, sizes, without_gradient, constants, several]
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("thing", KEPT_BY_FX)
 def test_fx_keeps_what_its_proxies_do_not_see(thing):
     how = split_backward(one_f_one_b(ranks=4, microbatches=3))
@@ -328,7 +328,7 @@ REFUSED = [
 ]
 
 
-@sampled(7)
+@sampled(4)
 @pytest.mark.parametrize(("thing", "capture", "where", "got", "repair"), REFUSED)
 def test_what_a_front_end_cannot_keep_is_refused_by_name(thing, capture, where, got, repair):
     one = replace(third(thing), loss=lambda out, _: out.mean()) if thing is ragged else third(thing)
@@ -339,6 +339,7 @@ def test_what_a_front_end_cannot_keep_is_refused_by_name(thing, capture, where, 
     assert repair in str(caught.value)
 
 
+@sampled(1)
 @pytest.mark.parametrize(("thing", "capture"), [(cast, "export"), (without_gradient, "dynamo")])
 def test_regions_are_kept_in_their_modules(thing, capture):
     require_exact(third(thing), capture)

@@ -142,6 +142,7 @@ def test_a_capture_that_fails_keeps_nothing(capture):
     assert not isinstance(causal(4), FakeTensor)
 
 
+@sampled(1)
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_methods_that_cache_and_properties_that_are_computed_once_are_exact(backward):
     model = nn.Sequential(Tabled(), nn.ReLU(), Tabled())

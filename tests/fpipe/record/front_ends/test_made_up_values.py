@@ -84,7 +84,7 @@ class Wrapped(nn.Module):
         return self.loss(*args)
 
 
-@sampled(2)
+@sampled(1)
 @BACKWARDS
 @pytest.mark.parametrize(
     "loss", [_with_numpy, _with_lists, _with_a_guard, _with_a_division, _with_equality, _with_a_best_index]

@@ -204,7 +204,7 @@ REBUILT = [
 ]
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(("what", "backward"), by_day(REBUILT, 2))
 def test_a_rebuilt_pipeline_computes_the_changed_model(what, backward):
     pipe, model, loss, x, y = build(backward)
@@ -215,6 +215,7 @@ def test_a_rebuilt_pipeline_computes_the_changed_model(what, backward):
     assert fpipe.verify(again, model, (x,), y).eager
 
 
+@sampled(1)
 @pytest.mark.parametrize("backward", WAYS)
 def test_a_deleted_model_is_freed_and_not_compared(backward):
     pipe, model, loss, x, y = build(backward)

@@ -27,6 +27,7 @@ def counted_loss(weight):
     return loss, change
 
 
+@sampled(1)
 @pytest.mark.parametrize("backward", WAYS)
 def test_changing_what_a_loss_closes_over_is_an_error(backward):
     loss, change = counted_loss(1.0)
@@ -76,7 +77,7 @@ def test_changing_a_loss_module_is_an_error(backward):
         run_step(pipe, model, x, y)
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("capture", ["export", "dynamo", "fx"])
 def test_front_ends_that_make_a_graph_notice_every_change(capture, monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 2))

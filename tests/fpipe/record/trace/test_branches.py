@@ -410,7 +410,7 @@ CASES = {
 }
 
 
-@sampled(2)
+@sampled(1)
 @covering(case=CASES, backward=["autograd", "graph"])
 def test_branches_draw_what_one_device_draws(case, backward):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(*case), nn.Linear(WIDTH, WIDTH))
@@ -469,7 +469,7 @@ class Around(nn.Module):
         return self.last(self.drop(self.reading(x)))
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("around", AROUND)
 def test_a_module_that_is_cut_inside_draws_as_one_that_is_not(around, monkeypatch):
     """Draws, also those of a recomputed checkpoint, and statistics are those of the eager run."""

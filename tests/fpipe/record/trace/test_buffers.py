@@ -371,7 +371,7 @@ def test_buffers_reassigned_in_any_way_have_the_values_of_one_device(made, kind,
 # -------------------------------------------------------------------------------------------------------------- caches
 
 
-@sampled(2)
+@sampled(1)
 @covering(cache=CACHES, backward=["autograd", "graph"])
 def test_a_cache_in_a_buffer_may_grow(cache, backward):
     """In a module that runs as a whole and in one that is cut, for every size; a step returns it as it was passed."""
@@ -538,6 +538,7 @@ REFUSED = {
 }
 
 
+@sampled(6)
 @pytest.mark.parametrize("name", REFUSED)
 def test_buffers_that_cannot_be_carried_are_refused_by_name(name):
     change, message = REFUSED[name]

@@ -135,7 +135,7 @@ def count_runs(case, runs, how):
     return times, operators.called
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(("around", "how"), in_turn([name for name in AROUND if name != "plain"], HOWS))
 def test_a_function_that_a_module_checkpoints_runs_twice(how, around):
     """The second time up to where all is there that the backward needs: not the last sine."""
@@ -147,7 +147,7 @@ def test_a_function_that_a_module_checkpoints_runs_twice(how, around):
     assert called[aten.addmm.default] == (1 if "products" in around else 2) * 2 * CALLS
 
 
-@sampled(2)
+@sampled(1)
 @every
 def test_a_stage_that_the_schedule_recomputes_runs_twice(how):
     case, runs = case_of("plain")
@@ -158,7 +158,7 @@ def test_a_stage_that_the_schedule_recomputes_runs_twice(how):
         assert called[aten.addmm.default] == called[aten.sin.default] == 2 * count
 
 
-@sampled(2)
+@sampled(1)
 @hooks_are_bypassed
 @pytest.mark.parametrize(("around", "name"), PAIRS)
 def test_checkpoints_in_a_recomputed_stage_run_three_times(around, name):
@@ -238,7 +238,7 @@ def verify(model, name, backward):
     require_eager(model, (x,), y, seed=3, cuts=cuts, schedule=how, backward=backward)
 
 
-@sampled(2)
+@sampled(1)
 @covering(how=[*SMALL], backward=["autograd", "graph"])
 def test_a_stage_may_begin_with_a_checkpoint_whose_first_calls_compute_nothing(how, backward):
     def around(model, block, x):
@@ -290,6 +290,7 @@ def gradients(model, backward, seed):
     return step.grads
 
 
+@sampled(1)
 @BACKWARDS
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_parameters_in_a_reentrant_checkpoint_without_differentiable_inputs_get_no_gradient(backward):
@@ -298,6 +299,7 @@ def test_parameters_in_a_reentrant_checkpoint_without_differentiable_inputs_get_
     verify(model, "1F1B", backward)
 
 
+@sampled(1)
 @BACKWARDS
 def test_a_reentrant_checkpoint_under_autocast_casts_in_both_runs(backward):
     def around(model, block, x):

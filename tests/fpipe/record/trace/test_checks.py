@@ -89,6 +89,7 @@ def test_questions_about_tensors_are_answered_as_on_one_device(name, cut, backwa
     assert_same(run(pipe, model, (x,), y), loop(model, mse, (x,), y, 3))
 
 
+@sampled(5)
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_questions_that_cannot_be_answered_are_refused(name, backward):
@@ -228,6 +229,7 @@ def build_layer(change, backward, layer=Layer, **more):
     return staged(model, (x,), y, backward=backward, **more), model, (x,), y
 
 
+@sampled(7)
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("more", [{"cuts": ["1"]}, {"cuts": ["2"], "unsplittable": ["1"]}], ids=["cut", "whole"])
 @pytest.mark.parametrize("change", CHANGES)

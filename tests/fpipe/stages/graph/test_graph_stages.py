@@ -25,7 +25,7 @@ from tests.common.unusual_models import MODELS
 from tests.common.written_layers import WRITTEN, Written, gelu
 from tests.common.zoo import ZOO
 
-pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.*_flat_weights")
 
 HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=2), "ZB-V": zb_v(ranks=2, microbatches=2)}
 
