@@ -54,7 +54,7 @@ def widen(params, inputs):
     """Reads anything, returns a dict with a constant in it."""
     x = sum(leaf.sum(1, keepdim=True) if leaf.dim() > 1 else leaf for leaf in tensors_of(inputs))
     h = torch.tanh(x * params["a"][0] + params["a"][1])
-    return {"h": h, "twice": (2 * h, x), "kind": "wide"}
+    return {"h": h, "twice": (2 * h, x * torch.ones_like(h)), "kind": "wide"}
 
 
 def mix(params, inputs):
