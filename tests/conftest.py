@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, Phase, settings
 from tests.common.sizes import drop_by_day
 
 torch.set_num_threads(1)
+if "TEST_DEVICE" in os.environ:  # tests in one process make models and batches there
+    torch.set_default_device(os.environ["TEST_DEVICE"])
+    torch.use_deterministic_algorithms(True)
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 PHASES = [phase for phase in Phase if phase is not Phase.explain]  # which traces every line, and explains little

@@ -24,19 +24,39 @@ import torch.distributed as dist
 FOLDER: Final = "BENCHMARK_FOLDER"
 
 
+class Unfinished(RuntimeError):
+    """A job failed, or was stopped; `found` are the last reports of its ranks, those that wrote one."""
+
+    def __init__(self, why: str, found: list[Any]) -> None:
+        super().__init__(why)
+        self.found = found
+
+
 def start(module: str, count: int, *arguments: object, **environment: str) -> list[Any]:
     """Run `python -m module *arguments` as `count` ranks with one thread each, and return what each has reported."""
     return start_within(None, module, count, *arguments, **environment)
 
 
 def start_within(limit: float | None, module: str, count: int, *arguments: object, **environment: str) -> list[Any]:
-    """Do the same; raise `subprocess.TimeoutExpired` after `limit` seconds."""
+    """Do the same; raise `Unfinished` if a rank fails, or after `limit` seconds."""
     with TemporaryDirectory() as folder:
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         command = [sys.executable, "-m", *torchrun, "-m", module, *map(str, arguments)]
         own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", FOLDER: folder}
-        subprocess.run(command, check=True, timeout=limit, env={**os.environ, **own, **environment})
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
+        why = ""
+        with subprocess.Popen(command, env={**os.environ, **own, **environment}) as job:
+            try:
+                if code := job.wait(limit):
+                    why = f"exit code {code}; its output says why"
+            except subprocess.TimeoutExpired:
+                why = f"not finished after {limit:.0f} s"
+            finally:
+                job.terminate()  # torchrun stops its ranks then
+        paths = [Path(folder) / f"{rank}.json" for rank in range(count)]
+        found = [json.loads(path.read_text()) for path in paths if path.exists()]
+    if why:
+        raise Unfinished(f"{module} with {count} ranks: {why}", found)
+    return found
 
 
 def inside() -> bool:

@@ -22,6 +22,7 @@ Runs when fpipe is imported; its functions run where they are used.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
@@ -335,8 +336,12 @@ is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrap
 foreach_add_: Any = torch._foreach_add_
 foreach_norm: Any = torch._foreach_norm
 
-set_thread_local: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
-"""Stores a value for this thread; torch passes it to the threads in which it runs a backward for this one."""
+
+def set_thread_local(key: str, value: Any) -> None:
+    """Store a value for this thread; torch passes it to the threads in which it runs a backward for this one."""
+    if VERSION < (2, 12):  # torch takes the caller's reference there, and drops it when the value is replaced
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
 
 
 def setting_getter(name: str) -> Callable[..., Any]:
