@@ -357,7 +357,7 @@ def measure(name: str) -> list[Finding]:
     start = time.perf_counter()
     try:
         found = ranks.start_within(LIMIT, "benchmarks.gpu", PARTS[name].ranks, name, **({} if DRY else SHARED))[0]
-    except ranks.Unfinished as error:
+    except ranks.UnfinishedError as error:
         found = [*(error.found or [[]])[0], ("**unfinished**", str(error))]
     return [*[Finding(*row) for row in found], Finding("seconds", figure(time.perf_counter() - start))]
 

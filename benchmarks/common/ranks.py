@@ -24,7 +24,7 @@ import torch.distributed as dist
 FOLDER: Final = "BENCHMARK_FOLDER"
 
 
-class Unfinished(RuntimeError):
+class UnfinishedError(RuntimeError):
     """A job failed, or was stopped; `found` are the last reports of its ranks, those that wrote one."""
 
     def __init__(self, why: str, found: list[Any]) -> None:
@@ -38,7 +38,7 @@ def start(module: str, count: int, *arguments: object, **environment: str) -> li
 
 
 def start_within(limit: float | None, module: str, count: int, *arguments: object, **environment: str) -> list[Any]:
-    """Do the same; raise `Unfinished` if a rank fails, or after `limit` seconds."""
+    """Do the same; raise `UnfinishedError` if a rank fails, or after `limit` seconds."""
     with TemporaryDirectory() as folder:
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         command = [sys.executable, "-m", *torchrun, "-m", module, *map(str, arguments)]
@@ -55,7 +55,7 @@ def start_within(limit: float | None, module: str, count: int, *arguments: objec
         paths = [Path(folder) / f"{rank}.json" for rank in range(count)]
         found = [json.loads(path.read_text()) for path in paths if path.exists()]
     if why:
-        raise Unfinished(f"{module} with {count} ranks: {why}", found)
+        raise UnfinishedError(f"{module} with {count} ranks: {why}", found)
     return found
 
 

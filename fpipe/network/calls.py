@@ -30,6 +30,7 @@ from fpipe.network.groups import Control, World
 from fpipe.network.lookout import Lookout
 from fpipe.network.ranks import Fields
 from fpipe.network.standing import Standing
+from fpipe.network.trail import Trail
 from fpipe.network.waiting import Awaited, BrokenWaitError, destroy_groups, list_closed
 from schedules.errors import describe_error
 
@@ -49,9 +50,10 @@ class SharedCalls:
         timeout: timedelta,
         release: Callable[[], None],
         owned: Callable[[], Iterable[dist.ProcessGroup]],
+        trail: Trail | None = None,
     ) -> None:
         self.table, self.owned, self.count = table, owned, 0
-        self.lookout = Lookout(Board.of(table.group), table.processes, timeout, release)
+        self.lookout = Lookout(Board.of(table.group), table.processes, timeout, release, trail)
         self.situation = self.lookout.situation
 
     @contextmanager
@@ -63,7 +65,9 @@ class SharedCalls:
         self.count += 1
         with self.lookout.on_duty(f"{call} (call {self.count})"):
             try:
+                self.lookout.require_uncut()
                 yield
+                self.lookout.require_uncut()
             except BrokenWaitError as error:
                 raise self._learn(error.awaited) from error.__cause__
             except BaseException as error:

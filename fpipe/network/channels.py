@@ -316,9 +316,9 @@ class DistributedTransport:
         for group in {*self.groups, *others}:
             break_group(group)
 
-    def close(self, others: Iterable[dist.ProcessGroup]) -> None:
-        """Destroy the groups of all channels, and these; drop what is cached."""
-        destroy_groups([*self.groups, *others])
+    def close(self) -> None:
+        """Destroy the groups of all channels; drop what is cached."""
+        destroy_groups(self.groups)
         self.channels.clear()
         if self.trail is not None:
             self.trail.clear()

@@ -26,13 +26,12 @@ from fpipe.errors import TransportError
 from fpipe.network import measurements
 from fpipe.network.calls import SharedCalls
 from fpipe.network.channels import DistributedTransport
-from fpipe.network.groups import GRACE, Control, Creator, choose_timeout, find_mesh_group
+from fpipe.network.groups import GRACE, RESULTS, Control, Creator, choose_timeout, share_group
 from fpipe.network.ranks import Fields, Ranks, claim_turn, require_unclosed
 from fpipe.network.waiting import Line, PendingWorks, Waitable, await_all, reporting
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.transport import Route, Transport
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.torch_private import process_groups
 
 
 class DistributedRanks(Ranks):
@@ -55,7 +54,7 @@ class DistributedRanks(Ranks):
         everyone: list[list[int]],
         creator: Creator,
     ) -> None:
-        self.group, self.device, before = group, device, [*process_groups()]
+        self.group, self.device = group, device
         self.ranks = (dist.get_rank(group),)
         self.processes = tuple(dist.get_process_group_ranks(group))
         self.ranks_of = {process: rank for one in replicas for rank, process in enumerate(one)}
@@ -63,20 +62,20 @@ class DistributedRanks(Ranks):
         (members,) = [one for one in everyone if dist.get_rank() in one]
         self.control = Control.of(members, everyone, timeout + GRACE, creator)
         self.places = tuple(self.control.processes.index(process) for process in self.processes)
-        self.own_groups = [self.control.group]
+        on_device = timeout + GRACE, dist.get_backend(group), device, creator
         if device.type == "cpu":
-            self.results = Control.of(list(self.processes), replicas, timeout + GRACE, creator).group
+            self.results = Control.of([*self.processes], replicas, timeout + GRACE, creator).group
             self.everyone = self.control.group
-            self.own_groups.append(self.results)
         else:
-            self.results, self.everyone = group, find_mesh_group(self.control, group, everyone, device, creator)
+            self.results = share_group(RESULTS, [*self.processes], replicas, *on_device)
+            self.everyone = share_group(RESULTS, members, everyone, *on_device)
+        self.own_groups = [*dict.fromkeys((self.control.group, self.results, self.everyone))]
         self.transport = DistributedTransport(group, device, replicas, timeout + GRACE)
         release = partial(self.transport.release, self.own_groups)
         own, transport = self.own_groups, self.transport
-        self.calls = SharedCalls(self.control, timeout, release, lambda: [*own, *transport.groups])
+        self.calls = SharedCalls(self.control, timeout, release, lambda: [*own, *transport.groups], transport.trail)
         weakref.finalize(self, self.calls.lookout.stop)
-        made = [group for group in (self.everyone,) if group not in {*before, self.results, self.control.group}]
-        self.connection = weakref.finalize(self, self.transport.close, made)
+        self.connection = weakref.finalize(self, self.transport.close)
         self.connection.atexit = False  # the process ends anyway
 
     @contextmanager
@@ -114,6 +113,7 @@ class DistributedRanks(Ranks):
         try:
             self.transport.trail.read()
         except TransportError as error:
+            self.calls.lookout.require_uncut()
             self.calls.refuse(error, "a message of the last step was another than expected")
             raise
 
@@ -154,9 +154,8 @@ class DistributedRanks(Ranks):
                 wait(posted)
                 if trail is not None and (overdue := trail.find_overdue()) is not None:
                     wait(overdue)
+                    overdue.compare()
         except StopIteration as stop:
-            if trail is not None:
-                trail.close_lap()
             situation.execution = None
             return [{rank: stop.value}]
 

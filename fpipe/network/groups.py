@@ -157,6 +157,7 @@ def _discard(made: object) -> None:
     destroy_groups(cast("dist.ProcessGroup", one) for one in groups if one is not dist.group.WORLD)
 
 
+CONTROL, RESULTS = "control group", "group of results"
 GRACE: Final = timedelta(minutes=1)
 """How much later than a rank its groups give up, so that the rank has time to find out why."""
 
@@ -181,24 +182,17 @@ class Control(NamedTuple):
     def of(cls, world: list[int], replicas: list[list[int]], timeout: timedelta, creator: Creator) -> Control:
         """Return the group of the processes `world`, one of `replicas`; every process of the job must call this.
 
-        Raise `BrokenWaitError` if one does not.
-
-        Pipelines on the same processes share the group, so that ranks that call different pipelines notice. It is
-        looked up by its description in torch's own table of process groups.
+        Raise `BrokenWaitError` if one does not. Pipelines on the same processes share the group, so that ranks that
+        call different pipelines notice.
         """
-        known = cls.find(world, replicas)
-        if known is not None:
-            return known
-        cpu = torch.device("cpu")
-        made = [creator.create_group(one, timeout, "gloo", cpu, _describe(one, replicas)) for one in replicas]
-        return cls(made[replicas.index(world)], world.index(dist.get_rank()), tuple(world))
+        group = share_group(CONTROL, world, replicas, timeout, "gloo", torch.device("cpu"), creator)
+        return cls(group, world.index(dist.get_rank()), tuple(world))
 
     @classmethod
     def find(cls, world: list[int], replicas: list[list[int]]) -> Control | None:
         """Return the group of these processes, if there is one."""
-        name = _describe(world, replicas)
-        groups = [known for known in process_groups() if known.group_desc == name]
-        return cls(groups[0], world.index(dist.get_rank()), tuple(world)) if groups else None
+        group = _find_group(CONTROL, world, replicas)
+        return None if group is None else cls(group, world.index(dist.get_rank()), tuple(world))
 
     @property
     def is_alive(self) -> bool:
@@ -273,10 +267,6 @@ class World(NamedTuple):
         return [row.cpu() for row in rows]
 
 
-def _describe(world: list[int], replicas: list[list[int]]) -> str:
-    return f"control group of {world} in {replicas}"
-
-
 def choose_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return how long a rank may keep others waiting: the group's timeout.
 
@@ -287,22 +277,37 @@ def choose_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout_of(world if group.group_desc.startswith("mesh_") else group, device)
 
 
-def find_mesh_group(
-    control: Control, group: dist.ProcessGroup, everyone: list[list[int]], device: torch.device, creator: Creator
+def share_group(
+    kind: str,
+    world: list[int],
+    replicas: list[list[int]],
+    timeout: timedelta,
+    backend: str,
+    device: torch.device,
+    creator: Creator,
 ) -> dist.ProcessGroup:
-    """Return the group, on the device's backend, of all processes that agree; `group` if those are its own.
+    """Return the group of the processes `world`, one of `replicas`, that pipelines on them share for one `kind` of use.
 
-    `everyone` lists these processes for each pipeline of the job.
+    Every process of the job must call this. The group is looked up by its description in torch's own table; it is not
+    the user's, so that it may be broken.
     """
-    if control.size == dist.get_world_size(group):
-        return group
-    if control.size == dist.get_world_size():
-        world = dist.group.WORLD
-        assert world is not None, "torch.distributed is initialized"
-        return world
-    found: dist.ProcessGroup | None = None
-    for members in everyone:
-        made = creator.create_group(members, timeout_of(group, device), dist.get_backend(group), device)
-        found = made if dist.get_rank() in members else found
-    assert found is not None, "this process is a member"
-    return found
+    known = _find_group(kind, world, replicas)
+    if known is not None:
+        return known
+    made = [creator.create_group(one, timeout, backend, device, _describe(kind, one, replicas)) for one in replicas]
+    group = made[replicas.index(world)]
+    if device.type != "cpu":  # its first collective waits for all of them: now, when all are here
+        byte, awaited = torch.zeros(1, dtype=torch.uint8, device=device), await_all(f"first byte of a {kind}", group)
+        with reporting(awaited):
+            work = dist.broadcast(byte, src=world[0], group=group, async_op=True)
+        creator.wait(PendingWorks([work], awaited))
+    return group
+
+
+def _find_group(kind: str, world: list[int], replicas: list[list[int]]) -> dist.ProcessGroup | None:
+    name = _describe(kind, world, replicas)
+    return next((known for known in process_groups() if known.group_desc == name), None)
+
+
+def _describe(kind: str, world: list[int], replicas: list[list[int]]) -> str:
+    return f"{kind} of {world} in {replicas}"

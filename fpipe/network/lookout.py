@@ -9,7 +9,12 @@ same wait is still on. If so, it looks at the board for the cause of a failure, 
 a slow peer. Once the timeout of the process group is over, it finds out who keeps all others waiting: it follows who
 waits for whom, to a rank that gives no sign of life, or that waits for nobody. To end a wait, it breaks the groups.
 
-Invariant: the thread asks the store only while a call is running, so that a process can end at any time between calls.
+An accelerator waits in place of the host, which goes on, and may leave the call. What the device has not passed yet is
+then a wait like any other (`fpipe.network.trail`). Once its groups are broken it goes on, with garbage: from then on,
+whatever the host does in a call raises.
+
+Invariant: the thread asks the store only while a call is running, or while the device still works on one, so that a
+process can end at any time between calls.
 
 Runs in every step, if ranks are separate processes; the thread does something only in calls that take long.
 """
@@ -30,7 +35,8 @@ from typing import Final
 from fpipe.errors import Cause
 from fpipe.network.board import PATIENCE, Board, Sign
 from fpipe.network.standing import Situation
-from fpipe.network.waiting import Awaited, Waitable
+from fpipe.network.trail import Trail
+from fpipe.network.waiting import Awaited, BrokenWaitError, Waitable
 
 SLICE: Final = 0.5  # seconds between two looks
 SILENCE: Final = 4 * SLICE  # a rank without a new sign of life for so long is silent
@@ -55,8 +61,9 @@ class Lookout:
     """The lookout of one rank.
 
     - `processes`: the numbers in the job of the ranks.
-    - `release`: breaks the groups of the pipeline.
+    - `release`: breaks the groups of the pipeline. `trail`: what its device has to do, if it has one.
     - `situation`: what the rank is doing. `vigil`: the wait that the thread has seen last.
+    - `latest`: what the rank waited for last in its call. `cut`: what was awaited when the groups were broken.
     """
 
     def __init__(
@@ -65,9 +72,12 @@ class Lookout:
         processes: Sequence[int],
         timeout: timedelta,
         release: Callable[[], None],
+        trail: Trail | None = None,
     ) -> None:
         self.board, self.processes, self.timeout = board, processes, timeout.total_seconds()
-        self.release, self.situation = release, Situation()
+        self.release, self.trail, self.situation = release, trail, Situation()
+        self.latest: Waitable | None = None
+        self.cut: Awaited | None = None
         self.vigil = Vigil(None, 0.0, FIRST_REPORT)
         self.is_over = False
         self.bell, self.string = socket.socketpair()
@@ -77,22 +87,35 @@ class Lookout:
         self.thread.start()
 
     def wait(self, posted: Waitable) -> None:
-        """Wait for it, in sight of the thread."""
-        self.situation.posted = posted
+        """Wait for it, in sight of the thread; raise `BrokenWaitError` if it will not come."""
+        self.situation.posted = self.latest = posted
         try:
             posted.wait()
         finally:
             self.situation.posted = None
+        self.require_uncut()
+
+    def require_uncut(self) -> None:
+        """Raise `BrokenWaitError` if the thread has broken the groups: what a device received since is garbage."""
+        if self.cut is not None:
+            raise BrokenWaitError(self.cut)
 
     @contextmanager
     def on_duty(self, call: str) -> Iterator[None]:
         """Return the context of a call: the thread looks around, and Ctrl-C ends a wait."""
         self.situation.enter(call)
+        self.latest = None
         try:
             with _ringing(self.string):
                 yield
+                self._close_lap()
         finally:
             self.situation.leave()
+
+    def _close_lap(self) -> None:
+        """Mark on the device the end of what a call has posted."""
+        if self.trail is not None and self.latest is not None:
+            self.trail.close_lap(self.latest.awaited)
 
     def stop(self) -> None:
         """End the thread.
@@ -112,16 +135,23 @@ class Lookout:
             except TimeoutError:
                 rung = b""
             with self.situation.looking:
-                if self.situation.is_running:
+                if self.situation.is_running or self._find_unfinished() is not None:
                     self._look(signal.SIGINT in rung and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
         self.bell.close()
 
+    def _find_unfinished(self) -> Waitable | None:
+        """Return what the device has not passed; `None` once the groups are broken, after which it passes anything."""
+        is_broken = self.cut is not None or bool(self.situation.failure)
+        return None if self.trail is None or is_broken else self.trail.find_unfinished()
+
     def _look(self, is_interrupted: bool) -> None:
         """Look whether the rank waits, and for how long; let the others know that it is alive."""
-        posted, now = self.situation.posted, monotonic()
+        posted, now = self.situation.posted or self._find_unfinished(), monotonic()
         if posted is not self.vigil.posted or posted is None:
             self.vigil = Vigil(posted, now, FIRST_REPORT)
         is_failed = self.board.read() is not None
+        if posted is None and is_failed and self.trail is not None:
+            posted = self.latest  # wherever the host waits for the device: here, in a loss, in torch
         awaited = None if posted is None else posted.awaited
         self.board.give_sign(self.situation.place, () if awaited is None else self.ranks_of(awaited))
         if posted is None or awaited is None:
@@ -130,6 +160,7 @@ class Lookout:
             self.board.publish(Cause(self.board.rank, self.situation.place, KeyboardInterrupt.__name__))
         is_over = is_failed or is_interrupted
         if is_over or self._is_too_long(awaited, now - self.vigil.since):
+            self.cut = awaited  # before it breaks: who sees garbage must see this
             posted.give_up()
             self.release()
 

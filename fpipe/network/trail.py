@@ -8,6 +8,7 @@ and hold the messages of all microbatches.
 Idea. Every few messages, their headers are copied into pinned memory behind all that was posted, with an event after
 them. The host reads them once the event is reached. It waits for an event only if there are two later ones: so it is
 ahead of the device by a few messages, whatever the number of microbatches, and never so few that the device runs dry.
+Each call ends with an event, too: until it is reached, the device may wait for other ranks, and the lookout with it.
 
 Invariant: each header is compared once. A wrong one is reported at the latest when the host waits for its event, else
 in the next call after it arrived.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -50,29 +52,32 @@ class Arrived(NamedTuple):
     awaited: Awaited
 
 
-PostCopy: TypeAlias = Callable[[Tensor], tuple[Tensor, Reached]]
-"""Posts a copy of a tensor into the host's memory; returns it, and the event after which it is there."""
+PostCopy: TypeAlias = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Reached]]
+"""Posts copies of tensors into the host's memory; returns them, and the event after which they are there."""
 
 
 class Lap:
-    """Some messages, in the order in which they were taken, their headers on the host, and the event after these."""
+    """Some messages, in the order in which they were taken, their headers on the host, and the event after these.
 
-    def __init__(self, messages: Sequence[Arrived], headers: Tensor, event: Reached) -> None:
-        self.messages, self.headers, self.event = messages, headers, event
+    `awaited`: what the device waits for last.
+    """
 
-    @property
-    def awaited(self) -> Awaited:
-        """The last message."""
-        return self.messages[-1].awaited
+    def __init__(
+        self, messages: Sequence[Arrived], headers: Sequence[Tensor], event: Reached, awaited: Awaited
+    ) -> None:
+        self.messages, self.headers, self.event, self.awaited = messages, headers, event, awaited
 
     def wait(self) -> None:
-        """Block until the device is done with these messages; raise `TransportError` if one is not the expected one."""
+        """Block until the device is done with these messages, or until their group is broken."""
         self.event.synchronize()
+
+    def compare(self) -> None:
+        """Raise `TransportError` if one of the messages, which must have arrived, is not the expected one."""
         for message, header in zip(self.messages, self.headers, strict=True):
             message.require(header)
 
     def give_up(self) -> None:
-        """Break the group of the last message."""
+        """Break the group of what the device waits for last."""
         break_group(self.awaited.group)
 
 
@@ -88,13 +93,16 @@ class Trail:
         """Add a message that was taken."""
         self.open.append(message)
         if len(self.open) == PER_LAP:
-            self.close_lap()
+            self.close_lap(message.awaited)
 
-    def close_lap(self) -> None:
-        """Post the copy of the headers since the last one."""
-        if self.open:
-            messages, self.open = self.open, []
-            self.laps.append(Lap(messages, *self.copy(torch.stack([one.header for one in messages]))))
+    def close_lap(self, awaited: Awaited) -> None:
+        """Post the copy of the headers since the last one, and the event after what the device waits for last."""
+        messages, self.open = self.open, []
+        self.laps.append(Lap(messages, *self.copy([one.header for one in messages]), awaited))
+
+    def find_unfinished(self) -> Lap | None:
+        """Return the first lap that the device has not passed; any thread may ask."""
+        return next((lap for lap in [*self.laps] if not lap.event.query()), None)
 
     def find_overdue(self) -> Lap | None:
         """Return what the host must wait for before it goes on, and drop it; `None` if it may go on."""
@@ -103,7 +111,7 @@ class Trail:
     def read(self) -> None:
         """Raise `TransportError` if a message that the device has passed is not the expected one; wait for nothing."""
         while self.laps and self.laps[0].event.query():
-            self.laps.popleft().wait()
+            self.laps.popleft().compare()
 
     def clear(self) -> None:
         """Drop what was not compared."""
@@ -113,13 +121,16 @@ class Trail:
 
 def make_trail(device: torch.device) -> Trail | None:
     """Return a new trail for a rank's device; `None` for a CPU, where headers are compared at once."""
-    return None if device.type == "cpu" else Trail(post_copy)
+    return None if device.type == "cpu" else Trail(partial(post_copy, device))
 
 
-def post_copy(tensor: Tensor) -> tuple[Tensor, Reached]:
-    """Post a copy of a device's tensor into pinned memory; return it, and the event after which it is there."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    event = torch.Event(tensor.device)
-    event.record(torch.accelerator.current_stream(tensor.device))
+def post_copy(device: torch.device, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Reached]:
+    """Post copies of a device's equal-sized tensors into pinned memory; return them, and the event after these."""
+    host: Sequence[Tensor] = ()
+    if tensors:
+        stacked = torch.stack([*tensors])
+        pinned = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+        host = pinned.copy_(stacked, non_blocking=True).unbind()
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
     return host, event

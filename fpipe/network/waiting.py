@@ -74,6 +74,7 @@ class PendingWorks:
         with reporting(self.awaited):
             for work in self.works:
                 work.wait()
+        self.works = ()
 
     def give_up(self) -> None:
         """Break the group."""

@@ -24,9 +24,9 @@ class Clock:
     def __init__(self):
         self.events, self.waits = [], 0
 
-    def copy(self, tensor):
+    def copy(self, tensors):
         self.events.append(Event(self))
-        return tensor.clone(), self.events[-1]
+        return [tensor.clone() for tensor in tensors], self.events[-1]
 
 
 class Event:

@@ -27,6 +27,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import KINDS, Action, B, F, Link, one_f_one_b, simulate, zb_h1
 from tests.common import collectives
 from tests.common.growth import build_small, require_no_growth, uncollected
+from tests.common.late_device import late_device, late_results
 from tests.common.loops import loop
 from tests.common.running import build
 from tests.common.scripts import SCHEDULES, SCRIPTS, require_same_training
@@ -492,12 +493,47 @@ def a_head_that_is_read_late(rank, size):
     if rank == 1:
         trail = pipe.ranks.transport.trail = Trail(lambda headers: (headers, Reached()))
         trail.add(Arrived(came.header, awaited.require, Awaited("0SEND_F2>1", (0,), None)))
-        trail.close_lap()
+        trail.close_lap(trail.open[0].awaited)
     with raises(fpipe.TransportError, "got 0SEND_F3>1 of 0 bytes, expected that of 1RECV_F2<0"):
         step(*state, inputs, targets)
     if rank == 1:
         with raises(fpipe.TransportError, "got a pipeline that failed midway"):
             step(*state, inputs, targets)
+
+
+@case(sizes=[2])
+def a_rank_fails_while_another_waits_for_its_device(rank, size):
+    """Whoever waits for a device hears of it, in a call and after it; all name the first cause, and can go on."""
+    one, how = ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4)
+    boom = raises(ValueError, "boom") if rank == 1 else raises(fpipe.RankError, "rank 1", "ValueError: boom")
+    fourth = list(how.actions(1))[3]
+
+    def record(span):
+        if rank == 1 and span.action == fourth:
+            raise ValueError("boom")
+
+    with late_device():
+        pipe, model, inputs, targets = build(one, how, 8)
+        with boom:
+            fpipe.value_and_grad(pipe, record=record)(*pipe.init(model), inputs, targets)
+    with late_device() as device:
+        pipe, *_ = build(one, how, 8)
+        state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+        step(*state, inputs, targets)
+        if rank == 1:
+            with patch.object(pipe.ranks, "broadcast", side_effect=ValueError("boom")), boom:
+                step(*state, inputs, targets)
+        else:
+            with late_results(pipe, device):
+                step(*state, inputs, targets)
+            device.synchronize()
+            assert device.is_broken
+            with boom:
+                step(*state, inputs, targets)
+        with raises(fpipe.TransportError, "got a pipeline that failed midway"):
+            step(*state, inputs, targets)
+    pipe, *_ = build(one, how, 8)
+    fpipe.verify(pipe, model, inputs, targets)
 
 
 @case(sizes=[])

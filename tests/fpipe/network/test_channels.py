@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from fpipe import TransportError
 from fpipe.network.channels import LINE, ON_DEVICE, SMALL_BYTES, DistributedChannel, Envelope
 from fpipe.network.trail import AHEAD, PER_LAP, Trail
+from fpipe.network.waiting import Awaited
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
 from schedules import parse
@@ -17,6 +18,7 @@ from tests.common.waits import Clock
 
 CPU = torch.device("cpu")
 MESSAGE = parse("0SEND_F3>1")
+END = Awaited("result of a step (call 1)", (1,), None)
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8]), max_size=3).map(tuple)
 LARGE = st.sampled_from([(SMALL_BYTES // 4,), (SMALL_BYTES // 4 + 1,), (2, SMALL_BYTES // 8, 3)])
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
@@ -140,18 +142,33 @@ def test_the_host_is_a_few_messages_ahead_of_its_device(rounds):
         exchange(trail, [MESSAGE])
         if (overdue := trail.find_overdue()) is not None:
             overdue.wait()
+            overdue.compare()
         assert len(trail.open) + PER_LAP * len(trail.laps) <= PER_LAP * (AHEAD + 1)
     assert clock.waits == max(0, rounds - AHEAD)
-    trail.close_lap()
-    trail.close_lap()
     assert len(clock.events) == rounds, "nothing is left"
+    trail.close_lap(END)
+    assert trail.laps[-1].event is clock.events[-1]
+    assert (trail.laps[-1].awaited, [*trail.laps[-1].messages]) == (END, [])
+
+
+def test_what_a_device_has_not_passed_is_known():
+    clock = Clock()
+    trail = Trail(clock.copy)
+    exchange(trail, [MESSAGE] * (PER_LAP + 1))
+    trail.close_lap(END)
+    first, last = clock.events
+    assert trail.find_unfinished().event is first
+    first.reached = True
+    assert trail.find_unfinished().awaited == END
+    last.reached = True
+    assert trail.find_unfinished() is None
 
 
 def test_a_wrong_message_is_refused_when_the_host_waits_for_its_device():
     trail = Trail(Clock().copy)
     exchange(trail, [parse("0SEND_F2>1")] + [MESSAGE] * (3 * PER_LAP - 1), [MESSAGE] * 3 * PER_LAP)
     with pytest.raises(TransportError, match="got 0SEND_F2>1"):
-        trail.find_overdue().wait()
+        trail.find_overdue().compare()
 
 
 def test_bytes_that_are_not_a_message_are_refused():

@@ -15,9 +15,11 @@ from fpipe.network import lookout as module
 from fpipe.network.board import Board
 from fpipe.network.lookout import Lookout
 from fpipe.network.standing import Situation, Standing
-from fpipe.network.waiting import Awaited
+from fpipe.network.trail import Trail
+from fpipe.network.waiting import Awaited, BrokenWaitError
 
 HOUR = timedelta(hours=1)
+SILENT = "no sign of life from it since, within the timeout of {} s"
 CAUSE = Cause(2, "a step (call 1), position 3, 2F1", "ValueError: one")
 
 
@@ -45,9 +47,9 @@ def start(quick):
     """A function that returns the lookout of rank 0 of 3, a wait that it may end, and its store."""
     started = []
 
-    def begin(timeout=HOUR):
+    def begin(timeout=HOUR, trail=None):
         posted, store = Posted(), dist.HashStore()
-        lookout = Lookout(Board(lambda: store, 0, 3, 0), (10, 11, 12), timeout, lambda: None)
+        lookout = Lookout(Board(lambda: store, 0, 3, 0), (10, 11, 12), timeout, lambda: None, trail)
         started.append(lookout)
         return lookout, posted, store
 
@@ -59,9 +61,88 @@ def start(quick):
 def test_a_failure_elsewhere_ends_a_wait(start):
     lookout, posted, store = start()
     Timer(0.1, Board(lambda: store, 2, 3, 0).publish, [CAUSE]).start()
-    with lookout.on_duty("a step (call 1)"):
+    with lookout.on_duty("a step (call 1)"), pytest.raises(BrokenWaitError, match="1SEND_B0>0"):
         lookout.wait(posted)
     assert lookout.board.found == CAUSE
+
+
+class AtOnce(Posted):
+    """A wait for process 11 on a device: the host goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.given_up = Event()
+
+    def wait(self):
+        """The device waits."""
+
+    def give_up(self):
+        self.given_up.set()
+
+
+class Stuck:
+    """An event that a device reaches once it does not wait any more."""
+
+    def __init__(self, posted):
+        self.posted = posted
+
+    def query(self):
+        return self.posted.given_up.is_set()
+
+
+@pytest.fixture
+def stuck(start):
+    """A lookout whose device waits for process 11 after a call, what it waits for, and the store."""
+
+    def begin(timeout=HOUR):
+        posted = AtOnce()
+        lookout, _, store = start(timeout, Trail(lambda headers: (headers, Stuck(posted))))
+        with lookout.on_duty("a step (call 1)"):
+            lookout.wait(posted)
+        (lap,) = lookout.trail.laps
+        lap.give_up = posted.give_up  # it would break a group
+        return lookout, posted, store
+
+    return begin
+
+
+def test_a_failure_elsewhere_ends_the_wait_of_a_device_wherever_its_host_is(start):
+    posted = AtOnce()
+    lookout, _, store = start(trail=Trail(lambda headers: (headers, Stuck(posted))))
+    with lookout.on_duty("a step (call 1)"):
+        lookout.wait(posted)
+        Board(lambda: store, 2, 3, 0).publish(CAUSE)
+        assert posted.given_up.wait(5)
+        with pytest.raises(BrokenWaitError, match="1SEND_B0>0"):
+            lookout.require_uncut()
+    assert lookout.board.found == CAUSE
+
+
+def test_a_failure_elsewhere_ends_the_wait_of_a_device_after_a_call(stuck):
+    lookout, posted, store = stuck()
+    Event().wait(0.2)
+    assert not posted.given_up.is_set()
+    Board(lambda: store, 2, 3, 0).publish(CAUSE)
+    assert posted.given_up.wait(5)
+    with pytest.raises(BrokenWaitError, match="1SEND_B0>0"):
+        lookout.require_uncut()
+
+
+def test_a_device_that_waits_too_long_after_a_call_is_freed(stuck):
+    lookout, posted, _ = stuck(timedelta(seconds=0.5))
+    assert posted.given_up.wait(5)
+    assert lookout.board.found == (1, "outside of fpipe, or stopped", SILENT.format(0.5))
+
+
+def test_once_a_device_is_done_nobody_asks_the_store(stuck):
+    lookout, posted, store = stuck()
+    posted.give_up()
+    Event().wait(0.2)
+    other = Board(lambda: store, 1, 3, 0)
+    last = other.last_sign(0)
+    Event().wait(0.2)
+    assert other.last_sign(0) == last
+    lookout.require_uncut()
 
 
 def test_a_rank_that_waits_and_one_that_computes_give_signs_of_life(start):
@@ -131,14 +212,10 @@ def test_the_one_who_keeps_all_waiting_is_given_up(start):
             one.give_sign("a step (call 1), position 5, 1B0", (2,))
 
     Timer(0, live).start()
-    with lookout.on_duty("a step (call 1)"):
+    with lookout.on_duty("a step (call 1)"), pytest.raises(BrokenWaitError):
         lookout.wait(posted)
     over.set()
-    assert lookout.board.found == (
-        2,
-        "outside of fpipe, or stopped",
-        "no sign of life from it since, within the timeout of 0.5 s",
-    )
+    assert lookout.board.found == (2, "outside of fpipe, or stopped", SILENT.format(0.5))
 
 
 def test_control_c_ends_a_wait(start):
