@@ -42,19 +42,21 @@ VERSIONS ?= 2.12 2.15
 
 versions: $(VERSIONS:%=.venv-%/tested)
 
-.venv-%/tested: pyproject.toml
+EXTRAS := .[testing,solver,integrations]
+
+.venv-%/tested: pyproject.toml tests/requirements.txt
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/pip install --quiet 'torch==$*.*' $(OLDEST) --editable '.[tests]'
+	.venv-$*/bin/pip install --quiet 'torch==$*.*' $(OLDEST) --requirement tests/requirements.txt --editable '$(EXTRAS)'
 	OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n auto --dist worksteal
 	touch $@
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml constraints.txt tests/requirements.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[tests]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --requirement tests/requirements.txt --editable '$(EXTRAS)'
 	touch $@
 
 .venv/documented: .venv/installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[tests,docs]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --requirement docs/requirements.txt
 	touch $@
 
 clean:

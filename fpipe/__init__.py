@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functional, JAX-style pipeline parallelism for PyTorch, bit for bit equal to one device."""
 
+import fpipe.companion  # noqa: F401 (before anything imports schedules)
+
+# isort: split
 from fpipe.api import evaluate, pipeline, reference, value_and_grad, verify
 from fpipe.checkpoints.export import export
 from fpipe.checkpoints.load import Checkpoint, load
@@ -51,8 +54,7 @@ from fpipe.training.train_step import train_step
 from fpipe.verification.comparison import Verification
 from fpipe.verification.nonfinite import NonFinite, find_nonfinite
 from fpipe.weights.safetensors import safetensors
-
-__version__ = "0.1.0"
+from schedules import __version__
 
 __all__ = [
     "CaptureError",

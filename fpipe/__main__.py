@@ -13,6 +13,7 @@ import argparse
 import sys
 from inspect import getdoc
 
+import fpipe
 from fpipe.planning.commands import add_plan, print_plan
 from schedules.commands.process import run_command
 
@@ -23,13 +24,32 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str] | None) -> int:
-    parser = argparse.ArgumentParser("python -m fpipe", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="plan")
+    parser = argparse.ArgumentParser(
+        "python -m fpipe",
+        usage="python -m fpipe COMMAND ...",
+        description=_USE,
+        formatter_class=argparse.RawTextHelpFormatter,
+        add_help=False,
+    )
+    parser.add_argument("--help", "-h", action="help", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"fpipe {fpipe.__version__}", help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS)
     add_plan(commands.add_parser("plan", description=getdoc(print_plan)))
     options = parser.parse_args(arguments)
     code: int = options.run(options)
     return code
 
+
+_USE = """Prepare a pipeline from a shell.
+
+  plan SUBJECT         choose cuts, schedule, recomputation and number of microbatches, and print the plan
+
+SUBJECT is file.py:function, where your function returns the arguments of fpipe.plan as a dict. The file is run. For
+example:
+
+  plan train.py:task --ranks 4 --memory 80GB
+
+Each command has its own help, as in plan --help; --version prints the version."""
 
 if __name__ == "__main__":
     sys.exit(main())

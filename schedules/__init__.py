@@ -76,6 +76,8 @@ from schedules.transforms.split import merge_backward, split_backward
 from schedules.transforms.transform import transform
 from schedules.transforms.update import update_weights
 
+__version__ = "0.1.0"
+
 __all__ = [
     "drawing",
     "KINDS",

@@ -16,6 +16,7 @@ from inspect import getdoc
 from math import inf
 from types import MappingProxyType
 
+from schedules import __version__
 from schedules.commands.compare import report_comparison
 from schedules.commands.options import add_costs, add_files, add_subjects, parse_number
 from schedules.commands.process import run_command
@@ -32,9 +33,15 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     parsers = _make_parsers()
     usage = argparse.ArgumentParser(
-        "python -m schedules", description=_USE, formatter_class=argparse.RawTextHelpFormatter
+        "python -m schedules",
+        usage="python -m schedules COMMAND ...",
+        description=_USE,
+        formatter_class=argparse.RawTextHelpFormatter,
+        add_help=False,
     )
-    usage.add_argument("command", choices=parsers, metavar=" | ".join(parsers))
+    usage.add_argument("--help", "-h", action="help", help=argparse.SUPPRESS)
+    usage.add_argument("--version", action="version", version=f"schedules {__version__}", help=argparse.SUPPRESS)
+    usage.add_argument("command", choices=parsers, help=argparse.SUPPRESS)
     parser = parsers[usage.parse_args(words[:1]).command]
     options = parser.parse_intermixed_args(words[1:])
     code: int = options.run(options)
@@ -64,7 +71,9 @@ Each command has its own help: show --help. For example:
 
   show interleaved_1f1b chunks=3 --ranks 4 --microbatches 12
   simulate one_f_one_b split_backward --B 2.1 --svg timeline.svg
-  compare gpipe one_f_one_b mine.py:zigzag --memory 4"""
+  compare gpipe one_f_one_b mine.py:zigzag --memory 4
+
+--version prints the version."""
 _NAME = """
 
 NAME is a built-in schedule, file.py:function, or a .csv file. Parameters follow the name, as in chunks=2; then come

@@ -164,7 +164,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def require_savable(where: str, tensor: Tensor) -> None:
     """Raise `InputError` unless a safetensors file can hold such a tensor."""
-    require_library()
     from safetensors.torch import save
 
     try:
@@ -184,7 +183,6 @@ def require_savable(where: str, tensor: Tensor) -> None:
 
 def open_safetensors(path: Path) -> Any:
     """Return the open file, as a context manager."""
-    require_library()
     require_regular(path)
     _require_bearable_header(path)
     from safetensors import safe_open
@@ -200,17 +198,6 @@ def _require_bearable_header(path: Path) -> None:
             f"{path}: got a header of {size} bytes, expected at most {MOST_HEADER}, which is enough for some 200,000 "
             "tensors. Split the file."
         )
-
-
-def require_library() -> None:
-    """Raise `InputError` if the library safetensors is not installed."""
-    try:
-        import safetensors.torch  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            "*.safetensors: got no library safetensors, expected it to be installed. Run pip install "
-            "'fpipe[safetensors]'."
-        ) from error
 
 
 @contextmanager

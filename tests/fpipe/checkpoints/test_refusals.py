@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import zlib
 from pathlib import Path
 
@@ -441,9 +440,3 @@ def test_files_that_are_not_there_are_not_committed(pipe, run, saved, monkeypatc
         fpipe.save(pipe, saved, **run)
     monkeypatch.undo()
     assert {name: data for name, data in contents(saved).items() if not name.startswith("save-2")} == before
-
-
-def test_the_library_is_named_if_it_is_missing(pipe, run, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(fpipe.InputError, match=r"got no library safetensors.*pip install 'fpipe\[safetensors\]'"):
-        fpipe.save(pipe, tmp_path, **run)

@@ -2,7 +2,6 @@
 """Safetensors files: one mapping, of which nothing is read but what is asked for; and back."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -139,9 +138,3 @@ def test_a_missing_file_is_named(folder):
     assert torch.equal(found["a"], A["a"])
     with pytest.raises(fpipe.InputError, match=r"model-2.safetensors: got FileNotFoundError"):
         found["c"]
-
-
-def test_the_library_is_named_if_it_is_missing(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(fpipe.InputError, match=r"got no library safetensors.*pip install 'fpipe\[safetensors\]'"):
-        fpipe.safetensors(folder)
