@@ -23,7 +23,7 @@ Runs when fpipe is imported; its functions run where they are used.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
 from operator import attrgetter
@@ -323,6 +323,8 @@ INNER_TRANSFORMS: Final = (
 """The functions that torch.func's transforms call, for those that cannot be replaced under their public names."""
 fused_encoder_layer: Any = torch._transformer_encoder_layer_fwd
 CheckpointHook: Any = checkpoint._checkpoint_hook
+CheckpointInputs: Any = getattr(checkpoint, "_NoopSaveInputs", None)
+"""The autograd function with which `checkpoint` saves its arguments, before torch 2.13."""
 FUNCTORCH: Final = "torch._functorch"
 """The package of the operators that torch.func leaves in graphs."""
 
@@ -360,6 +362,12 @@ def read_checkpoint(
         return function, given[count:], named, dict(zip(settings, given[:count], strict=True))
     args, kwargs = given
     return function, args, kwargs, named
+
+
+def begin_checkpoint(generator: Iterator[None]) -> None:
+    """Let `GENERATOR` install its hooks; what older versions save the arguments with is nobody's to see."""
+    with DisableTorchFunction():
+        next(generator)
 
 
 def mark_as_parameter(tensor: Tensor) -> None:

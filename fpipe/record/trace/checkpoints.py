@@ -54,7 +54,7 @@ from fpipe.record.trace.frames import Frame, outermost_checkpoints
 from fpipe.record.trace.record import Record
 from fpipe.record.trace.recorder import Recorder
 from fpipe.tensors import random
-from fpipe.tensors.torch_private import read_checkpoint
+from fpipe.tensors.torch_private import begin_checkpoint, read_checkpoint
 
 KIND = "activation checkpointing"
 NORMS = frozenset({"batch_norm", "instance_norm"})
@@ -75,7 +75,7 @@ class CheckpointFrames:
         def call_again(function: Any, *args: Any, **kwargs: Any) -> Any:
             return checkpoint.checkpoint(function, *args, use_reentrant=False, **how, **kwargs)
 
-        next(generator)
+        begin_checkpoint(generator)
         frame = self._open_frame(call_again, (function, *args), kwargs)
         frame.how, frame.checkpointed = how, (function, bound_variables(function))
         with self.recorder.stack.enter(frame):

@@ -45,6 +45,7 @@ from fpipe.tensors.torch_private import (
     PICKLE,
     TENSOR_CHECK,
     CheckpointHook,
+    CheckpointInputs,
     Place,
     without_modes,
 )
@@ -181,7 +182,7 @@ class Replacements:
         if cls is checkpoint.CheckpointFunction and not self.is_idle:
             return self.checkpoints.record_reentrant(*args)
         function = apply.__get__(None, cls)
-        unseen = self.is_idle or cls is CheckpointNode  # which checkpointing itself applies
+        unseen = self.is_idle or cls in (CheckpointNode, CheckpointInputs)  # which checkpointing itself applies
         return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
 
     def _record(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
