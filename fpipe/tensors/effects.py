@@ -181,9 +181,19 @@ def find_partners(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return tuple(sorted({dist.get_rank(), *[members[end] for end in ends]}))
 
 
+def is_random(func: Any) -> bool:
+    """Return whether an operator draws from a generator.
+
+    torch tags some backwards of attention so, which draw nothing: they take the state that their forward drew from.
+    """
+    if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    return all(one.name != "philox_seed" for one in func._schema.arguments)
+
+
 def random_devices(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[torch.device]:
     """Return the devices whose generators an operator call drew from; `out` is what it returned."""
-    if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
+    if not is_random(func):
         return []
     if _argument(func, "dropout_p", args, kwargs) == 0:
         return []
@@ -206,7 +216,7 @@ def require_same_draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     """
     placed = [Placed.of(one) for one in (*args, *kwargs.values()) if isinstance(one, DTensor)]
     parts = [one for one in placed if not (one.is_complete and one.mesh.device_type == "cpu")]
-    if parts and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+    if parts and is_random(func):
         if _argument(func, "dropout_p", args, kwargs) == 0:
             return
         raise CaptureError(

@@ -36,7 +36,7 @@ from fpipe.record.fakes.assumed_values import check_all
 from fpipe.record.fakes.recurrent import RecurrentBackward, RecurrentCall, RecurrentForward
 from fpipe.record.numbers import to_python
 from fpipe.tensors import random
-from fpipe.tensors.effects import is_collective, random_devices, written_arguments
+from fpipe.tensors.effects import is_collective, is_random, random_devices, written_arguments
 from fpipe.tensors.layouts import aten
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import TENSOR_METHODS, FakeTensor, OpOverload, TorchDispatchMode, no_dispatch
@@ -106,7 +106,7 @@ class Node:
         """True if the node must run though nobody reads its value: it writes, draws, seeds or checks."""
         if not isinstance(self.target, OpOverload):
             return self.target in ACTING or (isinstance(self.target, RecurrentForward) and bool(self.target.draws))
-        if torch.Tag.nondeterministic_seeded in self.target.tags or not self.target._schema.returns:
+        if is_random(self.target) or not self.target._schema.returns:
             return True
         return self.target._schema.is_mutable or bool(self.writes)
 
