@@ -37,6 +37,7 @@ from fpipe.pipelines.step import ValueAndGrad, agree_to_train, make_evaluation_s
 from fpipe.planning.plan import Plan, take_plan
 from fpipe.record.captured import CaptureFunction, FrontEnd
 from fpipe.record.front_ends.parts import as_module
+from fpipe.record.model.skeleton import require_home
 from fpipe.record.objective import Loss
 from fpipe.stages.backends import Backward, backend_of
 from fpipe.stages.ties import Tied
@@ -76,6 +77,7 @@ def pipeline(
     shard: str | Sharded | None = None,
     rows: str = "whole",
     reduce: str = "mean",
+    device: torch.device | str | None = None,
 ) -> Pipeline:
     """Cut a model into stages and bind them to a schedule. Everything is checked; nothing runs.
 
@@ -138,6 +140,10 @@ def pipeline(
       at the same time, and all groups must have the same size. If torch.distributed is not initialized, all ranks run
       in this process.
 
+    - `device`: where this process computes. By default that of the first tensor of the example that has values. Later
+      batches must be there, or on meta where a rank does not need their values; lengths and the like may be on the CPU.
+      The model may be there, on the CPU or on meta.
+
     Every step uses the parameters, the buffers and the batch, with its numbers and flags, that it is passed. The
     pipeline takes a snapshot of everything else now. If the model changes later in a way that matters (an attribute, a
     mode, what is frozen), the next step raises; `pipe.rebuilt(model)` returns the pipeline of the changed model. The
@@ -163,12 +169,13 @@ def pipeline(
         require_arguments(pipeline, locals())
         require_count("plans", plans)
         require_reduction(reduce, weight)
-        where, home = parse_cuts(cuts, stages, unsplittable, schedule, whole), find_home(example, targets)
+        where, home = parse_cuts(cuts, stages, unsplittable, schedule, whole), find_home(example, targets, device)
+        require_home(module, home)
         place = agree_on_place(job, MeshOptions(mesh, pp, dp, shard, rows), group, schedule, home)
         copies, count = place.copies, schedule.microbatches
         over = 1 if reduce == "sum" else count * copies.count
         least = find_fewest(schedule) if copies.count == 1 else None
-        batchings = make_batchings(example, targets, batch_dims, count * copies.pieces, weight, over, least)
+        batchings = make_batchings(example, targets, batch_dims, count * copies.pieces, weight, over, least, home)
         batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
         ranks = job.join(schedule.ranks, resolve_group(place.group), home, place.members)
     schedule = copies.train(schedule)

@@ -124,7 +124,8 @@ def processes(
     (0, 1)
     """
     with enter_job("processes") as job:
-        return job.join(ranks, resolve_group(group), torch.device(device))
+        job.require_device(home := torch.device(device), resolve_group(group))
+        return job.join(ranks, resolve_group(group), home)
 
 
 def _drive(execution: Execution) -> Outcome:

@@ -133,7 +133,12 @@ class PipelineStrategy(SingleDeviceStrategy):
         for one in models:
             if one not in self.models:
                 scale_losses(one, lambda: model.trainer.accumulate_grad_batches)
-        self.models = models
+        self.models, self._root_device = models, models[0].pipe.device
+        if self.accelerator is not None and (kind := self.accelerator.name()) != self.root_device.type:
+            raise InputError(
+                f"accelerator: got {kind!r} with a pipeline on {self.root_device}, expected the same. Pass "
+                f"Trainer(accelerator={self.root_device.type!r}), or device= to fpipe.Pipelined."
+            )
         self.precision_plugin = PipelinePrecision(self.precision_plugin.precision, self.root_device.type)
         self.precision_plugin.models = models
         super().connect(model)

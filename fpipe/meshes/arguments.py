@@ -173,6 +173,11 @@ def _find_members(mesh: DeviceMesh, dims: Dimensions) -> tuple[int, ...]:
 
 def _make_mesh(mesh: DeviceMesh | Mapping[str, int], device: torch.device, create: Create) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
+        if mesh.device_type != device.type:
+            raise InputError(
+                f"mesh: got a mesh of {mesh.device_type} devices, expected one of {device.type}, where the pipeline "
+                f"is. Call init_device_mesh({device.type!r}, ...), or pass device=."
+            )
         return mesh
     make = partial(init_device_mesh, device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     return create(make, f"mesh of {dict(mesh)}", device)

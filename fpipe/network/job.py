@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import InputError, TransportError
 from fpipe.network.calls import SharedCalls
+from fpipe.network.devices import require_device
 from fpipe.network.distributed import DistributedRanks
 from fpipe.network.groups import GRACE, Control, Creator, Made, World
 from fpipe.network.lookout import SLICE
@@ -59,6 +60,10 @@ class DistributedJob:
         self.calls.table = control = Control.of(every, [every], timeout, self._creator)
         self.own[:] = [control.group]
         self.calls.decide()
+
+    def require_device(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        """Raise `TransportError` on all processes unless each has a device of its own that the group reaches."""
+        require_device(device, self.world.group if group is None else group, self.calls.gather)
 
     def create(self, make: Callable[[], Made], what: str, device: torch.device) -> Made:
         """Return what torch makes on the device as soon as all processes ask for it."""
@@ -133,6 +138,9 @@ class LocalJob:
     """A job of this process alone."""
 
     def agree(self, fields: Fields) -> None:
+        """Do nothing: there is no other process."""
+
+    def require_device(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Do nothing: there is no other process."""
 
     def create(self, make: Callable[[], Made], what: str, device: torch.device) -> Made:

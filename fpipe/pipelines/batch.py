@@ -254,6 +254,7 @@ class Batching:
     - `example`: the signature of the example.
     - `microbatches`: the number of microbatches; `least`: how many a batch has that has not a row for each.
     - `weight`: the function that weighs a microbatch; `None` if all weigh the same.
+    - `home`: the device of the pipeline, on which batches are that come on the meta device.
     """
 
     leaves: tuple[Leaf, ...]
@@ -262,6 +263,7 @@ class Batching:
     microbatches: int
     least: int
     weight: Weight | None
+    home: torch.device
 
     @classmethod
     def of(
@@ -273,14 +275,16 @@ class Batching:
         weight: Weight | None = None,
         divisor: int | None = None,
         least: int | None = None,
+        home: torch.device | None = None,
     ) -> Batching:
         """Return the rules for splitting batches like an example along `dims`, a prefix of the tree (inputs, targets).
 
         `divisor` is the number of microbatches that losses are averaged over, by default these; 1 to sum them. Smaller
-        batches have `least` microbatches or more, by default as many. Raise `InputError` if the example can't be split.
+        batches have `least` microbatches or more, by default as many. `home` is the device of the pipeline, by default
+        the example's. Raise `InputError` if the example can't be split.
         """
         tensors, structure = flatten((inputs, targets))
-        home = _find_home(tensors)
+        home = find_home(inputs, targets) if home is None else home
         along = broadcast("batch_dims", dims, structure)
         leaves = [
             Leaf.of(_name_leaf(path), tensor, dim, home)
@@ -292,14 +296,9 @@ class Batching:
         halves = flatten(inputs)[1], flatten(targets)[1]
         over = microbatches if divisor is None else divisor
         example = Signature(tuple(map(Leaf.specs, leaves, known)), _program(halves), halves, over, microbatches)
-        batching = cls(tuple(leaves), tuple(together), example, microbatches, microbatches, weight)
+        batching = cls(tuple(leaves), tuple(together), example, microbatches, microbatches, weight, home)
         batching._require_pieces(example)
         return batching if least is None else replace(batching, least=least)
-
-    @property
-    def home(self) -> torch.device:
-        """The device of the first tensor, which is also used for those whose example is on meta."""
-        return self.leaves[0].spec.device if self.leaves else torch.device("cpu")
 
     def leaf_name(self, number: int) -> str:
         """Return the name of a leaf, or of the scale, for error messages."""
@@ -546,13 +545,39 @@ def _require_same_size(shapes: Sequence[tuple[Leaf, tuple[int, ...]]]) -> None:
             )
 
 
-def find_home(inputs: Any, targets: Any) -> torch.device:
-    """Return the device of the first tensor that has values; the CPU if none has."""
-    return _find_home(flatten((inputs, targets))[0])
+def find_home(inputs: Any, targets: Any, asked: torch.device | str | None = None) -> torch.device:
+    """Return the device of a pipeline: `asked`, or that of the first tensor that has values; the CPU if none has.
+
+    Raise `InputError` if tensors are on several devices, but for those on the CPU, such as lengths.
+    """
+    tensors, structure = flatten((inputs, targets))
+    places = {
+        _name_leaf(path): tensor.device
+        for path, tensor in zip(structure.names, tensors, strict=True)
+        if tensor.device != META
+    }
+    home = next(iter(places.values()), CPU) if asked is None else _find_device(asked)
+    known = {CPU, home} if home in places.values() or not places else {home}
+    for name, device in places.items():
+        if device not in known:
+            why = "the device= that was passed" if asked is not None else f"that of {next(iter(places))}"
+            raise InputError(
+                f"{name}: got a tensor on {device}, expected {home}, {why}. Move the batch to one device; only what "
+                "the model reads on the CPU may stay there."
+            )
+    return home
 
 
-def _find_home(tensors: Iterable[Tensor]) -> torch.device:
-    return next((tensor.device for tensor in tensors if tensor.device != META), torch.device("cpu"))
+def _find_device(asked: torch.device | str) -> torch.device:
+    """Return a device, with its number; raise `InputError` if there is none such."""
+    try:
+        device = torch.device(asked)
+        return CPU if device.type == "cpu" else torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"device: got {str(asked)!r}, expected a device of this machine ({str(error).splitlines()[0]}). Pass one, "
+            "as in device=f'cuda:{local_rank}'."
+        ) from error
 
 
 def _tree(half: Structure, leaves: list[Tensor | None]) -> Any:

@@ -22,7 +22,7 @@ from fpipe.cutting.partition import Cuts, Evenly
 from fpipe.meshes.arguments import MeshOptions, MeshPlace, find_place, require_collectives
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.network.agreement import Field
-from fpipe.network.job import JobProcesses
+from fpipe.network.job import JobProcesses, resolve_group
 from fpipe.network.ranks import Ranks
 from fpipe.pipelines.argument_checks import require_buildable, require_trained
 from fpipe.pipelines.batch import Batching, SplitBatch
@@ -64,12 +64,13 @@ def make_batchings(
     weight: Weight | None,
     divisor: int,
     least: int | None = None,
+    home: torch.device | None = None,
 ) -> dict[bool, Batching]:
     """Return how batches like an example are split, with the loss and without; raise `InputError` if they can't be."""
     of_inputs = (batch_dims[0], None) if isinstance(batch_dims, tuple) else batch_dims
     return {
-        True: Batching.of(example, targets, batch_dims, microbatches, weight, divisor, least),
-        False: Batching.of(example, None, of_inputs, microbatches, least=least),
+        True: Batching.of(example, targets, batch_dims, microbatches, weight, divisor, least, home),
+        False: Batching.of(example, None, of_inputs, microbatches, least=least, home=home),
     }
 
 
@@ -83,6 +84,7 @@ def agree_on_place(
     """Return the place of this process in the mesh, or in the group, once all processes of the job have agreed."""
     same = {"ranks": [str(schedule.ranks)], "mesh": options.describe()}
     job.agree(lambda: [Field.of(name, lines) for name, lines in same.items()])
+    job.require_device(home, resolve_group(group))
     place = find_place(options, group, schedule.ranks, home, job.create)
     require_collectives(schedule, place.copies)
     return place

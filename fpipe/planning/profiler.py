@@ -165,6 +165,7 @@ def _join(job: JobProcesses, device: torch.device, group: dist.ProcessGroup | De
     """Return this process's place among those that profile a model together."""
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks(1)
+    job.require_device(device, resolve_group(group))
     return job.join(dist.get_world_size() if group is None else group.size(), resolve_group(group), device)
 
 

@@ -73,7 +73,7 @@ SIGNATURES = {
     "pipeline": (
         "model *example *loss *schedule=None *plan=None *targets=None *cuts=None *stages=None *unsplittable=() "
         "*whole=() *capture='trace' *backward='graph' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None "
-        "*plans=32 *group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean'"
+        "*plans=32 *group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean' *device=None"
     ),
     "capture": (
         "model *example *targets=None *loss=None *front_end='trace' *backward='graph' *batch_dims=0 *unsplittable=() "

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fpipe.errors import CaptureError
+from fpipe.errors import CaptureError, InputError
 from fpipe.record.model.walk import Walk, codes, held, named_globals, visible
 from fpipe.tensors.fake import as_parameter
 from fpipe.tensors.placed import local_part
@@ -143,6 +143,17 @@ def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
         return as_parameter(tensor, requires_grad)
     mark_as_parameter(tensor)
     return tensor.requires_grad_(requires_grad)
+
+
+def require_home(model: nn.Module, home: torch.device) -> None:
+    """Raise `InputError` if a parameter or buffer is on another device than the pipeline's, the CPU or meta."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type not in ("cpu", "meta") and tensor.device != home:
+            raise InputError(
+                f"{name}: got a tensor of the model on {tensor.device}, expected one on {home}, where the pipeline is, "
+                "or on the CPU or meta, from which pipe.init puts each rank's share there. Move the batch to the "
+                "model, or the model to the batch."
+            )
 
 
 def require_plain_tensors(model: nn.Module) -> None:
