@@ -18,6 +18,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -205,7 +206,7 @@ def times() -> Iterator[Finding]:
 
 
 def gaps() -> Iterator[Finding]:
-    """Measure for how much of a step the device runs kernels."""
+    """Measure for how much of a step the device computes for a rank; the ranks share it."""
     step = ours(CONTESTS["1F1B"], task())
     for _ in range(2):
         step()
@@ -218,8 +219,9 @@ def gaps() -> Iterator[Finding]:
         wait_for_device()
         whole = time.perf_counter() - start
     events = seen.key_averages()
-    busy = sum(one.self_cpu_time_total if DRY else one.self_device_time_total for one in events) / 1e6
-    yield Finding("share of a step in which kernels of rank 0 run", figure(min(busy / whole, 1.0)))
+    own = [one for one in events if "nccl" not in one.key.lower()]  # whose kernels spin until the other side comes
+    busy = sum(one.self_cpu_time_total if DRY else one.self_device_time_total for one in own) / 1e6
+    yield Finding("share of a step in which kernels of rank 0 compute", figure(min(busy / whole, 1.0)))
 
 
 def waits() -> Iterator[Finding]:
@@ -254,7 +256,10 @@ def held() -> float:
 
 def memory() -> Iterator[Finding]:
     """Measure what groups of processes hold."""
-    work, before = task(), held()
+    work = task()
+    wait_for_device()
+    dist.barrier()  # until all ranks have what torch itself needs on the device
+    before = held()
     for name in ("1F1B", "interleaved"):
         step = ours(CONTESTS[name], work)
         step()
@@ -294,14 +299,16 @@ def faults() -> Iterator[Finding]:
     step(*state, (work.tokens,), work.targets)
     wait_for_device()
     fuse.put(True)
-    start = time.perf_counter()
-    try:
-        step(*state, (work.tokens,), work.targets)
-        wait_for_device()
-        found = "**nothing was raised**"
-    except Exception as error:
-        found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    yield Finding("the last rank raises: what rank 0 says", f"{found} ({time.perf_counter() - start:.1f} s)")
+    for call in ("this call", "the next one"):  # where the host is ahead of its device, it hears in the next
+        start = time.perf_counter()
+        try:
+            step(*state, (work.tokens,), work.targets)
+            wait_for_device()
+            found = "nothing"
+        except Exception as error:
+            found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        took = time.perf_counter() - start
+        yield Finding(f"the last rank raises: what rank 0 says in {call}", f"{found} ({took:.1f} s)")
 
 
 def spin() -> Iterator[Finding]:
@@ -337,6 +344,28 @@ def spin() -> Iterator[Finding]:
         yield Finding(f"beside a kernel of two seconds: {name}", f"{took:.3f} s" + (", **waits**" if took > 1 else ""))
 
 
+def tests() -> Iterator[Finding]:
+    """Run the tests of one process with their models and batches on the device."""
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    left = {name: value for name, value in os.environ.items() if name not in launched}
+    rooms = ("runtime",) if DRY else ("runtime", "verification", "training", "functional", "pipelines")
+    command = [sys.executable, "-m", "pytest", "-p", "no:benchmark", "-p", "no:cacheprovider", "--tb=line"]
+    ran = subprocess.run(
+        [*command, *[f"tests/fpipe/{room}" for room in rooms]],
+        cwd=Path(__file__).parents[1],
+        env={**left, "TEST_DEVICE": str(DEVICE)},
+        capture_output=True,
+        text=True,
+        timeout=0.9 * LIMIT,
+        check=False,
+    )
+    lines = ran.stdout.splitlines()
+    yield Finding(f"tests of {', '.join(rooms)} on {DEVICE}", lines[-1] if lines else f"**{ran.stderr[-200:]}**")
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR")):
+            yield Finding("**failed**", line.partition(" ")[2])
+
+
 PARTS: Final = {
     "bits": Part(2, bits),
     "pure": Part(1, pure),
@@ -346,6 +375,7 @@ PARTS: Final = {
     "memory": Part(4, memory),
     "faults": Part(2, faults),
     "spin": Part(1, spin),
+    "tests": Part(1, tests),
 }
 
 

@@ -15,8 +15,8 @@ copies cost as much as sends, large tensors are sent separately, as they are. On
 send and one kernel: two in the same stream could block those of other channels. Every tensor begins where it could have
 been allocated: some kernels depend on alignment.
 
-The same code serves Gloo and NCCL. Over NCCL it has not been run on several GPUs yet; what is posted has been played on
-models of devices (`schedules.run_on_device`).
+The same code serves Gloo and NCCL. Over NCCL it has been run by ranks that share one GPU, not on several yet; what is
+posted has been played on models of devices (`schedules.run_on_device`).
 
 Runs in every step; channels are set up when a plan is made: once per kind of batch.
 """

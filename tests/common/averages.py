@@ -7,12 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.common.numbers import seeded
+
 VOCABULARY = 32
 
 
 def texts(rows: int, width: int, seed: int = 1) -> Tensor:
     """Prompts, always the same."""
-    return torch.randint(1, VOCABULARY, (rows, width), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(1, VOCABULARY, (rows, width), generator=seeded(seed))
 
 
 class Average(nn.Module):

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.common.numbers import seeded
+
 WIDTH, HEADS, LENGTH, WORDS, ROWS = 8, 2, 8, 13, 2
 
 
@@ -58,5 +60,5 @@ def loss(logits: Tensor, wanted: Tensor) -> Tensor:
 
 def words(microbatches: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return a batch: whole sequences, the places of their words, and the words that follow."""
-    ids = torch.randint(WORDS, (ROWS * microbatches, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(WORDS, (ROWS * microbatches, LENGTH + 1), generator=seeded(1))
     return ids[:, :-1], torch.arange(LENGTH).expand(len(ids), LENGTH), ids[:, 1:]

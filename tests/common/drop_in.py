@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import fpipe
 from schedules import one_f_one_b
+from tests.common.numbers import seeded
 
 M, ROWS = 4, 8
 
@@ -22,7 +23,7 @@ def net(dropout=0.0):
 
 
 def batches(count):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     for _ in range(count):
         yield torch.randn(ROWS, 6, generator=generator), torch.randint(0, 3, (ROWS,), generator=generator)
 

@@ -10,6 +10,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from tests.common.numbers import seeded
 from tests.common.tensor_parallel import local
 
 WIDTH, EXPERTS, TOKENS, WEIGHT = 8, 4, 6, 0.5
@@ -104,7 +105,7 @@ def loss(outputs: tuple[Tensor, Tensor], wanted: Tensor) -> Tensor:
 
 def tokens(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return a batch of tokens, and what they should become."""
-    drawn = torch.Generator().manual_seed(seed)
+    drawn = seeded(seed)
     return torch.randn(TOKENS * microbatches, WIDTH, generator=drawn), torch.randn(
         TOKENS * microbatches, WIDTH, generator=drawn
     )

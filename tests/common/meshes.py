@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.tensors.spec import OptionalSpec, Spec
+from tests.common.numbers import seeded
 
 # --------------------------------------------- Meshes that tests use, and the plain loop over the copies of a pipeline
 
@@ -56,7 +57,7 @@ def stacks(draw):
     shapes = draw(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=4))
     kinds = [draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64])) for _ in shapes]
     optional = [draw(st.booleans()) for _ in shapes]
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    generator = seeded(draw(st.integers(0, 99)))
     layouts = [torch.empty(shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True)]
     layouts = [one.transpose(0, -1) if draw(st.booleans()) else one for one in layouts]
     specs = [(OptionalSpec if o else Spec).of(one) for o, one in zip(optional, layouts, strict=True)]

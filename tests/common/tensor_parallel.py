@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.common.numbers import seeded
 from tests.common.sizes import NIGHTLY
 
 WIDTH, HEADS, WORDS, LENGTH, MICROBATCHES = 16, 4, 32, 8, 4
@@ -120,7 +121,7 @@ def split_llama(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def words() -> tuple[Tensor, Tensor]:
     """Return a batch: words, and those that follow."""
-    ids = torch.randint(WORDS, (2 * MICROBATCHES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(WORDS, (2 * MICROBATCHES, LENGTH + 1), generator=seeded(1))
     return ids[:, :-1], ids[:, 1:]
 
 

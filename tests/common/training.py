@@ -22,6 +22,7 @@ from torch.nn import functional
 import fpipe
 from schedules import Schedule
 from tests.common.comparison import require_part, require_same_slots
+from tests.common.numbers import seeded
 from tests.common.sizes import NIGHTLY
 
 # ----------------- Models that are trained, and plain loops that train them in one process: these use nothing of fpipe
@@ -45,7 +46,7 @@ class Trained:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             model = self.build()
-        generator = torch.Generator().manual_seed(2)
+        generator = seeded(2)
         return model, [self.batch(generator) for _ in range(STEPS)]
 
 

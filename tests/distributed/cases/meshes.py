@@ -26,6 +26,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from tests.common import tensor_parallel
 from tests.common.comparison import require_part
+from tests.common.numbers import seeded
 from tests.common.running import build
 from tests.common.sizes import NIGHTLY
 from tests.common.tensor_parallel import whole
@@ -72,7 +73,7 @@ def grouped_query_llama() -> Task:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = llama()
-    ids = torch.randint(model.config.vocab_size, (16, 12), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(model.config.vocab_size, (16, 12), generator=seeded(3))
 
     def loss(outputs, wanted):
         return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), wanted.flatten())

@@ -15,6 +15,7 @@ from schedules import dualpipe, forward_only, gpipe, one_f_one_b, zb_v
 from tests.common.averages import VOCABULARY, Average, AverageDecoder, generate_from_scratch, texts, word_loss
 from tests.common.comparison import Result, assert_same
 from tests.common.generation import generate_plainly, gpt2, llama, next_word, padding
+from tests.common.numbers import seeded
 from tests.common.sizes import by_night, covering, sampled
 
 LENGTH, WIDTH, COUNT = 12, 5, 8
@@ -119,7 +120,7 @@ def test_draws_depend_on_the_seed_and_not_on_ranks_or_torch(small):
 
 @given(top=st.integers(1, 6), seed=st.integers(0, 99), temperature=st.floats(0.1, 5))
 def test_only_the_likeliest_are_drawn(top, seed, temperature):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     logits = torch.randn(50, 5, generator=generator)
     tokens = fpipe.sample(temperature, top)(logits, generator)
     assert (logits.argsort(-1, descending=True)[:, :top] == tokens[:, None]).any(-1).all()

@@ -17,6 +17,7 @@ from tests.common import experts
 from tests.common.cases import mse
 from tests.common.gates import Marked
 from tests.common.meshes import SHAPES, loop_over_copies, options
+from tests.common.numbers import seeded
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import by_day, covering, in_turn, sampled
 from tests.common.zoo import ZOO
@@ -35,7 +36,7 @@ def reader(seed=0):
 
 def words(counts):
     """Rows of five words, of which the first so many are wanted; two batches of targets."""
-    drawn = torch.Generator().manual_seed(2)
+    drawn = seeded(2)
     ids, first, second = (torch.randint(WORDS, (len(counts), 5), generator=drawn) for _ in range(3))
     for row, count in enumerate(counts):
         first[row, count:], second[row, : 5 - count // 2] = NOTHING, NOTHING

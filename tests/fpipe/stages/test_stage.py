@@ -22,6 +22,7 @@ from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, split_backward
 from tests.common.loops import loop
+from tests.common.numbers import seeded
 from tests.common.running import FRONT_END, build, run
 from tests.common.sizes import by_day, few, sampled
 from tests.common.zoo import ZOO
@@ -62,7 +63,7 @@ def all_same(a, b):
 
 
 def cotangents(stage):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     specs = [spec for one in stage.pulled_by for spec in one.specs]
     return tuple(spec.like(torch.randn(spec.shape, generator=generator).to(spec.dtype)) for spec in specs)
 

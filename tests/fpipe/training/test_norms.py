@@ -17,6 +17,7 @@ from fpipe.tensors.torch_private import foreach_norm
 from fpipe.tensors.tree import same_bits
 from fpipe.training.norms import KEPT_TABLES
 from schedules import Schedule, dualpipe_v, one_f_one_b, zb_v
+from tests.common.numbers import seeded
 from tests.common.running import build, run
 from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
@@ -28,7 +29,7 @@ ORDERS = [2.0, 1.0, 0.5, 3.0, math.inf]
 
 
 def gradient(shape: list[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=seeded(seed)).to(dtype)
 
 
 def test_norms_of_several_dtypes_are_combined_in_the_order_of_torch():

@@ -10,6 +10,7 @@ from torch import Tensor, nn, optim
 
 import fpipe
 from fpipe.tensors.tree import same_bits
+from tests.common.numbers import seeded
 from tests.common.sizes import sampled
 
 STEPS = 6
@@ -51,14 +52,14 @@ def names_of(cls) -> list[str]:
 
 
 def start(cls) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     shapes = {"weight": (3, 4), "bias": (3,), "scale": ()}
     return {name: torch.randn(shapes[name.rpartition(".")[2]], generator=generator) for name in names_of(cls)}
 
 
 def gradients(cls, step: int) -> dict[str, Tensor]:
     """Gradients for the parameters of a class; in some steps, one of them has none."""
-    generator = torch.Generator().manual_seed(step + 1)
+    generator = seeded(step + 1)
     grads = {name: torch.randn(p.shape, generator=generator) for name, p in start(cls).items()}
     if cls is optim.SparseAdam:
         grads = {name: grad.to_sparse() for name, grad in grads.items() if grad.dim()}
@@ -154,7 +155,7 @@ def test_a_schedule_over_groups_is_that_of_torch():
     params = start
     state = init(params)
     for step in range(8):
-        grads = {name: torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for name, p in start.items()}
+        grads = {name: torch.randn(p.shape, generator=seeded(step)) for name, p in start.items()}
         for name, p in model.named_parameters():
             p.grad = grads[name].clone()
         plain.step()

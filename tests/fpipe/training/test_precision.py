@@ -11,6 +11,7 @@ from torch import nn, optim
 
 import fpipe
 from fpipe.tensors.tree import same_bits
+from tests.common.numbers import seeded
 
 SCALES = st.floats(2.0**-10, 2.0**20, width=32)
 
@@ -23,7 +24,7 @@ def test_scales_and_gradients_are_those_of_torch(scale, growth, backoff, interva
     scaler = torch.amp.GradScaler("cpu", scale, growth, backoff, interval)
     mine = fpipe.LossScale(scale, growth, backoff, interval)
     for k, overflow in enumerate(overflows):
-        grad = torch.randn(3, generator=torch.Generator().manual_seed(k))
+        grad = torch.randn(3, generator=seeded(k))
         scaled = grad * mine.scale
         scaled[1] = math.inf if overflow else scaled[1]
         p.grad = scaled.clone()
@@ -54,13 +55,13 @@ KINDS = {"low.weight": torch.bfloat16, "low.bias": torch.float16, "high": torch.
 
 
 def start():
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     params = {name: torch.randn(4, 3, generator=generator).to(kind) for name, kind in KINDS.items()}
     return {name: p.requires_grad_(name != "frozen") for name, p in params.items()}
 
 
 def gradients(step):
-    generator = torch.Generator().manual_seed(step + 1)
+    generator = seeded(step + 1)
     grads = {name: torch.randn(4, 3, generator=generator).to(kind) for name, kind in KINDS.items() if name != "frozen"}
     if step == 2:
         del grads["low.bias"]

@@ -15,6 +15,7 @@ from transformers.utils import import_utils
 
 import fpipe
 from schedules import one_f_one_b
+from tests.common.numbers import seeded
 from tests.common.running import require_eager
 from tests.common.sizes import NIGHTLY, sampled
 
@@ -45,7 +46,7 @@ def padded(rows: slice) -> torch.Tensor:
 
 
 def batches() -> dict[str, dict[str, torch.Tensor]]:
-    ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=seeded(1))
     steps = torch.arange(LENGTH).expand(ROWS, LENGTH).contiguous()
     packed = torch.cat([torch.arange(30), torch.arange(34)]).expand(ROWS, LENGTH).contiguous()
     masked = {"input_ids": ids, "labels": ids}
