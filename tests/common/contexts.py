@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_single_autograd
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.common.numbers import seeded
+
+gather = getattr(collectives, "all_gather_single_autograd", collectives.all_gather_tensor_autograd)  # its older name
 
 WIDTH, HEADS, LENGTH, WORDS, ROWS = 8, 2, 8, 13, 2
 
@@ -36,7 +38,7 @@ class Layer(nn.Module):
         """Return the parts of all processes, one after the other."""
         if self.group is None:
             return part
-        return all_gather_single_autograd(part.contiguous(), 1, self.group)
+        return gather(part.contiguous(), 1, self.group)
 
 
 class Reader(nn.Module):
