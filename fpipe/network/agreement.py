@@ -4,12 +4,13 @@
 Problem. A message of the wrong length aborts the process that receives it, one of the right length but from another
 step is silently used, and a rank that raises alone leaves the others hanging.
 
-Idea. Everything that ranks do together begins with one small collective, always of the same size: every rank sends a
-`row` with a digest of the call, and one per field that must be the same. If all rows are equal, nothing more is sent.
-If not, every rank sees it, so all exchange the texts that were digested and raise the same error. A rank that refuses
-its arguments also says so in a row, so that the others are not left waiting.
+Idea. Everything that ranks do together begins with one comparison: every rank sends a `row` of three numbers, one of
+them a digest of the call with all fields that must be the same, and hears whether all rows are equal. Then nothing more
+is sent. If not, everybody gets all rows; if calls differ, all exchange a digest per field, then the texts that were
+digested, and raise the same error. A rank that refuses its arguments also says so in its row, so that the others are
+not left waiting.
 
-Invariant: whichever calls two ranks are in, the next message that each sends over the control group is a row.
+Invariant: whichever calls two ranks are in, the next message that each sends over the control group is a row of three.
 
 Runs when a pipeline is built and in every step, if ranks are separate processes.
 """
@@ -17,7 +18,7 @@ Runs when a pipeline is built and in every step, if ranks are separate processes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, NoReturn, TypeAlias
+from typing import Final, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,8 +30,21 @@ from schedules.errors import describe_error
 Gather: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
 """Returns the tensors of all ranks; every rank passes one, of the same shape and dtype."""
 
+
+class Meeting(Protocol):
+    """What ranks exchange tensors over; each passes one, of the same shape and dtype."""
+
+    def gather(self, mine: Tensor) -> Sequence[Tensor]:
+        """Return the tensors of all ranks."""
+        ...
+
+    def compare(self, mine: Tensor) -> Sequence[Tensor] | int:
+        """Return the number of ranks if all have passed the same, else the tensors of all."""
+        ...
+
+
 MOST_FIELDS, MOST_BYTES, MOST_SHOWN, WIDTH = 20, 2**18, 4, 160
-REFUSED, CALL, NOTE, FIRST = range(4)
+REFUSED, CALL, NOTE = range(3)
 BREAK: Final = "\x1e"
 
 
@@ -51,34 +65,26 @@ class Field(NamedTuple):
         return cls(name, digest(lines), lambda: lines, *repair)
 
 
-def agree(rank: int, gather: Gather, call: str, fields: Sequence[Field], note: int = 0) -> list[int]:
+def agree(rank: int, meeting: Meeting, call: str, fields: Sequence[Field], note: int = 0) -> list[int]:
     """Exchange a row with all ranks; return every rank's note.
 
     Raise `TransportError` unless all ranks make the same call with the same fields.
     """
-    assert len(fields) <= MOST_FIELDS, "a row has room for all fields"
-    mine = [0, _digest_call(call, fields), note, *[field.digest for field in fields]]
-    rows = _exchange_rows(gather, mine)
-    mine = mine[:NOTE] + mine[FIRST:]
-    if any(row != rows[rank] and row[:NOTE] + row[FIRST : FIRST + len(fields)] != mine for row in rows):
-        _raise_difference(rank, gather, call, fields, rows)
+    assert len(fields) <= MOST_FIELDS, "there is room for the digests of all fields"
+    mine = [0, digest((call, *[f"{field.name} {field.digest}" for field in fields])), note]
+    found = meeting.compare(torch.tensor(mine))
+    if isinstance(found, int):
+        return [note] * found
+    rows = [row.tolist() for row in found]
+    if any(row[:NOTE] != mine[:NOTE] for row in rows):
+        _raise_difference(rank, meeting.gather, call, fields, rows)
     return [row[NOTE] for row in rows]
 
 
-def announce_refusal(gather: Gather, call: str, error: BaseException) -> None:
+def announce_refusal(meeting: Meeting, call: str, error: BaseException) -> None:
     """Tell the other ranks, which wait for this one's row, that the call failed here."""
-    mine = [1, digest([call]), 0]
-    _exchange_rows(gather, mine)
-    exchange_texts(gather, describe_error(error))
-
-
-def _exchange_rows(gather: Gather, mine: list[int]) -> list[list[int]]:
-    row = torch.tensor([*mine, *[0] * (FIRST + MOST_FIELDS - len(mine))])
-    return [other.tolist() for other in gather(row)]
-
-
-def _digest_call(call: str, fields: Sequence[Field]) -> int:
-    return digest((f"{call}: {[field.name for field in fields]}",))
+    if not isinstance(meeting.compare(torch.tensor([1, digest([call]), 0])), int):  # else all of them refuse
+        exchange_texts(meeting.gather, describe_error(error))
 
 
 def exchange_texts(gather: Gather, mine: str) -> list[str]:
@@ -91,6 +97,13 @@ def exchange_texts(gather: Gather, mine: str) -> list[str]:
     return [bytes(one[:n].tolist()).decode(errors="replace") for one, n in zip(found, lengths, strict=True)]
 
 
+def _exchange_digests(gather: Gather, call: str, fields: Sequence[Field]) -> list[list[int]]:
+    """Return, for each rank, the digest of its call and those of its fields."""
+    names = [field.name for field in fields]
+    mine = [digest((f"{call}: {names}",)), *[field.digest for field in fields], *[0] * (MOST_FIELDS - len(fields))]
+    return [other.tolist() for other in gather(torch.tensor(mine))]
+
+
 def _raise_difference(rank: int, gather: Gather, call: str, fields: Sequence[Field], rows: list[list[int]]) -> NoReturn:
     """Raise a `TransportError` that shows what differs; every rank must call this."""
     if any(row[REFUSED] for row in rows):
@@ -100,12 +113,13 @@ def _raise_difference(rank: int, gather: Gather, call: str, fields: Sequence[Fie
             f"rank {rank}, {call}: got errors on some ranks, expected a call that works on every rank. Nothing was "
             "computed on any rank. Repair these and call it again:\n" + "\n".join(said)
         )
-    if len({row[CALL] for row in rows}) > 1:
+    digests = _exchange_digests(gather, call, fields)
+    if len({row[0] for row in digests}) > 1:
         texts = exchange_texts(gather, "\n".join([call, *(f"{call}, {field.name}" for field in fields)]))
         lines = _compare("call", [text.split("\n") for text in texts])
         repair = "Call the same functions in the same order on every rank."
     else:
-        apart = [k for k in range(len(fields)) if len({row[FIRST + k] for row in rows}) > 1]
+        apart = [k for k in range(len(fields)) if len({row[1 + k] for row in digests}) > 1]
         shown = apart[:MOST_SHOWN]
         told = exchange_texts(gather, BREAK.join("\n".join(fields[k].lines())[:MOST_BYTES] for k in shown))
         columns = [text.split(BREAK) for text in told]

@@ -83,7 +83,7 @@ class SharedCalls:
         """
         call = f"{self.situation.call}, {about}" if about else self.situation.call
         try:
-            return agree(self.table.rank, self.gather, call, fields(), note)
+            return agree(self.table.rank, self, call, fields(), note)
         except TransportError:
             self.situation.move(Standing.CONCLUDED)  # the others raise it too
             raise
@@ -91,6 +91,10 @@ class SharedCalls:
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
         """Return the tensors that all processes pass, of the same shape and dtype."""
         return self.table.gather(mine, self.lookout.wait, self.situation.call)
+
+    def compare(self, mine: Tensor) -> Sequence[Tensor] | int:
+        """Return the number of processes if all have passed the same tensor, else those of all."""
+        return self.table.compare(mine, self.lookout.wait, self.situation.call)
 
     def exchange_text(self, text: str, about: str) -> list[str]:
         """Return the texts of all processes, in order; every one must call this."""
@@ -112,7 +116,7 @@ class SharedCalls:
     def refuse(self, error: TransportError, why: str) -> None:
         """Announce an error to the others, and refuse later calls."""
         with suppress(RuntimeError):  # no other rank is left
-            announce_refusal(self.gather, self.situation.call, error)
+            announce_refusal(self, self.situation.call, error)
         self.situation.fail(why)
 
     def _share(self, error: BaseException) -> None:
@@ -124,7 +128,7 @@ class SharedCalls:
             self._tell(error)
         elif is_deciding:
             with suppress(RuntimeError):  # no other rank is left
-                announce_refusal(self.gather, self.situation.call, error)
+                announce_refusal(self, self.situation.call, error)
 
     def _tell(self, error: BaseException) -> None:
         """Tell the other ranks of an error midway in a call, and end their waits for this one."""

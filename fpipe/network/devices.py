@@ -91,13 +91,9 @@ def current_index(device: torch.device) -> int | None:
     return None if kind is None or kind.type != device.type else torch.accelerator.current_device_index()
 
 
-def require_device(
-    device: torch.device, group: dist.ProcessGroup, gather: Callable[[Tensor], Sequence[Tensor]]
-) -> None:
-    """Raise `TransportError` on any process whose device is not reachable, selected, and its own; `gather` as above."""
+def require_device(device: torch.device, group: dist.ProcessGroup) -> None:
+    """Raise `TransportError` unless the group reaches the device, and this process has selected it."""
     require_reachable(device, device_types(group), dist.get_backend(group))
-    if device.type == "cpu":
-        return
-    world = dist.group.WORLD
-    require_selected(device, current_index(device), None if world is None else world.bound_device_id)
-    require_distinct(device, gather, identify(device))
+    if device.type != "cpu":
+        world = dist.group.WORLD
+        require_selected(device, current_index(device), None if world is None else world.bound_device_id)

@@ -165,7 +165,7 @@ GRACE: Final = timedelta(minutes=1)
 class Control(NamedTuple):
     """The group over which ranks agree, this process's rank in it, and the numbers in the job of all its processes.
 
-    Rows go to the first rank and come back as a table: two messages in sequence. A ring takes as many as there are
+    Rows go to the first rank, and an answer comes back: two messages in sequence. A ring takes as many as there are
     ranks, each in one of Gloo's threads.
     """
 
@@ -205,25 +205,59 @@ class Control(NamedTuple):
         `wait` waits for the others; `call` is what they are to do, for errors.
         """
         table = torch.empty(self.size, *mine.shape, dtype=mine.dtype)
-        rows = table.unbind(0)
-        others = range(1, self.size)
         if self.rank:
+            self._ask(mine, table, wait, call)
+        else:
+            self._collect(mine, table, wait, call)
+            self._tell(table, wait, call)
+        return table.unbind(0)
+
+    def compare(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor] | int:
+        """Return the number of ranks if all have passed the same, else the tensor of each; see `gather`.
+
+        Each rank sends and receives a row and a byte, however many there are, unless rows differ.
+        """
+        same, table = torch.empty(1, dtype=torch.uint8), torch.empty(0)
+        if self.rank:
+            self._ask(mine, same, wait, call)
+        else:
+            table = torch.empty(self.size, *mine.shape, dtype=mine.dtype)
+            self._collect(mine, table, wait, call)
+            same[0] = bool((table == mine).all())
+            self._tell(same, wait, call)
+        if same[0]:
+            return self.size
+        if self.rank:
+            table = torch.empty(self.size, *mine.shape, dtype=mine.dtype)
             here = self._awaited(0, call)
             with reporting(here):
-                works = [self.group.recv([table], 0, 0), self.group.send([mine], 0, 0)]
-            wait(PendingWorks(works[::-1], here))
-            return rows
-        rows[0].copy_(mine)
-        self._exchange(others, lambda other: self.group.recv([rows[other]], other, 0), wait, call)
-        self._exchange(others, lambda other: self.group.send([table], other, 0), wait, call)
-        return rows
+                works = [self.group.recv([table], 0, 0)]
+            wait(PendingWorks(works, here))
+        else:
+            self._tell(table, wait, call)
+        return table.unbind(0)
 
-    def _exchange(
-        self, others: Sequence[int], post: Callable[[int], dist.Work], wait: Callable[[Waitable], None], call: str
-    ) -> None:
+    def _ask(self, mine: Tensor, answer: Tensor, wait: Callable[[Waitable], None], call: str) -> None:
+        """Send this rank's row to the first, and receive the answer."""
+        here = self._awaited(0, call)
+        with reporting(here):
+            works = [self.group.recv([answer], 0, 0), self.group.send([mine], 0, 0)]
+        wait(PendingWorks(works[::-1], here))
+
+    def _collect(self, mine: Tensor, table: Tensor, wait: Callable[[Waitable], None], call: str) -> None:
+        """Fill the table with the rows of all ranks; for the first."""
+        rows = table.unbind(0)
+        rows[0].copy_(mine)
+        self._exchange(lambda other: self.group.recv([rows[other]], other, 0), wait, call)
+
+    def _tell(self, answer: Tensor, wait: Callable[[Waitable], None], call: str) -> None:
+        """Send the answer to all other ranks; for the first."""
+        self._exchange(lambda other: self.group.send([answer], other, 0), wait, call)
+
+    def _exchange(self, post: Callable[[int], dist.Work], wait: Callable[[Waitable], None], call: str) -> None:
         """Post one transfer for each of the others, and wait for them in turn."""
         pending = list[PendingWorks]()
-        for other in others:
+        for other in range(1, self.size):
             there = self._awaited(other, call)
             with reporting(there):
                 pending.append(PendingWorks([post(other)], there))
@@ -265,6 +299,11 @@ class World(NamedTuple):
             work = dist.all_gather(rows, sent, async_op=True)
         wait(UnbreakableWorks([work], awaited))
         return [row.cpu() for row in rows]
+
+    def compare(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor] | int:
+        """Return the number of processes if all have passed the same, else the tensor of each."""
+        rows = self.gather(mine, wait, call)
+        return len(rows) if all(torch.equal(row, mine) for row in rows) else rows
 
 
 def choose_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import InputError, TransportError
 from fpipe.network.calls import SharedCalls
-from fpipe.network.devices import require_device
+from fpipe.network.devices import identify, require_device, require_distinct
 from fpipe.network.distributed import DistributedRanks
 from fpipe.network.groups import GRACE, Control, Creator, Made, World
 from fpipe.network.lookout import SLICE
@@ -63,7 +63,10 @@ class DistributedJob:
 
     def require_device(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Raise `TransportError` on all processes unless each has a device of its own that the group reaches."""
-        require_device(device, self.world.group if group is None else group, self.calls.gather)
+        require_device(device, self.world.group if group is None else group)
+        if device.type != "cpu":
+            self.calls.agree(about="its devices")
+            require_distinct(device, self.calls.gather, identify(device))
 
     def create(self, make: Callable[[], Made], what: str, device: torch.device) -> Made:
         """Return what torch makes on the device as soon as all processes ask for it."""

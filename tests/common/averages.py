@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.common.numbers import seeded
+from tests.common.generators import seeded
 
 VOCABULARY = 32
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.common.numbers import seeded
+from tests.common.generators import seeded
 
 gather = getattr(collectives, "all_gather_single_autograd", collectives.all_gather_tensor_autograd)  # its older name
 

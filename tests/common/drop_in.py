@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import fpipe
 from schedules import one_f_one_b
-from tests.common.numbers import seeded
+from tests.common.generators import seeded
 
 M, ROWS = 4, 8
 

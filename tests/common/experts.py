@@ -10,7 +10,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from tests.common.numbers import seeded
+from tests.common.generators import seeded
 from tests.common.tensor_parallel import local
 
 WIDTH, EXPERTS, TOKENS, WEIGHT = 8, 4, 6, 0.5

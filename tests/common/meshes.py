@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.tensors.spec import OptionalSpec, Spec
-from tests.common.numbers import seeded
+from tests.common.generators import seeded
 
 # --------------------------------------------- Meshes that tests use, and the plain loop over the copies of a pipeline
 

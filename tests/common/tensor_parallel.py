@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.common.numbers import seeded
+from tests.common.generators import seeded
 from tests.common.sizes import NIGHTLY
 
 WIDTH, HEADS, WORDS, LENGTH, MICROBATCHES = 16, 4, 32, 8, 4

@@ -22,7 +22,7 @@ from torch.nn import functional
 import fpipe
 from schedules import Schedule
 from tests.common.comparison import require_part, require_same_slots
-from tests.common.numbers import seeded
+from tests.common.generators import seeded
 from tests.common.sizes import NIGHTLY
 
 # ----------------- Models that are trained, and plain loops that train them in one process: these use nothing of fpipe

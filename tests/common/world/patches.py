@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fpipe.checkpoints import manifest, save
 from fpipe.meshes import arguments, exchange, holdings
-from fpipe.network import board, distributed, groups, job, lookout, ranks, standing, waiting
+from fpipe.network import board, devices, distributed, groups, job, lookout, ranks, standing, waiting
 from fpipe.pipelines import builder
 from fpipe.runtime import executor
 from tests.common.world.fibers import Lock, Queue, Signal, World
@@ -216,6 +216,7 @@ def inhabit(network: Network) -> Iterator[None]:
         (job, "count_groups", lambda: world.process.groups),
         (job, "name_groups_from", lambda count: setattr(world.process, "groups", count)),
         (job, "device_types", lambda group: [torch.device("cpu")]),
+        (devices, "device_types", lambda group: [torch.device("cpu")]),
         (arguments, "init_device_mesh", one.init_device_mesh),
         (holdings, "get_rank", one.get_rank),
         (holdings, "get_process_group_ranks", one.get_process_group_ranks),

@@ -26,7 +26,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from tests.common import tensor_parallel
 from tests.common.comparison import require_part
-from tests.common.numbers import seeded
+from tests.common.generators import seeded
 from tests.common.running import build
 from tests.common.sizes import NIGHTLY
 from tests.common.tensor_parallel import whole

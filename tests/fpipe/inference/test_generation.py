@@ -15,7 +15,7 @@ from schedules import dualpipe, forward_only, gpipe, one_f_one_b, zb_v
 from tests.common.averages import VOCABULARY, Average, AverageDecoder, generate_from_scratch, texts, word_loss
 from tests.common.comparison import Result, assert_same
 from tests.common.generation import generate_plainly, gpt2, llama, next_word, padding
-from tests.common.numbers import seeded
+from tests.common.generators import seeded
 from tests.common.sizes import by_night, covering, sampled
 
 LENGTH, WIDTH, COUNT = 12, 5, 8

@@ -16,8 +16,8 @@ from schedules import gpipe, one_f_one_b, zb_h1, zb_v
 from tests.common import experts
 from tests.common.cases import mse
 from tests.common.gates import Marked
+from tests.common.generators import seeded
 from tests.common.meshes import SHAPES, loop_over_copies, options
-from tests.common.numbers import seeded
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import by_day, covering, in_turn, sampled
 from tests.common.zoo import ZOO

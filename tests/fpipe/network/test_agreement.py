@@ -6,6 +6,10 @@ What `describe_value` describes alike does the same, as far as one can see. test
 
 import logging
 import threading
+from dataclasses import dataclass
+from functools import partial
+from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +19,9 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from fpipe import InputError, TransportError
-from fpipe.network.agreement import FIRST, MOST_FIELDS, Field, agree, announce_refusal
+from fpipe.network.agreement import MOST_FIELDS, Field, agree, announce_refusal
 from fpipe.network.fingerprint import describe_value, digest_tensor
+from fpipe.network.groups import Control
 from fpipe.network.job import require_process_group
 from tests.common.lookalikes import LOOKALIKES, closure, function
 from tests.common.sizes import few
@@ -29,26 +34,39 @@ class Room:
         self.size, self.barrier = size, threading.Barrier(size, timeout=600)
         self.places, self.exchanges = [None] * size, 0
 
-    def gather(self, rank):
-        def exchange(mine):
-            self.places[rank] = mine
-            self.barrier.wait()
-            found = list(self.places)
-            self.exchanges += rank == 0
-            self.barrier.wait()
-            assert len({(one.shape, one.dtype) for one in found}) == 1, "a real collective would abort"
-            return found
+    def exchange(self, rank, mine):
+        """Return what all ranks pass."""
+        self.places[rank] = mine
+        self.barrier.wait()
+        found = list(self.places)
+        self.exchanges += rank == 0
+        self.barrier.wait()
+        assert len({(one.shape, one.dtype) for one in found}) == 1, "a real collective would abort"
+        return found
 
-        return exchange
+
+@dataclass
+class Seat:
+    """The place of one rank in a room."""
+
+    room: Room
+    rank: int
+
+    def gather(self, mine):
+        return self.room.exchange(self.rank, mine)
+
+    def compare(self, mine):
+        found = self.gather(mine)
+        return len(found) if all(torch.equal(one, mine) for one in found) else found
 
 
 def together(*acts):
-    """What each of these returned or raised, called at once with (rank, gather); and how many exchanges it took."""
+    """What each of these returned or raised, called at once with (rank, seat); and how many exchanges it took."""
     room, found = Room(len(acts)), [None] * len(acts)
 
     def run(rank):
         try:
-            found[rank] = acts[rank](rank, room.gather(rank))
+            found[rank] = acts[rank](rank, Seat(room, rank))
         except Exception as error:
             found[rank] = error
 
@@ -61,14 +79,14 @@ def together(*acts):
 
 
 def call(name, note=0, **fields):
-    def act(rank, gather):
-        return agree(rank, gather, name, [Field.of(key, lines) for key, lines in fields.items()], note)
+    def act(rank, seat):
+        return agree(rank, seat, name, [Field.of(key, lines) for key, lines in fields.items()], note)
 
     return act
 
 
 def refusal(name, error):
-    return lambda rank, gather: announce_refusal(gather, name, error)
+    return lambda rank, seat: announce_refusal(seat, name, error)
 
 
 def test_ranks_that_agree_exchange_one_row():
@@ -142,13 +160,59 @@ def test_all_agree_or_all_fail(rows):
 def test_every_row_has_the_same_size():
     shapes = []
 
-    def gather(mine):
-        shapes.append(tuple(mine.shape))
-        return [mine]
+    class Alone:
+        def compare(self, mine):
+            shapes.append(tuple(mine.shape))
+            return 1
 
     for count in (0, 3, MOST_FIELDS):
-        agree(0, gather, "a step", [Field.of(str(k), []) for k in range(count)])
-    assert set(shapes) == {(FIRST + MOST_FIELDS,)}
+        agree(0, Alone(), "a step", [Field.of(str(k), []) for k in range(count)])
+    announce_refusal(Alone(), "a step", ValueError())
+    assert set(shapes) == {(3,)}
+
+
+class Wire:
+    """A process group of threads, which counts the bytes that each sends and receives."""
+
+    def __init__(self, size):
+        self.size, self.moved = size, [0] * size
+        self.queues = [Queue() for _ in range(2 * size)]
+
+    def end(self, rank):
+        return SimpleNamespace(send=partial(self._send, rank), recv=partial(self._recv, rank))
+
+    def _send(self, rank, tensors, other, tag):
+        self.moved[rank] += tensors[0].nbytes
+        self.queues[2 * max(rank, other) + (rank == 0)].put(tensors[0].clone())
+        return SimpleNamespace(wait=lambda: None)
+
+    def _recv(self, rank, tensors, other, tag):
+        self.moved[rank] += tensors[0].nbytes
+        queue = self.queues[2 * max(rank, other) + (other == 0)]
+        return SimpleNamespace(wait=lambda: tensors[0].copy_(queue.get(timeout=600)))
+
+
+@pytest.mark.parametrize("odd", [None, 7])
+def test_512_processes_that_agree_move_few_bytes(odd):
+    """About 30 bytes each, and the first as many from and to each; all rows only if one differs."""
+    wire, found = Wire(size := 512), [None] * 512
+
+    def run(rank):
+        table = Control(wire.end(rank), rank, tuple(range(size)))
+        mine = torch.tensor([0, 3, int(rank == odd)])
+        found[rank] = table.compare(mine, lambda pending: [work.wait() for work in pending.works], "a step")
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if odd is None:
+        assert found == [size] * size
+        assert sum(wire.moved) / size < 64
+    else:
+        rows = [[0, 3, int(rank == odd)] for rank in range(size)]
+        assert all([row.tolist() for row in one] == rows for one in (found[0], found[odd], found[-1]))
 
 
 @pytest.mark.parametrize("size", ["2", "16"])

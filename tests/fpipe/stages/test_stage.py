@@ -21,8 +21,8 @@ from fpipe.tensors.random import key, preserve_generators
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, split_backward
+from tests.common.generators import seeded
 from tests.common.loops import loop
-from tests.common.numbers import seeded
 from tests.common.running import FRONT_END, build, run
 from tests.common.sizes import by_day, few, sampled
 from tests.common.zoo import ZOO

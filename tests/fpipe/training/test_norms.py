@@ -17,7 +17,7 @@ from fpipe.tensors.torch_private import foreach_norm
 from fpipe.tensors.tree import same_bits
 from fpipe.training.norms import KEPT_TABLES
 from schedules import Schedule, dualpipe_v, one_f_one_b, zb_v
-from tests.common.numbers import seeded
+from tests.common.generators import seeded
 from tests.common.running import build, run
 from tests.common.sizes import sampled
 from tests.common.zoo import ZOO

@@ -10,7 +10,7 @@ from torch import Tensor, nn, optim
 
 import fpipe
 from fpipe.tensors.tree import same_bits
-from tests.common.numbers import seeded
+from tests.common.generators import seeded
 from tests.common.sizes import sampled
 
 STEPS = 6

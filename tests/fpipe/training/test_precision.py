@@ -11,7 +11,7 @@ from torch import nn, optim
 
 import fpipe
 from fpipe.tensors.tree import same_bits
-from tests.common.numbers import seeded
+from tests.common.generators import seeded
 
 SCALES = st.floats(2.0**-10, 2.0**20, width=32)
 

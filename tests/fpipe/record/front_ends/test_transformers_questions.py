@@ -15,7 +15,7 @@ from transformers.utils import import_utils
 
 import fpipe
 from schedules import one_f_one_b
-from tests.common.numbers import seeded
+from tests.common.generators import seeded
 from tests.common.running import require_eager
 from tests.common.sizes import NIGHTLY, sampled
 
