@@ -31,8 +31,8 @@ Gather: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
 """Returns the tensors of all ranks; every rank passes one, of the same shape and dtype."""
 
 
-class Meeting(Protocol):
-    """What ranks exchange tensors over; each passes one, of the same shape and dtype."""
+class RowExchange(Protocol):
+    """A way to exchange tensors with all ranks; each passes one, of the same shape and dtype."""
 
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
         """Return the tensors of all ranks."""
@@ -65,30 +65,30 @@ class Field(NamedTuple):
         return cls(name, digest(lines), lambda: lines, *repair)
 
 
-def agree(rank: int, meeting: Meeting, call: str, fields: Sequence[Field], note: int = 0) -> list[int]:
-    """Exchange a row with all ranks; return every rank's note.
+def agree(rank: int, exchange: RowExchange, call: str, fields: Sequence[Field], note: int = 0) -> list[int]:
+    """RowExchange a row with all ranks; return every rank's note.
 
     Raise `TransportError` unless all ranks make the same call with the same fields.
     """
     assert len(fields) <= MOST_FIELDS, "there is room for the digests of all fields"
     mine = [0, digest((call, *[f"{field.name} {field.digest}" for field in fields])), note]
-    found = meeting.compare(torch.tensor(mine))
+    found = exchange.compare(torch.tensor(mine))
     if isinstance(found, int):
         return [note] * found
     rows = [row.tolist() for row in found]
     if any(row[:NOTE] != mine[:NOTE] for row in rows):
-        _raise_difference(rank, meeting.gather, call, fields, rows)
+        _raise_difference(rank, exchange.gather, call, fields, rows)
     return [row[NOTE] for row in rows]
 
 
-def announce_refusal(meeting: Meeting, call: str, error: BaseException) -> None:
+def announce_refusal(exchange: RowExchange, call: str, error: BaseException) -> None:
     """Tell the other ranks, which wait for this one's row, that the call failed here."""
-    if not isinstance(meeting.compare(torch.tensor([1, digest([call]), 0])), int):  # else all of them refuse
-        exchange_texts(meeting.gather, describe_error(error))
+    if not isinstance(exchange.compare(torch.tensor([1, digest([call]), 0])), int):  # else all of them refuse
+        exchange_texts(exchange.gather, describe_error(error))
 
 
 def exchange_texts(gather: Gather, mine: str) -> list[str]:
-    """Exchange texts of any length; return those of all ranks."""
+    """RowExchange texts of any length; return those of all ranks."""
     data = mine.encode()[: MOST_BYTES * MOST_SHOWN]
     lengths = [int(one.item()) for one in gather(torch.tensor([len(data)]))]
     padded = torch.zeros(max([*lengths, 1]), dtype=torch.uint8)
