@@ -36,17 +36,19 @@ docs: .venv/documented
 	$(BIN)/python -m sphinx -q --fail-on-warning --keep-going -d docs/_build/doctrees docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
-# By hand: all tests with the oldest and the newest torch that pyproject.toml declares. Each installs a CUDA build of
-# some gigabytes, which runs on a CPU, too. OLDEST='numpy==1.26.* optree==0.13.*' adds the oldest of those.
-VERSIONS ?= 2.12 2.15
+# By hand: all tests with the oldest and the newest torch that pyproject.toml declares, in each Python that is there. Each
+# installs a CUDA build of some gigabytes, which runs on a CPU, too. OLDEST='numpy==1.26.* optree==0.13.*' adds the oldest
+# of those.
+VERSIONS ?= 2.11 2.15
+PYTHONS ?= $(foreach one,python3.11 python3.12 python3.13,$(if $(shell $(one) -c 'print(1)' 2>/dev/null),$(one)))
 
-versions: $(VERSIONS:%=.venv-%/tested)
+versions: $(foreach torch,$(VERSIONS),$(foreach python,$(PYTHONS),.venv-$(torch)-$(python)/tested))
 
 EXTRAS := .[testing,solver,integrations]
 
 .venv-%/tested: pyproject.toml tests/requirements.txt
-	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/pip install --quiet 'torch==$*.*' $(OLDEST) --requirement tests/requirements.txt --editable '$(EXTRAS)'
+	$(word 2,$(subst -, ,$*)) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet 'torch==$(word 1,$(subst -, ,$*)).*' $(OLDEST) --requirement tests/requirements.txt --editable '$(EXTRAS)'
 	OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n auto --dist worksteal
 	touch $@
 

@@ -2,6 +2,7 @@
 """What users install is whole: the source archive, the wheel made from it, its name in every message, and no extras."""
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -98,7 +99,7 @@ def test_the_wheel_runs_the_readme_without_extras(built, tmp_path):
     save = 'fpipe.save(pipe, "run", params=params, buffers=buffers, state=state, step=1)\nprint(fpipe.__file__)\n'
     script = tmp_path / "script.py"
     script.write_text(HIDE.format(hidden=sorted(extras | {"pytest", "rich"})) + example + save)
-    ran = run_python(script, cwd=tmp_path, PYTHONPATH=str(site))
+    ran = run_python(script, cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(site), *sys.path[1:]]))
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == str(site / "fpipe" / "__init__.py")
 

@@ -228,7 +228,7 @@ class ModelStages(Sequence[Stage]):
         assembly = self._plan(how, replace(_variant(self.trains), scaled=False)).assembly
         with wait_for_turn(), hide_fakes():
             sizes = measure_sizes(assembly, how.placement)
-        return describe(assembly, self.captures.model, how, sizes, leaf_name)
+        return describe(assembly, self.captures.model, how, sizes, leaf_name, channels=())
 
     @property
     def trains(self) -> bool:

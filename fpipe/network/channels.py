@@ -2,8 +2,8 @@
 """Channels between processes: point-to-point messages of torch.distributed, over Gloo on CPU and NCCL on GPU.
 
 Each channel has its own process group. On NCCL, a pair of ranks would otherwise share one communicator and stream for
-both directions, and plain 1F1B could deadlock on them. Groups are created, and warmed up with one byte, in ascending
-order of channels on every rank, so that connecting can't deadlock either.
+both directions, and plain 1F1B could deadlock on them. Groups are created, and warmed up with one byte, in one order of
+channels on every rank, so that connecting can't deadlock either.
 
 Every receive is described by a `Spec` known beforehand; nothing is pickled, and no shapes travel. Every message states
 its identity. On a CPU this is checked before the message is used. On an accelerator, that would block the host in every
@@ -24,9 +24,11 @@ Runs in every step; channels are set up when a plan is made: once per kind of ba
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
+from itertools import count
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -258,6 +260,25 @@ class DistributedChannel:
         return known
 
 
+def order_in_rounds(channels: Iterable[Route]) -> list[Route]:
+    """Return the channels so that they can be set up in few rounds, in each of which no rank takes part twice.
+
+    Ranks set up their channels one by one. In ascending order, a chain of n ranks would take n - 1 rounds, each waiting
+    for the one before; so it takes four, whatever n. A rank with k channels takes part in fewer than 4 k rounds.
+
+    >>> order_in_rounds([(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)])
+    [(0, 1), (2, 3), (1, 0), (3, 2), (1, 2), (2, 1)]
+    """
+    rounds = dict[Route, int]()
+    busy = defaultdict[int, set[int]](set)
+    for source, target in sorted(channels):
+        taken = busy[source] | busy[target]
+        rounds[source, target] = first = next(k for k in count() if k not in taken)
+        busy[source].add(first)
+        busy[target].add(first)
+    return sorted(rounds, key=lambda route: (rounds[route], route))
+
+
 class DistributedTransport:
     """The channels of this process, rank `rank` of the pipeline whose processes are `world`; `timeout` is their own.
 
@@ -275,19 +296,18 @@ class DistributedTransport:
         self.trail = make_trail(device)
 
     def setup(self, channels: Iterable[Route], creator: Creator) -> None:
-        """Create a process group for each new channel, in ascending order, and warm it up."""
-        for source, target in channels:
-            if (source, target) not in self.channels:
-                replicas = [
-                    creator.create_group([world[source], world[target]], self.timeout, self.backend, self.device)
-                    for world in self.replicas
-                ]
-                group = replicas[self.replicas.index(self.world)]
-                self.channels[source, target] = DistributedChannel.between(
-                    group, self.world[source], self.world[target], self.device, self.trail
-                )
-                if self.rank in (source, target):
-                    self._warm_up(self.channels[source, target], self.rank == source, creator.wait)
+        """Create a process group for each new channel, in the same order everywhere, and warm it up."""
+        for source, target in order_in_rounds(one for one in channels if one not in self.channels):
+            replicas = [
+                creator.create_group([world[source], world[target]], self.timeout, self.backend, self.device)
+                for world in self.replicas
+            ]
+            group = replicas[self.replicas.index(self.world)]
+            self.channels[source, target] = DistributedChannel.between(
+                group, self.world[source], self.world[target], self.device, self.trail
+            )
+            if self.rank in (source, target):
+                self._warm_up(self.channels[source, target], self.rank == source, creator.wait)
 
     def _warm_up(self, channel: DistributedChannel, sends: bool, wait: Callable[[Waitable], None]) -> None:
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)

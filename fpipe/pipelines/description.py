@@ -9,7 +9,8 @@ Runs when a pipeline is printed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from textwrap import wrap
@@ -19,6 +20,7 @@ from torch import nn
 from fpipe.cutting.calls import Calls, call_name, outermost
 from fpipe.record.captured import Call
 from fpipe.runtime.contract import StageCrossing
+from fpipe.runtime.transport import Route
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.backends import AS_GRAPH_REMARK, splits
 from fpipe.stages.stage import ModelStage
@@ -39,15 +41,17 @@ def describe(
     schedule: Schedule,
     sizes: Sizes,
     leaf_name: Callable[[int], str],
+    channels: Collection[Route],
 ) -> str:
     """Return a description of the stages of `model`, their ranks, and how the schedule splits their backwards.
 
-    `sizes` has the bytes that a microbatch holds on each stage; `leaf_name` returns the name of a leaf of the batch.
+    `sizes` has the bytes that a microbatch holds on each stage; `leaf_name` returns the name of a leaf of the batch;
+    `channels` are those of the program.
     """
     split = splits(schedule)
     held = _describe_leaves(assembly.parameters, assembly.parameters, assembly.captured.trainable, "parameter")
     shown = _StageText(assembly, Calls.of(assembly.captured, model), leaf_name)
-    lines = [f"{_count(len(assembly.stages), 'stage')}, {held}"]
+    lines = [f"{_count(len(assembly.stages), 'stage')}, {held}", *filter(None, [describe_channels(channels)])]
     for stage in assembly.stages:
         ranks = schedule.placement.replicas(stage.index)
         lines += ["", f"stage {stage.index} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"]
@@ -150,6 +154,14 @@ def _computed_lines(stage: ModelStage, leaf_name: Callable[[int], str]) -> Itera
         for spec, place, how in zip(prologue.specs, prologue.places, often, strict=True)
     ]
     yield from _shorten(found, "              ... {} more")
+
+
+def describe_channels(channels: Collection[Route]) -> str:
+    """Return how many channels there are between ranks, and on the rank that has most; empty if there are none."""
+    if not channels:
+        return ""
+    most = max(Counter(rank for route in channels for rank in route).values())
+    return f"{_count(len(channels), 'channel')} between ranks, at most {most} on one rank, each a process group"
 
 
 def _describe_memory(stage: ModelStage, sizes: Sizes, split: bool) -> str:

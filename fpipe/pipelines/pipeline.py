@@ -373,5 +373,5 @@ class Pipeline:
 
     def __str__(self) -> str:
         how, leaf_name = self.schedule, self.captures.batchings[True].leaf_name
-        text = describe(self.training.assembly, self.model, how, self.sizes, leaf_name)
+        text = describe(self.training.assembly, self.model, how, self.sizes, leaf_name, self.training.program.channels)
         return f"Pipeline of {type(self.model).__name__} under {how!r}\n{text}"

@@ -14,11 +14,11 @@ from math import isfinite
 from typing import Any, Final
 
 from fpipe.errors import InputError, PipelineError
-from fpipe.pipelines.description import format_bytes
+from fpipe.pipelines.description import describe_channels, format_bytes
 from fpipe.planning.documents import Format, Limit
 from fpipe.tensors.arguments import describe_argument
 from fpipe.weights.files import AnyPath
-from schedules import Schedule, check
+from schedules import Schedule, check, lower
 from schedules.errors import printable
 
 PLAN_FORMAT: Final = Format("plan", 1, "Make the plan again.", indent=1)
@@ -175,6 +175,7 @@ def _describe(plan: Plan) -> list[str]:
         f"  cuts        {', '.join(plan.cuts) or 'none'}",
         *(_describe_time(plan) if plan.predicted.seconds else [UNTIMED]),
         f"  memory      {held}{of}",
+        *[f"  transfers   {one}" for one in (describe_channels(lower(plan.schedule).channels),) if one],
         f"  one device  {plan.alone}",
         f"  copies      {plan.copies}",
         *[f"  next best   {one}" for one in plan.others],

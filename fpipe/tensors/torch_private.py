@@ -53,7 +53,7 @@ __all__ = [
     "torch_pytree",
 ]
 
-TESTED: Final = ("2.12", "2.13", "2.14", "2.15")
+TESTED: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of torch that were tested: 2.13 with all tests, the others with those of `make versions`."""
 VERSION: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
 GENERATOR: Final = "_checkpoint_without_reentrant_generator" + ("" if VERSION < (2, 14) else "_impl")

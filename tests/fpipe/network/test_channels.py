@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A message says what it is and arrives as it was sent; another in its place is never used."""
 
+from collections import Counter
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe import TransportError
-from fpipe.network.channels import LINE, ON_DEVICE, SMALL_BYTES, DistributedChannel, Envelope
+from fpipe.network.channels import LINE, ON_DEVICE, SMALL_BYTES, DistributedChannel, Envelope, order_in_rounds
 from fpipe.network.trail import AHEAD, PER_LAP, Trail
 from fpipe.network.waiting import Awaited
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
-from schedules import parse
+from schedules import chimera, dualpipe, interleaved_1f1b, lower, one_f_one_b, parse, zb_v
 from tests.common.sizes import few
 from tests.common.waits import Clock
 
@@ -175,3 +178,39 @@ def test_bytes_that_are_not_a_message_are_refused():
     envelope = Envelope(MESSAGE, (Spec.of(torch.ones(4)),), CPU)
     with pytest.raises(TransportError, match="got unknown bytes"):
         envelope.require(torch.full((LINE,), 7, dtype=torch.uint8))
+
+
+# ----------------------------------------------------------------------------------------------------- few rounds
+
+
+def rounds(order):
+    """How long it takes to set up channels in this order, if each takes one unit of time of both its ranks."""
+    free = Counter()
+    for ends in order:
+        start = max(free[rank] for rank in ends)
+        free.update({rank: start + 1 - free[rank] for rank in ends})
+    return max(free.values(), default=0)
+
+
+ROUTES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda ends: ends[0] != ends[1]), unique=True)
+
+
+@given(ROUTES, st.randoms())
+def test_every_rank_sets_up_its_channels_in_one_order_of_few_rounds(routes, random):
+    order = order_in_rounds(routes)
+    assert sorted(order) == sorted(routes)
+    random.shuffle(routes)
+    assert order_in_rounds(routes) == order
+    most = max(Counter(rank for ends in routes for rank in ends).values(), default=0)
+    assert rounds(order) < max(2 * most, 1)
+
+
+@pytest.mark.parametrize("ranks", [4, 64, 512])
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [(one_f_one_b, 4), (zb_v, 4), (partial(interleaved_1f1b, chunks=2), 4), (dualpipe, 6), (chimera, 6)],
+)
+def test_start_up_takes_as_many_rounds_for_many_ranks_as_for_few(make, most, ranks):
+    channels = lower(make(ranks=ranks, microbatches=ranks)).channels
+    assert rounds(order_in_rounds(channels)) <= most
+    assert ranks == 4 or rounds(channels) > 60
