@@ -46,6 +46,7 @@ from fpipe.planning.profiler import profile
 from fpipe.planning.roofline import Roofline
 from fpipe.planning.timelines import costs, timeline
 from fpipe.record.front_ends.parts import ModuleGraph, Part
+from fpipe.tensors.names import as_tree, by_name
 from fpipe.training.clipping import clip, clip_value
 from fpipe.training.norms import all_finite, norm
 from fpipe.training.optimizers import Optimizer, optimizer
@@ -91,7 +92,9 @@ __all__ = [
     "VocabularyError",
     "__version__",
     "all_finite",
+    "as_tree",
     "begin_save",
+    "by_name",
     "capture",
     "catch_signals",
     "clip",

@@ -42,6 +42,7 @@ from fpipe.record.objective import Loss
 from fpipe.stages.backends import Backward, backend_of
 from fpipe.stages.ties import Tied
 from fpipe.tensors.arguments import require_arguments
+from fpipe.tensors.names import accept_trees
 from fpipe.verification.comparison import Verification
 from fpipe.verification.reference import make_reference_step
 from fpipe.verification.verify import Trial, verify_steps
@@ -302,6 +303,7 @@ def reference(
     return make_reference_step(pipe, training_variant(outputs, sums), Aux.of(aux))
 
 
+@accept_trees("params", "buffers")
 def verify(
     pipe: Pipeline,
     model: nn.Module | Sequence[Callable[..., Any]],

@@ -138,7 +138,7 @@ _Choices: TypeAlias = tuple[tuple[str, tuple[ArgumentType, ...]], ...]
 @lru_cache(maxsize=1024)
 def _list_choices(function: Any, check: ArgumentCheck) -> _Choices:
     """Return the rows of one of which each annotated parameter must be; none for parameters that take anything."""
-    hints, code = get_type_hints(function), function.__code__
+    hints, code = get_type_hints(function), inspect.unwrap(function).__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     found = ((name, tuple(_choices(hints[name], check.rows))) for name in names if name in hints)
     return tuple((name, choices) for name, choices in found if choices)

@@ -32,6 +32,7 @@ from fpipe.network.agreement import Field
 from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.tensors.names import accept_trees
 from fpipe.weights.files import as_path, make_folder, write_durably, write_error
 from fpipe.weights.loading import list_transient_buffers
 from fpipe.weights.safetensors import INDEX, read_index, write_safetensors
@@ -39,6 +40,7 @@ from fpipe.weights.safetensors import INDEX, read_index, write_safetensors
 EXPORTED: Final = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
+@accept_trees("params", "buffers")
 def export(pipe: Pipeline, path: str | os.PathLike[str], params: State, buffers: State | None = None) -> None:
     """Write the model's weights into the directory `path`, in the format of `from_pretrained`; every rank calls this.
 

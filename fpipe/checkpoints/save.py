@@ -41,6 +41,7 @@ from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import hold_plain
+from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import require_plain, whole_tensor
 from fpipe.tensors.spec import Spec
 from fpipe.training.optimizers import OptimizerState
@@ -49,6 +50,7 @@ from fpipe.weights.safetensors import require_savable, write_safetensors
 from schedules.errors import quote
 
 
+@accept_trees("params", "buffers")
 def save(
     pipe: Pipeline,
     path: str | os.PathLike[str],
@@ -91,6 +93,7 @@ def save(
     begin_save(pipe, path, params=params, buffers=buffers, state=state, step=step, data=data)()
 
 
+@accept_trees("params", "buffers")
 def begin_save(
     pipe: Pipeline,
     path: str | os.PathLike[str],

@@ -45,6 +45,7 @@ from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.variant import EVALUATION, Variant
 from fpipe.runtime.executor import Inputs, Outcome
 from fpipe.tensors.arguments import describe_argument, require_integer, require_seed
+from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import require_plain
 from fpipe.tensors.spec import Spec
 from schedules import Schedule, forwards
@@ -110,6 +111,7 @@ def generate(
         agree_on_arguments(pipe, length=length, schedule=repr(how))
     decodings: dict[tuple[int, bool], Pipeline] = {}
 
+    @accept_trees("params", "buffers")
     def run(
         params: State,
         buffers: State,

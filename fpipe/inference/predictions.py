@@ -29,6 +29,7 @@ from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
 from fpipe.record.variant import EVALUATION, Variant
 from fpipe.runtime.executor import Inputs
+from fpipe.tensors.names import accept_trees
 
 
 def predict(pipe: Pipeline) -> Callable[..., Any]:
@@ -54,6 +55,7 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
     with call_together(predict, locals()):
         agree_on_arguments(pipe)
 
+    @accept_trees("params", "buffers")
     def run(params: State, buffers: State, inputs: Any, *, seed: int | None = None) -> Any:
         with suspend_autocast(EVALUATION) as variant, pipe.ranks.enter_call("a prediction"):
             plan, given = _prepare(pipe, variant, params, buffers, inputs, seed)
@@ -91,6 +93,7 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., Te
     with call_together(stream, locals()):
         agree_on_arguments(pipe)
 
+    @accept_trees("params", "buffers")
     def run(
         params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
     ) -> Tensor | None:

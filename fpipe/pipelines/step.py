@@ -32,6 +32,7 @@ from fpipe.record.variant import EVALUATION, Variant
 from fpipe.runtime.executor import Execution, Inputs, Outcome
 from fpipe.runtime.transport import Transport
 from fpipe.tensors import random
+from fpipe.tensors.names import NamedShape, accept_trees
 from fpipe.tensors.placed import unwrap_state, wrap_state
 from fpipe.weights.state import require_recordable
 
@@ -78,6 +79,7 @@ def make_training_step(
 ) -> ValueAndGrad:
     """Return the function that runs training steps of a variant."""
 
+    @accept_trees("params", "buffers", "onto", restore=restore_step)
     def step(
         params: State,
         buffers: State,
@@ -258,9 +260,23 @@ def scale_variant(variant: Variant, scale: object) -> Variant:
     return replace(variant, scaled=True)
 
 
+def restore_step(result: Any, shapes: Mapping[str, NamedShape]) -> Any:
+    """Return what a step returned, with trees in place of dicts by name where it was given trees.
+
+    Its buffers are like those that it was given; what follows, gradients or new parameters, is like the parameters.
+    """
+    step, *others = result if type(result) is tuple else (result,)
+    if "buffers" in shapes:
+        step = step._replace(buffers=shapes["buffers"].fill(step.buffers))
+    if "params" in shapes and others:
+        others[0] = shapes["params"].fill(others[0])
+    return (step, *others) if type(result) is tuple else step
+
+
 def make_evaluation_step(pipe: Pipeline, record: RecordSpan | None, outputs: bool, aux: Aux) -> Callable[..., Step]:
     """Return the function that `fpipe.evaluate` returns."""
 
+    @accept_trees("params", "buffers", restore=restore_step)
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
         with suspend_autocast(replace(EVALUATION, outputs=outputs)) as cast, pipe.ranks.enter_call("an evaluation"):
             held = hold_plain(pipe, params, buffers)

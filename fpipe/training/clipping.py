@@ -24,10 +24,12 @@ from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.arguments import describe_argument, require_arguments, require_dense, require_tensors
+from fpipe.tensors.names import accept_trees, restore_like
 from fpipe.tensors.placed import local_part, without_partial
 from fpipe.training.norms import choose_gradients, compute_total
 
 
+@accept_trees("grads", restore=restore_like("grads"))
 def clip(
     pipe: Pipeline,
     grads: State,
@@ -71,6 +73,7 @@ def scale_to_norm(grads: State, max_norm: float, total: Tensor) -> State:
     return grads
 
 
+@accept_trees("grads", restore=restore_like("grads"))
 def clip_value(grads: State, value: float, donate: bool = False) -> State:
     """Return the gradients with every element clamped to [-value, value], as `torch.nn.utils.clip_grad_value_` does.
 

@@ -32,6 +32,7 @@ from fpipe.pipelines.inputs import State
 from fpipe.pipelines.norm_table import NormTable, list_gradients
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.arguments import require_dense
+from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import local_part, require_same_placement, whole_tensor, without_partial
 from fpipe.tensors.torch_private import foreach_norm
 from fpipe.tensors.tree import stored_values
@@ -41,6 +42,7 @@ KEPT_TABLES = 32
 SPREAD = 1e-3  # of the norms of equal gradients, which other kernels may round otherwise
 
 
+@accept_trees("grads")
 def norm(pipe: Pipeline, grads: State, order: float = 2.0, names: str | Iterable[str] = "*") -> Tensor:
     """Return the norm of all gradients of the model, a tensor without dimensions, on every rank.
 
@@ -71,6 +73,7 @@ def norm(pipe: Pipeline, grads: State, order: float = 2.0, names: str | Iterable
         return compute_total(pipe, choose_gradients(pipe, grads, names), order, f"names={names!r}")
 
 
+@accept_trees("grads")
 def all_finite(pipe: Pipeline, grads: State) -> Tensor:
     """Return whether no gradient of the model is infinite or nan: a boolean tensor, the same on every rank.
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
 from fpipe.tensors.arguments import require_arguments, require_tensors
+from fpipe.tensors.names import accept_trees, restore_like
 from fpipe.training.groups import Groups, Options, find_group
 from fpipe.training.trial import Traits, try_optimizer
 from schedules.arguments import each
@@ -102,12 +103,14 @@ def optimizer(
     if whole is not None:
         parts.require_partition(whole, True)
 
+    @accept_trees("params")
     def init(params: State) -> OptimizerState:
         """Return the state before the first update."""
         require_tensors("params", params)
         parts.require_partition(params, whole is None and not dist.is_initialized())
         return {name: {} for name in params}
 
+    @accept_trees("grads", "params", restore=restore_like("params"))
     def update(
         grads: State,
         state: OptimizerState,

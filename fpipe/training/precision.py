@@ -32,6 +32,7 @@ from torch import Tensor
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
 from fpipe.tensors.arguments import describe_argument, require_arguments, require_tensors
+from fpipe.tensors.names import accept_trees, restore_like
 from fpipe.training.groups import Options
 from fpipe.training.optimizers import Optimizer, OptimizerState
 
@@ -76,6 +77,7 @@ class LossScale:
                 raise InputError(f"{name}: got {getattr(self, name)!r}, expected {expected}. Change it.")
         object.__setattr__(self, "scale", _as_float32(self.scale))
 
+    @accept_trees("grads", restore=restore_like("grads"))
     def unscale(self, grads: State, donate: bool = False) -> State:
         """Return the gradients divided by the scale; in place, if `donate`.
 
@@ -133,6 +135,7 @@ def masters(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimiz
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InputError(f"dtype: got {dtype!r}, expected one of floating-point numbers. Pass torch.float32.")
 
+    @accept_trees("params")
     def init(params: State) -> OptimizerState:
         """Return the state before the first update: a master for each parameter of lower precision."""
         state = optimizer.init(params)
@@ -141,6 +144,7 @@ def masters(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimiz
                 state[name] = {MASTER: p.detach().to(dtype), **state[name]}
         return state
 
+    @accept_trees("grads", "params", restore=restore_like("params"))
     def update(
         grads: State,
         state: OptimizerState,

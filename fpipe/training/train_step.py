@@ -39,11 +39,19 @@ from fpipe.pipelines.merge import MergeTrees
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, sum_terms
-from fpipe.pipelines.step import begin_step, finish_step, hold_for_backward, optional_sums, run_copies
+from fpipe.pipelines.step import (
+    begin_step,
+    finish_step,
+    hold_for_backward,
+    optional_sums,
+    restore_step,
+    run_copies,
+)
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
 from fpipe.record.variant import Variant
 from fpipe.runtime.executor import Outcome
+from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import require_plain, wrap_state
 from fpipe.training.clipping import require_bound, scale_to_norm
 from fpipe.training.norms import compute_total
@@ -106,6 +114,7 @@ def train_step(
     fixed = describe_value({"max_norm": limit, "optimizer": optimizer._asdict()})
     known = str(digest(fixed))
 
+    @accept_trees("params", "buffers", "onto", restore=restore_step)
     def step(
         params: State,
         buffers: State,

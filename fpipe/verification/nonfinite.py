@@ -35,6 +35,7 @@ from fpipe.runtime.handlers import HANDLERS
 from fpipe.runtime.transport import Payload, Transport
 from fpipe.stages.stage import ModelStage
 from fpipe.tensors import random
+from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import local_part
 from fpipe.tensors.tree import flatten, stored_values
 from schedules import Action
@@ -89,6 +90,7 @@ def find_nonfinite(pipe: Pipeline) -> Callable[..., NonFinite | None]:
         agree_on_arguments(pipe)
     variant = training_variant(False, None)
 
+    @accept_trees("params", "buffers")
     def find(
         params: State,
         buffers: State,

@@ -31,13 +31,14 @@ from fpipe.pipelines.merge import NO_AUX, Aux
 from fpipe.pipelines.modes import require_gradients, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, merge_results
-from fpipe.pipelines.step import ValueAndGrad, place_buffers, scale_variant
+from fpipe.pipelines.step import ValueAndGrad, place_buffers, restore_step, scale_variant
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
 from fpipe.record.variant import Variant
 from fpipe.stages.kinds import require_alike_uncut
 from fpipe.tensors import random
 from fpipe.tensors.arguments import require_seed, require_tensors
+from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import unwrap_state, wrap_state
 from fpipe.weights.state import Form, require_recordable
 from schedules import KINDS
@@ -164,6 +165,7 @@ def make_reference_step(pipe: Pipeline, variant: Variant, aux: Aux = NO_AUX) -> 
     require_whole_batches(pipe)
     forms = Form("params", known.parameters, known.placed), Form("buffers", known.buffers, known.placed)
 
+    @accept_trees("params", "buffers", "onto", restore=restore_step)
     def step(
         params: State,
         buffers: State,

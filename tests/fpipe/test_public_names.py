@@ -18,7 +18,8 @@ PLACES = {
 CaptureError Cause Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph
 Executed ModelRecord ModelStages NonFinite Optimizer Part Pipeline PipelineError Pipelined Plan Profile RankError
 Roofline ScheduleError Sharded SizeError Stage Stages StaticDecoder Step TransportError Verification
-VocabularyError capture connect_stages cut execute processes stage __version__ all_finite begin_save catch_signals
+VocabularyError capture connect_stages cut execute processes stage __version__ all_finite as_tree begin_save by_name
+catch_signals
 choose_likeliest clip clip_value costs evaluate export find_nonfinite generate is_checkpoint load masters norm
 optimizer pipeline plan predict profile reference require_same safetensors sample save stream timeline train_step
 value_and_grad verify

@@ -280,7 +280,7 @@ REFUSED = [
     ),
     (lambda: update_nothing(BIAS, groups={"*.bias": {"rate": 0.1}}), "groups['*.bias']: got ['rate']"),
     # what does not belong together
-    (lambda: update(grads=[W]), "grads: got list, expected a dict by parameter name"),
+    (lambda: update(grads=W), "grads: got Tensor, expected a dict by parameter name"),
     (lambda: update(grads={"x": W}), "grads['x']: got a gradient of none of the 1 parameters"),
     (lambda: update(grads={"w": W.double()}), "grads['w']: got torch.float64 of shape [2, 2], expected torch.float32"),
     (
