@@ -91,6 +91,26 @@ def norms_are_those_of_one_device(rank, size):
         assert all(same_bits(clipped[key], model.get_parameter(key).grad) for key in clipped)
 
 
+@case(sizes=[2])
+def trees_of_a_share(rank, size):
+    """A tree has `None` where another rank holds the leaf; steps, norms and updates are those on names."""
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(2, MICROBATCHES), 8, capture="trace")
+    whole = {"0": {}}
+    for name, p in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        whole.setdefault(path, {})[leaf] = p
+    params, buffers = pipe.init(model)
+    tree = fpipe.as_tree(params, like=whole)
+    assert any(leaf is None for inner in tree.values() for leaf in inner.values())
+    adam, step = fpipe.optimizer(torch.optim.Adam, lr=0.1), fpipe.value_and_grad(pipe)
+    (_, grads), (_, named) = step(tree, buffers, inputs, targets), step(params, buffers, inputs, targets)
+    (grads, total), (named, norm) = fpipe.clip(pipe, grads, 0.1), fpipe.clip(pipe, named, 0.1)
+    assert same_bits(total, norm)
+    new, theirs = adam.update(grads, adam.init(tree), tree)[0], adam.update(named, adam.init(params), params)[0]
+    assert new.keys() == whole.keys()
+    assert all(same_bits(one, theirs[name]) for name, one in fpipe.by_name(new).items())
+
+
 @case(sizes=[4])
 def gradients_that_are_not_finite_on_one_rank(rank, size):
     """All ranks hear of them; and norms count names that are absent, or left out, alike."""
