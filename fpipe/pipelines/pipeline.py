@@ -41,7 +41,6 @@ from fpipe.record.reads.watch import Twin
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.stage import ModelStage
 from fpipe.tensors.arguments import require_arguments
-from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import require_plain, wrap_state
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
 from fpipe.weights.loading import ValueSource, hold, load_values
@@ -149,7 +148,6 @@ class Pipeline:
         require_unclosed(self.ranks, "pipe.plan")
         return self.planner.plan(variant, signature)
 
-    @accept_trees("source")
     def init(
         self, source: ValueSource, *, fill: Initializer | None = None, strict: bool = True
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from importlib import import_module
 from operator import attrgetter
@@ -110,7 +111,10 @@ NAMES: Final[Paths] = {
         "torch._dynamo.variables.builder.VariableBuilder._type_dispatch",
         "torch._dynamo.eval_frame._callback_from_stance",
     ],
-    "seeing calls of custom autograd functions": ["torch.autograd.function._SingleLevelFunction"],
+    "seeing calls of custom autograd functions": [
+        "torch.autograd.function._SingleLevelFunction",
+        "torch.autograd.function.BackwardCFunction",
+    ],
     "models and distributions that check their tensors": ["torch._check_tensor_all_with", "torch._is_all_true"],
     "the fast path of torch's attention modules": [
         "torch._transformer_encoder_layer_fwd",
@@ -174,6 +178,7 @@ ATTRIBUTES: Final[Paths] = {
         "torch.Tensor._backward_hooks",
         "torch.Tensor._post_accumulate_grad_hooks",
     ],
+    "naming custom autograd functions": ["torch.autograd.Function._backward_cls._forward_cls"],
     "counting the bytes of sparse tensors": ["torch.Tensor._indices", "torch.Tensor._values"],
     "telling whether two tensors share memory": ["torch.UntypedStorage._cdata"],
     "reading what a module holds": [
@@ -306,8 +311,14 @@ FAKE_TENSOR: Final = Place(torch._subclasses, "FakeTensor")
 VariableBuilder._type_dispatch()  # a table of types, made once: later it might get the stand-in for fake tensors
 TENSOR_CHECK: Final = Place(torch, "_check_tensor_all_with")
 ARGUMENT_CHECK: Final = Place(torch, "_is_all_true")
-APPLY: Final = Place(torch.autograd.function._SingleLevelFunction, "apply")
-"""What `apply` of a custom autograd function calls, also where user code has kept that method under another name."""
+APPLY: Final = (
+    Place(torch.autograd.function._SingleLevelFunction, "apply")
+    if VERSION < (2, 14)
+    else Place(torch.autograd.Function, "apply")
+)
+"""What `apply` of a custom autograd function calls; before torch 2.14 also where user code has kept that method."""
+NODE_INIT: Final = Place(torch.autograd.function.BackwardCFunction, "__init__")
+"""What any call of a custom autograd function calls first, with its context, whose class names the function."""
 COMPILED: Final = Place(torch._dynamo.eval_frame, "_callback_from_stance")
 """What code compiled by `torch.compile` asks each time it is called: `None` makes it run as plain Python."""
 FUSED_ATTENTION: Final = Place(torch, "_native_multi_head_attention")
@@ -366,7 +377,7 @@ def read_checkpoint(
 
 def begin_checkpoint(generator: Iterator[None]) -> None:
     """Let `GENERATOR` install its hooks; what older versions save the arguments with is nobody's to see."""
-    with DisableTorchFunction():
+    with nullcontext() if CheckpointInputs is None else DisableTorchFunction():
         next(generator)
 
 

@@ -106,7 +106,7 @@ def test_a_tree_of_values_is_a_source(pipe):
     params, buffers = pipe.init(MODEL)
     tree = {"0": {"weight": params["0.weight"], "bias": params["0.bias"]}}
     tree |= {name: one for name, one in {**params, **buffers}.items() if not name.startswith("0.")}
-    assert same(pipe.init(tree)[0], params)
+    assert same(pipe.init(fpipe.by_name(tree))[0], params)
 
 
 @pytest.mark.parametrize(

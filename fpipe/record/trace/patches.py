@@ -42,6 +42,7 @@ from fpipe.tensors.torch_private import (
     COMPILED,
     FUSED_ATTENTION,
     INNER_TRANSFORMS,
+    NODE_INIT,
     PICKLE,
     TENSOR_CHECK,
     CheckpointHook,
@@ -104,6 +105,7 @@ class Replacements:
         yield nn.Module, "register_buffer", self._register_buffer
         yield nn.Module, "_apply", self._convert_module
         yield *APPLY, self._apply
+        yield *NODE_INIT, self._begin_function
         yield torch.autograd.graph.saved_tensors_hooks, "__enter__", self._enter_saved_hooks
         yield torch.autocast, "__enter__", self._enter_autocast
         yield torch.autocast, "__exit__", self._exit_autocast
@@ -184,6 +186,13 @@ class Replacements:
         function = apply.__get__(None, cls)
         unseen = self.is_idle or cls in (CheckpointNode, CheckpointInputs)  # which checkpointing itself applies
         return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
+
+    def _begin_function(self, begin: Any, context: Any) -> None:
+        """Seal a module that calls a custom function by a method that it has kept, which nothing else shows."""
+        function = context._forward_cls
+        if not self.is_idle and function not in (CheckpointNode, CheckpointInputs):
+            self.stack.seal(f"a call of {function.__name__}.apply, kept under another name since before the build")
+        begin(context)
 
     def _record(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function, and record it as a single torch call."""

@@ -82,7 +82,7 @@ CHANGES = {
         "missing .*, unexpected \\['other'\\]",
     ),
     "one more": (lambda params: params.update(other=params["2.weight"]), "unexpected \\['other'\\]"),
-    "no tensor": (lambda params: put(params, torch.Tensor.tolist), "got list, expected a tensor"),
+    "no tensor": (lambda params: put(params, repr), "got str, expected a tensor"),
     "no values": (lambda params: put(params, lambda p: p.to("meta")), "got a tensor on the meta device.*initialise"),
     "sparse": (lambda params: put(params, torch.Tensor.to_sparse), "got a tensor of layout torch.sparse"),
     "nested": (lambda params: put(params, lambda p: torch.nested.nested_tensor([*p])), "got a nested tensor"),
@@ -133,7 +133,7 @@ BUFFER_CHANGES = {
         lambda buffers: {**buffers, "1.num_batches_tracked": torch.tensor(0.0)},
         r"\['1.num_batches_tracked'\]: got float32\[\], expected int64\[\]",
     ),
-    "a list": (lambda buffers: [*buffers.values()], "got list"),
+    "a list": (lambda buffers: [*buffers.values()], r"missing .*, unexpected \['0', '1', '2'\]"),
 }
 
 

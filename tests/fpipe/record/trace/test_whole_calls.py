@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.record.trace import comparison
-from schedules import one_f_one_b
+from fpipe.tensors import torch_private
+from schedules import gpipe, one_f_one_b, zb_h1
 from tests.common.cases import WIDTH, mse, rows_of
 from tests.common.running import require_loop
 
@@ -217,3 +218,36 @@ class CastInside(nn.Module):
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 def test_a_checkpointed_function_keeps_the_modes_that_it_enters(backward):
     require_loop(nn.Sequential(CastInside(), CastInside()), HOW, ["1"], backward=backward)
+
+
+class Tripled(torch.autograd.Function):
+    """Has a gradient of its own, which no torch call inside shows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+double = Tripled.apply  # kept, as libraries do
+
+
+class Doubling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return double(self.linear(x))
+
+
+@pytest.mark.parametrize("how", [gpipe(2, 2), zb_h1(2, 2)], ids=repr)
+def test_a_custom_function_whose_apply_was_kept_has_its_own_gradient(how):
+    """Since torch 2.14, a kept method shows nothing of a call; its module then runs as Python."""
+    model, x = nn.Sequential(Doubling(), Doubling()), torch.randn(4, 4)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=how, cuts=["1"])
+    assert fpipe.verify(pipe, model, (x,))
+    assert ("a call of Tripled.apply, kept under another name" in str(pipe)) == (torch_private.VERSION >= (2, 14))
