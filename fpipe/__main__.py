@@ -14,6 +14,7 @@ import sys
 from inspect import getdoc
 
 import fpipe
+from fpipe.doctor import add_doctor, print_diagnosis
 from fpipe.planning.commands import add_plan, print_plan
 from schedules.commands.process import run_command
 
@@ -35,6 +36,7 @@ def _run(arguments: list[str] | None) -> int:
     parser.add_argument("--version", action="version", version=f"fpipe {fpipe.__version__}", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS)
     add_plan(commands.add_parser("plan", description=getdoc(print_plan)))
+    add_doctor(commands.add_parser("doctor", description=getdoc(print_diagnosis)))
     options = parser.parse_args(arguments)
     code: int = options.run(options)
     return code
@@ -42,11 +44,13 @@ def _run(arguments: list[str] | None) -> int:
 
 _USE = """Prepare a pipeline from a shell.
 
+  doctor SUBJECT       can the model be a pipeline? if not, why not; if so, where it is cut and what a GPU needs
   plan SUBJECT         choose cuts, schedule, recomputation and number of microbatches, and print the plan
 
 SUBJECT is file.py:function, where your function returns the arguments of fpipe.plan as a dict. The file is run. For
 example:
 
+  doctor train.py:task --memory 80GB
   plan train.py:task --ranks 4 --memory 80GB
 
 Each command has its own help, as in plan --help; --version prints the version."""

@@ -32,6 +32,8 @@ from schedules.playing.costs import of_stage
 
 COLUMNS = 98
 MOST_LINES = 12
+LONGEST = 200
+"""Characters of a schedule that are shown."""
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -154,6 +156,19 @@ def _computed_lines(stage: ModelStage, leaf_name: Callable[[int], str]) -> Itera
         for spec, place, how in zip(prologue.specs, prologue.places, often, strict=True)
     ]
     yield from _shorten(found, "              ... {} more")
+
+
+def name_schedule(schedule: Schedule) -> str:
+    """Return the call that makes a schedule, or for an order without a short name, its sizes.
+
+    >>> from schedules import gpipe
+    >>> name_schedule(gpipe(2, 4))
+    'gpipe(ranks=2, microbatches=4)'
+    """
+    text = repr(schedule)
+    if len(text) <= LONGEST:
+        return text
+    return f"an order of its own ({schedule.stages} stages, {schedule.microbatches} microbatches)"
 
 
 def describe_channels(channels: Collection[Route]) -> str:

@@ -28,7 +28,7 @@ from fpipe.meshes.holdings import Holdings
 from fpipe.network.ranks import Ranks, require_unclosed, wait_for_turn
 from fpipe.pipelines.batch import Signature, SplitBatch
 from fpipe.pipelines.captures import Captures
-from fpipe.pipelines.description import describe
+from fpipe.pipelines.description import describe, name_schedule
 from fpipe.pipelines.footprint import measure_sizes, shard_sizes
 from fpipe.pipelines.memo import BatchKind, Memo
 from fpipe.pipelines.norm_table import NormTable
@@ -374,4 +374,4 @@ class Pipeline:
     def __str__(self) -> str:
         how, leaf_name = self.schedule, self.captures.batchings[True].leaf_name
         text = describe(self.training.assembly, self.model, how, self.sizes, leaf_name, self.training.program.channels)
-        return f"Pipeline of {type(self.model).__name__} under {how!r}\n{text}"
+        return f"Pipeline of {type(self.model).__name__} under {name_schedule(how)}\n{text}"

@@ -22,8 +22,9 @@ import torch
 
 from fpipe.errors import InputError
 from fpipe.pipelines.argument_checks import require_backward, require_runnable
+from fpipe.pipelines.description import name_schedule
 from fpipe.planning.chain import Loads, partition_chain
-from fpipe.planning.plan import Prediction, name_schedule
+from fpipe.planning.plan import Prediction
 from fpipe.planning.profile import Profile
 from schedules import (
     Graph,

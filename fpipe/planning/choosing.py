@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Final, NamedTuple
 
 from fpipe.errors import InputError
-from fpipe.pipelines.description import format_bytes
+from fpipe.pipelines.description import format_bytes, name_schedule
 from fpipe.planning.candidates import (
     Candidate,
     PlanProblem,
@@ -27,7 +27,7 @@ from fpipe.planning.candidates import (
 )
 from fpipe.planning.floor import bound_plans
 from fpipe.planning.ordering import list_orderable, place_on_islands, reorder
-from fpipe.planning.plan import Plan, RunnerUp, format_seconds, name_schedule
+from fpipe.planning.plan import Plan, RunnerUp, format_seconds
 from fpipe.stages.backends import splits
 from schedules import Bound, Schedule, critical_path, recompute
 

@@ -93,7 +93,7 @@ def _make_plan(options: argparse.Namespace, progress: ProgressLine) -> Plan:
     file, colon, function = options.subject.rpartition(":")
     if not colon:
         return _plan_profile(Path(options.subject), given, options.seconds, progress)
-    arguments = {**_call(Path(file), function), **given}
+    arguments = {**call_task(Path(file), function), **given}
     if "ranks" not in arguments:
         raise InputError("ranks: got none, expected their number. Pass --ranks 4, say.")
     whole = {"seconds": options.seconds, "progress": progress, **arguments}
@@ -106,7 +106,7 @@ def _make_plan(options: argparse.Namespace, progress: ProgressLine) -> Plan:
     return plan(**whole)
 
 
-def _call(path: Path, function: str) -> Mapping[str, Any]:
+def call_task(path: Path, function: str) -> Mapping[str, Any]:
     """Return what the user's function returns: arguments by name."""
     make = getattr(run_file(path), function, None)
     found = make() if callable(make) else None

@@ -14,7 +14,7 @@ from math import isfinite
 from typing import Any, Final
 
 from fpipe.errors import InputError, PipelineError
-from fpipe.pipelines.description import describe_channels, format_bytes
+from fpipe.pipelines.description import describe_channels, format_bytes, name_schedule
 from fpipe.planning.documents import Format, Limit
 from fpipe.tensors.arguments import describe_argument
 from fpipe.weights.files import AnyPath
@@ -129,8 +129,6 @@ def take_plan(plan: Plan | None, schedule: Schedule | None, cuts: Any, stages: A
     return plan.schedule, plan.cuts
 
 
-LONGEST: Final = 200
-"""Characters of a schedule that are shown."""
 UNTIMED: Final = "  a step      not predicted: the profile has no times, so stages are balanced by their parameters"
 
 
@@ -141,19 +139,6 @@ def format_seconds(seconds: float) -> str:
     ('12.3 ms', '12.5 s', '0.02 ms')
     """
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
-def name_schedule(schedule: Schedule) -> str:
-    """Return the call that makes a schedule, or for an order without a short name, its sizes.
-
-    >>> from schedules import gpipe
-    >>> name_schedule(gpipe(2, 4))
-    'gpipe(ranks=2, microbatches=4)'
-    """
-    text = repr(schedule)
-    if len(text) <= LONGEST:
-        return text
-    return f"an order of its own ({schedule.stages} stages, {schedule.microbatches} microbatches)"
 
 
 def _describe_time(plan: Plan) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fpipe plan`, as a user types it."""
+"""`python -m fpipe plan` and `doctor`, as a user types them."""
 
 import pytest
 
@@ -88,3 +88,69 @@ def test_progress_fits_into_one_line_of_the_terminal(capsys, monkeypatch, column
     line(PlanProgress(14, 11, "moving cuts of " + "zb_v" * 40, 0.25, 0.125, took=30.0, most=60.0))
     line.end()
     assert {len(one) for one in capsys.readouterr().err.split("\r")} == {0, width}
+
+
+# -------------------------------------------------------------------------------------------------------------- doctor
+
+PATIENT = """
+import torch
+from torch import nn
+
+class Deciding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h) if h.sum() > 0 else h
+
+def healthy():
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+        return {"model": model, "example": (torch.ones(8, 8),), "loss": torch.mean, "microbatches": 4, "ranks": 2}
+
+def ill():
+    return {"model": Deciding(), "example": (torch.ones(8, 8),), "loss": torch.mean, "ranks": 2}
+
+def loose():
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    return {"model": model, "example": (torch.ones(8, 8),), "loss": torch.mean, "weights": "many"}
+"""
+
+
+@pytest.fixture
+def patient(tmp_path):
+    path = tmp_path / "patient.py"
+    path.write_text(PATIENT)
+    return path
+
+
+def test_a_model_without_values_is_diagnosed(patient, capsys):
+    assert main(["doctor", f"{patient}:healthy", "--memory", "1MB", "--seconds", "1"]) == 0
+    out = capsys.readouterr().out
+    for words in ("healthy can be a pipeline.", "Plan for Sequential on 2 ranks", "A GPU needs", "stage 1 on rank 1"):
+        assert words in out
+    assert max(map(len, out.split("\n"))) < 200
+
+
+def test_a_model_that_is_rejected_is_told_where_and_what_to_do(patient, capsys):
+    assert main(["doctor", f"{patient}:ill", "--seconds", "1"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"{patient}:ill can't be a pipeline as it is:")
+    assert "return self.b(h) if h.sum() > 0 else h" in out
+    assert "Take control flow" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["healthy", "--memory", "1B"], "memory: got 1.0 B"),
+        (["loose"], "weights"),
+        (["absent"], "expected a function that returns"),
+    ],
+)
+def test_a_diagnosis_that_makes_no_sense_is_refused(patient, words, said, capsys):
+    assert main(["doctor", f"{patient}:{words[0]}", *words[1:], "--seconds", "1"]) == 2
+    assert said in capsys.readouterr().err
+    assert main(["doctor", str(patient)]) == 2
