@@ -9,6 +9,7 @@ from schedules.analysis.bounds.lower_bound import Bound, bound
 from schedules.analysis.critical_path import CriticalPath, critical_path
 from schedules.analysis.estimation import estimate
 from schedules.analysis.simulation import Timeline, memory_over_time, simulate, spans, summarize
+from schedules.certification import Certificate, certify
 from schedules.checking.rules import check
 from schedules.errors import (
     ArgumentError,
@@ -84,6 +85,8 @@ __all__ = [
     "Action",
     "ArgumentError",
     "B",
+    "Certificate",
+    "certify",
     "Bound",
     "C",
     "Costs",

@@ -36,7 +36,7 @@ Unit Value fake fake_mode flatten
 check_stage
 """,
     "schedules": """
-Action ArgumentError B Bound C Costs CriticalPath Device DeviceRun F
+Action ArgumentError B Bound C Certificate Costs CriticalPath certify Device DeviceRun F
 Factory G Graph GraphError I KINDS Limits Link PipelineError
 Placement Problem Program
 ProgramError R Rule Schedule ScheduleError SearchProgress SearchResult SizeError Sizes SolverError

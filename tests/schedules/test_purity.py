@@ -40,7 +40,7 @@ def test_nothing_but_the_standard_library_is_imported():
 
 
 NAMES = """
-Action ArgumentError B Bound C Costs CriticalPath Device DeviceRun F
+Action ArgumentError B Bound C Certificate Costs CriticalPath Device DeviceRun F certify
 Factory G Graph GraphError I KINDS Limits Link PipelineError
 Placement Problem Program
 ProgramError R Rule Schedule ScheduleError SearchProgress SearchResult SizeError Sizes

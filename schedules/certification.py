@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Certify a program: write down what holds of it, so that a stranger can check it with one file and no other code.
+
+Problem. What the checker, the bounds and a plan promise rests on the code that computes it.
+
+Idea. A certificate has the programs of all ranks and their costs, and claims about them; `schedules/certificate.py` is
+one file on its own that computes every claim again. What it can't find in linear time, it is given: an order of all
+actions in which both ends of every message are neighbors, which shows that no rank waits for ever.
+
+Runs on request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from schedules import certificate
+from schedules.arguments import require_types
+from schedules.errors import ProgramError, TableError
+from schedules.language.actions import KINDS, Action, message_of
+from schedules.language.schedule import Schedule
+from schedules.lowering.program import Program, lower
+from schedules.playing.costs import UNITS, Cost, Costs, Link, Sizes, of_stage, require_stages
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The claims that hold of a program, checked; `text` is the file. Made by `certify`, or read by `read`.
+
+    `python certificate.py FILE` checks it anywhere, with a copy of `schedules/certificate.py` alone.
+
+    - `makespan`, `bound`: the time of the program, and the least that any order of its actions on these ranks takes.
+    - `peaks`: per rank, the most that it holds, in the units of the sizes.
+    """
+
+    text: str
+    makespan: Fraction
+    bound: Fraction
+    peaks: tuple[Fraction, ...]
+    page: str
+
+    @property
+    def gap(self) -> float:
+        """The time by which the program is above the bound, as a fraction of the bound."""
+        return float(self.makespan / self.bound - 1) if self.bound else 0.0
+
+    def __str__(self) -> str:
+        return self.page
+
+    @classmethod
+    def parse(cls, text: str, where: str = "certificate") -> Certificate:
+        """Return the certificate in a text; raise `TableError`, with what is wrong, if a claim does not hold."""
+        try:
+            job, claims = certificate.verify(text)
+        except certificate.RefusedError as error:
+            raise TableError(f"{where}: {error} Certify the program again.") from None
+        peaks = tuple(peak for peak, _ in claims.peaks)
+        return cls(text, claims.makespan, sum(claims.bound[1:], Fraction(0)), peaks, _describe(job, claims))
+
+    @classmethod
+    def read(cls, path: str | PathLike[str]) -> Certificate:
+        """Return the certificate in a file; see `parse`."""
+        return cls.parse(Path(path).read_text("utf-8"), str(path))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the file."""
+        Path(path).write_text(self.text, "utf-8")
+
+    def programs(self) -> list[str]:
+        """Return the program of each rank, as text."""
+        found: list[str] = json.loads(self.text)["programs"]
+        return found
+
+
+def certify(program: Program | Schedule, costs: Costs = Costs(), sizes: Sizes = UNITS) -> Certificate:
+    """Return a certificate of a program, or of a schedule's program for a chain of stages, for these costs and sizes.
+
+    It covers one or two routes, recomputation, split backwards and fused pairs. Raise `ProgramError` for slices,
+    updates in flight and collectives, for gradients that are summed over stages, for costs that are drawn, and for a
+    program in which ranks wait for each other if sends wait for their receives.
+
+    >>> from schedules import Costs, certify, zb_h1
+    >>> found = certify(zb_h1(ranks=4, microbatches=8), Costs(F=1, B=2))
+    >>> print(found)
+    4 ranks, 4 stages, 8 microbatches, 240 actions: all of this holds
+      right     every action and message once, on its rank, with its inputs there
+      ends      no circle of waits: sends may wait for receives, and devices do one thing at a time
+      sums      in ascending order of microbatches
+      memory    at most 4, on rank 0 at position 6
+      time      27
+      bound     27, so it is 0.00 % above it: rank 3 waits 3, works 24, and leaves 0
+    """
+    require_types(certify, locals())
+    program = lower(program) if isinstance(program, Schedule) else program
+    schedule, graph = program.schedule, program.graph
+    require_stages(costs, schedule.stages)
+    require_stages(sizes, schedule.stages)
+    programs = [[*stream] for stream in program.streams(range(schedule.ranks))]
+    _require_covered(program, programs, costs)
+    exact = [costs.comm] if not isinstance(costs.comm, Link) else []
+    document: dict[str, Any] = {
+        "certificate": 1,
+        "routes": [list(route) for route in schedule.placement.routes],
+        "microbatches": schedule.microbatches,
+        "backward": schedule.backward,
+        "values": sorted(map(list, graph.values)),
+        "cotangents": sorted(map(list, graph.cotangents)),
+        "programs": [" ".join(map(str, actions)) for actions in programs],
+        "order": [*_runs(_order(program, programs))],
+        "costs": {
+            kind: [str(Fraction(costs.time(kind, stage))) for stage in range(schedule.stages)]
+            for kind in certificate.TIMED
+        },
+        "transfers": {what: _transfers(costs, what, schedule.stages, exact) for what in "FBG"},
+        "slow": [] if exact else [[*ends, str(Fraction(factor))] for ends, factor in costs.comm.slow],  # type: ignore[union-attr]
+        "factors": [str(Fraction(one)) for one in costs.factors(schedule.microbatches, 1)],
+        "sizes": {name: _sizes(sizes, name, schedule.stages) for name in certificate.SIZES},
+    }
+    job = certificate.Job(document)
+    claims = job.claims(document["order"])
+    document |= claims.write()
+    return Certificate.parse(json.dumps(document))
+
+
+def _require_covered(program: Program, programs: Sequence[Sequence[Action]], costs: Costs) -> None:
+    schedule, graph = program.schedule, program.graph
+    kinds = {action.kind for actions in programs for action in actions if action.peer is None}
+    others = sorted(kinds - {*certificate.COMPUTE})
+    got = (
+        f"{schedule.slices} slices" * (schedule.slices > 1)
+        or f"actions of kind {others}" * bool(others)
+        or "gradients that are summed over stages" * bool(graph.gradients)
+        or "costs with jitter" * bool(costs.jitter)
+    )
+    if got:
+        raise ProgramError(
+            f"certify: got {got}, expected a program that a certificate covers: forwards, backwards, their halves, "
+            "recomputation and sums of replicas, with costs that are not drawn. Certify it without them."
+        )
+
+
+def _order(program: Program, programs: Sequence[Sequence[Action]]) -> Iterator[int]:
+    """Yield the rank of every action in an order in which both ends of each message are neighbors."""
+    places, waiting = [0] * len(programs), [*range(len(programs))]
+    left = sum(map(len, programs))
+    open_ends = dict[Action, int]()  # messages of which one end comes next on a rank
+    while waiting:
+        rank = waiting.pop()
+        while places[rank] < len(programs[rank]):
+            action = programs[rank][places[rank]]
+            if KINDS[action.kind].does in ("", "WAIT"):
+                yield rank
+                places[rank], left = places[rank] + 1, left - 1
+                continue
+            other = open_ends.pop(message_of(action), None)
+            if other is None:
+                open_ends[message_of(action)] = rank
+                break
+            yield from (rank, other)
+            places[rank], places[other], left = places[rank] + 1, places[other] + 1, left - 2
+            waiting.append(other)
+    if left:
+        stuck = next(rank for rank, place in enumerate(places) if place < len(programs[rank]))
+        raise ProgramError(
+            f"rank {stuck}, position {places[stuck]}: got {programs[stuck][places[stuck]]}, which waits for ever if "
+            "sends wait for their receives, expected an order that ends on any network. Lower the schedule "
+            "(schedules.lower), or post it later."
+        )
+
+
+def _runs(ranks: Iterator[int]) -> Iterator[list[int]]:
+    """Yield `[rank, count]` for each run of equal numbers."""
+    run: list[int] = []
+    for rank in ranks:
+        if run and run[0] == rank:
+            run[1] += 1
+        else:
+            if run:
+                yield run
+            run = [rank, 1]
+    if run:
+        yield run
+
+
+def _transfers(costs: Costs, what: str, stages: int, exact: Sequence[float]) -> list[str]:
+    if exact:
+        return [str(Fraction(exact[0]))] * stages
+    plain = Link(**{**vars(costs.comm), "slow": ()})
+    return [str(Fraction(plain.time(stage, (0, 1), what))) for stage in range(stages)]
+
+
+def _sizes(sizes: Sizes, name: str, stages: int) -> list[str]:
+    value: Cost | None = getattr(sizes, name)
+    return [str(Fraction(of_stage(sizes.activation if value is None else value, stage))) for stage in range(stages)]
+
+
+def _describe(job: certificate.Job, claims: certificate.Claims) -> str:
+    """Return a page about what holds."""
+    rank, before, work, after = claims.bound
+    least = before + work + after
+    gap = f"{100 * float(claims.makespan / least - 1):.2f} % above it" if least else "no work"
+    most = max(range(job.ranks), key=lambda one: claims.peaks[one][0])
+    peak, where = claims.peaks[most]
+    ascends = all(order == sorted(order) for stage in claims.sums for order in stage)
+    order = f"in {'ascending order' if ascends else 'orders of their own'} of microbatches"
+    actions = sum(map(len, job.programs))
+    return "\n".join(
+        [
+            f"{job.ranks} ranks, {job.stages} stages, {job.count} microbatches, {actions} actions: all of this holds",
+            "  right     every action and message once, on its rank, with its inputs there",
+            "  ends      no circle of waits: sends may wait for receives, and devices do one thing at a time",
+            f"  sums      {order}",
+            f"  memory    at most {_plain(peak)}, on rank {most} at position {where}",
+            f"  time      {_plain(claims.makespan)}",
+            f"  bound     {_plain(least)}, so it is {gap}: rank {rank} waits {_plain(before)}, works {_plain(work)}, "
+            f"and leaves {_plain(after)}",
+        ]
+    )
+
+
+def _plain(number: Fraction) -> str:
+    return str(number.numerator) if number.denominator == 1 else f"{float(number):.6g}"

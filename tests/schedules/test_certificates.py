@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A certificate is accepted by one file on its own, and only if all that it claims holds."""
+
+import ast
+import json
+import math
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import schedules
+from schedules import Certificate, Costs, Link, PipelineError, Sizes, certificate, certify, check, lower, simulate
+from schedules.certification import _order, _runs
+from schedules.testing import costs, mutants
+from schedules.testing.mutants import mutant_programs
+from tests.common.sizes import few
+
+CHECKER = Path(certificate.__file__)
+SIZED = {
+    (2, 4): ("gpipe", "interleaved_1f1b", "hanayo", "v_half", "v_min", "breadth_first", "kfkb", "gis"),
+    (3, 5): ("zb_h1", "zb_h2", "forward_only", "eager_1f1b", "zb_auto", "one_f_one_b"),
+    (3, 6): ("dualpipe_v",),
+    (2, 6): ("interleaved_zero_bubble", "zb_v"),
+    (4, 4): ("chimera",),
+    (4, 8): ("dualpipe",),
+}
+COVERED = [
+    *[getattr(schedules, name)(*size) for size, names in SIZED.items() for name in names],
+    schedules.recompute(schedules.one_f_one_b(3, 4)),
+]
+SLOW = Costs(
+    F=1.5, B=2.25, W=0.5, OVERLAP_F=1, G=0.5, comm=Link(latency=0.25, bandwidth=2, bytes=1, slow=(((0, 1), 3),))
+)
+SIZES = Sizes(activation=3.5, inputs=0.5, residual=1)
+
+
+@pytest.mark.parametrize("how", COVERED, ids=repr)
+def test_every_family_is_certified_and_the_claims_are_those_of_the_simulation(how):
+    for cost in (Costs(), SLOW):
+        found, timeline = certify(how, cost, SIZES), simulate(how, cost, sizes=SIZES)
+        assert math.isclose(found.makespan, timeline.makespan)
+        assert found.bound <= found.makespan
+        assert list(map(float, found.peaks)) == pytest.approx(timeline.peak_memory)
+        assert Certificate.parse(found.text) == found
+
+
+@settings(max_examples=few(30))
+@given(st.sampled_from(COVERED), st.data())
+def test_times_are_exact_for_drawn_costs(how, data):
+    cost = data.draw(costs())
+    assume(not cost.jitter)
+    found = certify(how, cost)
+    assert math.isclose(found.makespan, simulate(how, cost).makespan, abs_tol=1e-9)
+    assert found.bound <= found.makespan
+
+
+def test_a_bound_is_no_more_than_what_the_best_order_takes():
+    cost = Costs(F=1, B=2)
+    for how in (schedules.zb_h2(2, 2), schedules.zb_h1(3, 3), schedules.zb_v(2, 2)):
+        problem = schedules.Problem(cost, how.placement, how.microbatches, split=True)
+        best = schedules.search(problem, seconds=5, tries=40, seed=1).schedule
+        assert certify(how, cost).bound <= simulate(best, cost).makespan
+
+
+# ------------------------------------------------------------------------------------------------- nothing false
+
+
+@dataclass(frozen=True)
+class Edited:
+    """A certificate whose programs are replaced, with claims and an order that fit them as far as there are any."""
+
+    document: dict
+
+    @classmethod
+    def of(cls, found, program):
+        document = json.loads(found.text)
+        ranks = range(program.schedule.ranks)
+        actions = [[*program.actions(rank)] for rank in ranks]
+        document["programs"] = [" ".join(map(str, row)) for row in actions]
+        try:
+            document["order"] = [*_runs(_order(program, actions))]
+            document |= certificate.Job(document).claims(document["order"]).write()
+        except (PipelineError, certificate.RefusedError, KeyError):
+            pass
+        return cls(document)
+
+    def is_accepted(self):
+        try:
+            certificate.verify(json.dumps(self.document))
+        except certificate.RefusedError:
+            return False
+        return True
+
+
+def is_correct(program):
+    try:
+        check(program)
+    except PipelineError:
+        return False
+    return True
+
+
+@settings(max_examples=few(600))
+@given(st.sampled_from(COVERED), st.data())
+def test_no_planted_fault_is_accepted(how, data):
+    if data.draw(st.booleans()):
+        program = data.draw(mutant_programs(lower(how)))
+    else:
+        edited = data.draw(mutants(how))
+        assume(is_correct(edited) or not data.draw(st.booleans()))
+        try:
+            program = lower(edited)
+            [*program.actions(0)]
+        except PipelineError:
+            return
+    try:
+        accepted = Edited.of(certify(how), program).is_accepted()
+    except PipelineError:  # the edited schedule cannot be lowered
+        return
+    assert not accepted or is_correct(program)
+
+
+def leaves(value, path=()):
+    """Every path to a leaf of a JSON document."""
+    if isinstance(value, dict | list) and value:
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(one, (*path, key))
+    else:
+        yield path
+
+
+CLAIMS = ("sums", "peaks", "makespan", "bound")
+VALUES = [0, 1, 2, 7, -1, 10**12, "0", "1", "5/2", "1/0", "0F0", "", None, True, False, [], {}, "1e9", 1.5]
+OTHER = st.sampled_from(VALUES)
+
+
+@settings(max_examples=few(900))
+@given(st.sampled_from([*map(certify, COVERED[:8])]), st.data())
+def test_an_altered_certificate_is_refused_unless_it_is_true(found, data):
+    document = json.loads(found.text)
+    *inner, last = data.draw(st.sampled_from([*leaves(document)]))
+    holder = document
+    for key in inner:
+        holder = holder[key]
+    before = holder[last]
+    holder[last] = data.draw(OTHER)
+    assume(holder[last] != before)
+    edited = Edited(document)
+    if edited.is_accepted():
+        assert (*inner, last)[0] not in (*CLAIMS, "programs", "order", "microbatches", "routes")
+        _, claims = certificate.verify(json.dumps(document))
+        assert claims.write() == {name: document[name] for name in CLAIMS}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "expected JSON"),
+        ("{", "expected JSON"),
+        ("[" * 100_000, "expected JSON"),
+        ("[]", "expected certificate 1"),
+        ('{"certificate": 1}', "expected certificate 1"),
+        ("1e400", "got the number"),
+        ("NaN", "got the number"),
+        ("9" * 5000, "got the number"),
+    ],
+)
+def test_what_is_no_certificate_is_refused(text, words):
+    with pytest.raises(certificate.RefusedError, match=words):
+        certificate.verify(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("microbatches", 10**8 + 1, "microbatches: got"),
+        ("microbatches", 9 * 10**7, "at most 100000000 in all"),
+        ("routes", [[5, 1]], "routes: got a rank without a program"),
+        ("values", [[1, 0]], r"values: got \[1, 0\], expected stages s < t"),
+        ("makespan", "26", "makespan: got 26, expected 25"),
+        ("order", [[0, 1]], "order: got actions of ranks"),
+        ("order", [[0, 99]], "rank 0, position|order, rank 0"),
+        ("programs", ["0F0", "nonsense"], "rank 1, position 0: got nonsense"),
+        ("costs", {}, "costs: got {}, expected the keys"),
+        ("slow", [[0, 1]], "expected a list of 3"),
+        ("factors", ["1"], "factors: got 1"),
+        ("backward", 1, "backward: got 1, expected true or false"),
+    ],
+)
+def test_a_certificate_that_makes_no_sense_is_refused_by_name(name, value, words):
+    document = json.loads(certify(schedules.zb_h1(2, 8), Costs(F=1, B=2)).text)
+    document[name] = value
+    with pytest.raises(certificate.RefusedError, match=words):
+        certificate.verify(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (schedules.pipedream(2, 4), "actions of kind \\['U'\\]"),
+        (schedules.seq_1f1b(2, 4, slices=2), "2 slices"),
+    ],
+)
+def test_what_a_certificate_does_not_cover_is_refused(how, words):
+    with pytest.raises(PipelineError, match=f"certify: got {words}"):
+        certify(how)
+
+
+# ---------------------------------------------------------------------------------------------------- a file on its own
+
+
+def test_the_checker_is_one_short_file_of_the_standard_library():
+    text = CHECKER.read_text()
+    assert text.count("\n") <= 500
+    tree = ast.parse(text)
+    names = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names += [one.name for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names]
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+def test_a_copy_of_the_file_checks_a_certificate(tmp_path):
+    copy, saved = tmp_path / "alone.py", tmp_path / "plan.json"
+    shutil.copy(CHECKER, copy)
+    found = certify(schedules.dualpipe_v(4, 8))
+    found.save(saved)
+    assert Certificate.read(saved) == found
+
+    def run(*words):
+        done = subprocess.run([sys.executable, "-I", copy, *words], capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = run(saved)
+    assert code == 0
+    assert said == f"accepted: 4 ranks, 8 microbatches, time {found.makespan} of {found.bound}\n"
+    saved.write_text(found.text.replace(f'"makespan": "{found.makespan}"', '"makespan": "1"'))
+    assert run(saved) == (1, f"refused: makespan: got 1, expected {found.makespan}.\n")
+    assert run()[0] == 2
+    assert run(tmp_path / "absent")[0] == 1
+    with pytest.raises(schedules.TableError, match="makespan: got 1"):
+        Certificate.read(saved)
