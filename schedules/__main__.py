@@ -17,6 +17,7 @@ from math import inf
 from types import MappingProxyType
 
 from schedules import __version__
+from schedules.commands.audit import add_audit, report_audit
 from schedules.commands.compare import report_comparison
 from schedules.commands.options import add_costs, add_files, add_subjects, parse_number
 from schedules.commands.process import run_command
@@ -56,6 +57,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
         "simulate": report_simulation,
         "compare": report_comparison,
         "search": report_search,
+        "audit": report_audit,
     }
 )
 _USE = """Look at pipeline schedules.
@@ -65,6 +67,7 @@ _USE = """Look at pipeline schedules.
   check NAME           is the schedule correct? if not, why not, and what leads to the violation
   simulate NAME        how long it takes, what each rank does and holds, what to shorten first
   compare NAME NAME    schedules side by side, all doing the same work
+  audit NAME           what holds of a schedule of others, how far from the bound, and what would be faster
   search NAME          the fastest order of the same stages in the same memory, and how far it can be from the best
 
 Each command has its own help: show --help. For example:
@@ -91,15 +94,17 @@ def _make_parsers() -> dict[str, argparse.ArgumentParser]:
         )
         parser.set_defaults(run=run)
         if name != "list":
-            add_subjects(parser)
+            add_subjects(parser, "*" if name == "audit" else "+")
         if name not in ("list", "check"):
             add_costs(parser)
+        if name not in ("list", "check", "audit"):
             add_files(parser, csv=name != "compare")
     device = "also refuse a program that may hang on an accelerator"
     parsers["check"].add_argument("--device", action="store_true", help=device)
     brief = "leave out the critical path, which keeps all actions in memory"
     parsers["simulate"].add_argument("--brief", action="store_true", help=brief)
     add_search(parsers["search"])
+    add_audit(parsers["audit"])
     memory = "leave out schedules that hold more than this, in the units of `peak memory`"
     parsers["compare"].add_argument("--memory", type=parse_number, default=inf, help=memory, metavar="X")
     return parsers

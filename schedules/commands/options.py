@@ -21,9 +21,9 @@ Figures = TypeVar("Figures", Costs, Sizes | None)
 LINK = ("latency", "bandwidth", "bytes")
 
 
-def add_subjects(parser: argparse.ArgumentParser) -> None:
+def add_subjects(parser: argparse.ArgumentParser, count: str = "+") -> None:
     """Add the arguments for `subjects_of`: names with their parameters, and the sizes for all of them."""
-    parser.add_argument("words", nargs="+", metavar="NAME", help="a schedule, with its parameters and transforms")
+    parser.add_argument("words", nargs=count, metavar="NAME", help="a schedule, with its parameters and transforms")
     for size, default in DEFAULTS.items():
         parser.add_argument(f"--{size}", type=int, help=f"default {default}", metavar="N")
     parser.add_argument(

@@ -9,11 +9,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import schedules
 from fpipe.__main__ import main as plan
 from schedules import dag, families, gpipe, lower, one_f_one_b, split_backward
 from schedules.__main__ import main
 from schedules.files.csv import read_csv, table, write_csv
+from schedules.files.megatron import read_layout
 from tests.common.command_line import answer
 from tests.common.sizes import sampled
 
@@ -577,3 +581,61 @@ def test_names_of_files_do_not_control_the_terminal(capsys, tmp_path):
     assert code == 0
     assert "\x1b" not in out
     assert "a\\x1b[2Jb.csv" in out
+
+
+# ---------------------------------------------------------------------------------------------------------------- audit
+
+
+def test_a_schedule_of_others_is_audited(tmp_path, capsys):
+    """A table that others run: what holds of it, and what would be faster in its memory; its certificate is a file."""
+    table, saved = tmp_path / "theirs.csv", tmp_path / "certificate.json"
+    write_csv(lower(schedules.one_f_one_b(4, 8)), table)
+    assert main(["audit", str(table), "--F", "1", "--B", "2", "--save", str(saved)]) == 0
+    out = capsys.readouterr().out
+    assert "right: every rule holds, and it ends on accelerators, too" in out
+    assert "bound     33, so it is 0.00 % above it: rank 3 waits 3, works 24, and leaves 6" in out
+    assert re.search(r"zb_h1\(ranks=4, microbatches=8\) +27 +-18.2%", out)
+    assert schedules.Certificate.read(saved).makespan == 33
+
+
+def test_a_wrong_schedule_of_others_is_named(tmp_path, capsys):
+    table = tmp_path / "theirs.csv"
+    table.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B1\n")
+    assert main(["audit", str(table)]) == 1
+    assert "wrong: rank 1" in capsys.readouterr().out
+
+
+def test_a_layout_of_megatron_is_audited(capsys):
+    words = ["audit", "--layout", "Et*3|(tt|)*5,tt|L", "--ranks", "4", "--microbatches", "8", "--loss", "2"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "8 stages: Ettt | tt | tt | tt | tt | tt | tt | L" in out
+    assert "bound     120" in out
+    assert "dualpipe_v(ranks=4, microbatches=8)" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "got no schedule"),
+        (["gpipe", "--layout", "EL"], "got gpipe besides --layout"),
+        (["--layout", "tt|L"], "expected stages of E, t, m and L"),
+        (["--layout", "Et|t|tL", "--ranks", "2"], "got 3 stages for 2 ranks"),
+        (["--layout", "E" + "(t*99999)*99999" + "L"], "got 99999 times"),
+        (["--layout", "E(((L"], "expected stages"),
+    ],
+)
+def test_an_audit_that_makes_no_sense_is_refused(words, said, capsys):
+    assert main(["audit", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6))
+def test_a_layout_reads_as_it_was_written(layers):
+    stages = ["t" * count for count in layers]
+    stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
+    if len(stages) == 1:
+        stages = ["E" + "t" * layers[0] + "L"]
+    assert read_layout("|".join(stages)) == tuple(stages)
+    short = "|".join(re.sub(r"t{2,}", lambda found: f"t*{len(found[0])}", stage) for stage in stages)
+    assert read_layout(short) == tuple(stages)
