@@ -245,7 +245,18 @@ def list_rows(run: Run) -> dict[str, Row]:
 
 
 LOCAL = frozenset(
-    {"choose_likeliest", "clip_value", "costs", "is_checkpoint", "masters", "optimizer", "reference", "safetensors"}
+    {
+        "as_tree",
+        "by_name",
+        "choose_likeliest",
+        "clip_value",
+        "costs",
+        "is_checkpoint",
+        "masters",
+        "optimizer",
+        "reference",
+        "safetensors",
+    }
     | {
         "capture",
         "catch_signals",
