@@ -88,7 +88,8 @@ def late_results(pipe, device: LateDevice) -> Iterator[None]:
     wait = waiting.PendingWorks.wait
 
     def late(works) -> None:
-        if works.awaited.group is not pipe.ranks.results:
+        on_host = works.awaited.what.startswith("agreement")  # on a CPU, over the same group as results
+        if on_host or works.awaited.group is not pipe.ranks.results:
             return wait(works)
         return device.post(works.works)
 
