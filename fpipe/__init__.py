@@ -52,6 +52,7 @@ from fpipe.training.norms import all_finite, norm
 from fpipe.training.optimizers import Optimizer, optimizer
 from fpipe.training.precision import LossScale, masters
 from fpipe.training.train_step import train_step
+from fpipe.training.train_stream import Stream, StreamEnd, train_stream
 from fpipe.verification.comparison import Verification
 from fpipe.verification.nonfinite import NonFinite, find_nonfinite
 from fpipe.weights.safetensors import safetensors
@@ -128,6 +129,7 @@ __all__ = [
     "stream",
     "timeline",
     "train_step",
+    "train_stream",
     "value_and_grad",
     "verify",
 ]

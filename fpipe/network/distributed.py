@@ -13,7 +13,7 @@ Runs when a pipeline is built and in every step, if ranks are separate processes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,8 +29,8 @@ from fpipe.network.channels import DistributedTransport
 from fpipe.network.groups import GRACE, RESULTS, Control, Creator, choose_timeout, share_group
 from fpipe.network.ranks import Fields, Ranks, claim_turn, require_unclosed
 from fpipe.network.waiting import Line, PendingWorks, Waitable, await_all, reporting
-from fpipe.runtime.executor import Execution, Outcome
-from fpipe.runtime.transport import Route, Transport
+from fpipe.runtime.executor import Execution, Milestone, Outcome
+from fpipe.runtime.transport import Route, Transport, exhaust
 from fpipe.tensors.spec import Spec
 
 
@@ -143,6 +143,12 @@ class DistributedRanks(Ranks):
 
     def run(self, copies: Sequence[Callable[[int, Transport], Execution]]) -> list[dict[int, Outcome]]:
         """Run this process's rank to completion, blocking on each handle that it yields; return its outcome."""
+        return exhaust(self.follow(copies))
+
+    def follow(
+        self, copies: Sequence[Callable[[int, Transport], Execution]]
+    ) -> Generator[None, None, list[dict[int, Outcome]]]:
+        """Do what `run` does, and yield whenever the execution reaches a milestone."""
         (rank,), (execution,) = self.ranks, copies
         self.calls.begin()
         situation, wait, trail = self.calls.situation, self.calls.lookout.wait, self.transport.trail
@@ -151,6 +157,9 @@ class DistributedRanks(Ranks):
         try:
             while True:
                 posted: Any = next(run)
+                if isinstance(posted, Milestone):
+                    yield
+                    continue
                 wait(posted)
                 if trail is not None and (overdue := trail.find_overdue()) is not None:
                     wait(overdue)
@@ -161,6 +170,10 @@ class DistributedRanks(Ranks):
 
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return rank `source`'s tensor on every rank."""
+        return self._broadcast(self.results, tensor, spec, source)()
+
+    def post_broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Callable[[], Tensor]:
+        """Begin a broadcast; return the function that waits for its end and returns the tensor."""
         return self._broadcast(self.results, tensor, spec, source)
 
     def wait(self, posted: Waitable) -> None:
@@ -169,7 +182,7 @@ class DistributedRanks(Ranks):
 
     def spread(self, tensor: Tensor | None, spec: Spec, member: int) -> Tensor:
         """Return on every process that agrees the tensor of number `member` among them."""
-        return self._broadcast(self.everyone, tensor, spec, member)
+        return self._broadcast(self.everyone, tensor, spec, member)()
 
     def agree_if_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
@@ -224,13 +237,19 @@ class DistributedRanks(Ranks):
         self.conclude()
         return rows.view(vector.dtype)
 
-    def _broadcast(self, group: dist.ProcessGroup, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
-        """Return the tensor of number `source` in the group on all its processes."""
+    def _broadcast(
+        self, group: dist.ProcessGroup, tensor: Tensor | None, spec: Spec, source: int
+    ) -> Callable[[], Tensor]:
+        """Post the broadcast of number `source` in the group; return the function that waits and returns its tensor."""
         mine = tensor if group.rank() == source else None  # else it may be the user's own, to receive into
         data = spec.buffer() if mine is None else spec.pack(mine)
         awaited = await_all(f"result of {self.calls.situation.call}", group)  # others may pass it on
         with reporting(awaited):
             sender = dist.get_process_group_ranks(group)[source]
             work = dist.broadcast(data, src=sender, group=group, async_op=True)
-        self.calls.lookout.wait(PendingWorks([work], awaited))
-        return spec.unpack(data)
+
+        def take() -> Tensor:
+            self.calls.lookout.wait(PendingWorks([work], awaited))
+            return spec.unpack(data)
+
+        return take

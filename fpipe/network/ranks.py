@@ -11,7 +11,7 @@ Runs when a pipeline is built and in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import RLock, current_thread
 from typing import Final, TypeAlias
@@ -23,8 +23,8 @@ from fpipe.errors import InputError, TransportError
 from fpipe.network.agreement import Field
 from fpipe.network.waiting import Waitable
 from fpipe.runtime.executor import Execution, Outcome
-from fpipe.runtime.local import LocalTransport, drive
-from fpipe.runtime.transport import Route, Transport
+from fpipe.runtime.local import LocalTransport, follow
+from fpipe.runtime.transport import Route, Transport, exhaust
 from fpipe.tensors.spec import Spec
 
 Fields: TypeAlias = Callable[[], Sequence[Field]]
@@ -41,7 +41,10 @@ class Ranks:
     - `processes`: the numbers in the job of the processes that are the ranks; none if this process is all of them.
     - `places`: the numbers of the ranks' processes among all that agree, which may be those of a mesh around them.
     - `ranks_of`: the rank that each process of the job is, by its number there; empty if this process is all ranks.
+    - `stream`: what is in flight between two calls; `None` if nothing is.
     """
+
+    stream: str | None = None
 
     def __init__(self, count: int) -> None:
         self.ranks: tuple[int, ...] = tuple(range(count))
@@ -90,19 +93,29 @@ class Ranks:
 
         The copies of the pipeline run together: they wait for each other's collectives.
         """
+        return exhaust(self.follow(copies))
+
+    def follow(
+        self, copies: Sequence[Callable[[int, Transport], Execution]]
+    ) -> Generator[None, None, list[dict[int, Outcome]]]:
+        """Do what `run` does, and yield whenever an execution of this process reaches a milestone."""
         transports = [LocalTransport() for _ in copies]
         executions = [
             execution(rank, transport)
             for execution, transport in zip(copies, transports, strict=True)
             for rank in self.ranks
         ]
-        outcomes, each = drive(executions), len(self.ranks)
+        outcomes, each = (yield from follow(executions)), len(self.ranks)
         return [{r: outcomes[first + r] for r in self.ranks} for first in range(0, len(executions), each)]
 
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return rank `source`'s tensor on every rank; the others pass `None`."""
+        return self.post_broadcast(tensor, spec, source)()
+
+    def post_broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Callable[[], Tensor]:
+        """Begin a broadcast; return the function that waits for its end and returns the tensor."""
         assert tensor is not None, "the source rank is in this process"
-        return tensor
+        return lambda: tensor
 
     def wait(self, posted: Waitable) -> None:
         """Wait for what other processes do; raise `BrokenWaitError` if one of them fails, dies or falls silent."""
@@ -148,7 +161,12 @@ class Ranks:
 
 
 def require_unclosed(ranks: Ranks, call: str) -> None:
-    """Raise `InputError` if the pipeline of these ranks is closed."""
+    """Raise `InputError` if the pipeline of these ranks is closed, or has microbatches in flight."""
+    if ranks.stream is not None:
+        raise InputError(
+            f"{call}: got a pipeline with {ranks.stream} in flight, expected one at rest. Finish it first: take all its "
+            "losses, or call finish()."
+        )
     if ranks.is_closed:
         raise InputError(
             f"{call}: got a closed pipeline, expected an open one. Call close() after the last step, on every rank; to "

@@ -128,7 +128,7 @@ class RecordedExecution(Execution):
         super().__init__(rank, program, transport, inputs)
         self.watch = watch
 
-    def run(self) -> Generator[Handle, None, Outcome]:
+    def run(self) -> Generator[Any, None, Outcome]:
         """Interpret the program and time its waits: each lasts from yielding a handle until the driver resumes."""
         running = super().run()
         mark, lap, rank = self.watch.mark, self.watch.lap, self.rank

@@ -60,10 +60,29 @@ def link(
     before the update that uses them; without updates, at the end, since no action on the rank waits for them.
     """
     linker = _Linker(stages, placement, uneven, _Collectives(phases))
-    groups = [*_groups(actions)]
-    program = [one for pair in zip_longest(groups, groups[1:]) for one in linker.instructions(*pair)]
+    program = linker.program(actions)
     arriving = (one for stage in linker.arriving for one in linker.arriving[stage])
     return LinkedProgram(tuple(stages), tuple(linker.channels), (*program, *linker.collectives.finish(), *arriving))
+
+
+class WindowLinker:
+    """Links pieces of a program that never ends: the same message has the same number in all of them.
+
+    - `stages`, `placement`, `uneven`: as in `link`. No piece may have collectives, or gradients of shared parameters.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, StageLike],
+        placement: Placement,
+        uneven: Mapping[int, Mapping[int, StageLike]] = NO_STAGES,
+    ) -> None:
+        self.linker = _Linker(stages, placement, uneven, _Collectives(1))
+
+    def link(self, actions: Iterable[Action]) -> LinkedProgram:
+        """Return one piece, linked; its channels are all of those so far."""
+        instructions = tuple(self.linker.program(actions))
+        return LinkedProgram(tuple(self.linker.usual[0]), tuple(self.linker.channels), instructions)
 
 
 def _groups(actions: Iterable[Action]) -> Iterator[ActionGroup]:
@@ -126,6 +145,11 @@ class _Linker:
         self.channels = defaultdict[Route, int](count().__next__)
         self.partials = defaultdict[int, list[int]](list)
         self.arriving = defaultdict[int, list[Instruction]](list)
+
+    def program(self, actions: Iterable[Action]) -> list[Instruction]:
+        """Return the instructions of these actions, without what is left to wait for after them."""
+        groups = [*_groups(actions)]
+        return [one for pair in zip_longest(groups, groups[1:]) for one in self.instructions(*pair)]
 
     def instructions(self, group: ActionGroup, following: ActionGroup | None) -> list[Instruction]:
         """Return a group's instruction; before a `U`, or the first of a fused pair, also those that wait for data."""

@@ -167,25 +167,3 @@ def _split(rank: int, actions: Iterable[Action], batches: int, each: int, schedu
         repair = "Update every stage once per batch, after its last backward."
         raise ScheduleError("repeating", rank, position, None, problem, repair)
     return tuple(windows)
-
-
-def require_repeating(schedule: Schedule) -> None:
-    """Raise `SizeError` unless a batch of this schedule is what one update applies, on every stage.
-
-    >>> from schedules import pipedream
-    >>> require_repeating(pipedream(ranks=2, microbatches=4))
-    Traceback (most recent call last):
-    schedules.errors.SizeError: require_repeating: got schedule=pipedream(ranks=2, microbatches=4), ...
-    """
-    last, homes = schedule.microbatches - 1, schedule.placement
-    for rank in range(schedule.ranks):
-        updates = [action[1:3] for action in schedule.actions(rank) if action.kind == "U"]
-        if sorted(updates) != [(s, last) for s in sorted(homes.stages_on(rank))]:
-            raise SizeError.of(
-                "require_repeating",
-                "schedule",
-                schedule,
-                f"one update of each stage, after microbatch {last}, on rank {rank}: a batch is what one update applies",
-                "Choose as many microbatches as come before an update: pipedream(ranks, 1), or "
-                "pipedream_2bw(ranks, microbatches=m, accumulate=m).",
-            )

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates in flight: of one stage, by the gradients of one batch, while other stages compute.
+
+Runs in every window of a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from fpipe.pipelines.earlier_sums import join_sums
+from fpipe.pipelines.results import sum_terms
+from fpipe.pipelines.step_plan import StepPlan
+from fpipe.training.optimizers import Optimizer, OptimizerState
+from fpipe.training.versions import Versions
+
+OptionsOf = Callable[[int], Mapping[str, Any]]
+"""Returns the options of an update, such as `lr`, given its number."""
+
+
+class StageUpdates:
+    """The optimizer of a stream, with the newest state; `versions` has the weights.
+
+    `optional`: see `fpipe.pipelines.earlier_sums.find_optional`.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        optimizer: Optimizer,
+        versions: Versions,
+        state: OptimizerState,
+        options: OptionsOf,
+        optional: Collection[str] = (),
+    ) -> None:
+        self.plan, self.optimizer, self.versions, self.options = plan, optimizer, versions, options
+        self.state, self.optional = dict(state), optional
+
+    def apply(self, s: int, number: int, total: Any, done: Sequence[int], coming: Sequence[int]) -> None:
+        """Update a stage by the sum of its gradients; the other arguments are those of `Versions.update`."""
+        terms = sum_terms(self.plan, [({s: total}, {})], self.plan.assembly.stages[s].grads)
+        grads = join_sums({}, terms, self.optional)
+        params = {name: self.versions.params[name] for name in grads}
+        state = {name: self.state[name] for name in grads}
+        new, made = self.optimizer.update(grads, state, params, **self.options(number)) if grads else ({}, {})
+        self.state.update(made)
+        self.versions.update(s, new, done, coming)
