@@ -55,6 +55,7 @@ from fpipe.training.train_step import train_step
 from fpipe.training.train_stream import Stream, StreamEnd, train_stream
 from fpipe.verification.comparison import Verification
 from fpipe.verification.nonfinite import NonFinite, find_nonfinite
+from fpipe.verification.reference_stream import reference_stream
 from fpipe.weights.safetensors import safetensors
 from schedules import __version__
 
@@ -87,6 +88,8 @@ __all__ = [
     "Stage",
     "Stages",
     "Step",
+    "Stream",
+    "StreamEnd",
     "TransportError",
     "Sharded",
     "Verification",
@@ -122,6 +125,7 @@ __all__ = [
     "generate",
     "sample",
     "reference",
+    "reference_stream",
     "require_same",
     "safetensors",
     "save",

@@ -48,7 +48,7 @@ Orders: TypeAlias = Sequence[Sequence[int]]
 
 def run_on_one_device(
     plan: StepPlan,
-    params: Mapping[str, Tensor],
+    params: Sequence[Mapping[str, Tensor]],
     buffers: Mapping[str, Tensor],
     batch: Mapping[int, Sequence[Tensor]],
     keys: Sequence[int],
@@ -59,18 +59,20 @@ def run_on_one_device(
 ) -> tuple[dict[int, Tensors], Tensors, dict[str, Tensor]]:
     """Run all microbatches in sequence; return the results of each, the final buffers, and gradients by name.
 
-    `batch` has the microbatches of each leaf; `skips` has those without a backward. `onto` has the sums of gradients to
+    `params` has the parameters of each microbatch: the same, but for schedules that update weights in flight. `batch` has the microbatches of each leaf; `skips` has those without a backward. `onto` has the sums of gradients to
     go on from, `start` the cotangent of the loss, if it is not 1. Other sums begin with `first`, which gives them their
     dtype, where it has something.
     """
     whole = plan.assembly.whole
-    leaves, state = whole.leaves(params), tuple(buffers[name] for name in whole.buffers)
+    state, leaves, last = tuple(buffers[name] for name in whole.buffers), (), None
     stated = {name: iter(by_stage) for name, by_stage in find_orders(plan).items()}
     alone = plan.copies.count == 1
     earlier = dict(onto) if alone else {}
     sums = [CopySum(plan, next(stated[name]), earlier.pop(name, None), first.get(name)) for name in whole.grads]
     results = {}
     for i, cut in enumerate(plan.assemblies):
+        if params[i] is not last:
+            last, leaves = params[i], whole.leaves(params[i])
         inputs = tuple(batch[leaf][i] for leaf in cut.whole.batch)
         results[i], state, residuals = cut.whole.forward(leaves, state, inputs, keys[i])
         nothing = (None,) * len(whole.grads)
@@ -198,7 +200,10 @@ def make_reference_step(pipe: Pipeline, variant: Variant, aux: Aux = NO_AUX) -> 
             first = dict(zip(whole.grads, map(negative_zeros, whole.totals), strict=True)) if begins else {}
             keys, start = make_keys(plan, seed), start_backward([whole], scale).get(0, ())
             with wait_for_turn(), random.preserve_generators(plan.generators):
-                results, state, made = run_on_one_device(plan, params, buffers, parts, keys, skips, sums, first, start)
+                whole_params = [params] * len(plan.assemblies)
+                results, state, made = run_on_one_device(
+                    plan, whole_params, buffers, parts, keys, skips, sums, first, start
+                )
         new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
         optional, alone = find_optional(plan, begins or bool(sums)), plan.copies.count == 1
         grads = join_sums(sums, made, optional) if alone else add_reduced(sums, join_sums({}, made, optional))
