@@ -164,8 +164,8 @@ def require_unclosed(ranks: Ranks, call: str) -> None:
     """Raise `InputError` if the pipeline of these ranks is closed, or has microbatches in flight."""
     if ranks.stream is not None:
         raise InputError(
-            f"{call}: got a pipeline with {ranks.stream} in flight, expected one at rest. Finish it first: take all its "
-            "losses, or call finish()."
+            f"{call}: got a pipeline with {ranks.stream} in flight, expected one at rest. Finish it first: take all "
+            "its losses, or call finish()."
         )
     if ranks.is_closed:
         raise InputError(

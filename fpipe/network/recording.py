@@ -29,7 +29,7 @@ import torch
 from fpipe.network.ranks import Ranks
 from fpipe.runtime.contract import StageLike
 from fpipe.runtime.executor import ActionHandler, Execution, Inputs, LinkedProgram, Outcome
-from fpipe.runtime.transport import Handle, Payload, Transport, posted_action
+from fpipe.runtime.transport import Payload, Transport, posted_action
 from schedules import Action, Span
 from schedules.language.actions import wait_of
 

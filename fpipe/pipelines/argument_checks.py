@@ -20,7 +20,8 @@ from fpipe.record.objective import Loss, require_no_parameters
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly
 from fpipe.tensors.arguments import describe_argument
-from schedules import KINDS, Schedule
+from schedules import KINDS, Schedule, SizeError
+from schedules.lowering.endless import lengthen
 
 REDUCTIONS: Final = ("mean", "sum")
 MOST_IN_STEP: Final = 2**16
@@ -130,17 +131,23 @@ def require_runnable(schedule: Schedule) -> None:
 
 
 def _require_one_update(schedule: Schedule) -> None:
-    """Raise `InputError` unless a batch of this schedule is what one update applies, on every stage."""
-    last = schedule.microbatches - 1
+    """Raise `InputError` unless a batch of this schedule is what one update applies, on every stage and every time."""
+    try:
+        twice = lengthen(schedule, 2)
+    except SizeError as error:
+        raise InputError(f"schedule: got {describe_argument(schedule)}, with updates in flight, and {error}") from error
+    ends = [schedule.microbatches - 1, 2 * schedule.microbatches - 1]
     for rank in range(schedule.ranks):
-        found = sorted(action[1:3] for action in schedule.actions(rank) if action.kind == "U")
-        if found != [(s, last) for s in sorted(schedule.placement.stages_on(rank))]:
+        found = sorted(action[1:3] for action in twice.actions(rank) if action.kind == "U")
+        if found != [(s, i) for s in sorted(schedule.placement.stages_on(rank)) for i in ends]:
             updates = " ".join(f"{s}U{i}" for s, i in found[:4]) + (" ..." if len(found) > 4 else "")
             raise InputError(
-                f"schedule: got {describe_argument(schedule)}, with updates {updates or 'none'} on rank {rank}, "
-                f"expected one of each stage there, after microbatch {last}: a batch is what one update applies. Choose "
-                "as many microbatches as come before an update, as in pipedream(ranks, microbatches=1) or "
-                "pipedream_2bw(ranks, microbatches=m, accumulate=m); batches follow each other without a flush."
+                f"schedule: got {describe_argument(schedule)}, with updates {updates or 'none'} of two batches on rank "
+                f"{rank}, expected one of each stage after microbatches {ends[0]} and {ends[1]}: a batch is what one "
+                "update applies. Choose as many microbatches as come before an update, as in pipedream(ranks, "
+                "microbatches=1) or pipedream_2bw(ranks, microbatches=m, accumulate=m): batches follow each other "
+                "without a flush. To update at the end of a step, pass the schedule without updates, and "
+                "call fpipe.train_step."
             )
 
 
@@ -154,8 +161,8 @@ def require_backward(schedule: Schedule) -> None:
     if updates_in_flight(schedule):
         raise InputError(
             f"schedule: got {describe_argument(schedule)}, which updates weights while microbatches are in flight, "
-            "expected one without updates. Call fpipe.train_stream(pipe, optimizer); or pass the schedule without them, "
-            "and call fpipe.train_step, which adds them at the end."
+            "expected one without updates. Call fpipe.train_stream(pipe, optimizer); or pass the schedule without "
+            "them, and call fpipe.train_step, which adds them at the end."
         )
     if not schedule.backward:
         raise InputError(

@@ -193,18 +193,27 @@ class Execution:
 class EndlessExecution(Execution):
     """One rank's run of a program that comes in pieces, until there are no more; after each, it yields a `Milestone`.
 
-    State, messages on their way among them, goes on from piece to piece.
+    State, messages on their way among them, goes on from piece to piece. Every `each` microbatches have sums of
+    gradients of their own.
     """
 
     def __init__(
-        self, rank: int, pieces: Iterator[LinkedProgram], first: LinkedProgram, transport: Transport, inputs: Inputs
+        self,
+        rank: int,
+        pieces: Iterator[LinkedProgram],
+        first: LinkedProgram,
+        transport: Transport,
+        inputs: Inputs,
+        each: int,
     ) -> None:
         super().__init__(rank, first, transport, inputs)
-        self.pieces = pieces
+        self.pieces, self.each = pieces, each
+        self.sums: dict[tuple[int, int], Any] = {}
 
     def run(self) -> Generator[Any, None, Outcome]:
         """Interpret all pieces: yield what `Execution.run` yields, and milestones; return the outcome."""
-        for self.program in self.pieces:
+        for piece in self.pieces:
+            self.program = piece
             yield from super().run()
             yield Milestone()
         return Outcome(self.buffers, self.grads, self.shared, self.results, self.updates)

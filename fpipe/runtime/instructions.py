@@ -29,6 +29,7 @@ from typing import Any, TypeAlias
 from fpipe.runtime.contract import StageLike
 from fpipe.runtime.executor import ActionHandler, Instruction, LinkedProgram, Transfer
 from fpipe.runtime.handlers import (
+    ENDLESS_HANDLERS,
     HANDLERS,
     do_nothing,
     enter_weights,
@@ -77,7 +78,7 @@ class WindowLinker:
         placement: Placement,
         uneven: Mapping[int, Mapping[int, StageLike]] = NO_STAGES,
     ) -> None:
-        self.linker = _Linker(stages, placement, uneven, _Collectives(1))
+        self.linker = _Linker(stages, placement, uneven, _Collectives(1), ENDLESS_HANDLERS)
 
     def link(self, actions: Iterable[Action]) -> LinkedProgram:
         """Return one piece, linked; its channels are all of those so far."""
@@ -138,8 +139,10 @@ class _Linker:
         placement: Placement,
         uneven: Mapping[int, Mapping[int, StageLike]],
         collectives: _Collectives,
+        handlers: Mapping[str, ActionHandler] = HANDLERS,
     ) -> None:
         self.usual, self.placement, self.collectives = (stages, _specs(stages)), placement, collectives
+        self.handlers = handlers
         self.uneven = {i: (others, _specs(others)) for i, others in uneven.items()}
         self.numbers = defaultdict[Message, int](count().__next__)
         self.channels = defaultdict[Route, int](count().__next__)
@@ -188,7 +191,7 @@ class _Linker:
             if other.kind == "RECV_G":
                 self._take_later(position, other)
         taken, made = self._match_messages(action)
-        stage, handler = self._stage(action), HANDLERS[action.kind] if _place(action) == COMPUTE else do_nothing
+        stage, handler = self._stage(action), self.handlers[action.kind] if _place(action) == COMPUTE else do_nothing
         return Instruction(at, action, stage, handler, tuple(receives), tuple(waits), tuple(taken), made, tuple(sends))
 
     def _stage(self, action: Action) -> StageLike:

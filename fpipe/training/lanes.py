@@ -9,7 +9,7 @@ Runs in every window of a stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,7 +22,6 @@ from fpipe.runtime.instructions import WindowLinker
 from fpipe.runtime.transport import Payload, Transport
 from fpipe.training.arrivals import Arrivals
 from fpipe.training.updates import StageUpdates
-from fpipe.training.versions import Versions
 from schedules.lowering.endless import EndlessProgram, Window
 
 
@@ -108,7 +107,7 @@ class Lane:
             deliver=self._deliver,
             update=self._update,
         )
-        return EndlessExecution(self.rank, self._windows(), self.first, transport, inputs)
+        return EndlessExecution(self.rank, self._windows(), self.first, transport, inputs, self.ring.each)
 
     def take_loss(self, k: int) -> dict[int, Tensors] | None:
         """Return what the microbatches of a batch have delivered, once all have; else `None`."""
@@ -122,7 +121,9 @@ class Lane:
             total = arrivals.total
             if total is not None and self.at >= total:
                 return
-            for b in range(self.begun, self.at + self.reach + 1 if total is None else min(total, self.at + self.reach + 1)):
+            for b in range(
+                self.begun, self.at + self.reach + 1 if total is None else min(total, self.at + self.reach + 1)
+            ):
                 self._begin(b)
             yield self._link(total)
             arrivals.release(self.rank, self.at)
@@ -152,8 +153,7 @@ class Lane:
         self.losses.setdefault(self.batch_in[slot], {})[slot % self.ring.each] = kept
 
     def _update(self, s: int, slot: int, grads: dict[int, Any], shared: Mapping[Any, Payload]) -> None:
-        """Make a new version of a stage's weights from its gradients, and let its sum begin anew."""
-        b, each = self.batch_in[slot], self.ring.each
+        """Make a new version of a stage's weights from the gradients of a batch, which are used up."""
+        b = self.batch_in[slot]
         total, grads[s] = grads[s], ()
-        coming: Sequence[int] = range((b + 1) * each, (b + 1 + self.ring.batches) * each)
-        self.updates.apply(s, b, total, self.ring.of_batch(b), coming)
+        self.updates.apply(s, b, total, self.ring.of_batch(b), (b + 1) * self.ring.each)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, agree
 from fpipe.pipelines.inputs import State, feed_stages, make_keys
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.planner import require_ascending
 from fpipe.pipelines.results import merge_results
 from fpipe.pipelines.step import hold_for_backward, training_variant
 from fpipe.pipelines.step_plan import StepPlan
@@ -84,8 +85,8 @@ class Stream:
         """The parameters, buffers and state after the last update; raise `InputError` before it."""
         if self._end is None:
             raise InputError(
-                "stream.end: got a stream with microbatches in flight, expected one that has ended. Take all its losses, "
-                "or call finish()."
+                "stream.end: got a stream with microbatches in flight, expected one that has ended. Take all its "
+                "losses, or call finish()."
             )
         return self._end
 
@@ -146,6 +147,8 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer) -> Callable[..., Stream]:
             plan = agree_on_plan(pipe, variant)
         _require_untied(plan)
         program = EndlessProgram(pipe.schedule, plan.program.graph)
+        for stage in plan.assembly.stages:
+            require_ascending(stage, program.program.schedule)
         ring = Ring.of(program)
         return StreamFunction(pipe, optimizer, variant, program, ring)
 
@@ -210,7 +213,9 @@ class StreamRun:
         self.arrivals.fetch(0)
         with ranks.enter_call("a stream of updates"):
             if self.arrivals.total == 0:
-                raise InputError("batches: got none, expected at least one. Pass batches, the same number on every rank.")
+                raise InputError(
+                    "batches: got none, expected at least one. Pass batches, the same number on every rank."
+                )
             with self._settle():
                 self._begin()
             ranks.stream = "a stream of updates"
@@ -225,7 +230,11 @@ class StreamRun:
     @contextmanager
     def _settle(self) -> Iterator[Variant]:
         """Return the context in which a stream runs, and none of the caller's code."""
-        with suspend_autocast(self.variant) as cast, random.preserve_generators(self.plan.generators), self.plan.context():
+        with (
+            suspend_autocast(self.variant) as cast,
+            random.preserve_generators(self.plan.generators),
+            self.plan.context(),
+        ):
             yield cast
 
     def _begin(self) -> None:
@@ -246,9 +255,7 @@ class StreamRun:
             self.plan, held.params, self._cuts(), self._microbatch, function.program.program.schedule.version
         )
         optional = find_optional(self.plan, begun=False)
-        self.updates = StageUpdates(
-            self.plan, function.optimizer, versions, self.old.state, self.options, optional
-        )
+        self.updates = StageUpdates(self.plan, function.optimizer, versions, self.old.state, self.options, optional)
         arguments = self.plan, function.program, function.ring, self.arrivals, self.updates
         self.lanes = [Lane(rank, *arguments) for rank in pipe.ranks.ranks]
 
@@ -269,21 +276,21 @@ class StreamRun:
         assert self.example is not None, "the first batch has come"
         if replace(split.signature, answers=()) != replace(self.example.signature, answers=()):
             raise InputError(
-                f"batches[{number}]: {self.pipe.captures.batchings[True].difference(split.signature)}, expected a batch "
-                "like the first one: batches of a stream do not wait for each other. Pad it, or leave it out."
+                f"batches[{number}]: {self.pipe.captures.batchings[True].difference(split.signature)}, expected a "
+                "batch like the first one: batches of a stream do not wait for each other. Pad it, or leave it out."
             )
         self.plan.watch.require_unchanged()
         rows, skips = feed_stages(self.plan, self.held.buffers, split)
         if skips:
             raise InputError(
-                f"batches[{number}]: got microbatches {list(skips)} of weight 0, expected a positive one for each: their "
-                "backward is left out, of which other ranks do not know in a stream. Leave out such rows."
+                f"batches[{number}]: got microbatches {list(skips)} of weight 0, expected a positive one for each: "
+                "their backward is left out, of which other ranks do not know in a stream. Leave out such rows."
             )
         return Arrival(rows, make_keys(self.plan, None if self.seed is None else self.seed + number))
 
     def _follow(self) -> Generator[Tensor, None, None]:
         """Run all windows; yield the loss of every batch."""
-        function, ranks = self.function, self.pipe.ranks
+        ranks = self.pipe.ranks
         by_rank = {lane.rank: lane for lane in self.lanes}
 
         def execute(rank: int, transport: Transport) -> EndlessExecution:
@@ -341,8 +348,8 @@ def require_streamable(pipe: Pipeline) -> None:
     """Raise `InputError` unless the pipeline can train on a stream."""
     if not updates_in_flight(pipe.schedule):
         raise InputError(
-            f"schedule: got {describe_argument(pipe.schedule)}, without updates, expected one that updates weights while "
-            "microbatches are in flight, as pipedream(ranks, microbatches=1). Or call fpipe.train_step."
+            f"schedule: got {describe_argument(pipe.schedule)}, without updates, expected one that updates weights "
+            "while microbatches are in flight, as pipedream(ranks, microbatches=1). Or call fpipe.train_step."
         )
     if pipe.copies.count > 1:
         raise InputError(
@@ -355,14 +362,10 @@ def require_streamable(pipe: Pipeline) -> None:
 
 def _require_untied(plan: StepPlan) -> None:
     """Raise `InputError` if several stages train the same parameter."""
-    users: dict[str, list[int]] = {}
-    for stage in plan.assembly.stages:
-        for name in stage.grads:
-            users.setdefault(name, []).append(stage.index)
-    for name, stages in users.items():
-        if len(stages) > 1:
-            raise InputError(
-                f"{name!r}: got a parameter that stages {stages} train, expected one stage for each: their gradients of "
-                "a batch are not complete at the same time. Cut the model so that one stage has all its uses, or give "
-                "each its own parameter."
-            )
+    for s, t in sorted(plan.program.graph.gradients):
+        name = next(iter({*plan.assembly.stages[s].parameters} & {*plan.assembly.stages[t].parameters}), "")
+        raise InputError(
+            f"{name!r}: got a parameter that stages {s} and {t} share, expected one stage for each: their gradients of "
+            "a batch are not complete at the same time. Cut the model so that one stage has all its uses, or give each "
+            "stage a parameter of its own."
+        )

@@ -37,7 +37,7 @@ class StageUpdates:
         self.plan, self.optimizer, self.versions, self.options = plan, optimizer, versions, options
         self.state, self.optional = dict(state), optional
 
-    def apply(self, s: int, number: int, total: Any, done: Sequence[int], coming: Sequence[int]) -> None:
+    def apply(self, s: int, number: int, total: Any, done: Sequence[int], after: int) -> None:
         """Update a stage by the sum of its gradients; the other arguments are those of `Versions.update`."""
         terms = sum_terms(self.plan, [({s: total}, {})], self.plan.assembly.stages[s].grads)
         grads = join_sums({}, terms, self.optional)
@@ -45,4 +45,4 @@ class StageUpdates:
         state = {name: self.state[name] for name in grads}
         new, made = self.optimizer.update(grads, state, params, **self.options(number)) if grads else ({}, {})
         self.state.update(made)
-        self.versions.update(s, new, done, coming)
+        self.versions.update(s, new, done, after)

@@ -63,21 +63,22 @@ class Versions:
             self.used[s, slot] = self.made[s] if self.rule is None else self.rule(self.microbatch(s, slot))
         return self.kept[s][self.used[s, slot]][self.cuts[slot]]
 
-    def update(self, s: int, new: State, done: Sequence[int], coming: Sequence[int]) -> None:
+    def update(self, s: int, new: State, done: Sequence[int], after: int) -> None:
         """Make a version of a stage; drop those that are of use to no microbatch.
 
-        - `new`: its parameters. `done`: the slots of the microbatches that the update applies.
-        - `coming`: microbatches after them, as many as there can be in flight.
+        - `new`: its parameters. `done`: the slots of the microbatches that the update applies; `after`: the one after
+          them. Later ones do not use older versions than it does.
         """
         self.params.update(new)
         self.made[s] += 1
         for slot in done:
             self.used.pop((s, slot), None)
-        needed = {self.made[s], *(version for (stage, _), version in self.used.items() if stage == s)}
-        if self.rule is not None:
-            needed.update(map(self.rule, coming))
-        kept = self.kept[s]
-        kept[self.made[s]] = self._leaves(s)
+        kept, newest = self.kept[s], self.made[s]
+        kept[newest] = self._leaves(s)
+        if self.rule is None:
+            needed = {newest, *(version for (stage, _), version in self.used.items() if stage == s)}
+        else:
+            needed = {newest, *range(self.rule(after), newest)}
         self.kept[s] = {version: leaves for version, leaves in kept.items() if version in needed}
 
     def _leaves(self, s: int) -> Mapping[Assembly, Any]:

@@ -41,7 +41,7 @@ from fpipe.tensors.arguments import require_seed, require_tensors
 from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import unwrap_state, wrap_state
 from fpipe.weights.state import Form, require_recordable
-from schedules import KINDS
+from schedules import KINDS, Schedule
 
 Orders: TypeAlias = Sequence[Sequence[int]]
 
@@ -56,16 +56,20 @@ def run_on_one_device(
     onto: Mapping[str, Tensor] = MappingProxyType({}),
     first: Mapping[str, Tensor] = MappingProxyType({}),
     start: Tensors = (),
+    orders: Mapping[str, list[Orders]] | None = None,
 ) -> tuple[dict[int, Tensors], Tensors, dict[str, Tensor]]:
     """Run all microbatches in sequence; return the results of each, the final buffers, and gradients by name.
 
-    `params` has the parameters of each microbatch: the same, but for schedules that update weights in flight. `batch` has the microbatches of each leaf; `skips` has those without a backward. `onto` has the sums of gradients to
-    go on from, `start` the cotangent of the loss, if it is not 1. Other sums begin with `first`, which gives them their
+    `params` has the parameters of each microbatch: the same, but for schedules that update weights in flight. `batch`
+    has the microbatches of each leaf; `skips` has those without a backward. `onto` has the sums of gradients to
+    go on from, `start` the cotangent of the loss, if it is not 1, `orders` the order of each sum, if it is not the
+    plan's. Other sums begin with `first`, which gives them their
     dtype, where it has something.
     """
     whole = plan.assembly.whole
-    state, leaves, last = tuple(buffers[name] for name in whole.buffers), (), None
-    stated = {name: iter(by_stage) for name, by_stage in find_orders(plan).items()}
+    state, last = tuple(buffers[name] for name in whole.buffers), params[0]
+    leaves = whole.leaves(last)
+    stated = {name: iter(by_stage) for name, by_stage in (orders or find_orders(plan)).items()}
     alone = plan.copies.count == 1
     earlier = dict(onto) if alone else {}
     sums = [CopySum(plan, next(stated[name]), earlier.pop(name, None), first.get(name)) for name in whole.grads]
@@ -142,18 +146,23 @@ def _add(total: Tensor | None, term: Tensor | None) -> Tensor | None:
     return total + term if total is not None and term is not None else term if total is None else total
 
 
-def find_orders(plan: StepPlan) -> dict[str, list[Orders]]:
+def find_orders(plan: StepPlan, schedule: Schedule | None = None, batch: int = 0) -> dict[str, list[Orders]]:
     """Return the order in which microbatches are added to each gradient.
 
     Per parameter, for each stage that computes a gradient of it, and each replica of that stage: the microbatches of a
-    copy in order.
+    copy in order. If the plan is for one `batch` of many, `schedule` is that of all.
     """
-    schedule = plan.program.schedule
+    schedule = schedule or plan.program.schedule
+    first, count = batch * plan.microbatches, plan.microbatches
     rows = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
     found = defaultdict[str, list[Orders]](list)
     for stage in plan.assembly.stages:
         order = [
-            [a.microbatch for a in rows[rank] if a.stage == stage.index and KINDS[a.kind].after == "done"]
+            [
+                a.microbatch - first
+                for a in rows[rank]
+                if a.stage == stage.index and KINDS[a.kind].after == "done" and 0 <= a.microbatch - first < count
+            ]
             for rank in schedule.placement.replicas(stage.index)
         ]
         for name in stage.grads:

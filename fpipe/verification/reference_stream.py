@@ -2,7 +2,7 @@
 """A stream of batches on one device, late by as many updates as the pipeline: what `train_stream` must equal.
 
 The loop runs the captured, uncut model. Every parameter has a history; each microbatch uses of it the version that its
-stage's forward uses in the pipeline, as the checker counts them (`schedules.list_versions`). Gradients go to the newest.
+stage's forward uses in the pipeline, as the checker counts (`schedules.list_versions`). Gradients go to the newest.
 
 Runs when `reference_stream` is called.
 """
@@ -30,7 +30,7 @@ from fpipe.tensors.arguments import require_arguments, require_seed
 from fpipe.training.optimizers import Optimizer, OptimizerState
 from fpipe.training.train_stream import Stream, StreamEnd, require_streamable
 from fpipe.training.updates import OptionsOf
-from fpipe.verification.reference import run_on_one_device
+from fpipe.verification.reference import find_orders, run_on_one_device
 from fpipe.weights.state import Form
 from schedules import list_versions
 from schedules.lowering.endless import lengthen
@@ -76,11 +76,12 @@ def reference_stream(pipe: Pipeline, optimizer: Optimizer) -> Callable[..., Stre
 
 
 class DelayedLoop:
-    """The loop of one stream; `past` has the versions of each parameter, by name, that some microbatch still uses."""
+    """The loop of one stream, under a schedule for all its batches; `past` has every version of each parameter."""
 
     def __init__(self, pipe: Pipeline, optimizer: Optimizer, options: OptionsOf, seed: int | None) -> None:
         self.pipe, self.optimizer, self.options, self.seed = pipe, optimizer, options, seed
         self.past: dict[str, list[Tensor]] = {}
+        self.schedule = pipe.schedule
 
     def losses(
         self, params: State, buffers: State, state: OptimizerState, batches: list[tuple[Any, Any]]
@@ -92,7 +93,8 @@ class DelayedLoop:
         held = Form("params", known.parameters, known.placed).unwrap(params)
         own = Form("buffers", known.buffers, known.placed).unwrap(buffers)
         self.past = {name: [tensor] for name, tensor in held.items()}
-        versions = list_versions(lengthen(pipe.schedule, len(batches)))
+        self.schedule = lengthen(pipe.schedule, len(batches))
+        versions = list_versions(self.schedule)
         newest = state
         for t, batch in enumerate(batches):
             with suspend_autocast(training_variant(False, None)) as variant:
@@ -124,7 +126,8 @@ class DelayedLoop:
             ]
             keys = make_keys(plan, None if self.seed is None else self.seed + t)
             with random.preserve_generators(plan.generators):
-                results, new, made = run_on_one_device(plan, rows, buffers, parts, keys)
+                orders = find_orders(plan, self.schedule, t)
+                results, new, made = run_on_one_device(plan, rows, buffers, parts, keys, orders=orders)
         loss = merge_results(plan.without_outputs, results).loss
         assert loss is not None, "a training step has a loss"
         state = {**buffers, **dict(zip(plan.assembly.whole.buffers, new, strict=True))}

@@ -180,8 +180,8 @@ def count_versions(schedule: Schedule, rank: int) -> dict[int, int]:
 def list_versions(schedule: Schedule) -> dict[tuple[int, int], int]:
     """Return the weight version that each microbatch uses of each stage, by stage and microbatch.
 
-    A version is the number of updates that made it: what the schedule declares, else the newest at the forward. With it,
-    a loop on one device can have the same delays.
+    A version is the number of updates that made it: what the schedule declares, else the newest at the forward. So a
+    loop on one device can have the same delays.
 
     >>> from schedules import pipedream, pipedream_2bw
     >>> [list_versions(pipedream(ranks=3, microbatches=5))[0, i] for i in range(5)]

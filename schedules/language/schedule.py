@@ -58,9 +58,9 @@ class Schedule:
     """A schedule: for each rank, a generator of its compute actions in order.
 
     Two schedules are equal if the same factory made them from the same arguments. `repr` is that call; `str` draws the
-    timeline. `graph` is the stage graph the schedule targets, by default the chain (`schedules.connect`). `version(i)` is
-    the weight version that microbatch `i` uses on every rank: the number of updates before it. Without one, a rank uses
-    its newest.
+    timeline. `graph` is the stage graph the schedule targets, by default the chain (`schedules.connect`). `version(i)`
+    is the weight version that microbatch `i` uses on every rank: the number of updates before it. Without one, a rank
+    uses its newest.
 
     >>> from schedules import one_f_one_b
     >>> s = one_f_one_b(ranks=2, microbatches=2)
@@ -279,9 +279,7 @@ def schedule(
                 )
             _require_positive(generator.__name__, "microbatches", sizes["microbatches"], len(placed.routes))
             rule = None if version is None else partial(version, **arguments)
-            return Shape(
-                sizes["ranks"], sizes["microbatches"], placed, sizes.get("slices", 1), backward, version=rule
-            )
+            return Shape(sizes["ranks"], sizes["microbatches"], placed, sizes.get("slices", 1), backward, version=rule)
 
         return Factory(generator, without_rank(generator, "ranks", "microbatches"), shape, limits)
 

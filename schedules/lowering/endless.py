@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 from schedules.arguments import is_size
 from schedules.checking.rules import check
@@ -77,7 +78,9 @@ class EndlessProgram:
         count = 2
         while count <= most:
             if all(self._repeats(rank, count) for rank in range(self.schedule.ranks)):
-                check(lengthen(self.schedule, count + 2), self.graph)
+                longest = lengthen(self.schedule, count + 2)
+                check(longest, self.graph)
+                _require_ascending(longest)
                 return count
             count *= 2
         check(lengthen(self.schedule, most), self.graph)
@@ -133,6 +136,15 @@ class EndlessProgram:
     def _shift(self, window: Window, batches: int) -> Window:
         by = batches * self.schedule.microbatches
         return tuple([action._replace(microbatch=action.microbatch + by) for action in window]) if by else window
+
+
+def _require_ascending(schedule: Schedule) -> None:
+    """Raise `ScheduleError` if a microbatch uses an older version of the weights than one before it."""
+    versions = [] if schedule.version is None else [schedule.version(i) for i in range(schedule.microbatches)]
+    for i, (before, version) in enumerate(pairwise(versions), 1):
+        if version < before:
+            problem = f"declares version {version} for microbatch {i} after {before}, so none could ever be dropped"
+            raise ScheduleError("repeating", 0, 0, None, problem, "Declare versions that do not descend.")
 
 
 @lru_cache(maxsize=64)
