@@ -13,7 +13,6 @@ Runs when `train_stream` is called; the function that it returns runs once per s
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,6 +43,7 @@ from fpipe.tensors.placed import require_plain
 from fpipe.training.arrivals import Arrival, Arrivals
 from fpipe.training.lanes import Lane, Ring
 from fpipe.training.optimizers import Optimizer, OptimizerState
+from fpipe.training.relay import LossRelay
 from fpipe.training.train_step import Updater, Version
 from fpipe.training.updates import OptionsOf, StageUpdates
 from fpipe.training.versions import Versions
@@ -89,6 +89,10 @@ class Stream:
                 "losses, or call finish()."
             )
         return self._end
+
+    def close(self) -> None:
+        """Leave the stream as it is, with what is in flight lost; if ranks are processes, the pipeline is broken then."""
+        self._losses.close()
 
     def finish(self) -> StreamEnd:
         """Take no more batches than are needed, drain the pipeline, and return the parameters, buffers and state.
@@ -221,6 +225,10 @@ class StreamRun:
             ranks.stream = "a stream of updates"
             try:
                 yield from self._follow()
+            except GeneratorExit:  # other ranks are told this one
+                raise GeneratorExit(
+                    "it left its stream with microbatches in flight; call finish() on every rank"
+                ) from None
             finally:
                 ranks.stream = None
             count = self.arrivals.total
@@ -296,8 +304,7 @@ class StreamRun:
         def execute(rank: int, transport: Transport) -> EndlessExecution:
             return by_rank[rank].execute(transport, self.held.buffers)
 
-        running = ranks.follow([execute])
-        posted = deque[Callable[[], Tensor]]()
+        running, relay = ranks.follow([execute]), self._relay()
         while True:
             self.arrivals.fetch(max(max(lane.ahead, lane.at + 1) for lane in self.lanes))
             with self._settle():
@@ -305,33 +312,32 @@ class StreamRun:
                     next(running)
                 except StopIteration as stop:
                     (self.outcomes,) = stop.value
-                    break
-                found = self._collect(posted)
+                    relay.finish()
+                    return
+                found = self._collect(relay)
             for loss in found:
                 self.taken += 1
                 yield loss
-        with self._settle():
-            found = self._collect(posted)
-            while posted:
-                posted.popleft()()
-        yield from found
 
-    def _collect(self, posted: deque[Callable[[], Tensor]]) -> list[Tensor]:
-        """Return the losses that are known by now, and have not been returned before; send them to the other ranks."""
+    def _relay(self) -> LossRelay:
         last = self.plan.assembly.stages[-1]
-        home = self.plan.placement.home(last.index, 0)
-        mine = next((lane for lane in self.lanes if lane.rank == home), None)
+        return LossRelay(
+            self.pipe.ranks, last.results[0], self.plan.placement.home(last.index, 0), 2 * self.function.ring.batches
+        )
+
+    def _collect(self, relay: LossRelay) -> list[Tensor]:
+        """Return the losses that are known by now and have not been returned yet, at the end of a window."""
+        count, total = self.arrivals.count, self.arrivals.total
+        mine = next((lane for lane in self.lanes if lane.rank == relay.home), None)
+        if mine is None:
+            return [relay.receive(count, total)]
         found = list[Tensor]()
-        while self.taken + len(found) <= self.lanes[0].at if mine is None else True:
-            own = None if mine is None else mine.take_loss(self.taken + len(found))
-            if mine is not None and own is None:
-                break
-            loss = None if own is None else merge_results(self.plan.without_outputs, own).loss
-            take = self.pipe.ranks.post_broadcast(loss, last.results[0], home)
-            posted.append(take)
-            found.append(take() if loss is None else loss)
-        while len(posted) > 2 * self.plan.placement.ranks:  # by then, all ranks have posted it
-            posted.popleft()()
+        while (own := mine.take_loss(self.taken + len(found))) is not None:
+            loss = merge_results(self.plan.without_outputs, own).loss
+            assert loss is not None, "a training step has a loss"
+            found.append(loss)
+            if self.pipe.ranks.processes:
+                relay.send(loss, count, total)
         return found
 
     def _end(self) -> StreamEnd:
