@@ -46,13 +46,14 @@ from fpipe.planning.profiler import profile
 from fpipe.planning.roofline import Roofline
 from fpipe.planning.timelines import costs, timeline
 from fpipe.record.front_ends.parts import ModuleGraph, Part
+from fpipe.streams.corrections import delays, error_feedback, pipemare, predict_weights
+from fpipe.streams.train_stream import Stream, StreamResult, train_stream
 from fpipe.tensors.names import as_tree, by_name
 from fpipe.training.clipping import clip, clip_value
 from fpipe.training.norms import all_finite, norm
 from fpipe.training.optimizers import Optimizer, optimizer
 from fpipe.training.precision import LossScale, masters
 from fpipe.training.train_step import train_step
-from fpipe.training.train_stream import Stream, StreamEnd, train_stream
 from fpipe.verification.comparison import Verification
 from fpipe.verification.nonfinite import NonFinite, find_nonfinite
 from fpipe.verification.reference_stream import reference_stream
@@ -89,7 +90,7 @@ __all__ = [
     "Stages",
     "Step",
     "Stream",
-    "StreamEnd",
+    "StreamResult",
     "TransportError",
     "Sharded",
     "Verification",
@@ -106,6 +107,8 @@ __all__ = [
     "connect_stages",
     "costs",
     "cut",
+    "delays",
+    "error_feedback",
     "evaluate",
     "execute",
     "export",
@@ -116,8 +119,10 @@ __all__ = [
     "norm",
     "optimizer",
     "pipeline",
+    "pipemare",
     "plan",
     "predict",
+    "predict_weights",
     "processes",
     "profile",
     "StaticDecoder",

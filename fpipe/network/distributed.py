@@ -27,7 +27,7 @@ from fpipe.network import measurements
 from fpipe.network.calls import SharedCalls
 from fpipe.network.channels import DistributedTransport
 from fpipe.network.groups import GRACE, RESULTS, Control, Creator, choose_timeout, share_group
-from fpipe.network.ranks import Fields, Ranks, claim_turn, require_unclosed
+from fpipe.network.ranks import Fields, Ranks, claim_turn, require_at_rest, require_unclosed
 from fpipe.network.waiting import Line, PendingWorks, Waitable, await_all, reporting
 from fpipe.runtime.executor import Execution, Milestone, Outcome
 from fpipe.runtime.transport import Route, Transport, exhaust
@@ -87,6 +87,7 @@ class DistributedRanks(Ranks):
         """
         with claim_turn(f"rank {self.control.rank}, {call}"):
             require_unclosed(self, call)
+            require_at_rest(self, call)
             self._require_whole(call)
             with self.calls.enter(call):
                 self._read()

@@ -23,7 +23,7 @@ from fpipe.errors import InputError, TransportError
 from fpipe.network.agreement import Field
 from fpipe.network.waiting import Waitable
 from fpipe.runtime.executor import Execution, Outcome
-from fpipe.runtime.local import LocalTransport, follow
+from fpipe.runtime.local import LocalTransport, drive_stepwise
 from fpipe.runtime.transport import Route, Transport, exhaust
 from fpipe.tensors.spec import Spec
 
@@ -70,6 +70,7 @@ class Ranks:
         inside at a time.
         """
         require_unclosed(self, call)
+        require_at_rest(self, call)
         return wait_for_turn()
 
     def conclude(self) -> None:
@@ -105,7 +106,7 @@ class Ranks:
             for execution, transport in zip(copies, transports, strict=True)
             for rank in self.ranks
         ]
-        outcomes, each = (yield from follow(executions)), len(self.ranks)
+        outcomes, each = (yield from drive_stepwise(executions)), len(self.ranks)
         return [{r: outcomes[first + r] for r in self.ranks} for first in range(0, len(executions), each)]
 
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
@@ -161,12 +162,7 @@ class Ranks:
 
 
 def require_unclosed(ranks: Ranks, call: str) -> None:
-    """Raise `InputError` if the pipeline of these ranks is closed, or has microbatches in flight."""
-    if ranks.stream is not None:
-        raise InputError(
-            f"{call}: got a pipeline with {ranks.stream} in flight, expected one at rest. Finish it first: take all "
-            "its losses, or call finish()."
-        )
+    """Raise `InputError` if the pipeline of these ranks is closed."""
     if ranks.is_closed:
         raise InputError(
             f"{call}: got a closed pipeline, expected an open one. Call close() after the last step, on every rank; to "
@@ -175,6 +171,15 @@ def require_unclosed(ranks: Ranks, call: str) -> None:
 
 
 TURN: Final = RLock()  # one per process, like the state that it guards
+
+
+def require_at_rest(ranks: Ranks, call: str) -> None:
+    """Raise `InputError` if the pipeline of these ranks has microbatches in flight."""
+    if ranks.stream is not None:
+        raise InputError(
+            f"{call}: got a pipeline with {ranks.stream} in flight, expected one at rest. Finish it first: take all "
+            "its losses, or call finish()."
+        )
 
 
 @contextmanager

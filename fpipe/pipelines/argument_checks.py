@@ -21,7 +21,7 @@ from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly
 from fpipe.tensors.arguments import describe_argument
 from schedules import KINDS, Schedule, SizeError
-from schedules.lowering.endless import lengthen
+from schedules.endless import lengthen
 
 REDUCTIONS: Final = ("mean", "sum")
 MOST_IN_STEP: Final = 2**16

@@ -19,7 +19,7 @@ Runs in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -29,7 +29,7 @@ from schedules.language.actions import Action, Message
 
 
 class Milestone(NamedTuple):
-    """What an execution that never ends yields now and then in place of a handle: there is nothing to wait for."""
+    """Nothing to wait for: an execution that never ends yields it in place of a handle, so that others have a turn."""
 
 
 class ByStage(Protocol):
@@ -187,33 +187,4 @@ class Execution:
             del arrived, values
             for number, channel, message, specs in sends:
                 posted[number] = channels[channel].send(message, kept.pop(number), specs)
-        return Outcome(self.buffers, self.grads, self.shared, self.results, self.updates)
-
-
-class EndlessExecution(Execution):
-    """One rank's run of a program that comes in pieces, until there are no more; after each, it yields a `Milestone`.
-
-    State, messages on their way among them, goes on from piece to piece. Every `each` microbatches have sums of
-    gradients of their own.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        pieces: Iterator[LinkedProgram],
-        first: LinkedProgram,
-        transport: Transport,
-        inputs: Inputs,
-        each: int,
-    ) -> None:
-        super().__init__(rank, first, transport, inputs)
-        self.pieces, self.each = pieces, each
-        self.sums: dict[tuple[int, int], Any] = {}
-
-    def run(self) -> Generator[Any, None, Outcome]:
-        """Interpret all pieces: yield what `Execution.run` yields, and milestones; return the outcome."""
-        for piece in self.pieces:
-            self.program = piece
-            yield from super().run()
-            yield Milestone()
         return Outcome(self.buffers, self.grads, self.shared, self.results, self.updates)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from fpipe.runtime.contract import StageGroup, StageLike
-from fpipe.runtime.executor import ActionHandler, EndlessExecution, Execution
+from fpipe.runtime.executor import ActionHandler, Execution
 from fpipe.runtime.transport import Payload
 from schedules.language.actions import Action
 
@@ -190,23 +190,3 @@ HANDLERS: Mapping[str, ActionHandler] = MappingProxyType(
         "RECV_G": _take_shared,
     }
 )
-
-
-def _in_batch(handler: ActionHandler) -> ActionHandler:
-    """Return the handler for an execution that never ends: it adds to, or uses, the sum of its own batch."""
-
-    def handle(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-        assert isinstance(run, EndlessExecution), "a program without an end"
-        s, batch = action.stage, action.microbatch // run.each
-        run.grads[s] = run.sums.pop((s, batch), ())
-        values = handler(run, action, stage, arrived)
-        run.sums[s, batch] = run.grads[s]
-        return values
-
-    return handle
-
-
-ENDLESS_HANDLERS: Mapping[str, ActionHandler] = MappingProxyType(
-    {**HANDLERS} | {kind: _in_batch(HANDLERS[kind]) for kind in ("B", "W", "U")}
-)
-"""The handlers of a program without an end, in which backwards of a batch may come before the update of the last."""

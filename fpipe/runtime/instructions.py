@@ -29,7 +29,6 @@ from typing import Any, TypeAlias
 from fpipe.runtime.contract import StageLike
 from fpipe.runtime.executor import ActionHandler, Instruction, LinkedProgram, Transfer
 from fpipe.runtime.handlers import (
-    ENDLESS_HANDLERS,
     HANDLERS,
     do_nothing,
     enter_weights,
@@ -60,30 +59,10 @@ def link(
     reduction takes. Gradients of shared parameters are taken
     before the update that uses them; without updates, at the end, since no action on the rank waits for them.
     """
-    linker = _Linker(stages, placement, uneven, _Collectives(phases))
+    linker = Linker(stages, placement, uneven, PostedCollectives(phases))
     program = linker.program(actions)
     arriving = (one for stage in linker.arriving for one in linker.arriving[stage])
     return LinkedProgram(tuple(stages), tuple(linker.channels), (*program, *linker.collectives.finish(), *arriving))
-
-
-class WindowLinker:
-    """Links pieces of a program that never ends: the same message has the same number in all of them.
-
-    - `stages`, `placement`, `uneven`: as in `link`. No piece may have collectives, or gradients of shared parameters.
-    """
-
-    def __init__(
-        self,
-        stages: Mapping[int, StageLike],
-        placement: Placement,
-        uneven: Mapping[int, Mapping[int, StageLike]] = NO_STAGES,
-    ) -> None:
-        self.linker = _Linker(stages, placement, uneven, _Collectives(1), ENDLESS_HANDLERS)
-
-    def link(self, actions: Iterable[Action]) -> LinkedProgram:
-        """Return one piece, linked; its channels are all of those so far."""
-        instructions = tuple(self.linker.program(actions))
-        return LinkedProgram(tuple(self.linker.usual[0]), tuple(self.linker.channels), instructions)
 
 
 def _groups(actions: Iterable[Action]) -> Iterator[ActionGroup]:
@@ -125,8 +104,8 @@ def channel(placement: Placement, message: Message) -> Route:
     return start, other
 
 
-class _Linker:
-    """The linker of one program: numbers messages and channels, and determines what each action takes, runs and posts.
+class Linker:
+    """The linker of one program, maybe in pieces: numbers its messages and channels, and what actions take and post.
 
     - `uneven`: the stages and specs of each microbatch whose shapes differ from the usual ones.
     - `partials`: per stage, gradients from its other replica, for its `G`.
@@ -138,7 +117,7 @@ class _Linker:
         stages: Mapping[int, StageLike],
         placement: Placement,
         uneven: Mapping[int, Mapping[int, StageLike]],
-        collectives: _Collectives,
+        collectives: PostedCollectives,
         handlers: Mapping[str, ActionHandler] = HANDLERS,
     ) -> None:
         self.usual, self.placement, self.collectives = (stages, _specs(stages)), placement, collectives
@@ -241,7 +220,7 @@ def _precede(others: Sequence[Instruction], last: Instruction) -> list[Instructi
     return [early, *between, last._replace(receives=(), waits=())]
 
 
-class _Collectives:
+class PostedCollectives:
     """The collectives that the program has posted and not waited for yet.
 
     - `gathering`: per stage, the `UNSHARD` whose weights no action has read yet.

@@ -113,10 +113,10 @@ class LocalTransport:
 
 def drive(executions: Sequence[Execution]) -> list[Outcome]:
     """Step these executions in turn, each as far as it can go; raise `DeadlockError` if none can proceed."""
-    return exhaust(follow(executions))
+    return exhaust(drive_stepwise(executions))
 
 
-def follow(executions: Sequence[Execution]) -> Generator[None, None, list[Outcome]]:
+def drive_stepwise(executions: Sequence[Execution]) -> Generator[None, None, list[Outcome]]:
     """Do what `drive` does, and yield whenever one of them reaches a milestone."""
     runs = [execution.run() for execution in executions]
     waiting: dict[int, LocalHandle] = {}

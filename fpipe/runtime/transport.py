@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from schedules.language.actions import Action, Message, receive_of
 
 Payload: TypeAlias = tuple[Any, ...]
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 Route: TypeAlias = tuple[int, int]
 """A channel's name: the sending rank and the receiving rank."""
 
@@ -61,11 +61,11 @@ def posted_action(end: str, message: Message) -> Action:
     return receive_of(message) if end == "RECV" else message
 
 
-def exhaust(run: Generator[object, None, Result]) -> Result:
+def exhaust(run: Generator[object, None, Returned]) -> Returned:
     """Step a generator to its end; return what it returns."""
     while True:
         try:
             next(run)
         except StopIteration as stop:
-            result: Result = stop.value
-            return result
+            returned: Returned = stop.value
+            return returned

@@ -25,18 +25,21 @@ from fpipe.pipelines.results import merge_results
 from fpipe.pipelines.step import training_variant
 from fpipe.record.variant import Variant
 from fpipe.stages.kinds import require_alike_uncut
+from fpipe.streams.corrections import LookAhead
+from fpipe.streams.train_stream import Stream, StreamResult, require_streamable
+from fpipe.streams.updates import OptionsOf
 from fpipe.tensors import random
 from fpipe.tensors.arguments import require_arguments, require_seed
 from fpipe.training.optimizers import Optimizer, OptimizerState
-from fpipe.training.train_stream import Stream, StreamEnd, require_streamable
-from fpipe.training.updates import OptionsOf
 from fpipe.verification.reference import find_orders, run_on_one_device
 from fpipe.weights.state import Form
 from schedules import list_versions
-from schedules.lowering.endless import lengthen
+from schedules.endless import lengthen
 
 
-def reference_stream(pipe: Pipeline, optimizer: Optimizer) -> Callable[..., Stream]:
+def reference_stream(
+    pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | None = None
+) -> Callable[..., Stream]:
     """Return what `train_stream` returns, on one device: a plain loop over the captured, uncut model, as late.
 
     On any rank, the function takes all parameters and buffers of the model and the whole batches, which it lists before
@@ -69,23 +72,31 @@ def reference_stream(pipe: Pipeline, optimizer: Optimizer) -> Callable[..., Stre
     ) -> Stream:
         require_seed(seed)
         require_gradients()
-        loop = DelayedLoop(pipe, optimizer, options or (lambda number: {}), seed)
+        loop = DelayedLoop(pipe, optimizer, look_ahead, options or (lambda number: {}), seed)
         return Stream(loop.losses(params, buffers, state, list(batches)), lambda: None)
 
     return run
 
 
 class DelayedLoop:
-    """The loop of one stream, under a schedule for all its batches; `past` has every version of each parameter."""
+    """The loop of one stream, under a schedule for all its batches; `past` has every version of each parameter,
+    as forwards use it."""
 
-    def __init__(self, pipe: Pipeline, optimizer: Optimizer, options: OptionsOf, seed: int | None) -> None:
-        self.pipe, self.optimizer, self.options, self.seed = pipe, optimizer, options, seed
+    def __init__(
+        self,
+        pipe: Pipeline,
+        optimizer: Optimizer,
+        look_ahead: LookAhead | None,
+        options: OptionsOf,
+        seed: int | None,
+    ) -> None:
+        self.pipe, self.optimizer, self.look_ahead, self.options, self.seed = pipe, optimizer, look_ahead, options, seed
         self.past: dict[str, list[Tensor]] = {}
         self.schedule = pipe.schedule
 
     def losses(
         self, params: State, buffers: State, state: OptimizerState, batches: list[tuple[Any, Any]]
-    ) -> Generator[Tensor, None, StreamEnd]:
+    ) -> Generator[Tensor, None, StreamResult]:
         """Yield the loss of every batch; return the parameters, buffers and state after the last."""
         if not batches:
             raise InputError("batches: got none, expected at least one. Pass batches, the same number on every rank.")
@@ -99,12 +110,13 @@ class DelayedLoop:
         for t, batch in enumerate(batches):
             with suspend_autocast(training_variant(False, None)) as variant:
                 loss, grads, own = self._step(variant, t, batch, own, versions)
-                now = {name: past[-1] for name, past in self.past.items()}
-                new, newest = self.optimizer.update(grads, newest, now, **self.options(t))
+                new, newest = self.optimizer.update(grads, newest, held, **self.options(t))
+            ahead = {**new} if self.look_ahead is None else {**new, **self.look_ahead(new, held)}
+            held = new
             for name in self.past:
-                self.past[name].append(new[name])
+                self.past[name].append(ahead[name])
             yield loss
-        return StreamEnd({name: self.past[name][-1] for name in params}, own, newest)
+        return StreamResult({name: held[name] for name in params}, own, newest)
 
     def _step(
         self, variant: Variant, t: int, given: tuple[Any, Any], buffers: State, versions: Mapping[tuple[int, int], int]

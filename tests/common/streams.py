@@ -32,10 +32,12 @@ def decay(t: int) -> dict[str, float]:
     return {"lr": 0.05 / (1 + t)}
 
 
-def train(make, pipe, model, batches, optimizer, seed=SEED) -> Trained:
+def train(make, pipe, model, batches, optimizer, look_ahead=None, seed=SEED) -> Trained:
     """A stream by `fpipe.train_stream` or `fpipe.reference_stream`, from the model's parameters."""
     params, buffers = pipe.init(model) if make is fpipe.train_stream else whole(model)
-    stream = make(pipe, optimizer)(params, buffers, optimizer.init(params), batches, seed=seed, options=decay)
+    stream = make(pipe, optimizer, look_ahead)(
+        params, buffers, optimizer.init(params), batches, seed=seed, options=decay
+    )
     losses = list(stream)
     return Trained(losses, *stream.end)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank does in a run that never drains: window after window, with the batches and weights that each needs.
+"""The work of one rank in a run that never drains: window after window, with the batches and weights that each needs.
 
 Idea. Only so many microbatches are in flight at a time. Each has a slot of a ring, and its slot in place of its number
 in actions and messages. So the instructions of a window are linked once, and used again when the ring has gone round.
@@ -17,12 +17,12 @@ from torch import Tensor
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
-from fpipe.runtime.executor import EndlessExecution, Inputs, LinkedProgram
-from fpipe.runtime.instructions import WindowLinker
+from fpipe.runtime.executor import Inputs, LinkedProgram
 from fpipe.runtime.transport import Payload, Transport
-from fpipe.training.arrivals import Arrivals
-from fpipe.training.updates import StageUpdates
-from schedules.lowering.endless import EndlessProgram, Window
+from fpipe.streams.batches import BatchQueue
+from fpipe.streams.execution import EndlessExecution, WindowLinker
+from fpipe.streams.updates import StageUpdates
+from schedules.endless import EndlessProgram, Window
 
 
 class Ring(NamedTuple):
@@ -69,7 +69,13 @@ class Lane:
     """
 
     def __init__(
-        self, rank: int, plan: StepPlan, program: EndlessProgram, ring: Ring, arrivals: Arrivals, updates: StageUpdates
+        self,
+        rank: int,
+        plan: StepPlan,
+        program: EndlessProgram,
+        ring: Ring,
+        arrivals: BatchQueue,
+        updates: StageUpdates,
     ) -> None:
         self.rank, self.plan, self.program, self.ring = rank, plan, program, ring
         self.arrivals, self.updates = arrivals, updates

@@ -35,23 +35,24 @@ from fpipe.pipelines.results import merge_results
 from fpipe.pipelines.step import hold_for_backward, training_variant
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.variant import Variant
-from fpipe.runtime.executor import EndlessExecution
 from fpipe.runtime.transport import Transport
+from fpipe.streams.batches import BatchQueue, BegunBatch
+from fpipe.streams.corrections import LookAhead
+from fpipe.streams.execution import EndlessExecution
+from fpipe.streams.lanes import Lane, Ring
+from fpipe.streams.relay import LossRelay
+from fpipe.streams.updates import OptionsOf, StageUpdates
+from fpipe.streams.versions import Versions
 from fpipe.tensors import random
 from fpipe.tensors.arguments import describe_argument, require_seed
 from fpipe.tensors.placed import require_plain
-from fpipe.training.arrivals import Arrival, Arrivals
-from fpipe.training.lanes import Lane, Ring
 from fpipe.training.optimizers import Optimizer, OptimizerState
-from fpipe.training.relay import LossRelay
 from fpipe.training.train_step import Updater, Version
-from fpipe.training.updates import OptionsOf, StageUpdates
-from fpipe.training.versions import Versions
-from schedules.lowering.endless import EndlessProgram, lengthen
+from schedules.endless import EndlessProgram, lengthen
 
 
-class StreamEnd(NamedTuple):
-    """What a stream leaves: the newest parameters, the buffers, and the optimizer's state, of this process."""
+class StreamResult(NamedTuple):
+    """The end of a stream: the newest parameters, the buffers, and the optimizer's state, of this process."""
 
     params: State
     buffers: State
@@ -64,9 +65,9 @@ class Stream:
     After the last one, `end` has the parameters, buffers and state.
     """
 
-    def __init__(self, losses: Generator[Tensor, None, StreamEnd], stop: Callable[[], None]) -> None:
+    def __init__(self, losses: Generator[Tensor, None, StreamResult], stop: Callable[[], None]) -> None:
         self._losses, self._stop = losses, stop
-        self._end: StreamEnd | None = None
+        self._end: StreamResult | None = None
 
     def __iter__(self) -> Iterator[Tensor]:
         """Return the stream."""
@@ -81,7 +82,7 @@ class Stream:
             raise
 
     @property
-    def end(self) -> StreamEnd:
+    def end(self) -> StreamResult:
         """The parameters, buffers and state after the last update; raise `InputError` before it."""
         if self._end is None:
             raise InputError(
@@ -91,10 +92,10 @@ class Stream:
         return self._end
 
     def close(self) -> None:
-        """Leave the stream as it is, with what is in flight lost; if ranks are processes, the pipeline is broken then."""
+        """Leave the stream; what is in flight is lost. If ranks are processes, the pipeline is broken then."""
         self._losses.close()
 
-    def finish(self) -> StreamEnd:
+    def finish(self) -> StreamResult:
         """Take no more batches than are needed, drain the pipeline, and return the parameters, buffers and state.
 
         Call it on every rank, after the same loss. The batches in flight are finished, and as many more are taken as it
@@ -106,7 +107,7 @@ class Stream:
         return self.end
 
 
-def train_stream(pipe: Pipeline, optimizer: Optimizer) -> Callable[..., Stream]:
+def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | None = None) -> Callable[..., Stream]:
     """Return the function that trains on a stream of batches under a schedule that updates weights in flight.
 
     It takes parameters, buffers and the optimizer's state; an iterable of batches, each a pair of inputs and targets
@@ -121,6 +122,9 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer) -> Callable[..., Stream]:
     A batch is what one update applies: `pipedream(ranks, microbatches=1)` updates by each microbatch,
     `pipedream_2bw(ranks, m, accumulate=m)` by m of them. The schedule says which version of the weights each microbatch
     uses; as many versions are kept in memory. Each stage's share of the optimizer's state exists once.
+
+    `look_ahead(new, old)` returns the weights that forwards use after an update, given those after and before it, as
+    `fpipe.predict_weights` does. By default forwards use the weights themselves.
 
     The optimizer's update must depend on each parameter's own gradient and state only, and update nothing in place.
     Norms of all gradients do not exist at any one time, so there is no clipping by norm.
@@ -146,7 +150,7 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer) -> Callable[..., Stream]:
     with call_together(train_stream, locals()):
         require_streamable(pipe)
         variant = training_variant(False, None)
-        agree_on_arguments(pipe, optimizer=optimizer._asdict())
+        agree_on_arguments(pipe, optimizer=optimizer._asdict(), look_ahead=look_ahead)
         with suspend_autocast(variant):
             plan = agree_on_plan(pipe, variant)
         _require_untied(plan)
@@ -154,7 +158,7 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer) -> Callable[..., Stream]:
         for stage in plan.assembly.stages:
             require_ascending(stage, program.program.schedule)
         ring = Ring.of(program)
-        return StreamFunction(pipe, optimizer, variant, program, ring)
+        return StreamFunction(pipe, optimizer, look_ahead, variant, program, ring)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,6 +167,7 @@ class StreamFunction:
 
     pipe: Pipeline
     optimizer: Optimizer
+    look_ahead: LookAhead | None
     variant: Variant
     program: EndlessProgram
     ring: Ring
@@ -200,7 +205,7 @@ class StreamRun:
     ) -> None:
         self.function, self.pipe, self.variant = function, function.pipe, function.variant
         self.old, self.buffers, self.seed, self.options = old, buffers, seed, options
-        self.arrivals = Arrivals(batches, self._split, self.pipe.ranks.ranks)
+        self.arrivals = BatchQueue(batches, self._split, self.pipe.ranks.ranks)
         self.lanes: list[Lane] = []
         self.taken = 0
         self.plan: StepPlan = self.pipe.training
@@ -211,7 +216,7 @@ class StreamRun:
         begun = max([lane.begun for lane in self.lanes], default=0)
         self.arrivals.limit = max(self.taken + max(self.function.program.reach), begun)
 
-    def losses(self) -> Generator[Tensor, None, StreamEnd]:
+    def losses(self) -> Generator[Tensor, None, StreamResult]:
         """Yield the loss of every batch; return what the stream leaves."""
         ranks = self.pipe.ranks
         self.arrivals.fetch(0)
@@ -263,7 +268,9 @@ class StreamRun:
             self.plan, held.params, self._cuts(), self._microbatch, function.program.program.schedule.version
         )
         optional = find_optional(self.plan, begun=False)
-        self.updates = StageUpdates(self.plan, function.optimizer, versions, self.old.state, self.options, optional)
+        self.updates = StageUpdates(
+            self.plan, function.optimizer, versions, self.old.state, self.options, function.look_ahead, optional
+        )
         arguments = self.plan, function.program, function.ring, self.arrivals, self.updates
         self.lanes = [Lane(rank, *arguments) for rank in pipe.ranks.ranks]
 
@@ -277,7 +284,7 @@ class StreamRun:
         (lane,) = (lane for lane in self.lanes if lane.rank == self.plan.placement.home(s, slot))
         return lane.batch_in[slot] * ring.each + slot % ring.each
 
-    def _split(self, number: int, batch: tuple[Any, Any]) -> Arrival:
+    def _split(self, number: int, batch: tuple[Any, Any]) -> BegunBatch:
         """Return what a batch becomes; raise `InputError` unless it is like the first."""
         split = self.pipe.captures.batchings[True].split_batch(*batch)
         split.require_no_gradients()
@@ -294,7 +301,7 @@ class StreamRun:
                 f"batches[{number}]: got microbatches {list(skips)} of weight 0, expected a positive one for each: "
                 "their backward is left out, of which other ranks do not know in a stream. Leave out such rows."
             )
-        return Arrival(rows, make_keys(self.plan, None if self.seed is None else self.seed + number))
+        return BegunBatch(rows, make_keys(self.plan, None if self.seed is None else self.seed + number))
 
     def _follow(self) -> Generator[Tensor, None, None]:
         """Run all windows; yield the loss of every batch."""
@@ -340,14 +347,14 @@ class StreamRun:
                 relay.send(loss, count, total)
         return found
 
-    def _end(self) -> StreamEnd:
+    def _end(self) -> StreamResult:
         new = dict(self.held.buffers)
         for outcome in self.outcomes.values():
             for s, state in outcome.buffers[0].items():
                 new.update(zip(self.plan.assembly.stages[s].buffers, state, strict=True))
         versions = self.updates.versions
         params = {name: versions.params[name] for name in self.old.params}
-        return StreamEnd(params, new, {name: self.updates.state[name] for name in self.old.state})
+        return StreamResult(params, new, {name: self.updates.state[name] for name in self.old.state})
 
 
 def require_streamable(pipe: Pipeline) -> None:

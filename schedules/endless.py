@@ -60,7 +60,7 @@ class EndlessProgram:
     >>> from schedules import chain, pipedream
     >>> program = EndlessProgram(pipedream(ranks=2, microbatches=1), chain(2))
     >>> [" ".join(map(str, program.window(1, k))) for k in (2, 7)]
-    ['1F2 1B2 1SEND_B2>0 1WAIT_B1>0 1U2 1RECV_F3<0', '1F7 1B7 1SEND_B7>0 1WAIT_B6>0 1U7 1RECV_F8<0']
+    ['1F2 1WAIT_B0>0 1B2 1SEND_B2>0 1RECV_F3<0 1U2', '1F7 1WAIT_B5>0 1B7 1SEND_B7>0 1RECV_F8<0 1U7']
     >>> program.reach
     (1, 1)
     """
@@ -74,6 +74,7 @@ class EndlessProgram:
 
         Raise `ScheduleError` for an incorrect schedule, and for one whose windows do not repeat.
         """
+        check(lengthen(self.schedule, 2), self.graph)
         most = 4 * self.schedule.stages + 8
         count = 2
         while count <= most:
@@ -175,7 +176,9 @@ def _split(rank: int, actions: Iterable[Action], batches: int, each: int, schedu
             updated.add(action.stage)
     windows.append(tuple(window))
     if len(windows) != batches or len(updated) != len(stages):
-        problem = f"ends with {len(windows)} windows of {len(stages)} updates, and there are {batches} batches"
+        problem = (
+            f"ends in window {len(windows)} of {batches}, with updates of {len(updated)} of its {len(stages)} stages"
+        )
         repair = "Update every stage once per batch, after its last backward."
         raise ScheduleError("repeating", rank, position, None, problem, repair)
     return tuple(windows)

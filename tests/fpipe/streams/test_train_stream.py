@@ -26,7 +26,7 @@ from schedules import (
     split_backward,
 )
 from schedules.checking.rules import count_versions
-from schedules.lowering.endless import lengthen
+from schedules.endless import lengthen
 from tests.common.cases import WIDTH, mse
 from tests.common.comparison import require_part
 from tests.common.running import SEED, build
@@ -181,7 +181,7 @@ def test_a_declared_version_is_used_on_every_rank(ranks):
 
 @pytest.mark.parametrize("how", [pipedream(3, 1), pipedream_2bw(3, 3, accumulate=3), always_two_late(3, 1)], ids=repr)
 def test_as_many_versions_are_kept_as_the_checker_counts(how, monkeypatch):
-    from fpipe.training.versions import Versions
+    from fpipe.streams.versions import Versions
 
     most: dict[int, int] = {}
     update = Versions.update
@@ -330,3 +330,50 @@ def test_an_error_of_the_optimizer_or_of_the_data_ends_the_stream():
     with pytest.raises(ZeroDivisionError):
         list(start(pipe, model, batches, options=lambda t: {"lr": 1 / (3 - t)}))
     assert len(list(start(pipe, model, batches))) == 9
+
+
+CORRECTIONS = {
+    "error feedback": lambda late: (fpipe.error_feedback(ADAM, 0.5), None),
+    "prediction": lambda late: (ADAM, fpipe.predict_weights(late)),
+    "pipemare": lambda late: (fpipe.pipemare(ADAM, late, lr=0.05, steps=4), None),
+    "both": lambda late: (fpipe.error_feedback(ADAM), fpipe.predict_weights(late)),
+}
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_corrections_are_those_of_the_reference(name):
+    pipe, model = pipe_of(pipedream(3, 1), draw=0.1)
+    correction = CORRECTIONS[name](fpipe.delays(pipe))
+    batches = random_batches(pipe.schedule, 9)
+    got, want = (train(one, pipe, model, batches, *correction) for one in (fpipe.train_stream, fpipe.reference_stream))
+    require_equal(got, want)
+    plain = train(fpipe.train_stream, pipe, model, batches, ADAM)
+    assert not torch.equal(plain.params["0.0.weight"], got.params["0.0.weight"])
+
+
+def test_delays_are_counted_in_updates():
+    for how, want in ((pipedream(3, 1), [2, 1, 0]), (pipedream_2bw(3, 3, accumulate=3), [1, 1, 1])):
+        pipe, _ = pipe_of(how)
+        assert [fpipe.delays(pipe)[f"{s}.0.weight"] for s in range(3)] == want
+    assert {*fpipe.delays(pipe_of(one_f_one_b(3, 3))[0]).values()} == {0}
+
+
+def test_a_prediction_is_what_the_papers_say():
+    """SpecTrain, arXiv 1809.02839: w - s * lr * v, with the momentum v of SGD."""
+    sgd = fpipe.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    params = {"w": torch.randn(4)}
+    state = sgd.init(params)
+    for _ in range(3):
+        before = params
+        params, state = sgd.update({"w": torch.randn(4)}, state, params)
+    want = params["w"] - 2 * 0.1 * state["w"]["momentum_buffer"]
+    torch.testing.assert_close(fpipe.predict_weights({"w": 2})(params, before)["w"], want)
+
+
+def test_a_correction_that_cannot_work_is_refused():
+    donating = fpipe.error_feedback(fpipe.optimizer(torch.optim.SGD, lr=0.1, donate=True))
+    one = {"w": torch.ones(2)}
+    with pytest.raises(fpipe.InputError, match=r"updates in place.*before the update"):
+        donating.update({"w": torch.ones(2)}, donating.init(one), one)
+    with pytest.raises(fpipe.InputError, match="steps: got 0, expected at least 1"):
+        fpipe.pipemare(ADAM, {}, lr=0.1, steps=0)

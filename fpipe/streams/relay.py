@@ -22,7 +22,7 @@ from fpipe.errors import InputError
 from fpipe.network.ranks import Ranks
 from fpipe.tensors.spec import Spec
 
-COUNT = torch.iinfo(torch.int64).bits // 8
+COUNT_BYTES = torch.iinfo(torch.int64).bits // 8
 
 
 class LossRelay:
@@ -35,7 +35,7 @@ class LossRelay:
     def __init__(self, ranks: Ranks, spec: Spec, home: int, depth: int) -> None:
         self.ranks, self.spec, self.home, self.depth = ranks, spec, home, depth
         size = spec.buffer().numel()
-        self.packed = Spec((size + COUNT,), (1,), torch.uint8, spec.device)
+        self.packed = Spec((size + COUNT_BYTES,), (1,), torch.uint8, spec.device)
         self.posted = deque[Callable[[], Tensor]]()
 
     def send(self, loss: Tensor, count: int, total: int | None) -> None:
@@ -50,7 +50,7 @@ class LossRelay:
         """Return the next loss. On a CPU, raise `InputError` if there are other batches there than here."""
         data = self.ranks.post_broadcast(None, self.packed, self.home)()
         if data.device.type == "cpu":  # elsewhere the host would wait for the device
-            found = int(data[-COUNT:].clone().view(torch.int64))
+            found = int(data[-COUNT_BYTES:].clone().view(torch.int64))
             theirs, other = (-found, None) if found < 0 else (found, found)
             if theirs > (total or theirs) or count > (other or count):
                 raise InputError(
@@ -58,7 +58,7 @@ class LossRelay:
                     f"{theirs}{' or more' if other is None else ''} on rank {self.home}, expected as many on every "
                     "rank. Pass the same number of batches everywhere."
                 )
-        return self.spec.unpack(data[:-COUNT].clone())
+        return self.spec.unpack(data[:-COUNT_BYTES].clone())
 
     def finish(self) -> None:
         """Wait until all ranks have what was sent."""

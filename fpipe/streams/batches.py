@@ -16,28 +16,28 @@ from fpipe.errors import InputError
 from fpipe.stages.prologue import Feed
 
 
-class Arrival(NamedTuple):
+class BegunBatch(NamedTuple):
     """A batch that has begun: what enters each stage, per microbatch; and the random key of each microbatch."""
 
     rows: Sequence[Mapping[int, Feed]]
     keys: Sequence[int]
 
 
-class Arrivals:
+class BatchQueue:
     """The batches that have come and are still needed.
 
-    - `source`: the rest of them; `split(number, batch)` returns an `Arrival`.
+    - `source`: the rest of them; `split(number, batch)` returns an `BegunBatch`.
     - `count`: how many have come; `total`: how many there are, once that is known.
     - `raw`, `begun`: batches that no rank, or some rank, has begun, by number; `left`: the ranks that still need each.
     """
 
-    def __init__(self, source: Iterator[Any], split: Callable[[int, Any], Arrival], ranks: Sequence[int]) -> None:
+    def __init__(self, source: Iterator[Any], split: Callable[[int, Any], BegunBatch], ranks: Sequence[int]) -> None:
         self.source, self.split, self.ranks = source, split, ranks
         self.count = 0
         self.total: int | None = None
         self.limit: int | None = None
         self.raw: dict[int, Any] = {}
-        self.begun: dict[int, Arrival] = {}
+        self.begun: dict[int, BegunBatch] = {}
         self.left: dict[int, set[int]] = {}
 
     def fetch(self, number: int) -> None:
@@ -59,7 +59,7 @@ class Arrivals:
             self.raw[self.count] = batch
             self.count += 1
 
-    def enter(self, number: int) -> Arrival:
+    def enter(self, number: int) -> BegunBatch:
         """Return a batch, which some rank begins or goes on with."""
         if number not in self.begun:
             self.begun[number] = self.split(number, self.raw.pop(number))

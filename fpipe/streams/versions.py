@@ -10,13 +10,16 @@ Runs in every window of a stream.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.stages.assembly import Assembly
 from schedules.language.schedule import VersionRule
+
+UNCHANGED: Final[State] = {}
 
 
 class SlotWeights:
@@ -63,23 +66,24 @@ class Versions:
             self.used[s, slot] = self.made[s] if self.rule is None else self.rule(self.microbatch(s, slot))
         return self.kept[s][self.used[s, slot]][self.cuts[slot]]
 
-    def update(self, s: int, new: State, done: Sequence[int], after: int) -> None:
+    def update(self, s: int, new: State, ahead: State, done: Sequence[int], after: int) -> None:
         """Make a version of a stage; drop those that are of use to no microbatch.
 
-        - `new`: its parameters. `done`: the slots of the microbatches that the update applies; `after`: the one after
-          them. Later ones do not use older versions than it does.
+        - `new`: its parameters; `ahead`: what forwards use in their place, if that is something else.
+        - `done`: the slots of the microbatches that the update applies; `after`: the one after them. Later ones do not
+          use older versions than it does.
         """
         self.params.update(new)
         self.made[s] += 1
         for slot in done:
             self.used.pop((s, slot), None)
         kept, newest = self.kept[s], self.made[s]
-        kept[newest] = self._leaves(s)
+        kept[newest] = self._leaves(s, ahead)
         if self.rule is None:
             needed = {newest, *(version for (stage, _), version in self.used.items() if stage == s)}
         else:
             needed = {newest, *range(self.rule(after), newest)}
         self.kept[s] = {version: leaves for version, leaves in kept.items() if version in needed}
 
-    def _leaves(self, s: int) -> Mapping[Assembly, Any]:
-        return {cut: cut.stages[s].leaves(self.params) for cut in dict.fromkeys(self.cuts)}
+    def _leaves(self, s: int, ahead: State = UNCHANGED) -> Mapping[Assembly, Any]:
+        return {cut: cut.stages[s].leaves(ChainMap(ahead, self.params)) for cut in dict.fromkeys(self.cuts)}

@@ -12,8 +12,9 @@ from typing import Any
 from fpipe.pipelines.earlier_sums import join_sums
 from fpipe.pipelines.results import sum_terms
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.streams.corrections import LookAhead
+from fpipe.streams.versions import Versions
 from fpipe.training.optimizers import Optimizer, OptimizerState
-from fpipe.training.versions import Versions
 
 OptionsOf = Callable[[int], Mapping[str, Any]]
 """Returns the options of an update, such as `lr`, given its number."""
@@ -32,10 +33,11 @@ class StageUpdates:
         versions: Versions,
         state: OptimizerState,
         options: OptionsOf,
-        optional: Collection[str] = (),
+        look_ahead: LookAhead | None,
+        optional: Collection[str],
     ) -> None:
         self.plan, self.optimizer, self.versions, self.options = plan, optimizer, versions, options
-        self.state, self.optional = dict(state), optional
+        self.state, self.look_ahead, self.optional = dict(state), look_ahead, optional
 
     def apply(self, s: int, number: int, total: Any, done: Sequence[int], after: int) -> None:
         """Update a stage by the sum of its gradients; the other arguments are those of `Versions.update`."""
@@ -45,4 +47,5 @@ class StageUpdates:
         state = {name: self.state[name] for name in grads}
         new, made = self.optimizer.update(grads, state, params, **self.options(number)) if grads else ({}, {})
         self.state.update(made)
-        self.versions.update(s, new, done, after)
+        ahead = {} if self.look_ahead is None else self.look_ahead(new, params)
+        self.versions.update(s, new, ahead, done, after)
