@@ -41,6 +41,7 @@ NAMES: Final = (
     "agreement",
     "loops",
     "updates",
+    "streams",
     "generation",
 )
 

@@ -171,11 +171,23 @@ class DistributedRanks(Ranks):
 
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return rank `source`'s tensor on every rank."""
-        return self._broadcast(self.results, tensor, spec, source)()
-
-    def post_broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Callable[[], Tensor]:
-        """Begin a broadcast; return the function that waits for its end and returns the tensor."""
         return self._broadcast(self.results, tensor, spec, source)
+
+    def tell(self, data: Tensor | None, size: int, source: int) -> Callable[[], Tensor]:
+        """Send bytes from rank `source` to each other rank; return the function that waits for them."""
+        wait = self.calls.lookout.wait
+        line = Line(self.control.group, torch.device("cpu"), f"what comes of {self.calls.situation.call}", wait)
+        others = [place for rank, place in enumerate(self.places) if rank not in self.ranks]
+        found = torch.empty(size, dtype=torch.uint8) if data is None else data
+        posted = [line.post_receive(found, self.places[source])] if data is None else []
+        posted += [] if data is None else [line.post_send(data, place) for place in others]
+
+        def take() -> Tensor:
+            for one in posted:
+                wait(one)
+            return found
+
+        return take
 
     def wait(self, posted: Waitable) -> None:
         """Wait for it, in sight of the thread that looks out for other ranks."""
@@ -183,7 +195,7 @@ class DistributedRanks(Ranks):
 
     def spread(self, tensor: Tensor | None, spec: Spec, member: int) -> Tensor:
         """Return on every process that agrees the tensor of number `member` among them."""
-        return self._broadcast(self.everyone, tensor, spec, member)()
+        return self._broadcast(self.everyone, tensor, spec, member)
 
     def agree_if_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
@@ -238,19 +250,13 @@ class DistributedRanks(Ranks):
         self.conclude()
         return rows.view(vector.dtype)
 
-    def _broadcast(
-        self, group: dist.ProcessGroup, tensor: Tensor | None, spec: Spec, source: int
-    ) -> Callable[[], Tensor]:
-        """Post the broadcast of number `source` in the group; return the function that waits and returns its tensor."""
+    def _broadcast(self, group: dist.ProcessGroup, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
+        """Return the tensor of number `source` in the group on all its processes."""
         mine = tensor if group.rank() == source else None  # else it may be the user's own, to receive into
         data = spec.buffer() if mine is None else spec.pack(mine)
         awaited = await_all(f"result of {self.calls.situation.call}", group)  # others may pass it on
         with reporting(awaited):
             sender = dist.get_process_group_ranks(group)[source]
             work = dist.broadcast(data, src=sender, group=group, async_op=True)
-
-        def take() -> Tensor:
-            self.calls.lookout.wait(PendingWorks([work], awaited))
-            return spec.unpack(data)
-
-        return take
+        self.calls.lookout.wait(PendingWorks([work], awaited))
+        return spec.unpack(data)

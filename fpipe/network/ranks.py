@@ -111,12 +111,16 @@ class Ranks:
 
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return rank `source`'s tensor on every rank; the others pass `None`."""
-        return self.post_broadcast(tensor, spec, source)()
-
-    def post_broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Callable[[], Tensor]:
-        """Begin a broadcast; return the function that waits for its end and returns the tensor."""
         assert tensor is not None, "the source rank is in this process"
-        return lambda: tensor
+        return tensor
+
+    def tell(self, data: Tensor | None, size: int, source: int) -> Callable[[], Tensor]:
+        """Send bytes from rank `source` to each other rank; return the function that waits for them and returns them.
+
+        The bytes are on the CPU. Unlike in a broadcast, no rank waits for a third.
+        """
+        assert data is not None, "the source rank is in this process"
+        return lambda: data
 
     def wait(self, posted: Waitable) -> None:
         """Wait for what other processes do; raise `BrokenWaitError` if one of them fails, dies or falls silent."""

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Send the loss of every batch of a stream from the rank that computes it to all others, which get it much later.
 
-Problem. Ranks of a stream are at different batches at the same time. A broadcast that the sender waited for would keep
-it from going on; and a rank whose batches end before those of others would leave them waiting for messages.
+Problem. Ranks of a stream are at different batches at the same time. In a broadcast, ranks pass on what they get, so
+one would wait for another that comes to this batch later. And a rank whose batches end before those of others would
+leave them waiting for messages.
 
-Idea. The sender posts and goes on, and waits for what it posted some batches ago, when the others have long taken it.
-With each loss travels how many batches the sender has, which the others compare with their own.
+Idea. The rank sends the loss to each other one, goes on, and waits for what it sent some batches ago, which all have
+long taken. With each loss travels how many batches it has, which the others compare with their own. All of it is on the
+CPU, so the host of the rank that computes the loss waits for its device once per batch.
 
 Runs in every window of a stream, if ranks are separate processes.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,32 +36,30 @@ class LossRelay:
     """
 
     def __init__(self, ranks: Ranks, spec: Spec, home: int, depth: int) -> None:
-        self.ranks, self.spec, self.home, self.depth = ranks, spec, home, depth
-        size = spec.buffer().numel()
-        self.packed = Spec((size + COUNT_BYTES,), (1,), torch.uint8, spec.device)
+        self.ranks, self.spec, self.home, self.depth = ranks, replace(spec, device=torch.device("cpu")), home, depth
         self.posted = deque[Callable[[], Tensor]]()
 
     def send(self, loss: Tensor, count: int, total: int | None) -> None:
         """Send a loss; this rank has had `count` batches, of `total` if it knows."""
-        number = torch.tensor([-count if total is None else total], device=self.spec.device)
-        data = torch.cat([self.spec.pack(loss).flatten(), number.view(torch.uint8)])
-        self.posted.append(self.ranks.post_broadcast(data, self.packed, self.home))
+        number = torch.tensor([-count if total is None else total])
+        data = torch.cat([self.spec.pack(loss.cpu()).flatten(), number.view(torch.uint8)])
+        self.posted.append(self.ranks.tell(data, len(data), self.home))
         while len(self.posted) > self.depth:
             self.posted.popleft()()
 
-    def receive(self, count: int, total: int | None) -> Tensor:
-        """Return the next loss. On a CPU, raise `InputError` if there are other batches there than here."""
-        data = self.ranks.post_broadcast(None, self.packed, self.home)()
-        if data.device.type == "cpu":  # elsewhere the host would wait for the device
-            found = int(data[-COUNT_BYTES:].clone().view(torch.int64))
-            theirs, other = (-found, None) if found < 0 else (found, found)
-            if theirs > (total or theirs) or count > (other or count):
-                raise InputError(
-                    f"batches: got {count if total is None else total} on this rank, and "
-                    f"{theirs}{' or more' if other is None else ''} on rank {self.home}, expected as many on every "
-                    "rank. Pass the same number of batches everywhere."
-                )
-        return self.spec.unpack(data[:-COUNT_BYTES].clone())
+    def receive(self, count: int, total: int | None, device: torch.device) -> Tensor:
+        """Return the next loss; raise `InputError` if there are other batches there than here."""
+        size = self.spec.buffer().numel()
+        data = self.ranks.tell(None, size + COUNT_BYTES, self.home)()
+        found = int(data[size:].clone().view(torch.int64))
+        theirs, other = (-found, None) if found < 0 else (found, found)
+        if theirs > (total or theirs) or count > (other or count):
+            raise InputError(
+                f"batches: got {count if total is None else total} on this rank, and "
+                f"{theirs}{' or more' if other is None else ''} on rank {self.home}, expected as many on every rank. "
+                "Pass the same number of batches everywhere."
+            )
+        return self.spec.unpack(data[:size].clone()).to(device)
 
     def finish(self) -> None:
         """Wait until all ranks have what was sent."""

@@ -337,7 +337,7 @@ class StreamRun:
         count, total = self.arrivals.count, self.arrivals.total
         mine = next((lane for lane in self.lanes if lane.rank == relay.home), None)
         if mine is None:
-            return [relay.receive(count, total)]
+            return [relay.receive(count, total, self.pipe.device)]
         found = list[Tensor]()
         while (own := mine.take_loss(self.taken + len(found))) is not None:
             loss = merge_results(self.plan.without_outputs, own).loss
