@@ -26,12 +26,12 @@ import fpipe
 from benchmarks.common import ranks
 from benchmarks.common.rows import most, row
 from benchmarks.common.sleeping import WIDTH, Times, sleeping_model
-from benchmarks.prediction import hurry, lateness
+from benchmarks.prediction import hurry
 from schedules import Costs, Schedule, one_f_one_b, pipedream, pipedream_2bw, simulate, update_weights
 from schedules.endless import lengthen
 
-UNIT: Final = 0.02
-MICROBATCHES: Final = 96
+UNIT: Final = 0.05
+MICROBATCHES: Final = 64
 SGD: Final = fpipe.optimizer(torch.optim.SGD, lr=1e-3)
 
 
@@ -55,8 +55,23 @@ def measure_costs(how: Schedule) -> Costs:
         start = time.perf_counter()
         SGD.update(grads, state, params)
         times.append(time.perf_counter() - start)
-    rest = UNIT + lateness()
-    return Costs(F=rest, B=2 * rest, U=statistics.median(times), comm=comm)
+    layer = model.get_submodule("0")
+    (forward, first), (_, other) = (time_layer(layer, needs_input) for needs_input in (False, True))
+    backwards = (first, *[other] * (how.stages - 1))
+    return Costs(F=forward, B=backwards, U=statistics.median(times), comm=comm)
+
+
+def time_layer(layer: nn.Module, needs_input: bool) -> tuple[float, float]:
+    """Return the seconds of a forward and of a backward; the first layer has no gradient of its input to compute."""
+    forwards, backwards = list[float](), list[float]()
+    for _ in range(10):
+        dist.barrier()
+        start = time.perf_counter()
+        y = layer(torch.randn(1, WIDTH, requires_grad=needs_input))
+        forwards.append(time.perf_counter() - start)
+        y.mean().backward()
+        backwards.append(time.perf_counter() - start - forwards[-1])
+    return statistics.median(forwards), statistics.median(backwards)
 
 
 def simulated(name: str, how: Schedule, costs: Costs) -> float:
