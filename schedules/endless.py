@@ -62,7 +62,7 @@ class EndlessProgram:
     >>> [" ".join(map(str, program.window(1, k))) for k in (2, 7)]
     ['1F2 1WAIT_B0>0 1B2 1SEND_B2>0 1RECV_F3<0 1U2', '1F7 1WAIT_B5>0 1B7 1SEND_B7>0 1RECV_F8<0 1U7']
     >>> program.reach
-    (1, 1)
+    (2, 1)
     """
 
     schedule: Schedule

@@ -54,7 +54,7 @@ class DistributedRanks(Ranks):
         everyone: list[list[int]],
         creator: Creator,
     ) -> None:
-        self.group, self.device = group, device
+        self.group, self.device, self.stream = group, device, None
         self.ranks = (dist.get_rank(group),)
         self.processes = tuple(dist.get_process_group_ranks(group))
         self.ranks_of = {process: rank for one in replicas for rank, process in enumerate(one)}

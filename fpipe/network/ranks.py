@@ -44,13 +44,12 @@ class Ranks:
     - `stream`: what is in flight between two calls; `None` if nothing is.
     """
 
-    stream: str | None = None
-
     def __init__(self, count: int) -> None:
         self.ranks: tuple[int, ...] = tuple(range(count))
         self.processes: tuple[int, ...] = ()
         self.places: tuple[int, ...] = (0,)
         self.ranks_of: Mapping[int, int] = {}
+        self.stream: str | None = None
         self._is_closed = False
 
     @property
