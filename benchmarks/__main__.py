@@ -27,6 +27,7 @@ NAMES: Final = (
     "splitting",
     "overhead",
     "parameters",
+    "loading",
     "throughput",
     "meshes",
     "llama",

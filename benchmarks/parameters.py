@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from benchmarks.common.rows import HEADER, most, row
+from benchmarks.common.rows import most, row
 from schedules import one_f_one_b
 
 COUNTS: Final = ("1000", "20000")
@@ -66,7 +66,6 @@ def measure(count: int) -> Iterator[tuple[str, float]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(HEADER)
     for count in map(int, sys.argv[1:] or COUNTS):
         for what, microseconds in measure(count):
             print(

@@ -17,11 +17,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fpipe.checkpoints.encoding import DATA_PREFIX, STATE_PREFIX, decode_tree, find_parameter, unflatten_slots
@@ -140,7 +139,7 @@ class _Saved:
         Optimizers keep scalars, such as the number of steps, in host memory unless they were told otherwise.
         """
         if spec.shape == parameter.shape and spec.shape:
-            return torch.empty_like(parameter.empty("meta"), dtype=spec.dtype, device=parameter.device)
+            return (parameter if parameter.dtype == spec.dtype else replace(parameter, dtype=spec.dtype)).empty()
         host = not spec.shape and name not in self.on_device
         return spec.empty("cpu" if host else parameter.device)
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import get_process_group_ranks, get_rank
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from fpipe.errors import InputError
 from fpipe.meshes.copies import PipelineCopies
@@ -27,7 +27,10 @@ from fpipe.meshes.exchange import shard_spec
 from fpipe.meshes.pieces import take_rows
 from fpipe.tensors.placed import Placed, complete_place, local_part
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.torch_private import StridedShard
+from fpipe.tensors.torch_private import strided_shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 Places = Mapping[str, Placed]
 
@@ -106,6 +109,8 @@ class Holdings:
         """Return this process's part of a parameter that the model's modules split, or of a tensor like it."""
         if name not in self.split:
             return value
+        from torch.distributed.tensor import distribute_tensor
+
         place = self.split[name]
         return local_part(distribute_tensor(value, place.mesh, place.placements, src_data_rank=None)).clone()
 
@@ -140,6 +145,8 @@ class Holdings:
 
     def _shard(self, name: str, spec: Spec, split: Placed | None) -> Placed:
         """Return the place of a sharded parameter: over the dimensions of replicas, of shards, and of its modules."""
+        from torch.distributed.tensor import Replicate
+
         whole = spec.shape if split is None else split.shape
         stride = torch.empty(whole, device="meta").stride()
         mesh, within = self._find_mesh(name, split), {} if split is None else _by_dimension(split)
@@ -176,11 +183,13 @@ def _by_dimension(split: Placed) -> dict[str, Placement]:
 
 def _shard_rows(split: Placed | None) -> Placement:
     """Return the placement along the dimension of shards; it is strided if modules have split the same rows."""
+    from torch.distributed.tensor import Shard
+
     if split is None:
         return Shard(0)
     parts = [size for size, place in zip(split.mesh.mesh.shape, split.placements, strict=True) if place.is_shard(0)]
     factor = torch.Size(parts).numel()
-    return StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
+    return strided_shard(0, factor) if factor > 1 else Shard(0)
 
 
 def _join_rows(parts: Sequence[Tensor], spec: Spec) -> Tensor:

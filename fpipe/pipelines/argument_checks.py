@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fpipe.errors import CaptureError, InputError
@@ -20,13 +19,15 @@ from fpipe.record.objective import Loss, require_no_parameters
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly
 from fpipe.tensors.arguments import describe_argument
+from fpipe.tensors.late import find_imported
 from schedules import KINDS, Schedule, SizeError
 from schedules.endless import lengthen
 
 REDUCTIONS: Final = ("mean", "sum")
 MOST_IN_STEP: Final = 2**16
 """More microbatches than any step has; a plan of so many still fits into memory."""
-WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+WRAPPERS = ("FSDPModule", "FullyShardedDataParallel")
+"""The wrappers of `torch.distributed.fsdp`."""
 
 
 def require_buildable(model: nn.Module, example: Any, loss: Loss | None, schedule: Any) -> Schedule:
@@ -41,13 +42,18 @@ def require_buildable(model: nn.Module, example: Any, loss: Loss | None, schedul
             f"example: got {type(example).__name__}, expected a tuple of positional or a dict of keyword arguments. "
             f"Write {'dict(batch), in steps, too' if isinstance(example, Mapping) else '(x,) for one argument'}."
         )
+    wrappers = (
+        DataParallel,
+        DistributedDataParallel,
+        *[find_imported("torch.distributed.fsdp", one) for one in WRAPPERS],
+    )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
                 f"model {name or '(root)'}: got a module of torch.jit, {module.original_name}, expected one in Python: "
                 "the parameters of a compiled module can't be replaced. Pass the module that it was compiled from."
             )
-        if isinstance(module, WRAPPERS):
+        if isinstance(module, wrappers):
             raise InputError(
                 f"model {name or '(root)'}: got {type(module).__name__}, expected a plain module: the wrapper's "
                 "gradient hooks do not run under autograd.grad. Pass the plain module, and let the pipeline replicate "

@@ -29,7 +29,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fpipe.errors import InputError
 from fpipe.pipelines.loss_weights import Weight, compute_scales, require_total
@@ -37,6 +36,7 @@ from fpipe.pipelines.memory import Memory
 from fpipe.record.numbers import DTYPES, as_tensor
 from fpipe.record.questions import Answer
 from fpipe.tensors.arguments import require_primal
+from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import Structure, broadcast, flatten, is_plain_number, number_leaves, require_same_tree
 
@@ -180,7 +180,7 @@ def _require_dense(name: str, tensor: Tensor) -> None:
             f"{name}: got {what}, expected a dense one: batches are split along dimensions, and sent as they are in "
             "memory. Pass tensor.to_dense() or tensor.dequantize(), or a padded tensor with its mask."
         )
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         raise InputError(
             f"{name}: got a DTensor, expected a plain tensor: a batch is split into microbatches before any module "
             "places it. Pass tensor.to_local() or tensor.full_tensor(), and let PrepareModuleInput place it."

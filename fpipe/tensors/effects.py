@@ -24,10 +24,10 @@ import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fpipe.errors import CaptureError
-from fpipe.tensors.placed import HOLDERS, Placed, storage_holder
+from fpipe.tensors.late import is_dtensor
+from fpipe.tensors.placed import Placed, is_holder, storage_holder
 from fpipe.tensors.torch_private import DisableTorchFunction, FakeTensor, OpOverload, TorchDispatchMode, as_group
 
 Observer: TypeAlias = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
@@ -48,7 +48,7 @@ def storage_id(tensor: Tensor) -> int:
 
     For a DTensor, it is that of the local tensor.
     """
-    if isinstance(tensor, HOLDERS):
+    if is_holder(tensor):
         with DisableTorchFunction():  # a recorder does not know the local tensor
             return storage_id(storage_holder(tensor))
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
@@ -214,7 +214,7 @@ def require_same_draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
     Each process would draw the same numbers, for different parts.
     """
-    placed = [Placed.of(one) for one in (*args, *kwargs.values()) if isinstance(one, DTensor)]
+    placed = [Placed.of(one) for one in (*args, *kwargs.values()) if is_dtensor(one)]
     parts = [one for one in placed if not (one.is_complete and one.mesh.device_type == "cpu")]
     if parts and is_random(func):
         if _argument(func, "dropout_p", args, kwargs) == 0:

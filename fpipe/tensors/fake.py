@@ -18,21 +18,22 @@ from typing import Any, Final, cast
 import optree
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fpipe.errors import CaptureError
 from fpipe.tensors.effects import Effects, Observer, is_collective, require_same_draws, storage_id
 from fpipe.tensors.fake_cache import ResultCache, is_plain
+from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.layouts import LAYOUT_RULES, apply_layout, aten
 from fpipe.tensors.patching import replace
-from fpipe.tensors.placed import HOLDERS, Placed, local_part
+from fpipe.tensors.placed import Placed, holder_classes, local_part
 from fpipe.tensors.torch_private import (
-    COMPILED,
     DisableTorchFunction,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    compiled_place,
     grouped_mm_output,
+    import_tracer,
     in_kernel_invocation_manager,
     set_warn_deprecated_on_mutable_data_ptr,
 )
@@ -115,13 +116,16 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     - `results`: the cache of operator results.
     - `states`: by device, the attributes that a fake tensor there has, other than the mode.
+    - `holders`: the classes of tensors that hold a local tensor, of which operators are called in turn.
     - `effects`: records the operators called, but not those that they decompose into; `None` to record nothing.
     - `answer_read(func, *tensors)`: returns an assumed result of an operator that reads values; `None` to assume none.
     - `true_counts`: by memory, masks with a known number of true elements: that many values were assigned there.
     """
 
     def __init__(self) -> None:
+        import_tracer()
         super().__init__(allow_non_fake_inputs=True)
+        self.holders = holder_classes()
         self.cache_enabled = False  # torch's own cache is one for all modes, and never forgets a shape
         self.results = ResultCache(self, Fakes.make)
         self.states: dict[torch.device, dict[str, Any]] = {}
@@ -133,7 +137,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is DEVICE and type(args[0]) is FakeTensor:  # the most frequent call
             return args[0].device
         kwargs = kwargs or {}
-        if any(kind in HOLDERS for kind in types):
+        if any(kind in self.holders for kind in types):
             require_same_draws(func, args, kwargs)
             return NotImplemented  # it calls operators on local tensors
         effects, self.effects = self.effects, None
@@ -165,7 +169,12 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
         Code compiled by torch.compile runs as plain Python.
         """
-        with replace(*COMPILED, lambda callback: None), self, note_effects(self, effects), effects.observe(observer):
+        with (
+            replace(*compiled_place(), lambda callback: None),
+            self,
+            note_effects(self, effects),
+            effects.observe(observer),
+        ):
             yield
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -273,7 +282,7 @@ def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
 
     For a DTensor, return one whose local tensor is fake.
     """
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return Placed.of(tensor).place(fake(mode, local_part(tensor), device))
     home = device if tensor.device.type == "meta" else tensor.device
     with in_kernel_invocation_manager(mode):

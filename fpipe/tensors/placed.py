@@ -23,25 +23,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fpipe.errors import CaptureError, InputError
-from fpipe.tensors.torch_private import (
-    AsyncCollectiveTensor,
-    DisableTorchFunction,
-    DTensorSpec,
-    TensorMeta,
-    finish_collective,
-)
+from fpipe.tensors.late import is_dtensor
+from fpipe.tensors.torch_private import AsyncCollectiveTensor, finish_collective, make_dtensor
 
-Placements: TypeAlias = tuple[Placement, ...]
-HOLDERS = (DTensor, AsyncCollectiveTensor)
-"""The classes of tensors that hold a local tensor: one part of a whole, or one that a collective still computes."""
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+Placements: TypeAlias = "tuple[Placement, ...]"
 
 
 @dataclass(frozen=True)
@@ -68,10 +63,7 @@ class Placed:
 
     def place(self, local: Tensor) -> Tensor:
         """Return the DTensor that `local` is part of, without a graph; it shares its memory."""
-        whole = TensorMeta(torch.Size(self.shape), self.stride, local.dtype)
-        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=whole)
-        with DisableTorchFunction():  # DTensor.from_local does the same, but a recorder would see it
-            return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return make_dtensor(local, self.mesh, self.placements, torch.Size(self.shape), self.stride)
 
     def move(self, placements: Placements) -> Placed:
         """Return the same whole with other placements."""
@@ -111,6 +103,8 @@ class Arrivals:
 
 
 def _without_partial(placements: Placements) -> Placements:
+    from torch.distributed.tensor import Replicate
+
     return tuple(Replicate() if one.is_partial() else one for one in placements)
 
 
@@ -171,7 +165,7 @@ def enter(local: Tensor, placed: Placed, value: int, arrivals: Arrivals) -> Tens
 
 def leave(tensor: Tensor, value: int, arrivals: Arrivals) -> Tensor:
     """Return the plain local tensor of a tensor, differentiably; a plain tensor is returned as is."""
-    if type(tensor) is DTensor:
+    if is_dtensor(tensor):
         return Leave.apply(tensor, value, arrivals)  # type: ignore[no-any-return, no-untyped-call]
     if type(tensor) is AsyncCollectiveTensor:
         return Finish.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
@@ -187,20 +181,32 @@ def require_whole_result(where: str, placed: Placed | None) -> None:
         )
 
 
+def holder_classes() -> tuple[type[Tensor], ...]:
+    """Return the classes of tensors that hold a local tensor: one part of a whole, or one that is still computed."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor, AsyncCollectiveTensor
+
+
+def is_holder(tensor: Tensor) -> bool:
+    """Return whether a tensor holds a local tensor: one part of a whole, or one that a collective still computes."""
+    return isinstance(tensor, AsyncCollectiveTensor) or is_dtensor(tensor)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, without a graph and sharing its memory; any other tensor as is."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def expand_like(leaf: Tensor, value: Tensor) -> Tensor:
     """Return a tensor like a plain tensor or a DTensor, all of whose elements are the one in `value`, in its memory."""
     local = value.expand(local_part(leaf).shape)
-    return Placed.of(leaf).place(local) if isinstance(leaf, DTensor) else local
+    return Placed.of(leaf).place(local) if is_dtensor(leaf) else local
 
 
 def without_partial(tensor: Tensor) -> Tensor:
     """Return a DTensor summed over processes, if it is still to be; any other tensor as is."""
-    if not isinstance(tensor, DTensor) or not any(one.is_partial() for one in tensor.placements):
+    if not is_dtensor(tensor) or not any(one.is_partial() for one in tensor.placements):
         return tensor
     return tensor.redistribute(placements=_without_partial(tensor.placements))
 
@@ -219,7 +225,7 @@ def complete_place(placed: Placed) -> Placed:
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a DTensor, which all processes of its mesh must ask for; any other tensor as is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def storage_holder(tensor: Tensor) -> Tensor:
@@ -235,7 +241,7 @@ def unwrap_state(what: str, tensors: dict[str, Tensor], placed: Mapping[str, Pla
     that is placed otherwise.
     """
     given: Any = tensors  # its type is checked later
-    if not isinstance(given, Mapping) or not (placed or any(isinstance(one, DTensor) for one in given.values())):
+    if not isinstance(given, Mapping) or not (placed or any(is_dtensor(one) for one in given.values())):
         return tensors
     for name, tensor in tensors.items():
         require_same_placement(f"{what}[{name!r}]", tensor, placed.get(name))
@@ -249,7 +255,7 @@ def wrap_state(tensors: Mapping[str, Tensor], placed: Mapping[str, Placed]) -> d
 
 def require_same_placement(where: str, tensor: Tensor, expected: Placed | None) -> None:
     """Raise `InputError` unless a tensor is placed as expected; `None` stands for a plain tensor."""
-    got = Placed.of(tensor) if isinstance(tensor, DTensor) else None
+    got = Placed.of(tensor) if is_dtensor(tensor) else None
     if (got is None and expected is None) or not isinstance(tensor, Tensor):  # other checks refuse what is no tensor
         return
     if got is None or expected is None:

@@ -5,15 +5,16 @@ Problem. fpipe reaches into torch where no public name exists, and torch may dro
 would be an `AttributeError` in the middle of a step.
 
 Idea. Each name is listed here under what fpipe needs it for. Importing fpipe looks every name up and raises one
-`ImportError` that lists those that are missing. The rest of fpipe imports private names from this module. Two kinds
-stay where they are used, because a function around them would only obscure: private attributes of torch's objects
-(`ATTRIBUTES`), and operators whose names begin with an underscore (`OPERATORS`).
+`ImportError` that lists those that are missing. Those of `LATE` packages, which take longer to import than torch, are
+looked up before the first capture. The rest of fpipe imports private names from this module. Two kinds stay where they
+are used, because a function around them would only obscure: private attributes of torch's objects (`ATTRIBUTES`), and
+operators whose names begin with an underscore (`OPERATORS`).
 
 Differences between versions of torch are handled here, too.
 
-`torch._dynamo` is imported with fpipe, since the first fake tensor imports it, and it numpy's generators. If a data
-loader forks its workers while another thread builds a first pipeline, each worker would find these modules half
-imported, and wait forever for a thread that it does not have.
+The first fake tensor imports `torch._dynamo`, so captures call `import_tracer` before they make one. If a data loader
+forked its workers during that import, by another thread, each worker would find modules half imported, and wait
+forever for a thread that it does not have. So a fork waits until the import has ended.
 
 Runs when fpipe is imported; its functions run where they are used.
 """
@@ -23,28 +24,30 @@ Runs when fpipe is imported; its functions run where they are used.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cache
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, TypeAlias
+from threading import RLock
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
-import torch._dynamo
-import torch._dynamo.eval_frame
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
 __all__ = [
     "AsyncCollectiveTensor",
-    "DTensorSpec",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
-    "StridedShard",
-    "TensorMeta",
     "TorchDispatchMode",
     "active_fake_mode",
     "compute_elementwise_output_strides",
@@ -209,6 +212,10 @@ OPERATORS: Final = (
 """Operators of `torch.ops.aten` whose shapes, strides or gradients fpipe knows."""
 
 
+LATE: Final = ("torch._dynamo.", "torch.distributed.tensor.")
+"""The packages that are imported before the first capture, by `import_tracer`, and not with fpipe."""
+
+
 class Place(NamedTuple):
     """A name that a capture replaces for its thread: the class or module that holds it, and the name there."""
 
@@ -235,13 +242,17 @@ def look_up(path: str) -> Any:
         return getattr(import_module(f"torch.{holder}"), name)
 
 
-def require_names(names: Paths) -> None:
-    """Raise `ImportError`, naming what stops working, if this version of torch lacks one of `names`."""
+def require_names(names: Paths, late: bool = False) -> None:
+    """Raise `ImportError`, naming what stops working, if this version of torch lacks one of `names`.
+
+    Look up those of the packages in `LATE`, or all others.
+    """
     missing = ""
     for purpose, paths in names.items():
         for path in paths:
             try:
-                look_up(path)
+                if path.startswith(LATE) is late:
+                    look_up(path)
             except (AttributeError, ImportError):
                 missing += f"\n  {path}: {purpose}"
     if missing:
@@ -256,7 +267,6 @@ require_names({**NAMES, **ATTRIBUTES, "shapes of operators": [f"torch.ops.aten.{
 
 # --------------------------------------------------------------------------------------------------------------- names
 
-from torch._dynamo.variables.builder import VariableBuilder
 from torch._functorch import apis, eager_transforms
 from torch._guards import active_fake_mode
 from torch._meta_registrations import _create_grouped_mm_output_tensor
@@ -272,8 +282,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import forward_ad, graph
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules import activation
 from torch.utils import _pytree as torch_pytree
 from torch.utils import checkpoint
@@ -308,7 +316,6 @@ PAD: Any = torch._pad_packed_sequence
 has_thread_local: Callable[[str], bool] = torch._C._is_key_in_tls
 get_thread_local: Callable[[str], Any] = torch._C._get_obj_in_tls
 FAKE_TENSOR: Final = Place(torch._subclasses, "FakeTensor")
-VariableBuilder._type_dispatch()  # a table of types, made once: later it might get the stand-in for fake tensors
 TENSOR_CHECK: Final = Place(torch, "_check_tensor_all_with")
 ARGUMENT_CHECK: Final = Place(torch, "_is_all_true")
 APPLY: Final = (
@@ -319,8 +326,6 @@ APPLY: Final = (
 """What `apply` of a custom autograd function calls; before torch 2.14 also where user code has kept that method."""
 NODE_INIT: Final = Place(torch.autograd.function.BackwardCFunction, "__init__")
 """What any call of a custom autograd function calls first, with its context, whose class names the function."""
-COMPILED: Final = Place(torch._dynamo.eval_frame, "_callback_from_stance")
-"""What code compiled by `torch.compile` asks each time it is called: `None` makes it run as plain Python."""
 FUSED_ATTENTION: Final = Place(torch, "_native_multi_head_attention")
 PICKLE: Final = Place(torch.distributed.distributed_c10d, "_object_to_tensor")
 """What the functions of torch.distributed that exchange Python objects call first."""
@@ -348,6 +353,50 @@ transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_le
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 foreach_add_: Any = torch._foreach_add_
 foreach_norm: Any = torch._foreach_norm
+
+
+# packages that are imported late
+_IMPORTING: Final = RLock()
+os.register_at_fork(before=_IMPORTING.acquire, after_in_parent=_IMPORTING.release, after_in_child=_IMPORTING.release)
+
+
+@cache
+def import_tracer() -> None:
+    """Import what captures need beyond `import torch`; later calls are free.
+
+    Call it before anything of torch is replaced. Raise `ImportError` if a private name is missing. Forks wait for it.
+    """
+    with _IMPORTING:
+        require_names({**NAMES, **ATTRIBUTES}, late=True)
+        from torch._dynamo.variables.builder import VariableBuilder
+
+        VariableBuilder._type_dispatch()  # a table of types, made once: later it might get the stand-in of fake tensors
+
+
+def compiled_place() -> Place:
+    """Return what code compiled by `torch.compile` asks when it is called: `None` makes it run as plain Python."""
+    import torch._dynamo.eval_frame
+
+    return Place(torch._dynamo.eval_frame, "_callback_from_stance")
+
+
+def make_dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...]
+) -> Tensor:
+    """Return the DTensor that `local` is part of, without a graph; `shape` and `stride` are those of the whole."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    with DisableTorchFunction():  # DTensor.from_local does the same, but a recorder would see it
+        return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def strided_shard(dim: int, factor: int) -> Placement:
+    """Return the placement of rows that are split again, by `factor` parts of another dimension of the mesh."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=factor)
 
 
 def set_thread_local(key: str, value: Any) -> None:

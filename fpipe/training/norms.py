@@ -22,7 +22,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
 
 from fpipe.errors import InputError
 from fpipe.network.agreement import Field
@@ -32,6 +31,7 @@ from fpipe.pipelines.inputs import State
 from fpipe.pipelines.norm_table import NormTable, list_gradients
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.arguments import require_dense
+from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import local_part, require_same_placement, whole_tensor, without_partial
 from fpipe.tensors.torch_private import foreach_norm
@@ -150,7 +150,7 @@ def require_gradients_of(pipe: Pipeline, grads: State) -> None:
                 f"{list(params)[:8]}. Pass the gradients that a step of this pipeline returned."
             )
         shape = placed[name].shape if name in placed else params[name].shape
-        if not isinstance(grad, Tensor) or grad.shape != shape or isinstance(grad, DTensor) is not (name in placed):
+        if not isinstance(grad, Tensor) or grad.shape != shape or is_dtensor(grad) is not (name in placed):
             got = f"shape {list(grad.shape)}" if isinstance(grad, Tensor) else type(grad).__name__
             kind = "DTensor" if name in placed else "tensor"
             raise InputError(
@@ -158,7 +158,7 @@ def require_gradients_of(pipe: Pipeline, grads: State) -> None:
                 "of this pipeline returned."
             )
         require_dense(f"grads[{name!r}]", grad._values() if grad.is_sparse else grad, params[name].device)
-        if isinstance(grad, DTensor) and grad.device_mesh != placed[name].mesh:
+        if is_dtensor(grad) and grad.device_mesh != placed[name].mesh:
             require_same_placement(f"grads[{name!r}]", grad, pipe.holdings.placed_gradients.get(name))
 
 
@@ -208,7 +208,7 @@ def _require_equal_tensors(pipe: Pipeline, grads: State) -> None:
 
 def _compute_norms(grads: State, order: float) -> list[Tensor]:
     """Return the norm of each gradient; those of one dtype go together, which chooses the kernel on an accelerator."""
-    kinds = {name: (grad.dtype, isinstance(grad, DTensor)) for name, grad in grads.items()}
+    kinds = {name: (grad.dtype, is_dtensor(grad)) for name, grad in grads.items()}
     found: dict[str, Tensor] = {}
     for kind in dict.fromkeys(kinds.values()):
         same = {name: _find_numbers(grad) for name, grad in grads.items() if kinds[name] == kind}
@@ -224,7 +224,9 @@ def _find_numbers(grad: Tensor) -> Tensor:
 
 def agree_over_meshes(finite: Tensor, grads: Iterable[Tensor]) -> Tensor:
     """Return whether `finite` is true on all processes that hold parts of the gradients; these must all call this."""
-    for mesh in dict.fromkeys(grad.device_mesh for grad in grads if isinstance(grad, DTensor)):
+    for mesh in dict.fromkeys(grad.device_mesh for grad in grads if is_dtensor(grad)):
+        from torch.distributed.tensor import DTensor, Partial
+
         wrong = DTensor.from_local((~finite).float(), mesh, [Partial()] * mesh.ndim, run_check=False)
         finite = wrong.full_tensor() == 0
     return finite

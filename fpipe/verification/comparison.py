@@ -16,12 +16,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fpipe.errors import MismatchError
 from fpipe.pipelines.results import Merged
 from fpipe.record.captured import Tensors
 from fpipe.record.objective import Computed
+from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.placed import local_part
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import finish_collective
@@ -228,7 +228,7 @@ def _as_dense(tensor: Tensor) -> Tensor:
 
 def _local_pair(mine: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the local tensors of two DTensors, placed as the first; other tensors as they are."""
-    if isinstance(mine, DTensor) and isinstance(theirs, DTensor):
+    if is_dtensor(mine) and is_dtensor(theirs):
         if mine.placements != theirs.placements:
             theirs = theirs.redistribute(placements=mine.placements)
         return finish_collective(local_part(mine)), finish_collective(local_part(theirs))

@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fpipe.errors import InputError
 from fpipe.pipelines.argument_checks import require_backward
@@ -32,6 +31,7 @@ from fpipe.record.objective import Computed
 from fpipe.record.variant import Variant
 from fpipe.tensors import random
 from fpipe.tensors.arguments import require_integer
+from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.placed import Placed, local_part, whole_tensor, wrap_state
 from fpipe.tensors.tree import flatten
 from fpipe.verification.comparison import (
@@ -193,7 +193,11 @@ def gather_shards(pipe: Pipeline, tensors: State) -> State:
 def _gather_one(tensor: Tensor, split: Placed | None) -> Tensor:
     """Return a tensor without shards: plain, or as the model's modules split it."""
     whole = whole_tensor(tensor.detach())
-    return whole if split is None else distribute_tensor(whole, split.mesh, split.placements, src_data_rank=None)
+    if split is None:
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, split.mesh, split.placements, src_data_rank=None)
 
 
 def gather_state(
@@ -230,7 +234,7 @@ def descend(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> State:
 
 def _placed_like(p: Tensor, grad: Tensor) -> Tensor:
     """Return a gradient with the placements of its parameter."""
-    return grad.redistribute(placements=p.placements) if isinstance(p, DTensor) and isinstance(grad, DTensor) else grad
+    return grad.redistribute(placements=p.placements) if is_dtensor(p) and is_dtensor(grad) else grad
 
 
 @contextmanager

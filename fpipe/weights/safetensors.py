@@ -139,10 +139,18 @@ def read_specs(path: Path) -> dict[str, Spec]:
     elements may have any sizes, of which torch makes no tensor.
     """
     with wrap_read_errors(path), open_safetensors(path) as file:
-        specs = {name: Spec.of(_get_tensor(file, name)) for name in list(file.keys())}
-        for spec in specs.values():
-            spec.empty("meta")
-        return specs
+        known: dict[tuple[str, tuple[int, ...]], Spec] = {}  # by dtype and shape in the header
+        return {name: _read_spec(file, name, known) for name in list(file.keys())}
+
+
+def _read_spec(file: Any, name: str, known: dict[tuple[str, tuple[int, ...]], Spec]) -> Spec:
+    """Return the spec of a tensor; the first of its kind is opened, which takes forty times as long as the header."""
+    header = file.get_slice(name)
+    kind = header.get_dtype(), tuple(header.get_shape())
+    if kind not in known:
+        known[kind] = Spec.of(_get_tensor(file, name))
+        known[kind].empty("meta")
+    return known[kind]
 
 
 def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:

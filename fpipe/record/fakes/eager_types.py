@@ -34,6 +34,7 @@ from fpipe.tensors.torch_private import (
     DataDependentOutputException,
     DisableTorchFunction,
     FakeTensor,
+    import_tracer,
     without_modes,
 )
 
@@ -125,6 +126,7 @@ def hide_fakes() -> Iterator[None]:
 
     Entering takes some milliseconds; nested entry is free. Enter it once around all work on fake tensors.
     """
+    import_tracer()
     if FAKE_TENSOR.value is StandIn:
         yield
         return

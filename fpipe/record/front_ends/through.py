@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
 from torch.export import UnflattenedModule
 
 from fpipe.errors import CaptureError, PipelineError
@@ -39,6 +38,7 @@ from fpipe.record.trace.record import ATTACHING
 from fpipe.record.trace.recorder import Recorder
 from fpipe.record.trace.settling import SettledRun, Settling
 from fpipe.record.variant import Casts
+from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.tree import Structure, flatten
 
 GRAPH_REPAIR = 'Rewrite that part, or choose capture="trace", which runs the model.'
@@ -58,7 +58,7 @@ def capture_through(
     Raise `CaptureError`, naming the module, for what the front end would lose.
     """
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             raise CaptureError(
                 f"parameter {name}: got a DTensor, expected a plain tensor: a graph loses how it is placed. Choose "
                 'capture="trace", which records the model itself.'

@@ -18,7 +18,6 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fpipe.errors import CaptureError
 from fpipe.record.captured import Buffer, Captured, Constant, Hooks
@@ -27,6 +26,7 @@ from fpipe.record.model.snapshot import ContainerState, Snapshot
 from fpipe.record.model.walk import NOT_SET, Walk, named_globals, visible
 from fpipe.record.refusals import original_state_error
 from fpipe.record.validity import observe
+from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.tree import PLAIN, Structure, flatten
 
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
@@ -147,7 +147,7 @@ def collect_gradient_hooks(model: nn.Module) -> Hooks:
                 "that are not finished differ between schedules. Remove it, and apply what it does to the gradients "
                 "that the step returns; or use register_hook, which sees the gradient of every microbatch."
             )
-        if found[name] and isinstance(parameter, DTensor):
+        if found[name] and is_dtensor(parameter):
             raise CaptureError(
                 f"parameter {name}: got a gradient hook on a DTensor, expected none: a stage has local tensors only, "
                 "and would call it with one of these. Apply what it does to the gradients that the step returns."

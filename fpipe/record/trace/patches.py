@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint
 
 from fpipe.errors import CaptureError
@@ -39,7 +38,6 @@ from fpipe.tensors.torch_private import (
     APPLY,
     ARGUMENT_CHECK,
     CHECKPOINT,
-    COMPILED,
     FUSED_ATTENTION,
     INNER_TRANSFORMS,
     NODE_INIT,
@@ -48,6 +46,7 @@ from fpipe.tensors.torch_private import (
     CheckpointHook,
     CheckpointInputs,
     Place,
+    compiled_place,
     without_modes,
 )
 from fpipe.tensors.tree import PLAIN
@@ -58,7 +57,7 @@ TRANSFORMS = (
 )
 SEEDING = (Place(torch, "manual_seed"), Place(torch.random, "manual_seed"))
 """The places where forwards find the function that seeds the generators."""
-LOCAL_READS = tuple(Place(DTensor, name) for name in ("to_local", "redistribute", "full_tensor"))
+LOCAL_READS = ("to_local", "redistribute", "full_tensor")
 """The methods of DTensors that look at the local tensor, which no recorded call has made."""
 
 
@@ -100,6 +99,8 @@ class Replacements:
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield each patched owner, the name there, and the replacement."""
+        from torch.distributed.tensor import DTensor
+
         yield nn.Module, "__call__", self._call_module
         yield nn.Module, "__setattr__", self._set_attribute
         yield nn.Module, "register_buffer", self._register_buffer
@@ -116,11 +117,13 @@ class Replacements:
         yield *ARGUMENT_CHECK, partial(self._record_other, check_valid)
         yield *FUSED_ATTENTION, partial(self._record_other, attention)
         yield *CHECKPOINT, self._checkpoint
-        yield *COMPILED, self._run_compiled
+        yield *compiled_place(), self._run_compiled
         yield *PICKLE, self._refuse_objects
         yield torch, "from_numpy", self._from_numpy
         yield torch.utils.hooks.RemovableHandle, "remove", self._remove_hook
-        for owner, name in (*LOCAL_READS, *TRANSFORMS):
+        for name in LOCAL_READS:
+            yield DTensor, name, self._record
+        for owner, name in TRANSFORMS:
             yield owner, name, self._record
 
     def _call_module(self, call: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -13,21 +13,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fpipe.record.captured import Function, Fuse, Labels, Tensors, Unit, Value
-from fpipe.tensors.placed import HOLDERS, Arrivals, Placed, enter, leave
+from fpipe.tensors.late import is_dtensor
+from fpipe.tensors.placed import Arrivals, Placed, enter, is_holder, leave
 from fpipe.tensors.torch_private import mark_as_parameter
 
 
 def find_placed(tensors: Mapping[Value, Tensor]) -> dict[Value, Placed]:
     """Return how the DTensors among a run's tensors are placed."""
-    return {value: Placed.of(one) for value, one in tensors.items() if isinstance(one, DTensor)}
+    return {value: Placed.of(one) for value, one in tensors.items() if is_dtensor(one)}
 
 
 def has_holders(tensors: Iterable[Tensor]) -> bool:
     """Return whether one of the tensors is a DTensor, or the result of a collective that may still run."""
-    return any(type(one) in HOLDERS for one in tensors)
+    return any(map(is_holder, tensors))
 
 
 def fuse_placed(fuse: Fuse, placed: Mapping[Value, Placed], arrivals: Arrivals) -> Fuse:

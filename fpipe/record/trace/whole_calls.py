@@ -23,13 +23,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fpipe.errors import InputError
 from fpipe.record.captured import Function, Operation, Tensors, Value
 from fpipe.record.model.snapshot import ContainerState, restore_attributes, restore_containers
 from fpipe.record.trace.branching import attach
 from fpipe.record.trace.frames import Attribute, Frame, pick, require_constants, tensors_at
+from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.placed import Placed, local_part
 
 Seat: TypeAlias = tuple[dict[str, Any], str]
@@ -182,7 +182,7 @@ def _zeros_like(fake: Tensor) -> Tensor:
     """Return real zeros of the same shape, strides and dtype: code may ask for any of these, and whether it is fake."""
     local = local_part(fake)
     zeros = torch.empty_strided(local.shape, local.stride(), dtype=fake.dtype, device=fake.device).zero_()
-    return Placed.of(fake).place(zeros) if isinstance(fake, DTensor) else zeros
+    return Placed.of(fake).place(zeros) if is_dtensor(fake) else zeros
 
 
 def attach_outputs(frame: Frame, operation: Operation, parameters: Sequence[Seat]) -> Operation:
