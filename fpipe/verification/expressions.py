@@ -40,24 +40,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Expression: TypeAlias = int
 """The number of an expression; equal ones have the same."""
-LIKE: Final = frozenset(
+READ_METADATA: Final = frozenset(
     ("ones_like", "zeros_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty")
 )
 """Operators that read the metadata of their operand only."""
 FILL: Final = frozenset(("fill", "zero", "copy", "uniform", "normal", "bernoulli", "random", "exponential"))
 """Operators that overwrite their operand without reading it."""
-VIEWS: Final = frozenset(("detach", "transpose", "t", "squeeze", "unsqueeze", "as_strided", "swapaxes", "swapdims"))
+IN_PLACE_VIEWS: Final = frozenset(
+    ("detach", "transpose", "t", "squeeze", "unsqueeze", "as_strided", "swapaxes", "swapdims")
+)
 """Operators whose in-place variants write no element."""
 COPIES: Final = frozenset(("clone", "_to_copy", "to", "lift_fresh_copy"))
 NUMBERS: Final = frozenset((*COPIES, "scalar_tensor", "full"))
 """Operators whose result, without dimensions, is the number that they are given."""
 TWINS: Final = MappingProxyType({("mkldnn_rnn_layer_backward", 4): 3})
 """The results of operators that equal an earlier one: the gradients of both biases of a recurrent layer."""
-LARGEST_CONSTANT: Final = 4096
+LARGEST_FOLDED: Final = 4096
 """The most elements of a constant that is known by its bytes."""
 
 
-class Stretch(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes from `start` to `end` of some memory: those from `at` on of an operator's result, or of an input.
 
     `source` is the result's expression, or for an input -1 and below.
@@ -82,15 +84,16 @@ class Expressions(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.numbers: dict[Any, Expression] = {}
         self.operators = 0
-        self.memory: dict[int, tuple[StorageWeakRef, list[Stretch]]] = {}
+        self.memory: dict[int, tuple[StorageWeakRef, list[ByteRange]]] = {}
         self.inputs: list[bytes] = []
         self.scalars: dict[Expression, Any] = {}
         self.constants, self.variables = set[int](), set[int]()
 
     def declare(self, tensors: Iterable[Tensor]) -> None:
-        """Declare that these tensors are inputs, and no constants, whatever their values are."""
+        """Declare that these tensors are inputs; other memory that no operator wrote is a constant."""
         for tensor in tensors:
             self.variables.update(-one.source - 1 for one in self._stretches(tensor) if one.source < 0)
+        self.constants -= self.variables
 
     def value(self, tensor: Tensor) -> Expression:
         """Return the expression of a tensor: of its bytes, and how they are laid out."""
@@ -126,47 +129,48 @@ class Expressions(TorchDispatchMode):
     def _number(self, *key: Any) -> Expression:
         return self.numbers.setdefault(key, len(self.numbers))
 
-    def _stretches(self, tensor: Tensor) -> list[Stretch]:
+    def _stretches(self, tensor: Tensor) -> list[ByteRange]:
         """Return the stretches of a tensor's memory; memory that no operator wrote is an input."""
         storage = tensor.untyped_storage()
         known = self.memory.get(storage._cdata)
         if known is None or known[0].expired():  # type: ignore[no-untyped-call]
             size = storage.nbytes()
             self.inputs.append(string_at(storage.data_ptr(), size) if size else b"")
-            known = self._hold(tensor, [Stretch(0, size, -len(self.inputs), 0)])
+            known = self._hold(tensor, [ByteRange(0, size, -len(self.inputs), 0)])
+            self.constants.add(len(self.inputs) - 1)
         return known[1]
 
-    def _hold(self, tensor: Tensor, stretches: list[Stretch]) -> tuple[StorageWeakRef, list[Stretch]]:
+    def _hold(self, tensor: Tensor, stretches: list[ByteRange]) -> tuple[StorageWeakRef, list[ByteRange]]:
         storage = tensor.untyped_storage()
         self.memory[storage._cdata] = StorageWeakRef(storage), stretches  # type: ignore[no-untyped-call]
         return self.memory[storage._cdata]
 
-    def _content(self, tensor: Tensor) -> tuple[Stretch, ...]:
+    def _content(self, tensor: Tensor) -> tuple[ByteRange, ...]:
         """Return what is in a tensor's window: inputs by their bytes."""
         return tuple(
             one if one.source >= 0 else one._replace(source=self._input(-one.source - 1, one), at=0)
             for one in self._read(tensor)
         )
 
-    def _read(self, tensor: Tensor) -> list[Stretch]:
+    def _read(self, tensor: Tensor) -> list[ByteRange]:
         """Return the stretches of a tensor's elements, by address, without what is between them."""
-        known, found, place = self._stretches(tensor), list[Stretch](), 0
+        known, found, place = self._stretches(tensor), list[ByteRange](), 0
         for start, end in _runs(tensor):
             found += [one._replace(start=one.start + place, end=one.end + place) for one in _cut(known, start, end)]
             place += end - start
         return _cut(found, 0, place)
 
-    def _input(self, k: int, part: Stretch) -> Expression:
+    def _input(self, k: int, part: ByteRange) -> Expression:
         found = self.inputs[k][part.at : part.at + part.end - part.start]
         return self._number("input", hashlib.sha256(found).digest())
 
-    def _write(self, tensor: Tensor, new: Sequence[Stretch]) -> None:
+    def _write(self, tensor: Tensor, new: Sequence[ByteRange]) -> None:
         """Put stretches in the place of a tensor's elements."""
         known, place = self._stretches(tensor), 0
         for start, end in _runs(tensor):
             before = [one._replace(end=min(one.end, start)) for one in known if one.start < start]
             after = [
-                Stretch(max(one.start, end), one.end, one.source, one.at + max(0, end - one.start))
+                ByteRange(max(one.start, end), one.end, one.source, one.at + max(0, end - one.start))
                 for one in known
                 if one.end > end
             ]
@@ -177,7 +181,7 @@ class Expressions(TorchDispatchMode):
 
     def _assign(self, tensor: Tensor, expression: Expression) -> None:
         """Record that an operator has written a tensor."""
-        self._write(tensor, [Stretch(0, sum(end - start for start, end in _runs(tensor)), expression, 0)])
+        self._write(tensor, [ByteRange(0, sum(end - start for start, end in _runs(tensor)), expression, 0)])
 
     def _move(self, source: Any, target: Tensor) -> None:
         """Record that a tensor was copied: its elements as they are, or what a conversion or rearrangement makes."""
@@ -225,7 +229,7 @@ class Expressions(TorchDispatchMode):
         ):  # a model is recorded
             return func(*args, **kwargs)
         self.operators += 1
-        call = Call.of(func, args, kwargs)
+        call = OperatorCall.of(func, args, kwargs)
         keys = [self._key(one) for one in call.parts()]
         is_constant = self._depends_on_nothing(call)
         result = func(*args, **kwargs)
@@ -246,19 +250,19 @@ class Expressions(TorchDispatchMode):
                 known.add(tensor.untyped_storage()._cdata)
         return result
 
-    def _depends_on_nothing(self, call: Call) -> bool:
+    def _depends_on_nothing(self, call: OperatorCall) -> bool:
         """Return whether the results of an operator are the same for all inputs."""
         if call.draws or call.name.startswith(("empty", "new_empty")):
             return False
         read = [value for name, value in call.given.items() if not (name == "self" and call.name in FILL)]
-        return call.name in LIKE or all(map(self._is_constant, _tensors(read)))
+        return call.name in READ_METADATA or all(map(self._is_constant, _tensors(read)))
 
     def _is_constant(self, tensor: Tensor) -> bool:
         return self._scalar(tensor) is not None or all(-one.source - 1 in self.constants for one in self._read(tensor))
 
     def _fold(self, tensor: Tensor) -> bool:
         """Record that a tensor is a constant, known by its bytes like an input; return false if it is large."""
-        if tensor.numel() > LARGEST_CONSTANT or not tensor.numel():
+        if tensor.numel() > LARGEST_FOLDED or not tensor.numel():
             return False
         runs, start = _runs(tensor), tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
         self.constants.add(len(self.inputs))
@@ -267,14 +271,14 @@ class Expressions(TorchDispatchMode):
             tensor.untyped_storage()._cdata not in self.memory
             or len(self.inputs[-1]) == tensor.untyped_storage().nbytes()
         ):
-            self._hold(tensor, [Stretch(0, tensor.untyped_storage().nbytes(), -len(self.inputs), 0)])
-        self._write(tensor, [Stretch(0, len(self.inputs[-1]), -len(self.inputs), 0)])
+            self._hold(tensor, [ByteRange(0, tensor.untyped_storage().nbytes(), -len(self.inputs), 0)])
+        self._write(tensor, [ByteRange(0, len(self.inputs[-1]), -len(self.inputs), 0)])
         return True
 
-    def _key(self, call: Call) -> tuple[Any, ...]:
+    def _key(self, call: OperatorCall) -> tuple[Any, ...]:
         described = [
             (name, (value.dtype, tuple(value.shape), value.stride()))
-            if isinstance(value, Tensor) and (call.name in LIKE or (name == "self" and call.name in FILL))
+            if isinstance(value, Tensor) and (call.name in READ_METADATA or (name == "self" and call.name in FILL))
             else (name, self._describe(value))
             for name, value in call.arguments()
         ]
@@ -284,7 +288,7 @@ class Expressions(TorchDispatchMode):
             described = [("operands", tuple(sorted((value for _, value in described), key=repr)))]
         return call.name, call.overload, tuple(described), _generator_state(call.given) if call.draws else None
 
-    def _make(self, call: Call, key: tuple[Any, ...], k: int, tensor: Tensor) -> None:
+    def _make(self, call: OperatorCall, key: tuple[Any, ...], k: int, tensor: Tensor) -> None:
         """Record a new tensor."""
         size = tensor.untyped_storage().nbytes()
         number = next((value for _, value in key[2] if type(value) is tuple and value[:1] == ("number",)), None)
@@ -293,13 +297,13 @@ class Expressions(TorchDispatchMode):
             self.scalars[expression] = number
         else:
             expression = self._number(*key, TWINS.get((call.name, k), k))
-        self._hold(tensor, [Stretch(0, size, expression, 0)])
+        self._hold(tensor, [ByteRange(0, size, expression, 0)])
         is_base = call.name == "pow" and call.overload == "Tensor_Scalar" and call.given["exponent"] == 1
         if (call.name in COPIES or is_base) and expression not in self.scalars:
             self._move(call.given["self"], tensor)
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     """A call of an operator: its name without namespace and in-place mark, overload, and arguments by name.
 
     - `written`: the tensors that it writes; `outs`: the names of arguments that it only writes.
@@ -318,13 +322,13 @@ class Call(NamedTuple):
     rounds: bool
 
     @classmethod
-    def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OperatorCall:
         """Return the call of an operator with these arguments."""
         declared = func._schema.arguments
         given = {**dict(zip([one.name for one in declared], args, strict=False)), **kwargs}
         space, _, name = func._schema.name.partition("::")
         writes = [one for one in declared if one.alias_info is not None and one.alias_info.is_write]
-        if name.removesuffix("_") in VIEWS:
+        if name.removesuffix("_") in IN_PLACE_VIEWS:
             writes = []
         written = tuple(_tensors([given.get(one.name) for one in writes]))
         overload = (
@@ -360,12 +364,12 @@ class Call(NamedTuple):
             and a.itemsize <= 4,
         )
 
-    def parts(self) -> list[Call]:
+    def parts(self) -> list[OperatorCall]:
         """Return the calls that an operator on lists stands for, one for each tensor that it writes; else this one."""
         if self.name != "_foreach_add" or self.overload != "List" or self.given.get("alpha", 1) != 1:
             return [self] * max(1, len(self.written))
         pairs = zip(self.given["self"], self.given["other"], strict=True)
-        return [Call.of(torch.ops.aten.add_.Tensor, pair, {}) for pair in pairs]
+        return [OperatorCall.of(torch.ops.aten.add_.Tensor, pair, {}) for pair in pairs]
 
     def arguments(self) -> Iterator[tuple[str, Any]]:
         """Yield the arguments that tell calls apart: not those with their default, and no layout of the result."""
@@ -445,14 +449,14 @@ def _runs(tensor: Tensor) -> list[tuple[int, int]]:
     return [(start * size, (start + block) * size) for start in sorted(set(starts))]
 
 
-def _cut(stretches: Sequence[Stretch], start: int, end: int) -> list[Stretch]:
+def _cut(stretches: Sequence[ByteRange], start: int, end: int) -> list[ByteRange]:
     """Return what is between two places, counted from the first; neighbors that continue each other are joined."""
-    found: list[Stretch] = []
+    found: list[ByteRange] = []
     for one in stretches:
         first, last = max(one.start, start), min(one.end, end)
         if first >= last:
             continue
-        part = Stretch(first - start, last - start, one.source, one.at + first - one.start)
+        part = ByteRange(first - start, last - start, one.source, one.at + first - one.start)
         before = found[-1] if found else None
         if before is not None and before.source == part.source and before.at + before.end - before.start == part.at:
             found[-1] = before._replace(end=part.end)

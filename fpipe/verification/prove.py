@@ -29,7 +29,7 @@ from fpipe.verification.expressions import Expressions
 from fpipe.verification.verify import Trial, verify_steps
 
 NOISE: Final = 2.0**-10
-ASSUMPTIONS: Final = (
+ASSUMED: Final = (
     "operators are functions of their arguments, of torch's settings, and of the generator's state where they draw",
     "the batch decides nothing but through operators: shapes, numbers and branches are those of this batch",
     "parts of the batch that are equal are not told apart; parameters and buffers are",
@@ -39,7 +39,7 @@ ASSUMPTIONS: Final = (
 
 @dataclass(frozen=True)
 class Proof:
-    """What is proved of a step of a pipeline, and what could not be.
+    """The results of a step of a pipeline that are proved, and those that could not be.
 
     - `reference`, `eager`: the leaves (loss, outputs, gradients, buffers) that are the same expression as in the loop
       on one device over the captured model, and over the user's own module; none there if random numbers are drawn.
@@ -68,7 +68,7 @@ class Proof:
             f"{self.operators} operators ran, of {self.expressions} expressions",
             *[f"not proved: {leaf}, against {other}: {why}" for leaf, other, why in self.unproved],
             "assumed:",
-            *[f"- {one}" for one in ASSUMPTIONS],
+            *[f"- {one}" for one in ASSUMED],
         ]
         return "\n".join(lines)
 
@@ -108,7 +108,7 @@ def prove(
         trial = Trial(pipe, module, (inputs, targets), 0)
         trial.agree(1, seed, True, True)
     params, buffers = (_tell_apart(state) for state in pipe.init(module))
-    ledger, claims = Expressions(), Claims()
+    ledger, claims = Expressions(), ProofLedger()
     leaves: list[Any] = optree.tree_leaves(cast("Any", (params, buffers, inputs, targets)))
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     verify_steps(trial._replace(compare=lambda *given: 0), params, buffers, seed, 1)  # so that all plans are made
@@ -125,7 +125,7 @@ def prove(
     )
 
 
-class Claims:
+class ProofLedger:
     """The leaves that were compared: those that are proved, by what they were compared with, and the others."""
 
     def __init__(self) -> None:

@@ -18,7 +18,8 @@ PLACES = {
 CaptureError Cause Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph
 Executed ModelRecord ModelStages NonFinite Optimizer Part Pipeline PipelineError Pipelined Plan Profile RankError
 Proof Roofline ScheduleError Sharded SizeError Stage Stages StaticDecoder Step Stream StreamResult TransportError
-Verification VocabularyError capture connect_stages cut execute processes stage __version__ all_finite as_tree begin_save by_name
+Verification VocabularyError capture connect_stages cut execute processes stage __version__ all_finite as_tree
+begin_save by_name
 catch_signals
 choose_likeliest clip clip_value costs delays error_feedback evaluate export find_nonfinite generate is_checkpoint
 load masters norm
