@@ -43,6 +43,7 @@ NAMES: Final = (
     "agreement",
     "loops",
     "updates",
+    "streams",
     "generation",
 )
 

@@ -105,7 +105,11 @@ def step_of(how: Schedule, late: float) -> Callable[[], object]:
     def execution(rank: int, transport: Transport) -> Execution:
         return Execution(rank, linked, transport, inputs)
 
-    return lambda: pipe.ranks.run([execution])
+    def step() -> object:
+        with pipe.ranks.enter_call("a step"):
+            return pipe.ranks.run([execution])
+
+    return step
 
 
 def measured(how: Schedule, late: float) -> float:

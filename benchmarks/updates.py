@@ -77,7 +77,11 @@ def ways(how: Schedule, late: float, times: Times) -> tuple[Callable[[], object]
         def execution(rank: int, transport: Transport) -> Execution:
             return Execution(rank, linked, transport, inputs)
 
-        return lambda: (pipe.ranks.run([execution]), ranks.everywhere(0.0))
+        def step() -> object:
+            with pipe.ranks.enter_call("a step"):
+                return pipe.ranks.run([execution]), ranks.everywhere(0.0)
+
+        return step
 
     backward = run(plan.program)
 

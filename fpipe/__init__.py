@@ -46,6 +46,8 @@ from fpipe.planning.profiler import profile
 from fpipe.planning.roofline import Roofline
 from fpipe.planning.timelines import costs, timeline
 from fpipe.record.front_ends.parts import ModuleGraph, Part
+from fpipe.streams.corrections import delays, error_feedback, pipemare, predict_weights
+from fpipe.streams.train_stream import Stream, StreamResult, train_stream
 from fpipe.tensors.names import as_tree, by_name
 from fpipe.training.clipping import clip, clip_value
 from fpipe.training.norms import all_finite, norm
@@ -54,6 +56,7 @@ from fpipe.training.precision import LossScale, masters
 from fpipe.training.train_step import train_step
 from fpipe.verification.comparison import Verification
 from fpipe.verification.nonfinite import NonFinite, find_nonfinite
+from fpipe.verification.reference_stream import reference_stream
 from fpipe.weights.safetensors import safetensors
 from schedules import __version__
 
@@ -86,6 +89,8 @@ __all__ = [
     "Stage",
     "Stages",
     "Step",
+    "Stream",
+    "StreamResult",
     "TransportError",
     "Sharded",
     "Verification",
@@ -102,6 +107,8 @@ __all__ = [
     "connect_stages",
     "costs",
     "cut",
+    "delays",
+    "error_feedback",
     "evaluate",
     "execute",
     "export",
@@ -112,8 +119,10 @@ __all__ = [
     "norm",
     "optimizer",
     "pipeline",
+    "pipemare",
     "plan",
     "predict",
+    "predict_weights",
     "processes",
     "profile",
     "StaticDecoder",
@@ -121,6 +130,7 @@ __all__ = [
     "generate",
     "sample",
     "reference",
+    "reference_stream",
     "require_same",
     "safetensors",
     "save",
@@ -128,6 +138,7 @@ __all__ = [
     "stream",
     "timeline",
     "train_step",
+    "train_stream",
     "value_and_grad",
     "verify",
 ]

@@ -10,7 +10,7 @@ from schedules.analysis.critical_path import CriticalPath, critical_path
 from schedules.analysis.estimation import estimate
 from schedules.analysis.simulation import Timeline, memory_over_time, simulate, spans, summarize
 from schedules.certification import Certificate, certify
-from schedules.checking.rules import check
+from schedules.checking.rules import check, list_versions
 from schedules.errors import (
     ArgumentError,
     GraphError,
@@ -137,6 +137,7 @@ __all__ = [
     "gpipe",
     "group_passes",
     "linear",
+    "list_versions",
     "looped",
     "lower",
     "memory_over_time",

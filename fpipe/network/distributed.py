@@ -13,7 +13,7 @@ Runs when a pipeline is built and in every step, if ranks are separate processes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,10 +27,10 @@ from fpipe.network import measurements
 from fpipe.network.calls import SharedCalls
 from fpipe.network.channels import DistributedTransport
 from fpipe.network.groups import GRACE, RESULTS, Control, Creator, choose_timeout, share_group
-from fpipe.network.ranks import Fields, Ranks, claim_turn, require_unclosed
+from fpipe.network.ranks import Fields, Ranks, claim_turn, require_at_rest, require_unclosed
 from fpipe.network.waiting import Line, PendingWorks, Waitable, await_all, reporting
-from fpipe.runtime.executor import Execution, Outcome
-from fpipe.runtime.transport import Route, Transport
+from fpipe.runtime.executor import Execution, Milestone, Outcome
+from fpipe.runtime.transport import Route, Transport, exhaust
 from fpipe.tensors.spec import Spec
 
 
@@ -54,7 +54,7 @@ class DistributedRanks(Ranks):
         everyone: list[list[int]],
         creator: Creator,
     ) -> None:
-        self.group, self.device = group, device
+        self.group, self.device, self.stream = group, device, None
         self.ranks = (dist.get_rank(group),)
         self.processes = tuple(dist.get_process_group_ranks(group))
         self.ranks_of = {process: rank for one in replicas for rank, process in enumerate(one)}
@@ -87,6 +87,7 @@ class DistributedRanks(Ranks):
         """
         with claim_turn(f"rank {self.control.rank}, {call}"):
             require_unclosed(self, call)
+            require_at_rest(self, call)
             self._require_whole(call)
             with self.calls.enter(call):
                 self._read()
@@ -143,6 +144,12 @@ class DistributedRanks(Ranks):
 
     def run(self, copies: Sequence[Callable[[int, Transport], Execution]]) -> list[dict[int, Outcome]]:
         """Run this process's rank to completion, blocking on each handle that it yields; return its outcome."""
+        return exhaust(self.follow(copies))
+
+    def follow(
+        self, copies: Sequence[Callable[[int, Transport], Execution]]
+    ) -> Generator[None, None, list[dict[int, Outcome]]]:
+        """Do what `run` does, and yield whenever the execution reaches a milestone."""
         (rank,), (execution,) = self.ranks, copies
         self.calls.begin()
         situation, wait, trail = self.calls.situation, self.calls.lookout.wait, self.transport.trail
@@ -151,6 +158,9 @@ class DistributedRanks(Ranks):
         try:
             while True:
                 posted: Any = next(run)
+                if isinstance(posted, Milestone):
+                    yield
+                    continue
                 wait(posted)
                 if trail is not None and (overdue := trail.find_overdue()) is not None:
                     wait(overdue)
@@ -162,6 +172,22 @@ class DistributedRanks(Ranks):
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return rank `source`'s tensor on every rank."""
         return self._broadcast(self.results, tensor, spec, source)
+
+    def tell(self, data: Tensor | None, size: int, source: int) -> Callable[[], Tensor]:
+        """Send bytes from rank `source` to each other rank; return the function that waits for them."""
+        wait = self.calls.lookout.wait
+        line = Line(self.control.group, torch.device("cpu"), f"what comes of {self.calls.situation.call}", wait)
+        others = [place for rank, place in enumerate(self.places) if rank not in self.ranks]
+        found = torch.empty(size, dtype=torch.uint8) if data is None else data
+        posted = [line.post_receive(found, self.places[source])] if data is None else []
+        posted += [] if data is None else [line.post_send(data, place) for place in others]
+
+        def take() -> Tensor:
+            for one in posted:
+                wait(one)
+            return found
+
+        return take
 
     def wait(self, posted: Waitable) -> None:
         """Wait for it, in sight of the thread that looks out for other ranks."""

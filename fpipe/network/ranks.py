@@ -11,7 +11,7 @@ Runs when a pipeline is built and in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import RLock, current_thread
 from typing import Final, TypeAlias
@@ -23,8 +23,8 @@ from fpipe.errors import InputError, TransportError
 from fpipe.network.agreement import Field
 from fpipe.network.waiting import Waitable
 from fpipe.runtime.executor import Execution, Outcome
-from fpipe.runtime.local import LocalTransport, drive
-from fpipe.runtime.transport import Route, Transport
+from fpipe.runtime.local import LocalTransport, drive_stepwise
+from fpipe.runtime.transport import Route, Transport, exhaust
 from fpipe.tensors.spec import Spec
 
 Fields: TypeAlias = Callable[[], Sequence[Field]]
@@ -41,6 +41,7 @@ class Ranks:
     - `processes`: the numbers in the job of the processes that are the ranks; none if this process is all of them.
     - `places`: the numbers of the ranks' processes among all that agree, which may be those of a mesh around them.
     - `ranks_of`: the rank that each process of the job is, by its number there; empty if this process is all ranks.
+    - `stream`: what is in flight between two calls; `None` if nothing is.
     """
 
     def __init__(self, count: int) -> None:
@@ -48,6 +49,7 @@ class Ranks:
         self.processes: tuple[int, ...] = ()
         self.places: tuple[int, ...] = (0,)
         self.ranks_of: Mapping[int, int] = {}
+        self.stream: str | None = None
         self._is_closed = False
 
     @property
@@ -67,6 +69,7 @@ class Ranks:
         inside at a time.
         """
         require_unclosed(self, call)
+        require_at_rest(self, call)
         return wait_for_turn()
 
     def conclude(self) -> None:
@@ -90,19 +93,33 @@ class Ranks:
 
         The copies of the pipeline run together: they wait for each other's collectives.
         """
+        return exhaust(self.follow(copies))
+
+    def follow(
+        self, copies: Sequence[Callable[[int, Transport], Execution]]
+    ) -> Generator[None, None, list[dict[int, Outcome]]]:
+        """Do what `run` does, and yield whenever an execution of this process reaches a milestone."""
         transports = [LocalTransport() for _ in copies]
         executions = [
             execution(rank, transport)
             for execution, transport in zip(copies, transports, strict=True)
             for rank in self.ranks
         ]
-        outcomes, each = drive(executions), len(self.ranks)
+        outcomes, each = (yield from drive_stepwise(executions)), len(self.ranks)
         return [{r: outcomes[first + r] for r in self.ranks} for first in range(0, len(executions), each)]
 
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return rank `source`'s tensor on every rank; the others pass `None`."""
         assert tensor is not None, "the source rank is in this process"
         return tensor
+
+    def tell(self, data: Tensor | None, size: int, source: int) -> Callable[[], Tensor]:
+        """Send bytes from rank `source` to each other rank; return the function that waits for them and returns them.
+
+        The bytes are on the CPU. Unlike in a broadcast, no rank waits for a third.
+        """
+        assert data is not None, "the source rank is in this process"
+        return lambda: data
 
     def wait(self, posted: Waitable) -> None:
         """Wait for what other processes do; raise `BrokenWaitError` if one of them fails, dies or falls silent."""
@@ -157,6 +174,15 @@ def require_unclosed(ranks: Ranks, call: str) -> None:
 
 
 TURN: Final = RLock()  # one per process, like the state that it guards
+
+
+def require_at_rest(ranks: Ranks, call: str) -> None:
+    """Raise `InputError` if the pipeline of these ranks has microbatches in flight."""
+    if ranks.stream is not None:
+        raise InputError(
+            f"{call}: got a pipeline with {ranks.stream} in flight, expected one at rest. Finish it first: take all "
+            "its losses, or call finish()."
+        )
 
 
 @contextmanager

@@ -29,7 +29,7 @@ import torch
 from fpipe.network.ranks import Ranks
 from fpipe.runtime.contract import StageLike
 from fpipe.runtime.executor import ActionHandler, Execution, Inputs, LinkedProgram, Outcome
-from fpipe.runtime.transport import Handle, Payload, Transport, posted_action
+from fpipe.runtime.transport import Payload, Transport, posted_action
 from schedules import Action, Span
 from schedules.language.actions import wait_of
 
@@ -128,7 +128,7 @@ class RecordedExecution(Execution):
         super().__init__(rank, program, transport, inputs)
         self.watch = watch
 
-    def run(self) -> Generator[Handle, None, Outcome]:
+    def run(self) -> Generator[Any, None, Outcome]:
         """Interpret the program and time its waits: each lasts from yielding a handle until the driver resumes."""
         running = super().run()
         mark, lap, rank = self.watch.mark, self.watch.lap, self.rank

@@ -20,7 +20,8 @@ from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly
 from fpipe.tensors.arguments import describe_argument
 from fpipe.tensors.late import find_imported
-from schedules import KINDS, Schedule
+from schedules import KINDS, Schedule, SizeError
+from schedules.endless import lengthen
 
 REDUCTIONS: Final = ("mean", "sum")
 MOST_IN_STEP: Final = 2**16
@@ -114,7 +115,9 @@ def require_trained(assembly: Assembly, schedule: Schedule) -> None:
 
 
 def require_runnable(schedule: Schedule) -> None:
-    """Raise `InputError` for a schedule that can be checked and simulated, but not run yet."""
+    """Raise `InputError` for a schedule that can be checked and simulated, but not run."""
+    if updates_in_flight(schedule):
+        _require_one_update(schedule)
     repair = "It can be checked and simulated, but not run yet. To run, choose a synchronous one of whole microbatches."
     if schedule.slices > 1:
         raise InputError(
@@ -128,19 +131,45 @@ def require_runnable(schedule: Schedule) -> None:
         )
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):
-            if action.kind == "U":
-                raise InputError(
-                    f"schedule: got {action} on rank {rank}, expected no updates. To update stages within the step, "
-                    "pass the schedule without them and call fpipe.train_step, which adds them. An asynchronous "
-                    "schedule can be checked and simulated, but not run yet."
-                )
             if action.kind not in HANDLERS:
                 kinds = " ".join(kind for kind in HANDLERS if not KINDS[kind].mark and kind != "U")
                 raise InputError(f"schedule: got {action} on rank {rank}, expected actions of kinds {kinds}. {repair}")
 
 
+def _require_one_update(schedule: Schedule) -> None:
+    """Raise `InputError` unless a batch of this schedule is what one update applies, on every stage and every time."""
+    try:
+        twice = lengthen(schedule, 2)
+    except SizeError as error:
+        raise InputError(f"schedule: got {describe_argument(schedule)}, with updates in flight, and {error}") from error
+    ends = [schedule.microbatches - 1, 2 * schedule.microbatches - 1]
+    for rank in range(schedule.ranks):
+        found = sorted(action[1:3] for action in twice.actions(rank) if action.kind == "U")
+        if found != [(s, i) for s in sorted(schedule.placement.stages_on(rank)) for i in ends]:
+            updates = " ".join(f"{s}U{i}" for s, i in found[:4]) + (" ..." if len(found) > 4 else "")
+            raise InputError(
+                f"schedule: got {describe_argument(schedule)}, with updates {updates or 'none'} of two batches on rank "
+                f"{rank}, expected one of each stage after microbatches {ends[0]} and {ends[1]}: a batch is what one "
+                "update applies. Choose as many microbatches as come before an update, as in pipedream(ranks, "
+                "microbatches=1) or pipedream_2bw(ranks, microbatches=m, accumulate=m): batches follow each other "
+                "without a flush. To update at the end of a step, pass the schedule without updates, and "
+                "call fpipe.train_step."
+            )
+
+
+def updates_in_flight(schedule: Schedule) -> bool:
+    """Return whether the schedule itself updates weights."""
+    return any(action.kind == "U" for rank in range(schedule.ranks) for action in schedule.actions(rank))
+
+
 def require_backward(schedule: Schedule) -> None:
-    """Raise `InputError` for a schedule without a backward."""
+    """Raise `InputError` for a schedule without a backward, or with updates in flight."""
+    if updates_in_flight(schedule):
+        raise InputError(
+            f"schedule: got {describe_argument(schedule)}, which updates weights while microbatches are in flight, "
+            "expected one without updates. Call fpipe.train_stream(pipe, optimizer); or pass the schedule without "
+            "them, and call fpipe.train_step, which adds them at the end."
+        )
     if not schedule.backward:
         raise InputError(
             f"schedule: got {describe_argument(schedule)}, which has no backward, expected one that computes "

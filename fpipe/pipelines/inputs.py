@@ -41,26 +41,35 @@ def scatter(
     `params` are the plain tensors of that copy; `links` are its groups, if there are others. Raise `InputError` if
     anything is missing or wrong.
     """
-    require_apart(batch.memories, plan.modified_leaves)
     local, count = plan.local_stages, plan.microbatches
-    here = {cut: [cut.stages[stage.index] for stage in local] for cut in plan.cuts}
     try:
         weights = Weights(plan, params)
         own = {stage.index: tuple([buffers[name] for name in stage.buffers]) for stage in local}
     except KeyError:
         require_state_names([name for stage in local for name in (*stage.parameters, *stage.buffers)], params, buffers)
         raise
-    leaves = _take_share(plan, batch, {leaf for stages in here.values() for stage in stages for leaf in stage.batch})
-    feeds = {cut: {stage.index: feed(stage, leaves, buffers) for stage in stages} for cut, stages in here.items()}
-    rows = [feeds[cut] for cut in plan.assemblies]
+    rows, skips = feed_stages(plan, buffers, batch)
     return Inputs(
         params=[weights.by_cut[cut] for cut in plan.assemblies],
         buffers=[own] * count,
         batch=lambda stage, i: rows[i][stage](i),
         keys=make_keys(plan, seed),
-        skips=find_skips(batch, plan.rows_of(plan.copy)) if len(batch.known) in leaves else (),
+        skips=skips,
         group=None if links is None else weights.exchange(links),
     )
+
+
+def feed_stages(plan: StepPlan, buffers: State, batch: SplitBatch) -> tuple[list[Mapping[int, Feed]], Sequence[int]]:
+    """Return what enters this process's stages, per microbatch and stage, and the microbatches of weight 0.
+
+    These are empty where the loss isn't computed. Raise `InputError` if leaves that the model modifies share memory.
+    """
+    require_apart(batch.memories, plan.modified_leaves)
+    here = {cut: [cut.stages[stage.index] for stage in plan.local_stages] for cut in plan.cuts}
+    leaves = _take_share(plan, batch, {leaf for stages in here.values() for stage in stages for leaf in stage.batch})
+    feeds = {cut: {stage.index: feed(stage, leaves, buffers) for stage in stages} for cut, stages in here.items()}
+    skips = find_skips(batch, plan.rows_of(plan.copy)) if len(batch.known) in leaves else ()
+    return [feeds[cut] for cut in plan.assemblies], skips
 
 
 class Weights:

@@ -116,7 +116,7 @@ class Planner:
             schedule = self.copies.evaluate(schedule)
         for stage in assemblies[0].stages:
             _require_one_state(stage, schedule.placement.replicas(stage.index), self.copies)
-            _require_ascending(stage, schedule)
+            require_ascending(stage, schedule)
         first = len(assemblies[0].captured.aux) + variant.loss
         merge = _output_merge(assemblies, self.output_dims, first) if variant.outputs else None
         watch = self.captures.watch(variant, microbatches)
@@ -168,7 +168,7 @@ def _require_one_state(stage: ModelStage, ranks: Sequence[int], copies: Pipeline
         )
 
 
-def _require_ascending(stage: ModelStage, schedule: Schedule) -> None:
+def require_ascending(stage: ModelStage, schedule: Schedule) -> None:
     """Raise `CutError` if a stage modifies a buffer, but not in the order in which one device runs the microbatches."""
     modified = _list_modified(stage)
     if not modified:

@@ -21,11 +21,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from fpipe.runtime.contract import StageGroup, StageLike
 from fpipe.runtime.transport import Handle, Payload, Route, Transport
 from schedules.language.actions import Action, Message
+
+
+class Milestone(NamedTuple):
+    """Nothing to wait for: an execution that never ends yields it in place of a handle, so that others have a turn."""
+
+
+class ByStage(Protocol):
+    """Something that a microbatch has of each stage."""
+
+    def __getitem__(self, stage: int, /) -> Any:
+        """Return what it has of this stage."""
 
 
 class Inputs(NamedTuple):
@@ -42,10 +53,11 @@ class Inputs(NamedTuple):
     - `onto`: per rank and stage, the sum of gradients to add to, in memory that the step may write.
     - `group`: what executes collectives; `None` for a program without any.
     - `update`: `update(stage, microbatch, grads, shared)` returns the new version of the weights that a `U` completes,
-      and modifies none of its arguments; `grads` and `shared` are the rank's, as in `Outcome`.
+      and modifies none of its arguments; `grads` and `shared` are the rank's, as in `Outcome`. An update in flight also
+      takes the gradients that it applies out of `grads`, so that the next sum begins anew.
     """
 
-    params: Sequence[Mapping[int, Any]]
+    params: Sequence[ByStage]
     buffers: Sequence[Mapping[int, Any]]
     batch: Callable[[int, int], Payload]
     keys: Sequence[int]
@@ -54,7 +66,7 @@ class Inputs(NamedTuple):
     starts: Mapping[int, Payload] = MappingProxyType({})
     onto: Mapping[tuple[int, int], Any] = MappingProxyType({})
     group: StageGroup | None = None
-    update: Callable[[int, int, Mapping[int, Any], Mapping[tuple[int, int], Payload]], Any] | None = None
+    update: Callable[[int, int, dict[int, Any], Mapping[tuple[int, int], Payload]], Any] | None = None
 
 
 class Outcome(NamedTuple):
@@ -144,7 +156,7 @@ class Execution:
         self.kept: dict[int | Action, Payload] = {}
         self.posted: dict[int | Action, Handle] = {}
 
-    def run(self) -> Generator[Handle, None, Outcome]:
+    def run(self) -> Generator[Any, None, Outcome]:
         """Interpret the program: yield each handle that must be waited for, then return the outcome."""
         kept, posted = self.kept, self.posted
         channels = [self.transport.channel(source, target) for source, target in self.program.channels]

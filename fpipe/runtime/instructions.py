@@ -59,9 +59,8 @@ def link(
     reduction takes. Gradients of shared parameters are taken
     before the update that uses them; without updates, at the end, since no action on the rank waits for them.
     """
-    linker = _Linker(stages, placement, uneven, _Collectives(phases))
-    groups = [*_groups(actions)]
-    program = [one for pair in zip_longest(groups, groups[1:]) for one in linker.instructions(*pair)]
+    linker = Linker(stages, placement, uneven, PostedCollectives(phases))
+    program = linker.program(actions)
     arriving = (one for stage in linker.arriving for one in linker.arriving[stage])
     return LinkedProgram(tuple(stages), tuple(linker.channels), (*program, *linker.collectives.finish(), *arriving))
 
@@ -105,8 +104,8 @@ def channel(placement: Placement, message: Message) -> Route:
     return start, other
 
 
-class _Linker:
-    """The linker of one program: numbers messages and channels, and determines what each action takes, runs and posts.
+class Linker:
+    """The linker of one program, maybe in pieces: numbers its messages and channels, and what actions take and post.
 
     - `uneven`: the stages and specs of each microbatch whose shapes differ from the usual ones.
     - `partials`: per stage, gradients from its other replica, for its `G`.
@@ -118,14 +117,21 @@ class _Linker:
         stages: Mapping[int, StageLike],
         placement: Placement,
         uneven: Mapping[int, Mapping[int, StageLike]],
-        collectives: _Collectives,
+        collectives: PostedCollectives,
+        handlers: Mapping[str, ActionHandler] = HANDLERS,
     ) -> None:
         self.usual, self.placement, self.collectives = (stages, _specs(stages)), placement, collectives
+        self.handlers = handlers
         self.uneven = {i: (others, _specs(others)) for i, others in uneven.items()}
         self.numbers = defaultdict[Message, int](count().__next__)
         self.channels = defaultdict[Route, int](count().__next__)
         self.partials = defaultdict[int, list[int]](list)
         self.arriving = defaultdict[int, list[Instruction]](list)
+
+    def program(self, actions: Iterable[Action]) -> list[Instruction]:
+        """Return the instructions of these actions, without what is left to wait for after them."""
+        groups = [*_groups(actions)]
+        return [one for pair in zip_longest(groups, groups[1:]) for one in self.instructions(*pair)]
 
     def instructions(self, group: ActionGroup, following: ActionGroup | None) -> list[Instruction]:
         """Return a group's instruction; before a `U`, or the first of a fused pair, also those that wait for data."""
@@ -164,7 +170,7 @@ class _Linker:
             if other.kind == "RECV_G":
                 self._take_later(position, other)
         taken, made = self._match_messages(action)
-        stage, handler = self._stage(action), HANDLERS[action.kind] if _place(action) == COMPUTE else do_nothing
+        stage, handler = self._stage(action), self.handlers[action.kind] if _place(action) == COMPUTE else do_nothing
         return Instruction(at, action, stage, handler, tuple(receives), tuple(waits), tuple(taken), made, tuple(sends))
 
     def _stage(self, action: Action) -> StageLike:
@@ -214,7 +220,7 @@ def _precede(others: Sequence[Instruction], last: Instruction) -> list[Instructi
     return [early, *between, last._replace(receives=(), waits=())]
 
 
-class _Collectives:
+class PostedCollectives:
     """The collectives that the program has posted and not waited for yet.
 
     - `gathering`: per stage, the `UNSHARD` whose weights no action has read yet.

@@ -13,13 +13,13 @@ Runs when a pipeline is built and in every step, if all ranks are in this proces
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
 from fpipe.errors import DeadlockError, TransportError
-from fpipe.runtime.executor import Execution, Outcome
-from fpipe.runtime.transport import Payload, Route, posted_action
+from fpipe.runtime.executor import Execution, Milestone, Outcome
+from fpipe.runtime.transport import Payload, Route, exhaust, posted_action
 from schedules.language.actions import Message, receive_of
 
 
@@ -113,6 +113,11 @@ class LocalTransport:
 
 def drive(executions: Sequence[Execution]) -> list[Outcome]:
     """Step these executions in turn, each as far as it can go; raise `DeadlockError` if none can proceed."""
+    return exhaust(drive_stepwise(executions))
+
+
+def drive_stepwise(executions: Sequence[Execution]) -> Generator[None, None, list[Outcome]]:
+    """Do what `drive` does, and yield whenever one of them reaches a milestone."""
     runs = [execution.run() for execution in executions]
     waiting: dict[int, LocalHandle] = {}
     outcomes: dict[int, Outcome] = {}
@@ -128,6 +133,10 @@ def drive(executions: Sequence[Execution]) -> list[Outcome]:
             error.add_note(_place(executions[k]))
             raise
         else:
+            if isinstance(handle, Milestone):
+                ready.append(k)
+                yield
+                continue
             # The execution yields only handles that are not done, so whoever finishes this one calls `wake`.
             handle.wake, waiting[k] = partial(ready.append, k), handle
     if waiting:

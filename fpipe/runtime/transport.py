@@ -10,11 +10,13 @@ Runs in every step, in the transports that implement it.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Generator
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from schedules.language.actions import Action, Message, receive_of
 
 Payload: TypeAlias = tuple[Any, ...]
+Returned = TypeVar("Returned")
 Route: TypeAlias = tuple[int, int]
 """A channel's name: the sending rank and the receiving rank."""
 
@@ -57,3 +59,13 @@ class Transport(Protocol):
 def posted_action(end: str, message: Message) -> Action:
     """Return the action that posts one end, `SEND` or `RECV`, of a message; a collective is its own action."""
     return receive_of(message) if end == "RECV" else message
+
+
+def exhaust(run: Generator[object, None, Returned]) -> Returned:
+    """Step a generator to its end; return what it returns."""
+    while True:
+        try:
+            next(run)
+        except StopIteration as stop:
+            returned: Returned = stop.value
+            return returned

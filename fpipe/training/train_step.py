@@ -130,7 +130,7 @@ def train_step(
         with suspend_autocast(variant) as cast, pipe.ranks.enter_call("a training step"):
             old = Version(params, state)
             update = Updater(optimizer, old, options)
-            update.require_fit(pipe, limit)
+            update.require_fit(pipe, None if limit is None else f"a step whose norm exceeds max_norm={limit} is undone")
             given_now = describe_value(options)
             agreed = Field("update", digest([known, *given_now]), lambda: [*fixed, *given_now])
             call = CommonArguments(seed, total=total, onto=onto is not None, update=agreed)
@@ -210,8 +210,10 @@ class Updater(NamedTuple):
         rest = self({name: grad for name, grad in grads.items() if name not in within})
         return self.old.replaced(*versions, rest)
 
-    def require_fit(self, pipe: Pipeline, limit: float | None) -> None:
-        """Raise `InputError` unless the update takes this state and these options, and can be undone if need be.
+    def require_fit(self, pipe: Pipeline, kept: str | None) -> None:
+        """Raise `InputError` unless the update takes this state and these options, and leaves the old ones if need be.
+
+        `kept` says why they must be left as they are, if they must.
 
         It is tried on copies of the smallest trainable parameter, since an error within the step would come too late.
         """
@@ -223,10 +225,10 @@ class Updater(NamedTuple):
         name = min(trainable, key=lambda one: params[one].numel())
         p, slots = params[name].detach().clone(), copy.deepcopy(state[name])
         new, _ = self.optimizer.update({name: torch.zeros_like(p)}, {name: slots}, {name: p}, **self.options)
-        if limit is not None and new[name] is p:
+        if kept is not None and new[name] is p:
             raise InputError(
-                "optimizer: got one that updates in place, expected one that leaves what it is passed as it is: a step "
-                f"whose norm exceeds max_norm={limit} is undone. Leave out donate=True, or max_norm."
+                "optimizer: got one that updates in place, expected one that leaves what it is passed as it is: "
+                f"{kept}. Leave out donate=True."
             )
 
 

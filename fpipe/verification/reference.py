@@ -41,14 +41,14 @@ from fpipe.tensors.arguments import require_seed, require_tensors
 from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import unwrap_state, wrap_state
 from fpipe.weights.state import Form, require_recordable
-from schedules import KINDS
+from schedules import KINDS, Schedule
 
 Orders: TypeAlias = Sequence[Sequence[int]]
 
 
 def run_on_one_device(
     plan: StepPlan,
-    params: Mapping[str, Tensor],
+    params: Sequence[Mapping[str, Tensor]],
     buffers: Mapping[str, Tensor],
     batch: Mapping[int, Sequence[Tensor]],
     keys: Sequence[int],
@@ -56,21 +56,27 @@ def run_on_one_device(
     onto: Mapping[str, Tensor] = MappingProxyType({}),
     first: Mapping[str, Tensor] = MappingProxyType({}),
     start: Tensors = (),
+    orders: Mapping[str, list[Orders]] | None = None,
 ) -> tuple[dict[int, Tensors], Tensors, dict[str, Tensor]]:
     """Run all microbatches in sequence; return the results of each, the final buffers, and gradients by name.
 
-    `batch` has the microbatches of each leaf; `skips` has those without a backward. `onto` has the sums of gradients to
-    go on from, `start` the cotangent of the loss, if it is not 1. Other sums begin with `first`, which gives them their
+    `params` has the parameters of each microbatch: the same, but for schedules that update weights in flight. `batch`
+    has the microbatches of each leaf; `skips` has those without a backward. `onto` has the sums of gradients to
+    go on from, `start` the cotangent of the loss, if it is not 1, `orders` the order of each sum, if it is not the
+    plan's. Other sums begin with `first`, which gives them their
     dtype, where it has something.
     """
     whole = plan.assembly.whole
-    leaves, state = whole.leaves(params), tuple(buffers[name] for name in whole.buffers)
-    stated = {name: iter(by_stage) for name, by_stage in find_orders(plan).items()}
+    state, last = tuple(buffers[name] for name in whole.buffers), params[0]
+    leaves = whole.leaves(last)
+    stated = {name: iter(by_stage) for name, by_stage in (orders or find_orders(plan)).items()}
     alone = plan.copies.count == 1
     earlier = dict(onto) if alone else {}
     sums = [CopySum(plan, next(stated[name]), earlier.pop(name, None), first.get(name)) for name in whole.grads]
     results = {}
     for i, cut in enumerate(plan.assemblies):
+        if params[i] is not last:
+            last, leaves = params[i], whole.leaves(params[i])
         inputs = tuple(batch[leaf][i] for leaf in cut.whole.batch)
         results[i], state, residuals = cut.whole.forward(leaves, state, inputs, keys[i])
         nothing = (None,) * len(whole.grads)
@@ -140,18 +146,23 @@ def _add(total: Tensor | None, term: Tensor | None) -> Tensor | None:
     return total + term if total is not None and term is not None else term if total is None else total
 
 
-def find_orders(plan: StepPlan) -> dict[str, list[Orders]]:
+def find_orders(plan: StepPlan, schedule: Schedule | None = None, batch: int = 0) -> dict[str, list[Orders]]:
     """Return the order in which microbatches are added to each gradient.
 
     Per parameter, for each stage that computes a gradient of it, and each replica of that stage: the microbatches of a
-    copy in order.
+    copy in order. If the plan is for one `batch` of many, `schedule` is that of all.
     """
-    schedule = plan.program.schedule
+    schedule = schedule or plan.program.schedule
+    first, count = batch * plan.microbatches, plan.microbatches
     rows = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
     found = defaultdict[str, list[Orders]](list)
     for stage in plan.assembly.stages:
         order = [
-            [a.microbatch for a in rows[rank] if a.stage == stage.index and KINDS[a.kind].after == "done"]
+            [
+                a.microbatch - first
+                for a in rows[rank]
+                if a.stage == stage.index and KINDS[a.kind].after == "done" and 0 <= a.microbatch - first < count
+            ]
             for rank in schedule.placement.replicas(stage.index)
         ]
         for name in stage.grads:
@@ -198,7 +209,10 @@ def make_reference_step(pipe: Pipeline, variant: Variant, aux: Aux = NO_AUX) -> 
             first = dict(zip(whole.grads, map(negative_zeros, whole.totals), strict=True)) if begins else {}
             keys, start = make_keys(plan, seed), start_backward([whole], scale).get(0, ())
             with wait_for_turn(), random.preserve_generators(plan.generators):
-                results, state, made = run_on_one_device(plan, params, buffers, parts, keys, skips, sums, first, start)
+                whole_params = [params] * len(plan.assemblies)
+                results, state, made = run_on_one_device(
+                    plan, whole_params, buffers, parts, keys, skips, sums, first, start
+                )
         new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
         optional, alone = find_optional(plan, begins or bool(sums)), plan.copies.count == 1
         grads = join_sums(sums, made, optional) if alone else add_reduced(sums, join_sums({}, made, optional))

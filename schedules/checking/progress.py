@@ -7,7 +7,7 @@ in order: it holds what is in flight, and how many have finished.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 from schedules.errors import ScheduleError
@@ -72,6 +72,10 @@ class Work:
     def microbatch(self, unit: int) -> int:
         """Return the microbatch of a unit."""
         return self.first + unit // self.slices * self.stride
+
+    def own(self) -> Iterator[int]:
+        """Yield the microbatch of each unit on this rank."""
+        return map(self.microbatch, range(self.count))
 
     @property
     def last(self) -> int:

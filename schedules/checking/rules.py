@@ -177,6 +177,30 @@ def count_versions(schedule: Schedule, rank: int) -> dict[int, int]:
     return {stage: work.kept for stage, work in book.work.items()}
 
 
+def list_versions(schedule: Schedule) -> dict[tuple[int, int], int]:
+    """Return the weight version that each microbatch uses of each stage, by stage and microbatch.
+
+    A version is the number of updates that made it: what the schedule declares, else the newest at the forward. So a
+    loop on one device can have the same delays.
+
+    >>> from schedules import pipedream, pipedream_2bw
+    >>> [list_versions(pipedream(ranks=3, microbatches=5))[0, i] for i in range(5)]
+    [0, 0, 0, 1, 2]
+    >>> [list_versions(pipedream_2bw(ranks=3, microbatches=12, accumulate=3))[0, i] for i in range(12)]
+    [0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    """
+    require_types(list_versions, locals())
+    found: dict[tuple[int, int], int] = {}
+    for rank in range(schedule.ranks):
+        made = dict.fromkeys(schedule.placement.stages_on(rank), 0)
+        for kind, s, i, _, _ in schedule.actions(rank):
+            if kind == "U":
+                made[s] += 1
+            elif KINDS[kind].crosses == "F":
+                found.setdefault((s, i), made[s] if schedule.version is None else schedule.version(i))
+    return found
+
+
 RULES: tuple[ActionRule, ...] = (
     require_forward_before_backward,
     require_complete,

@@ -9,10 +9,11 @@ Idea. As in `schedules.checking.rules`, a rule passes on one rank's actions and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from schedules.checking.progress import Progress, violation
-from schedules.language.actions import Action
+from schedules.language.actions import KINDS, Action
 from schedules.language.schedule import Actions
 
 
@@ -25,12 +26,18 @@ def require_updated(progress: Progress, actions: Actions) -> Actions:
     A gradient that was reduced is one sum, too: no update can apply a part of it.
     A microbatch's backward uses the weight version its forward began with, so that version is kept (PipeDream's weight
     stashing, SOSP 2019, section 3.3), but no more versions than the schedule's limit. All slices of a microbatch use
-    one version, so no update may come between them.
+    one version, so no update may come between them. A version that the schedule declares for a microbatch must have
+    been made before its forward, and is kept until the last microbatch that uses it is finished.
     """
-    position = -1
+    rule, position = progress.schedule.version, -1
+    stashes = {} if rule is None else {stage: Stash(map(rule, work.own())) for stage, work in progress.work.items()}
     for position, action in enumerate(actions):
         if action.kind == "U":
-            _record_update(progress, position, action)
+            _record_update(progress, position, action, stashes.get(action.stage))
+        elif rule is not None and (word := KINDS[action.kind]).after:
+            _use_version(progress, position, action, rule(action.microbatch), stashes[action.stage])
+            if word.after == "done":
+                stashes[action.stage].finish(rule(action.microbatch))
         yield action
     for stage, work in progress.work.items():
         if work.versions and work.applied < progress.schedule.microbatches - work.stride:
@@ -39,7 +46,38 @@ def require_updated(progress: Progress, actions: Actions) -> Actions:
             raise violation("updated", progress, position + 1, None, problem, f"Add it to rank {progress.rank}.")
 
 
-def _record_update(progress: Progress, position: int, action: Action) -> None:
+class Stash:
+    """The versions of a stage's weights that a rank keeps if the schedule declares them.
+
+    - `needed`: how many unfinished units use each version; `old`: the versions before the newest that some still use.
+    """
+
+    def __init__(self, versions: Iterable[int]) -> None:
+        self.needed, self.old, self.newest = Counter(versions), set[int](), 0
+
+    def update(self) -> int:
+        """Record a new version; return how many are kept."""
+        if self.needed[self.newest]:
+            self.old.add(self.newest)
+        self.newest += 1
+        return len(self.old) + 1
+
+    def finish(self, version: int) -> None:
+        """Record that a unit is finished that used a version."""
+        self.needed[version] -= 1
+        if not self.needed[version]:
+            self.old.discard(version)
+
+
+def _use_version(progress: Progress, position: int, action: Action, version: int, stash: Stash) -> None:
+    """Raise `ScheduleError` if a microbatch begins with a version of the weights that has not been made."""
+    if not 0 <= version <= stash.newest:
+        problem = f"uses version {version} of the weights, and the rank has made versions 0 to {stash.newest}"
+        repair = "Put it after the update that makes this version, or declare an older one."
+        raise violation("updated", progress, position, action, problem, repair)
+
+
+def _record_update(progress: Progress, position: int, action: Action, stash: Stash | None) -> None:
     """Record an update: microbatches in flight keep the version they began with. Raise if it breaks a rule."""
     work, i = progress.work[action.stage], action.microbatch
     if not progress.schedule.backward:
@@ -58,9 +96,11 @@ def _record_update(progress: Progress, position: int, action: Action) -> None:
         summing = Action("G", action.stage, work.microbatch(work.count - 1))
         raise violation("updated", progress, position, action, problem, f"Put it after {summing}.")
     _require_consistent(progress, position, action)
-    began = {unit: work.began.get(unit, work.versions) for unit in work.lives}
-    work.began, work.versions, work.applied = began, work.versions + 1, i
-    kept, limit = len({work.versions, *began.values()}), progress.schedule.versions(progress.rank)
+    work.versions, work.applied = work.versions + 1, i
+    if stash is None:
+        work.began = {unit: work.began.get(unit, work.versions - 1) for unit in work.lives}
+    kept = len({work.versions, *work.began.values()}) if stash is None else stash.update()
+    limit = progress.schedule.versions(progress.rank)
     work.kept = max(work.kept, kept)
     if kept > limit:
         problem = f"would make {kept} versions of the weights to keep, more than the limit of {limit:g}"

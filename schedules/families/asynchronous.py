@@ -52,13 +52,14 @@ def _require_two_versions(ranks: int, microbatches: int, accumulate: int) -> Non
         versions=lambda rank, ranks, microbatches, accumulate: 2,
     ),
     requires=_require_two_versions,
+    version=lambda microbatch, accumulate, **sizes: max(microbatch // accumulate - 1, 0),
 )
 def pipedream_2bw(rank: int, ranks: int, microbatches: int, accumulate: int = 8) -> Iterator[Action]:
     """PipeDream-2BW: 1F1B that updates after every `accumulate` microbatches (arXiv 2006.09503, section 3.1).
 
-    Idle time and peak memory are those of `pipedream`, except for the weights: every microbatch in flight at an update
-    started with the version just before it, so two versions are enough. The last update uses the remaining gradients.
-    `accumulate` must be at least `P`.
+    Idle time and peak memory are those of `pipedream`, except for the weights: microbatch k uses version
+    `max(k // accumulate - 1, 0)` on every rank, also where a newer one is there, so two versions are enough and all
+    gradients are one update old. The last update uses the remaining gradients. `accumulate` must be at least `P`.
 
     >>> print(pipedream_2bw(ranks=2, microbatches=4, accumulate=2))
     rank 0 |F0 F1 .  .  B0    F2 B1   uF3 B2    .  B3   u|

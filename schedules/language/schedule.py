@@ -15,7 +15,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import singledispatch, update_wrapper
+from functools import partial, singledispatch, update_wrapper
 from math import inf
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec
 
@@ -27,6 +27,7 @@ from schedules.language.placement import Placement, Placer, linear
 
 Arguments = ParamSpec("Arguments")
 Actions = Iterator[Action]
+VersionRule = Callable[[int], int]
 SIZES = ("ranks", "microbatches", "chunks", "slices")
 
 
@@ -57,7 +58,9 @@ class Schedule:
     """A schedule: for each rank, a generator of its compute actions in order.
 
     Two schedules are equal if the same factory made them from the same arguments. `repr` is that call; `str` draws the
-    timeline. `graph` is the stage graph the schedule targets, by default the chain (`schedules.connect`).
+    timeline. `graph` is the stage graph the schedule targets, by default the chain (`schedules.connect`). `version(i)`
+    is the weight version that microbatch `i` uses on every rank: the number of updates before it. Without one, a rank
+    uses its newest.
 
     >>> from schedules import one_f_one_b
     >>> s = one_f_one_b(ranks=2, microbatches=2)
@@ -73,6 +76,7 @@ class Schedule:
     slices: int = field(compare=False, default=1)
     backward: bool = field(compare=False, default=True)
     graph: Graph | None = field(compare=False, default=None)
+    version: VersionRule | None = field(compare=False, default=None)
     limits: Limits = field(compare=False, default=UNLIMITED)
 
     @property
@@ -170,6 +174,7 @@ class Shape(NamedTuple):
     slices: int = 1
     backward: bool = True
     graph: Graph | None = None
+    version: VersionRule | None = None
 
 
 class Factory(Generic[Arguments]):
@@ -224,6 +229,7 @@ def schedule(
     limits: Limits = UNLIMITED,
     requires: Callable[..., None] | None = None,
     backward: bool = True,
+    version: Callable[..., int] | None = None,
 ) -> Callable[[Callable[Concatenate[int, Arguments], Actions]], Factory[Arguments]]:
     """Turn a generator function `(rank, ranks, microbatches, ...)` into a factory of schedules.
 
@@ -232,6 +238,8 @@ def schedule(
     - `limits` declares the schedule's memory and version limits.
     - `requires` is called with the arguments and raises `SizeError` for sizes the schedule does not support.
     - `backward` is false for a schedule without backwards, for inference.
+    - `version(microbatch, ...)`, given the arguments too, returns the weight version that the microbatch uses, on every
+      rank: the number of updates that made it. Without one, each rank uses the newest that it has at the forward.
 
     If the function takes `slices`, every microbatch is cut into that many. Any other parameters must be hashable. The
     factory raises `SizeError` for sizes that are not positive integers.
@@ -270,7 +278,8 @@ def schedule(
                     "such as linear or looped."
                 )
             _require_positive(generator.__name__, "microbatches", sizes["microbatches"], len(placed.routes))
-            return Shape(sizes["ranks"], sizes["microbatches"], placed, sizes.get("slices", 1), backward)
+            rule = None if version is None else partial(version, **arguments)
+            return Shape(sizes["ranks"], sizes["microbatches"], placed, sizes.get("slices", 1), backward, version=rule)
 
         return Factory(generator, without_rank(generator, "ranks", "microbatches"), shape, limits)
 

@@ -14,12 +14,15 @@ from schedules.language.schedule import Arguments, Factory, Schedule, Shape, wit
 
 
 def _shape(arguments: dict[str, Any]) -> Shape:
-    _, placement, microbatches, slices, backward, graph = arguments.values()
-    rows = arguments["rows"]
+    rows, placement, microbatches, slices, backward, graph, versions = arguments.values()
     if not isinstance(rows, tuple) or len(rows) != placement.ranks:
         expected = f"a tuple of {placement.ranks} rows: one for each rank of the placement"
         raise SizeError.of("from_rows", "rows", rows, expected, "Pass the actions of every rank.")
-    return Shape(placement.ranks, microbatches, placement, slices, backward, graph)
+    if versions is not None and (not isinstance(versions, tuple) or len(versions) != microbatches):
+        expected = f"a tuple of {microbatches} numbers: one for each microbatch"
+        raise SizeError.of("from_rows", "versions", versions, expected, "Pass the weight version of every microbatch.")
+    version = None if versions is None else versions.__getitem__
+    return Shape(placement.ranks, microbatches, placement, slices, backward, graph, version)
 
 
 def _make_factory(generator: Callable[Concatenate[int, Arguments], Iterator[Action]]) -> Factory[Arguments]:
@@ -35,8 +38,12 @@ def from_rows(
     slices: int = 1,
     backward: bool = True,
     graph: Graph | None = None,
+    versions: tuple[int, ...] | None = None,
 ) -> Iterator[Action]:
     """Schedule these rows of actions, one row per rank. Raise `SizeError` for any other number of rows.
+
+    `versions` has the weight version that each microbatch uses, if the schedule updates in flight and not every rank is
+    to take its newest.
 
     `check` says whether the schedule is correct.
 
@@ -49,7 +56,7 @@ def from_rows(
 
 
 def edit(schedule: Schedule, rows: Iterable[Iterable[Action]]) -> Schedule:
-    """Return a schedule of the same sizes, placement and graph that has these rows of actions.
+    """Return a schedule of the same sizes, placement, graph and weight versions that has these rows of actions.
 
     >>> from schedules import gpipe
     >>> s = gpipe(ranks=2, microbatches=1)
@@ -57,4 +64,6 @@ def edit(schedule: Schedule, rows: Iterable[Iterable[Action]]) -> Schedule:
     True
     """
     shape = schedule.placement, schedule.microbatches, schedule.slices, schedule.backward, schedule.graph
-    return from_rows(tuple(map(tuple, rows)), *shape)
+    version = schedule.version
+    versions = None if version is None else tuple(map(version, range(schedule.microbatches)))
+    return from_rows(tuple(map(tuple, rows)), *shape, versions)

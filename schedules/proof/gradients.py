@@ -115,8 +115,13 @@ class Sums:
         return allowed
 
     def begin(self, s: int, rank: int, i: int) -> bool:
-        """Record the weight version a microbatch goes forward with; return false if an earlier slice used another."""
-        return self.versions.setdefault(((s, rank), i), self.updates[s, rank]) == self.updates[s, rank]
+        """Record the weight version a microbatch goes forward with: the one that is declared, else the newest.
+
+        Return false if that has not been made yet, or if an earlier slice used another.
+        """
+        newest, rule = self.updates[s, rank], self.schedule.version
+        version = newest if rule is None else rule(i)
+        return 0 <= version <= newest and self.versions.setdefault(((s, rank), i), version) == version
 
     def gradients(self) -> Formulas:
         """Return the terms of every stage, replica by replica."""

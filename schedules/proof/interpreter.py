@@ -162,8 +162,8 @@ class Interpreter:
         inputs = yield from self.store.take(rank, *self._parcels_for(action))
         self.weights.read(rank, s)
         if not self.sums.begin(s, rank, i):
-            repair = "Update weights before the first slice of a microbatch, or after its last."
-            raise self.store.error(rank, "uses other weights than an earlier slice", repair)
+            repair = "Update weights before the first slice of a microbatch or after its last; first make what it uses."
+            raise self.store.error(rank, "uses other weights than an earlier slice, or some not made yet", repair)
         output = formula("F", s, (i, part or 0), *inputs)
         self.outputs[s].append(output)
         kept = [Parcel("inputs" if kind == "C" else "residuals", s, s, i, part)] * self.schedule.backward

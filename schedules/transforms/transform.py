@@ -8,7 +8,7 @@ Idea. A transform is a generator function like a schedule's, but takes a schedul
 ordinary `Schedule` whose factory is the transform and whose argument is the original schedule: it prints as the calls
 that made it, compares, pickles, and can be transformed again. Actions are generated only on demand.
 
-Invariant: ranks, microbatches, slices, placement and stage graph are those of the original schedule.
+Invariant: ranks, microbatches, slices, placement, stage graph and weight versions are those of the original schedule.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def transform(
             if requires is not None:
                 requires(**arguments)
             sizes = schedule.ranks, schedule.microbatches, schedule.placement, schedule.slices
-            return Shape(*sizes, backward and schedule.backward, schedule.graph)
+            return Shape(*sizes, backward and schedule.backward, schedule.graph, schedule.version)
 
         return Factory(generator, without_rank(generator, "schedule"), shape, limits)
 

@@ -308,7 +308,17 @@ def test_an_invented_schedule_runs_on_three_ranks():
     assert re.search(r"^[1-9]\d* tensors are those of one device, [1-9]\d* those of the module", out, re.MULTILINE)
 
 
-def test_every_example_but_the_demo_fits_on_a_page():
+def test_every_example_but_the_demo_and_the_experiment_fits_on_a_page():
     long = {path.name for path in FOLDER.glob("*.py") if len(path.read_text().splitlines()) >= 100}
-    assert long == {"train_gpt.py"}
-    assert {path.stem for path in FOLDER.glob("*.py")} == {*TINY, "train_gpt", "resume"}
+    assert long == {"train_gpt.py", "late_weights.py"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*TINY, "train_gpt", "resume", "late_weights"}
+
+
+def test_late_weights_are_those_of_a_loop_with_the_same_delays(capsys):
+    with load_example("late_weights") as late_weights:
+        chosen = [run for run in late_weights.RUNS if run.schedule.ranks < 8]
+        curves = late_weights.main(6, 1, tuple(chosen))
+    out = capsys.readouterr().out
+    assert "PipeDream, P = 2 has the losses of a loop with the same delays: True" in out
+    assert len({*map(tuple, curves.values())}) == len(chosen)
+    assert all(len(losses) == 6 for losses in curves.values())

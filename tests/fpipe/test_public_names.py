@@ -17,11 +17,14 @@ PLACES = {
     "fpipe": """
 CaptureError Cause Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph
 Executed ModelRecord ModelStages NonFinite Optimizer Part Pipeline PipelineError Pipelined Plan Profile RankError
-Roofline ScheduleError Sharded SizeError Stage Stages StaticDecoder Step TransportError Verification
+Roofline ScheduleError Sharded SizeError Stage Stages StaticDecoder Step Stream StreamResult TransportError Verification
 VocabularyError capture connect_stages cut execute processes stage __version__ all_finite as_tree begin_save by_name
 catch_signals
-choose_likeliest clip clip_value costs evaluate export find_nonfinite generate is_checkpoint load masters norm
-optimizer pipeline plan predict profile reference require_same safetensors sample save stream timeline train_step
+choose_likeliest clip clip_value costs delays error_feedback evaluate export find_nonfinite generate is_checkpoint
+load masters norm
+optimizer pipeline pipemare plan predict predict_weights profile reference reference_stream require_same safetensors
+sample save stream timeline
+train_step train_stream
 value_and_grad verify
 """,
     "fpipe.errors": """
@@ -45,7 +48,7 @@ VocabularyError W
 alternate bidirectional
 bound breadth_first chain check chimera connect cp_sat critical_path dag defer_weights drawing dualpipe dualpipe_v
 eager_1f1b estimate forward_only forwards from_rows gis gpipe group_passes
-hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear looped lower
+hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear list_versions looped lower
 memory_over_time merge_backward merge_in_order mirror one_f_one_b overlap parse pipedream
 pipedream_2bw play prefer recompute schedule
 search seq_1f1b
@@ -90,6 +93,12 @@ SIGNATURES = {
     "predict": "pipe",
     "stream": "pipe take",
     "reference": "pipe outputs=False sums=None aux=True",
+    "reference_stream": "pipe optimizer look_ahead=None",
+    "train_stream": "pipe optimizer look_ahead=None",
+    "delays": "pipe",
+    "error_feedback": "optimizer strength=1.0",
+    "predict_weights": "delays",
+    "pipemare": "optimizer delays lr steps",
     "choose_likeliest": "logits generator",
     "sample": "temperature=1.0 top=None",
     "save": "pipe path *params *buffers=None *state=None *step=0 *data=None",

@@ -32,10 +32,9 @@ from tests.common.comparison import Result, assert_same
 from tests.common.loops import eval_loop, loop_as_stated
 from tests.common.sizes import few
 
-NOT_YET = (pipedream, pipedream_2bw, seq_1f1b)
-SYNCHRONOUS = [
-    made for made in vars(families).values() if isinstance(made, Factory) and made not in (*NOT_YET, forward_only)
-]
+IN_FLIGHT = (pipedream, pipedream_2bw)
+OTHERS = (*IN_FLIGHT, seq_1f1b, forward_only)
+SYNCHRONOUS = [made for made in vars(families).values() if isinstance(made, Factory) and made not in OTHERS]
 TRANSFORMS = [split_backward, merge_backward, recompute, mirror, overlap]
 
 
@@ -116,12 +115,17 @@ def test_a_schedule_without_backward_evaluates_only():
             use(pipe)
 
 
-@pytest.mark.parametrize("made", NOT_YET)
-def test_schedules_that_fpipe_does_not_run_yet_are_refused(made):
+@pytest.mark.parametrize("made", IN_FLIGHT)
+def test_a_batch_of_a_schedule_that_updates_in_flight_is_what_an_update_applies(made):
     with pytest.raises(
-        fpipe.InputError, match=r"expected (actions of kinds F .*|whole microbatches|no updates).*be checked"
+        fpipe.InputError, match=r"expected one of each stage after microbatches 3 and 7.*pipedream_2bw\("
     ):
         build(made(ranks=2, microbatches=4))
+
+
+def test_a_sliced_schedule_is_refused():
+    with pytest.raises(fpipe.InputError, match=r"expected whole microbatches.*be checked"):
+        build(seq_1f1b(ranks=2, microbatches=4))
 
 
 def test_collectives_are_refused_without_copies():

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Send the loss of every batch of a stream from the rank that computes it to all others, which get it much later.
+
+Problem. Ranks of a stream are at different batches at the same time. In a broadcast, ranks pass on what they get, so
+one would wait for another that comes to this batch later. And a rank whose batches end before those of others would
+leave them waiting for messages.
+
+Idea. The rank sends the loss to each other one, goes on, and waits for what it sent some batches ago, which all have
+long taken. With each loss travels how many batches it has, which the others compare with their own. All of it is on the
+CPU, so the host of the rank that computes the loss waits for its device once per batch.
+
+Runs in every window of a stream, if ranks are separate processes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fpipe.errors import InputError
+from fpipe.network.ranks import Ranks
+from fpipe.tensors.spec import Spec
+
+COUNT_BYTES = torch.iinfo(torch.int64).bits // 8
+
+
+class LossRelay:
+    """The losses of one stream.
+
+    - `home`: the rank that computes them; `spec`: what one is like. `depth`: how many batches it is ahead at most.
+    - `posted`: functions that wait for what was sent last.
+    """
+
+    def __init__(self, ranks: Ranks, spec: Spec, home: int, depth: int) -> None:
+        self.ranks, self.spec, self.home, self.depth = ranks, replace(spec, device=torch.device("cpu")), home, depth
+        self.posted = deque[Callable[[], Tensor]]()
+
+    def send(self, loss: Tensor, count: int, total: int | None) -> None:
+        """Send a loss; this rank has had `count` batches, of `total` if it knows."""
+        number = torch.tensor([-count if total is None else total])
+        data = torch.cat([self.spec.pack(loss.cpu()).flatten(), number.view(torch.uint8)])
+        self.posted.append(self.ranks.tell(data, len(data), self.home))
+        while len(self.posted) > self.depth:
+            self.posted.popleft()()
+
+    def receive(self, count: int, total: int | None, device: torch.device) -> Tensor:
+        """Return the next loss; raise `InputError` if there are other batches there than here."""
+        size = self.spec.buffer().numel()
+        data = self.ranks.tell(None, size + COUNT_BYTES, self.home)()
+        found = int(data[size:].clone().view(torch.int64))
+        theirs, other = (-found, None) if found < 0 else (found, found)
+        if theirs > (total or theirs) or count > (other or count):
+            raise InputError(
+                f"batches: got {count if total is None else total} on this rank, and "
+                f"{theirs}{' or more' if other is None else ''} on rank {self.home}, expected as many on every rank. "
+                "Pass the same number of batches everywhere."
+            )
+        return self.spec.unpack(data[:size].clone()).to(device)
+
+    def finish(self) -> None:
+        """Wait until all ranks have what was sent."""
+        while self.posted:
+            self.posted.popleft()()

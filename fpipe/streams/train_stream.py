@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train on a stream of batches without a flush between them: asynchronous schedules.
+
+Idea. A step drains the pipeline, so that all microbatches see the same weights. A stream does not: batches follow each
+other, each stage updates as soon as a batch's gradient is complete, and microbatches in flight go on with the weights
+they began with (PipeDream, SOSP 2019; PipeDream-2BW, arXiv 2006.09503). Gradients are late by as many updates as the
+schedule says, and `fpipe.reference_stream` is late by as many on one device.
+
+Invariant: losses, parameters, buffers and optimizer state are, bit for bit, those of `fpipe.reference_stream`.
+
+Runs when `train_stream` is called; the function that it returns runs once per stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fpipe.errors import InputError
+from fpipe.network.agreement import Field
+from fpipe.network.fingerprint import describe_value
+from fpipe.pipelines.argument_checks import updates_in_flight
+from fpipe.pipelines.batch import SplitBatch
+from fpipe.pipelines.earlier_sums import find_optional
+from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, agree_on_plan, agree_to_step, call_together
+from fpipe.pipelines.inputs import State, feed_stages, make_keys
+from fpipe.pipelines.modes import suspend_autocast
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.planner import require_ascending
+from fpipe.pipelines.results import merge_results
+from fpipe.pipelines.step import hold_for_backward, training_variant
+from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.variant import Variant
+from fpipe.runtime.transport import Transport
+from fpipe.streams.batches import BatchQueue, BegunBatch
+from fpipe.streams.corrections import LookAhead
+from fpipe.streams.execution import EndlessExecution
+from fpipe.streams.lanes import Lane, Ring
+from fpipe.streams.relay import LossRelay
+from fpipe.streams.updates import OptionsOf, StageUpdates
+from fpipe.streams.versions import Versions
+from fpipe.tensors import random
+from fpipe.tensors.arguments import describe_argument, require_seed
+from fpipe.tensors.placed import require_plain
+from fpipe.training.optimizers import Optimizer, OptimizerState
+from fpipe.training.train_step import Updater, Version
+from schedules.endless import EndlessProgram, lengthen
+
+
+class StreamResult(NamedTuple):
+    """The end of a stream: the newest parameters, the buffers, and the optimizer's state, of this process."""
+
+    params: State
+    buffers: State
+    state: OptimizerState
+
+
+class Stream:
+    """The losses of a stream, one per batch, on every rank; computed as they are taken.
+
+    After the last one, `end` has the parameters, buffers and state.
+    """
+
+    def __init__(self, losses: Generator[Tensor, None, StreamResult], stop: Callable[[], None]) -> None:
+        self._losses, self._stop = losses, stop
+        self._end: StreamResult | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Return the stream."""
+        return self
+
+    def __next__(self) -> Tensor:
+        """Return the loss of the next batch, once its updates are made or, for some stages, about to be."""
+        try:
+            return next(self._losses)
+        except StopIteration as stop:
+            self._end = self._end or stop.value
+            raise
+
+    @property
+    def end(self) -> StreamResult:
+        """The parameters, buffers and state after the last update; raise `InputError` before it."""
+        if self._end is None:
+            raise InputError(
+                "stream.end: got a stream with microbatches in flight, expected one that has ended. Take all its "
+                "losses, or call finish()."
+            )
+        return self._end
+
+    def close(self) -> None:
+        """Leave the stream; what is in flight is lost. If ranks are processes, the pipeline is broken then."""
+        self._losses.close()
+
+    def finish(self) -> StreamResult:
+        """Take no more batches than are needed, drain the pipeline, and return the parameters, buffers and state.
+
+        Call it on every rank, after the same loss. The batches in flight are finished, and as many more are taken as it
+        needs for all ranks to end with the same one.
+        """
+        self._stop()
+        for _ in self:
+            pass
+        return self.end
+
+
+def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | None = None) -> Callable[..., Stream]:
+    """Return the function that trains on a stream of batches under a schedule that updates weights in flight.
+
+    It takes parameters, buffers and the optimizer's state; an iterable of batches, each a pair of inputs and targets
+    like the example; and by name:
+
+    - `seed`: for models that draw random numbers; batch t gets `seed + t`.
+    - `options`: returns the options of update number t, such as `lambda t: {"lr": 0.1 / (t + 1)}`.
+
+    It returns a `Stream`: iterate over it to get the loss of each batch, on every rank; afterwards, `stream.end` has
+    the parameters, buffers and state. To stop early, call `stream.finish()` on every rank, after the same loss.
+
+    A batch is what one update applies: `pipedream(ranks, microbatches=1)` updates by each microbatch,
+    `pipedream_2bw(ranks, m, accumulate=m)` by m of them. The schedule says which version of the weights each microbatch
+    uses; as many versions are kept in memory. Each stage's share of the optimizer's state exists once.
+
+    `look_ahead(new, old)` returns the weights that forwards use after an update, given those after and before it, as
+    `fpipe.predict_weights` does. By default forwards use the weights themselves.
+
+    The optimizer's update must depend on each parameter's own gradient and state only, and update nothing in place.
+    Norms of all gradients do not exist at any one time, so there is no clipping by norm.
+
+    Under torch.distributed every rank must call this, and then the function, with as many batches, and take the losses
+    in step. All batches must be like the example. Until the stream has ended, the pipeline's other functions raise.
+    Raise `InputError` for a schedule without updates, for a mesh, for parameters that stages share, and for what
+    `value_and_grad` refuses.
+
+    >>> import torch, fpipe
+    >>> from schedules import pipedream
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    >>> x, y = torch.ones(4, 2), torch.ones(4, 1)
+    >>> mse = torch.nn.functional.mse_loss
+    >>> pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=pipedream(ranks=2, microbatches=1))
+    >>> params, buffers = pipe.init(model)
+    >>> sgd = fpipe.optimizer(torch.optim.SGD, lr=0.1)
+    >>> stream = fpipe.train_stream(pipe, sgd)(params, buffers, sgd.init(params), [((x,), y)] * 5)
+    >>> losses = list(stream)
+    >>> len(losses), sorted(stream.end.params) == sorted(params)
+    (5, True)
+    """
+    with call_together(train_stream, locals()):
+        require_streamable(pipe)
+        variant = training_variant(False, None)
+        agree_on_arguments(pipe, optimizer=optimizer._asdict(), look_ahead=look_ahead)
+        with suspend_autocast(variant):
+            plan = agree_on_plan(pipe, variant)
+        _require_untied(plan)
+        program = EndlessProgram(pipe.schedule, plan.program.graph)
+        for stage in plan.assembly.stages:
+            require_ascending(stage, program.program.schedule)
+        ring = Ring.of(program)
+        return StreamFunction(pipe, optimizer, look_ahead, variant, program, ring)
+
+
+@dataclass(frozen=True, eq=False)
+class StreamFunction:
+    """The function that `train_stream` returns."""
+
+    pipe: Pipeline
+    optimizer: Optimizer
+    look_ahead: LookAhead | None
+    variant: Variant
+    program: EndlessProgram
+    ring: Ring
+
+    def __call__(
+        self,
+        params: State,
+        buffers: State,
+        state: OptimizerState,
+        batches: Iterable[tuple[Any, Any]],
+        *,
+        seed: int | None = None,
+        options: OptionsOf | None = None,
+    ) -> Stream:
+        """Return the stream of these batches; nothing runs until its first loss is asked for."""
+        require_seed(seed)
+        run = StreamRun(self, Version(params, state), buffers, iter(batches), seed, options or (lambda number: {}))
+        return Stream(run.losses(), run.stop)
+
+
+class StreamRun:
+    """One run of a stream.
+
+    - `old`: the parameters and the state that it begins with. `taken`: how many losses have been taken.
+    """
+
+    def __init__(
+        self,
+        function: StreamFunction,
+        old: Version,
+        buffers: State,
+        batches: Iterator[Any],
+        seed: int | None,
+        options: OptionsOf,
+    ) -> None:
+        self.function, self.pipe, self.variant = function, function.pipe, function.variant
+        self.old, self.buffers, self.seed, self.options = old, buffers, seed, options
+        self.arrivals = BatchQueue(batches, self._split, self.pipe.ranks.ranks)
+        self.lanes: list[Lane] = []
+        self.taken = 0
+        self.plan: StepPlan = self.pipe.training
+        self.example: SplitBatch | None = None
+
+    def stop(self) -> None:
+        """Take no more batches than all ranks need to end with the same one."""
+        begun = max([lane.begun for lane in self.lanes], default=0)
+        self.arrivals.limit = max(self.taken + max(self.function.program.reach), begun)
+
+    def losses(self) -> Generator[Tensor, None, StreamResult]:
+        """Yield the loss of every batch; return what the stream leaves."""
+        ranks = self.pipe.ranks
+        self.arrivals.fetch(0)
+        with ranks.enter_call("a stream of updates"):
+            if self.arrivals.total == 0:
+                raise InputError(
+                    "batches: got none, expected at least one. Pass batches, the same number on every rank."
+                )
+            with self._settle():
+                self._begin()
+            ranks.stream = "a stream of updates"
+            try:
+                yield from self._follow()
+            except GeneratorExit:  # other ranks are told this one
+                raise GeneratorExit(
+                    "it left its stream with microbatches in flight; call finish() on every rank"
+                ) from None
+            finally:
+                ranks.stream = None
+            count = self.arrivals.total
+            ranks.agree(lambda: [Field.of("batches", [f"{count} batches"])], "the end of the stream")
+            return self._end()
+
+    @contextmanager
+    def _settle(self) -> Iterator[Variant]:
+        """Return the context in which a stream runs, and none of the caller's code."""
+        with (
+            suspend_autocast(self.variant) as cast,
+            random.preserve_generators(self.plan.generators),
+            self.plan.context(),
+        ):
+            yield cast
+
+    def _begin(self) -> None:
+        """Agree with all ranks on the stream, by its first batch."""
+        pipe, function = self.pipe, self.function
+        with suspend_autocast(self.variant) as self.variant:
+            pass
+        held = hold_for_backward(pipe, self.variant, self.old.params, self.buffers)
+        update = Updater(function.optimizer, Version(held.params, self.old.state), self.options(0))
+        update.require_fit(pipe, "microbatches in flight still use the weights before an update")
+        inputs, targets = self.arrivals.raw[0]
+        self.example = pipe.batch(self.variant, inputs, targets, pipe.ranks.exchange_text)
+        given = describe_value(dict(self.options(0)))
+        call = CommonArguments(self.seed, update=Field.of("update", given))
+        self.plan, _ = agree_to_step(pipe, self.variant, held.params, held.buffers, self.example, call)
+        self.held = held
+        versions = Versions(
+            self.plan, held.params, self._cuts(), self._microbatch, function.program.program.schedule.version
+        )
+        optional = find_optional(self.plan, begun=False)
+        self.updates = StageUpdates(
+            self.plan, function.optimizer, versions, self.old.state, self.options, function.look_ahead, optional
+        )
+        arguments = self.plan, function.program, function.ring, self.arrivals, self.updates
+        self.lanes = [Lane(rank, *arguments) for rank in pipe.ranks.ranks]
+
+    def _cuts(self) -> Sequence[Any]:
+        ring = self.function.ring
+        return [self.plan.assemblies[slot % ring.each] for slot in range(ring.slots)]
+
+    def _microbatch(self, s: int, slot: int) -> int:
+        """Return the number, in the whole stream, of the microbatch in a slot of the rank that holds a stage."""
+        ring = self.function.ring
+        (lane,) = (lane for lane in self.lanes if lane.rank == self.plan.placement.home(s, slot))
+        return lane.batch_in[slot] * ring.each + slot % ring.each
+
+    def _split(self, number: int, batch: tuple[Any, Any]) -> BegunBatch:
+        """Return what a batch becomes; raise `InputError` unless it is like the first."""
+        split = self.pipe.captures.batchings[True].split_batch(*batch)
+        split.require_no_gradients()
+        assert self.example is not None, "the first batch has come"
+        if replace(split.signature, answers=()) != replace(self.example.signature, answers=()):
+            raise InputError(
+                f"batches[{number}]: {self.pipe.captures.batchings[True].difference(split.signature)}, expected a "
+                "batch like the first one: batches of a stream do not wait for each other. Pad it, or leave it out."
+            )
+        self.plan.watch.require_unchanged()
+        rows, skips = feed_stages(self.plan, self.held.buffers, split)
+        if skips:
+            raise InputError(
+                f"batches[{number}]: got microbatches {list(skips)} of weight 0, expected a positive one for each: "
+                "their backward is left out, of which other ranks do not know in a stream. Leave out such rows."
+            )
+        return BegunBatch(rows, make_keys(self.plan, None if self.seed is None else self.seed + number))
+
+    def _follow(self) -> Generator[Tensor, None, None]:
+        """Run all windows; yield the loss of every batch."""
+        ranks = self.pipe.ranks
+        by_rank = {lane.rank: lane for lane in self.lanes}
+
+        def execute(rank: int, transport: Transport) -> EndlessExecution:
+            return by_rank[rank].execute(transport, self.held.buffers)
+
+        running, relay = ranks.follow([execute]), self._relay()
+        while True:
+            self.arrivals.fetch(max(max(lane.ahead, lane.at + 1) for lane in self.lanes))
+            with self._settle():
+                try:
+                    next(running)
+                except StopIteration as stop:
+                    (self.outcomes,) = stop.value
+                    relay.finish()
+                    return
+                found = self._collect(relay)
+            for loss in found:
+                self.taken += 1
+                yield loss
+
+    def _relay(self) -> LossRelay:
+        last = self.plan.assembly.stages[-1]
+        return LossRelay(
+            self.pipe.ranks, last.results[0], self.plan.placement.home(last.index, 0), 2 * self.function.ring.batches
+        )
+
+    def _collect(self, relay: LossRelay) -> list[Tensor]:
+        """Return the losses that are known by now and have not been returned yet, at the end of a window."""
+        count, total = self.arrivals.count, self.arrivals.total
+        mine = next((lane for lane in self.lanes if lane.rank == relay.home), None)
+        if mine is None:
+            return [relay.receive(count, total, self.pipe.device)]
+        found = list[Tensor]()
+        while (own := mine.take_loss(self.taken + len(found))) is not None:
+            loss = merge_results(self.plan.without_outputs, own).loss
+            assert loss is not None, "a training step has a loss"
+            found.append(loss)
+            if self.pipe.ranks.processes:
+                relay.send(loss, count, total)
+        return found
+
+    def _end(self) -> StreamResult:
+        new = dict(self.held.buffers)
+        for outcome in self.outcomes.values():
+            for s, state in outcome.buffers[0].items():
+                new.update(zip(self.plan.assembly.stages[s].buffers, state, strict=True))
+        versions = self.updates.versions
+        params = {name: versions.params[name] for name in self.old.params}
+        return StreamResult(params, new, {name: self.updates.state[name] for name in self.old.state})
+
+
+def require_streamable(pipe: Pipeline) -> None:
+    """Raise `InputError` unless the pipeline can train on a stream."""
+    if not updates_in_flight(pipe.schedule):
+        raise InputError(
+            f"schedule: got {describe_argument(pipe.schedule)}, without updates, expected one that updates weights "
+            "while microbatches are in flight, as pipedream(ranks, microbatches=1). Or call fpipe.train_step."
+        )
+    if pipe.copies.count > 1:
+        raise InputError(
+            f"mesh: got {pipe.copies.count} copies of the pipeline, expected one: a stream does not reduce gradients "
+            "over a mesh. Build the pipeline without dp= and shard=."
+        )
+    require_plain("train_stream", pipe.training.placed, "Call value_and_grad, clip and optimizer.update.")
+    lengthen(pipe.schedule, 2)
+
+
+def _require_untied(plan: StepPlan) -> None:
+    """Raise `InputError` if several stages train the same parameter."""
+    for s, t in sorted(plan.program.graph.gradients):
+        name = next(iter({*plan.assembly.stages[s].parameters} & {*plan.assembly.stages[t].parameters}), "")
+        raise InputError(
+            f"{name!r}: got a parameter that stages {s} and {t} share, expected one stage for each: their gradients of "
+            "a batch are not complete at the same time. Cut the model so that one stage has all its uses, or give each "
+            "stage a parameter of its own."
+        )

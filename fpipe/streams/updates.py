@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates in flight: of one stage, by the gradients of one batch, while other stages compute.
+
+Runs in every window of a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from fpipe.pipelines.earlier_sums import join_sums
+from fpipe.pipelines.results import sum_terms
+from fpipe.pipelines.step_plan import StepPlan
+from fpipe.streams.corrections import LookAhead
+from fpipe.streams.versions import Versions
+from fpipe.training.optimizers import Optimizer, OptimizerState
+
+OptionsOf = Callable[[int], Mapping[str, Any]]
+"""Returns the options of an update, such as `lr`, given its number."""
+
+
+class StageUpdates:
+    """The optimizer of a stream, with the newest state; `versions` has the weights.
+
+    `optional`: see `fpipe.pipelines.earlier_sums.find_optional`.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        optimizer: Optimizer,
+        versions: Versions,
+        state: OptimizerState,
+        options: OptionsOf,
+        look_ahead: LookAhead | None,
+        optional: Collection[str],
+    ) -> None:
+        self.plan, self.optimizer, self.versions, self.options = plan, optimizer, versions, options
+        self.state, self.look_ahead, self.optional = dict(state), look_ahead, optional
+
+    def apply(self, s: int, number: int, total: Any, done: Sequence[int], after: int) -> None:
+        """Update a stage by the sum of its gradients; the other arguments are those of `Versions.update`."""
+        terms = sum_terms(self.plan, [({s: total}, {})], self.plan.assembly.stages[s].grads)
+        grads = join_sums({}, terms, self.optional)
+        params = {name: self.versions.params[name] for name in grads}
+        state = {name: self.state[name] for name in grads}
+        new, made = self.optimizer.update(grads, state, params, **self.options(number)) if grads else ({}, {})
+        self.state.update(made)
+        ahead = {} if self.look_ahead is None else self.look_ahead(new, params)
+        self.versions.update(s, new, ahead, done, after)

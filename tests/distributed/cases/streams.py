@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams of batches over processes: those of one device with the same delays; and what ends them early."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+import fpipe
+from schedules import pipedream, pipedream_2bw, split_backward
+from tests.common.comparison import require_part
+from tests.common.running import build
+from tests.common.sizes import NIGHTLY
+from tests.common.streams import Trained, decay, train
+from tests.common.zoo import ZOO
+from tests.distributed.cases.checks import case, gather, raises
+
+ADAM = fpipe.optimizer(torch.optim.AdamW, lr=0.05, weight_decay=0.01)
+COUNT = 50 if NIGHTLY else 12
+BY_NIGHT = ("mlp", "normalised", "dropping", "skips", "unet", "later", "strides", "mixed_precision", "unused")
+MODELS = BY_NIGHT if NIGHTLY else ("dropping", "skips")
+
+
+def stream_of(pipe, model, batches, **options) -> fpipe.Stream:
+    params, buffers = pipe.init(model)
+    return fpipe.train_stream(pipe, ADAM)(params, buffers, ADAM.init(params), batches, **options)
+
+
+@case(sizes=[2, 4], day=[2, 4])
+def streams_are_those_of_one_device(rank, size):
+    """Losses on every rank; of parameters, buffers and state, each rank's share."""
+    for name in MODELS:
+        for how in (pipedream(size, 1), pipedream_2bw(size, size, accumulate=size), split_backward(pipedream(size, 1))):
+            pipe, model, inputs, targets = build(ZOO[name], how, 2 * how.microbatches, capture="trace")
+            batches = [(inputs, targets)] * COUNT
+            got, want = (train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream))
+            for what, mine, theirs in zip(Trained._fields, got, want, strict=True):
+                require_part(mine, theirs, f"{name}, {how!r}: {what}")
+            shares = gather(list(got.params))
+            assert {key for keys in shares for key in keys} == want.params.keys()
+
+
+@case(sizes=[2, 4], day=[4])
+def streams_that_are_stopped_end_alike_on_all_ranks(rank, size):
+    """Whoever calls `finish()` after the same loss has the same number of updates."""
+    how = pipedream(size, 1)
+    pipe, model, inputs, targets = build(ZOO["mlp"], how, 2, capture="trace")
+    stream = stream_of(pipe, model, itertools.repeat((inputs, targets)), options=decay)
+    losses = list(itertools.islice(stream, 5))
+    state = stream.finish().state
+    counts = {int(slots["step"]) for slots in state.values()}
+    assert {*map(frozenset, gather(counts))} == {frozenset(counts)}
+    assert all(map(torch.equal, losses, gather(losses)[0]))
+    fpipe.evaluate(pipe)(stream.end.params, stream.end.buffers, inputs, targets)
+
+
+@case(sizes=[2, 4], day=[2])
+def ranks_with_other_numbers_of_batches(rank, size):
+    """Whoever has more, first or last, hears of it at once; nobody waits for the rest."""
+    how = pipedream(size, 1)
+    for longer in (0, size - 1):
+        pipe, model, inputs, targets = build(ZOO["mlp"], how, 2, capture="trace")
+        with raises((fpipe.InputError, fpipe.RankError, fpipe.TransportError), "batches"):
+            list(stream_of(pipe, model, [(inputs, targets)] * (9 if rank == longer else 6)))
+
+
+@case(sizes=[2, 4], day=[2])
+def a_rank_fails_in_a_stream(rank, size):
+    """All ranks name the first cause: of the data, of the optimizer, and of whoever leaves the loop."""
+    how = pipedream(size, 1)
+
+    def broken(batch):
+        yield from itertools.repeat(batch, 5)
+        raise ValueError("no more data")
+
+    boom = raises(ValueError, "no more data") if rank == 1 else raises(fpipe.RankError, "rank 1", "no more data")
+    pipe, model, inputs, targets = build(ZOO["mlp"], how, 2, capture="trace")
+    with boom:
+        list(stream_of(pipe, model, broken((inputs, targets)) if rank == 1 else [(inputs, targets)] * 99))
+    pipe, model, inputs, targets = build(ZOO["mlp"], how, 2, capture="trace")
+    stream = stream_of(pipe, model, [(inputs, targets)] * 99)
+    next(stream)
+    if rank == 1:
+        stream.close()
+    else:
+        with raises(fpipe.RankError, "rank 1", "left its stream"):
+            list(stream)

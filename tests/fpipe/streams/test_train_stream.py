@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stream under a schedule that updates in flight trains as a loop on one device with the same delays, bit for bit."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fpipe
+from schedules import (
+    B,
+    F,
+    Limits,
+    U,
+    from_rows,
+    linear,
+    list_versions,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    recompute,
+    schedule,
+    split_backward,
+)
+from schedules.checking.rules import count_versions
+from schedules.endless import lengthen
+from tests.common.cases import WIDTH, mse
+from tests.common.comparison import require_part
+from tests.common.running import SEED, build
+from tests.common.sizes import few, sampled
+from tests.common.streams import decay, require_equal, train, train_by_hand
+from tests.common.zoo import ZOO
+
+ADAM = fpipe.optimizer(torch.optim.AdamW, lr=0.05, weight_decay=0.01)
+SCHEDULES = {
+    "pipedream": pipedream(4, 1),
+    "2bw": pipedream_2bw(4, 4, accumulate=4),
+    "2bw of more": pipedream_2bw(2, 5, accumulate=5),
+    "zero bubble": split_backward(pipedream(2, 1)),
+    "recomputed": recompute(pipedream(2, 1)),
+    "one rank": pipedream(1, 1),
+}
+UNTIED = [name for name, case in ZOO.items() if not case.random and name not in ("gpt", "tied_sequence", "chained")]
+
+
+def batches_of(case, rows, count):
+    """Batches that differ, each of two rows for every microbatch."""
+    found = []
+    for t in range(count):
+        torch.manual_seed(SEED + t)
+        found.append(case.batch(rows))
+    return found
+
+
+def layers(stages, draw=0.0):
+    """A model of as many blocks as stages, with buffers that every microbatch changes."""
+    torch.manual_seed(3)
+    block = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(draw), nn.Tanh())  # noqa: E731
+    return nn.Sequential(*[block() for _ in range(stages)])
+
+
+def pipe_of(how, draw=0.0, **options):
+    model = layers(how.stages, draw)
+    x, y = torch.randn(2, 4 * how.microbatches, WIDTH)
+    cuts = [str(s) for s in range(1, how.stages)]
+    return fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=cuts, **options), model
+
+
+def random_batches(how, count):
+    return [((x,), y) for x, y in torch.randn(count, 2, 4 * how.microbatches, WIDTH)]
+
+
+@pytest.mark.parametrize("backward", ["graph", "autograd"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_fifty_batches_are_those_of_the_reference(name, backward):
+    how = SCHEDULES[name]
+    pipe, model = pipe_of(how, draw=0.1, backward=backward)
+    for count in (1, 2, 3, 50):
+        batches = random_batches(how, count)
+        require_equal(
+            *(train(make, pipe, model, batches, ADAM) for make in (fpipe.train_stream, fpipe.reference_stream))
+        )
+
+
+@sampled(4)
+@pytest.mark.parametrize("name", [one for one in UNTIED if one != "one_weight"])
+def test_every_model_trains_as_late_as_the_reference(name):
+    case = ZOO[name]
+    how = pipedream_2bw(2, 2, accumulate=2)
+    pipe, model, inputs, targets = build(case, how, 4, capture="trace")
+    batches = [(inputs, targets)] * 4
+    got, want = (train(make, pipe, model, batches, ADAM) for make in (fpipe.train_stream, fpipe.reference_stream))
+    require_equal(got, want)
+
+
+FORMULAS = {
+    "pipedream": (pipedream(3, 1), lambda s, k: max(k - (2 - s), 0)),
+    "2bw": (pipedream_2bw(3, 4, accumulate=4), lambda s, k: max(k // 4 - 1, 0)),
+    "synchronous": (pipedream(1, 1), lambda s, k: k),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_delays_are_those_of_the_papers(name):
+    """Against a loop that knows neither fpipe nor its checker: arXiv 1806.03377, and 2006.09503, section 3.1."""
+    how, version = FORMULAS[name]
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)])
+    x, y = torch.randn(2, 4 * how.microbatches, WIDTH)
+    cuts = [str(s) for s in range(1, how.stages)]
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=cuts)
+    batches = random_batches(how, 12)
+    got = train(fpipe.train_stream, pipe, model, batches, fpipe.optimizer(torch.optim.SGD, lr=0.1))
+    stage_of = {n: min(int(n[0]), how.stages - 1) for n, _ in model.named_parameters()}
+    step = lambda t, n, p, grad: torch.add(p, grad, alpha=-decay(t)["lr"])  # noqa: E731
+    want = train_by_hand(model, mse, batches, stage_of, version, how.microbatches, step)
+    require_equal(got, want._replace(state={n: {"momentum_buffer": None} for n in want.params}))
+    counted = list_versions(lengthen(how, 12))
+    assert all(counted[s, k] == version(s, k) for s, k in counted)
+
+
+def test_one_rank_trains_as_steps_do():
+    how = pipedream(1, 1)
+    pipe, model = pipe_of(how, draw=0.1)
+    batches = random_batches(how, 6)
+    got = train(fpipe.train_stream, pipe, model, batches, ADAM)
+    steps, model = pipe_of(one_f_one_b(1, 1), draw=0.1)
+    params, buffers = steps.init(model)
+    step, state = fpipe.train_step(steps, ADAM), ADAM.init(params)
+    for t, batch in enumerate(batches):
+        out, params, state, _ = step(params, buffers, state, *batch, seed=SEED + t, **decay(t))
+        buffers = out.buffers
+        require_part(out.loss, got.losses[t])
+    require_part((params, state, buffers), (got.params, got.state, got.buffers))
+
+
+@schedule(placement=linear)
+def two_per_update(rank, ranks, microbatches, late):
+    """One forward, then one backward, an update after every second, `late` microbatches after its last backward."""
+    ahead = ranks - rank - 1
+    for i in range(microbatches + ahead + late):
+        if i < microbatches:
+            yield F(rank, i)
+        if 0 <= i - ahead < microbatches:
+            yield B(rank, i - ahead)
+        if (done := i - ahead - late) >= 0 and (done % 2 or done == microbatches - 1):
+            yield U(rank, done)
+
+
+@settings(max_examples=few(12))
+@given(st.integers(1, 3), st.integers(0, 3), st.integers(1, 9), st.booleans())
+def test_a_schedule_of_your_own_runs(ranks, late, count, split):
+    how = two_per_update(ranks, 2, late)
+    how = split_backward(how) if split else how
+    pipe, model = pipe_of(how)
+    batches = random_batches(how, count)
+    require_equal(*(train(make, pipe, model, batches, ADAM) for make in (fpipe.train_stream, fpipe.reference_stream)))
+
+
+@schedule(
+    placement=linear,
+    limits=Limits(versions=lambda rank, **sizes: 3),
+    version=lambda microbatch, **sizes: max(microbatch - 2, 0),
+)
+def always_two_late(rank, ranks, microbatches):
+    """On up to three ranks, every microbatch uses the weights of two updates before the one that it is for."""
+    yield from pipedream.generator(rank, ranks, microbatches)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_declared_version_is_used_on_every_rank(ranks):
+    how = always_two_late(ranks, 1)
+    pipe, model = pipe_of(how)
+    batches = random_batches(how, 8)
+    require_equal(*(train(make, pipe, model, batches, ADAM) for make in (fpipe.train_stream, fpipe.reference_stream)))
+    assert list_versions(lengthen(how, 8))[0, 7] == 5
+
+
+@pytest.mark.parametrize("how", [pipedream(3, 1), pipedream_2bw(3, 3, accumulate=3), always_two_late(3, 1)], ids=repr)
+def test_as_many_versions_are_kept_as_the_checker_counts(how, monkeypatch):
+    from fpipe.streams.versions import Versions
+
+    most: dict[int, int] = {}
+    update = Versions.update
+
+    def watched(self, s, *rest):
+        update(self, s, *rest)
+        most[s] = max(most.get(s, 1), len(self.kept[s]))
+
+    monkeypatch.setattr(Versions, "update", watched)
+    pipe, model = pipe_of(how)
+    train(fpipe.train_stream, pipe, model, random_batches(how, 12), ADAM)
+    counted = {s: n for rank in range(3) for s, n in count_versions(lengthen(how, 12), rank).items()}
+    assert most == counted
+
+
+@pytest.mark.parametrize("after", [1, 2, 7])
+def test_a_stream_that_is_stopped_early_drains(after):
+    how = pipedream(3, 1)
+    pipe, model = pipe_of(how)
+    batches = random_batches(how, 30)
+    params, buffers = pipe.init(model)
+    stream = fpipe.train_stream(pipe, ADAM)(params, buffers, ADAM.init(params), itertools.cycle(batches), options=decay)
+    losses = list(itertools.islice(stream, after))
+    with pytest.raises(fpipe.InputError, match="got a stream with microbatches in flight"):
+        stream.end  # noqa: B018
+    end = stream.finish()
+    count = end.state["0.0.weight"]["step"].int().item()
+    assert after <= count <= after + 4
+    want = train(fpipe.reference_stream, pipe, model, batches[:count], ADAM)
+    require_part((losses, end.params), (want.losses[:after], want.params))
+    assert stream.finish() is end
+    assert fpipe.evaluate(pipe)(end.params, end.buffers, *batches[0]).loss is not None
+
+
+def test_batches_are_asked_for_as_they_are_needed():
+    """Data code draws its own random numbers, and a stream has no more batches than are in flight."""
+    how, asked = pipedream(2, 1), []
+    pipe, model = pipe_of(how, draw=0.5)
+
+    def draw():
+        for t in range(10):
+            asked.append(t)
+            yield (torch.rand(4, WIDTH),), torch.rand(4, WIDTH)
+
+    params, buffers = pipe.init(model)
+    torch.manual_seed(0)
+    want = [float(x.sum()) for (x,), _ in draw()]
+    asked.clear()
+    torch.manual_seed(0)
+    seen = []
+    feed = ((seen.append(float(x.sum())), ((x,), y))[1] for (x,), y in draw())
+    stream = fpipe.train_stream(pipe, ADAM)(params, buffers, ADAM.init(params), feed, seed=1)
+    assert asked == []
+    next(stream)
+    assert len(asked) <= 4
+    list(stream)
+    assert seen == want
+
+
+def one_weight_twice():
+    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    last.weight = first.weight
+    return nn.Sequential(first, last)
+
+
+REFUSED_CALLS = {
+    "value_and_grad": lambda pipe, *given: fpipe.value_and_grad(pipe),
+    "train_step": lambda pipe, *given: fpipe.train_step(pipe, ADAM),
+    "reference": lambda pipe, *given: fpipe.reference(pipe),
+    "verify": lambda pipe, model, x, y: fpipe.verify(pipe, model, (x,), y),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_CALLS)
+def test_what_has_one_version_of_the_weights_refuses(name):
+    pipe, model = pipe_of(pipedream(2, 1))
+    x, y = torch.randn(2, 4, WIDTH)
+    with pytest.raises(fpipe.InputError, match=r"which updates weights while microbatches are in flight.*train_stream"):
+        REFUSED_CALLS[name](pipe, model, x, y)
+
+
+def test_what_cannot_be_a_stream_is_refused():
+    x, y = torch.randn(2, 4, WIDTH)
+    steps, _ = pipe_of(one_f_one_b(2, 1))
+    with pytest.raises(fpipe.InputError, match="without updates, expected one that updates weights"):
+        fpipe.train_stream(steps, ADAM)
+    tied = fpipe.pipeline(one_weight_twice(), example=(x,), targets=y, loss=mse, schedule=pipedream(2, 1), cuts=["1"])
+    with pytest.raises(fpipe.InputError, match=r"'0.weight': got a parameter that stages 0 and 1 share"):
+        fpipe.train_stream(tied, ADAM)
+    rows = from_rows(((F(0, 0), B(0, 0), U(0, 0)),), linear(1), 1)
+    with pytest.raises(fpipe.InputError, match="expected one whose factory takes the number of microbatches"):
+        pipe_of(rows)
+
+
+def start(pipe, model, batches, optimizer=ADAM, **options):
+    params, buffers = pipe.init(model)
+    return fpipe.train_stream(pipe, optimizer)(params, buffers, optimizer.init(params), batches, **options)
+
+
+def test_bad_batches_are_refused():
+    how = pipedream(2, 1)
+    pipe, model = pipe_of(how)
+    good = random_batches(how, 3)
+    with pytest.raises(fpipe.InputError, match="batches: got none, expected at least one"):
+        next(start(pipe, model, []))
+    with pytest.raises(fpipe.InputError, match=r"batches\[0\]: got Tensor, expected a pair of inputs and targets"):
+        next(start(pipe, model, [torch.ones(4, WIDTH)]))
+    odd = [*good, ((torch.ones(6, WIDTH),), torch.ones(6, WIDTH))]
+    with pytest.raises(fpipe.InputError, match=r"batches\[3\]: .*expected a batch like the first one"):
+        list(start(pipe, model, odd))
+    donating = fpipe.optimizer(torch.optim.SGD, lr=0.1, donate=True)
+    with pytest.raises(fpipe.InputError, match=r"updates in place.*microbatches in flight still use"):
+        next(start(pipe, model, good, donating))
+    with pytest.raises(fpipe.InputError, match="seed: got none"):
+        next(start(*pipe_of(how, draw=0.5), good))
+    assert len(list(start(pipe, model, good))) == 3
+
+
+def test_nothing_else_runs_while_microbatches_are_in_flight():
+    how = pipedream(2, 1)
+    pipe, model = pipe_of(how)
+    batches = random_batches(how, 5)
+    stream = start(pipe, model, batches)
+    next(stream)
+    with pytest.raises(fpipe.InputError, match="got a pipeline with a stream of updates in flight"):
+        fpipe.evaluate(pipe)(*pipe.init(model), *batches[0])
+    stream.finish()
+    fpipe.evaluate(pipe)(*pipe.init(model), *batches[0])
+    abandoned = start(pipe, model, batches)
+    next(abandoned)
+    del abandoned
+    assert len(list(start(pipe, model, batches))) == 5
+
+
+def test_an_error_of_the_optimizer_or_of_the_data_ends_the_stream():
+    how = pipedream(2, 1)
+    pipe, model = pipe_of(how)
+    batches = random_batches(how, 9)
+
+    def broken():
+        yield from batches[:4]
+        raise RuntimeError("the disk is gone")
+
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        list(start(pipe, model, broken()))
+    with pytest.raises(ZeroDivisionError):
+        list(start(pipe, model, batches, options=lambda t: {"lr": 1 / (3 - t)}))
+    assert len(list(start(pipe, model, batches))) == 9
+
+
+CORRECTIONS = {
+    "error feedback": lambda late: (fpipe.error_feedback(ADAM, 0.5), None),
+    "prediction": lambda late: (ADAM, fpipe.predict_weights(late)),
+    "pipemare": lambda late: (fpipe.pipemare(ADAM, late, lr=0.05, steps=4), None),
+    "both": lambda late: (fpipe.error_feedback(ADAM), fpipe.predict_weights(late)),
+}
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_corrections_are_those_of_the_reference(name):
+    pipe, model = pipe_of(pipedream(3, 1), draw=0.1)
+    correction = CORRECTIONS[name](fpipe.delays(pipe))
+    batches = random_batches(pipe.schedule, 9)
+    got, want = (train(one, pipe, model, batches, *correction) for one in (fpipe.train_stream, fpipe.reference_stream))
+    require_equal(got, want)
+    plain = train(fpipe.train_stream, pipe, model, batches, ADAM)
+    assert not torch.equal(plain.params["0.0.weight"], got.params["0.0.weight"])
+
+
+def test_delays_are_counted_in_updates():
+    for how, want in ((pipedream(3, 1), [2, 1, 0]), (pipedream_2bw(3, 3, accumulate=3), [1, 1, 1])):
+        pipe, _ = pipe_of(how)
+        assert [fpipe.delays(pipe)[f"{s}.0.weight"] for s in range(3)] == want
+    assert {*fpipe.delays(pipe_of(one_f_one_b(3, 3))[0]).values()} == {0}
+
+
+def test_a_prediction_is_what_the_papers_say():
+    """SpecTrain, arXiv 1809.02839: w - s * lr * v, with the momentum v of SGD."""
+    sgd = fpipe.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    params = {"w": torch.randn(4)}
+    state = sgd.init(params)
+    for _ in range(3):
+        before = params
+        params, state = sgd.update({"w": torch.randn(4)}, state, params)
+    want = params["w"] - 2 * 0.1 * state["w"]["momentum_buffer"]
+    torch.testing.assert_close(fpipe.predict_weights({"w": 2})(params, before)["w"], want)
+
+
+def test_a_correction_that_cannot_work_is_refused():
+    donating = fpipe.error_feedback(fpipe.optimizer(torch.optim.SGD, lr=0.1, donate=True))
+    one = {"w": torch.ones(2)}
+    with pytest.raises(fpipe.InputError, match=r"updates in place.*before the update"):
+        donating.update({"w": torch.ones(2)}, donating.init(one), one)
+    with pytest.raises(fpipe.InputError, match="steps: got 0, expected at least 1"):
+        fpipe.pipemare(ADAM, {}, lr=0.1, steps=0)
