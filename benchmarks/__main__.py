@@ -37,6 +37,7 @@ NAMES: Final = (
     "memory",
     "crossings",
     "planning",
+    "certificates",
     "searching",
     "profiling",
     "agreement",

@@ -43,20 +43,12 @@ MARKS = {f"{a}_{b}": "<" if a == "RECV" else ">" for a in ("SEND", "RECV", "WAIT
 MARKS |= dict.fromkeys(COMPUTE)  # type: ignore[arg-type]
 WORD = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{1,9})(?:([<>])([0-9]{1,9}))?")
 NEEDS = {"F": "", "OVERLAP_F": "", "C": "", "R": "kept", "B": "forward", "I": "forward", "W": "halved"}
+CROSSES = {**dict.fromkeys(FORWARDS, "F"), **dict.fromkeys(BACKWARDS, "B")}
 LEAVES = {"F": "forward", "OVERLAP_F": "forward", "C": "kept", "R": "forward", "B": "done", "I": "halved", "W": "done"}
 
 
 class RefusedError(Exception):
     """A certificate is wrong: where, what it got, what was expected."""
-
-
-class Step(NamedTuple):
-    """One action of a program: its kind, stage and microbatch, and the peer stage of a transfer."""
-
-    kind: str
-    stage: int
-    microbatch: int
-    peer: int | None
 
 
 class Message(NamedTuple):
@@ -68,9 +60,14 @@ class Message(NamedTuple):
     target: int
 
 
-def _message(step: Step) -> Message:
-    source, target = (step.peer, step.stage) if step.kind[0] == "R" else (step.stage, step.peer)
-    return Message(step.kind[-1], source or 0, step.microbatch, target or 0)
+class Step(NamedTuple):
+    """One action of a program: its kind, stage and microbatch; of a transfer, also the peer stage and the message."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    peer: int | None
+    message: Message | None
 
 
 class Claims(NamedTuple):
@@ -129,6 +126,13 @@ class Job:
         )
         self.transfers = {what: rows["transfers", what] for what in "FBG"}
         self.sizes = [[int(x * self.byte) for x in rows["sizes", name]] for name in SIZES]
+        self.takes, self.gives = dict[tuple[str, int, int], list[int]](), dict[tuple[str, int, int], list[list[int]]]()
+        for what, sources, targets in (("F", self.values, self.feeds), ("B", self.cotangents, self.pulls)):
+            for route, homes in enumerate(self.routes):
+                for s, here in enumerate(homes):
+                    self.takes[what, s, route] = [q for q in sources.get(s, ()) if homes[q] != here]
+                    others = [q for q in targets.get(s, ()) if homes[q] != here]
+                    self.gives[what, s, route] = [[q, self._transfer(what, s, (here, homes[q]))] for q in others]
 
     def _edges(self, edges: object, where: str) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
         earlier, later = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
@@ -144,11 +148,11 @@ class Job:
         for position, word in enumerate(str(text).split(" ") if text else ()):
             found = WORD.fullmatch(word)
             if found is not None:
-                stage, kind, microbatch, mark, peer = found.groups()
-                step = Step(kind, int(stage), int(microbatch), None if peer is None else int(peer))
-                inside = max(step.stage, step.peer or 0) < self.stages and step.microbatch < self.count
-                if inside and MARKS.get(kind, "") == mark:
-                    yield step
+                digits, kind, number, mark, other = found.groups()
+                s, i, peer = int(digits), int(number), None if other is None else int(other)
+                if s < self.stages and i < self.count and (peer or 0) < self.stages and MARKS.get(kind, "") == mark:
+                    ends = (s, i, peer) if mark == ">" else (peer, i, s)
+                    yield Step(kind, s, i, peer, None if peer is None else Message(kind[-1], *ends))
                     continue
             where = f"rank {rank}, position {position}"
             most = f"stages below {self.stages} and microbatches below {self.count}"
@@ -208,18 +212,21 @@ class Job:
         """Yield `(rank, position)` of every action in the order of the certificate; raise if it proves nothing."""
         places, opened = [0] * self.ranks, None
         for run in _list(runs, "order"):
-            rank, length = _integers(_list(run, "order", 2), "order")
-            _require(rank < self.ranks and length >= 1, "order", run, "[rank, number of its next actions]")
-            program = self.programs[rank]
-            for position in range(places[rank], places[rank] + length):
-                _require(position < len(program), f"order, rank {rank}", "more actions", "those of its program")
+            fits = type(run) is list and len(run) == 2 and type(run[0]) is type(run[1]) is int
+            fits = fits and 0 <= run[0] < self.ranks and run[1] >= 1
+            if not fits:
+                _require(False, "order", run, "[rank, number of its next actions]")
+            rank, program = run[0], self.programs[run[0]]
+            start, places[rank] = places[rank], places[rank] + run[1]
+            if places[rank] > len(program):
+                _require(False, f"order, rank {rank}", "more actions", "those of its program")
+            for position in range(start, places[rank]):
                 step = program[position]
                 yield rank, position
-                end = None if step.peer is None or step.kind[0] == "W" else (_message(step), step.kind[:4])
-                if opened is not None and (end is None or end[0] != opened[0] or end[1] == opened[1]):
+                end = None if step.message is None or step.kind[0] == "W" else step
+                if opened is not None and (end is None or end.message != opened.message or end.kind == opened.kind):
                     _require(False, f"order, rank {rank}, position {position}", _name(step), f"the end of {opened}")
                 opened = end if opened is None else None
-            places[rank] += length
         left = [rank for rank in range(self.ranks) if places[rank] < len(self.programs[rank])]
         _require(not left and opened is None, "order", f"actions of ranks {left[:5]} left out", "all of them")
 
@@ -255,7 +262,7 @@ class Job:
             step = self.programs[rank][position]
             if step.peer is not None:
                 continue
-            start = max([free[rank], *[made.pop(one) for one in self._inputs(step, rank)]])
+            start = max([free[rank], *map(made.pop, self._inputs(step, rank))])
             if step.kind == "OVERLAP_F":  # a pair begins when both parts can, and what they make is there at its end
                 opened[rank] = start
                 continue
@@ -263,26 +270,20 @@ class Job:
             start = max(start, opened.pop(rank, 0)) + sum(map(self._time, fused))
             free[rank] = start + self._time(step)
             for one in (*fused, step):
-                made.update(self._outputs(one, rank, free[rank]))
+                made.update(self._outputs(one, free[rank]))
         return Fraction(max(free), self.unit)
 
     def _inputs(self, step: Step, rank: int) -> list[Message]:
         if step.kind == "G":
             others = [route for route in range(self.both) if self._home(step.stage, route) != rank]
             return [Message("G", step.stage, self._last(route), step.stage) for route in others]
-        what = "F" if step.kind in FORWARDS else "B" if step.kind in BACKWARDS else ""
-        edges = self.values if what == "F" else self.cotangents if what else {}
-        here = (step.microbatch, step.stage)
-        return [Message(what, s, *here) for s in edges.get(step.stage, ()) if self._home(s, step.microbatch) != rank]
+        what, i, s = CROSSES.get(step.kind, ""), step.microbatch, step.stage
+        return [Message(what, q, i, s) for q in self.takes.get((what, s, i % self.both), ())]
 
-    def _outputs(self, step: Step, rank: int, end: int) -> Iterator[tuple[Message, int]]:
-        what = "F" if step.kind in FORWARDS else "B" if step.kind in BACKWARDS else ""
-        edges = self.feeds if what == "F" else self.pulls if what else {}
-        for other in edges.get(step.stage, ()):
-            target = self._home(other, step.microbatch)
-            if target != rank:
-                one = Message(what, step.stage, step.microbatch, other)
-                yield one, end + self._transfer(what, step.stage, (rank, target))
+    def _outputs(self, step: Step, end: int) -> Iterator[tuple[Message, int]]:
+        what, i, s = CROSSES.get(step.kind, ""), step.microbatch, step.stage
+        for other, delay in self.gives.get((what, s, i % self.both), ()):
+            yield Message(what, s, i, other), end + delay
         if self.both > 1 and step.kind in ("B", "W") and len(self._holders(step.stage)) > 1:
             one = Message("G", step.stage, self._last(step.microbatch % self.both), step.stage)
             yield one, end + self._transfer("G", step.stage, self._ends(one))  # the last one counts
@@ -337,14 +338,14 @@ class _Walk:
         self.states, self.waits, self.arrived = dict[tuple[int, int], str](), set[Message](), set[Message]()
         shared = {s for s, _ in left if len(job._holders(s)) > 1} if job.backward else set()
         self.totals = {(s, job._last(job._holders(s).index(rank))) for s in shared}
-        self.step, self.position = Step("F", 0, 0, None), 0
+        self.step, self.position = Step("F", 0, 0, None, None), 0
 
     def walk(self, program: list[Step]) -> None:
         """Raise `RefusedError` at the first action that is wrong, or if one is missing."""
         for self.position, self.step in enumerate(program):
             step = self.step
-            if step.peer is not None:
-                self._pass(step.kind[:4], _message(step))
+            if step.message is not None:
+                self._pass(step.kind[:4], step.message)
             elif step.kind == "G":
                 self._total(step)
             else:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from os import PathLike
@@ -56,10 +57,12 @@ class Certificate:
     @classmethod
     def parse(cls, text: str, where: str = "certificate") -> Certificate:
         """Return the certificate in a text; raise `TableError`, with what is wrong, if a claim does not hold."""
-        try:
-            job, claims = certificate.verify(text)
-        except certificate.RefusedError as error:
-            raise TableError(f"{where}: {error} Certify the program again.") from None
+        with _refusals(where):
+            return cls.of(text, *certificate.verify(text))
+
+    @classmethod
+    def of(cls, text: str, job: certificate.Job, claims: certificate.Claims) -> Certificate:
+        """Return the certificate of a job, given the claims that hold of it."""
         peaks = tuple(peak for peak, _ in claims.peaks)
         return cls(text, claims.makespan, sum(claims.bound[1:], Fraction(0)), peaks, _describe(job, claims))
 
@@ -122,10 +125,20 @@ def certify(program: Program | Schedule, costs: Costs = Costs(), sizes: Sizes = 
         "factors": [str(Fraction(one)) for one in costs.factors(schedule.microbatches, 1)],
         "sizes": {name: _sizes(sizes, name, schedule.stages) for name in certificate.SIZES},
     }
-    job = certificate.Job(document)
-    claims = job.claims(document["order"])
-    document |= claims.write()
-    return Certificate.parse(json.dumps(document))
+    with _refusals("certificate"):
+        job = certificate.Job(document)
+        job.require_right()
+        claims = job.claims(document["order"])
+    return Certificate.of(json.dumps(document | claims.write()), job, claims)
+
+
+@contextmanager
+def _refusals(where: str) -> Iterator[None]:
+    """Raise `TableError` for a claim that does not hold."""
+    try:
+        yield
+    except certificate.RefusedError as error:
+        raise TableError(f"{where}: {error} Certify the program again.") from None
 
 
 def _require_covered(program: Program, programs: Sequence[Sequence[Action]], costs: Costs) -> None:
