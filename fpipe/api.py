@@ -80,7 +80,7 @@ def pipeline(
     reduce: str = "mean",
     device: torch.device | str | None = None,
 ) -> Pipeline:
-    """Cut a model into stages and bind them to a schedule. Everything is checked; nothing runs.
+    """Cut a model into stages and bind them to a schedule. The model runs on fake tensors; nothing is computed.
 
     - `model`: a module, which is not modified; with `capture="modules"`, a sequence of modules or functions, or an
       nn.Sequential, each called with what the previous one returned. It may be on the meta device. If
