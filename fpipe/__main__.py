@@ -16,6 +16,7 @@ from inspect import getdoc
 import fpipe
 from fpipe.doctor import add_doctor, print_diagnosis
 from fpipe.planning.commands import add_plan, print_plan
+from fpipe.proving import add_prove, print_proof
 from schedules.commands.process import run_command
 
 
@@ -37,6 +38,7 @@ def _run(arguments: list[str] | None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS)
     add_plan(commands.add_parser("plan", description=getdoc(print_plan)))
     add_doctor(commands.add_parser("doctor", description=getdoc(print_diagnosis)))
+    add_prove(commands.add_parser("prove", description=getdoc(print_proof)))
     options = parser.parse_args(arguments)
     code: int = options.run(options)
     return code
@@ -46,12 +48,14 @@ _USE = """Prepare a pipeline from a shell.
 
   doctor SUBJECT       can the model be a pipeline? if not, why not; if so, where it is cut and what a GPU needs
   plan SUBJECT         choose cuts, schedule, recomputation and number of microbatches, and print the plan
+  prove SUBJECT        prove that a step computes what one device does, for every input
 
 SUBJECT is file.py:function, where your function returns the arguments of fpipe.plan as a dict. The file is run. For
 example:
 
   doctor train.py:task --memory 80GB
   plan train.py:task --ranks 4 --memory 80GB
+  prove train.py:task --ranks 4 --schedule zb_h1
 
 Each command has its own help, as in plan --help; --version prints the version."""
 

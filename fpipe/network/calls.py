@@ -34,7 +34,9 @@ from fpipe.network.trail import Trail
 from fpipe.network.waiting import Awaited, BrokenWaitError, destroy_groups, list_closed
 from schedules.errors import describe_error
 
-DIED: Final = "it died, or left: its connection ended, and it left no failure record. Look at the last lines that it printed"
+DIED: Final = (
+    "it died, or left: its connection ended, and it left no failure record. Look at the last lines that it printed"
+)
 
 
 class SharedCalls:

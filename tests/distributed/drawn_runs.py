@@ -239,7 +239,11 @@ def judge(case: Case, found: dict[str, Any]) -> str:
 def judge_rank(said: dict[str, Any], code: int, kind: str, struck: dict[int, Any]) -> str:
     """Return what is wrong with how a rank ended that a fault of this kind struck, if any did."""
     if not said:
-        return "" if kind in DEADLY and code == -signal.SIGKILL else f"it ended with code {code}, and left no failure record"
+        return (
+            ""
+            if kind in DEADLY and code == -signal.SIGKILL
+            else f"it ended with code {code}, and left no failure record"
+        )
     if said["wrong"]:
         return "it computed something wrong"
     if said["final"] or kind == "leave":

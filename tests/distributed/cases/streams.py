@@ -80,8 +80,8 @@ def a_rank_fails_in_a_stream(rank, size):
         list(stream_of(pipe, model, broken((inputs, targets)) if rank == 1 else [(inputs, targets)] * 99))
     pipe, model, inputs, targets = build(ZOO["mlp"], how, 2, capture="trace")
     stream = stream_of(pipe, model, [(inputs, targets)] * 99)
-    next(stream)
     if rank == 1:
+        next(stream)
         stream.close()
     else:
         with raises(fpipe.RankError, "rank 1", "left its stream"):

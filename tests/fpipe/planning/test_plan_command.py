@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fpipe plan` and `doctor`, as a user types them."""
+"""`python -m fpipe plan`, `doctor` and `prove`, as a user types them."""
 
 import pytest
 
@@ -154,3 +154,29 @@ def test_a_diagnosis_that_makes_no_sense_is_refused(patient, words, said, capsys
     assert main(["doctor", f"{patient}:{words[0]}", *words[1:], "--seconds", "1"]) == 2
     assert said in capsys.readouterr().err
     assert main(["doctor", str(patient)]) == 2
+
+
+# --------------------------------------------------------------------------------------------------------------- prove
+
+
+def test_a_proof_is_printed(script, capsys):
+    assert main(["prove", f"{script}:task", "--ranks", "2", "--microbatches", "4"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        f"{script}:task under zb_h1(ranks=2, microbatches=4)\n\n14 results of a step are, for every input,"
+    )
+    assert "14 of them those of your module run eagerly" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["task", "--schedule", "check"], "--schedule: got 'check', expected a schedule of the gallery"),
+        (["task", "--ranks", "0"], "ranks=0"),
+        (["nothing"], "expected a function that returns"),
+    ],
+)
+def test_a_proof_that_makes_no_sense_is_refused(script, words, said, capsys):
+    assert main(["prove", f"{script}:{words[0]}", *words[1:]]) == 2
+    assert said in capsys.readouterr().err
+    assert main(["prove", str(script)]) == 2
