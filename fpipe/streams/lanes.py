@@ -36,10 +36,9 @@ class Ring(NamedTuple):
         """Return a ring in which no two microbatches, or messages of theirs, are in one slot at a time."""
         each, routes, size = program.schedule.microbatches, len(program.schedule.placement.routes), 1
         for rank in range(program.schedule.ranks):
-            latest = 0
             for k in range(program.known):
                 touched = [action.microbatch // each for action in program.window(rank, k)]
-                latest = max(latest, *touched)
+                latest = max(k + program.reach[rank], *touched)  # batches begin as soon as they must be there
                 size = max(size, latest - min(touched) + 1)
         while size * each % routes:
             size += 1

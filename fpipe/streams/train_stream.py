@@ -219,14 +219,14 @@ class StreamRun:
     def losses(self) -> Generator[Tensor, None, StreamResult]:
         """Yield the loss of every batch; return what the stream leaves."""
         ranks = self.pipe.ranks
-        self.arrivals.fetch(0)
         with ranks.enter_call("a stream of updates"):
+            self.arrivals.fetch(0)
             if self.arrivals.total == 0:
                 raise InputError(
                     "batches: got none, expected at least one. Pass batches, the same number on every rank."
                 )
-            with self._settle():
-                self._begin()
+            with self._settle() as cast:
+                self._begin(cast)
             ranks.stream = "a stream of updates"
             try:
                 yield from self._follow()
@@ -250,19 +250,17 @@ class StreamRun:
         ):
             yield cast
 
-    def _begin(self) -> None:
+    def _begin(self, cast: Variant) -> None:
         """Agree with all ranks on the stream, by its first batch."""
         pipe, function = self.pipe, self.function
-        with suspend_autocast(self.variant) as self.variant:
-            pass
-        held = hold_for_backward(pipe, self.variant, self.old.params, self.buffers)
+        held = hold_for_backward(pipe, cast, self.old.params, self.buffers)
         update = Updater(function.optimizer, Version(held.params, self.old.state), self.options(0))
         update.require_fit(pipe, "microbatches in flight still use the weights before an update")
         inputs, targets = self.arrivals.raw[0]
-        self.example = pipe.batch(self.variant, inputs, targets, pipe.ranks.exchange_text)
+        self.example = pipe.batch(cast, inputs, targets, pipe.ranks.exchange_text)
         given = describe_value(dict(self.options(0)))
         call = CommonArguments(self.seed, update=Field.of("update", given))
-        self.plan, _ = agree_to_step(pipe, self.variant, held.params, held.buffers, self.example, call)
+        self.plan, _ = agree_to_step(pipe, cast, held.params, held.buffers, self.example, call)
         self.held = held
         versions = Versions(
             self.plan, held.params, self._cuts(), self._microbatch, function.program.program.schedule.version

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -152,6 +152,7 @@ def two_per_update(rank, ranks, microbatches, late):
 
 @settings(max_examples=few(12))
 @given(st.integers(1, 3), st.integers(0, 3), st.integers(1, 9), st.booleans())
+@example(ranks=2, late=3, count=4, split=False)
 def test_a_schedule_of_your_own_runs(ranks, late, count, split):
     how = two_per_update(ranks, 2, late)
     how = split_backward(how) if split else how
