@@ -56,6 +56,7 @@ from fpipe.training.precision import LossScale, masters
 from fpipe.training.train_step import train_step
 from fpipe.verification.comparison import Verification
 from fpipe.verification.nonfinite import NonFinite, find_nonfinite
+from fpipe.verification.prove import Proof, prove
 from fpipe.verification.reference_stream import reference_stream
 from fpipe.weights.safetensors import safetensors
 from schedules import __version__
@@ -81,6 +82,7 @@ __all__ = [
     "Pipelined",
     "Plan",
     "Profile",
+    "Proof",
     "RankError",
     "ModelRecord",
     "Roofline",
@@ -124,6 +126,7 @@ __all__ = [
     "predict",
     "predict_weights",
     "processes",
+    "prove",
     "profile",
     "StaticDecoder",
     "choose_likeliest",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 HOME = Path(__file__).parents[1]
 FILES = sorted(file for package in ("fpipe", "schedules") for file in (HOME / package).rglob("*.py"))
-SHARED = {"costs", "main"}  # both return `Costs`, measured or drawn; both run a command line
+SHARED = {"costs", "main", "prove"}  # `Costs`, measured or drawn; a command line; a proof on formulas or operators
 ALONE = "certificate.py"  # shares nothing with the rest, names included
 BODY = 50
 

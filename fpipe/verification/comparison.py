@@ -141,8 +141,7 @@ def require_equal(got: Results, expected: Results, against: str, tolerance: floa
     magnitude.
     """
     count = 0
-    for name, *pair in _leaf_pairs(got, expected):
-        mine, theirs = _local_pair(*pair)
+    for name, mine, theirs in list_pairs(got, expected):
         count += 1
         if mine is None or theirs is None:
             which = "nothing" if mine is None else "a tensor"
@@ -233,6 +232,12 @@ def _local_pair(mine: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | No
             theirs = theirs.redistribute(placements=mine.placements)
         return finish_collective(local_part(mine)), finish_collective(local_part(theirs))
     return mine, theirs
+
+
+def list_pairs(got: Results, expected: Results) -> Iterator[Pair]:
+    """Yield each leaf's name, and its value on either side, of DTensors the local one."""
+    for name, *pair in _leaf_pairs(got, expected):
+        yield name, *_local_pair(*pair)
 
 
 def _leaf_pairs(got: Results, expected: Results) -> Iterator[Pair]:

@@ -6,7 +6,7 @@ Runs when `verify` is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -50,7 +50,8 @@ RATE: Final = 2**-10  # the learning rate between steps; scaling by a power of t
 class Trial(NamedTuple):
     """The pipeline and module under test, a whole batch (inputs and targets), and the tolerances of the comparisons.
 
-    `unsplit`: that of the comparison with the batch in one piece; `None` for no such comparison.
+    `unsplit`: that of the comparison with the batch in one piece; `None` for no such comparison. `compare`: returns how
+    many leaves are equal, or raises.
     """
 
     pipe: Pipeline
@@ -58,6 +59,7 @@ class Trial(NamedTuple):
     batch: tuple[Any, Any]
     tolerance: float
     unsplit: float | None = None
+    compare: Callable[[Results, Results, str, float], int] = require_equal
 
     def agree(self, steps: int, seed: int | None, has_params: bool, has_buffers: bool) -> None:
         """Raise `InputError` unless so many steps can be compared, and `TransportError` if ranks differ."""
@@ -104,7 +106,7 @@ def _verify_step(
     got = Results(step.loss, step.outputs, gather_shards(pipe, grads), step.buffers, step.aux)
     step, every = make_reference_step(pipe, variant, each)(*whole, *trial.batch, seed=seed)
     wanted = Results(step.loss, step.outputs, every, step.buffers, step.aux).restrict(params)
-    compared = require_equal(got, wanted, "the reference", trial.tolerance)
+    compared = trial.compare(got, wanted, "the reference", trial.tolerance)
     after = (descend(params, grads), dict(got.buffers)), (descend(whole[0], every), step.buffers)
     eager = _compare_with_eager(trial, params, got)
     if trial.unsplit is not None:
@@ -132,7 +134,7 @@ def _compare_with_eager(trial: Trial, params: State, got: Results) -> int:
         eager = run_eagerly(trial.module, objective, count, parts, sums, merge, skips).restrict(names)
         if not all(map(torch.equal, before, random.states(plan.generators))):
             return 0
-    return require_equal(got.restrict(names), eager, "the model run eagerly", trial.tolerance)
+    return trial.compare(got.restrict(names), eager, "the model run eagerly", trial.tolerance)
 
 
 def _compare_with_whole_batch(trial: Trial, params: State, got: Results, fraction: float) -> None:

@@ -17,13 +17,14 @@ PLACES = {
     "fpipe": """
 CaptureError Cause Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph
 Executed ModelRecord ModelStages NonFinite Optimizer Part Pipeline PipelineError Pipelined Plan Profile RankError
-Roofline ScheduleError Sharded SizeError Stage Stages StaticDecoder Step Stream StreamResult TransportError Verification
-VocabularyError capture connect_stages cut execute processes stage __version__ all_finite as_tree begin_save by_name
+Proof Roofline ScheduleError Sharded SizeError Stage Stages StaticDecoder Step Stream StreamResult TransportError
+Verification VocabularyError capture connect_stages cut execute processes stage __version__ all_finite as_tree
+begin_save by_name
 catch_signals
 choose_likeliest clip clip_value costs delays error_feedback evaluate export find_nonfinite generate is_checkpoint
 load masters norm
-optimizer pipeline pipemare plan predict predict_weights profile reference reference_stream require_same safetensors
-sample save stream timeline
+optimizer pipeline pipemare plan predict predict_weights profile prove reference reference_stream require_same
+safetensors sample save stream timeline
 train_step train_stream
 value_and_grad verify
 """,
@@ -93,6 +94,7 @@ SIGNATURES = {
     "predict": "pipe",
     "stream": "pipe take",
     "reference": "pipe outputs=False sums=None aux=True",
+    "prove": "pipe model inputs targets=None *seed=None",
     "reference_stream": "pipe optimizer look_ahead=None",
     "train_stream": "pipe optimizer look_ahead=None",
     "delays": "pipe",

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A proof says that a step is the same expression as on one device, finds what equal bits hide, and is never wrong."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fpipe
+from fpipe.stages.stage import ModelStage
+from fpipe.tensors.tree import same_bits
+from fpipe.verification.expressions import Expressions
+from schedules import dualpipe, gpipe, one_f_one_b, pipedream, recompute, zb_h1, zb_v
+from tests.common.cases import WIDTH, mse
+from tests.common.running import build
+from tests.common.sizes import few, sampled
+from tests.common.zoo import ZOO
+
+SCHEDULES = {
+    how.factory.__name__: how
+    for how in (one_f_one_b(2, 4), zb_h1(4, 4), zb_v(2, 4), dualpipe(2, 4), recompute(gpipe(2, 4)))
+}
+
+
+def prove(name, how, seed=3, **options):
+    pipe, model, inputs, targets = build(ZOO[name], how, 8, capture="trace", **options)
+    return fpipe.prove(pipe, model, inputs, targets, seed=seed)
+
+
+@sampled(12)
+@pytest.mark.parametrize("backward", ["graph", "autograd"])
+@pytest.mark.parametrize("how", SCHEDULES)
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_is_proved(name, how, backward):
+    try:
+        found = prove(name, SCHEDULES[how], backward=backward)
+    except fpipe.CutError:
+        pytest.skip("the schedule has replicas, and the model modifies buffers")
+    assert found.unproved == ()
+    assert "loss" in found.reference
+    assert (found.eager == ()) == ZOO[name].random
+
+
+def test_a_proof_is_a_page():
+    found = prove("mlp", one_f_one_b(2, 4))
+    page = str(found)
+    assert found.is_complete
+    assert page.startswith(
+        "10 results of a step are, for every input, those of the captured model on one device\n10 of "
+    )
+    assert "assumed:\n- operators are functions of their arguments" in page
+    assert "it draws random numbers" in str(prove("dropping", one_f_one_b(2, 4)))
+
+
+# ------------------------------------------------------ Faults in stages: bits that are right by chance are not proved
+
+
+def exchange_biases(forward):
+    """Give the two equal biases of a stage to each other's layer."""
+
+    def wrong(self):
+        run = forward.func(self)
+        names = list(self.parameters)
+        if not {"0.bias", "2.bias"} <= {*names}:
+            return run
+        a, b = names.index("0.bias"), names.index("2.bias")
+
+        def exchanged(params, buffers, inputs, key):
+            given = list(params)
+            given[a], given[b] = given[b], given[a]
+            return run(tuple(given), buffers, inputs, key)
+
+        return exchanged
+
+    return wrong
+
+
+def test_what_is_zero_on_both_sides_is_told_apart(monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    nn.init.zeros_(model[0].bias)
+    nn.init.zeros_(model[2].bias)
+    x, y = torch.randn(2, 6, 4)
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=y, loss=mse, schedule=gpipe(2, 3), cuts=["4"], backward="autograd"
+    )
+    assert fpipe.prove(pipe, model, (x,), y).is_complete
+    monkeypatch.setattr(ModelStage, "forward", property(exchange_biases(ModelStage.forward)))
+    pipe = pipe.rebuilt(model)
+    out = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)[0]
+    assert same_bits(out.loss, fpipe.reference(pipe)(*pipe.init(model), (x,), y)[0].loss)
+    found = fpipe.prove(pipe, model, (x,), y)
+    assert ("loss", "the model run eagerly") in {one[:2] for one in found.unproved}
+    assert "an input" in str(found)
+
+
+def after(change):
+    """A fault in what a function of a stage returns."""
+
+    def fault(function):
+        def wrong(self):
+            run = function.func(self)
+            return lambda *given: change(self, given, run(*given))
+
+        return property(wrong)
+
+    return fault
+
+
+def before(change):
+    """A fault in what a function of a stage is passed."""
+
+    def fault(function):
+        def wrong(self):
+            run = function.func(self)
+            return lambda *given: run(*change(self, given))
+
+        return property(wrong)
+
+    return fault
+
+
+def each(function, tensors):
+    return tuple(None if one is None else function(one) for one in tensors)
+
+
+def forward(change):
+    """A fault in what the forward of a stage returns."""
+    return "forward", after(lambda stage, given, made: change(given, *made))
+
+
+def backward(change):
+    """A fault in what the backward of a stage returns; that of the whole model has no sum so far."""
+    return "backward", after(lambda stage, given, made: change(given, *made) if len(given) > 2 else made)
+
+
+def cotangents(change):
+    """A fault in the cotangents that a stage is passed."""
+    return "backward", before(
+        lambda stage, given: (given[0], each(change, given[1]), *given[2:]) if given[2:] else given
+    )
+
+
+def begin_with_zeros(stage, given):
+    """Begin a sum with 0, to which the first gradient is added."""
+    return (*given[:2], given[2] or tuple(spec.allocate().zero_() for spec in stage.totals)) if given[2:] else given
+
+
+def copy_weights(stage, given):
+    """Use weights that something was done to."""
+    made = each(lambda x: (x.detach() * 1).requires_grad_(x.requires_grad), given[0])
+    return made, *given[1:]
+
+
+def move_key(stage, given):
+    """Draw other numbers on the second stage."""
+    return *given[:3], given[3] + 1 if stage.index else given[3]
+
+
+def round_trip(x):
+    """Convert there and back."""
+    return x.double().float()
+
+
+FAULTS = {
+    "an output to which 0 is added": forward(lambda given, out, *others: (each(lambda x: x + 0, out), *others)),
+    "an output times 1": forward(lambda given, out, *others: (each(lambda x: x * 1, out), *others)),
+    "an output that is converted": forward(lambda given, out, *others: (each(round_trip, out), *others)),
+    "a buffer that is not passed on": forward(lambda given, out, buffers, kept: (out, given[1], kept)),
+    "another key": ("forward", before(move_key)),
+    "weights times 1": ("forward", before(copy_weights)),
+    "a cotangent that is lost": cotangents(torch.zeros_like),
+    "a cotangent times 1": cotangents(lambda x: x * 1),
+    "a cotangent that is converted": cotangents(round_trip),
+    "a gradient that is doubled": backward(lambda given, pulled, grads: (pulled, each(lambda x: x * 2, grads))),
+    "a gradient from which 0 is taken": backward(lambda given, pulled, grads: (pulled, each(lambda x: x - 0, grads))),
+    "a sum that begins with 0": ("backward", before(begin_with_zeros)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_not_proved(fault, monkeypatch):
+    name = {"a buffer that is not passed on": "normalised", "another key": "dropping"}.get(fault, "mlp")
+    where, change = FAULTS[fault]
+    monkeypatch.setattr(ModelStage, where, change(getattr(ModelStage, where)))
+    found = prove(name, one_f_one_b(2, 4), backward="autograd")
+    assert not found.is_complete
+    assert all(why for *_, why in found.unproved)
+
+
+# ------------------------------------------------- Never wrong: equal expressions have equal bits, for any other values
+
+SHAPE = (3, 4)
+UNARY = {
+    "neg": torch.neg,
+    "tanh": torch.tanh,
+    "clone": torch.clone,
+    "half": lambda x: x * 0.5,
+    "turn": lambda x: x.t().contiguous().t(),
+    "sum": lambda x: x.sum(0, keepdim=True).expand(SHAPE),
+    "first": lambda x: torch.cat([x[:1], x[1:]]),
+    "double": lambda x: x.double().float(),
+    "power": lambda x: x.pow(1),
+    "fill": lambda x: torch.full_like(x, 2.0),
+}
+BINARY = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "max": torch.maximum}
+IN_PLACE = {
+    "add": lambda x, y: x.add_(y),
+    "copy": lambda x, y: x.copy_(y),
+    "row": lambda x, y: x[0].copy_(y[1]),
+    "column": lambda x, y: x[:, 1].mul_(y[:, 2]),
+    "zero": lambda x, y: x[:, ::2].zero_(),
+    "corner": lambda x, y: x[1:, 1:].add_(y[:2, :3]),
+}
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(
+            [("1", one) for one in UNARY] + [("2", one) for one in BINARY] + [("!", one) for one in IN_PLACE]
+        ),
+        st.integers(0, 30),
+        st.integers(0, 30),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def interpret(program, values):
+    """Run a program on a pool of tensors; return what the pool holds in the end."""
+    pool = [one.clone() for one in values]
+    for (kind, name), a, b in program:
+        x, y = pool[a % len(pool)], pool[b % len(pool)]
+        if kind == "1":
+            pool.append(UNARY[name](x))
+        elif kind == "2":
+            pool.append(BINARY[name](x, y))
+        elif x.stride(0):
+            IN_PLACE[name](x, y.clone())
+    return pool
+
+
+@settings(max_examples=few(300), deadline=None)
+@given(steps, steps, st.integers(0, 2**31))
+def test_equal_expressions_have_equal_bits(one, other, seed):
+    torch.manual_seed(seed)
+    inputs, others = torch.randn(2, 3, *SHAPE).unbind()
+    ledger = Expressions()
+    with ledger:
+        ledger.declare(inputs.unbind())
+        numbers = [ledger.value(x) for program in (one, other) for x in interpret(program, inputs.unbind())]
+    values = [x for program in (one, other) for x in interpret(program, others.unbind())]
+    seen = {}
+    for number, value in zip(numbers, values, strict=True):
+        assert same_bits(seen.setdefault(number, value), value)
+
+
+@settings(max_examples=few(60), deadline=None)
+@given(steps)
+def test_a_program_has_the_expressions_of_itself(program):
+    values = torch.randn(3, *SHAPE).unbind()
+    ledger = Expressions()
+    with ledger:
+        first, second = ([ledger.value(x) for x in interpret(program, values)] for _ in range(2))
+    assert first == second
+
+
+def test_lemmas_are_those_that_are_stated():
+    x, y = torch.randn(2, *SHAPE).unbind()
+    alike = [
+        (lambda: x + y, lambda: y + x),
+        (lambda: x.sum(0), lambda: x.sum(0, keepdim=True).squeeze(0)),
+        (lambda: x / 4, lambda: x / torch.tensor(4.0)),
+        (lambda: x * 2, lambda: torch.mul(x, 2.0, out=torch.empty_like(x))),
+        (lambda: x.add(y), lambda: x.clone().add_(y)),
+        (x.clone, lambda: x.pow(1)),
+    ]
+    different = [
+        lambda: x - y,
+        lambda: y - x,
+        lambda: x + y + 0,
+        lambda: (x + y) * 1,
+        lambda: x.sum(1),
+        lambda: x * 2.5,
+    ]
+    ledger = Expressions()
+    with ledger:
+        ledger.declare([x, y])
+        found = [(ledger.value(form()), ledger.value(other())) for form, other in alike]
+        numbers = {ledger.value(one()) for one in different}
+    assert all(mine == theirs for mine, theirs in found)
+    assert len(numbers) == len(different)
+    assert not numbers & {mine for mine, _ in found}
+
+
+# --------------------------------------------------------------------------------------------------------- Refusals
+
+
+def test_what_cannot_be_proved_is_refused():
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(2, 4), 8, capture="trace")
+    pipe.ranks.processes = (0, 1)
+    with pytest.raises(fpipe.InputError, match=r"pipe: got one whose ranks are 2 processes, expected all of them"):
+        fpipe.prove(pipe, model, inputs, targets)
+    pipe, model, inputs, targets = build(ZOO["dropping"], one_f_one_b(2, 4), 8, capture="trace")
+    with pytest.raises(fpipe.InputError, match="seed: got none"):
+        fpipe.prove(pipe, model, inputs, targets)
+    with torch.device("meta"):
+        model, x = nn.Linear(WIDTH, WIDTH), torch.empty(4, WIDTH)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(1, 2))
+    with pytest.raises(fpipe.InputError, match="got a tensor on the meta device, expected values"):
+        fpipe.prove(pipe, model, (x,))
+    pipe, model, inputs, targets = build(ZOO["mlp"], pipedream(2, 1), 2, capture="trace")
+    with pytest.raises(fpipe.InputError, match="which updates weights while microbatches are in flight"):
+        fpipe.prove(pipe, model, inputs, targets)
