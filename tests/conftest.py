@@ -3,6 +3,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 import torch
@@ -33,5 +34,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Leave all that has been imported out of garbage collections, each of which would walk it again."""
+    if "fpipe" in sys.modules:
+        from fpipe.tensors.torch_private import import_tracer
+
+        import_tracer()
     gc.collect()
     gc.freeze()

@@ -93,7 +93,10 @@ def run_all(folder: Path, cases: Iterable[T], run: Callable[[int, T], dict[str, 
 
 def main(module: str, count: str, folder: str, *arguments: str) -> None:
     """Run the ranks and wait for them; in a child, be one of them."""
+    from fpipe.tensors.torch_private import import_tracer
+
     worker = import_module(module)
+    import_tracer()  # else each rank would
     gc.freeze()
     rank, children = fork(int(count))
     if rank is None:

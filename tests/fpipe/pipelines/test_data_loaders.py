@@ -17,32 +17,15 @@ ROWS = [torch.full((4,), float(k)) for k in range(8)]
 EPOCHS = 3
 BY_DAY = ["no workers", "fork"]
 STARTS = [*BY_DAY, "persistent fork", "spawn", "persistent spawn", "forkserver", "persistent forkserver"]
-IMPORT = """
-import sys
-import torch
-import fpipe
-
-late = {"torch._dynamo", "torch.distributed.tensor", "sympy"}
-assert not late & {*sys.modules}, late & {*sys.modules}
-"""
-FIRST_BUILD = """
-import sys
+LATE = """
+import os, signal, sys, threading
 import torch
 import fpipe
 from fpipe.tensors.torch_private import import_tracer
 from schedules import gpipe
 
-import_tracer()
-before = {*sys.modules}
-model, x = torch.nn.Linear(4, 1), torch.ones(4, 4)
-pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(1, 2))
-fpipe.value_and_grad(pipe)(*pipe.init(model), (x,))
-assert before == {*sys.modules}, sorted({*sys.modules} - before)
-"""
-FORK = """
-import os, signal, sys, threading
-import torch
-from fpipe.tensors.torch_private import import_tracer
+late = {"torch._dynamo", "torch.distributed.tensor", "sympy"}
+assert not late & {*sys.modules}, late & {*sys.modules}
 
 thread = threading.Thread(target=import_tracer)
 thread.start()
@@ -53,8 +36,14 @@ if not child:
     signal.alarm(60)
     import_tracer()
     os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
+assert os.waitpid(child, 0)[1] == 0, "a fork did not wait for the import"
 thread.join()
+
+before = {*sys.modules}
+model, x = torch.nn.Linear(4, 1), torch.ones(4, 4)
+pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(1, 2))
+fpipe.value_and_grad(pipe)(*pipe.init(model), (x,))
+assert before == {*sys.modules}, sorted({*sys.modules} - before)
 """
 
 
@@ -98,10 +87,8 @@ def test_a_pipeline_trains_beside_data_loaders(start):
         assert torch.equal(torch.stack(found[1]), torch.stack(batches))
 
 
-@pytest.mark.parametrize("script", [IMPORT, FIRST_BUILD, FORK], ids=["import", "first build", "fork"])
-def test_the_tracer_is_imported_late_at_once_and_before_forks(script, tmp_path):
+def test_the_tracer_is_imported_late_at_once_and_before_forks(tmp_path):
     """A worker that is forked during an import, by another thread, could never import the same module."""
-    file = tmp_path / "script.py"
-    file.write_text(script)
-    log = tmp_path / "log"
-    assert finish((file,), log) == 0, log.read_text()
+    script, log = tmp_path / "late.py", tmp_path / "log"
+    script.write_text(LATE)
+    assert finish((script,), log) == 0, log.read_text()
