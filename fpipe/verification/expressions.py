@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import string_at
 from types import MappingProxyType
@@ -34,9 +35,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import optree
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe.tensors.torch_private import FakeTensor, TorchDispatchMode, active_fake_mode
 
 Expression: TypeAlias = int
 """The number of an expression; equal ones have the same."""
@@ -46,6 +47,8 @@ READ_METADATA: Final = frozenset(
 """Operators that read the metadata of their operand only."""
 FILL: Final = frozenset(("fill", "zero", "copy", "uniform", "normal", "bernoulli", "random", "exponential"))
 """Operators that overwrite their operand without reading it."""
+FORMATS: Final = MappingProxyType({torch.float64: "d", torch.float32: "f", torch.int64: "q"})
+"""How numbers are stored."""
 IN_PLACE_VIEWS: Final = frozenset(
     ("detach", "transpose", "t", "squeeze", "unsqueeze", "as_strided", "swapaxes", "swapdims")
 )
@@ -204,29 +207,22 @@ class Expressions(TorchDispatchMode):
 
     def _scalar(self, tensor: Tensor) -> Any:
         """Return the number that a tensor without dimensions is known to hold; `None` for other tensors."""
-        if (
-            tensor.dim()
-            or tensor.device.type != "cpu"
-            or tensor.dtype not in (torch.float64, torch.float32, torch.int64)
-        ):
+        if tensor.dim() or tensor.device.type != "cpu" or tensor.dtype not in FORMATS:
             return None
         (one,) = self._read(tensor)
         if one.source >= 0:
             return self.scalars.get(one.source)
         if -one.source - 1 in self.variables:
             return None
-        data = bytearray(self.inputs[-one.source - 1][one.at : one.at + tensor.element_size()])
-        with torch._C._DisableTorchDispatch():
-            return "number", repr(float(torch.frombuffer(data, dtype=tensor.dtype)[0]))
+        data = self.inputs[-one.source - 1][one.at : one.at + tensor.element_size()]
+        return "number", repr(float(struct.unpack(FORMATS[tensor.dtype], data)[0]))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator; record the expressions of its results, and of what it wrote."""
         kwargs = kwargs or {}
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or any(
-            issubclass(kind, FakeTensor) for kind in types
-        ):  # a model is recorded
+        if active_fake_mode() is not None or any(issubclass(kind, FakeTensor) for kind in types):  # a model is recorded
             return func(*args, **kwargs)
         self.operators += 1
         call = OperatorCall.of(func, args, kwargs)
@@ -331,11 +327,9 @@ class OperatorCall(NamedTuple):
         if name.removesuffix("_") in IN_PLACE_VIEWS:
             writes = []
         written = tuple(_tensors([given.get(one.name) for one in writes]))
-        overload = (
-            func._overloadname.replace("_out", "").replace("out", "")
-            if any(w.is_out for w in writes)
-            else (func._overloadname)
-        )
+        overload = func._schema.overload_name
+        if any(one.is_out for one in writes):
+            overload = overload.replace("_out", "").replace("out", "")
         if writes and name.endswith("_") and not name.endswith("__"):
             name = name[:-1]
         a, b = given.get("self"), given.get("other")

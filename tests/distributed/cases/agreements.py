@@ -265,7 +265,9 @@ LOCAL = frozenset(
         "execute",
         "processes",
         "stage",
-    }  # tested where they are, and in `steps`
+        "train_stream",
+    }  # tested where they are, and in `steps` and `streams`
+    | {"delays", "error_feedback", "pipemare", "predict_weights", "prove", "reference_stream"}
     | {"sample", "save"}  # which is `begin_save`, and its end
 )
 """Public functions that need nothing of other ranks."""
