@@ -16,6 +16,11 @@ if "TEST_DEVICE" in os.environ:  # tests in one process make models and batches 
     torch.set_default_device(os.environ["TEST_DEVICE"])
     torch.use_deterministic_algorithms(True)
 
+with torch.device(
+    "cpu"
+):  # torch now lists what such a block changes; while it loads a model, transformers replaces some
+    torch.empty(0)
+
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 PHASES = [phase for phase in Phase if phase is not Phase.explain]  # which traces every line, and explains little
 EVERYWHERE = settings(deadline=None, suppress_health_check=SLOW, phases=PHASES)
