@@ -116,8 +116,6 @@ def require_trained(assembly: Assembly, schedule: Schedule) -> None:
 
 def require_runnable(schedule: Schedule) -> None:
     """Raise `InputError` for a schedule that can be checked and simulated, but not run."""
-    if updates_in_flight(schedule):
-        _require_one_update(schedule)
     repair = "It can be checked and simulated, but not run yet. To run, choose a synchronous one of whole microbatches."
     if schedule.slices > 1:
         raise InputError(
@@ -129,6 +127,8 @@ def require_runnable(schedule: Schedule) -> None:
             f"schedule: got {describe_argument(schedule)} of {schedule.microbatches} microbatches, expected at most "
             f"{MOST_IN_STEP} in a step. Take several steps, and add their gradients up with onto=."
         )
+    if updates_in_flight(schedule):  # generated only now: it isn't too long
+        _require_one_update(schedule)
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):
             if action.kind not in HANDLERS:
