@@ -26,7 +26,7 @@ class BegunBatch(NamedTuple):
 class BatchQueue:
     """The batches that have come and are still needed.
 
-    - `source`: the rest of them; `split(number, batch)` returns an `BegunBatch`.
+    - `source`: the rest of them; `split(number, batch)` returns a `BegunBatch`.
     - `count`: how many have come; `total`: how many there are, once that is known.
     - `raw`, `begun`: batches that no rank, or some rank, has begun, by number; `left`: the ranks that still need each.
     """

@@ -63,7 +63,7 @@ class Lane:
     """One rank of a stream.
 
     - `at`: the window that it runs, or is to run next; `begun`: how many batches it has begun.
-    - `numbers`: the batch in each slot, counted in slots; `keys`: the random key of each microbatch there.
+    - `batch_in`: the batch whose microbatch is in each slot; `keys`: the random key of each.
     - `losses`: per batch, the loss of each microbatch, and its aux, until somebody takes them.
     """
 

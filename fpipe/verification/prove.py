@@ -32,7 +32,7 @@ NOISE: Final = 2.0**-10
 ASSUMED: Final = (
     "operators are functions of their arguments, of torch's settings, and of the generator's state where they draw",
     "the batch decides nothing but through operators: shapes, numbers and branches are those of this batch",
-    "parts of the batch that are equal are not told apart; parameters and buffers are",
+    "equal parts of the batch, and equal integer buffers, are not told apart; parameters and other buffers are",
     "a message arrives as it was sent, and in every order of arrival the program's order of actions on a rank is kept",
 )
 
@@ -150,7 +150,7 @@ class ProofLedger:
 
 
 def _tell_apart(state: State) -> State:
-    """Return tensors close to these, no two of which are equal."""
+    """Return tensors close to these, no two of which are equal; integers stay as they are."""
     generator = torch.Generator().manual_seed(0)
     found = {}
     for name, tensor in state.items():

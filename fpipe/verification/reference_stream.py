@@ -79,8 +79,10 @@ def reference_stream(
 
 
 class DelayedLoop:
-    """The loop of one stream, under a schedule for all its batches; `past` has every version of each parameter,
-    as forwards use it."""
+    """The loop of one stream, under a schedule for all its batches.
+
+    `past` has every version of each parameter, as forwards use it.
+    """
 
     def __init__(
         self,
