@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import Cuts, CutsArgument, Evenly, Marked, parse_places
 from fpipe.errors import CutError, InputError
 from fpipe.functional.bound import BoundStages, Executed, Split, mean_of, split_rows
@@ -33,11 +32,12 @@ from fpipe.pipelines.footprint import measure_sizes
 from fpipe.pipelines.inputs import scatter, start_backward
 from fpipe.pipelines.memo import Memo
 from fpipe.pipelines.modes import active_casts, suspend_autocast
+from fpipe.pipelines.options import Gradients, Microbatching, Recording, accept_fields
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.resolver import Resolver, own_text
 from fpipe.pipelines.results import collect_gradients
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.record.captured import Captured, CaptureFunction, FrontEnd
+from fpipe.record.captured import Captured
 from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.model.state import require_own_buffers
@@ -46,7 +46,7 @@ from fpipe.record.variant import EVALUATION, Variant
 from fpipe.runtime.executor import Outcome
 from fpipe.stages import stage as stages
 from fpipe.stages.assembly import Assembly
-from fpipe.stages.backends import Backend, Backward, backend_of
+from fpipe.stages.backends import Backend, backend_of
 from fpipe.stages.prologue import Feed
 from fpipe.tensors import random
 from fpipe.tensors.arguments import require_arguments
@@ -65,7 +65,7 @@ class ModelRecord:
 
     captures: Captures
     backend: Backend | None
-    dims: Any
+    microbatching: Microbatching
 
     @property
     def captured(self) -> Captured:
@@ -83,23 +83,22 @@ class ModelRecord:
         return f"ModelRecord of {type(self.captures.model).__name__}: {str(cut(self)).partition(', ')[2]}"
 
 
+@accept_fields
 def capture(
     model: Model,
     *,
     example: tuple[Any, ...] | dict[str, Any],
     targets: Any = None,
     loss: Loss | None = None,
-    front_end: str | FrontEnd | CaptureFunction = "trace",
-    backward: Backward = "graph",
-    batch_dims: Any = 0,
-    unsplittable: Selector | Iterable[Selector] = (),
-    whole: Selector | Iterable[Selector] = (),
+    microbatching: Microbatching = Microbatching(),
+    recording: Recording = Recording(),
+    gradients: Gradients = Gradients(),
 ) -> ModelRecord:
     """ModelRecord what a model and its loss compute for one microbatch.
 
-    - `model`, `loss`, `unsplittable`, `whole`, `backward`: as for `fpipe.pipeline`; `front_end` is its `capture`.
+    - `model`, `loss`, `recording`, `gradients`: as for `fpipe.pipeline`.
     - `example`, `targets`: one microbatch; it provides shapes and dtypes. Other shapes are recorded when they come.
-    - `batch_dims`: how `fpipe.execute` splits a batch, as for `fpipe.pipeline`.
+    - `microbatching`: how `fpipe.execute` splits a batch, by its `batch_dims`.
 
     Without a loss, the record is of an evaluation. Raise `CaptureError` or `InputError`.
 
@@ -113,14 +112,14 @@ def capture(
     require_arguments(capture, locals())
     module, training = as_module(model), loss is not None
     require_buildable(module, example, loss, gpipe(1, 1) if training else forward_only(1, 1))
-    cuts = parse_places(None, unsplittable, 1, whole)
-    batchings = make_batchings(example, targets, batch_dims, 1, None, 1)
+    cuts = parse_places(None, recording.unsplittable, 1, recording.whole)
+    batchings = make_batchings(example, targets, microbatching, 1, 1)
     batch = batchings[training].split_batch(example, targets if training else None)
     with torch.inference_mode(False), suspend_autocast(_variant(training)) as variant, wait_for_turn():
-        captures = make_captures(module, loss, batchings, cuts, front_end, training, MOST_KINDS)
+        captures = make_captures(module, loss, batchings, cuts, recording, training)
         answers = Resolver(captures, variant, batch, own_text, example=True).resolve()
         captures = captures.with_example(answers) if training else captures
-        made = ModelRecord(captures, backend_of(backward), batch_dims)
+        made = ModelRecord(captures, backend_of(gradients.backward), microbatching)
         require_own_buffers(module, made.captured)
     return made
 
@@ -256,8 +255,10 @@ class ModelStages(Sequence[Stage]):
         schedule, (inputs, targets) = program.schedule, batch
         count, trains = schedule.microbatches, schedule.backward
         if split is not split_rows:
-            raise InputError("split: got a function, expected none for stages of a model. Pass batch_dims to capture.")
-        batchings = make_batchings(inputs, targets, self.record.dims, count, None, 1)
+            raise InputError(
+                "split: got a function, expected none for stages of a model. Pass microbatching to capture."
+            )
+        batchings = make_batchings(inputs, targets, self.record.microbatching, count, 1)
         memo = self.memos.setdefault((program, tuple(ranks)), self.captures.memo.without_stages())
         captures = replace(self.captures, batchings=batchings, memo=memo)
         with suspend_autocast(_variant(trains)) as variant, wait_for_turn():
@@ -304,7 +305,6 @@ class ModelStages(Sequence[Stage]):
         return [{name: values[name] for name in one or {} if name in values} for one in given]
 
 
-MOST_KINDS = 32
 """The number of kinds of batches whose recordings are kept."""
 
 

@@ -65,7 +65,12 @@ def test_a_model_on_another_device_than_the_batch_is_refused():
 def test_device_is_where_an_example_without_values_is_computed():
     model, x = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)), torch.randn(4, 2)
     pipe = fpipe.pipeline(
-        model, example=(x.to("meta"),), loss=torch.mean, schedule=one_f_one_b(2, 2), cuts=["1"], device="cpu"
+        model,
+        example=(x.to("meta"),),
+        loss=torch.mean,
+        schedule=one_f_one_b(2, 2),
+        cuts=["1"],
+        place=fpipe.Place(device="cpu"),
     )
     assert pipe.device == CPU
     assert fpipe.verify(pipe, model, (x,))

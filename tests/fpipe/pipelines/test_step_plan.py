@@ -23,6 +23,7 @@ from schedules.files.csv import table
 from tests.common.cases import WORDS, cross_entropy
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
+from tests.common.options import grouped
 from tests.common.running import build as build_case
 from tests.common.running import open_questions
 from tests.common.running import require_exact as require_exact_case
@@ -63,7 +64,14 @@ def build(plans, like=None, how=None, **options):
     how = one_f_one_b(ranks=2, microbatches=2) if how is None else how
     loss = cross_entropy if how.backward else None
     pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=loss, schedule=how, cuts=["head"], plans=plans, **options
+        model,
+        example=inputs,
+        targets=targets,
+        loss=loss,
+        schedule=how,
+        cuts=["head"],
+        recording=fpipe.Recording(plans=plans),
+        **grouped(options),
     )
     return model, pipe
 

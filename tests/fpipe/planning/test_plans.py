@@ -41,6 +41,7 @@ from schedules import (
     zb_v,
 )
 from tests.common.chain_profiles import chain_profile, find_plan, problem_of
+from tests.common.options import grouped
 from tests.common.sizes import by_night, sampled
 from tests.common.zoo import ZOO
 
@@ -363,7 +364,7 @@ def test_a_drop_in_module_takes_a_plan(planned):
 def test_a_plan_replaces_other_arguments(planned, given, words):
     model, x, plan = planned
     with pytest.raises(InputError, match=words):
-        fpipe.pipeline(model, example=(x,), loss=torch.mean, **{"plan": plan, **given})
+        fpipe.pipeline(model, example=(x,), loss=torch.mean, **grouped({"plan": plan, **given}))
 
 
 @sampled(3)
@@ -405,7 +406,9 @@ def test_a_plan_replaces_other_arguments(planned, given, words):
 def test_wrong_arguments_are_refused(given, words):
     with pytest.raises(InputError, match=words):
         fpipe.plan(
-            layers(), (torch.ones(8, 8),), **{"ranks": 2, "loss": torch.mean, "microbatches": 4, "seconds": 1, **given}
+            layers(),
+            (torch.ones(8, 8),),
+            **grouped({"ranks": 2, "loss": torch.mean, "microbatches": 4, "seconds": 1, **given}, fpipe.profile),
         )
 
 
@@ -442,8 +445,10 @@ def test_a_profile_of_the_model_is_taken(name):
     case = ZOO[name]
     model, inputs, targets = case.make(8)
     given = {"loss": case.loss, "microbatches": 2}
-    profile = fpipe.profile(model, inputs, targets, **given, device=fpipe.Roofline(1e9, 1e9))
-    plan = fpipe.plan(model, inputs, targets, ranks=2, schedules=one_f_one_b, profile=profile, **given)
+    profile = fpipe.profile(model, inputs, targets, **grouped(given, fpipe.profile), device=fpipe.Roofline(1e9, 1e9))
+    plan = fpipe.plan(
+        model, inputs, targets, ranks=2, schedules=one_f_one_b, profile=profile, **grouped(given, fpipe.profile)
+    )
     assert plan.schedule.factory is one_f_one_b
 
 

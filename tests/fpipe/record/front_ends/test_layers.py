@@ -18,6 +18,7 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.layers import Average, Scale
 from tests.common.loops import loop
+from tests.common.options import grouped
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import covering, few, sampled
 from tests.common.unusual_models import Negated
@@ -417,7 +418,7 @@ def test_the_user_s_model_is_not_touched():
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}
     how = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["1"], "capture": "modules"}
-    fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, **how)
+    fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, **grouped(how))
     assert not calls
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == attributes
