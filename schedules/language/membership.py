@@ -79,3 +79,16 @@ def require_valid_actions(schedule: Schedule) -> None:
     for rank in range(schedule.ranks):
         for _ in require_placed(schedule, rank, require_compute_only(schedule, rank, schedule.actions(rank))):
             pass
+
+
+def require_single_actions(schedule: Schedule) -> None:
+    """Raise `ScheduleError` if a microbatch passes through a stage twice in the same way."""
+    for rank in range(schedule.ranks):
+        seen = set[tuple[object, ...]]()
+        for position, action in enumerate(schedule.actions(rank)):
+            kind, stage, microbatch, _, part = action
+            pass_ = KINDS[kind].after, stage, microbatch, part
+            if pass_ in seen and KINDS[kind].after:
+                repair = f"Drop {action}: each runs once."
+                raise ScheduleError("forward_before_backward", rank, position, action, "has already run", repair)
+            seen.add(pass_)
