@@ -49,8 +49,8 @@ from fpipe.stages.assembly import Assembly
 from fpipe.stages.backends import Backend, backend_of
 from fpipe.stages.prologue import Feed
 from fpipe.tensors import random
-from fpipe.tensors.arguments import require_arguments
-from fpipe.tensors.tree import same_bits
+from fpipe.tensors.arguments import require_arguments, require_primal
+from fpipe.tensors.tree import flatten_all, same_bits
 from fpipe.weights.loading import ValueSource, load_values
 from fpipe.weights.state import Form
 from schedules import Graph, Program, Schedule, forward_only, gpipe, zb_h1
@@ -258,6 +258,8 @@ class ModelStages(Sequence[Stage]):
             raise InputError(
                 "split: got a function, expected none for stages of a model. Pass microbatching to capture."
             )
+        leaves = dict(enumerate(leaf for leaf in flatten_all((params, buffers, batch))[0] if isinstance(leaf, Tensor)))
+        require_primal("arguments", leaves)
         batchings = make_batchings(inputs, targets, self.record.microbatching, count, 1)
         memo = self.memos.setdefault((program, tuple(ranks)), self.captures.memo.without_stages())
         captures = replace(self.captures, batchings=batchings, memo=memo)

@@ -59,7 +59,7 @@ class Dimensions(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a pipeline runs: its ranks, the copies of them, and the device of this process.
+    """The place where a pipeline runs: its ranks, the copies of them, and the device of this process.
 
     - `group`: if torch.distributed is initialized, the processes that are the ranks, one each: a process group, or one
       dimension of a device mesh, `mesh["pp"]`; defaults to all. Every process of the job must then build its pipeline
@@ -235,8 +235,8 @@ def _require_no_dimensions(options: Place) -> None:
     for what, name in (("dp", options.dp), ("shard", options.shard)):
         if name is not None:
             raise InputError(
-                f"{what}: got {name!r} without a mesh, expected both or none. Pass fpipe.Place(mesh=...) a DeviceMesh, or "
-                "sizes such as {'pp': 4, 'dp': 2}."
+                f"{what}: got {name!r} without a mesh, expected both or none. Pass fpipe.Place(mesh=...) a DeviceMesh, "
+                "or sizes such as {'pp': 4, 'dp': 2}."
             )
 
 

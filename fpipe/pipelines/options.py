@@ -26,13 +26,13 @@ from fpipe.stages.backends import Backward
 from fpipe.stages.ties import Tied
 from fpipe.tensors.arguments import describe_argument, require_arguments
 
-P = ParamSpec("P")
-T = TypeVar("T")
+_Given = ParamSpec("_Given")
+_Returned = TypeVar("_Returned")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatching:
-    """How a batch becomes microbatches, and how their outputs and losses become those of a step.
+    """The way from a batch to microbatches, and from their outputs and losses to those of a step.
 
     - `batch_dims`: how tensors are split into microbatches: a dimension, along which `torch.tensor_split` splits them,
       `None` to give every microbatch the whole tensor, or a function `f(tensor, M)` that returns M tensors. Either one
@@ -66,7 +66,7 @@ class Microbatching:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """How a model is recorded, and what of it stays in one piece.
+    """The way in which a model is recorded, and what of it stays in one piece.
 
     - `front_end`: `"trace"`, `"export"`, `"dynamo"`, `"fx"`, `"modules"`, or a function of your own
       (`fpipe.front_ends`).
@@ -96,7 +96,7 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """How stages are differentiated, and how gradients of a parameter that several stages use are combined.
+    """The way in which stages are differentiated, and gradients of a parameter that several use are combined.
 
     - `backward`: `"graph"`: stages are recorded once, then run operator by operator: the same bits with less Python.
       `"autograd"`: whole backwards by autograd, for every microbatch; if the schedule splits backwards, the same as
@@ -126,11 +126,11 @@ RENAMED: Final[Mapping[str, str]] = {"capture": "front_end"}
 """Fields that had another name as keywords."""
 
 
-def accept_fields(function: Callable[P, T]) -> Callable[P, T]:
+def accept_fields(function: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
     """Return a function that takes the fields of its options as keywords, too, with a warning that shows the repair."""
 
     @wraps(function)
-    def call(*args: P.args, **given: P.kwargs) -> T:
+    def call(*args: _Given.args, **given: _Given.kwargs) -> _Returned:
         return function(*args, **gather_fields(function, given))
 
     return call
@@ -156,7 +156,8 @@ def gather_fields(function: Callable[..., Any], given: Mapping[str, Any]) -> dic
     if twice is not None:
         raise InputError(f"{twice}: got it besides {homes[twice]}, expected it in that. Write {said}.")
     warnings.warn(
-        f"{function.__name__}: got {', '.join(loose)}, which will not be keywords in the next version. Write {said}.",
+        f"{function.__name__}: got {', '.join(loose)} as keywords, which are fields now; the next version refuses "
+        f"them. Write {said}.",
         FutureWarning,
         stacklevel=1 + sum(1 for _ in _frames_of_ours()),
     )

@@ -146,6 +146,8 @@ NAMES: Final[Paths] = {
         "torch.autograd.forward_ad._current_level",
         "torch._C._functorch.maybe_current_level",
         "torch._C._functorch.is_functorch_wrapped_tensor",
+        "torch._C._functorch.is_gradtrackingtensor",
+        "torch._C._functorch.get_unwrapped",
     ],
     "adding gradients in one call": ["torch._foreach_add_"],
     "norms of gradients with the bits of torch's clipping": [
@@ -442,6 +444,15 @@ def order_dtypes(dtypes: Sequence[torch.dtype], device: torch.device) -> list[to
     """
     tensors: list[Tensor | None] = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
     return [dtype for _, dtype in _group_tensors_by_device_and_dtype([tensors])] if tensors else []
+
+
+def count_gradients(tensor: Tensor) -> int:
+    """Return how many gradients of torch.func around the caller differentiate with respect to a tensor."""
+    functorch, count = torch._C._functorch, 0
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        count += functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad
+        tensor = functorch.get_unwrapped(tensor)
+    return count
 
 
 def has_dual_level() -> bool:

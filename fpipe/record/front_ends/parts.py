@@ -8,8 +8,8 @@ loss with what the last returned. A graph calls its parts in the order listed, b
 takes.
 
 With `front_end="modules"` no part is cut inside. Models are recorded as by `fpipe.record.trace.front_end`, with the
-parts sealed: whatever tree a part returns is flattened into tensors; non-tensors must be the same for every microbatch. A
-tensor that a part returns unchanged stays the same value, so it is sent directly to the stage that uses it next.
+parts sealed: whatever tree a part returns is flattened into tensors; non-tensors must be the same for every microbatch.
+A tensor that a part returns unchanged stays the same value, so it is sent directly to the stage that uses it next.
 
 Runs when a model is made and whenever it is called: in captures, and in every step if one stage holds all of it.
 """

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
-from fpipe.meshes.arguments import MeshOptions, find_place
+from fpipe.meshes.arguments import Place, find_place
 from fpipe.network import devices
 from fpipe.pipelines.batch import find_home
 from fpipe.record.model.skeleton import require_home
@@ -132,6 +132,6 @@ def test_a_mesh_of_other_devices_is_refused(tmp_path):
     try:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
         with pytest.raises(fpipe.InputError, match=r"mesh: got a mesh of cpu devices, expected one of cuda"):
-            find_place(MeshOptions(mesh, "pp", None, None, "whole"), None, 1, FIRST, lambda *_: None)
+            find_place(Place(mesh=mesh), 1, FIRST, lambda *_: None)
     finally:
         dist.destroy_process_group()

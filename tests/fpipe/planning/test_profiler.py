@@ -193,9 +193,9 @@ def test_a_pipeline_has_its_own_arguments():
     pipe = fpipe.pipeline(
         layers(), example=batch_of()[0], targets=batch_of()[1], loss=mse, schedule=gpipe(ranks=2, microbatches=2)
     )
-    for name, value in (("loss", mse), ("microbatches", 4), ("backward", "autograd")):
+    for name, value in (("loss", mse), ("microbatches", 4), ("gradients", fpipe.Gradients(backward="autograd"))):
         with pytest.raises(InputError, match=f"{name}: got .* besides a pipeline"):
-            fpipe.profile(pipe, *batch_of(), **grouped({name: value}, fpipe.profile))
+            fpipe.profile(pipe, *batch_of(), **{name: value})
     with pytest.raises(InputError, match=r"inputs\[0\].*expected a batch that the model can take"):
         fpipe.profile(pipe, *batch_of(width=5))
     assert isinstance(fpipe.profile(pipe, *batch_of(8), device=FAST).costs(["2"]), Costs)

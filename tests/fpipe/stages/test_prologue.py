@@ -60,7 +60,7 @@ def test_every_schedule_keeps_the_bits(how):
 @sampled(1)
 @pytest.mark.parametrize("options", [{"backward": "graph"}, {"tied": "sum"}], ids=str)
 def test_every_way_to_run_stages_keeps_the_bits(options):
-    pipe, model, inputs, targets = pipeline(place=fpipe.Place(rows=7), **options)
+    pipe, model, inputs, targets = pipeline(rows=7, **options)
     assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
     assert fpipe.verify(pipe, model, inputs, targets)
 
@@ -92,13 +92,13 @@ def test_what_is_shared_by_microbatches_is_the_same_memory():
 @sampled(1)
 @pytest.mark.parametrize("length", [3, 9])
 def test_batches_of_other_lengths_run_on_the_same_ranks(length):
-    pipe, model, *_ = pipeline(place=fpipe.Place(rows=7))
+    pipe, model, *_ = pipeline(rows=7)
     inputs, targets = decoder_batch(length)(7)
     assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
 
 
 def test_microbatches_of_two_sizes_share_a_program():
-    pipe, model, inputs, targets = pipeline(place=fpipe.Place(rows=8))
+    pipe, model, inputs, targets = pipeline(rows=8)
     assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
     first, last = (pipe.training.assemblies[k].stages[1] for k in (0, 2))
     assert first.prologue is not last.prologue
@@ -152,7 +152,7 @@ def test_small_values_are_sent_if_nothing_is_differentiated():
 
 
 def test_large_values_are_computed_in_evaluation_too():
-    pipe, model, inputs, _ = pipeline(length=700, place=fpipe.Place(rows=3))
+    pipe, model, inputs, _ = pipeline(length=700, rows=3)
     assert all(stage.prologue.specs for stage in evaluate_rows(pipe, model, inputs))
 
 

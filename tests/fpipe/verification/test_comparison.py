@@ -186,8 +186,7 @@ def test_verify_compares_with_the_whole_batch_in_one_piece(what):
         targets=y,
         loss=loss,
         schedule=HOW,
-        microbatching=fpipe.Microbatching(batch_dims=dims),
-        **grouped(more),
+        **grouped({"batch_dims": dims, **more}),
     )
     assert fpipe.verify(pipe, model, batch, y).eager
     if not words:

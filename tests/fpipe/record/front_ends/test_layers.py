@@ -298,7 +298,7 @@ def narrow(self, x):
 
 
 HOOKS = {one: one for one in (forward_hook, forward_pre_hook, backward_hook, backward_pre_hook, accumulate_hook)}
-LAYER, LINEAR, TRACE = "module 2 (Layer)", "module 2.linear (Linear)", 'capture="trace"'
+LAYER, LINEAR, TRACE = "module 2 (Layer)", "module 2.linear (Linear)", 'front_end="trace"'
 LOST = {  # by all that read operators: where, what, and whether the repair is another front end
     custom_function: (LAYER, "the custom autograd function Negated", TRACE),
     checkpointed: (LAYER, "activation checkpointing", TRACE),
@@ -371,7 +371,7 @@ def test_models_that_dynamo_cannot_read_are_refused_with_the_place():
         build(one, one_f_one_b(ranks=1, microbatches=2), 4, (), "dynamo")
     message = str(caught.value)
     assert message.startswith("module 1 (Unreadable): the front end dynamo could not read it: ")
-    assert 'choose capture="trace"' in message
+    assert 'choose front_end="trace"' in message
     assert "TORCHDYNAMO_VERBOSE" not in message
 
 
