@@ -112,6 +112,8 @@ def pipeline(
         schedule, cuts = take_plan(plan, schedule, cuts, stages)
         schedule = require_buildable(module, example, loss, schedule)
         require_arguments(pipeline, locals())
+        for options in (microbatching, place, recording, gradients):
+            options.require()
         where = parse_cuts(cuts, stages, recording.unsplittable, schedule, recording.whole)
         home = find_home(example, targets, place.device)
         require_home(module, home)

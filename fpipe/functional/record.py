@@ -110,6 +110,8 @@ def capture(
     ['0', '1', '2', 'loss', '']
     """
     require_arguments(capture, locals())
+    for options in (microbatching, recording, gradients):
+        options.require()
     module, training = as_module(model), loss is not None
     require_buildable(module, example, loss, gpipe(1, 1) if training else forward_only(1, 1))
     cuts = parse_places(None, recording.unsplittable, 1, recording.whole)

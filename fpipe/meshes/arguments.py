@@ -75,8 +75,6 @@ class Place:
       batches must be there, or on meta where a rank does not need their values; lengths and the like may be on the CPU.
       The model may be there, on the CPU or on meta.
 
-    Raise `InputError`.
-
     >>> Place(mesh={"pp": 4, "dp": 2}, dp="dp").rows
     'whole'
     """
@@ -89,7 +87,8 @@ class Place:
     rows: str = "whole"
     device: torch.device | str | None = None
 
-    def __post_init__(self) -> None:
+    def require(self) -> None:
+        """Raise `InputError` for a field that can't be."""
         require_arguments(Place.__init__, vars(self))
         _require_choice("rows", self.rows, ROWS)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What belongs together among the arguments of `fpipe.pipeline`, as frozen values; `Place` is with the meshes.
 
-Each checks its fields when it is made. Until the next version, functions take the fields as keywords of their own, too.
+Functions check the fields, so that all ranks hear what is wrong on one. Until the next version, they take the fields
+as keywords of their own, too.
 
 Runs when a pipeline is built.
 """
@@ -48,8 +49,6 @@ class Microbatching:
       differ, rows of smaller microbatches count for more, unless there is a `weight`. `"sum"`, for losses that are
       sums, as with `reduction="sum"`: over all microbatches of all replicas and shards.
 
-    Raise `InputError`.
-
     >>> Microbatching(batch_dims=((0, None), 0)).reduce
     'mean'
     """
@@ -59,7 +58,8 @@ class Microbatching:
     weight: Weight | None = None
     reduce: str = "mean"
 
-    def __post_init__(self) -> None:
+    def require(self) -> None:
+        """Raise `InputError` for a field that can't be."""
         require_arguments(Microbatching.__init__, vars(self))
         require_reduction(self.reduce, self.weight)
 
@@ -78,8 +78,6 @@ class Recording:
       together. A new kind of batch is captured and planned, which takes about as long as building the pipeline, and
       forgets the step plan that has not been used for longest.
 
-    Raise `InputError`.
-
     >>> Recording(unsplittable="blocks.*.attention").front_end
     'trace'
     """
@@ -89,7 +87,8 @@ class Recording:
     whole: Selector | Iterable[Selector] = ()
     plans: int = 32
 
-    def __post_init__(self) -> None:
+    def require(self) -> None:
+        """Raise `InputError` for a field that can't be."""
         require_arguments(Recording.__init__, vars(self))
         require_count("plans", self.plans)
 
@@ -108,8 +107,6 @@ class Gradients:
       own gradients are added once, at the end of the step. Or a dict from parameter name (any of its names) to one of
       these; parameters not in it are exact.
 
-    Raise `InputError`.
-
     >>> Gradients(tied={"embedding.weight": "sum"}).backward
     'graph'
     """
@@ -117,7 +114,8 @@ class Gradients:
     backward: Backward = "graph"
     tied: Tied = "exact"
 
-    def __post_init__(self) -> None:
+    def require(self) -> None:
+        """Raise `InputError` for a field that can't be."""
         require_arguments(Gradients.__init__, vars(self))
 
 

@@ -149,6 +149,8 @@ class Asked(NamedTuple):
 def _require_profile(given: Mapping[str, Any]) -> None:
     """Raise `InputError` for arguments of `profile` that nothing can be measured with."""
     require_arguments(profile, given)
+    for name in ("microbatching", "recording", "gradients"):
+        given[name].require()
     require_gradients()
     if given["seconds"] < 0:
         raise InputError(f"seconds: got {given['seconds']}, expected a number of at least 0. Pass how long to measure.")

@@ -89,6 +89,5 @@ def build(model, how, inputs, targets, **options):
         loss=mse,
         schedule=how,
         cuts=chosen,
-        recording=fpipe.Recording(unsplittable=Gate),
-        **grouped(options),
+        **grouped({"unsplittable": Gate, **options}),
     )

@@ -31,8 +31,7 @@ def build(
         loss=case.loss,
         schedule=how,
         cuts=case.at(how.stages) if cuts is None else cuts,
-        recording=fpipe.Recording(front_end=capture),
-        **grouped(options),
+        **grouped({"front_end": capture, **options}),
     )
     return pipe, model, inputs, targets
 

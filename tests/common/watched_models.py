@@ -78,8 +78,7 @@ def build(backward="autograd", model=None, loss=None, **options):
         loss=loss,
         schedule=how,
         cuts=["blocks.1"],
-        gradients=fpipe.Gradients(backward=backward),
-        **grouped(options),
+        **grouped({"backward": backward, **options}),
     )
     return pipe, model, loss, x, y
 

@@ -243,9 +243,7 @@ def build(drill: Drill):
         loss=loss,
         schedule=how,
         cuts=[str(s) for s in range(1, how.stages)],
-        microbatching=fpipe.Microbatching(output_dims=join),
-        recording=fpipe.Recording(whole=[*map(str, range(how.stages)), "loss"]),
-        **grouped(options),
+        **grouped({"output_dims": join, "whole": [*map(str, range(how.stages)), "loss"], **options}),
     )
     return pipe, model, x, y
 

@@ -157,9 +157,7 @@ def train_with_a_pipeline(task: Task, mesh: DeviceMesh, family: str, within: boo
     options: dict[str, Any] = {"dp": "dp"} if "dp" in names else {}
     options |= {"shard": fpipe.Sharded("fsdp", gathered=1)} if "fsdp" in names else {}
     x, y = data[0]
-    pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=loss, schedule=how, place=fpipe.Place(mesh=mesh), **grouped(options)
-    )
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, **grouped({"mesh": mesh, **options}))
     params, buffers = pipe.init(model)
     adam, norms = fpipe.optimizer(torch.optim.AdamW, lr=RATE), []
     state = adam.init(params)
@@ -481,8 +479,7 @@ def meshes_that_differ_are_refused_on_all_ranks(rank, size):
                 targets=y,
                 loss=ZOO["mlp"].loss,
                 schedule=HOW,
-                place=fpipe.Place(mesh=mesh),
-                **grouped(options),
+                **grouped({"mesh": mesh, **options}),
             )
 
 
@@ -508,9 +505,7 @@ def split_parameters_are_saved_from_a_mesh_and_loaded_whole(rank, size):
     mesh, folder = mesh_of(pp=2, tp=2), f"{os.environ['REPORT']}/split"
     split = tensor_parallel.column_and_row(tensor_parallel.GPT(), mesh["tp"])
     shared = {"example": (ids,), "targets": wanted, "loss": tensor_parallel.entropy}
-    pipe = fpipe.pipeline(
-        split, schedule=zb_h1(ranks=2, microbatches=2), place=fpipe.Place(mesh=mesh), **grouped(shared)
-    )
+    pipe = fpipe.pipeline(split, schedule=zb_h1(ranks=2, microbatches=2), **grouped({"mesh": mesh, **shared}))
     params, buffers = pipe.init(split)
     adam = fpipe.optimizer(torch.optim.SGD, lr=RATE, momentum=0.9)
     _, grads = fpipe.value_and_grad(pipe)(params, buffers, (ids,), wanted)
@@ -521,9 +516,7 @@ def split_parameters_are_saved_from_a_mesh_and_loaded_whole(rank, size):
         assert same_bits(local_part(again.params[name]), local_part(p)), name
         slots = (one[name]["momentum_buffer"] for one in (again.state, state))
         assert same_bits(*map(local_part, slots)), name
-    plain = fpipe.pipeline(
-        tensor_parallel.GPT(), schedule=one_f_one_b(4, 2), place=fpipe.Place(group=None), **grouped(shared)
-    )
+    plain = fpipe.pipeline(tensor_parallel.GPT(), schedule=one_f_one_b(4, 2), **grouped({"group": None, **shared}))
     whole = fpipe.load(plain, folder).params
     here = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in params.items()}
     assert all(same_bits(whole[name], p) for name, p in here.items() if name in whole)

@@ -68,8 +68,7 @@ def build(model, how, size, **options):
         targets=wanted,
         loss=entropy,
         schedule=how,
-        place=fpipe.Place(group=grid(size)["pp"]),
-        **grouped(options),
+        **grouped({"group": grid(size)["pp"], **options}),
     )
 
 
@@ -511,10 +510,8 @@ def gradients_of_one_replica_only_on_a_mesh(rank, size):
             targets=y,
             loss=mse,
             schedule=one_f_one_b(2, 2),
-            place=fpipe.Place(mesh=mesh, rows="own"),
-            recording=fpipe.Recording(unsplittable=[Rare]),
             cuts=["3"],
-            **grouped(options),
+            **grouped({"mesh": mesh, "rows": "own", "unsplittable": [Rare], **options}),
         )
         for large in ([], [0], [1], [0, 1]):
             batches = [x + 40 * (k in large) * torch.eye(4).bfloat16() for k in range(2)]

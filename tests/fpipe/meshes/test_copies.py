@@ -138,8 +138,7 @@ def test_weights_are_over_all_copies():
         targets=y,
         loss=loss,
         schedule=TWO,
-        microbatching=fpipe.Microbatching(weight=lambda inputs, targets: len(targets)),
-        **grouped(options(2, 2, 2)),
+        **grouped({"weight": lambda inputs, targets: len(targets), **options(2, 2, 2)}),
     )
     step, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     assert torch.isclose(step.loss, mse(model(x), y))

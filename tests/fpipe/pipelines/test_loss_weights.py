@@ -159,8 +159,7 @@ def test_a_step_in_which_nothing_counts_adds_nothing(layout):
         targets=ids,
         loss=masked_mean,
         schedule=how,
-        microbatching=fpipe.Microbatching(weight=count),
-        **grouped(layout),
+        **grouped({"weight": count, **layout}),
     )
     step, state = fpipe.value_and_grad(pipe), pipe.init(model)
     nothing, some = torch.full_like(ids, -100), ids.clone()
@@ -201,7 +200,10 @@ def test_losses_that_sum_are_pointed_out(loss, warns, caplog):
     fpipe.pipeline(nn.Linear(WIDTH, WIDTH), **grouped(how))
     assert ("1/4 of the sum over the batch" in caplog.text) is warns
     caplog.clear()
-    fpipe.pipeline(nn.Linear(WIDTH, WIDTH), **grouped(how), microbatching=fpipe.Microbatching(reduce="sum"))
+    fpipe.pipeline(
+        nn.Linear(WIDTH, WIDTH),
+        **grouped({"reduce": "sum", **how}),
+    )
     assert not caplog.text
 
 

@@ -70,8 +70,7 @@ def build(plans, like=None, how=None, **options):
         loss=loss,
         schedule=how,
         cuts=["head"],
-        recording=fpipe.Recording(plans=plans),
-        **grouped(options),
+        **grouped({"plans": plans, **options}),
     )
     return model, pipe
 

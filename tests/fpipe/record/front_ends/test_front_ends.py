@@ -171,14 +171,14 @@ def test_a_part_s_constants_may_not_depend_on_the_call():
     calls, x = [], torch.randn(4, WIDTH)
     parts = fickle_parts(lambda: calls.append(1) or len(calls))
     with pytest.raises(fpipe.CutError, match=r"module 1: .* Python state .*got \[1\] returned, expected \[2\]"):
-        fpipe.pipeline(parts, example=(x,), targets=x, recording=fpipe.Recording(whole="1"), **grouped(FICKLE))
+        fpipe.pipeline(parts, example=(x,), targets=x, **grouped({"whole": "1", **FICKLE}))
 
 
 def test_a_part_that_returns_another_constant_in_a_step_is_an_error():
     """What is no tensor was read at capture."""
     ticks, x = itertools.count(), torch.randn(4, WIDTH)
     parts = fickle_parts(lambda: next(ticks) // 50)
-    pipe = fpipe.pipeline(parts, example=(x,), targets=x, recording=fpipe.Recording(whole="1"), **grouped(FICKLE))
+    pipe = fpipe.pipeline(parts, example=(x,), targets=x, **grouped({"whole": "1", **FICKLE}))
     state = pipe.init(parts)
 
     def train():

@@ -21,10 +21,9 @@ def build(model, loss, backward="autograd", **options):
     batch = {"example": (x,), "targets": y, "loss": loss}
     pipe = fpipe.pipeline(
         model,
-        **grouped(batch),
+        **grouped({"backward": backward, **batch}),
         schedule=HOW,
         cuts=["b"],
-        gradients=fpipe.Gradients(backward=backward),
         **grouped(options),
     )
     return pipe, (x,), y

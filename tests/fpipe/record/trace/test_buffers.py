@@ -164,8 +164,7 @@ def build(model, how, cuts, backward="autograd", **settings):
         loss=mse,
         schedule=how,
         cuts=cuts,
-        gradients=fpipe.Gradients(backward=backward),
-        **grouped(settings),
+        **grouped({"backward": backward, **settings}),
     )
     return pipe, x, y
 
