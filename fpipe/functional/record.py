@@ -25,6 +25,7 @@ from fpipe.functional.bound import BoundStages, Executed, Split, mean_of, split_
 from fpipe.functional.stage import Stage
 from fpipe.network.ranks import wait_for_turn
 from fpipe.pipelines.argument_checks import require_buildable
+from fpipe.pipelines.batch import Batching, Signature
 from fpipe.pipelines.builder import Model, make_batchings, make_captures
 from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.description import describe
@@ -37,11 +38,12 @@ from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.resolver import Resolver, own_text
 from fpipe.pipelines.results import collect_gradients
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.record.captured import Captured
+from fpipe.record.captured import Captured, Constant, Source, Value
 from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.model.state import require_own_buffers
 from fpipe.record.objective import Loss
+from fpipe.record.trace.comparison import compare_captures
 from fpipe.record.variant import EVALUATION, Variant
 from fpipe.runtime.executor import Outcome
 from fpipe.stages import stage as stages
@@ -50,6 +52,7 @@ from fpipe.stages.backends import Backend, backend_of
 from fpipe.stages.prologue import Feed
 from fpipe.tensors import random
 from fpipe.tensors.arguments import require_arguments, require_primal
+from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import flatten_all, same_bits
 from fpipe.weights.loading import ValueSource, load_values
 from fpipe.weights.state import Form
@@ -60,7 +63,8 @@ from schedules import Graph, Program, Schedule, forward_only, gpipe, zb_h1
 class ModelRecord:
     """A recording of what a model and its loss compute for one microbatch, made by `fpipe.capture`.
 
-    Its stages are cut by `fpipe.cut`. Printed, it lists the modules, what is held, and what runs as Python.
+    Its stages are cut by `fpipe.cut`. Printed, it lists the modules, what is held, and what runs as Python. Two records
+    are equal if they make the same torch calls with the same values, in the same order, for the same microbatch.
     """
 
     captures: Captures
@@ -78,6 +82,29 @@ class ModelRecord:
     def graph(self) -> Graph:
         """The graph of the uncut model: one stage."""
         return cut(self).graph
+
+    @property
+    def _example(self) -> tuple[Batching, Signature]:
+        batching = self.captures.batchings[_variant(self.captures.loss is not None).loss]
+        return batching, batching.example
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ModelRecord):
+            return NotImplemented
+        pair, mine, theirs = (self.captured, other.captured), self._example[1], other._example[1]
+        made = [{name: (source, Spec.of(one.fakes[name])) for name, source in _named(one)} for one in pair]
+        same = (self.backend, self.microbatching, mine) == (other.backend, other.microbatching, theirs)
+        return same and made[0] == made[1] and not compare_captures(*pair)
+
+    def __hash__(self) -> int:
+        return hash(tuple([(unit.path, unit.does, unit.reads, unit.makes) for unit in self.captured.units]))
+
+    def __repr__(self) -> str:
+        batching, example = self._example
+        leaves = [f"{leaf.name}: {specs[0]}" for leaf, specs in zip(batching.leaves, example.leaves, strict=True)]
+        loss = self.captures.loss
+        named = [] if loss is None else [f"loss={getattr(loss, '__qualname__', type(loss).__name__)}"]
+        return f"capture({', '.join([type(self.captures.model).__name__, *leaves, *named])})"
 
     def __str__(self) -> str:
         return f"ModelRecord of {type(self.captures.model).__name__}: {str(cut(self)).partition(', ')[2]}"
@@ -166,6 +193,11 @@ def cut(record: ModelRecord, at: CutsArgument = None, *, stages: int = 1) -> Mod
     return made
 
 
+def _named(captured: Captured) -> Iterator[tuple[Value, Source]]:
+    """Yield the values that no unit makes, but constants."""
+    yield from ((value, one) for value, one in captured.sources.items() if not isinstance(one, Constant))
+
+
 def _variant(training: bool) -> Variant:
     return Variant(training=True, loss=True, outputs=False, scaled=True) if training else EVALUATION
 
@@ -176,7 +208,8 @@ class ModelStages(Sequence[Stage]):
 
     Stage `s` takes `params[s]` and `buffers[s]`, dicts by the model's own names, and tensors: the leaves of the batch
     that it reads, targets after inputs, then what it gets from earlier stages. It returns its result, if it computes
-    the loss, and what later stages get: a tensor, or a tuple of several.
+    the loss, and what later stages get: a tensor, or a tuple of several. Two are equal if their records are, and if they
+    are cut at the same places.
     """
 
     record: ModelRecord
@@ -223,6 +256,19 @@ class ModelStages(Sequence[Stage]):
 
     def __getitem__(self, s: Any) -> Any:
         return view(self.assembly.stages[s], self.assembly)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ModelStages):
+            return NotImplemented
+        return self.captures.cuts == other.captures.cuts and self.record == other.record
+
+    def __hash__(self) -> int:
+        return hash((self.captures.cuts, self.record))
+
+    def __repr__(self) -> str:
+        where: Any = self.captures.cuts.where
+        places = [str(next((one for one in marks if not one.end), marks[0])) for marks in where.marks]
+        return f"cut({self.record!r}, at=[{', '.join(places)}])"
 
     def __str__(self) -> str:
         leaf_name, how = self.captures.batchings[True].leaf_name, zb_h1(self._count, 1)
