@@ -3,7 +3,8 @@
 
 from schedules.drawing.events import trace
 from schedules.drawing.lines import text, texts
+from schedules.drawing.pages import Panel, page
 from schedules.drawing.palette import ansi, legend, plain
 from schedules.drawing.vector import svg
 
-__all__ = ["ansi", "legend", "plain", "svg", "text", "texts", "trace"]
+__all__ = ["Panel", "ansi", "legend", "page", "plain", "svg", "text", "texts", "trace"]
