@@ -97,7 +97,11 @@ class Browser:
     def pointer(self, kind, place, **more):
         """Move, press or release the pointer at a place, or turn its wheel."""
         x, y = place
-        button = {} if kind in ("mouseWheel",) else {"button": "left" if more.get("buttons") or kind != "mouseMoved" else "none"}
+        button = (
+            {}
+            if kind in ("mouseWheel",)
+            else {"button": "left" if more.get("buttons") or kind != "mouseMoved" else "none"}
+        )
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, clickCount=1, **button, **more)
         self.settle()
 

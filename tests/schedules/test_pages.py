@@ -9,8 +9,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
 
 from schedules import (
+    B,
     Costs,
     F,
     ScheduleError,
@@ -42,13 +44,14 @@ from schedules import (
     zb_h1,
     zb_v,
 )
-from schedules.drawing import Panel, page
+from schedules.drawing import Panel, page, read_trace, sketch, trace
 from schedules.files import read_csv
 from schedules.language.schedule import Limits
 from schedules.playing.rows import edit
 from tests.common.browser import Browser, needs_browser
 from tests.common.command_line import answer
 from tests.common.sizes import NIGHTLY
+from tests.common.timelines import timelines
 
 COSTS = Costs(F=1, B=2.5, I=1.25, W=0.75, comm=0.25, UNSHARD=0.5, REDUCE_GRAD=0.5, U=0.25, G=0.5)
 FAMILIES = [
@@ -97,7 +100,7 @@ def place_of(browser, text, panel=0):
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- the file
+# -------------------------------------------------------------------------------------------------------- the file
 
 
 def test_names_of_users_are_harmless():
@@ -129,7 +132,7 @@ def test_a_name_with_a_script_is_shown_as_text(show):
     assert browser.ask("document.querySelectorAll('img').length") == 0
 
 
-# ------------------------------------------------------------------------------------------------------------- the chart
+# -------------------------------------------------------------------------------------------------------- the chart
 
 
 @needs_browser
@@ -177,14 +180,18 @@ def test_hover_says_why_an_action_waits(show):
     browser.pointer("mouseMoved", place_of(browser, "2B0"))
     shown = browser.ask("element('tip').textContent")
     assert shown.startswith("2B0 on rank 2: backward, stage 2, microbatch 0\n8 to 10, takes 2\n")
-    assert "idle 3 before it: waits for the cotangent of 3B0 from rank 3: 2.5 until it is made, 0.5 in transfer" in shown
+    assert (
+        "idle 3 before it: waits for the cotangent of 3B0 from rank 3: 2.5 until it is made, 0.5 in transfer" in shown
+    )
     assert "2B0 waits for 3B0 of rank 3\n3B0 follows 3F0\n3F0 waits for 2F0 of rank 2" in shown
     assert browser.ask("getComputedStyle(element('tip')).display") == "block"
 
 
 @needs_browser
 def test_hover_tells_transfers_and_memory(show):
-    browser = show({"it": Panel(one_f_one_b(2, 4), Costs(F=1, B=2, comm=0.5), sizes=Sizes(8, weight=3), memory=30, size="B")})
+    browser = show(
+        {"it": Panel(one_f_one_b(2, 4), Costs(F=1, B=2, comm=0.5), sizes=Sizes(8, weight=3), memory=30, size="B")}
+    )
     x, y = place_of(browser, "0F1")
     below = browser.ask("[lanesOf(panels[0]).work / 2 + 4, view.row - gap() - lanesOf(panels[0]).work / 2 - 3]")
     browser.pointer("mouseMoved", (x, y + below[1]))
@@ -236,7 +243,7 @@ def test_the_view_is_in_the_address(show, browser, tmp_path):
     assert browser.ask("[panels[0].moved, panels[0].makespan]") == [1, pytest.approx(makespan)]
 
 
-# --------------------------------------------------------------------------------------------- measured, and side by side
+# ---------------------------------------------------------------------------------------- measured, and side by side
 
 
 def recorded():
@@ -274,7 +281,7 @@ def test_two_orders_are_compared_action_by_action(show):
     assert "earlier than in the other" in browser.ask("element('legend').textContent")
 
 
-# ------------------------------------------------------------------------------------------------------------- the editor
+# -------------------------------------------------------------------------------------------------------- the editor
 
 
 @needs_browser
@@ -378,7 +385,7 @@ def test_exports_are_read_back(show, one):
     assert lower(names["edited"]).channels == lower(one).channels
 
 
-# ------------------------------------------------------------------------------------------------------------- large
+# -------------------------------------------------------------------------------------------------------- large
 
 
 @needs_browser
@@ -395,3 +402,84 @@ def test_a_page_of_a_schedule_of_ones_own_that_deadlocks_is_refused():
 
     with pytest.raises(ScheduleError):
         page({"it": Panel(impatient(2, 1))})
+
+
+# -------------------------------------------------------------------------------------------------------- commands
+
+
+def test_the_command_writes_a_page_of_one_schedule_or_several(capsys, tmp_path):
+    path = tmp_path / "page.html"
+    code, out, _ = answer(capsys, "page", "gpipe", "zb_v", "--ranks", 2, "--microbatches", 2, "--output", path)
+    assert (code, out) == (0, f"wrote {path}\n")
+    one, other = panels_of(path)
+    assert (one["name"], other["name"]) == ("gpipe", "zb_v")
+    assert max(map(max, one["ends"])) == 9  # a rank's whole share takes 3 for each microbatch, for all alike
+    assert max(map(max, other["ends"])) == simulate(zb_v(2, 2), Costs(F=0.5, I=0.5, W=0.5)).makespan
+
+
+def test_the_command_draws_the_limit_of_memory_and_the_bound(capsys, tmp_path):
+    path = tmp_path / "page.html"
+    code, _, _ = answer(capsys, "page", "one_f_one_b", "--ranks", 2, "--memory", 3, "--B", 2, "--output", path)
+    (one,) = panels_of(path)
+    assert (code, one["caps"], one["bound"]["time"]) == (0, [3, 3], 27)
+
+
+def test_the_command_puts_a_measured_step_over_its_prediction(capsys, tmp_path):
+    measured, path = tmp_path / "trace.json", tmp_path / "page.html"
+    measured.write_text(trace({"step": recorded()}, microseconds=1e6))
+    code, _, err = answer(
+        capsys, "page", "gpipe", "--ranks", 2, "--microbatches", 1, "--measured", measured, "--output", path
+    )
+    assert (code, err) == (0, "")
+    one, other = panels_of(path)
+    assert (one["measured"], other["measured"], one["time"]) == (True, False, "s")
+    assert one["waits"] == [[["0RECV_B0<1", 1, 5.25]], [["1RECV_F0<0", 0, 1.5]]]
+    assert other["ends"][0][-1] == pytest.approx(0.375 * 2 + 1 + 1 + 2.5 + 2.25)
+
+
+def test_a_file_that_is_no_trace_is_refused(capsys, tmp_path):
+    for text in ("", "{}", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": []}'):
+        (tmp_path / "trace.json").write_text(text)
+        code, _, err = answer(capsys, "page", "gpipe", "--measured", tmp_path / "trace.json")
+        assert code == 2
+        assert "expected a trace" in err
+
+
+def panels_of(path):
+    return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(), re.DOTALL)[1])["panels"]
+
+
+@given(timelines())
+def test_a_trace_is_read_back(made):
+    names = {"a": made, "b": []}
+    read = read_trace(trace(names))
+    assert [(span.rank, span.action) for span in read["a"]] == [(span.rank, span.action) for span in in_order(made)]
+    begin = min((span.start for span in made), default=0)
+    assert [span.start for span in read["a"]] == pytest.approx(
+        [span.start - begin for span in in_order(made)], abs=1e-6
+    )
+    assert read["b"] == ()
+
+
+def in_order(made):
+    return sorted(made, key=lambda span: (span.rank, span.start, span.end))
+
+
+# -------------------------------------------------------------------------------------------------------- notebooks
+
+
+def test_a_notebook_shows_a_schedule_and_its_totals():
+    one = gpipe(2, 2)
+    assert one._repr_html_().startswith("<div><code>gpipe(ranks=2, microbatches=2)</code><br><svg ")
+    assert simulate(one)._repr_html_().startswith("<p>makespan 9, bubble 33.3%</p><table><tr><th>rank</th>")
+
+
+def test_a_notebook_shows_no_picture_of_what_cannot_be_seen_or_played():
+    assert one_f_one_b(64, 512)._repr_html_().endswith("<br>65536 actions</div>")
+    wrong = from_rows(((B(0, 0), F(0, 0)),), gpipe(1, 1).placement, 1)
+    assert "comes before 0F0 [rule: forward_before_backward]" in wrong._repr_html_()
+
+
+def test_names_are_escaped_in_notebooks():
+    assert sketch("<b>", {"<i>": []}).startswith("<div><code>&lt;b&gt;</code>")
+    assert "<i>" not in sketch("", {"<i>": []})
