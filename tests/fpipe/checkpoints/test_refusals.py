@@ -346,7 +346,7 @@ def test_a_folder_of_the_last_number_is_refused(pipe, run, tmp_path):
     """The save after it could not be loaded."""
     (tmp_path / "save-999999999999999999").mkdir()
     (tmp_path / "save-999999999999999999" / "mine").mkdir()
-    with pytest.raises(fpipe.InputError, match="got save-9+, after which there is no number, expected folders"):
+    with pytest.raises(fpipe.InputError, match=r"got save-9+, after which there is no number, expected folders"):
         fpipe.save(pipe, tmp_path, **run)
 
 
