@@ -25,7 +25,7 @@ from typing import Annotated, Any, Final, NoReturn, TypeAlias, get_args, get_ori
 from fpipe.errors import InputError, PipelineError
 from fpipe.weights.files import AnyPath, as_path, read_text
 from schedules import Link, Schedule
-from schedules.errors import quote
+from schedules.errors import printable, quote
 from schedules.files.calls import read_call, spell_call
 from schedules.files.whole import open_whole
 
@@ -36,7 +36,9 @@ LINK_FIELDS: Final = ("latency", "bandwidth", "slow")
 
 
 def _is_number(got: object) -> bool:
-    return isinstance(got, int | float) and not isinstance(got, bool) and not isnan(got) and got >= 0
+    if isinstance(got, bool) or not isinstance(got, int | float) or (isinstance(got, int) and got >= 2**62):
+        return False  # an integer that no tensor holds
+    return not isnan(got) and got >= 0
 
 
 LEAVES: Final[Mapping[Any, tuple[str, Callable[[Any], bool]]]] = {
@@ -161,10 +163,8 @@ class Format:
 
     def wrong(self, where: str, got: object, expected: str) -> InputError:
         """Return the error that says what a document has where."""
-        place = f"{where}: " if where else ""
-        return InputError(
-            f"{place}got {(got if isinstance(got, str) else quote(got))[:80]}, expected {expected}. {self.repair}"
-        )
+        place, text = f"{where}: " if where else "", printable(got) if isinstance(got, str) else quote(got)
+        return InputError(f"{place}got {text[:80]}, expected {expected}. {self.repair}")
 
 
 def _encode(value: Any) -> Any:

@@ -95,15 +95,15 @@ class Plan:
         included.
         """
         plan: Plan = PLAN_FORMAT.load(path, cls)
-        try:
-            check(plan.schedule)
-        except PipelineError as error:
-            raise InputError(f"{path}: {error}") from error
         if len(plan.cuts) + 1 != plan.schedule.stages:
             raise InputError(
                 f"{path}: cuts: got {len(plan.cuts)}, expected {plan.schedule.stages - 1} for "
                 f"{describe_argument(plan.schedule)}. Make the plan again."
             )
+        try:
+            check(plan.schedule)
+        except PipelineError as error:
+            raise InputError(f"{path}: {error}") from error
         return plan
 
     def __str__(self) -> str:

@@ -37,6 +37,8 @@ VALUES: Final = {"Costs": Costs, "Link": Link}
 DEEPEST: Final = 16  # a schedule of schedules of schedules, with tuples of tuples
 MOST_READ_ACTIONS: Final = 2**22
 """More forwards than a schedule in a file has; readers play all of them."""
+MOST_READ_STAGES: Final = 2**12
+"""More stages than a schedule in a file has; some families look at all of them for each rank."""
 
 
 def spell_call(schedule: Schedule) -> dict[str, Any]:
@@ -127,6 +129,11 @@ def _call(factory: Factory[...], arguments: dict[str, Any]) -> Schedule:
         raise TableError(
             f"{factory.__name__}: got {error}, expected its arguments. Write it with spell_call."
         ) from error
+    if found.stages > MOST_READ_STAGES:
+        raise TableError(
+            f"{quote(found)}: got {found.stages} stages, expected at most {MOST_READ_STAGES}. Call the factory "
+            "yourself."
+        )
     size = found.stages * found.microbatches * found.slices
     if size > MOST_READ_ACTIONS:
         raise TableError(
@@ -138,7 +145,9 @@ def _call(factory: Factory[...], arguments: dict[str, Any]) -> Schedule:
 def _require_names(what: str, arguments: Mapping[str, Any], known: set[str]) -> None:
     unknown = sorted(set(arguments) - known)
     if unknown:
-        raise TableError(f"{what}: got {unknown[:3]}, expected some of {sorted(known)}. Write it with spell_call.")
+        raise TableError(
+            f"{what}: got {quote(unknown[:3])}, expected some of {sorted(known)}. Write it with spell_call."
+        )
 
 
 def _factories() -> dict[str, Factory[...]]:
