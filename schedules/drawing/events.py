@@ -34,9 +34,9 @@ def trace(
 
     Actions are complete events with arguments kind, stage, microbatch, slice and rank; those of category `wait` are
     transfers that a rank waited for. An arrow leads from each action to those on other ranks that use its output, along
-    `graph`, by default the chain. A counter per rank shows its memory, by `sizes`, or in units of one rank's activations
-    for one microbatch. `microseconds` is the length of one unit of time: a million for times in seconds. Raise
-    `TimelineError` for invalid times.
+    `graph`, by default the chain. A counter per rank shows its memory, by `sizes`, or in units of one rank's
+    activations for one microbatch. `microseconds` is the length of one unit of time: a million for times in seconds.
+    Raise `TimelineError` for invalid times.
 
     >>> from schedules import Costs, gpipe, spans
     >>> import json
