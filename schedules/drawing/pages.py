@@ -25,6 +25,7 @@ from schedules.analysis.bounds.lower_bound import Bound, bound, rough_bound
 from schedules.analysis.simulation import simulate, spans
 from schedules.arguments import require_types
 from schedules.drawing.palette import LOOKS, MARKED, WAIT
+from schedules.errors import TimelineError
 from schedules.language.actions import KINDS
 from schedules.language.graph import Graph, chain
 from schedules.language.schedule import Schedule, completes_gradient, graph_of
@@ -176,8 +177,8 @@ def _describe_edge(panel: Panel, route: int, one: Dependency) -> list[Any]:
 
 
 def _describe_rows(timeline: Iterable[Span], ranks: int) -> Document:
-    """Return each rank's actions in order, with their times, and its waits."""
-    rows: list[list[str]] = [[] for _ in range(ranks)]
+    """Return each rank's actions in order, with their times, and its waits. Raise `TimelineError` for two of a name."""
+    rows: list[dict[str, None]] = [{} for _ in range(ranks)]
     starts, ends = ([list[float]() for _ in range(ranks)] for _ in "ab")
     waits: list[list[Any]] = [[] for _ in range(ranks)]
     for span in timeline:
@@ -185,7 +186,9 @@ def _describe_rows(timeline: Iterable[Span], ranks: int) -> Document:
         if span.waits:
             waits[rank].append([str(action), start, end])
             continue
-        rows[rank].append(str(action))
+        if (name := str(action)) in rows[rank]:
+            raise TimelineError(f"rank {rank}: got {name} twice, expected one step. Pass the spans of one step.")
+        rows[rank][name] = None
         starts[rank].append(_shorten(start))
         ends[rank].append(_shorten(end))
     return {"rows": list(map(" ".join, rows)), "starts": starts, "ends": ends, "waits": waits}
