@@ -33,15 +33,15 @@ WORDS: Final = tuple(KINDS)
 ABSENT: Final = -1  # the entry for an absent peer or slice
 
 
-class Recording(tuple[Span, ...]):
-    """The spans of a measured step, with the schedule that ran, its stage graph, and whether it was one process."""
+class MeasuredTimeline(tuple[Span, ...]):
+    """The spans of a measured step, with the schedule that ran, its stage graph, and whether all ranks were in one process."""
 
     schedule: Schedule
     graph: Graph
     together: bool
 
     @classmethod
-    def of(cls, pipe: Pipeline, spans: Iterable[Span]) -> Recording:
+    def of(cls, pipe: Pipeline, spans: Iterable[Span]) -> MeasuredTimeline:
         """Return the recording of a step of `pipe`."""
         made = cls(spans)
         made.schedule, made.graph = pipe.schedule, pipe.program.graph
@@ -56,7 +56,8 @@ class Recording(tuple[Span, ...]):
         """
         known = estimate_costs(self.schedule, self.together, [self])
         predicted = Panel(self.schedule, known, self.graph, time="s")
-        write_page(path, {"measured": replace(predicted, recorded=tuple(self)), "predicted": predicted})
+        seen = tuple(span for span in self if not (self.together and span.waits))  # in one process, they wait for turns
+        write_page(path, {"measured": replace(predicted, recorded=seen), "predicted": predicted})
 
     def _repr_html_(self) -> str:  # called by notebooks
         return drawing.sketch(f"{self.schedule!r}, measured in seconds", {"": self})
@@ -74,7 +75,7 @@ def write_page(path: AnyPath, panels: Mapping[str, Panel]) -> None:
         ) from error
 
 
-def timeline(pipe: Pipeline, spans: Iterable[Span]) -> Recording:
+def timeline(pipe: Pipeline, spans: Iterable[Span]) -> MeasuredTimeline:
     """Return the spans of all ranks, in seconds from the start of the first action, rank by rank in order of time.
 
     `spans` are those that this process recorded, of one step for example (`value_and_grad(pipe, record=spans.append)`).
@@ -109,7 +110,7 @@ def timeline(pipe: Pipeline, spans: Iterable[Span]) -> Recording:
         every = [_span(row) for place in pipe.ranks.places for row in found[place].tolist()]
     begin = min((span.start for span in every if not span.waits), default=0.0)
     moved = (_shift(span, begin) for span in sorted(every, key=lambda span: span.rank))
-    return Recording.of(pipe, (span for span in moved if not (span.waits and span.end <= 0)))
+    return MeasuredTimeline.of(pipe, (span for span in moved if not (span.waits and span.end <= 0)))
 
 
 def costs(pipe: Pipeline, *timelines: Sequence[Span]) -> Costs:

@@ -853,7 +853,7 @@ function drawMargins(panel, rank, y, lanes) {
   const high = Math.max(10, Math.min(view.row, lanes.work || view.row));
   write(`rank ${rank}`, LEFT - 6, y + high / 2 + 4, `11px ${FONT}`, INK, "right");
   const { peak } = panel.memory[rank], cap = panel.plan.caps[rank], over = cap !== null && peak > cap + ROUNDING;
-  if (lanes.memory && peak > 0) write(over || cap === null ? number(peak, panel.plan.size) : `${number(peak, panel.plan.size)} of ${number(cap)}`, size.width - RIGHT + 4, y + view.row - gap() - 2,
+  if (lanes.memory && peak > 0) write(number(peak, panel.plan.size), size.width - RIGHT + 4, y + view.row - gap() - 2,
     `10px ${FONT}`, over ? "#d00000" : "#5b4b8a");
 }
 
@@ -1183,7 +1183,9 @@ function explain(panel, a) {
     if (cause.what) {
       const late = Math.max(0, Math.min(cause.sent, a.start) - ready), flight = Math.max(0, cause.here - Math.max(cause.sent, ready));
       const what = PAYLOAD[cause.what] ? `the ${PAYLOAD[cause.what]} of ${cause.by.text} from rank ${cause.by.rank}` : cause.by.text;
-      lines.push(`idle ${show(gap)} before it: waits for ${what}: ${show(late)} until it is made, ${show(flight)} in transfer`);
+      const rest = gap - late - flight > ROUNDING * Math.abs(a.start) ? `, and ${show(gap - late - flight)} besides` : "";
+      lines.push(`idle ${show(gap)} before it: waits for ${what}: ${show(late)} until it is made, ${show(flight)} in ` +
+        `transfer${rest}`);
     } else {
       lines.push(`idle ${show(gap)} before it, and nothing that it waits for`);
     }

@@ -17,7 +17,7 @@ PLACES = {
     "fpipe": """
 CaptureError Cause Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph
 Executed ModelRecord ModelStages NonFinite Optimizer Part Pipeline PipelineError Pipelined Plan Profile RankError
-Proof Recording Roofline
+Proof MeasuredTimeline Roofline
 ScheduleError Sharded SizeError Stage Stages StaticDecoder Step Stream StreamResult TransportError
 Verification VocabularyError capture connect_stages cut execute processes stage __version__ all_finite as_tree
 begin_save by_name
