@@ -225,7 +225,8 @@ class Pipelined(nn.Module):
         """
         yield from super().parameters(recurse)
         if recurse and self._is_share and not any(p.requires_grad for p in super().parameters()):
-            spare = self._spare[0].requires_grad_()
+            (spare,) = self._spare
+            spare.requires_grad_()
             spare.grad = torch.zeros_like(spare)
             yield spare
 
