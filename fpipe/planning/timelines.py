@@ -34,7 +34,10 @@ ABSENT: Final = -1  # the entry for an absent peer or slice
 
 
 class MeasuredTimeline(tuple[Span, ...]):
-    """The spans of a measured step, with the schedule that ran, its stage graph, and whether all ranks were in one process."""
+    """The spans of a measured step, with the schedule that ran and its stage graph.
+
+    `together` is true if all ranks were in one process. As a value, it is the tuple of its spans.
+    """
 
     schedule: Schedule
     graph: Graph
