@@ -88,13 +88,14 @@ def test_the_archive_has_everything_and_the_wheel_the_two_packages(built):
     assert len(names) == len(set(names))
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"fpipe", "schedules"}
     assert {"fpipe/py.typed", "schedules/py.typed"} <= set(names)
+    assert {"schedules/drawing/page.js", "schedules/drawing/page.html"} <= set(names)
 
 
 def test_the_wheel_runs_the_readme_without_extras(built, tmp_path):
     site = tmp_path / "site"
     with zipfile.ZipFile(built[1]) as file:
         file.extractall(site)
-    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[0]
+    example = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL))
     extras = {re.split(r"[>=<]", one)[0] for some in PROJECT["optional-dependencies"].values() for one in some}
     save = 'fpipe.save(pipe, "run", params=params, buffers=buffers, state=state, step=1)\nprint(fpipe.__file__)\n'
     script = tmp_path / "script.py"

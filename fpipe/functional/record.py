@@ -208,8 +208,8 @@ class ModelStages(Sequence[Stage]):
 
     Stage `s` takes `params[s]` and `buffers[s]`, dicts by the model's own names, and tensors: the leaves of the batch
     that it reads, targets after inputs, then what it gets from earlier stages. It returns its result, if it computes
-    the loss, and what later stages get: a tensor, or a tuple of several. Two are equal if their records are, and if they
-    are cut at the same places.
+    the loss, and what later stages get: a tensor, or a tuple of several. Two are equal if their records are, and their
+    cuts.
     """
 
     record: ModelRecord

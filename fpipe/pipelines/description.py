@@ -86,6 +86,7 @@ class _StageText:
         buffers = [name for name in (*stage.buffers, *stage.unused) if name in assembly.buffers]
         if buffers:
             yield f"buffers     {len(buffers)} ({_size(assembly.buffers[name] for name in buffers)})"
+        yield from _wrap("reads       ", list(map(self.leaf_name, stage.batch))) if stage.batch else []
         yield from _computed_lines(stage, self.leaf_name)
         for given in stage.gives:
             back = [spec for other in stage.pulled_by if other.source == given.target for spec in other.specs]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import fpipe
-from schedules import families
+from schedules import Costs, drawing, families, one_f_one_b, simulate, spans, zb_h1
 from tests.common.sizes import sampled
 
 # --------- The README and the pages of docs tell the truth: their Python runs, and pictures are what the command draws
@@ -22,6 +22,7 @@ from tests.common.sizes import sampled
 HOME = Path(__file__).parents[2]
 DOCS = HOME / "docs"
 README = (HOME / "README.md").read_text()
+PICTURE = DOCS / "pictures" / "timelines.svg"
 SHELL = (DOCS / "command_line.md").read_text()
 WRITING = (DOCS / "writing_schedules.md").read_text()
 
@@ -51,7 +52,32 @@ def test_python_blocks_run(page, number, capsys):
 def test_the_first_screen_is_a_runnable_example():
     assert "```python" in README[:500]
     assert len(BLOCKS) == 2
-    assert len(README.splitlines()) < 130
+    assert "fpipe.verify(" in BLOCKS[0]
+    assert len(BLOCKS[0].splitlines()) <= 15
+    assert len(README.splitlines()) < 110
+
+
+def test_the_figures_of_the_first_screen_are_among_those_measured():
+    """A number with a point is in the page of costs, and a count of architectures in that of models."""
+    (claims,) = re.findall(r"^- \*\*Your model.*?\n\n", README, re.MULTILINE | re.DOTALL)
+    measured = [(DOCS / page).read_text() for page in ("costs.md", "models_that_work.md")]
+    counts = [number for number in re.findall(r"(?<![\d.])\d[\d.]*\d(?![\d%])", claims) if number not in ("24", "19")]
+    assert len(counts) == 6
+    assert not [number for number in counts if not any(re.search(rf"\b{number}\b", page) for page in measured)]
+    assert f"{len(families.__all__)} are built in" in claims
+
+
+def test_the_picture_of_the_first_screen_shows_what_the_simulator_says():
+    """Every action at its time; `schedules.drawing.svg` of these spans draws it again."""
+    costs = {one_f_one_b: Costs(F=1, B=2), zb_h1: Costs(F=1, I=1, W=1)}
+    shown = {repr(how := make(ranks=4, microbatches=8)): spans(how, cost) for make, cost in costs.items()}
+    titles = [re.findall(r"<title>(.*?)</title>", text) for text in (drawing.svg(shown), PICTURE.read_text())]
+    assert len(titles[0]) == 2 * 64 + 32
+    assert titles[0] == titles[1]
+    for make, cost in costs.items():
+        found = simulate(make(ranks=4, microbatches=8), cost)
+        assert f"takes {found.makespan:g}" in README
+        assert f"idle for {found.idle[0]:g}" in README
 
 
 def test_the_first_loop_holds_one_set_of_gradients_and_carries_buffers_on(monkeypatch):
@@ -71,7 +97,7 @@ def test_the_first_loop_holds_one_set_of_gradients_and_carries_buffers_on(monkey
         return stepping
 
     monkeypatch.setattr(fpipe, "value_and_grad", value_and_grad)
-    exec(compile(BLOCKS[0], "README", "exec"), {"__name__": "readme_loop"})
+    exec(compile(BLOCKS[1], "README", "exec"), {"__name__": "readme_loop"})
     assert len(alive) == 20
     assert not any(alive)
     assert all(passed)

@@ -18,7 +18,7 @@ PLACES = {
 CaptureError Cause Checkpoint CutError DeadlockError Gradients GraphError InputError LossScale Microbatching
 MismatchError ModuleGraph
 Executed ModelRecord ModelStages NonFinite Optimizer Part Pipeline PipelineError Pipelined Place Plan Profile RankError
-Recording Proof Roofline
+Recording Proof MeasuredTimeline Roofline
 ScheduleError Sharded SizeError Stage Stages StaticDecoder Step Stream StreamResult TransportError
 Verification VocabularyError capture connect_stages cut execute processes stage __version__ all_finite as_tree
 begin_save by_name
@@ -61,6 +61,7 @@ simulate spans split_backward summarize transform update_weights v_1f1b v_half v
 zb_h2 zb_v
 """,
     "schedules.drawing": """
+Panel page read_trace sketch
 ansi legend plain svg text texts trace
 """,
     "schedules.files": """
