@@ -22,20 +22,20 @@ from fpipe.functional.bound import Executed
 from fpipe.tensors.torch_private import count_gradients, has_dual_level, is_transformed
 from fpipe.tensors.tree import flatten_all
 
-Arguments: TypeAlias = tuple[Any, Any, Any, Any, Any]
+StepArguments: TypeAlias = tuple[Any, Any, Any, Any, Any]
 """Parameters, buffers, inputs, targets and seed: what may be inside a transform."""
-WORDS: Final = ("params", "buffers", "inputs", "targets", "seed")
+TREES: Final = ("params", "buffers", "inputs", "targets", "seed")
 Run: TypeAlias = Callable[..., tuple[Executed, Any]]
-Place: TypeAlias = tuple[Any, ...]
+LeafPath: TypeAlias = tuple[Any, ...]
 """The path of a leaf of the arguments."""
 
 
-def is_inside(given: Arguments) -> bool:
+def is_inside(given: StepArguments) -> bool:
     """Return whether any leaf is a tensor inside a transform."""
     return any(isinstance(leaf, Tensor) and is_transformed(leaf) for leaf in flatten_all(given)[0])
 
 
-def execute_inside(run: Run, given: Arguments) -> tuple[Executed, Any]:
+def execute_inside(run: Run, given: StepArguments) -> tuple[Executed, Any]:
     """Return the results of `run(*given)` to the transforms around it; only the loss has derivatives.
 
     Raise `InputError` for derivatives other than those of the loss with respect to parameters, and for higher ones.
@@ -64,15 +64,15 @@ def execute_inside(run: Run, given: Arguments) -> tuple[Executed, Any]:
     return done, grads
 
 
-def _flatten(tree: Any) -> tuple[dict[Place, Any], Any]:
+def _flatten(tree: Any) -> tuple[dict[LeafPath, Any], Any]:
     """Return the leaves of a tree by path, and its structure."""
     leaves, structure = flatten_all(tree)
     return dict(zip(structure.paths(), leaves, strict=True)), structure
 
 
-def _name(place: Place) -> str:
+def _name(place: LeafPath) -> str:
     what, *path = place
-    return WORDS[what] + "".join([f"[{step!r}]" for step in path])
+    return TREES[what] + "".join([f"[{step!r}]" for step in path])
 
 
 @dataclass(eq=False)
@@ -83,13 +83,13 @@ class _Call:
     """
 
     run: Run
-    leaves: dict[Place, Any]
+    leaves: dict[LeafPath, Any]
     structure: Any
-    results: dict[Place, Any] = field(default_factory=dict)
+    results: dict[LeafPath, Any] = field(default_factory=dict)
     results_structure: Any = None
 
     @property
-    def tensors(self) -> dict[Place, Tensor]:
+    def tensors(self) -> dict[LeafPath, Tensor]:
         """The leaves that are tensors."""
         return {place: leaf for place, leaf in self.leaves.items() if isinstance(leaf, Tensor)}
 
@@ -109,7 +109,7 @@ class _Call:
         found: tuple[Executed, Any] = self.results_structure.unflatten(leaves)
         return found
 
-    def select(self, made: Sequence[Tensor]) -> tuple[list[Tensor], list[Place]]:
+    def select(self, made: Sequence[Tensor]) -> tuple[list[Tensor], list[LeafPath]]:
         """Return the gradients among the tensors of the results, and the paths of their parameters."""
         places = [place for place, leaf in self.results.items() if isinstance(leaf, Tensor)]
         chosen = {(0, *place[1:]): one for place, one in zip(places, made, strict=True) if place[0] == 1}

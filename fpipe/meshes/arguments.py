@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a pipeline runs, and this process's place in the mesh around it.
+"""The place where a pipeline runs, and that of this process in the mesh around it.
 
 Runs when a pipeline is built.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What belongs together among the arguments of `fpipe.pipeline`, as frozen values; `Place` is with the meshes.
+"""Arguments of `fpipe.pipeline` that belong together, as frozen values; `Place` is with the meshes.
 
 Functions check the fields, so that all ranks hear what is wrong on one. Until the next version, they take the fields
 as keywords of their own, too.

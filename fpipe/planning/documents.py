@@ -6,8 +6,8 @@ the one that is wrong.
 
 Idea. The annotations of a class say what its fields are, so one function reads values of all classes. A dataclass is an
 object of its fields; a tuple is a list, with or without names. A schedule is the call that makes it, and so are costs
-and sizes; a certificate is a document of its own. A number is at least 0, and finite but for a `Limit`, which is `null` if
-there is none. Reading runs no code of a file. A checksum finds what is a number, but not the one that was written;
+and sizes; a certificate is a document of its own. A number is at least 0, and finite but for a `Limit`, which is `null`
+if there is none. Reading runs no code of a file. A checksum finds what is a number, but not the one that was written;
 whoever edits a file removes it.
 
 Runs when a profile or a plan is made, written or read.

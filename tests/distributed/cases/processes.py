@@ -183,7 +183,7 @@ def wrapped_models(rank, size):
         (nn.Sequential(nn.Linear(4, 4), sharded), "FSDP"),
     ):
         for capture in ("export", "modules"):
-            with raises(fpipe.InputError, name, "expected a plain module", 'dp="dp" or shard='):
+            with raises(fpipe.InputError, name, "expected a plain module", 'dp="dp"), or shard='):
                 fpipe.pipeline(
                     model,
                     example=(x,),

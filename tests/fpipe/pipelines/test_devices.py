@@ -44,7 +44,7 @@ def test_a_batch_on_two_devices_is_refused(places):
 
 
 def test_a_batch_elsewhere_than_the_device_that_was_passed_is_refused():
-    with pytest.raises(fpipe.InputError, match=r"inputs\[0\]: got a tensor on cuda:0, expected cpu, the device= that"):
+    with pytest.raises(fpipe.InputError, match=r"inputs\[0\]: got a tensor on cuda:0, expected cpu, place.device"):
         find_home((on(FIRST),), None, "cpu")
 
 
