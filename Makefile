@@ -19,11 +19,12 @@ test: .venv/installed
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
-# Simulated cases run by night, from a seed of the day.
+# Simulated cases, and hostile files and command lines of each kind, run by night, from a seed of the day.
 CASES ?= 100000
 
 nightly: .venv/installed
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly SIMULATION_CASES=$(CASES) SIMULATION_SEED=$$(date +%Y%m%d)000000 \
+		FUZZING_CASES=$(CASES) FUZZING_SEED=$$(date +%Y%m%d)000000 \
 		$(BIN)/pytest -n auto --dist worksteal
 
 bench: .venv/installed

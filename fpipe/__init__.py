@@ -44,7 +44,7 @@ from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.planning.profiler import profile
 from fpipe.planning.roofline import Roofline
-from fpipe.planning.timelines import costs, timeline
+from fpipe.planning.timelines import MeasuredTimeline, costs, timeline
 from fpipe.record.front_ends.parts import ModuleGraph, Part
 from fpipe.streams.corrections import delays, error_feedback, pipemare, predict_weights
 from fpipe.streams.train_stream import Stream, StreamResult, train_stream
@@ -83,6 +83,7 @@ __all__ = [
     "Plan",
     "Profile",
     "Proof",
+    "MeasuredTimeline",
     "RankError",
     "ModelRecord",
     "Roofline",

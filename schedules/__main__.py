@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at schedules from a shell: `python -m schedules list | show | check | simulate | compare | search`.
+"""Look at schedules from a shell: `python -m schedules list | show | check | simulate | compare | search | page`.
 
 A schedule is the name of a built-in, `file.py:function` for one of your own (the file is run), or a `.csv` table. Its
 parameters and transforms follow, as in `interleaved_1f1b chunks=3 split_backward` (`schedules.commands.subjects`). Exit
@@ -20,6 +20,7 @@ from schedules import __version__
 from schedules.commands.audit import add_audit, report_audit
 from schedules.commands.compare import report_comparison
 from schedules.commands.options import add_costs, add_files, add_subjects, parse_number
+from schedules.commands.pages import add_page, report_page
 from schedules.commands.process import run_command
 from schedules.commands.reports import draw, print_names, report_check, report_simulation
 from schedules.commands.searching import add_search, report_search
@@ -57,6 +58,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
         "simulate": report_simulation,
         "compare": report_comparison,
         "search": report_search,
+        "page": report_page,
         "audit": report_audit,
     }
 )
@@ -67,6 +69,7 @@ _USE = """Look at pipeline schedules.
   check NAME           is the schedule correct? if not, why not, and what leads to the violation
   simulate NAME        how long it takes, what each rank does and holds, what to shorten first
   compare NAME NAME    schedules side by side, all doing the same work
+  page NAME            write a page to look at: zoom, search, why a rank waits, and an editor for the order
   audit NAME           what holds of a schedule of others, how far from the bound, and what would be faster
   search NAME          the fastest order of the same stages in the same memory, and how far it can be from the best
 
@@ -97,7 +100,7 @@ def _make_parsers() -> dict[str, argparse.ArgumentParser]:
             add_subjects(parser, "*" if name == "audit" else "+")
         if name not in ("list", "check"):
             add_costs(parser)
-        if name not in ("list", "check", "audit"):
+        if name not in ("list", "check", "audit", "page"):
             add_files(parser, csv=name != "compare")
     device = "also refuse a program that may hang on an accelerator"
     parsers["check"].add_argument("--device", action="store_true", help=device)
@@ -105,6 +108,7 @@ def _make_parsers() -> dict[str, argparse.ArgumentParser]:
     parsers["simulate"].add_argument("--brief", action="store_true", help=brief)
     add_search(parsers["search"])
     add_audit(parsers["audit"])
+    add_page(parsers["page"])
     memory = "leave out schedules that hold more than this, in the units of `peak memory`"
     parsers["compare"].add_argument("--memory", type=parse_number, default=inf, help=memory, metavar="X")
     return parsers

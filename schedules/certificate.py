@@ -156,7 +156,7 @@ class Job:
                     continue
             where = f"rank {rank}, position {position}"
             most = f"stages below {self.stages} and microbatches below {self.count}"
-            raise RefusedError(f"{where}: got {word[:40]}, expected an action, such as 3F0 or 2SEND_F1>3, of {most}.")
+            _require(False, where, word[:40], f"an action, such as 3F0 or 2SEND_F1>3, of {most}")
 
     def _numbers(self, values: object, where: str) -> list[Fraction]:
         return [_number(one, where) for one in _list(values, where, self.stages)]
@@ -410,7 +410,7 @@ class _Walk:
 
 def _require(holds: bool, where: str, got: object, expected: str) -> None:
     if not holds:
-        raise RefusedError(f"{where}: got {str(got)[:120]}, expected {expected}.")
+        raise RefusedError(f"{where}: got {ascii(str(got))[1:-1][:120]}, expected {expected}.")
 
 
 def _list(value: object, where: str, length: int | None = None) -> list[Any]:

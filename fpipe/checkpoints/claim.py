@@ -33,7 +33,16 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Final
 
-from fpipe.checkpoints.manifest import MARKER, Manifest, list_saves, read_manifest, require_sidecars, save_folder, sign
+from fpipe.checkpoints.manifest import (
+    MARKER,
+    MOST_SAVES,
+    Manifest,
+    list_saves,
+    read_manifest,
+    require_sidecars,
+    save_folder,
+    sign,
+)
 from fpipe.errors import InputError
 from fpipe.weights.files import make_folder, sync_folder, write_error, write_new
 
@@ -50,7 +59,8 @@ class Lock:
     """
 
     def __init__(self, path: Path, flags: int) -> None:
-        self.files = [os.open(path, flags, 0o666)]
+        self.files: list[int] = []
+        self.files.append(os.open(path, flags, 0o666))
 
     @property
     def file(self) -> int:
@@ -96,6 +106,7 @@ class Claim:
         before, number = _current(home), max(list_saves(home), default=0)
         while True:
             number += 1
+            _require_number(home, number)
             folder = save_folder(home, number)
             try:
                 folder.mkdir()
@@ -183,6 +194,14 @@ class Claim:
         if self.lock is not None:
             self.lock.release()
             self.lock = None
+
+
+def _require_number(home: Path, number: int) -> None:
+    if number >= MOST_SAVES:
+        raise InputError(
+            f"{home}: got {save_folder(home, number - 1).name}, after which there is no number, expected folders that "
+            "fpipe.save made. Remove it, or choose another path; nothing was overwritten."
+        )
 
 
 def remove_leftovers(home: Path) -> None:

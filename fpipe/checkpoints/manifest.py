@@ -44,6 +44,7 @@ MARKER = "checkpoint.json"
 FORMAT = 3
 MOST_PROCESSES = 2**16
 MOST_STEPS = 2**63
+MOST_SAVES = 10**18
 PIECE = 2**20
 SAVE = re.compile(r"save-([0-9]{1,18})")
 
@@ -186,7 +187,9 @@ def read_manifest(home: Path) -> Manifest:
             "it with the version of fpipe that saved it."
         )
     manifest: Manifest = _build(home / MARKER, Manifest, found)
-    if not (1 <= manifest.save < 10**18 and 1 <= manifest.shards <= MOST_PROCESSES and 0 <= manifest.step < MOST_STEPS):
+    if not (
+        1 <= manifest.save < MOST_SAVES and 1 <= manifest.shards <= MOST_PROCESSES and 0 <= manifest.step < MOST_STEPS
+    ):
         raise InputError(
             f"{home / MARKER}: got save {quote(manifest.save)} of {quote(manifest.shards)} processes at step "
             f"{quote(manifest.step)}, expected a save and processes from 1, at most {MOST_PROCESSES} processes, and a "
@@ -265,11 +268,10 @@ def _read_signed(path: Path) -> dict[str, Any]:
 def _build(path: Path, kind: Any, found: Mapping[str, Any]) -> Any:
     for name, hint in get_type_hints(kind).items():
         expected = get_origin(hint) or hint
-        if expected is not Any and type(found.get(name)) is not expected:
-            raise InputError(
-                f"{path}: got {name}={quote(found.get(name))}, expected {expected.__name__}, as fpipe.save writes it. "
-                "Check the path."
-            )
+        if name not in found or (expected is not Any and type(found[name]) is not expected):
+            got = f"{name}={quote(found[name])}" if name in found else f"no {name}"
+            what = "any value" if expected is Any else expected.__name__
+            raise InputError(f"{path}: got {got}, expected {what}, as fpipe.save writes it. Check the path.")
     unknown = sorted({*found} - {*get_type_hints(kind)})
     if unknown:
         raise InputError(f"{path}: got the fields {quote(unknown)}, expected none of these. Check the path.")

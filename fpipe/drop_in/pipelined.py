@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fpipe.api import pipeline, value_and_grad
 from fpipe.drop_in.delivery import Delivery, attach_delivery, divided
+from fpipe.drop_in.norms import watch_norms
 from fpipe.drop_in.settings import Pipelines
 from fpipe.drop_in.updates import watch_optimizers
 from fpipe.errors import InputError
@@ -134,6 +135,8 @@ class Pipelined(nn.Module):
         self.register_load_state_dict_post_hook(_ignore_other_ranks)  # type: ignore[no-untyped-call]
         self._spare = (nn.Parameter(torch.empty(0, device=pipe.device)),)  # in a tuple, so that it has no name
         self._root = (root,)  # in a tuple, so that it is no submodule
+        if pipe.schedule.ranks > 1:
+            watch_norms(self)
         if self._is_share:
             watch_optimizers(self)
 
@@ -180,8 +183,8 @@ class Pipelined(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients in place so that their norm over the whole model is at most `max_norm`; return the norm.
 
-        The bits are those of `torch.nn.utils.clip_grad_norm_` for the whole model on one device. That function would
-        clip each rank by the norm of its share. Every rank must call this.
+        The bits are those of `torch.nn.utils.clip_grad_norm_` for the whole model on one device; that function does the
+        same for the parameters of this module. Every rank must call this.
         """
         grads = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         return clip(self.pipe, grads, max_norm, norm_type, donate=True)[1]
@@ -216,14 +219,16 @@ class Pipelined(nn.Module):
             return _without_modules(value, root) if is_method else value
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters here; if none of a rank's requires a gradient, an empty one that does.
+        """Yield the parameters here; if none of a rank's requires a gradient, an empty one that does, and has one.
 
-        For torch's optimizers refuse an empty list, and other ranks have some to train.
+        For torch's optimizers and `clip_grad_value_` refuse an empty list, and other ranks have some to train.
         """
         yield from super().parameters(recurse)
         if recurse and self._is_share and not any(p.requires_grad for p in super().parameters()):
-            self._spare[0].requires_grad_()
-            yield self._spare[0]
+            (spare,) = self._spare
+            spare.requires_grad_()
+            spare.grad = torch.zeros_like(spare)
+            yield spare
 
     @property
     def _is_share(self) -> bool:
@@ -277,7 +282,7 @@ class Pipelined(nn.Module):
                 "loss.backward() first: the last forward has added to what was in .grad. For a loss without gradients, "
                 "call model.eval(); to drop these gradients, call model.zero_grad()."
             )
-        adds = any(p.grad is not None and p.requires_grad for p in self.parameters())
+        adds = any(p.grad is not None and p.requires_grad for _, p in self.named_parameters())
         return changed | (adds and ADDS) | (known is not None and known.is_used and USED)
 
     def _train(

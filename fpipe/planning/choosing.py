@@ -150,6 +150,8 @@ def _conclude(search: Search, problems: Sequence[PlanProblem]) -> Plan:
         predicted=best.predicted,
         limits=_explain_time(best),
         caps=best.problem.caps,
+        costs=profile.costs(best.cuts),
+        sizes=best.problem.sizes(best.schedule.placement, best.cuts),
         bound=least.makespan,
         because=least.because,
         others=tuple(

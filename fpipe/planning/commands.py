@@ -96,14 +96,7 @@ def _make_plan(options: argparse.Namespace, progress: ProgressLine) -> Plan:
     arguments = {**call_task(Path(file), function), **given}
     if "ranks" not in arguments:
         raise InputError("ranks: got none, expected their number. Pass --ranks 4, say.")
-    whole = {"seconds": options.seconds, "progress": progress, **arguments}
-    missing = [name for name in ("model", "example") if name not in whole]
-    if missing or not all(isinstance(name, str) for name in whole):
-        raise InputError(
-            f"{options.subject}: got {quote(sorted(map(str, arguments)))}, expected a dict of the arguments of "
-            f"fpipe.plan by name{f', {missing} among them' if missing else ''}. Return them all."
-        )
-    return plan(**whole)
+    return plan(**{"seconds": options.seconds, "progress": progress, **arguments})
 
 
 def call_task(path: Path, function: str) -> Mapping[str, Any]:
@@ -114,6 +107,12 @@ def call_task(path: Path, function: str) -> Mapping[str, Any]:
         raise InputError(
             f"{path}:{function}: got {type(found).__name__}, expected a function that returns the arguments of "
             "fpipe.plan as a dict: model, example, targets, loss. Write one."
+        )
+    missing = [name for name in ("model", "example") if name not in found]
+    if missing or not all(isinstance(name, str) for name in found):
+        raise InputError(
+            f"{path}:{function}: got {quote(sorted(map(str, found)))}, expected a dict of the arguments of fpipe.plan "
+            f"by name{f', {missing} among them' if missing else ''}. Return them all."
         )
     return found
 

@@ -5,7 +5,8 @@ Problem. A file may have been altered, or be anything else. Every number in it m
 the one that is wrong.
 
 Idea. The annotations of a class say what its fields are, so one function reads values of all classes. A dataclass is an
-object of its fields; a tuple is a list, with or without names. A schedule is the call that makes it. A number is at
+object of its fields; a tuple is a list, with or without names. A schedule is the call that makes it, and so
+are costs and sizes. A number is at
 least 0, and finite but for a `Limit`, which is `null` if there is none. Reading runs no code of a file. A checksum
 finds what is a number, but not the one that was written; whoever edits a file removes it.
 
@@ -24,9 +25,9 @@ from typing import Annotated, Any, Final, NoReturn, TypeAlias, get_args, get_ori
 
 from fpipe.errors import InputError, PipelineError
 from fpipe.weights.files import AnyPath, as_path, read_text
-from schedules import Link, Schedule
-from schedules.errors import quote
-from schedules.files.calls import read_call, spell_call
+from schedules import Costs, Link, Schedule, Sizes
+from schedules.errors import printable, quote
+from schedules.files.calls import read_call, read_value, spell_call, spell_value
 from schedules.files.whole import open_whole
 
 Limit: TypeAlias = Annotated[float, "or infinity"]
@@ -36,7 +37,9 @@ LINK_FIELDS: Final = ("latency", "bandwidth", "slow")
 
 
 def _is_number(got: object) -> bool:
-    return isinstance(got, int | float) and not isinstance(got, bool) and not isnan(got) and got >= 0
+    if isinstance(got, bool) or not isinstance(got, int | float) or (isinstance(got, int) and got >= 2**62):
+        return False  # an integer that no tensor holds
+    return not isnan(got) and got >= 0
 
 
 LEAVES: Final[Mapping[Any, tuple[str, Callable[[Any], bool]]]] = {
@@ -116,7 +119,7 @@ class Format:
 
     def decode(self, where: str, hint: Any, got: Any) -> Any:
         """Return the value of type `hint` that a JSON value describes; values of the type itself are checked, too."""
-        if hint in (Link, Schedule):
+        if hint in (Costs, Link, Schedule, Sizes):
             return got if isinstance(got, hint) else self._decode_call(where, hint, got)
         if hint in LEAVES:
             got = inf if got is None and hint is Limit else got
@@ -150,6 +153,8 @@ class Format:
     def _decode_call(self, where: str, hint: Any, got: Any) -> Any:
         if hint is Schedule:
             return read_call(got)
+        if hint in (Costs, Sizes):
+            return self._decode_value(where, hint, got)
         if not isinstance(got, dict) or {*got} != {*LINK_FIELDS}:
             raise self.wrong(where, got, ", ".join(LINK_FIELDS))
         hints = get_type_hints(Link)
@@ -159,17 +164,23 @@ class Format:
         except (PipelineError, TypeError) as error:
             raise InputError(f"{where}: {error} {self.repair}") from error
 
+    def _decode_value(self, where: str, hint: Any, got: Any) -> Any:
+        try:
+            return read_value(got, hint)
+        except (PipelineError, TypeError) as error:
+            raise InputError(f"{where}: {error} {self.repair}") from error
+
     def wrong(self, where: str, got: object, expected: str) -> InputError:
         """Return the error that says what a document has where."""
-        place = f"{where}: " if where else ""
-        return InputError(
-            f"{place}got {(got if isinstance(got, str) else quote(got))[:80]}, expected {expected}. {self.repair}"
-        )
+        place, text = f"{where}: " if where else "", printable(got) if isinstance(got, str) else quote(got)
+        return InputError(f"{place}got {text[:80]}, expected {expected}. {self.repair}")
 
 
 def _encode(value: Any) -> Any:
     if isinstance(value, Schedule):
         return spell_call(value)
+    if isinstance(value, Costs | Sizes):
+        return spell_value(value)
     if isinstance(value, Link):
         return {name: _encode(getattr(value, name)) for name in LINK_FIELDS}
     if is_dataclass(value):

@@ -10,15 +10,17 @@ Runs on request.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 from math import isfinite
 from typing import Any, Final
 
 from fpipe.errors import InputError, PipelineError
 from fpipe.pipelines.description import describe_channels, format_bytes, name_schedule
 from fpipe.planning.documents import Format, Limit
-from fpipe.tensors.arguments import describe_argument
+from fpipe.planning.timelines import write_page
+from fpipe.tensors.arguments import describe_argument, require_arguments
 from fpipe.weights.files import AnyPath
-from schedules import Schedule, check, lower
+from schedules import Costs, Schedule, Sizes, check, drawing, lower, spans
 from schedules.errors import printable
 
 PLAN_FORMAT: Final = Format("plan", 1, "Make the plan again.", indent=1)
@@ -56,6 +58,7 @@ class Plan:
       recomputes.
     - `predicted`: the seconds of a step, the bubble, and the bytes of each rank.
     - `limits`: what the step's time consists of. `caps`: the bytes of each rank that the plan had to fit into.
+    - `costs`, `sizes`: the seconds and bytes of the stages, with which `schedules.simulate` makes the prediction.
     - `bound`: no plan takes fewer seconds; `because`: the argument that proves it.
     - `others`: the best of other schedules. `alone`, `copies`: one device, and data parallelism over as many.
     - `advice`: what to do instead, if a pipeline does not pay; otherwise empty.
@@ -70,6 +73,8 @@ class Plan:
     predicted: Prediction
     limits: str
     caps: tuple[Limit, ...]
+    costs: Costs
+    sizes: Sizes
     bound: float
     because: str
     others: tuple[RunnerUp, ...]
@@ -87,6 +92,26 @@ class Plan:
         """Write the plan as JSON."""
         PLAN_FORMAT.save(path, self)
 
+    def page(self, path: AnyPath, beside: Plan | None = None) -> None:
+        """Write the predicted step as a page to look at (`schedules.drawing.page`), perhaps with that of another plan.
+
+        Raise `InputError` for a plan without times, and if there can be no file at this path.
+        """
+        require_arguments(Plan.page, locals())
+        others = {} if beside is None else {f"beside: {name_schedule(beside.schedule)}": beside._panel()}
+        write_page(path, {name_schedule(self.schedule): self._panel(), **others})
+
+    def _panel(self) -> drawing.Panel:
+        if not self.predicted.seconds:
+            raise InputError(
+                "page: got a plan without times, expected one that predicts a step. Profile the model where it can run."
+            )
+        return drawing.Panel(self.schedule, self.costs, None, self.sizes, self.caps, (), "s", "B")
+
+    def _repr_html_(self) -> str:  # called by notebooks
+        timelines = {"predicted": spans(self.schedule, self.costs)} if self.predicted.seconds else {}
+        return f"<pre>{escape(str(self))}</pre>{drawing.sketch(name_schedule(self.schedule), timelines)}"
+
     @classmethod
     def read(cls, path: AnyPath) -> Plan:
         """Return the plan in a file that `save` wrote.
@@ -95,15 +120,15 @@ class Plan:
         included.
         """
         plan: Plan = PLAN_FORMAT.load(path, cls)
-        try:
-            check(plan.schedule)
-        except PipelineError as error:
-            raise InputError(f"{path}: {error}") from error
         if len(plan.cuts) + 1 != plan.schedule.stages:
             raise InputError(
                 f"{path}: cuts: got {len(plan.cuts)}, expected {plan.schedule.stages - 1} for "
                 f"{describe_argument(plan.schedule)}. Make the plan again."
             )
+        try:
+            check(plan.schedule)
+        except PipelineError as error:
+            raise InputError(f"{path}: {error}") from error
         return plan
 
     def __str__(self) -> str:

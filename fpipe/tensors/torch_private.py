@@ -32,6 +32,7 @@ from functools import cache
 from importlib import import_module
 from operator import attrgetter
 from threading import RLock
+from types import CellType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -148,6 +149,7 @@ NAMES: Final[Paths] = {
         "torch._C._functorch.is_functorch_wrapped_tensor",
     ],
     "adding gradients in one call": ["torch._foreach_add_"],
+    "norms that torch's clipping takes of a rank's share": ["torch.nn.utils.clip_grad._get_total_norm.__closure__"],
     "norms of gradients with the bits of torch's clipping": [
         "torch._foreach_norm",
         "torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
@@ -397,6 +399,13 @@ def strided_shard(dim: int, factor: int) -> Placement:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=factor)
+
+
+def total_norm_cell() -> CellType:
+    """Return the cell that holds what torch runs for the norm of gradients, under whatever name it was imported."""
+    wrapper: Any = torch.nn.utils.clip_grad._get_total_norm
+    cell: CellType = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
+    return cell
 
 
 def set_thread_local(key: str, value: Any) -> None:

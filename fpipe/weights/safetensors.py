@@ -28,7 +28,7 @@ from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
 from fpipe.weights.files import AnyPath, as_path, join_inside, read_text, require_regular
-from schedules.errors import quote
+from schedules.errors import printable, quote
 
 INDEX = "model.safetensors.index.json"
 MOST_HEADER = 2**25
@@ -216,7 +216,8 @@ def wrap_read_errors(path: Path) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
+        got = printable(str(error).partition("\n")[0])
         raise InputError(
-            f"{path}: got {type(error).__name__}: {str(error).partition(chr(10))[0]}, expected a complete safetensors "
-            "file or index. Check the path, and fetch the file again if it is cut off."
+            f"{path}: got {type(error).__name__}: {got}, expected a complete safetensors file or index. Check the "
+            "path, and fetch the file again if it is cut off."
         ) from error

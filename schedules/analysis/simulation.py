@@ -67,6 +67,13 @@ class Timeline:
         """Per rank, the part of the makespan in which it is idle."""
         return tuple(self.makespan - busy for busy in self.busy)
 
+    def _repr_html_(self) -> str:  # called by notebooks
+        head = "".join(f"<th>{name}</th>" for name in ("rank", "busy", "waited", "peak memory"))
+        rows = zip(range(len(self.busy)), self.busy, self.waited, self.peak_memory, strict=True)
+        cells = ("".join(f"<td>{cell:g}</td>" for cell in row) for row in rows)
+        table = "".join(f"<tr>{row}</tr>" for row in (head, *cells))
+        return f"<p>makespan {self.makespan:g}, bubble {self.bubble:.1%}</p><table>{table}</table>"
+
 
 def spans(schedule: Schedule, costs: Costs, graph: Graph | None = None) -> Iterator[Span]:
     """Yield the simulated timeline in an order the data dependencies allow; each rank's spans come in time order.

@@ -76,7 +76,7 @@ def _examine(subject: Subject, costs: Costs, sizes: Sizes | None, memory: float)
     except (SizeError, GraphError, ScheduleError) as reason:
         return str(reason)
     share = schedule.ranks / schedule.stages
-    own, held = _scale(costs, share), sizes and _scale(sizes, share)
+    own, held = scale_costs(costs, share), sizes and scale_costs(sizes, share)
     timeline = simulate(schedule, own, sizes=held)
     peak = max(timeline.peak_memory)
     if peak > memory * (1 + ROUNDING):
@@ -84,7 +84,7 @@ def _examine(subject: Subject, costs: Costs, sizes: Sizes | None, memory: float)
     return Entry(schedule, own, timeline)
 
 
-def _scale(costs: Amounts, share: float) -> Amounts:
+def scale_costs(costs: Amounts, share: float) -> Amounts:
     """Return the costs of a stage that is this share of a rank's part of the model."""
     values = {field.name: getattr(costs, field.name) for field in fields(costs) if field.name not in NO_WORK}
     for name, value in values.items():

@@ -167,7 +167,12 @@ def run_file(path: Path) -> object:
         raise UsageError(f"got {str(path)!r}, expected a Python file. Name it as in file.py:function.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[USERS_MODULE] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        if error.filename is None:  # of a text that has no lines, such as one with null characters
+            error.filename, error.lineno = str(path), 1
+        raise
     return module
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of timelines: text for terminals, SVG, and trace files for Perfetto and `chrome://tracing`."""
+"""Pictures of timelines: text for terminals, SVG, pages to look at, and trace files for Perfetto."""
 
-from schedules.drawing.events import trace
+from schedules.drawing.events import read_trace, trace
 from schedules.drawing.lines import text, texts
+from schedules.drawing.notebooks import sketch
+from schedules.drawing.pages import Panel, page
 from schedules.drawing.palette import ansi, legend, plain
 from schedules.drawing.vector import svg
 
-__all__ = ["ansi", "legend", "plain", "svg", "text", "texts", "trace"]
+__all__ = ["Panel", "ansi", "legend", "page", "plain", "read_trace", "sketch", "svg", "text", "texts", "trace"]

@@ -12,11 +12,13 @@ from typing import Any, TypeAlias
 from schedules.arguments import require_types
 from schedules.drawing.palette import look_of
 from schedules.drawing.strips import Strip, make_strip
-from schedules.language.actions import COLLECTIVES
+from schedules.errors import TimelineError, VocabularyError, quote
+from schedules.language.actions import COLLECTIVES, parse
 from schedules.language.graph import Graph, chain
 from schedules.playing.costs import Sizes
 from schedules.playing.engine import Span
 from schedules.playing.outputs import Flow, flow_of
+from schedules.playing.timelines import read_spans
 
 Event: TypeAlias = dict[str, Any]
 
@@ -30,11 +32,11 @@ def trace(
     """Return the trace of `timelines`, keyed by name: a process for each, with a thread for each rank, and one for its
     collectives, if it has any.
 
-    Actions are complete events with arguments kind, stage, microbatch and slice; those of category `wait` are transfers
-    that a rank waited for. An arrow leads from each action to those on other ranks that use its output, along `graph`,
-    by default the chain. A counter per rank shows its memory, by `sizes`, or in units of one rank's activations for one
-    microbatch. `microseconds` is the length of one unit of time: a million for times in seconds. Raise `TimelineError`
-    for invalid times.
+    Actions are complete events with arguments kind, stage, microbatch, slice and rank; those of category `wait` are
+    transfers that a rank waited for. An arrow leads from each action to those on other ranks that use its output, along
+    `graph`, by default the chain. A counter per rank shows its memory, by `sizes`, or in units of one rank's
+    activations for one microbatch. `microseconds` is the length of one unit of time: a million for times in seconds.
+    Raise `TimelineError` for invalid times.
 
     >>> from schedules import Costs, gpipe, spans
     >>> import json
@@ -54,6 +56,32 @@ def trace(
         events += process.arrows(graph or chain(1 + max((s for held in drawn.stages for s in held), default=0)))
         events += process.counters(sizes)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False, separators=(",", ":"))
+
+
+def read_trace(text: str, microseconds: float = 1000) -> dict[str, tuple[Span, ...]]:
+    """Return the timelines in a trace that `trace` wrote with the same `microseconds`, keyed by name.
+
+    Each begins at 0, and comes rank by rank. Raise `TimelineError` for any other text.
+
+    >>> from schedules import Costs, gpipe, spans
+    >>> text = trace({"gpipe": spans(gpipe(ranks=2, microbatches=1), Costs())})
+    >>> [(str(span.action), span.start, span.end) for span in read_trace(text)["gpipe"] if span.rank == 1]
+    [('1F0', 1.0, 2.0), ('1B0', 2.0, 4.0)]
+    """
+    require_types(read_trace, locals())
+    import json  # rarely needed, and slow to import
+
+    try:
+        events = json.loads(text)["traceEvents"]
+        names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        found: dict[str, list[Span]] = {name: [] for name in names.values()}
+        for event in (event for event in events if event["ph"] == "X"):
+            start, length = event["ts"] / microseconds, event["dur"] / microseconds
+            span = Span(event["args"]["rank"], parse(event["name"]), start, start + length)
+            found[names[event["pid"]]].append(span)
+    except (ValueError, KeyError, TypeError, VocabularyError) as error:
+        raise TimelineError(f"got {quote(text)}, expected a trace of schedules.drawing.trace: {error}.") from error
+    return {name: tuple(sorted(read_spans(spans), key=lambda span: span.rank)) for name, spans in found.items()}
 
 
 class _Process:
@@ -80,7 +108,12 @@ class _Process:
 
     def complete(self, span: Span) -> Event:
         rank, action, start, end = span
-        args = {"kind": look_of(action.kind).name, "stage": action.stage, "microbatch": action.microbatch}
+        args: dict[str, Any] = {
+            "kind": look_of(action.kind).name,
+            "stage": action.stage,
+            "microbatch": action.microbatch,
+            "rank": rank,
+        }
         if action.slice is not None:
             args["slice"] = action.slice
         duration = (end - start) * self.microseconds

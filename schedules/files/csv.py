@@ -83,7 +83,8 @@ def _infer_placement(ranks: int, homes: Homes) -> Placement:
     for stage, found in enumerate(stages):
         if stage != found:
             raise TableError(
-                f"stage {stage} is on no line, but stage {stages[-1]} is. Number the stages from 0 without gaps."
+                f"stage {stage} is on no line, but stage {stages[-1]} is, expected every stage on one. Number them "
+                "from 0 without gaps."
             )
     even, odd = (tuple(homes.get((s, side), homes.get((s, 1 - side), 0)) for s in stages) for side in (0, 1))
     return Placement(ranks, even, () if even == odd else (odd,))
@@ -260,8 +261,16 @@ def write_csv(plan: ScheduleOrProgram, file: File, words: Notation = own) -> Non
     with open_whole(file) if isinstance(file, str | os.PathLike) else nullcontext(file) as lines:
         for rank in range(schedule.ranks):
             lines.write(words(plan, rank) + "\n")
-        if words is own and graph != chain(schedule.stages):
+        if words is own and (graph != chain(schedule.stages) or not _shows_chain(plan)):
             lines.write(",".join(filter(None, (_GRAPH, format_graph(graph)))) + "\n")
+
+
+def _shows_chain(plan: ScheduleOrProgram) -> bool:
+    """Return whether a reader of the lines alone finds the chain: a program of others may lack transfers."""
+    if not isinstance(plan, Listing):
+        return True
+    rows = tuple(own(plan, rank) for rank in range(plan.schedule.ranks))
+    return not any(map(has_transfers, rows)) or listing(rows).graph == chain(plan.schedule.stages)
 
 
 def _open_text(file: File) -> AbstractContextManager[TextIO]:

@@ -53,6 +53,14 @@ def picture(value: object) -> str:
     return repr(value)
 
 
+@singledispatch
+def notebook_picture(value: object) -> str:
+    """Return the HTML that a notebook shows for `value`. `schedules.drawing` extends it."""
+    from html import escape  # rarely needed, and slow to import
+
+    return f"<code>{escape(repr(value))}</code>"
+
+
 @dataclass(frozen=True, repr=False)
 class Schedule:
     """A schedule: for each rank, a generator of its compute actions in order.
@@ -129,6 +137,9 @@ class Schedule:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # called by IPython and Hypothesis
         printer.text(repr(self))
+
+    def _repr_html_(self) -> str:  # called by notebooks
+        return notebook_picture(self)
 
     def __str__(self) -> str:
         return picture(self)

@@ -17,7 +17,8 @@ PLACES = {
     "fpipe": """
 CaptureError Cause Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph
 Executed ModelRecord ModelStages NonFinite Optimizer Part Pipeline PipelineError Pipelined Plan Profile RankError
-Proof Roofline ScheduleError Sharded SizeError Stage Stages StaticDecoder Step Stream StreamResult TransportError
+Proof MeasuredTimeline Roofline
+ScheduleError Sharded SizeError Stage Stages StaticDecoder Step Stream StreamResult TransportError
 Verification VocabularyError capture connect_stages cut execute processes stage __version__ all_finite as_tree
 begin_save by_name
 catch_signals
@@ -59,6 +60,7 @@ simulate spans split_backward summarize transform update_weights v_1f1b v_half v
 zb_h2 zb_v
 """,
     "schedules.drawing": """
+Panel page read_trace sketch
 ansi legend plain svg text texts trace
 """,
     "schedules.files": """

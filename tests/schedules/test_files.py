@@ -277,6 +277,13 @@ def test_a_transfer_missing_at_both_ends_is_a_violation():
         check(read_text(text))
 
 
+def test_a_program_of_a_chain_that_lacks_transfers_is_read_as_it_was_written():
+    program = read_text("0F0,0SEND_F0,0B0\n1F0,1B0\n")
+    assert program.graph == chain(2)
+    assert write(program) == "0F0,0SEND_F0>1,0B0\n1F0,1B0\ngraph,0-1\n"
+    assert read_text(write(program)).graph == chain(2)
+
+
 def test_transfers_that_name_some_edges_give_a_graph_of_those_only():
     s = read_text("0F0,1F0,1B0,0B0\n2F0,2B0\n")
     edges = frozenset({(0, 2)})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import statistics
 import time
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import fpipe
 from fpipe.network import measurements, recording
@@ -324,6 +326,50 @@ def an_optimizer_that_combines_parameters_is_refused(rank, size):
     alone = nn.Linear(4, 4)
     alone(x).sum().backward()
     Clipped(alone.parameters(), lr=0.1).step()  # none of this rank's share
+
+
+class Tied(nn.Module):
+    """The first layer and the last one have the same weight."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(size + 1)])
+        self.layers[-1].weight = self.layers[0].weight
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@case
+def torchs_own_clipping_is_that_of_one_device(rank, size):
+    """Under any of its names, with tied parameters on several ranks, and on a rank that has no gradients."""
+    for frozen in (False, True):
+        torch.manual_seed(3)
+        net, x = Tied(size), 10 * torch.randn(8, 4)
+        if frozen:
+            net = net.layers[1:]
+            net[0].requires_grad_(False)
+        how = one_f_one_b(ranks=size, microbatches=4)
+        model = fpipe.Pipelined(net, loss=lambda out: out.square().mean(), example=(x,), schedule=how)
+        for k in range(4):
+            for rows in x.chunk(4):
+                (net(rows).square().mean() / 4).backward()
+            model(x).backward()
+            if k == 3:
+                clip_grad_value_(net.parameters(), 1e-3)
+                clip_grad_value_(model.parameters(), 1e-3)
+            else:
+                order = (2.0, math.inf, 1.0)[k]
+                grads, share = ([p.grad for p in one.parameters() if p.grad is not None] for one in (net, model))
+                whole = get_total_norm(grads, order)
+                assert same_bits(whole, get_total_norm(share, order))
+                assert same_bits(whole, clip_grad_norm_(net.parameters(), 0.1, order))
+                assert same_bits(whole, clip_grad_norm_(model.parameters(), 0.1, order, error_if_nonfinite=True))
+            plain = dict(net.named_parameters(remove_duplicate=False))
+            for name, p in model.named_parameters():
+                assert p.grad is None if plain[name].grad is None else same_bits(p.grad, plain[name].grad), name
+            net.zero_grad()
+            model.zero_grad()
 
 
 @case

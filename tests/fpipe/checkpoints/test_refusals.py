@@ -85,6 +85,13 @@ def resign(file, **changes):
     file.write_text(sign({**fields, **changes}))
 
 
+def resign_without(file, name):
+    """Drop a field."""
+    fields = json.loads(file.read_text())
+    del fields["crc32"], fields[name]
+    file.write_text(sign(fields))
+
+
 DAMAGES = {
     "no marker": (
         lambda path: (path / "checkpoint.json").unlink(),
@@ -99,6 +106,7 @@ DAMAGES = {
         lambda path: (path / "checkpoint.json").write_text(json.dumps({"version": 9})),
         r"got \{'version': 9\}, expected a checkpoint of version 3.*the version of fpipe that saved it",
     ),
+    "a field less": (lambda path: resign_without(path / "checkpoint.json", "data"), r"got no data, expected any value"),
     "another fields": (
         lambda path: resign(path / "checkpoint.json", no=2),
         r"got the fields \['no'\], expected none of these",
@@ -332,6 +340,14 @@ def test_other_files_are_not_overwritten(pipe, run, tmp_path):
         with pytest.raises(fpipe.InputError, match=rf"{words}, expected a checkpoint, an empty.*Choose another path"):
             fpipe.save(pipe, path, **run)
     assert contents(tmp_path) == {"file": b"mine", "folder/thesis.tex": b"mine"}
+
+
+def test_a_folder_of_the_last_number_is_refused(pipe, run, tmp_path):
+    """The save after it could not be loaded."""
+    (tmp_path / "save-999999999999999999").mkdir()
+    (tmp_path / "save-999999999999999999" / "mine").mkdir()
+    with pytest.raises(fpipe.InputError, match=r"got save-9+, after which there is no number, expected folders"):
+        fpipe.save(pipe, tmp_path, **run)
 
 
 PLANTED = {

@@ -3,7 +3,9 @@
 script calls things; and what it can't follow, it refuses."""
 
 import copy
+import gc
 from functools import partial
+from types import FunctionType
 
 import pytest
 import torch
@@ -11,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import get_total_norm
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
+from fpipe.drop_in.norms import WholeNorm
+from fpipe.tensors.torch_private import total_norm_cell
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, zb_h1
 from tests.common.drop_in import M, batches, make, net
@@ -364,3 +369,55 @@ def test_what_a_loss_returns_beside_itself_is_kept_until_the_next():
     assert same_bits(model.last_aux, torch.cat([copy.deepcopy(plain).eval()(part) for part in x.chunk(M)]).detach())
     model(x)
     assert len(model.last_aux) == len(x)
+
+
+# ------------------------------------------------------------------------- torch's own functions that clip by a norm
+
+
+def test_torchs_own_clipping_takes_the_norm_of_the_whole_model():
+    model, other = make(), make()
+    for one in (model, other):
+        one(*next(batches(1))[:1], targets=next(batches(1))[1]).backward()
+    grads = [p.grad for p in model.parameters()]
+    assert same_bits(get_total_norm(grads), get_total_norm([p.grad.clone() for p in model.parameters()]))
+    assert same_bits(nn.utils.clip_grad_norm_(model.parameters(), 0.1), other.clip_grad_norm_(0.1))
+    assert all(map(same_bits, grads, [p.grad for p in other.parameters()]))
+
+
+@pytest.mark.parametrize("choose", [lambda own, other: own[:2], lambda own, other: [*own, *other]])
+def test_torchs_own_clipping_of_a_part_is_refused_as_on_several_processes(choose):
+    """Where a rank that holds nothing of the part would not call."""
+    model, (x, y) = make(), next(batches(1))
+    model(x, targets=y).backward()
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    chosen, before = choose([*model.parameters()], [*other.parameters()]), [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(fpipe.InputError, match=r"gradients to take the norm of, which .*Call model.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(chosen, 0.1)
+    assert all(map(same_bits, before, [p.grad for p in model.parameters()]))
+    nn.utils.clip_grad_norm_(other.parameters(), 0.1)  # what has nothing of it is left alone
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    fpipe.clip(model.pipe, grads, 1e-4, names="0.*", donate=True)  # the repair
+    assert model.get_parameter("0.weight").grad.norm() < 1e-3
+
+
+def test_gradients_that_are_not_finite_are_refused_as_torch_does():
+    model, (x, y) = make(), next(batches(1))
+    model(x, targets=y).backward()
+    model.get_parameter("0.bias").grad[0] = torch.nan
+    with pytest.raises(RuntimeError, match=r"total norm of order 2.0 for gradients.* error_if_nonfinite=False"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
+
+
+def test_torchs_function_is_put_back_with_the_last_module():
+    gc.collect()
+    before = total_norm_cell().cell_contents
+    first, second = make(), make()
+    assert isinstance(total_norm_cell().cell_contents, WholeNorm)
+    del first
+    gc.collect()
+    assert isinstance(total_norm_cell().cell_contents, WholeNorm)
+    del second
+    gc.collect()
+    assert total_norm_cell().cell_contents is before
+    assert isinstance(before, FunctionType)

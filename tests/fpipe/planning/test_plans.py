@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf
@@ -284,9 +285,32 @@ def test_a_plan_is_read_as_it_was_saved(saved):
     assert Plan.read(path) == plan
 
 
+def test_a_plan_is_a_page(saved, tmp_path):
+    plan = saved[0]
+    plan.page(tmp_path / "plan.html", beside=Plan.read(saved[1]))
+    data = re.search(r'id="data">(.*?)</script>', (tmp_path / "plan.html").read_text(), re.DOTALL)[1]
+    one, other = json.loads(data)["panels"]
+    timeline = simulate(plan.schedule, plan.costs, sizes=plan.sizes)
+    assert max(map(max, one["ends"])) == pytest.approx(timeline.makespan)
+    assert (one["time"], one["size"], one["caps"]) == ("s", "B", [500] * plan.schedule.ranks)
+    assert (one["ends"], "beside: " + one["name"]) == (other["ends"], other["name"])
+    assert plan.predicted.memory == tuple(-(-held // 1) for held in timeline.peak_memory)
+    assert plan._repr_html_().startswith("<pre>Plan for ")
+    assert "<svg " in plan._repr_html_()
+
+
+def test_a_plan_without_times_has_no_page(saved, tmp_path):
+    plan = replace(saved[0], predicted=replace(saved[0].predicted, seconds=0.0))
+    with pytest.raises(InputError, match="page: got a plan without times"):
+        plan.page(tmp_path / "plan.html")
+    assert "<svg " in plan._repr_html_()  # without a timeline
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
+        ('"sizes": {', '"sizes": {"x": 1, ', "sizes: "),
+        ('"value": "Sizes"', '"value": "Costs"', "sizes: "),
         ('"fpipe plan"', '"other"', "expected a plan that fpipe saved"),
         ('"version": 1', '"version": 2', "version: got 2, expected 1"),
         ('"bound": ', '"bound": -', "bound: got -"),
