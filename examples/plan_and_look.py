@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 examples/plan_and_look.py    # one process per rank, over Gloo
     python examples/plan_and_look.py                                      # both ranks in this process
 
-The layers are uneven, so stages of equally many layers are not the best. The plan is saved, and both timelines as SVG.
-In one process the ranks take turns, so there the measured one shows what each action takes, not how they overlap.
+The layers are uneven, so stages of equally many layers are not the best. The plan is saved, and a page that shows the
+measured step over its prediction, for a browser. In one process the ranks take turns, so there it takes longer.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ def make_plan(x: Tensor, y: Tensor, seconds: float, path: Path) -> fpipe.Plan:
     return fpipe.Plan.read(path / "plan.json")
 
 
-def run(pipe: fpipe.Pipeline, x: Tensor, y: Tensor, steps: int) -> list[list[Span]]:
+def run(pipe: fpipe.Pipeline, x: Tensor, y: Tensor, steps: int) -> list[fpipe.MeasuredTimeline]:
     """Run steps, and return their timelines, on one clock for all ranks."""
-    recorded, timelines = list[Span](), list[list[Span]]()
+    recorded, timelines = list[Span](), list[fpipe.MeasuredTimeline]()
     step, given = fpipe.value_and_grad(pipe, record=recorded.append), pipe.init(build_model())
     for _ in range(steps):
         recorded.clear()
         step(*given, (x,), y)
-        timelines.append([*fpipe.timeline(pipe, recorded)])
+        timelines.append(fpipe.timeline(pipe, recorded))
     return timelines[1:]  # the first step also connects the ranks
 
 
-def look(pipe: fpipe.Pipeline, timelines: list[list[Span]], picture: Path) -> list[str]:
-    """Return what a simulation with measured costs shows, beside the shortest step; draw both into a file."""
+def look(pipe: fpipe.Pipeline, timelines: list[fpipe.MeasuredTimeline], page: Path) -> list[str]:
+    """Return what a simulation with measured costs shows, beside the shortest step; write that one as a page."""
     how, graph, costs = pipe.schedule, pipe.program.graph, fpipe.costs(pipe, *timelines)
     shortest = min(timelines, key=lambda timeline: max(span.end for span in timeline))
+    shortest.page(page)
     measured, predicted = summarize(shortest, how), simulate(how, costs, graph)
-    shown = {"simulated with measured costs": [*spans(how, costs, graph)]}
-    picture.write_text(drawing.svg({"measured": shortest, **shown}))
+    shown = {"simulated with measured costs": spans(how, costs, graph)}
     return [
         drawing.texts(shown, columns=shutil.get_terminal_size((120, 40)).columns),
         f"idle: {measured.bubble:.0%} measured, {predicted.bubble:.0%} predicted",
@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Plan a pipeline for uneven layers, run it, and look at a step.")
     parser.add_argument("--seconds", type=float, default=5, help="for the search")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--path", type=Path, default=Path("run"), help="where the plan and both timelines are saved")
+    parser.add_argument("--path", type=Path, default=Path("run"), help="where the plan and the page are saved")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if SIZE > 1:
@@ -87,7 +87,7 @@ def main() -> None:
     found = fpipe.verify(pipe, build_model(), (x,), y)
     timelines = run(pipe, x, y, options.steps)
     if RANK == 0:
-        print(plan, *look(pipe, timelines, options.path / "timelines.svg"), sep="\n")
+        print(plan, *look(pipe, timelines, options.path / "step.html"), sep="\n")
         print(f"{found.reference} tensors are those of one device, bit for bit")
     if SIZE > 1:
         dist.destroy_process_group()
