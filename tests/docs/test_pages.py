@@ -40,7 +40,8 @@ PAGES = {path.relative_to(HOME).as_posix(): blocks(path.read_text()) for path in
 
 @sampled(7)
 @pytest.mark.parametrize(("page", "number"), [(page, k) for page, found in PAGES.items() for k in range(len(found))])
-def test_python_blocks_run(page, number, capsys):
+def test_python_blocks_run(page, number, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some save files
     block, namespace = PAGES[page][number], {"__name__": f"{page}_{number}"}
     exec(compile(block, f"{page} block {number}", "exec"), namespace)
     for name, value in namespace.items():
