@@ -274,10 +274,10 @@ def test_two_orders_are_compared_action_by_action(show):
     rows = [list(one.actions(rank)) for rank in range(3)]
     rows[0][2:4] = rows[0][3:1:-1]  # 0F2 and 0B0
     browser = show({"it": Panel(one, COSTS), "other": Panel(edit(one, rows), COSTS)})
-    moved = browser.ask("panels[1].rows.flat().filter((a) => isMoved(panels[1], a)).map((a) => a.text)")
+    moved = browser.ask("panels[1].rows.flat().filter((a) => panels[1].isMoved(a)).map((a) => a.text)")
     assert moved == ["0B0", "0F2", "0F3"]
     browser.ask("(element('color').value = 'change', element('color').dispatchEvent(new Event('change')))")
-    assert browser.ask("changeOf(panels[1], panels[1].byText.get('0F2'))") > 0
+    assert browser.ask("panels[1].change(panels[1].byText.get('0F2'))") > 0
     assert browser.ask("colorOf(panels[1], panels[1].byText.get('0F0'))") == "#e8e8e8"
     assert "earlier than in the other" in browser.ask("element('legend').textContent")
 
