@@ -247,7 +247,7 @@ def require_whole_state(pipe: Pipeline, params: State, buffers: State | None) ->
     `None` stands for the buffers of a model without any.
     """
     if pipe.copies.mesh is None:  # else, one process of the mesh writes
-        repair = "Build the pipeline with mesh=mesh instead of group=, or save with torch.distributed.checkpoint."
+        repair = "Build it with fpipe.Place(mesh=mesh) instead of group, or save with torch.distributed.checkpoint."
         require_plain("params", pipe.training.placed, repair)
     expected: Mapping[str, Spec] = pipe.training.assembly.buffers
     if buffers is None and expected:

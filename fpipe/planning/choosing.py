@@ -29,11 +29,13 @@ from fpipe.planning.floor import bound_plans
 from fpipe.planning.ordering import list_orderable, place_on_islands, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds
 from fpipe.stages.backends import splits
-from schedules import Bound, Schedule, critical_path, recompute
+from schedules import Bound, Certificate, ProgramError, Schedule, certify, critical_path, recompute
 
 IMPROVED: Final = 6
 """The number of candidates whose cuts are improved."""
 SHOWN: Final = 3
+MOST_CERTIFIED: Final = 2**16
+"""The stages of all microbatches in a program that is certified: about a minute's work."""
 
 
 class PlanProgress(NamedTuple):
@@ -162,7 +164,19 @@ def _conclude(search: Search, problems: Sequence[PlanProblem]) -> Plan:
         copies=copies,
         advice=_advise(best, alone, copies),
         complete=search.complete,
+        certificate=_certify(best),
     )
+
+
+def _certify(best: Candidate) -> Certificate | None:
+    """Return the certificate of a candidate's program; `None` for what certificates do not cover, or if it is long."""
+    how = best.schedule
+    if how.stages * how.microbatches > MOST_CERTIFIED:
+        return None
+    try:
+        return certify(how, best.problem.profile.costs(best.cuts), best.problem.sizes(how.placement, best.cuts))
+    except ProgramError:
+        return None
 
 
 def _explain_time(candidate: Candidate, most: int = 3) -> str:

@@ -5,10 +5,10 @@ Problem. A file may have been altered, or be anything else. Every number in it m
 the one that is wrong.
 
 Idea. The annotations of a class say what its fields are, so one function reads values of all classes. A dataclass is an
-object of its fields; a tuple is a list, with or without names. A schedule is the call that makes it, and so
-are costs and sizes. A number is at
-least 0, and finite but for a `Limit`, which is `null` if there is none. Reading runs no code of a file. A checksum
-finds what is a number, but not the one that was written; whoever edits a file removes it.
+object of its fields; a tuple is a list, with or without names. A schedule is the call that makes it, and so are costs
+and sizes; a certificate is a document of its own. A number is at least 0, and finite but for a `Limit`, which is `null`
+if there is none. Reading runs no code of a file. A checksum finds what is a number, but not the one that was written;
+whoever edits a file removes it.
 
 Runs when a profile or a plan is made, written or read.
 """
@@ -25,7 +25,7 @@ from typing import Annotated, Any, Final, NoReturn, TypeAlias, get_args, get_ori
 
 from fpipe.errors import InputError, PipelineError
 from fpipe.weights.files import AnyPath, as_path, read_text
-from schedules import Costs, Link, Schedule, Sizes
+from schedules import Certificate, Costs, Link, Schedule, Sizes
 from schedules.errors import printable, quote
 from schedules.files.calls import read_call, read_value, spell_call, spell_value
 from schedules.files.whole import open_whole
@@ -119,6 +119,8 @@ class Format:
 
     def decode(self, where: str, hint: Any, got: Any) -> Any:
         """Return the value of type `hint` that a JSON value describes; values of the type itself are checked, too."""
+        if hint == Certificate | None:
+            return got if got is None or isinstance(got, Certificate) else self._decode_certificate(where, got)
         if hint in (Costs, Link, Schedule, Sizes):
             return got if isinstance(got, hint) else self._decode_call(where, hint, got)
         if hint in LEAVES:
@@ -135,6 +137,12 @@ class Format:
                 raise self.wrong(where, found, str(sorted(named)))
             return made(**{name: self.decode(_join(where, name), named[name], got[name]) for name in named})
         return self._decode_tuple(where, hint, got)
+
+    def _decode_certificate(self, where: str, got: Any) -> Certificate:
+        try:
+            return Certificate.parse(json.dumps(got), where)
+        except PipelineError as error:
+            raise InputError(f"{error} {self.repair}") from error
 
     def _decode_tuple(self, where: str, hint: Any, got: Any) -> tuple[Any, ...]:
         if not isinstance(got, list | tuple):
@@ -183,6 +191,8 @@ def _encode(value: Any) -> Any:
         return spell_value(value)
     if isinstance(value, Link):
         return {name: _encode(getattr(value, name)) for name in LINK_FIELDS}
+    if isinstance(value, Certificate):
+        return json.loads(value.text)
     if is_dataclass(value):
         return {one.name: _encode(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, tuple):

@@ -22,7 +22,7 @@ from fpipe.network.job import LocalJob, enter_job
 from fpipe.pipelines.argument_checks import require_count
 from fpipe.pipelines.builder import Model, make_batchings
 from fpipe.pipelines.description import format_bytes
-from fpipe.pipelines.loss_weights import Weight
+from fpipe.pipelines.options import Microbatching, gather_fields
 from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
 from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.plan import Plan
@@ -78,7 +78,7 @@ def plan(
     - `profile`: measured before, of this model, for one number of microbatches.
     - `seconds`: about how long to search at most; `progress` is called with a `PlanProgress` after every candidate. A
       KeyboardInterrupt ends the search, and the best plan by then is returned.
-    - `options`: more arguments of `fpipe.profile`, such as `backward`, `device`, `link`, `unsplittable` and `group`.
+    - `options`: more arguments of `fpipe.profile`, such as `recording`, `gradients`, `device`, `link` and `group`.
 
     Under torch.distributed, every rank must call this, and all return the same plan, unless time runs out: pass a plan
     that one of them saved to the others then.
@@ -95,6 +95,7 @@ def plan(
     >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, plan=found)
     """
     given = {name: value for name, value in locals().items() if name not in ("schedules", "memory")}
+    options = gather_fields(measure, options)
     with enter_job("plan") if profile is None else nullcontext(LocalJob()) as job:
         require_arguments(plan, given)
         _require_options(options)
@@ -241,8 +242,7 @@ def _require_profile_of(
     targets: Any,
     microbatches: int,
     *,
-    batch_dims: Any = 0,
-    weight: Weight | None = None,
+    microbatching: Microbatching = Microbatching(),
     **options: Any,
 ) -> None:
     """Raise `InputError`, naming what differs first, if a profile can't be of this model and batch.
@@ -258,7 +258,7 @@ def _require_profile_of(
             f"profile: got {profile!r}, expected a Profile. Pass what fpipe.profile returned, or "
             "fpipe.Profile.read(path)."
         )
-    batching = make_batchings(example, targets, batch_dims, microbatches, weight, microbatches)[True]
+    batching = make_batchings(example, targets, microbatching, microbatches, microbatches)[True]
     module, first = as_module(model), str(batching.split(batching.example)[0])
     held = sum({id(one): one.nbytes for one in module.parameters()}.values())
     known, blocks = {path for path, _ in module.named_modules()}, profile.blocks

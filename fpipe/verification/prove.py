@@ -172,6 +172,6 @@ def _require_here(pipe: Pipeline) -> None:
     if pipe.device.type != "cpu":
         raise InputError(
             f"pipe: got one on {pipe.device}, expected one on the CPU: inputs are known by their bytes. Build it again "
-            "with device='cpu', and a model and an example there."
+            "with fpipe.Place(device='cpu'), and a model and an example there."
         )
     require_plain("prove", pipe.training.placed, "Build the pipeline of the model before it was split.")

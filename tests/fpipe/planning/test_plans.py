@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.errors import InputError
+from fpipe.planning import choosing
 from fpipe.planning.candidates import FACTORIES, find_peak, fit_memory
 from fpipe.planning.chain import partition_chain
 from fpipe.planning.choosing import PlanProgress
@@ -23,15 +24,18 @@ from fpipe.planning.floor import bound_plans
 from fpipe.planning.plan import Plan
 from fpipe.planning.ranges import Spread, sum_blocks
 from schedules import (
+    Certificate,
     Costs,
     Link,
     SizeError,
     Sizes,
+    certificate,
     check,
     chimera,
     dualpipe,
     forward_only,
     interleaved_1f1b,
+    lower,
     one_f_one_b,
     pipedream,
     recompute,
@@ -42,7 +46,8 @@ from schedules import (
     zb_v,
 )
 from tests.common.chain_profiles import chain_profile, find_plan, problem_of
-from tests.common.sizes import by_night, sampled
+from tests.common.options import grouped
+from tests.common.sizes import by_night, few, sampled
 from tests.common.zoo import ZOO
 
 FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
@@ -387,7 +392,7 @@ def test_a_drop_in_module_takes_a_plan(planned):
 def test_a_plan_replaces_other_arguments(planned, given, words):
     model, x, plan = planned
     with pytest.raises(InputError, match=words):
-        fpipe.pipeline(model, example=(x,), loss=torch.mean, **{"plan": plan, **given})
+        fpipe.pipeline(model, example=(x,), loss=torch.mean, **grouped({"plan": plan, **given}))
 
 
 @sampled(3)
@@ -429,7 +434,9 @@ def test_a_plan_replaces_other_arguments(planned, given, words):
 def test_wrong_arguments_are_refused(given, words):
     with pytest.raises(InputError, match=words):
         fpipe.plan(
-            layers(), (torch.ones(8, 8),), **{"ranks": 2, "loss": torch.mean, "microbatches": 4, "seconds": 1, **given}
+            layers(),
+            (torch.ones(8, 8),),
+            **grouped({"ranks": 2, "loss": torch.mean, "microbatches": 4, "seconds": 1, **given}, fpipe.profile),
         )
 
 
@@ -466,8 +473,10 @@ def test_a_profile_of_the_model_is_taken(name):
     case = ZOO[name]
     model, inputs, targets = case.make(8)
     given = {"loss": case.loss, "microbatches": 2}
-    profile = fpipe.profile(model, inputs, targets, **given, device=fpipe.Roofline(1e9, 1e9))
-    plan = fpipe.plan(model, inputs, targets, ranks=2, schedules=one_f_one_b, profile=profile, **given)
+    profile = fpipe.profile(model, inputs, targets, **grouped(given, fpipe.profile), device=fpipe.Roofline(1e9, 1e9))
+    plan = fpipe.plan(
+        model, inputs, targets, ranks=2, schedules=one_f_one_b, profile=profile, **grouped(given, fpipe.profile)
+    )
     assert plan.schedule.factory is one_f_one_b
 
 
@@ -489,3 +498,55 @@ def test_no_partition_has_a_smaller_largest_stage(data):
     else:
         assert found in allowed
         assert largest(amounts, found) == min(largest(amounts, cuts) for cuts in allowed)
+
+
+# ------------------------------------------------------------------------------------------------------- certificates
+
+
+@settings(max_examples=few(12), deadline=None)
+@given(FORWARDS, st.sampled_from([one_f_one_b, zb_h1, zb_v, chimera, interleaved_1f1b]), st.sampled_from([0.0, 0.5]))
+def test_a_plan_has_a_certificate_of_what_was_predicted(forward, factory, latency):
+    plan = find_plan(chain_profile(forward, link=Link(latency=latency)), [factory], ranks=2)
+    certificate = plan.certificate
+    assert Certificate.parse(certificate.text) == certificate
+    program = lower(plan.schedule)
+    assert certificate.programs() == [" ".join(map(str, program.actions(rank))) for rank in range(2)]
+    assert float(certificate.makespan) == pytest.approx(plan.predicted.seconds - chain_profile(forward).step)
+    assert certificate.bound <= certificate.makespan
+    assert "certified   right" in str(plan)
+
+
+def test_a_plan_keeps_its_certificate_in_its_file(tmp_path):
+    plan = find_plan(chain_profile([2, 3, 1, 2]), [zb_h1], ranks=2)
+    plan.save(tmp_path / "plan.json")
+    assert fpipe.Plan.read(tmp_path / "plan.json").certificate == plan.certificate
+    document = json.loads((tmp_path / "plan.json").read_text())
+    certificate.verify(json.dumps(document["certificate"]))  # by the file on its own
+    del document["crc32"]
+    for claim, value in (("makespan", "1"), ("bound", [0, "0", "1", "0"]), ("programs", ["0F0"] * 2), ("order", [])):
+        altered = {**document, "certificate": {**document["certificate"], claim: value}}
+        (tmp_path / "altered.json").write_text(json.dumps(altered))
+        with pytest.raises(InputError, match=r"altered.json: certificate: .*Make the plan again"):
+            fpipe.Plan.read(tmp_path / "altered.json")
+    (tmp_path / "altered.json").write_text(json.dumps({**document, "certificate": None}))
+    assert fpipe.Plan.read(tmp_path / "altered.json") == replace(plan, certificate=None)
+
+
+def test_a_pipeline_is_built_only_from_the_program_that_is_certified():
+    model, x = layers(), torch.ones(8, 8)
+    plan = fpipe.plan(model, (x,), ranks=2, loss=torch.mean, microbatches=4, schedules=one_f_one_b, seconds=1)
+    fpipe.pipeline(model, example=(x,), loss=torch.mean, plan=plan)
+    text = plan.certificate.text.replace('"makespan": "', '"makespan": "1')
+    for wrong, words in (
+        (replace(plan, schedule=zb_h1(2, 4)), "got another program for rank 0, expected that of zb_h1"),
+        (replace(plan, certificate=replace(plan.certificate, text=text)), "plan.certificate: makespan: got"),
+    ):
+        with pytest.raises(InputError, match=words):
+            fpipe.pipeline(model, example=(x,), loss=torch.mean, plan=wrong)
+
+
+def test_what_certificates_do_not_cover_is_planned_without_one(monkeypatch):
+    monkeypatch.setattr(choosing, "MOST_CERTIFIED", 7)
+    plan = find_plan(chain_profile([2, 3, 1, 2]), [zb_h1], ranks=2)
+    assert plan.certificate is None
+    assert "certified" not in str(plan)
