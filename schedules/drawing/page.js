@@ -19,6 +19,8 @@ class Panel {
     this.times = new Map(this.base.flatMap((row, r) => row.map((a, k) => [a.text, lasts(r, k)])));
     this.held = this.base.map((row) => [...new Set(row.map((a) => a.s))].sort((x, y) => x - y));
     this.several = this.held.some((some) => some.length > 1);
+    const every = this.base.flat(), most = (lengths) => lengths.reduce((one, other) => Math.max(one, other), 0);
+    this.longest = [most(every.map((a) => this.label(a).length)), most(every.map((a) => `${a.i}`.length))];
     this.wired = wire(plan);
     this.shades = new Map();
     this.waited = new Map();  // the waits of a measured timeline, by what was awaited
@@ -195,6 +197,7 @@ const INK = "#202020", IDLE = "#f1f1f1", HELD = "#c9c2d8", PEAK = "#5b4b8a", FLI
 const BOUND = "#00674a", EARLIER = "#1f78b4", LATER = "#d95f02", SAME = "#e8e8e8";
 const MONO = '"DejaVu Sans Mono", monospace';
 const STAGES = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb"];  // Paul Tol, bright
+const STYLES = [0, 1].flatMap((form) => [11, 9, 7.5].map((font) => [form, font]));  // whole labels, or microbatches
 const PAYLOAD = { F: "value", B: "cotangent", G: "gradient" };
 const canvas = document.querySelector("canvas"), ctx = canvas.getContext("2d", { alpha: false });
 const panels = DATA.panels.map((plan) => new Panel(plan)), colors = new Map(), hover = { hit: null, drag: null };
@@ -351,7 +354,6 @@ function drawPixels(panel, row, y, high, left, right) {
 }
 
 function drawBoxes(panel, row, y, high, left, right) {
-  const font = Math.min(11, high * 0.75), letter = font * 0.61;
   box(left, y, right - left, high, IDLE);
   for (const a of row) {
     const x = xOf(panel, a.start), wide = xOf(panel, a.end) - x, from = a.prev ? a.prev.end : panel.begin;
@@ -362,8 +364,9 @@ function drawBoxes(panel, row, y, high, left, right) {
     }
     box(x, y, Math.max(wide - (wide > 3 ? 1 : 0), 1.5), high, colorOf(panel, a));
     if (view.color === "change" && panel.isMoved(a)) box(x, y + high - 3, Math.max(wide - 1, 1.5), 3, INK);
-    const words = font < 7 ? [] : [panel.label(a), `${a.i}`], shown = words.find((one) => one.length * letter <= wide);
-    if (shown) write(shown, x + (wide - 1) / 2, y + high / 2 + font * 0.36, `${font}px ${MONO}`, INK, "center");
+    const fits = ([form, font]) => panel.longest[form] * font * 0.61 <= wide && font <= high * 0.75;
+    const [form, font] = STYLES.find(fits) ?? [], label = form ? `${a.i}` : panel.label(a);  // alike in cells of a size
+    if (font) write(label, x + (wide - 1) / 2, y + high / 2 + font * 0.36, `${font}px ${MONO}`, INK, "center");
   }
 }
 
@@ -468,6 +471,7 @@ function fit() {
   const rows = panels.reduce((sum, panel) => sum + panel.plan.ranks, 0);
   view.row = Math.max(5, Math.min(84, (size.height - AXIS - 4 - panels.length * (TITLE + 8)) / Math.max(1, rows)));
   Object.assign(view, { from: 0, to: longest() * 1.005, y: 0 });
+  fit.made = [view.from, view.to, view.y, view.row];
 }
 
 /** Draw the view after a change, and keep it in the address, so that a link shows the same. */
@@ -809,7 +813,7 @@ function listen() {
 function resize() {
   Object.assign(size, { width: canvas.clientWidth, height: canvas.clientHeight, ratio: devicePixelRatio || 1 });
   [canvas.width, canvas.height] = [size.width * size.ratio, size.height * size.ratio];
-  if (!view.row) fit();
+  if (!view.row || [view.from, view.to, view.y, view.row].every((one, k) => one === fit.made?.[k])) fit();
   draw();
 }
 

@@ -5,8 +5,8 @@ Problem. Printed timelines end where schedules get interesting: with a hundred r
 cannot be zoomed, searched, or asked why a rank is idle.
 
 Idea. This module makes one JSON value per timeline: every rank's actions with their times, what passes from action to
-action, and the memory that each takes. `page.js` computes the rest: layout, causes and the critical path; `order.js`, after an
-edit, the verdict of the checker and the makespan.
+action, and the memory that each takes. `page.js` computes the rest: layout, causes and the critical path; `order.js`,
+after an edit, the verdict of the checker and the makespan.
 
 Invariant: for an order of the same actions, the page says what `schedules.check` says, and where.
 """
