@@ -5,6 +5,7 @@ import ast
 import importlib.util
 import inspect
 import re
+import shlex
 import subprocess
 import sys
 import weakref
@@ -15,6 +16,7 @@ import pytest
 
 import fpipe
 from schedules import Costs, drawing, families, one_f_one_b, simulate, spans, zb_h1
+from schedules.__main__ import main
 from tests.common.sizes import sampled
 
 # --------- The README and the pages of docs tell the truth: their Python runs, and pictures are what the command draws
@@ -38,7 +40,8 @@ PAGES = {path.relative_to(HOME).as_posix(): blocks(path.read_text()) for path in
 
 @sampled(7)
 @pytest.mark.parametrize(("page", "number"), [(page, k) for page, found in PAGES.items() for k in range(len(found))])
-def test_python_blocks_run(page, number, capsys):
+def test_python_blocks_run(page, number, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some save files
     block, namespace = PAGES[page][number], {"__name__": f"{page}_{number}"}
     exec(compile(block, f"{page} block {number}", "exec"), namespace)
     for name, value in namespace.items():
@@ -47,6 +50,33 @@ def test_python_blocks_run(page, number, capsys):
     printed = capsys.readouterr().out
     for expected in re.findall(r"print\(.*\)\s+# ([0-9.]+|\[.*\])$", block, re.MULTILINE):
         assert expected in printed
+
+
+NO_EXAMPLE = {
+    **dict.fromkeys(("CHANGELOG.md", "docs/changelog.md"), "says what changed"),
+    **dict.fromkeys(("CONTRIBUTING.md", "docs/contributing.md"), "its commands are those of the Makefile"),
+    **dict.fromkeys(("docs/benchmarks.md", "docs/costs.md", "docs/models.md"), "figures, which benchmarks write"),
+    **dict.fromkeys(("docs/glossary.md", "docs/index.md", "docs/rooms.md"), "words, links and folders, tested as such"),
+    "docs/command_line.md": "its commands run",
+    "docs/integrations.md": "examples/trainer.py and tests/distributed/test_integrations.py",
+    "docs/troubleshooting.md": "its headings are phrases of errors",
+}
+
+
+def test_a_page_has_an_example_or_a_reason_to_have_none():
+    without = {page for page, found in PAGES.items() if not found and not page.startswith("docs/api/")}
+    assert without == {*NO_EXAMPLE}
+
+
+COMMAND = re.compile(r"^    python -m schedules (.*)$", re.MULTILINE)
+COMMANDS = [line for path in FILES for line in COMMAND.findall(path.read_text()) if "theirs" not in line]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_pages_run(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out
 
 
 def test_the_first_screen_is_a_runnable_example():
