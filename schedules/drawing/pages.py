@@ -5,8 +5,8 @@ Problem. Printed timelines end where schedules get interesting: with a hundred r
 cannot be zoomed, searched, or asked why a rank is idle.
 
 Idea. This module makes one JSON value per timeline: every rank's actions with their times, what passes from action to
-action, and the memory that each takes. `page.js` computes the rest: layout, causes, the critical path, and, after an
-edit, the verdict of the checker and the makespan.
+action, and the memory that each takes. `page.js` computes the rest: layout, causes and the critical path; `order.js`,
+after an edit, the verdict of the checker and the makespan.
 
 Invariant: for an order of the same actions, the page says what `schedules.check` says, and where.
 """
@@ -89,7 +89,7 @@ def write_document(title: str, data: Document) -> str:
     from html import escape  # rarely needed, and slow to import
 
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    parts = {"TITLE": escape(title), "DATA": text, "SCRIPT": read_part("page.js")}
+    parts = {"TITLE": escape(title), "DATA": text, "SCRIPT": read_part("order.js") + read_part("page.js")}
     first, *rest = read_part("page.html").split("{{")
     return first + "".join(parts[name] + after for name, _, after in (piece.partition("}}") for piece in rest))
 

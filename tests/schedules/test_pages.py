@@ -167,6 +167,27 @@ def test_every_action_is_drawn_where_it_runs(show):
 
 
 @needs_browser
+def test_cells_of_a_size_have_labels_of_a_kind(show):
+    browser = show({"it": Panel(interleaved_1f1b(8, 16, chunks=2), Costs(F=1, B=2, comm=0.1))})
+    labels = browser.ask(
+        "(() => { const seen = []; ctx.fillText = (text) => seen.push(text); draw(); delete ctx.fillText;"
+        "return seen; })()"
+    )
+    actions = [text for text in labels if re.fullmatch(r"\d+|\d*[FB]\d+", text)]
+    assert len(actions) > 250
+    assert all(text.isdigit() for text in actions)  # and none is 3F4
+    browser.ask("(zoom(4), draw())")
+    assert browser.ask("STYLES.find(([form, font]) => panels[0].longest[form] * font * 0.61 <= scale())[0]") == 0
+
+
+@needs_browser
+def test_all_rows_are_in_sight_at_first(show):
+    browser = show({"it": Panel(zb_v(8, 16), COSTS), "other": Panel(interleaved_1f1b(8, 16, chunks=2), COSTS)})
+    assert browser.ask("yOf(panels[1], 8) <= size.height && size.height === canvas.clientHeight")
+    assert browser.ask("[panels[0], panels[1]].every((one) => xOf(one, one.end) <= size.width - RIGHT)")
+
+
+@needs_browser
 def test_narrow_actions_are_drawn_as_pixels(show):
     browser = show({"it": Panel(one_f_one_b(8, 512), COSTS)})
     color = browser.ask("(() => { draw(); return [...ctx.getImageData(600, yOf(panels[0], 3) + 5, 1, 1).data]; })()")
@@ -274,10 +295,10 @@ def test_two_orders_are_compared_action_by_action(show):
     rows = [list(one.actions(rank)) for rank in range(3)]
     rows[0][2:4] = rows[0][3:1:-1]  # 0F2 and 0B0
     browser = show({"it": Panel(one, COSTS), "other": Panel(edit(one, rows), COSTS)})
-    moved = browser.ask("panels[1].rows.flat().filter((a) => isMoved(panels[1], a)).map((a) => a.text)")
+    moved = browser.ask("panels[1].rows.flat().filter((a) => panels[1].isMoved(a)).map((a) => a.text)")
     assert moved == ["0B0", "0F2", "0F3"]
     browser.ask("(element('color').value = 'change', element('color').dispatchEvent(new Event('change')))")
-    assert browser.ask("changeOf(panels[1], panels[1].byText.get('0F2'))") > 0
+    assert browser.ask("panels[1].change(panels[1].byText.get('0F2'))") > 0
     assert browser.ask("colorOf(panels[1], panels[1].byText.get('0F0'))") == "#e8e8e8"
     assert "earlier than in the other" in browser.ask("element('legend').textContent")
 
@@ -384,6 +405,30 @@ def test_exports_are_read_back(show, one):
     check(names["edited"])
     assert names["edited"].placement == one.placement
     assert lower(names["edited"]).channels == lower(one).channels
+
+
+# -------------------------------------------------------------------------------------------------------- pictures
+
+PICTURES = {
+    "small": ({"it": Panel(one_f_one_b(4, 8), COSTS, memory=5)}, "#show=path transfers memory kind"),
+    "large": ({"it": Panel(one_f_one_b(128, 512), COSTS)}, ""),
+    "difference": (
+        {"it": Panel(zb_v(4, 8), COSTS), "other": Panel(zb_h1(4, 8), COSTS)},
+        "#show=transfers memory change",
+    ),
+    "edit": ({"it": Panel(gpipe(4, 8), COSTS)}, "#show=transfers memory edit kind&moves=0.1.9.12"),
+}
+
+
+@needs_browser
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_taken(show, tmp_path, name):
+    """Look at them: pytest --basetemp=/tmp/pages -k pictures."""
+    browser = show(*PICTURES[name])
+    browser.picture(tmp_path / f"{name}.png")
+    data = (tmp_path / f"{name}.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) > 20_000  # an empty page has 5,000
 
 
 # -------------------------------------------------------------------------------------------------------- large
