@@ -61,7 +61,7 @@ simulate spans split_backward summarize transform update_weights v_1f1b v_half v
 zb_h2 zb_v
 """,
     "schedules.drawing": """
-Panel page read_trace sketch
+Style pdf tikz Panel page read_trace sketch
 ansi legend plain svg text texts trace
 """,
     "schedules.files": """
@@ -181,7 +181,7 @@ def private_imports(tree: ast.AST) -> Iterator[str]:
             continue
         for name in names:
             place, _, last = name.rpartition(".")
-            ours = name.split(".")[0] in ("fpipe", "schedules")
+            ours = name.split(".")[0] in ("fpipe", "schedules") and not place.startswith("fpipe.integrations.")
             if ours and name not in PLACES and last not in PLACES.get(place, "").split():
                 yield name
 
