@@ -780,7 +780,7 @@ function listen() {
       run(event.offsetX, event.offsetY, event);
       showTip(event.offsetX, event.offsetY);
       redraw();
-    }, { passive: false });
+    });
   }
   const all = () => (fit(), changed());
   const keys = { "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), ArrowLeft: () => move(80, 0),

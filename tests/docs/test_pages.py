@@ -58,6 +58,7 @@ NO_EXAMPLE = {
     **dict.fromkeys(("docs/benchmarks.md", "docs/costs.md", "docs/models.md"), "figures, which benchmarks write"),
     **dict.fromkeys(("docs/glossary.md", "docs/index.md", "docs/rooms.md"), "words, links and folders, tested as such"),
     "docs/command_line.md": "its commands run",
+    "docs/first_hour.md": "its commands are those of examples, which tests run",
     "docs/integrations.md": "examples/trainer.py and tests/distributed/test_integrations.py",
     "docs/troubleshooting.md": "its headings are phrases of errors",
 }
@@ -171,6 +172,12 @@ def test_links_lead_somewhere():
         if not (path.parent / target).exists()
     ]
     assert not broken
+
+
+def test_examples_that_commands_name_exist():
+    named = {name for path in FILES for name in re.findall(r"examples/\w+\.py", path.read_text())}
+    assert len(named) > 10
+    assert not [name for name in sorted(named) if not (HOME / name).exists()]
 
 
 def test_modules_and_files_that_pages_name_exist():
