@@ -61,6 +61,8 @@ TWINS: Final = MappingProxyType({("mkldnn_rnn_layer_backward", 4): 3})
 """The results of operators that equal an earlier one: the gradients of both biases of a recurrent layer."""
 TOLD: Final = 100
 """After how many operators a proof says how far it is."""
+EXACT: Final = 2**53
+"""The largest integer below which floats hold all."""
 LARGEST_FOLDED: Final = 4096
 """The most elements of a constant that is known by its bytes."""
 
@@ -205,7 +207,7 @@ class Expressions(TorchDispatchMode):
         if isinstance(value, list | tuple):
             return tuple(map(self._describe, value))
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return "number", repr(float(value))
+            return "number", _spell(value)
         return value if isinstance(value, str | bool) or value is None else (type(value).__name__, str(value))
 
     def _scalar(self, tensor: Tensor) -> Any:
@@ -218,7 +220,7 @@ class Expressions(TorchDispatchMode):
         if -one.source - 1 in self.variables:
             return None
         data = self.inputs[-one.source - 1][one.at : one.at + tensor.element_size()]
-        return "number", repr(float(struct.unpack(FORMATS[tensor.dtype], data)[0]))
+        return "number", _spell(struct.unpack(FORMATS[tensor.dtype], data)[0])
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -414,6 +416,11 @@ def show(meaning: Any) -> str:
         return f"a copy as {str(meaning[1]).removeprefix('torch.')}" if meaning[0] == "copy" else str(meaning[1])
     others = [f"{key}={value}" for key, value in meaning[2] if key != "operands" and "tensor" not in str(value)]
     return f"{meaning[0]}({', '.join(others)})" + (f" number {meaning[-1]}" if meaning[-1] else "")
+
+
+def _spell(number: float) -> str:
+    """Return a number as text, the same for equal numbers; an integer that no float equals, as it is."""
+    return repr(float(number)) if abs(number) <= EXACT or isinstance(number, float) else repr(number)
 
 
 def _round(described: Any) -> Any:

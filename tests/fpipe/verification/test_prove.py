@@ -289,9 +289,12 @@ def test_lemmas_are_those_that_are_stated():
         lambda: x.sum(1),
         lambda: x * 2.5,
     ]
+    ids = torch.arange(3)
+    different += [lambda k=k: ids + k for k in (2**53, 2**53 + 1)]
+    different += [lambda k=k: ids * torch.tensor(k) for k in (2**53, 2**53 + 1)]
     ledger = Expressions()
     with ledger:
-        ledger.declare([x, y])
+        ledger.declare([x, y, ids])
         found = [(ledger.value(form()), ledger.value(other())) for form, other in alike]
         numbers = {ledger.value(one()) for one in different}
     assert all(mine == theirs for mine, theirs in found)
