@@ -64,7 +64,6 @@ class Panel {
       row.forEach((a, k) => {
         a.prev = row[k - 1] ?? null;
         a.fusedWith = isOpener(a) && isBackward(row[k + 1]) ? row[k + 1] : null;
-        a.sentAt = a.fusedWith?.end ?? a.end;
       });
     }
     this.findCauses();
@@ -119,8 +118,9 @@ class Panel {
   arrive(a, by, { what, delay, source, target }) {
     const unit = what === "G" ? by.i : by.text.replace(/^\d+[A-Z_]+/, ""), measured = this.plan.measured;
     const wait = measured && this.waited.get(`${a.rank} ${what}${source}>${target} ${unit}`);
-    const here = !measured ? by.sentAt + delay : wait ? wait[1] : Math.min(by.sentAt, a.start);
-    const one = { by, to: a, what, sent: Math.min(by.sentAt, here), here };
+    const made = by.fusedWith?.end ?? by.end;
+    const here = !measured ? made + delay : wait ? wait[1] : Math.min(made, a.start);
+    const one = { by, to: a, what, sent: Math.min(made, here), here };
     if (here > one.sent) this.transfers[a.rank].push(one);
     return one;
   }

@@ -32,6 +32,7 @@ from schedules import (
     from_rows,
     gpipe,
     interleaved_1f1b,
+    linear,
     lower,
     memory_over_time,
     one_f_one_b,
@@ -60,6 +61,8 @@ from tests.common.sizes import NIGHTLY, few
 from tests.common.timelines import timelines
 
 COSTS = Costs(F=1, B=2.5, I=1.25, W=0.75, comm=0.25, UNSHARD=0.5, REDUCE_GRAD=0.5, U=0.25, G=0.5)
+TIED = Graph(3, chain(3).values, chain(3).values, frozenset({(0, 2), (2, 0)}))
+SLICED = "0F0.0 0F0.1 0B0.1 0B0.0 0U0 0F1.0 0F1.1 0B1.1 0B1.0 0U1 0F2.0 0F2.1 0B2.1 0B2.0 0U2"
 FAMILIES = [
     gpipe(3, 4),
     one_f_one_b(4, 6),
@@ -76,7 +79,9 @@ FAMILIES = [
     reduce_gradients(chimera(2, 4)),
     update_weights(reduce_gradients(shard(one_f_one_b(3, 4), limit=1))),
     update_weights(reduce_gradients(chimera(2, 4))),
-    update_weights(connect(gpipe(3, 3), Graph(3, chain(3).values, chain(3).values, frozenset({(0, 2), (2, 0)})))),
+    update_weights(connect(gpipe(3, 3), TIED)),
+    update_weights(reduce_gradients(connect(gpipe(3, 3), TIED))),
+    from_rows((tuple(map(parse, SLICED.split())),), linear(1), microbatches=3, slices=2),
     connect(gpipe(3, 3), dag(3, {(0, 2), (1, 2)})),
 ]
 
