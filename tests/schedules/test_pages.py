@@ -361,6 +361,24 @@ def test_a_legal_drag_is_correct_and_timed(show):
 
 
 @needs_browser
+def test_the_verdict_follows_the_pointer(show):
+    browser = show({"it": Panel(gpipe(3, 4), COSTS)}, "#show=transfers memory edit kind")
+    start, first, second = (place_of(browser, name) for name in ("1B0", "1F0", "1B1"))
+    browser.pointer("mouseMoved", start)
+    browser.pointer("mousePressed", start, buttons=1)
+    browser.pointer("mouseMoved", (first[0] - 30, first[1]), buttons=1)
+    assert browser.ask("element('verdict').textContent").endswith(
+        "1B0: comes before 1F0 [rule: forward_before_backward]"
+    )
+    browser.pointer("mouseMoved", (second[0] + 9, second[1]), buttons=1)
+    shown = browser.ask("element('verdict').textContent")
+    assert browser.ask("view.moves.length") == 0
+    browser.pointer("mouseReleased", (second[0] + 9, second[1]))
+    assert shown == browser.ask("element('verdict').textContent") != ""
+    assert browser.ask("view.moves") == [[0, 1, 4, 5]]
+
+
+@needs_browser
 def test_an_action_can_be_dragged_to_the_end_of_its_row(show):
     one = gpipe(2, 4)
     browser = show({"it": Panel(one, COSTS)}, "#show=transfers memory edit kind")
