@@ -504,6 +504,13 @@ def test_pictures_are_taken(show, tmp_path, name):
     assert len(data) > 20_000  # an empty page has 5,000
 
 
+@needs_browser
+def test_every_version_of_weights_that_is_kept_counts(show):
+    one, sizes = pipedream(3, 6), Sizes(activation=2, weight=5)
+    browser = show({"it": Panel(one, COSTS, sizes=sizes)})
+    assert browser.ask("panels[0].memory.map((one) => one.peak)") == [*simulate(one, COSTS, sizes=sizes).peak_memory]
+
+
 # -------------------------------------------------------------------------------------------------------- large
 
 
