@@ -4,6 +4,7 @@
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import weakref
@@ -14,7 +15,7 @@ import torch
 import fpipe
 from fpipe.tensors.tree import same_bits
 from tests.common.examples import FOLDER, load_example
-from tests.common.processes import run_under_torchrun
+from tests.common.processes import ENVIRONMENT, run_under_torchrun
 from tests.common.sizes import by_night, sampled
 
 # ---------- The example prints the same losses however it is run, and fails where the pipeline differs from one device
