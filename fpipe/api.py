@@ -41,12 +41,14 @@ from fpipe.verification.comparison import Verification
 from fpipe.verification.reference import make_reference_step
 from fpipe.verification.verify import Trial, verify_steps
 from schedules import Schedule
+from schedules.status import showing
 from schedules.transforms.shorten import find_fewest
 
 __all__ = ["ValueAndGrad", "evaluate", "pipeline", "reference", "value_and_grad", "verify"]
 
 
 @accept_fields
+@showing("pipeline")
 def pipeline(
     model: nn.Module | Sequence[Callable[..., Any]],
     *,
@@ -249,6 +251,7 @@ def reference(
 
 
 @accept_trees("params", "buffers")
+@showing("verify")
 def verify(
     pipe: Pipeline,
     model: nn.Module | Sequence[Callable[..., Any]],

@@ -48,9 +48,11 @@ from fpipe.training.optimizers import OptimizerState
 from fpipe.weights.files import as_path, write_error
 from fpipe.weights.safetensors import require_savable, write_safetensors
 from schedules.errors import quote
+from schedules.status import showing
 
 
 @accept_trees("params", "buffers")
+@showing("save")
 def save(
     pipe: Pipeline,
     path: str | os.PathLike[str],

@@ -57,6 +57,7 @@ from fpipe.tensors.tree import flatten_all, same_bits
 from fpipe.weights.loading import ValueSource, load_values
 from fpipe.weights.state import Form
 from schedules import Graph, Program, Schedule, forward_only, gpipe, zb_h1
+from schedules.status import showing
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +112,7 @@ class ModelRecord:
 
 
 @accept_fields
+@showing("capture")
 def capture(
     model: Model,
     *,

@@ -30,6 +30,7 @@ from fpipe.planning.ordering import list_orderable, place_on_islands, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds
 from fpipe.stages.backends import splits
 from schedules import Bound, Certificate, ProgramError, Schedule, certify, critical_path, recompute
+from schedules.status import say
 
 IMPROVED: Final = 6
 """The number of candidates whose cuts are improved."""
@@ -58,6 +59,23 @@ class PlanProgress(NamedTuple):
 
 
 Report = Callable[[PlanProgress], None]
+
+
+def say_progress(progress: PlanProgress) -> None:
+    """Show how far a search is, by the time that it may take."""
+    say(describe_progress(progress), progress.took / progress.most)
+
+
+def describe_progress(progress: PlanProgress) -> str:
+    """Return what a search does, and what it found.
+
+    >>> describe_progress(PlanProgress(14, 11, "moving cuts of zb_v", 0.25, 0.125, took=30.0, most=60.0))
+    '14 tried, best 250 ms, bound 11.1 % less, moving cuts of zb_v'
+    """
+    best = "nothing fits yet" if progress.best is None else f"best {format_seconds(progress.best)}"
+    gap = "" if progress.gap is None else f", bound {100 * progress.gap / (1 + progress.gap):.1f} % less"
+    tried = f"{progress.tried} of {progress.total}" if progress.tried < progress.total else f"{progress.tried}"
+    return f"{tried} tried, {best}{gap}, {progress.doing}"
 
 
 @dataclass

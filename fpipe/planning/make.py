@@ -24,7 +24,7 @@ from fpipe.pipelines.builder import Model, make_batchings
 from fpipe.pipelines.description import format_bytes
 from fpipe.pipelines.options import Microbatching, gather_fields
 from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
-from fpipe.planning.choosing import PlanProgress, choose
+from fpipe.planning.choosing import PlanProgress, choose, say_progress
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.planning.profiler import profile as measure
@@ -34,6 +34,7 @@ from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.tree import flatten
 from schedules import Schedule
 from schedules.arguments import MOST_STAGES, each, takes
+from schedules.status import showing
 
 PER_RANK: Final = (1, 2, 4, 8)
 Amount: TypeAlias = float | str
@@ -44,6 +45,7 @@ BYTES_BY_UNIT: Final[dict[str, int]] = {
 }
 
 
+@showing("plan")
 def plan(
     model: Model,
     example: tuple[Any, ...] | dict[str, Any],
@@ -121,8 +123,7 @@ def plan(
     for number in numbers:
         found = profile or measure(model, example, targets, loss=loss, microbatches=number, **options)
         problems.append(PlanProblem.of(found, number, caps, weights).pin(cuts, stages))
-    report: Callable[[PlanProgress], None] = progress or (lambda progress: None)
-    return choose(problems, listed, seconds=seconds, report=report, ordered=schedules is None)
+    return choose(problems, listed, seconds=seconds, report=progress or say_progress, ordered=schedules is None)
 
 
 def _require_options(options: Mapping[str, Any]) -> None:

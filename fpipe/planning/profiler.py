@@ -51,6 +51,7 @@ from fpipe.record.variant import TRAINING
 from fpipe.tensors.arguments import require_arguments
 from fpipe.weights.loading import ValueSource
 from schedules import Link, Span
+from schedules.status import showing
 
 STEPS: Final = 3
 TIMED_AGREEMENTS: Final = 9
@@ -59,6 +60,7 @@ AGREEMENTS: Final = 2
 
 
 @accept_fields
+@showing("profile")
 def profile(
     model: Model | Pipeline,
     example: tuple[Any, ...] | dict[str, Any],

@@ -27,6 +27,7 @@ from fpipe.tensors.placed import require_plain
 from fpipe.verification.comparison import Results, list_pairs
 from fpipe.verification.expressions import Expressions
 from fpipe.verification.verify import Trial, verify_steps
+from schedules.status import showing
 
 NOISE: Final = 2.0**-10
 ASSUMED: Final = (
@@ -73,6 +74,7 @@ class Proof:
         return "\n".join(lines)
 
 
+@showing("prove")
 def prove(
     pipe: Pipeline,
     model: nn.Module | Sequence[Callable[..., Any]],

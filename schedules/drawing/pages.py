@@ -136,7 +136,6 @@ def _describe_panel(name: str, panel: Panel) -> Document:
         "call": {"placement": repr(schedule.placement), "graph": repr(graph)},
         "chain": graph == chain(graph.stages),
         "edges": [_describe_edge(panel, route, one) for route, one in list_dependencies(schedule, graph)],
-        "tied": sorted({stage for edge in graph.gradients for stage in edge}),
         **_describe_rows(every, schedule.ranks),
         "growth": _describe_growth(panel),
         "weights": [_weigh(panel, rank) for rank in range(schedule.ranks)],

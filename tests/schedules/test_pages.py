@@ -9,15 +9,20 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from schedules import (
     B,
     Costs,
     F,
+    Graph,
+    Problem,
     ScheduleError,
     Sizes,
     Span,
+    bound,
+    chain,
     check,
     chimera,
     connect,
@@ -27,6 +32,7 @@ from schedules import (
     from_rows,
     gpipe,
     interleaved_1f1b,
+    linear,
     lower,
     memory_over_time,
     one_f_one_b,
@@ -48,12 +54,15 @@ from schedules.drawing import Panel, page, read_trace, sketch, trace
 from schedules.files import read_csv
 from schedules.language.schedule import Limits
 from schedules.playing.rows import edit
+from schedules.testing import orders
 from tests.common.browser import Browser, needs_browser
 from tests.common.command_line import answer
-from tests.common.sizes import NIGHTLY
+from tests.common.sizes import NIGHTLY, few
 from tests.common.timelines import timelines
 
 COSTS = Costs(F=1, B=2.5, I=1.25, W=0.75, comm=0.25, UNSHARD=0.5, REDUCE_GRAD=0.5, U=0.25, G=0.5)
+TIED = Graph(3, chain(3).values, chain(3).values, frozenset({(0, 2), (2, 0)}))
+SLICED = "0F0.0 0F0.1 0B0.1 0B0.0 0U0 0F1.0 0F1.1 0B1.1 0B1.0 0U1 0F2.0 0F2.1 0B2.1 0B2.0 0U2"
 FAMILIES = [
     gpipe(3, 4),
     one_f_one_b(4, 6),
@@ -63,11 +72,16 @@ FAMILIES = [
     dualpipe(4, 8),
     seq_1f1b(2, 4, slices=2),
     pipedream(3, 6),
-    pipedream_2bw(3, 6, accumulate=3),
+    pipedream_2bw(3, 12, accumulate=3),
     shard(one_f_one_b(3, 4), limit=1),
     recompute(one_f_one_b(3, 4), stages=(0, 1)),
     update_weights(one_f_one_b(3, 4)),
     reduce_gradients(chimera(2, 4)),
+    update_weights(reduce_gradients(shard(one_f_one_b(3, 4), limit=1))),
+    update_weights(reduce_gradients(chimera(2, 4))),
+    update_weights(connect(gpipe(3, 3), TIED)),
+    update_weights(reduce_gradients(connect(gpipe(3, 3), TIED))),
+    from_rows((tuple(map(parse, SLICED.split())),), linear(1), microbatches=3, slices=2),
     connect(gpipe(3, 3), dag(3, {(0, 2), (1, 2)})),
 ]
 
@@ -116,6 +130,15 @@ def test_a_page_asks_for_nothing_from_elsewhere():
     document = page({"gpipe": Panel(gpipe(2, 2))})
     assert not re.search(r"https?:|src=|@import|url\(|fetch\(|XMLHttpRequest", document)
     assert "default-src 'none'" in document
+
+
+def test_the_bound_is_one_for_the_memory_in_which_the_schedule_fits():
+    one, costs = one_f_one_b(4, 8), Costs(F=1, B=2, comm=3)
+    panels = {"fits": Panel(one, costs, memory=4), "exceeds": Panel(one, costs, memory=3), "any": Panel(one, costs)}
+    data = re.search(r'id="data">(.*?)</script>', page(panels), re.DOTALL)[1]
+    fits, exceeds, unlimited = (panel["bound"]["time"] for panel in json.loads(data)["panels"])
+    assert fits == bound(Problem(costs, one.placement, 8, 4, split=False)).makespan > unlimited
+    assert exceeds == unlimited
 
 
 def test_a_page_of_a_wrong_schedule_is_refused():
@@ -193,6 +216,17 @@ def test_narrow_actions_are_drawn_as_pixels(show):
     color = browser.ask("(() => { draw(); return [...ctx.getImageData(600, yOf(panels[0], 3) + 5, 1, 1).data]; })()")
     blue, green = (0x56, 0xB4, 0xE9), (0x45, 0xC4, 0x84)
     assert all(min(pair) - 2 <= one <= max(pair) + 12 for one, *pair in zip(color, blue, green, strict=False))
+
+
+@needs_browser
+def test_gaps_are_light_until_their_input_is_made_and_dark_in_its_transfer(show):
+    browser = show({"it": Panel(gpipe(2, 2), Costs(F=1, B=2, comm=0.5))})
+    colors = browser.ask(
+        "(() => { draw(); const y = yOf(panels[0], 1) + lanesOf(panels[0]).work / 2;"
+        "const line = ctx.getImageData(0, y, size.width, 1).data, at = (time) => 4 * Math.round(xOf(panels[0], time));"
+        "return [0.5, 1.25].map((time) => [...line.slice(at(time), at(time) + 3)]); })()"
+    )
+    assert colors == browser.ask("[channels(DATA.wait), channels(FLIGHT)]")
 
 
 @needs_browser
@@ -327,6 +361,33 @@ def test_a_legal_drag_is_correct_and_timed(show):
 
 
 @needs_browser
+def test_the_verdict_follows_the_pointer(show):
+    browser = show({"it": Panel(gpipe(3, 4), COSTS)}, "#show=transfers memory edit kind")
+    start, first, second = (place_of(browser, name) for name in ("1B0", "1F0", "1B1"))
+    browser.pointer("mouseMoved", start)
+    browser.pointer("mousePressed", start, buttons=1)
+    browser.pointer("mouseMoved", (first[0] - 30, first[1]), buttons=1)
+    assert browser.ask("element('verdict').textContent").endswith(
+        "1B0: comes before 1F0 [rule: forward_before_backward]"
+    )
+    browser.pointer("mouseMoved", (second[0] + 9, second[1]), buttons=1)
+    shown = browser.ask("element('verdict').textContent")
+    assert browser.ask("view.moves.length") == 0
+    browser.pointer("mouseReleased", (second[0] + 9, second[1]))
+    assert shown == browser.ask("element('verdict').textContent") != ""
+    assert browser.ask("view.moves") == [[0, 1, 4, 5]]
+
+
+@needs_browser
+def test_an_action_can_be_dragged_to_the_end_of_its_row(show):
+    one = gpipe(2, 4)
+    browser = show({"it": Panel(one, COSTS)}, "#show=transfers memory edit kind")
+    start, end = place_of(browser, "1B0"), place_of(browser, "1B3")
+    browser.drag(start, (end[0] + 30, end[1]))
+    assert browser.ask("panels[0].rows[1].at(-1).text") == "1B0"
+
+
+@needs_browser
 def test_an_illegal_drag_is_told_with_its_rule(show):
     browser = show({"it": Panel(gpipe(3, 4), COSTS)}, "#show=transfers memory edit kind")
     start, end = place_of(browser, "1B0"), place_of(browser, "1F0")
@@ -355,7 +416,7 @@ def with_limits(edited, one):
     return replace(edited, limits=found)
 
 
-def draw_edits(one, random, count):
+def draw_edits(one, graph, random, count):
     """Draw moves within rows, most of them short, with the verdict on each and its makespan."""
     rows = [list(one.actions(rank)) for rank in range(one.ranks)]
     for _ in range(count):
@@ -367,22 +428,34 @@ def draw_edits(one, random, count):
             end = start + random.choice([-3, -2, -1, 1, 2, 3]) if short else random.randrange(last + 1)
             moves.append([rank, start, min(max(0, end), last)])
             edited[rank].insert(moves[-1][2], edited[rank].pop(start))
-        yield moves, *judge(with_limits(edit(one, edited), one))
+        yield moves, *judge(with_limits(edit(one, edited), one), graph)
 
 
-def judge(edited):
+def judge(edited, graph):
     try:
-        check(edited)
+        check(edited, graph)
     except ScheduleError as error:
         return [error.rule, error.rank, error.position, None if error.action is None else str(error.action)], None
-    return None, simulate(edited, COSTS).makespan
+    return None, simulate(edited, COSTS, graph).makespan
 
 
 @needs_browser
 @pytest.mark.parametrize("one", FAMILIES, ids=lambda one: one.factory.__name__)
 def test_the_page_judges_edits_as_the_checker_does(show, one):
-    cases = [*draw_edits(one, random.Random(0), 10_000 // len(FAMILIES) + 1 if NIGHTLY else 150)]
-    browser = show({"it": Panel(one, COSTS)})
+    cases = [*draw_edits(one, one.graph, random.Random(0), 10_000 // len(FAMILIES) + 1 if NIGHTLY else 150)]
+    require_same_verdicts(show({"it": Panel(one, COSTS)}), cases)
+
+
+@needs_browser
+@settings(max_examples=few(60))
+@given(orders(ranks=3, stages=5, microbatches=3), st.randoms(use_true_random=False))
+def test_the_page_judges_edits_of_any_order_as_the_checker_does(browser, tmp_path_factory, drawn, source):
+    one, graph = drawn
+    browser.open(page({"it": Panel(one, COSTS, graph)}), tmp_path_factory.mktemp("orders") / "page.html")
+    require_same_verdicts(browser, [*draw_edits(one, graph, source, 50)])
+
+
+def require_same_verdicts(browser, cases):
     judged = browser.ask(
         f"{json.dumps([moves for moves, _, _ in cases])}.map((moves) => {{ const it = panels[0]; it.reorder(moves);"
         "const v = it.violation; return v ? [[v.rule, v.rank, v.position, v.action], null] : [null, it.makespan]; })"
