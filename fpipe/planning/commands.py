@@ -44,6 +44,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cuts", type=_read_names, help="modules at which a stage must begin", metavar="NAME,NAME,...")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to search at most", metavar="S")
     parser.add_argument("--save", type=Path, help="write the plan to a file", metavar="FILE")
+    parser.add_argument("--page", type=Path, help="write the predicted step as a page to look at", metavar="FILE")
     parser.set_defaults(run=print_plan)
 
 
@@ -73,6 +74,8 @@ def print_plan(options: argparse.Namespace) -> int:
     print(drawing.text(found.schedule, columns=width))
     if options.save is not None:
         found.save(options.save)
+    if options.page is not None:
+        found.page(options.page)
     return 0
 
 

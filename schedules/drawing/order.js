@@ -42,9 +42,9 @@ class Work {
     const mine = routesOf(plan, stage, rank), R = plan.routes.length;
     [this.first, this.stride, this.slices] = [...(mine.length === R ? [0, 1] : [mine[0], R]), plan.slices];
     this.count = Math.ceil((plan.microbatches - this.first) / this.stride) * plan.slices;
-    Object.assign(this, { replicated: this.stride > 1, tied: plan.tied.includes(stage), lives: new Map(),
+    Object.assign(this, { replicated: this.stride > 1, lives: new Map(),
       finished: new Set(), prefix: 0, began: new Map(), versions: 0, applied: -1, gatherings: 0, summed: false,
-      reduced: false, gathered: false, last: this.microbatch(this.count - 1) });
+      reduced: false, gathered: false });
     if (!plan.uses) return;
     this.stash = { needed: new Map(), old: new Set(), newest: 0 };
     for (let unit = 0; unit < this.count; unit++) {
@@ -169,9 +169,6 @@ class Judge {
     }
     if (a.i <= work.applied) fail(`an earlier update applied microbatch ${work.applied}`);
     if (work.replicated && !work.summed) fail("comes before the gradients of the replicas are summed");
-    if ((work.replicated || work.tied || work.reduced) && a.i !== work.last) {
-      fail(`updates before microbatch ${work.last}, when the gradient is complete`);
-    }
     if (parted !== null) fail(`comes between the slices of microbatch ${parted}`);
     work.versions++;
     work.applied = a.i;

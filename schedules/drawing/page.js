@@ -50,6 +50,19 @@ class Panel {
     }
   }
 
+  /** Return what comes of moving an action to another place in its row: a Violation, or the makespan. */
+  preview(a, to) {
+    const rows = this.rows.map((row) => [...row]);
+    rows[a.rank].splice(to, 0, ...rows[a.rank].splice(a.k, 1));
+    try {
+      const { starts, ends } = play(this.plan, rows, this.times, true);
+      return Math.max(...ends.flat()) - Math.min(...starts.flat());
+    } catch (error) {
+      if (!(error instanceof Violation)) throw error;
+      return error;
+    }
+  }
+
   /** Give the actions these times, and find what follows from them. */
   place({ starts, ends }) {
     this.rows.forEach((row, r) => row.forEach((a, k) => Object.assign(a, { k, start: starts[r][k], end: ends[r][k] })));
@@ -64,7 +77,6 @@ class Panel {
       row.forEach((a, k) => {
         a.prev = row[k - 1] ?? null;
         a.fusedWith = isOpener(a) && isBackward(row[k + 1]) ? row[k + 1] : null;
-        a.sentAt = a.fusedWith?.end ?? a.end;
       });
     }
     this.findCauses();
@@ -119,8 +131,9 @@ class Panel {
   arrive(a, by, { what, delay, source, target }) {
     const unit = what === "G" ? by.i : by.text.replace(/^\d+[A-Z_]+/, ""), measured = this.plan.measured;
     const wait = measured && this.waited.get(`${a.rank} ${what}${source}>${target} ${unit}`);
-    const here = !measured ? by.sentAt + delay : wait ? wait[1] : Math.min(by.sentAt, a.start);
-    const one = { by, to: a, what, sent: Math.min(by.sentAt, here), here };
+    const made = by.fusedWith?.end ?? by.end;
+    const here = !measured ? made + delay : wait ? wait[1] : Math.min(made, a.start);
+    const one = { by, to: a, what, sent: Math.min(made, here), here };
     if (here > one.sent) this.transfers[a.rank].push(one);
     return one;
   }
@@ -463,6 +476,7 @@ function summarize(panel) {
 
 // ------------------------------------------------------------------------------------------------------ 3 The reader
 
+const MOST_PREVIEWED = 20000;  // actions; with more, the verdict comes when the pointer is released
 const SWITCHES = ["path", "transfers", "memory", "edit"], element = (id) => document.getElementById(id);
 const longest = () => Math.max(1e-12, ...panels.flatMap((panel) => [panel.makespan, panel.plan.bound?.time ?? 0]));
 
@@ -557,12 +571,17 @@ function undo() {
 
 function showVerdict(p) {
   applyMoves(panels[p], p);
-  const { plan, makespan, first, violation: wrong } = panels[p];
-  const change = `${percent(makespan / first - 1)} against the order before the edits`;
-  if (!wrong) say("right", `${plan.name}: correct; takes ${number(makespan, plan.time)}, ${change}`);
-  else say("wrong", `${plan.name}: rank ${wrong.rank}, position ${wrong.position}, ${wrong.action ?? "end"}: ` +
-    `${wrong.message} [rule: ${wrong.rule}]`);
+  judge(panels[p], panels[p].violation ?? panels[p].makespan);
   changed();
+}
+
+/** Say what holds of an order of a panel: `found` is a Violation, or its makespan. */
+function judge({ plan, first }, found) {
+  const { rank, position, action, message, rule } = found;
+  const where = `rank ${rank}, position ${position}, ${action ?? "end"}`;
+  if (rule) return say("wrong", `${plan.name}: ${where}: ${message} [rule: ${rule}]`);
+  const change = `${percent(found / first - 1)} against the order before the edits`;
+  say("right", `${plan.name}: correct; takes ${number(found, plan.time)}, ${change}`);
 }
 
 function say(kind, words) {
@@ -749,6 +768,13 @@ function download(name, form) {
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
+/** Follow the pointer, and say what dropping the action there would come to, if that takes no time to find. */
+function dragTo(drag, x) {
+  const { panel, a, to: before } = drag, to = panel.placeAt(a, timeAt(panel, x));
+  Object.assign(drag, { x, to });
+  if (to !== before && panel.times.size <= MOST_PREVIEWED) judge(panel, panel.preview(a, to));
+}
+
 function listen() {
   const act = {
     pointerdown(x, y, event) {
@@ -759,7 +785,7 @@ function listen() {
     pointermove(x, y, event) {
       const { drag } = hover;
       if (drag?.pan) move(event.movementX, event.movementY);
-      else if (drag) Object.assign(drag, { x, to: drag.panel.placeAt(drag.a, timeAt(drag.panel, x)) });
+      else if (drag) dragTo(drag, x);
       else hover.hit = hitAt(x, y);
     },
     pointerup() {

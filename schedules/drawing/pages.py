@@ -13,7 +13,6 @@ Invariant: for an order of the same actions, the page says what `schedules.check
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,14 +21,14 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from schedules.analysis.bounds.lower_bound import Bound, bound, rough_bound
-from schedules.analysis.simulation import simulate, spans
+from schedules.analysis.simulation import simulate, spans, weight_memory
 from schedules.arguments import require_types
-from schedules.drawing.palette import LOOKS, MARKED, WAIT
+from schedules.drawing.palette import LOOKS, MARKED, WAIT, look_of
 from schedules.errors import TimelineError
 from schedules.language.actions import KINDS
 from schedules.language.graph import Graph, chain
 from schedules.language.schedule import Schedule, completes_gradient, graph_of
-from schedules.playing.costs import ROUNDING, UNITS, Costs, Sizes, of_stage
+from schedules.playing.costs import ROUNDING, UNITS, Costs, Sizes
 from schedules.playing.dependencies import Dependency, GradientArrival, list_dependencies
 from schedules.playing.engine import Span
 from schedules.playing.problem import Problem
@@ -86,7 +85,8 @@ def page(panels: Mapping[str, Panel]) -> str:
 
 def write_document(title: str, data: Document) -> str:
     """Return the page of `data`, with the script and the style in it; nothing in `data` is taken for HTML."""
-    from html import escape  # rarely needed, and slow to import
+    import json  # rarely needed, and slow to import
+    from html import escape
 
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {"TITLE": escape(title), "DATA": text, "SCRIPT": read_part("order.js") + read_part("page.js")}
@@ -116,8 +116,8 @@ def _describe_kinds() -> Document:
             "reads": word.reads,
             "holds": UNITS.growth(kind, 0),
         }
-        for kind, look in LOOKS.items()
-        if (word := KINDS[kind])
+        for kind, word in sorted(KINDS.items(), key=lambda row: [*LOOKS, row[0]].index(row[0]))
+        if not word.does and (look := look_of(kind))
     }
 
 
@@ -136,10 +136,9 @@ def _describe_panel(name: str, panel: Panel) -> Document:
         "call": {"placement": repr(schedule.placement), "graph": repr(graph)},
         "chain": graph == chain(graph.stages),
         "edges": [_describe_edge(panel, route, one) for route, one in list_dependencies(schedule, graph)],
-        "tied": sorted({stage for edge in graph.gradients for stage in edge}),
         **_describe_rows(every, schedule.ranks),
         "growth": _describe_growth(panel),
-        "weights": [_weigh(panel, rank) for rank in range(schedule.ranks)],
+        "weights": [weight_memory(schedule, rank, panel.sizes or UNITS) for rank in range(schedule.ranks)],
         "caps": list(map(_finite, caps)),
         "bound": found and {"time": found.makespan, "because": found.because},
         "time": panel.time,
@@ -204,10 +203,6 @@ def _describe_growth(panel: Panel) -> dict[str, list[float]]:
         if not word.does
     }
     return {kind: row for kind, row in grown.items() if any(row)}
-
-
-def _weigh(panel: Panel, rank: int) -> float:
-    return sum(of_stage((panel.sizes or UNITS).weight, s) for s in panel.schedule.placement.stages_on(rank))
 
 
 def _list_caps(panel: Panel) -> tuple[float, ...]:

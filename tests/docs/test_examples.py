@@ -4,6 +4,7 @@
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import weakref
@@ -14,7 +15,7 @@ import torch
 import fpipe
 from fpipe.tensors.tree import same_bits
 from tests.common.examples import FOLDER, load_example
-from tests.common.processes import run_under_torchrun
+from tests.common.processes import ENVIRONMENT, run_under_torchrun
 from tests.common.sizes import by_night, sampled
 
 # ---------- The example prints the same losses however it is run, and fails where the pipeline differs from one device
@@ -304,6 +305,23 @@ def test_two_ranks_print_the_same(name, run_alone, tmp_path):
     code, out, err = run_under_torchrun(FOLDER / f"{name}.py", *options_of(name, tmp_path / "ranks"))
     assert code == 0, err
     assert lines_of(name, out) == lines_of(name, run_alone(name))
+
+
+@by_night
+def test_two_launchers_print_the_same(run_alone):
+    """As on two machines: each starts one of the ranks."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = f"--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id 17 --rdzv-endpoint localhost:{port}"
+    command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(options), FOLDER / "drop_in.py"]
+    both = [
+        subprocess.Popen([*command, *shlex.split(TINY["drop_in"])], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        for _ in range(2)
+    ]
+    printed = "".join(one.communicate(timeout=600)[0] for one in both)
+    assert [one.returncode for one in both] == [0, 0]
+    assert lines_of("drop_in", printed) == lines_of("drop_in", run_alone("drop_in"))
 
 
 @by_night

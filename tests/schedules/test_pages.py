@@ -32,6 +32,7 @@ from schedules import (
     from_rows,
     gpipe,
     interleaved_1f1b,
+    linear,
     lower,
     memory_over_time,
     one_f_one_b,
@@ -60,6 +61,8 @@ from tests.common.sizes import NIGHTLY, few
 from tests.common.timelines import timelines
 
 COSTS = Costs(F=1, B=2.5, I=1.25, W=0.75, comm=0.25, UNSHARD=0.5, REDUCE_GRAD=0.5, U=0.25, G=0.5)
+TIED = Graph(3, chain(3).values, chain(3).values, frozenset({(0, 2), (2, 0)}))
+SLICED = "0F0.0 0F0.1 0B0.1 0B0.0 0U0 0F1.0 0F1.1 0B1.1 0B1.0 0U1 0F2.0 0F2.1 0B2.1 0B2.0 0U2"
 FAMILIES = [
     gpipe(3, 4),
     one_f_one_b(4, 6),
@@ -76,7 +79,9 @@ FAMILIES = [
     reduce_gradients(chimera(2, 4)),
     update_weights(reduce_gradients(shard(one_f_one_b(3, 4), limit=1))),
     update_weights(reduce_gradients(chimera(2, 4))),
-    update_weights(connect(gpipe(3, 3), Graph(3, chain(3).values, chain(3).values, frozenset({(0, 2), (2, 0)})))),
+    update_weights(connect(gpipe(3, 3), TIED)),
+    update_weights(reduce_gradients(connect(gpipe(3, 3), TIED))),
+    from_rows((tuple(map(parse, SLICED.split())),), linear(1), microbatches=3, slices=2),
     connect(gpipe(3, 3), dag(3, {(0, 2), (1, 2)})),
 ]
 
@@ -356,6 +361,24 @@ def test_a_legal_drag_is_correct_and_timed(show):
 
 
 @needs_browser
+def test_the_verdict_follows_the_pointer(show):
+    browser = show({"it": Panel(gpipe(3, 4), COSTS)}, "#show=transfers memory edit kind")
+    start, first, second = (place_of(browser, name) for name in ("1B0", "1F0", "1B1"))
+    browser.pointer("mouseMoved", start)
+    browser.pointer("mousePressed", start, buttons=1)
+    browser.pointer("mouseMoved", (first[0] - 30, first[1]), buttons=1)
+    assert browser.ask("element('verdict').textContent").endswith(
+        "1B0: comes before 1F0 [rule: forward_before_backward]"
+    )
+    browser.pointer("mouseMoved", (second[0] + 9, second[1]), buttons=1)
+    shown = browser.ask("element('verdict').textContent")
+    assert browser.ask("view.moves.length") == 0
+    browser.pointer("mouseReleased", (second[0] + 9, second[1]))
+    assert shown == browser.ask("element('verdict').textContent") != ""
+    assert browser.ask("view.moves") == [[0, 1, 4, 5]]
+
+
+@needs_browser
 def test_an_action_can_be_dragged_to_the_end_of_its_row(show):
     one = gpipe(2, 4)
     browser = show({"it": Panel(one, COSTS)}, "#show=transfers memory edit kind")
@@ -479,6 +502,13 @@ def test_pictures_are_taken(show, tmp_path, name):
     data = (tmp_path / f"{name}.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 20_000  # an empty page has 5,000
+
+
+@needs_browser
+def test_every_version_of_weights_that_is_kept_counts(show):
+    one, sizes = pipedream(3, 6), Sizes(activation=2, weight=5)
+    browser = show({"it": Panel(one, COSTS, sizes=sizes)})
+    assert browser.ask("panels[0].memory.map((one) => one.peak)") == [*simulate(one, COSTS, sizes=sizes).peak_memory]
 
 
 # -------------------------------------------------------------------------------------------------------- large

@@ -40,7 +40,10 @@ def script(tmp_path):
 def test_a_profile_is_planned_drawn_and_saved(profile, tmp_path, capsys):
     saved = tmp_path / "plan.json"
     words = ["plan", str(profile), "--ranks", "2", "--microbatches", "4", "--schedules", "zb_v,one_f_one_b"]
-    assert main([*words, "--memory", "1kB", "--cuts", "4", "--save", str(saved)]) == 0
+    assert (
+        main([*words, "--memory", "1kB", "--cuts", "4", "--save", str(saved), "--page", str(tmp_path / "p.html")]) == 0
+    )
+    assert (tmp_path / "p.html").read_text().startswith("<!DOCTYPE html>")
     out = capsys.readouterr().out
     plan = Plan.read(saved)
     assert str(plan) in out
