@@ -204,6 +204,15 @@ def test_cells_of_a_size_have_labels_of_a_kind(show):
 
 
 @needs_browser
+def test_numbers_are_short(show):
+    browser = show({"it": Panel(gpipe(2, 2))})
+    shown = browser.ask("[number(1 / 3), number(33), number(1234567.8), number(0.0123456, 's'), number(8e10, 'B')]")
+    assert shown == ["0.333333", "33", "1234570", "12.35 ms", "80 GB"]
+    assert browser.ask("[percent(-0.0004), percent(-0.101), percent(0)]") == ["+0.0 %", "−10.1 %", "+0.0 %"]
+    assert browser.ask("[number(0, 's'), number(2e-9, 's'), number(3e-12, 's')]") == ["0 s", "2 ns", "0.003 ns"]
+
+
+@needs_browser
 def test_all_rows_are_in_sight_at_first(show):
     browser = show({"it": Panel(zb_v(8, 16), COSTS), "other": Panel(interleaved_1f1b(8, 16, chunks=2), COSTS)})
     assert browser.ask("yOf(panels[1], 8) <= size.height && size.height === canvas.clientHeight")
