@@ -492,7 +492,7 @@ def test_the_page_judges_edits_as_the_checker_does(show, one):
 
 
 @needs_browser
-@settings(max_examples=few(60))
+@settings(max_examples=few(30))
 @given(orders(ranks=3, stages=5, microbatches=3), st.randoms(use_true_random=False))
 def test_the_page_judges_edits_of_any_order_as_the_checker_does(browser, tmp_path_factory, drawn, source):
     one, graph = drawn
