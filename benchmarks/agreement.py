@@ -45,7 +45,13 @@ def measured() -> dict[str, float]:
     how = one_f_one_b(ranks=dist.get_world_size(), microbatches=MICROBATCHES)
     cuts = [str(layer) for layer in starts(BLOCKS, how.stages)]
     pipe = fpipe.pipeline(
-        model, example=(tokens,), targets=targets, loss=cross_entropy, schedule=how, cuts=cuts, backward="graph"
+        model,
+        example=(tokens,),
+        targets=targets,
+        loss=cross_entropy,
+        schedule=how,
+        cuts=cuts,
+        gradients=fpipe.Gradients(backward="graph"),
     )
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
     step(*state, (tokens,), targets)

@@ -27,7 +27,9 @@ def measure(model: Any, ids: torch.Tensor, how: Schedule, backward: str) -> tupl
     """Return the seconds of a build, and the least of those of a step."""
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
     start = seconds()
-    pipe = fpipe.pipeline(model, example=batch, loss=lambda out: out.loss, schedule=how, backward=backward)
+    pipe = fpipe.pipeline(
+        model, example=batch, loss=lambda out: out.loss, schedule=how, gradients=fpipe.Gradients(backward=backward)
+    )
     built = seconds() - start
     step, state, times = fpipe.value_and_grad(pipe), pipe.init(model), list[float]()
     for _ in range(STEPS):

@@ -53,7 +53,9 @@ def plain(net: nn.Module, x: Tensor) -> Callable[[], None]:
 def piped(net: nn.Module, x: Tensor, capture: str) -> Callable[[], object]:
     how = gpipe(ranks=STAGES, microbatches=MICROBATCHES)
     cuts = [str(k * LAYERS // STAGES) for k in range(1, STAGES)]
-    pipe = fpipe.pipeline(net, example=(x,), targets=x, loss=loss, schedule=how, cuts=cuts, capture=capture)
+    pipe = fpipe.pipeline(
+        net, example=(x,), targets=x, loss=loss, schedule=how, cuts=cuts, recording=fpipe.Recording(front_end=capture)
+    )
     step, state = fpipe.value_and_grad(pipe), pipe.init(net)
     return lambda: step(*state, (x,), x)
 

@@ -78,7 +78,9 @@ def measured(backward: str) -> dict[str, float]:
     model, prompts = build(), torch.randint(512, (PROMPTS, CONTEXT), generator=torch.Generator().manual_seed(1))
     how = one_f_one_b(ranks=2, microbatches=GROUPS)
     example = {"input_ids": prompts, "use_cache": False}
-    pipe = fpipe.pipeline(model, example=example, targets=prompts, loss=loss, schedule=how, backward=backward)
+    pipe = fpipe.pipeline(
+        model, example=example, targets=prompts, loss=loss, schedule=how, gradients=fpipe.Gradients(backward=backward)
+    )
     params, buffers = pipe.init(model)
     generate = fpipe.generate(pipe, LENGTH)
 

@@ -121,7 +121,7 @@ def bits() -> Iterator[Finding]:
     for name, (model, batch, how, backward, cast) in cases.items():
         draws = any(isinstance(one, nn.Dropout) for one in model.modules())
         with cast or nullcontext():
-            pipe = fpipe.pipeline(model, schedule=how, backward=backward, **batch)
+            pipe = fpipe.pipeline(model, schedule=how, gradients=fpipe.Gradients(backward=backward), **batch)
             try:
                 report = fpipe.verify(pipe, model, batch["example"], batch["targets"], seed=1 if draws else None)
                 yield Finding(name, str(report).splitlines()[0])
@@ -294,7 +294,14 @@ def faults() -> Iterator[Finding]:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return Fused.apply(work.loss(outputs, targets))
 
-    pipe = fpipe.pipeline(work.model, loss=loss, schedule=how, whole="loss", backward="autograd", **batch)
+    pipe = fpipe.pipeline(
+        work.model,
+        loss=loss,
+        schedule=how,
+        recording=fpipe.Recording(whole="loss"),
+        gradients=fpipe.Gradients(backward="autograd"),
+        **batch,
+    )
     state, step = pipe.init(work.model), fpipe.value_and_grad(pipe)
     step(*state, (work.tokens,), work.targets)
     wait_for_device()

@@ -110,7 +110,9 @@ def piped(model: Any, batch: dict[str, Tensor], backward: Literal["autograd", "g
     from schedules import one_f_one_b
 
     how = one_f_one_b(ranks=2, microbatches=MICROBATCHES)
-    pipe = fpipe.pipeline(model, example=batch, loss=lambda out: out.loss, schedule=how, backward=backward)
+    pipe = fpipe.pipeline(
+        model, example=batch, loss=lambda out: out.loss, schedule=how, gradients=fpipe.Gradients(backward=backward)
+    )
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
     return lambda: step(*state, batch)
 

@@ -100,8 +100,7 @@ def run_schedule(how: Schedule, mesh: DeviceMesh, copy: int, **options: Any) -> 
         loss=cross_entropy,
         schedule=how,
         cuts=cuts,
-        mesh=mesh,
-        rows="own",
+        place=fpipe.Place(mesh=mesh, rows="own"),
         **options,
     )
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)

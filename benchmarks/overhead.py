@@ -189,7 +189,15 @@ def step(backward: Backward = "autograd") -> Function:
     model, (x, y) = layers(), batch()
     cuts = [str(stage) for stage in range(1, STAGES)]
     how = SCHEDULES["1F1B"]
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mean_square, schedule=how, cuts=cuts, backward=backward)
+    pipe = fpipe.pipeline(
+        model,
+        example=(x,),
+        targets=y,
+        loss=mean_square,
+        schedule=how,
+        cuts=cuts,
+        gradients=fpipe.Gradients(backward=backward),
+    )
     function, state = fpipe.value_and_grad(pipe), pipe.init(model)
     return lambda: function(*state, (x,), y)
 

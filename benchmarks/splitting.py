@@ -52,7 +52,9 @@ class Ours:
     def __init__(self, layers: nn.Sequential, x: Tensor) -> None:
         model = nn.Sequential(nn.Linear(x.shape[-1], x.shape[-1], device=x.device), layers, nn.Identity())
         how = one_f_one_b(ranks=3, microbatches=1)
-        pipe = fpipe.pipeline(model, example=(x,), loss=mean, schedule=how, cuts=["1", "2"], backward="graph")
+        pipe = fpipe.pipeline(
+            model, example=(x,), loss=mean, schedule=how, cuts=["1", "2"], gradients=fpipe.Gradients(backward="graph")
+        )
         params, _ = pipe.init(model)
         self.stage = pipe.stages[1]
         self.arguments = self.stage.leaves(params), (), (x,), 0

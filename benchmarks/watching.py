@@ -63,7 +63,9 @@ def share(case: Case, backward: str) -> tuple[float, float]:
     """Return the seconds of the comparison, and its share of a step."""
     model, inputs, targets, loss = case
     how = one_f_one_b(ranks=2, microbatches=MICROBATCHES)
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=loss, schedule=how, backward=backward)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=loss, schedule=how, gradients=fpipe.Gradients(backward=backward)
+    )
     step, state = fpipe.value_and_grad(pipe), pipe.init(model)
     compare = pipe.training.watch.require_unchanged
     found = medians({"step": lambda: step(*state, inputs, targets), "compare": compare}, ROUNDS)

@@ -35,8 +35,9 @@ from fpipe.inference.decoders import StaticDecoder
 from fpipe.inference.generation import generate
 from fpipe.inference.predictions import predict, stream
 from fpipe.inference.sampling import choose_likeliest, sample
-from fpipe.meshes.arguments import Sharded
+from fpipe.meshes.arguments import Place, Sharded
 from fpipe.pipelines.handshake import require_same
+from fpipe.pipelines.options import Gradients, Microbatching, Recording
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
 from fpipe.planning.make import plan
@@ -44,7 +45,7 @@ from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.planning.profiler import profile
 from fpipe.planning.roofline import Roofline
-from fpipe.planning.timelines import costs, timeline
+from fpipe.planning.timelines import MeasuredTimeline, costs, timeline
 from fpipe.record.front_ends.parts import ModuleGraph, Part
 from fpipe.streams.corrections import delays, error_feedback, pipemare, predict_weights
 from fpipe.streams.train_stream import Stream, StreamResult, train_stream
@@ -68,9 +69,11 @@ __all__ = [
     "CutError",
     "DeadlockError",
     "Executed",
+    "Gradients",
     "GraphError",
     "InputError",
     "LossScale",
+    "Microbatching",
     "MismatchError",
     "ModelStages",
     "ModuleGraph",
@@ -80,10 +83,13 @@ __all__ = [
     "Pipeline",
     "PipelineError",
     "Pipelined",
+    "Place",
     "Plan",
     "Profile",
     "Proof",
+    "MeasuredTimeline",
     "RankError",
+    "Recording",
     "ModelRecord",
     "Roofline",
     "ScheduleError",

@@ -11,47 +11,44 @@ Runs when one of these functions is called, never in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import CutsArgument, parse_cuts
-from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded
+from fpipe.meshes.arguments import Place
 from fpipe.network.job import enter_job, resolve_group
 from fpipe.network.recording import RecordSpan
-from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count, require_reduction
+from fpipe.pipelines.argument_checks import require_backward, require_buildable
 from fpipe.pipelines.batch import find_home
 from fpipe.pipelines.builder import Builder, agree_on_place, make_batchings
 from fpipe.pipelines.handshake import agree_on_aux, call_together
 from fpipe.pipelines.inputs import State
-from fpipe.pipelines.loss_weights import Weight
 from fpipe.pipelines.merge import Aux, MergeTrees
+from fpipe.pipelines.options import Gradients, Microbatching, Recording, accept_fields
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
 from fpipe.pipelines.step import ValueAndGrad, agree_to_train, make_evaluation_step, training_variant
 from fpipe.planning.plan import Plan, take_plan
-from fpipe.record.captured import CaptureFunction, FrontEnd
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.model.skeleton import require_home
 from fpipe.record.objective import Loss
-from fpipe.stages.backends import Backward, backend_of
-from fpipe.stages.ties import Tied
 from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.names import accept_trees
 from fpipe.verification.comparison import Verification
 from fpipe.verification.reference import make_reference_step
 from fpipe.verification.verify import Trial, verify_steps
 from schedules import Schedule
+from schedules.status import showing
 from schedules.transforms.shorten import find_fewest
 
 __all__ = ["ValueAndGrad", "evaluate", "pipeline", "reference", "value_and_grad", "verify"]
 
 
+@accept_fields
+@showing("pipeline")
 def pipeline(
     model: nn.Module | Sequence[Callable[..., Any]],
     *,
@@ -62,28 +59,15 @@ def pipeline(
     targets: Any = None,
     cuts: CutsArgument = None,
     stages: int | None = None,
-    unsplittable: Selector | Iterable[Selector] = (),
-    whole: Selector | Iterable[Selector] = (),
-    capture: str | FrontEnd | CaptureFunction = "trace",
-    backward: Backward = "graph",
-    tied: Tied = "exact",
-    batch_dims: Any = 0,
-    output_dims: Any = 0,
-    weight: Weight | None = None,
-    plans: int = 32,
-    group: dist.ProcessGroup | DeviceMesh | None = None,
-    mesh: MeshArgument = None,
-    pp: str = "pp",
-    dp: str | None = None,
-    shard: str | Sharded | None = None,
-    rows: str = "whole",
-    reduce: str = "mean",
-    device: torch.device | str | None = None,
+    microbatching: Microbatching = Microbatching(),
+    place: Place = Place(),
+    recording: Recording = Recording(),
+    gradients: Gradients = Gradients(),
 ) -> Pipeline:
     """Cut a model into stages and bind them to a schedule. The model runs on fake tensors; nothing is computed.
 
-    - `model`: a module, which is not modified; with `capture="modules"`, a sequence of modules or functions, or an
-      nn.Sequential, each called with what the previous one returned. It may be on the meta device. If
+    - `model`: a module, which is not modified; with the front end `"modules"`, a sequence of modules or functions, or
+      an nn.Sequential, each called with what the previous one returned. It may be on the meta device. If
       `parallelize_module` has split it over another dimension of the mesh, its parameters are DTensors in all calls.
     - `example`, `targets`: one whole batch. `example` is a tuple of positional or a dict of keyword arguments;
       `targets` is whatever tree `loss` takes. They provide shapes and dtypes. Where the model branches on values of the
@@ -91,21 +75,8 @@ def pipeline(
       zero). Later batches may have other sizes, take other branches, and have other flags and numbers in their
       non-tensor leaves: the model is captured again for each kind of batch, at its first step. Those with too few rows
       for all microbatches have fewer of them.
-    - `batch_dims`: how tensors are split into microbatches: a dimension, along which `torch.tensor_split` splits them,
-      `None` to give every microbatch the whole tensor, or a function `f(tensor, M)` that returns M tensors. Either one
-      for all tensors, or a tree that is a prefix of `(example, targets)`, such as `((0, None), 0)`. Tensors that share
-      an entry must have the same size in their dimension.
-    - `output_dims`: how the outputs of microbatches are merged: a dimension to concatenate along (scalars are stacked),
-      `None` to take the first microbatch's, or a function of the sequence of them. Either one for all, or a tree that
-      is a prefix of the outputs.
     - `loss(outputs, targets)` returns a scalar for one microbatch, or `(loss, aux)` with a tree of values beside it.
       Without targets it is `loss(outputs)`, for a model that computes its own: `loss=lambda outputs: outputs.loss`.
-    - `reduce`: how losses of microbatches make that of a step. `"mean"`, for means: the sum of loss / M; if sizes
-      differ, rows of smaller microbatches count for more, unless there is a `weight`. `"sum"`, for losses that are
-      sums, as with `reduction="sum"`: over all microbatches of all replicas and shards.
-    - `weight(inputs, targets)`: the weight of a microbatch, such as its number of rows or tokens. The loss of a step is
-      then the sum of loss * (weight / total), so a mean per row or token is exact however the batch is split. Auxiliary
-      losses that the model adds in its forward are scaled the same way.
     - `schedule`: an asynchronous or sliced schedule can be checked and simulated, but not run yet.
     - `plan`: a plan that `fpipe.plan` has made for this model, in place of `schedule`, `cuts` and `stages`.
     - `cuts`: where new stages begin, in execution order: module names ("blocks.3.norm"; "norm@1" for the second call),
@@ -114,36 +85,11 @@ def pipeline(
       "blocks.*" the wildcard matches one name between dots. Without `cuts`, it is cut between any modules, balanced to
       within a tenth, where fewer values cross.
     - `stages`: the number of stages, if `cuts` has no names or indices. Defaults to the schedule's.
-    - `unsplittable`: names, classes or patterns of modules inside whose calls no stage may begin. With the default
-      front end, their control flow may depend on data as long as shapes do not; so may the loss's, named "loss".
-    - `whole`: names, classes or patterns of modules that every step calls as Python, because what they do besides their
-      torch calls matters: they print, count or log. They are unsplittable, too.
-    - `backward`: how stages are differentiated. `"graph"`: recorded once, then run operator by operator: the same bits
-      with less Python. `"autograd"`: whole backwards by autograd, for every microbatch; if the schedule splits
-      backwards, the same as `"graph"`. `"inductor"`, or another backend of `torch.compile`, by name or as a callable:
-      recorded and compiled, which is close but not bit for bit. A recording always repeats what was recorded. A stage
-      that can't be recorded, or runs faster without, is left to autograd, and its backward is not split (`print(pipe)`
-      says why). So are all stages in a step with saved-tensor hooks or anomaly detection around it.
-    - `tied`: how the gradients of a parameter used by several stages are combined. `"exact"`: through cotangents sent
-      in every microbatch, bit for bit as on one device. `"sum"`: the stages' own gradients are added once, at the end
-      of the step. Or a dict from parameter name (any of its names) to one of these; parameters not in it are exact.
-    - `plans`: how many step plans are kept for kinds of batches other than the example, in train and eval mode
-      together. A new kind of batch is captured and planned, which takes about as long as building the pipeline, and
-      forgets the step plan that has not been used for longest.
-    - `mesh`: instead of a group, a `DeviceMesh` with named dimensions, or their sizes by name, `{"pp": 4, "dp": 2}`.
-      The pipeline runs along `pp`. If torch.distributed is not initialized, this process plays all of the mesh.
-    - `dp`: the dimension of replicas. Each trains on rows of its own, cut into the schedule's number of microbatches.
-    - `shard`: the dimension over which parameters, gradients and optimizer state are sharded, as by `fully_shard`, or
-      a `fpipe.Sharded`. Shards train on rows of their own, too. Parameters are DTensors.
-    - `rows`: `"whole"` if every process is passed whole batches, `"own"` if only the rows that it trains on.
-    - `group`: if torch.distributed is initialized, the processes that are the ranks, one each: a process group, or one
-      dimension of a device mesh, `mesh["pp"]`; defaults to all. Every process of the job must then build its pipeline
-      at the same time, and all groups must have the same size. If torch.distributed is not initialized, all ranks run
-      in this process.
-
-    - `device`: where this process computes. By default that of the first tensor of the example that has values. Later
-      batches must be there, or on meta where a rank does not need their values; lengths and the like may be on the CPU.
-      The model may be there, on the CPU or on meta.
+    - `microbatching`: how batches are split, merged and weighted (`fpipe.Microbatching`).
+    - `place`: where ranks, copies and shards are, and the device (`fpipe.Place`). By default, all processes are the
+      ranks, or this one plays all of them if torch.distributed is not initialized.
+    - `recording`: how the model is recorded, and what stays in one piece (`fpipe.Recording`).
+    - `gradients`: how stages are differentiated (`fpipe.Gradients`).
 
     Every step uses the parameters, the buffers and the batch, with its numbers and flags, that it is passed. The
     pipeline takes a snapshot of everything else now. If the model changes later in a way that matters (an attribute, a
@@ -168,19 +114,20 @@ def pipeline(
         schedule, cuts = take_plan(plan, schedule, cuts, stages)
         schedule = require_buildable(module, example, loss, schedule)
         require_arguments(pipeline, locals())
-        require_count("plans", plans)
-        require_reduction(reduce, weight)
-        where, home = parse_cuts(cuts, stages, unsplittable, schedule, whole), find_home(example, targets, device)
+        for options in (microbatching, place, recording, gradients):
+            options.require()
+        where = parse_cuts(cuts, stages, recording.unsplittable, schedule, recording.whole)
+        home = find_home(example, targets, place.device)
         require_home(module, home)
-        place = agree_on_place(job, MeshOptions(mesh, pp, dp, shard, rows), group, schedule, home)
-        copies, count = place.copies, schedule.microbatches
-        over = 1 if reduce == "sum" else count * copies.count
+        found = agree_on_place(job, place, schedule, home)
+        copies, count = found.copies, schedule.microbatches
+        over = 1 if microbatching.reduce == "sum" else count * copies.count
         least = find_fewest(schedule) if copies.count == 1 else None
-        batchings = make_batchings(example, targets, batch_dims, count * copies.pieces, weight, over, least, home)
-        batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
-        ranks = job.join(schedule.ranks, resolve_group(place.group), home, place.members)
-    schedule = copies.train(schedule)
-    builder = Builder(loss, schedule, batchings, where, capture, how, tied, output_dims, ranks, plans, copies)
+        batchings = make_batchings(example, targets, microbatching, count * copies.pieces, over, least, home)
+        batch = batchings[True].split_batch(example, targets)
+        ranks = job.join(schedule.ranks, resolve_group(found.group), home, found.members)
+    merge = microbatching.output_dims
+    builder = Builder(loss, copies.train(schedule), batchings, where, recording, gradients, merge, ranks, copies)
     return builder.build(module, batch)
 
 
@@ -304,6 +251,7 @@ def reference(
 
 
 @accept_trees("params", "buffers")
+@showing("verify")
 def verify(
     pipe: Pipeline,
     model: nn.Module | Sequence[Callable[..., Any]],

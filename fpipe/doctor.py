@@ -18,19 +18,19 @@ from typing import Any, Final
 from fpipe.api import pipeline
 from fpipe.errors import CaptureError, CutError, GraphError, InputError
 from fpipe.pipelines.description import format_bytes
-from fpipe.planning.commands import ProgressLine, call_task
+from fpipe.pipelines.options import gather_fields
+from fpipe.planning.commands import call_task
 from fpipe.planning.make import plan
+from fpipe.planning.profiler import profile
 from fpipe.planning.roofline import Roofline
 from schedules.commands.terminal import terminal_width
 from schedules.playing.costs import Link
+from schedules.status import showing
 
 GPU: Final = Roofline(flops=4e14, bandwidth=3e12, overhead=5e-6)
 GPU_LINK: Final = Link(latency=1e-5, bandwidth=5e10)
 """A GPU, and what connects it to others, of about 2024: 400 TFLOP/s, 3 TB/s to its memory, 50 GB/s to other GPUs."""
-BUILDING: Final = (
-    *("model", "example", "loss", "targets", "unsplittable", "whole", "capture", "backward", "tied", "batch_dims"),
-    "weight",
-)
+BUILDING: Final = ("model", "example", "loss", "targets", "microbatching", "recording", "gradients")
 """The arguments that a plan and a pipeline have in common."""
 REJECTED: Final = 1
 """The exit code for a model that can't be pipelined as it is."""
@@ -54,29 +54,26 @@ def print_diagnosis(options: argparse.Namespace) -> int:
     file, colon, function = options.subject.rpartition(":")
     if not colon:
         raise InputError(f"{options.subject}: got no function, expected file.py:function. Name the function.")
-    task = dict(call_task(Path(file), function))
+    task = gather_fields(profile, call_task(Path(file), function))
     given = {"ranks": options.ranks or task.get("ranks", 4), "memory": options.memory or task.get("memory")}
-    progress = ProgressLine()
     try:
-        text = diagnose({**task, **given}, options.seconds, progress)
+        with showing("doctor"):
+            text = diagnose({**task, **given}, options.seconds)
     except (CaptureError, CutError, GraphError) as error:
-        progress.end()
         print(f"{options.subject} can't be a pipeline as it is:\n")
         print(_fold(f"{type(error).__name__}: {error}"))
         return REJECTED
-    finally:
-        progress.end()
     print(f"{options.subject} can be a pipeline.\n")
     print(text)
     return 0
 
 
-def diagnose(task: dict[str, Any], seconds: float, progress: Any = None) -> str:
+def diagnose(task: dict[str, Any], seconds: float) -> str:
     """Return a plan for `GPU`, and the pipeline that it makes, as text; `task` are the arguments of `fpipe.plan`.
 
     Raise `PipelineError`, as `fpipe.plan` and `fpipe.pipeline` do.
     """
-    assumed = {"device": GPU, "link": GPU_LINK, "seconds": seconds, "progress": progress}
+    assumed = {"device": GPU, "link": GPU_LINK, "seconds": seconds}
     found = plan(**{**assumed, **{name: value for name, value in task.items() if value is not None}})
     pipe = pipeline(plan=found, **{name: task[name] for name in BUILDING if name in task})
     most = max(found.predicted.memory)

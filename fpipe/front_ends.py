@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Front ends of your own, and graphs made by hand.
 
-A front end is a function `(model, inputs) -> module`, passed as `fpipe.pipeline(..., capture=front_end)`. It returns a
+A front end is a function `(model, inputs) -> module`, passed as `fpipe.Recording(front_end=...)`. It returns a
 module that is called like the model and has the model's names, which fpipe then records like any other; see `FrontEnd`.
 What it loses of the model is refused by name.
 
@@ -14,7 +14,7 @@ What it loses of the model is refused by name.
 >>> model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
 >>> x, y = torch.randn(6, 4), torch.randn(6, 4)
 >>> how = {"loss": nn.functional.mse_loss, "schedule": gpipe(ranks=2, microbatches=3), "cuts": ["1"]}
->>> pipe = fpipe.pipeline(model, example=(x,), targets=y, capture=exported, **how)
+>>> pipe = fpipe.pipeline(model, example=(x,), targets=y, recording=fpipe.Recording(front_end=exported), **how)
 >>> fpipe.verify(pipe, model, (x,), y).eager  # how many tensors equal those of the model, run eagerly
 4
 
@@ -47,7 +47,7 @@ Here is one for chains of layers. Each layer is a unit that takes its weight and
 ...         mode=mode,
 ...         trainable=frozenset(name for name, _ in model.named_parameters()),
 ...     )
->>> pipe = fpipe.pipeline(model, example=(x,), targets=y, capture=layers, **how)
+>>> pipe = fpipe.pipeline(model, example=(x,), targets=y, recording=fpipe.Recording(front_end=layers), **how)
 >>> fpipe.verify(pipe, model, (x,), y).eager
 4
 

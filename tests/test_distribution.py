@@ -88,7 +88,7 @@ def test_the_archive_has_everything_and_the_wheel_the_two_packages(built):
     assert len(names) == len(set(names))
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"fpipe", "schedules"}
     assert {"fpipe/py.typed", "schedules/py.typed"} <= set(names)
-    assert {"schedules/drawing/page.js", "schedules/drawing/page.html"} <= set(names)
+    assert {"schedules/drawing/order.js", "schedules/drawing/page.js", "schedules/drawing/page.html"} <= set(names)
 
 
 def test_the_wheel_runs_the_readme_without_extras(built, tmp_path):

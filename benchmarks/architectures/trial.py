@@ -156,9 +156,8 @@ def _built(plain: Subject, variant: Variant, capture: str, found: Trial) -> fpip
                 loss=loss_of,
                 schedule=schedule,
                 stages=schedule.stages,
-                capture=capture,
-                unsplittable=list(kinds),
-                backward=variant.backward,
+                recording=fpipe.Recording(front_end=capture, unsplittable=list(kinds)),
+                gradients=fpipe.Gradients(backward=variant.backward),
             )
         except fpipe.CaptureError as error:
             blamed = re.match(READS, str(error))

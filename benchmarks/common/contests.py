@@ -92,7 +92,7 @@ def ours(contest: Contest, task: Task, backward: Literal["autograd", "graph"] = 
         loss=task.loss,
         schedule=how,
         cuts=task.cuts(how.stages),
-        backward=backward,
+        gradients=fpipe.Gradients(backward=backward),
     )
     state, step = pipe.init(task.model), fpipe.value_and_grad(pipe)
     return lambda: step(*state, batch, task.targets)[1]

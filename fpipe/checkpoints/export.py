@@ -36,11 +36,13 @@ from fpipe.tensors.names import accept_trees
 from fpipe.weights.files import as_path, make_folder, write_durably, write_error
 from fpipe.weights.loading import list_transient_buffers
 from fpipe.weights.safetensors import INDEX, read_index, write_safetensors
+from schedules.status import showing
 
 EXPORTED: Final = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
 @accept_trees("params", "buffers")
+@showing("export")
 def export(pipe: Pipeline, path: str | os.PathLike[str], params: State, buffers: State | None = None) -> None:
     """Write the model's weights into the directory `path`, in the format of `from_pretrained`; every rank calls this.
 

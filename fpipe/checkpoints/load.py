@@ -37,6 +37,7 @@ from fpipe.training.optimizers import OptimizerState
 from fpipe.weights.files import AnyPath, as_path
 from fpipe.weights.safetensors import read_into, read_specs
 from schedules.errors import quote
+from schedules.status import showing
 
 
 class Checkpoint(NamedTuple):
@@ -54,6 +55,7 @@ class Checkpoint(NamedTuple):
     data: Any
 
 
+@showing("load")
 def load(pipe: Pipeline, path: AnyPath | Sequence[AnyPath]) -> Checkpoint:
     """Return this process's share of the checkpoint at `path`; every rank calls this.
 

@@ -48,9 +48,11 @@ from fpipe.training.optimizers import OptimizerState
 from fpipe.weights.files import as_path, write_error
 from fpipe.weights.safetensors import require_savable, write_safetensors
 from schedules.errors import quote
+from schedules.status import showing
 
 
 @accept_trees("params", "buffers")
+@showing("save")
 def save(
     pipe: Pipeline,
     path: str | os.PathLike[str],
@@ -247,7 +249,7 @@ def require_whole_state(pipe: Pipeline, params: State, buffers: State | None) ->
     `None` stands for the buffers of a model without any.
     """
     if pipe.copies.mesh is None:  # else, one process of the mesh writes
-        repair = "Build the pipeline with mesh=mesh instead of group=, or save with torch.distributed.checkpoint."
+        repair = "Build it with fpipe.Place(mesh=mesh) instead of group, or save with torch.distributed.checkpoint."
         require_plain("params", pipe.training.placed, repair)
     expected: Mapping[str, Spec] = pipe.training.assembly.buffers
     if buffers is None and expected:

@@ -21,6 +21,7 @@ from fpipe.errors import InputError
 from fpipe.functional.bound import Executed, Split, split_rows
 from fpipe.functional.functions import bind_functions
 from fpipe.functional.graph import Stages, connect_stages
+from fpipe.functional.transforms import execute_inside, is_inside
 from fpipe.network.agreement import Field
 from fpipe.network.job import enter_job, resolve_group
 from fpipe.network.ranks import Ranks
@@ -68,6 +69,10 @@ def execute(
     The loss is the mean of what the last stage returns for each microbatch, or of the first of a pair, whose second is
     `aux`. Gradients are bit for bit those of a loop that adds `(loss / M).backward()`. No argument is modified.
 
+    Inside `grad`, `vjp` and `jacrev` of torch.func the loss can be differentiated once, with respect to parameters; all
+    other results are constants there. Inside `vmap` the program is executed once for each element: parameters, buffers,
+    batches, and the seed, as a tensor of integers, may be mapped. Only if all ranks are in this process.
+
     Raise `InputError` or `GraphError` before anything is sent.
 
     >>> import torch, fpipe
@@ -85,27 +90,44 @@ def execute(
     (5.22, [[3, 3], [3, 1]])
     """
     stages = stages if hasattr(stages, "graph") else connect_stages(stages, targets is not None)
-    require_seed(seed)
     _require_runnable(program, stages)
+    run = partial(_run, program, stages, split or split_rows, transport)
+    given = params, buffers, inputs, targets, seed
+    return execute_inside(run, given) if transport is None and is_inside(given) else run(*given)
+
+
+def _run(
+    program: Program,
+    stages: Any,
+    split: Split,
+    transport: UserTransport | Ranks | None,
+    params: Any,
+    buffers: Any,
+    inputs: Any,
+    targets: Any,
+    seed: int | None,
+) -> tuple[Executed, Any]:
+    """Execute outside of transforms, as `execute` does."""
+    require_seed(seed)
     ranks, count = _ranks_of(program, transport), program.schedule.microbatches
     bind = partial(bind_functions, stages) if isinstance(stages, Stages) else stages.bind
-    arguments = program, ranks, params, buffers, (inputs, targets), seed, split or split_rows
+    arguments = program, ranks, params, buffers, (inputs, targets), seed, split
 
-    def run(drive: Callable[[Callable[[int, Transport], Execution]], dict[int, Outcome]]) -> tuple[Executed, Any]:
+    def finish(drive: Callable[[Callable[[int, Transport], Execution]], dict[int, Outcome]]) -> tuple[Executed, Any]:
         with bound.context():
             outcomes = drive(lambda rank, channels: Execution(rank, bound.link(rank), channels, bound.inputs))
         return bound.finish(outcomes)
 
     if transport is not None and not isinstance(transport, Ranks):
         bound = bind(*arguments, False)
-        return run(lambda execution: {transport.rank: _drive(execution(transport.rank, transport))})
+        return finish(lambda execution: {transport.rank: _drive(execution(transport.rank, transport))})
     joined = transport or Ranks(program.schedule.ranks)
     with joined.enter_call("execute"):
         bound = bind(*arguments, bool(joined.processes))
         how = [repr(program.schedule), f"seed {seed}", f"{count} microbatches"]
         joined.agree(lambda: [Field.of("program", how), Field.of("stages", bound.lines())])
         joined.connect(program.channels)
-        return run(lambda execution: joined.run([execution])[0])
+        return finish(lambda execution: joined.run([execution])[0])
 
 
 def processes(

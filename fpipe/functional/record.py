@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import Cuts, CutsArgument, Evenly, Marked, parse_places
 from fpipe.errors import CutError, InputError
 from fpipe.functional.bound import BoundStages, Executed, Split, mean_of, split_rows
 from fpipe.functional.stage import Stage
 from fpipe.network.ranks import wait_for_turn
 from fpipe.pipelines.argument_checks import require_buildable
+from fpipe.pipelines.batch import Batching, Signature
 from fpipe.pipelines.builder import Model, make_batchings, make_captures
 from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.description import describe
@@ -33,39 +33,44 @@ from fpipe.pipelines.footprint import measure_sizes
 from fpipe.pipelines.inputs import scatter, start_backward
 from fpipe.pipelines.memo import Memo
 from fpipe.pipelines.modes import active_casts, suspend_autocast
+from fpipe.pipelines.options import Gradients, Microbatching, Recording, accept_fields
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.resolver import Resolver, own_text
 from fpipe.pipelines.results import collect_gradients
 from fpipe.pipelines.step_plan import StepPlan
-from fpipe.record.captured import Captured, CaptureFunction, FrontEnd
+from fpipe.record.captured import Captured, Constant, Source, Value
 from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.model.state import require_own_buffers
 from fpipe.record.objective import Loss
+from fpipe.record.trace.comparison import compare_captures
 from fpipe.record.variant import EVALUATION, Variant
 from fpipe.runtime.executor import Outcome
 from fpipe.stages import stage as stages
 from fpipe.stages.assembly import Assembly
-from fpipe.stages.backends import Backend, Backward, backend_of
+from fpipe.stages.backends import Backend, backend_of
 from fpipe.stages.prologue import Feed
 from fpipe.tensors import random
-from fpipe.tensors.arguments import require_arguments
-from fpipe.tensors.tree import same_bits
+from fpipe.tensors.arguments import require_arguments, require_primal
+from fpipe.tensors.spec import Spec
+from fpipe.tensors.tree import flatten_all, same_bits
 from fpipe.weights.loading import ValueSource, load_values
 from fpipe.weights.state import Form
 from schedules import Graph, Program, Schedule, forward_only, gpipe, zb_h1
+from schedules.status import showing
 
 
 @dataclass(frozen=True, eq=False)
 class ModelRecord:
     """A recording of what a model and its loss compute for one microbatch, made by `fpipe.capture`.
 
-    Its stages are cut by `fpipe.cut`. Printed, it lists the modules, what is held, and what runs as Python.
+    Its stages are cut by `fpipe.cut`. Printed, it lists the modules, what is held, and what runs as Python. Two records
+    are equal if they make the same torch calls with the same values, in the same order, for the same microbatch.
     """
 
     captures: Captures
     backend: Backend | None
-    dims: Any
+    microbatching: Microbatching
 
     @property
     def captured(self) -> Captured:
@@ -79,27 +84,50 @@ class ModelRecord:
         """The graph of the uncut model: one stage."""
         return cut(self).graph
 
+    @property
+    def _example(self) -> tuple[Batching, Signature]:
+        batching = self.captures.batchings[_variant(self.captures.loss is not None).loss]
+        return batching, batching.example
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ModelRecord):
+            return NotImplemented
+        pair, mine, theirs = (self.captured, other.captured), self._example[1], other._example[1]
+        made = [{name: (source, Spec.of(one.fakes[name])) for name, source in _named(one)} for one in pair]
+        same = (self.backend, self.microbatching, mine) == (other.backend, other.microbatching, theirs)
+        return same and made[0] == made[1] and not compare_captures(*pair)
+
+    def __hash__(self) -> int:
+        return hash(tuple([(unit.path, unit.does, unit.reads, unit.makes) for unit in self.captured.units]))
+
+    def __repr__(self) -> str:
+        batching, example = self._example
+        leaves = [f"{leaf.name}: {specs[0]}" for leaf, specs in zip(batching.leaves, example.leaves, strict=True)]
+        loss = self.captures.loss
+        named = [] if loss is None else [f"loss={getattr(loss, '__qualname__', type(loss).__name__)}"]
+        return f"capture({', '.join([type(self.captures.model).__name__, *leaves, *named])})"
+
     def __str__(self) -> str:
         return f"ModelRecord of {type(self.captures.model).__name__}: {str(cut(self)).partition(', ')[2]}"
 
 
+@accept_fields
+@showing("capture")
 def capture(
     model: Model,
     *,
     example: tuple[Any, ...] | dict[str, Any],
     targets: Any = None,
     loss: Loss | None = None,
-    front_end: str | FrontEnd | CaptureFunction = "trace",
-    backward: Backward = "graph",
-    batch_dims: Any = 0,
-    unsplittable: Selector | Iterable[Selector] = (),
-    whole: Selector | Iterable[Selector] = (),
+    microbatching: Microbatching = Microbatching(),
+    recording: Recording = Recording(),
+    gradients: Gradients = Gradients(),
 ) -> ModelRecord:
     """ModelRecord what a model and its loss compute for one microbatch.
 
-    - `model`, `loss`, `unsplittable`, `whole`, `backward`: as for `fpipe.pipeline`; `front_end` is its `capture`.
+    - `model`, `loss`, `recording`, `gradients`: as for `fpipe.pipeline`.
     - `example`, `targets`: one microbatch; it provides shapes and dtypes. Other shapes are recorded when they come.
-    - `batch_dims`: how `fpipe.execute` splits a batch, as for `fpipe.pipeline`.
+    - `microbatching`: how `fpipe.execute` splits a batch, by its `batch_dims`.
 
     Without a loss, the record is of an evaluation. Raise `CaptureError` or `InputError`.
 
@@ -111,16 +139,18 @@ def capture(
     ['0', '1', '2', 'loss', '']
     """
     require_arguments(capture, locals())
+    for options in (microbatching, recording, gradients):
+        options.require()
     module, training = as_module(model), loss is not None
     require_buildable(module, example, loss, gpipe(1, 1) if training else forward_only(1, 1))
-    cuts = parse_places(None, unsplittable, 1, whole)
-    batchings = make_batchings(example, targets, batch_dims, 1, None, 1)
+    cuts = parse_places(None, recording.unsplittable, 1, recording.whole)
+    batchings = make_batchings(example, targets, microbatching, 1, 1)
     batch = batchings[training].split_batch(example, targets if training else None)
     with torch.inference_mode(False), suspend_autocast(_variant(training)) as variant, wait_for_turn():
-        captures = make_captures(module, loss, batchings, cuts, front_end, training, MOST_KINDS)
+        captures = make_captures(module, loss, batchings, cuts, recording, training)
         answers = Resolver(captures, variant, batch, own_text, example=True).resolve()
         captures = captures.with_example(answers) if training else captures
-        made = ModelRecord(captures, backend_of(backward), batch_dims)
+        made = ModelRecord(captures, backend_of(gradients.backward), microbatching)
         require_own_buffers(module, made.captured)
     return made
 
@@ -165,6 +195,11 @@ def cut(record: ModelRecord, at: CutsArgument = None, *, stages: int = 1) -> Mod
     return made
 
 
+def _named(captured: Captured) -> Iterator[tuple[Value, Source]]:
+    """Yield the values that no unit makes, but constants."""
+    yield from ((value, one) for value, one in captured.sources.items() if not isinstance(one, Constant))
+
+
 def _variant(training: bool) -> Variant:
     return Variant(training=True, loss=True, outputs=False, scaled=True) if training else EVALUATION
 
@@ -175,7 +210,8 @@ class ModelStages(Sequence[Stage]):
 
     Stage `s` takes `params[s]` and `buffers[s]`, dicts by the model's own names, and tensors: the leaves of the batch
     that it reads, targets after inputs, then what it gets from earlier stages. It returns its result, if it computes
-    the loss, and what later stages get: a tensor, or a tuple of several.
+    the loss, and what later stages get: a tensor, or a tuple of several. Two are equal if their records are, and their
+    cuts.
     """
 
     record: ModelRecord
@@ -223,6 +259,19 @@ class ModelStages(Sequence[Stage]):
     def __getitem__(self, s: Any) -> Any:
         return view(self.assembly.stages[s], self.assembly)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ModelStages):
+            return NotImplemented
+        return self.captures.cuts == other.captures.cuts and self.record == other.record
+
+    def __hash__(self) -> int:
+        return hash((self.captures.cuts, self.record))
+
+    def __repr__(self) -> str:
+        where: Any = self.captures.cuts.where
+        places = [str(next((one for one in marks if not one.end), marks[0])) for marks in where.marks]
+        return f"cut({self.record!r}, at=[{', '.join(places)}])"
+
     def __str__(self) -> str:
         leaf_name, how = self.captures.batchings[True].leaf_name, zb_h1(self._count, 1)
         assembly = self._plan(how, replace(_variant(self.trains), scaled=False)).assembly
@@ -256,8 +305,12 @@ class ModelStages(Sequence[Stage]):
         schedule, (inputs, targets) = program.schedule, batch
         count, trains = schedule.microbatches, schedule.backward
         if split is not split_rows:
-            raise InputError("split: got a function, expected none for stages of a model. Pass batch_dims to capture.")
-        batchings = make_batchings(inputs, targets, self.record.dims, count, None, 1)
+            raise InputError(
+                "split: got a function, expected none for stages of a model. Pass microbatching to capture."
+            )
+        leaves = dict(enumerate(leaf for leaf in flatten_all((params, buffers, batch))[0] if isinstance(leaf, Tensor)))
+        require_primal("arguments", leaves)
+        batchings = make_batchings(inputs, targets, self.record.microbatching, count, 1)
         memo = self.memos.setdefault((program, tuple(ranks)), self.captures.memo.without_stages())
         captures = replace(self.captures, batchings=batchings, memo=memo)
         with suspend_autocast(_variant(trains)) as variant, wait_for_turn():
@@ -304,7 +357,6 @@ class ModelStages(Sequence[Stage]):
         return [{name: values[name] for name in one or {} if name in values} for one in given]
 
 
-MOST_KINDS = 32
 """The number of kinds of batches whose recordings are kept."""
 
 

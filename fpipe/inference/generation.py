@@ -185,7 +185,7 @@ def _require_single_copy(pipe: Pipeline) -> None:
     if pipe.copies.count > 1:
         raise InputError(
             f"pipe: got one with {pipe.copies.count} copies on a mesh, expected a single one: prompts are not divided "
-            'between copies. Build a pipeline with group=mesh["pp"], without dp and shard, and divide the prompts.'
+            'between copies. Build a pipeline with fpipe.Place(group=mesh["pp"]), and divide the prompts.'
         )
 
 

@@ -31,7 +31,7 @@ from fpipe.errors import InputError
 from fpipe.integrations.options import Exclusion, Support, refusing
 from fpipe.integrations.replica import collect_flags, collect_state, compare, find_model, scale_losses
 
-_ONE_REPLICA: Final = "The model is a fpipe.Pipelined, which has its own ranks: pass mesh= to it."
+_ONE_REPLICA: Final = "The model is a fpipe.Pipelined, which has its own ranks: pass place=fpipe.Place(mesh=...) to it."
 _SAVE: Final = (
     "Call fpipe.save(model.pipe, path, params=dict(model.named_parameters()), buffers=dict(model.named_buffers())) on "
     "every rank, or accelerator.save_model for the weights alone."

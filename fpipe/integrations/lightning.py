@@ -137,7 +137,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         if self.accelerator is not None and (kind := self.accelerator.name()) != self.root_device.type:
             raise InputError(
                 f"accelerator: got {kind!r} with a pipeline on {self.root_device}, expected the same. Pass "
-                f"Trainer(accelerator={self.root_device.type!r}), or device= to fpipe.Pipelined."
+                f"Trainer(accelerator={self.root_device.type!r}), or place=fpipe.Place(device=...) to fpipe.Pipelined."
             )
         self.precision_plugin = PipelinePrecision(self.precision_plugin.precision, self.root_device.type)
         self.precision_plugin.models = models

@@ -32,7 +32,7 @@ _SAVE: Final = "Save with trainer.save_model(path), or with fpipe.save in a call
 _LOSS: Final = "Compute it in the loss of fpipe.Pipelined(model, loss=...)."
 _HALF: Final = "The scaler of float16 sees the gradients of one rank: use bf16=True."
 _CAST: Final = "It converts the parameters: use bf16=True."
-_RANKS: Final = "The model is a fpipe.Pipelined, which has its own ranks: pass mesh= to it."
+_RANKS: Final = "The model is a fpipe.Pipelined, which has its own ranks: pass place=fpipe.Place(mesh=...) to it."
 _COMPILE: Final = "Compile modules of the model before fpipe.Pipelined(model, ...)."
 _HUB: Final = "Upload the folder that trainer.save_model wrote."
 _DDP: Final = Exclusion("Nothing wraps the model in DDP.", accepted=(None,))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of `fpipe.pipeline` that describe the mesh around it.
+"""The place where a pipeline runs, and that of this process in the mesh around it.
 
 Runs when a pipeline is built.
 """
@@ -57,14 +57,40 @@ class Dimensions(NamedTuple):
     shard: str | None
 
 
-class MeshOptions(NamedTuple):
-    """The arguments of `fpipe.pipeline` about the mesh, as the user passed them."""
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The place where a pipeline runs: its ranks, the copies of them, and the device of this process.
 
+    - `group`: if torch.distributed is initialized, the processes that are the ranks, one each: a process group, or one
+      dimension of a device mesh, `mesh["pp"]`; defaults to all. Every process of the job must then build its pipeline
+      at the same time, and all groups must have the same size. If torch.distributed is not initialized, all ranks run
+      in this process.
+    - `mesh`: instead of a group, a `DeviceMesh` with named dimensions, or their sizes by name, `{"pp": 4, "dp": 2}`.
+      The pipeline runs along `pp`. If torch.distributed is not initialized, this process plays all of the mesh.
+    - `dp`: the dimension of replicas. Each trains on rows of its own, cut into the schedule's number of microbatches.
+    - `shard`: the dimension over which parameters, gradients and optimizer state are sharded, as by `fully_shard`, or
+      a `fpipe.Sharded`. Shards train on rows of their own, too. Parameters are DTensors.
+    - `rows`: `"whole"` if every process is passed whole batches, `"own"` if only the rows that it trains on.
+    - `device`: where this process computes. By default that of the first tensor of the example that has values. Later
+      batches must be there, or on meta where a rank does not need their values; lengths and the like may be on the CPU.
+      The model may be there, on the CPU or on meta.
+
+    >>> Place(mesh={"pp": 4, "dp": 2}, dp="dp").rows
+    'whole'
+    """
+
+    group: dist.ProcessGroup | DeviceMesh | None = None
     mesh: MeshArgument = None
     pp: str = "pp"
     dp: str | None = None
     shard: str | Sharded | None = None
     rows: str = "whole"
+    device: torch.device | str | None = None
+
+    def require(self) -> None:
+        """Raise `InputError` for a field that can't be."""
+        require_arguments(Place.__init__, vars(self))
+        _require_choice("rows", self.rows, ROWS)
 
     def describe(self) -> list[str]:
         """Return lines that are the same in all processes of a job; raise `InputError` for anything but a mesh."""
@@ -90,24 +116,22 @@ class MeshPlace(NamedTuple):
 
 
 def find_place(
-    options: MeshOptions,
-    group: dist.ProcessGroup | DeviceMesh | None,
+    options: Place,
     ranks: int,
     device: torch.device,
     create: Create,
 ) -> MeshPlace:
-    """Return the place of this process in the mesh, or in the `group`, for a schedule of so many ranks.
+    """Return the place of this process in the mesh, or in the group, for a schedule of so many ranks.
 
     `create` returns what torch makes together with all processes.
 
     Raise `InputError`, naming the argument, if they do not fit together.
     """
-    _require_choice("rows", options.rows, ROWS)
     if options.mesh is None:
         _require_no_dimensions(options)
-        return MeshPlace(group=group)
-    if group is not None:
-        raise InputError(f"group: got {group} besides a mesh, expected one of them. Leave out group.")
+        return MeshPlace(group=options.group)
+    if options.group is not None:
+        raise InputError(f"group: got {options.group} besides a mesh, expected one of them. Leave out group.")
     sharded = Sharded(options.shard) if isinstance(options.shard, str) else options.shard
     sizes = _list_sizes(options.mesh)
     dims = Dimensions(options.pp, options.dp, None if sharded is None else sharded.dim)
@@ -176,7 +200,7 @@ def _make_mesh(mesh: DeviceMesh | Mapping[str, int], device: torch.device, creat
         if mesh.device_type != device.type:
             raise InputError(
                 f"mesh: got a mesh of {mesh.device_type} devices, expected one of {device.type}, where the pipeline "
-                f"is. Call init_device_mesh({device.type!r}, ...), or pass device=."
+                f"is. Call init_device_mesh({device.type!r}, ...), or pass device, too."
             )
         return mesh
     make = partial(init_device_mesh, device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
@@ -206,12 +230,12 @@ def _list_sizes(mesh: Any) -> dict[str, int]:
     return dict(mesh)
 
 
-def _require_no_dimensions(options: MeshOptions) -> None:
+def _require_no_dimensions(options: Place) -> None:
     for what, name in (("dp", options.dp), ("shard", options.shard)):
         if name is not None:
             raise InputError(
-                f"{what}: got {name!r} without a mesh, expected both or none. Pass mesh=init_device_mesh(...), or "
-                "mesh={'pp': 4, 'dp': 2}."
+                f"{what}: got {name!r} without a mesh, expected both or none. Pass fpipe.Place(mesh=...) a DeviceMesh, "
+                "or sizes such as {'pp': 4, 'dp': 2}."
             )
 
 

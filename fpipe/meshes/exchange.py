@@ -31,7 +31,7 @@ from fpipe.meshes.pieces import FlatBuffer, Pieces
 from fpipe.network.waiting import Awaited, await_all, break_group, reporting
 from fpipe.runtime.local import LocalHandle
 from fpipe.runtime.transport import Handle, Payload
-from fpipe.stages.accumulation import Gradients
+from fpipe.stages.accumulation import Grads
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import post_all_gather
 from schedules import Action
@@ -270,7 +270,7 @@ class Exchange:
             return _nothing(message)
         return self.phases[phase](layout, message, values if phase else self.complete(stage, values))
 
-    def reduced(self, stage: int, values: Payload) -> Gradients:
+    def reduced(self, stage: int, values: Payload) -> Grads:
         """Return the reduced gradients, given what the last phase gave."""
         layout = self.layouts[stage]
         if not layout.totals:

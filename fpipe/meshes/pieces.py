@@ -33,7 +33,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.stages.accumulation import Gradients
+from fpipe.stages.accumulation import Grads
 from fpipe.tensors.spec import OptionalSpec, Spec, as_bytes
 
 BOUNDARY: Final = 16  # bytes; no dtype needs more
@@ -101,7 +101,7 @@ class Packing:
         given = iter(flags.tolist() if self.optional else ())
         return tuple([not isinstance(spec, OptionalSpec) or bool(next(given)) for spec in self.specs])
 
-    def read(self, buffer: Tensor) -> Gradients:
+    def read(self, buffer: Tensor) -> Grads:
         """Return the tensors in a buffer, in row-major order: views of it. Wait for the device if some are optional."""
         there = self.read_flags(self.flags(buffer))
         return tuple(
@@ -143,7 +143,7 @@ class Pieces:
         """The bytes of the largest piece, which is the first."""
         return self.packings[0].size
 
-    def pack(self, tensors: Gradients, device: torch.device) -> tuple[Tensor, ...]:
+    def pack(self, tensors: Grads, device: torch.device) -> tuple[Tensor, ...]:
         """Return the pieces of these whole tensors, which are next to each other in memory."""
         sizes = [packing.size for packing in self.packings]
         parts = torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=device), sizes)
@@ -151,17 +151,17 @@ class Pieces:
             packing.write(part, [None if one is None else take_rows(one, self.count, k) for one in tensors])
         return parts
 
-    def pack_one(self, k: int, tensors: Gradients, device: torch.device) -> Tensor:
+    def pack_one(self, k: int, tensors: Grads, device: torch.device) -> Tensor:
         """Return piece `k`, given its tensors, in a buffer with room for the widest."""
         buffer = torch.empty(self.widest, dtype=torch.uint8, device=device)
         self.packings[k].write(buffer[: self.packings[k].size], tensors)
         return buffer
 
-    def add(self, k: int, arrived: Sequence[Tensor]) -> Gradients:
+    def add(self, k: int, arrived: Sequence[Tensor]) -> Grads:
         """Return the sums of what processes have sent as piece `k`, in their order; `None` where none has a tensor."""
         return tuple(_add_in_order(terms) for terms in zip(*map(self.packings[k].read, arrived), strict=True))
 
-    def join(self, buffers: Sequence[Tensor]) -> Gradients:
+    def join(self, buffers: Sequence[Tensor]) -> Grads:
         """Return the whole tensors, in new memory of their strides, given every piece in a buffer of its own."""
         pairs = zip(self.packings, buffers, strict=True)
         columns = zip(*[packing.read(buffer[: packing.size]) for packing, buffer in pairs], strict=True)
@@ -213,7 +213,7 @@ class FlatBuffer:
         step = -(-end // (self.count * BOUNDARY)) * BOUNDARY
         return tuple(min(end, k * step) for k in range(self.count + 1))
 
-    def pack(self, tensors: Gradients, device: torch.device) -> Tensor:
+    def pack(self, tensors: Grads, device: torch.device) -> Tensor:
         """Return a buffer that holds these tensors."""
         buffer = torch.empty(self.packing.size, dtype=torch.uint8, device=device)
         specs = map(present, self.specs)
@@ -242,7 +242,7 @@ class FlatBuffer:
             if here[0] < here[1]:
                 yield j, spec.dtype, slice(here[0] - first, here[1] - first)
 
-    def unpack(self, buffer: Tensor) -> Gradients:
+    def unpack(self, buffer: Tensor) -> Grads:
         """Return the tensors, in their own strides: views of the buffer, unless their memory has gaps."""
         pairs = zip(map(present, self.specs), self.packing.read(buffer), strict=True)
         return tuple(None if flat is None else spec.unpack(flat.view(torch.uint8)) for spec, flat in pairs)

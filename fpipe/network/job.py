@@ -186,7 +186,7 @@ def take_dimension(mesh: DeviceMesh) -> dist.ProcessGroup:
         names = list(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
         raise InputError(
             f"group: got a device mesh with the dimensions {names}, expected the one along which the pipeline "
-            'runs. Name it: group=mesh["pp"].'
+            'runs. Name it: fpipe.Place(group=mesh["pp"]).'
         )
     return mesh.get_group()
 

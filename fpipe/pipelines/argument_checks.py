@@ -57,7 +57,7 @@ def require_buildable(model: nn.Module, example: Any, loss: Loss | None, schedul
             raise InputError(
                 f"model {name or '(root)'}: got {type(module).__name__}, expected a plain module: the wrapper's "
                 "gradient hooks do not run under autograd.grad. Pass the plain module, and let the pipeline replicate "
-                'or shard it: mesh=mesh, dp="dp" or shard="fsdp".'
+                'or shard it: fpipe.Place(mesh=mesh, dp="dp"), or shard="fsdp".'
             )
     require_loss(loss, schedule)
     require_no_parameters(loss)

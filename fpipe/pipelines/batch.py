@@ -560,7 +560,7 @@ def find_home(inputs: Any, targets: Any, asked: torch.device | str | None = None
     known = {CPU, home} if home in places.values() or not places else {home}
     for name, device in places.items():
         if device not in known:
-            why = "the device= that was passed" if asked is not None else f"that of {next(iter(places))}"
+            why = "place.device" if asked is not None else f"that of {next(iter(places))}"
             raise InputError(
                 f"{name}: got a tensor on {device}, expected {home}, {why}. Move the batch to one device; only what "
                 "the model reads on the CPU may stay there."

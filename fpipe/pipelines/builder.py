@@ -14,12 +14,10 @@ from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.cutting.partition import Cuts, Evenly
-from fpipe.meshes.arguments import MeshOptions, MeshPlace, find_place, require_collectives
+from fpipe.meshes.arguments import MeshPlace, Place, find_place, require_collectives
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.network.agreement import Field
 from fpipe.network.job import JobProcesses, resolve_group
@@ -31,10 +29,11 @@ from fpipe.pipelines.handshake import agree_on_plan, agree_to_build, prepare_ste
 from fpipe.pipelines.loss_weights import Weight
 from fpipe.pipelines.memo import Memo
 from fpipe.pipelines.modes import suspend_autocast
+from fpipe.pipelines.options import Gradients, Microbatching, Recording
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.resolver import Resolver
-from fpipe.record.captured import Captured, CaptureFunction, FrontEnd, Unit, Value
+from fpipe.record.captured import Captured, Unit, Value
 from fpipe.record.exchanges import require_joined_hooks
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.front_ends.registry import find_capture
@@ -44,8 +43,8 @@ from fpipe.record.objective import Loss
 from fpipe.record.reads.namespaces import ModelState
 from fpipe.record.reads.watch import Watcher
 from fpipe.record.variant import TRAINING
-from fpipe.stages.backends import Backend
-from fpipe.stages.ties import Tied, parameters_to_sum
+from fpipe.stages.backends import backend_of
+from fpipe.stages.ties import parameters_to_sum
 from fpipe.tensors.fake import fake, fake_mode
 from schedules import Schedule
 
@@ -59,33 +58,27 @@ Model: TypeAlias = nn.Module | Sequence[Callable[..., Any]]
 def make_batchings(
     example: Any,
     targets: Any,
-    batch_dims: Any,
+    how: Microbatching,
     microbatches: int,
-    weight: Weight | None,
     divisor: int,
     least: int | None = None,
     home: torch.device | None = None,
 ) -> dict[bool, Batching]:
     """Return how batches like an example are split, with the loss and without; raise `InputError` if they can't be."""
-    of_inputs = (batch_dims[0], None) if isinstance(batch_dims, tuple) else batch_dims
+    dims = how.batch_dims
+    of_inputs = (dims[0], None) if isinstance(dims, tuple) else dims
     return {
-        True: Batching.of(example, targets, batch_dims, microbatches, weight, divisor, least, home),
+        True: Batching.of(example, targets, dims, microbatches, how.weight, divisor, least, home),
         False: Batching.of(example, None, of_inputs, microbatches, least=least, home=home),
     }
 
 
-def agree_on_place(
-    job: JobProcesses,
-    options: MeshOptions,
-    group: dist.ProcessGroup | DeviceMesh | None,
-    schedule: Schedule,
-    home: torch.device,
-) -> MeshPlace:
+def agree_on_place(job: JobProcesses, options: Place, schedule: Schedule, home: torch.device) -> MeshPlace:
     """Return the place of this process in the mesh, or in the group, once all processes of the job have agreed."""
     same = {"ranks": [str(schedule.ranks)], "mesh": options.describe()}
     job.agree(lambda: [Field.of(name, lines) for name, lines in same.items()])
-    job.require_device(home, resolve_group(group))
-    place = find_place(options, group, schedule.ranks, home, job.create)
+    job.require_device(home, resolve_group(options.group))
+    place = find_place(options, schedule.ranks, home, job.create)
     require_collectives(schedule, place.copies)
     return place
 
@@ -95,26 +88,24 @@ class Builder:
     """A builder of pipelines, for one model and its later versions, from the same arguments of `fpipe.pipeline`.
 
     - `batchings`: how batches are split, with the loss and without.
-    - `plans`: how many plans a pipeline keeps besides its own; `returned`: as in `Pipeline`, for all of them.
+    - `output_dims`: how outputs are merged. `returned`: as in `Pipeline`, for all of them.
     """
 
     loss: Loss | None
     schedule: Schedule
     batchings: dict[bool, Batching]
     cuts: Cuts
-    capture: str | FrontEnd | CaptureFunction
-    backend: Backend | None
-    tied: Tied
+    recording: Recording
+    gradients: Gradients
     output_dims: Any
     ranks: Ranks
-    plans: int
     copies: PipelineCopies = ALONE
     returned: WeakValueDictionary[int, Tensor] = field(default_factory=WeakValueDictionary)
 
     def build(self, module: nn.Module, example: SplitBatch) -> Pipeline:
         """Return the pipeline of a module for batches like the example; every rank must call this."""
         with torch.inference_mode(False), suspend_autocast(TRAINING), self.ranks.enter_call("pipeline"):
-            agree_to_build(self.ranks, self.schedule, self.batchings[True], self.plans, self.copies)
+            agree_to_build(self.ranks, self.schedule, self.batchings[True], self.recording.plans, self.copies)
             pipe = self._bind(module, example)
             require_trained(pipe.training.assembly, self.schedule)
             return pipe
@@ -133,9 +124,8 @@ class Builder:
         answers = Resolver(captures, TRAINING, example, self.ranks.exchange_text, example=True)
         captures = captures.with_example(answers.resolve())
         kept = example if captures.batchings[True].example.answers else example.without_values()
-        sums = parameters_to_sum(self.tied, module)
-        ranks = self.ranks.ranks
-        planner = Planner(self.schedule, captures, self.output_dims, ranks, sums, self.backend, self.copies)
+        sums, backend = parameters_to_sum(self.gradients.tied, module), backend_of(self.gradients.backward)
+        planner = Planner(self.schedule, captures, self.output_dims, self.ranks.ranks, sums, backend, self.copies)
         pipe = Pipeline(planner, self.ranks, partial(self._rebuild, example=kept), prepare_steps, self.returned)
         require_exact_hooks(captures.hooks, sums)
         pipe.holdings.require_rows()
@@ -153,7 +143,7 @@ class Builder:
 
     def _captures(self, module: nn.Module) -> Captures:
         loss, trains = self.loss, self.schedule.backward
-        captures = make_captures(module, loss, self.batchings, self.cuts, self.capture, trains, self.plans)
+        captures = make_captures(module, loss, self.batchings, self.cuts, self.recording, trains)
         return replace(captures, ranks_of=self.ranks.ranks_of)
 
 
@@ -162,15 +152,14 @@ def make_captures(
     loss: Loss | None,
     batchings: dict[bool, Batching],
     cuts: Cuts,
-    capture: str | FrontEnd | CaptureFunction,
+    recording: Recording,
     trains: bool,
-    most: int,
 ) -> Captures:
-    """Return an empty cache for a model's captures, which keeps `most` kinds; it holds none of the user's tensors."""
-    see, mode, home = find_capture(capture, *cuts.names(module, loss)), fake_mode(), batchings[True].home
+    """Return an empty cache for a model's captures; it holds none of the user's tensors."""
+    see, mode, home = find_capture(recording.front_end, *cuts.names(module, loss)), fake_mode(), batchings[True].home
     model = skeleton(module, lambda tensor: fake(mode, tensor, home))
     watching = Watcher(ModelState.of(module), loss)
-    hooks, memo = collect_gradient_hooks(module), Memo(most)
+    hooks, memo = collect_gradient_hooks(module), Memo(recording.plans)
     return Captures(model, loss, batchings, see, cuts, trains, hooks, watching, memo=memo)
 
 
@@ -196,8 +185,8 @@ def _warn_of_sum(captured: Captured) -> None:
     if _list_addends(makers, share.reads[0]) in ({"sum"}, {"sum", "scaled sum"}):
         _LOG.warning(
             "loss: got one that ends in a sum, and reduce='mean': the loss of a step is the mean over microbatches, "
-            "1/%s of the sum over the batch, and so are its gradients. Pass reduce='sum' for that sum, or let the loss "
-            "return a mean.",
+            "1/%s of the sum over the batch, and so are its gradients. Pass "
+            "microbatching=fpipe.Microbatching(reduce='sum') for that sum, or let the loss return a mean.",
             share.does[4:-1],
         )
 
@@ -221,6 +210,6 @@ def _warn_of_observers(observers: Sequence[str]) -> None:
     if observers:
         _LOG.warning(
             "%s: this happens when the model is recorded, and not in steps, which run the recorded torch calls. Name "
-            'modules in whole=, and the loss "loss", to call them as Python in every step.',
+            'modules in fpipe.Recording(whole=...), and the loss "loss", to call them as Python in every step.',
             f"{shown}; and {more} more" if more > 0 else shown,
         )

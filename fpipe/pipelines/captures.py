@@ -24,7 +24,7 @@ from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls, Mark
 from fpipe.errors import CaptureError
 from fpipe.pipelines.batch import Batching, Microbatch, SplitBatch
-from fpipe.pipelines.memo import Memo, MicrobatchKind, Recording
+from fpipe.pipelines.memo import KnownMicrobatch, Memo, MicrobatchKind
 from fpipe.record.captured import Captured, CaptureFunction, Hooks
 from fpipe.record.front_ends.registry import is_eager, is_tracer, reads_bytecode
 from fpipe.record.model.skeleton import evaluation
@@ -95,17 +95,17 @@ class Captures:
         batchings = {**self.batchings, True: replace(self.batchings[True], example=example.signature)}
         return replace(self, batchings=batchings)
 
-    def find(self, variant: Variant, microbatch: Microbatch) -> Question | Recording | None:
+    def find(self, variant: Variant, microbatch: Microbatch) -> Question | KnownMicrobatch | None:
         """Return the model's next question about a microbatch, or its recording; `None` if neither is known."""
         return self.memo.microbatches.get((variant.capture, microbatch))
 
-    def of(self, variant: Variant, microbatch: Microbatch) -> Recording:
+    def of(self, variant: Variant, microbatch: Microbatch) -> KnownMicrobatch:
         """Return the recording for a microbatch whose answers are all known; outputs make no difference."""
-        if not isinstance(self.find(variant, microbatch), Recording):
+        if not isinstance(self.find(variant, microbatch), KnownMicrobatch):
             told = self.explore(variant, microbatch, refuse_questions)
             assert told == microbatch, "all answers are known, and none is left over"
         found = self.find(variant, microbatch)
-        assert isinstance(found, Recording), "it has just been recorded"
+        assert isinstance(found, KnownMicrobatch), "it has just been recorded"
         return found
 
     @property
@@ -141,7 +141,7 @@ class Captures:
         captured, reads = self.record(variant, microbatch, answer, way)
         watch = self.watching.watch(reads, variant.training)
         self.streak.note(self._reason(variant, told))
-        self.memo.microbatches[variant, told] = Recording(captured, watch, way)
+        self.memo.microbatches[variant, told] = KnownMicrobatch(captured, watch, way)
         return told
 
     def _reason(self, variant: Variant, new: Microbatch) -> str:

@@ -30,7 +30,7 @@ from fpipe.errors import InputError
 from fpipe.pipelines.memory import find_overlap
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.variant import Variant
-from fpipe.stages.accumulation import Gradients
+from fpipe.stages.accumulation import Grads
 from fpipe.stages.stage import ModelStage
 from fpipe.tensors.spec import Spec
 from fpipe.weights.state import require_leaf
@@ -79,13 +79,13 @@ def _require_writable(name: str, leaf: Tensor, spec: Spec) -> None:
 
 def assign_sums(
     onto: EarlierSums, plan: StepPlan, variant: Variant, skips: Collection[int] = ()
-) -> dict[tuple[int, int], Gradients]:
+) -> dict[tuple[int, int], Grads]:
     """Return the sums that ranks of this process begin with, per rank and stage.
 
     If gradients are added in a dtype of their own, all sums begin with something, which gives them their dtype. So do
     those of a rank to which no microbatch adds anything, since `skips` has all of its microbatches.
     """
-    found: dict[tuple[int, int], Gradients] = {}
+    found: dict[tuple[int, int], Grads] = {}
     for stage, names in _first_uses(plan) if onto or skips or variant.sums is not None else ():
         first, *_ = plan.placement.replicas(stage.index)
         for rank in set(plan.ranks).intersection(plan.placement.replicas(stage.index)):
@@ -96,7 +96,7 @@ def assign_sums(
     return found
 
 
-def _begin(stage: ModelStage, earlier: EarlierSums) -> Gradients:
+def _begin(stage: ModelStage, earlier: EarlierSums) -> Grads:
     """Return a stage's sums: the earlier ones, and -0 for each that is missing."""
     pairs = zip(stage.grads, stage.totals, strict=True)
     return tuple([earlier[name] if name in earlier else negative_zeros(spec) for name, spec in pairs])

@@ -444,6 +444,6 @@ def _require_room(pipe: Pipeline, kinds: Collection[BatchKind]) -> None:
     if count > pipe.memo.most:
         raise InputError(
             f"examples: got {count} kinds of batches other than the pipeline's own example, expected at most "
-            f"{pipe.memo.most}, as many as it keeps plans for. Build it with plans={count} or more, or pad batches "
-            "to fewer lengths."
+            f"{pipe.memo.most}, as many as it keeps plans for. Build it with fpipe.Recording(plans={count}) or more, "
+            "or pad batches to fewer lengths."
         )

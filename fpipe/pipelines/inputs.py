@@ -20,7 +20,7 @@ from fpipe.pipelines.memory import require_apart
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
 from fpipe.runtime.executor import Inputs
-from fpipe.stages.accumulation import Gradients
+from fpipe.stages.accumulation import Grads
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.prologue import Feed
 from fpipe.stages.stage import ModelStage
@@ -108,7 +108,7 @@ class Weights:
         for by_stage in self.by_cut.values() if not self.users[s] else ():
             del by_stage[s]
 
-    def _complete(self, s: int, grads: Gradients) -> Gradients:
+    def _complete(self, s: int, grads: Grads) -> Grads:
         """Return the gradients of a stage, dense; those that are still to be summed over the model's modules are."""
         placed, names = self.plan.placed_gradients, self.plan.assembly.stages[s].grads
         dense = [one.to_dense() if one is not None and one.is_sparse else one for one in grads]

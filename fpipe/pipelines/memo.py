@@ -57,7 +57,7 @@ class KnownBatch(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Recording:
+class KnownMicrobatch:
     """The model recorded for a kind of microbatch, its assumptions, and the stages it was cut into, by variant.
 
     `way`: how it was recorded.
@@ -81,7 +81,7 @@ class Memo:
 
     most: int = 1
     batches: dict[BatchKind, KnownBatch] = field(default_factory=dict)
-    microbatches: dict[MicrobatchKind, Question | Recording] = field(default_factory=dict)
+    microbatches: dict[MicrobatchKind, Question | KnownMicrobatch] = field(default_factory=dict)
     ways: dict[MicrobatchKind, Way] = field(default_factory=dict)
 
     @property
@@ -90,9 +90,9 @@ class Memo:
         return {kind: one.agreement for kind, one in self.batches.items() if one.agreement is not None}
 
     @property
-    def recordings(self) -> dict[MicrobatchKind, Recording]:
+    def recordings(self) -> dict[MicrobatchKind, KnownMicrobatch]:
         """The recordings, by kind of microbatch."""
-        return {kind: one for kind, one in self.microbatches.items() if isinstance(one, Recording)}
+        return {kind: one for kind, one in self.microbatches.items() if isinstance(one, KnownMicrobatch)}
 
     def without_stages(self) -> Memo:
         """Return a memo with the same questions and recordings, for a pipeline that cuts the model elsewhere."""
@@ -138,7 +138,7 @@ class Memo:
             for count in range(len(one.answers))
         }
         for kind, found in list(self.microbatches.items()):
-            if kind in variants and isinstance(found, Recording):
+            if kind in variants and isinstance(found, KnownMicrobatch):
                 stages = {variant: cut for variant, cut in found.assemblies.items() if variant in variants[kind]}
                 self.microbatches[kind] = replace(found, assemblies=stages)
             elif kind not in asked:

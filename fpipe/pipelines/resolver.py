@@ -18,7 +18,7 @@ from typing import TypeAlias
 from fpipe.errors import InputError
 from fpipe.pipelines.batch import Microbatch, SplitBatch
 from fpipe.pipelines.captures import Captures
-from fpipe.pipelines.memo import Recording
+from fpipe.pipelines.memo import KnownMicrobatch
 from fpipe.pipelines.modes import isolate
 from fpipe.record.questions import Answer, Question
 from fpipe.record.variant import Variant
@@ -70,7 +70,7 @@ class Resolver:
         def ask(question: Question) -> Answer:
             return self._ask({i: question})[i]
 
-        while not isinstance(known := self.captures.find(self.variant, microbatch), Recording):
+        while not isinstance(known := self.captures.find(self.variant, microbatch), KnownMicrobatch):
             if known is None:
                 with isolate(self.variant):
                     return self.captures.explore(self.variant, microbatch, ask)

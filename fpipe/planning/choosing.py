@@ -29,11 +29,14 @@ from fpipe.planning.floor import bound_plans
 from fpipe.planning.ordering import list_orderable, place_on_islands, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds
 from fpipe.stages.backends import splits
-from schedules import Bound, Schedule, critical_path, recompute
+from schedules import Bound, Certificate, ProgramError, Schedule, certify, critical_path, recompute
+from schedules.status import say
 
 IMPROVED: Final = 6
 """The number of candidates whose cuts are improved."""
 SHOWN: Final = 3
+MOST_CERTIFIED: Final = 2**16
+"""The stages of all microbatches in a program that is certified: about a minute's work."""
 
 
 class PlanProgress(NamedTuple):
@@ -56,6 +59,23 @@ class PlanProgress(NamedTuple):
 
 
 Report = Callable[[PlanProgress], None]
+
+
+def say_progress(progress: PlanProgress) -> None:
+    """Show how far a search is, by the time that it may take."""
+    say(describe_progress(progress), progress.took / progress.most)
+
+
+def describe_progress(progress: PlanProgress) -> str:
+    """Return what a search does, and what it found.
+
+    >>> describe_progress(PlanProgress(14, 11, "moving cuts of zb_v", 0.25, 0.125, took=30.0, most=60.0))
+    '14 tried, best 250 ms, bound 11.1 % less, moving cuts of zb_v'
+    """
+    best = "nothing fits yet" if progress.best is None else f"best {format_seconds(progress.best)}"
+    gap = "" if progress.gap is None else f", bound {100 * progress.gap / (1 + progress.gap):.1f} % less"
+    tried = f"{progress.tried} of {progress.total}" if progress.tried < progress.total else f"{progress.tried}"
+    return f"{tried} tried, {best}{gap}, {progress.doing}"
 
 
 @dataclass
@@ -150,6 +170,8 @@ def _conclude(search: Search, problems: Sequence[PlanProblem]) -> Plan:
         predicted=best.predicted,
         limits=_explain_time(best),
         caps=best.problem.caps,
+        costs=profile.costs(best.cuts),
+        sizes=best.problem.sizes(best.schedule.placement, best.cuts),
         bound=least.makespan,
         because=least.because,
         others=tuple(
@@ -160,7 +182,19 @@ def _conclude(search: Search, problems: Sequence[PlanProblem]) -> Plan:
         copies=copies,
         advice=_advise(best, alone, copies),
         complete=search.complete,
+        certificate=_certify(best),
     )
+
+
+def _certify(best: Candidate) -> Certificate | None:
+    """Return the certificate of a candidate's program; `None` for what certificates do not cover, or if it is long."""
+    how = best.schedule
+    if how.stages * how.microbatches > MOST_CERTIFIED:
+        return None
+    try:
+        return certify(how, best.problem.profile.costs(best.cuts), best.problem.sizes(how.placement, best.cuts))
+    except ProgramError:
+        return None
 
 
 def _explain_time(candidate: Candidate, most: int = 3) -> str:

@@ -14,24 +14,22 @@ import sys
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
-from shutil import get_terminal_size
 from textwrap import fill
 from time import monotonic
 from typing import Any
 
 from fpipe.errors import InputError
 from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
-from fpipe.planning.choosing import PlanProgress, choose
+from fpipe.planning.choosing import choose, say_progress
 from fpipe.planning.make import parse_caps, plan
-from fpipe.planning.plan import Plan, format_seconds
+from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.tensors.arguments import require_integer
 from schedules import drawing
 from schedules.commands.subjects import find_factory, run_file
 from schedules.commands.terminal import terminal_width
 from schedules.errors import quote
-
-WIDTH, BAR = 100, 10
+from schedules.status import showing
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +44,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cuts", type=_read_names, help="modules at which a stage must begin", metavar="NAME,NAME,...")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to search at most", metavar="S")
     parser.add_argument("--save", type=Path, help="write the plan to a file", metavar="FILE")
+    parser.add_argument("--page", type=Path, help="write the predicted step as a page to look at", metavar="FILE")
     parser.set_defaults(run=print_plan)
 
 
@@ -65,11 +64,8 @@ def print_plan(options: argparse.Namespace) -> int:
 
     Interrupt the search to have the best plan found so far.
     """
-    progress, start = ProgressLine(), monotonic()
-    try:
-        found = _make_plan(options, progress)
-    finally:
-        progress.end()
+    start = monotonic()
+    found = _make_plan(options)
     width = terminal_width(sys.maxsize)
     for line in str(found).split("\n"):
         print(fill(line, max(width, 40), subsequent_indent=" " * 14))
@@ -78,10 +74,12 @@ def print_plan(options: argparse.Namespace) -> int:
     print(drawing.text(found.schedule, columns=width))
     if options.save is not None:
         found.save(options.save)
+    if options.page is not None:
+        found.page(options.page)
     return 0
 
 
-def _make_plan(options: argparse.Namespace, progress: ProgressLine) -> Plan:
+def _make_plan(options: argparse.Namespace) -> Plan:
     given: dict[str, Any] = {
         "ranks": options.ranks,
         "microbatches": options.microbatches,
@@ -92,11 +90,11 @@ def _make_plan(options: argparse.Namespace, progress: ProgressLine) -> Plan:
     given = {name: value for name, value in given.items() if value is not None}
     file, colon, function = options.subject.rpartition(":")
     if not colon:
-        return _plan_profile(Path(options.subject), given, options.seconds, progress)
+        return _plan_profile(Path(options.subject), given, options.seconds)
     arguments = {**call_task(Path(file), function), **given}
     if "ranks" not in arguments:
         raise InputError("ranks: got none, expected their number. Pass --ranks 4, say.")
-    return plan(**{"seconds": options.seconds, "progress": progress, **arguments})
+    return plan(**{"seconds": options.seconds, **arguments})
 
 
 def call_task(path: Path, function: str) -> Mapping[str, Any]:
@@ -117,7 +115,7 @@ def call_task(path: Path, function: str) -> Mapping[str, Any]:
     return found
 
 
-def _plan_profile(path: Path, given: Mapping[str, Any], seconds: float, progress: ProgressLine) -> Plan:
+def _plan_profile(path: Path, given: Mapping[str, Any], seconds: float) -> Plan:
     """Return the plan for a model that was measured before."""
     profile, ranks, numbers = Profile.read(path), given.get("ranks"), given.get("microbatches", ())
     if ranks is None or len(numbers) != 1:
@@ -131,35 +129,5 @@ def _plan_profile(path: Path, given: Mapping[str, Any], seconds: float, progress
         raise InputError(f"seconds: got {seconds}, expected a number above 0. Correct it.")
     problem = PlanProblem.of(profile, numbers[0], parse_caps(given.get("memory"), ranks)).pin(given.get("cuts", ()))
     factories: tuple[ScheduleFactory, ...] = tuple(given.get("schedules", FACTORIES))
-    return choose([problem], factories, seconds=seconds, report=progress, ordered="schedules" not in given)
-
-
-def describe_progress(progress: PlanProgress) -> str:
-    """Return a bar of the time that a search took, of what it may take, and what it found.
-
-    >>> describe_progress(PlanProgress(14, 11, "moving cuts of zb_v", 0.25, 0.125, took=30.0, most=60.0))
-    '[#####     ] 30 s, 14 tried, best 250 ms, bound 11.1 % less, moving cuts of zb_v'
-    """
-    filled = "#" * round(BAR * min(1.0, progress.took / progress.most))
-    best = "nothing fits yet" if progress.best is None else f"best {format_seconds(progress.best)}"
-    gap = "" if progress.gap is None else f", bound {100 * progress.gap / (1 + progress.gap):.1f} % less"
-    tried = f"{progress.tried} of {progress.total}" if progress.tried < progress.total else f"{progress.tried}"
-    return f"[{filled:<{BAR}}] {progress.took:.0f} s, {tried} tried, {best}{gap}, {progress.doing}"
-
-
-class ProgressLine:
-    """A line of standard error that says how far the search is; nothing if that is not a terminal."""
-
-    def __init__(self) -> None:
-        self.shown = sys.stderr is not None and sys.stderr.isatty()
-        self.width = min(WIDTH, max(1, get_terminal_size().columns - 1))
-
-    def __call__(self, progress: PlanProgress) -> None:
-        """Rewrite the line."""
-        if self.shown:
-            print(f"\r{describe_progress(progress)[: self.width]:<{self.width}}", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Clear the line."""
-        if self.shown:
-            print(f"\r{'':<{self.width}}\r", end="", file=sys.stderr, flush=True)
+    with showing("plan"):
+        return choose([problem], factories, seconds=seconds, report=say_progress, ordered="schedules" not in given)

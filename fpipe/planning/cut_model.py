@@ -9,7 +9,7 @@ Runs when a model is profiled.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Final
@@ -17,7 +17,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import Cuts, Evenly, Explicit, find_places, parse_places
 from fpipe.errors import CutError, InputError
 from fpipe.meshes.copies import ALONE
@@ -27,8 +26,8 @@ from fpipe.pipelines.batch import SplitBatch
 from fpipe.pipelines.builder import Builder, make_batchings
 from fpipe.pipelines.footprint import run_on_fakes
 from fpipe.pipelines.inputs import State
-from fpipe.pipelines.loss_weights import Weight
 from fpipe.pipelines.modes import active_casts, isolate
+from fpipe.pipelines.options import Gradients, Microbatching, Recording
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.step_plan import StepPlan
@@ -37,14 +36,13 @@ from fpipe.planning.holdings import StageHolding, find_holdings
 from fpipe.planning.ranges import ActionTimes
 from fpipe.planning.roofline import Roofline, estimate_times
 from fpipe.planning.timing import MICROBATCHES, TimedPlan, fit_times, time_actions, two_at_a_time
-from fpipe.record.captured import Captured, CaptureFunction, FrontEnd
+from fpipe.record.captured import Captured
 from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.objective import Loss
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.assembly import assemble
-from fpipe.stages.backends import Backward, GraphRequest, backend_of
+from fpipe.stages.backends import GraphRequest
 from fpipe.stages.stage import ModelStage
-from fpipe.stages.ties import Tied
 from schedules import Schedule, check, lower, one_f_one_b
 
 FEW_STAGES: Final = 4
@@ -58,13 +56,9 @@ class ModelArguments:
 
     loss: Loss | None = None
     microbatches: int = 1
-    unsplittable: Selector | Iterable[Selector] = ()
-    whole: Selector | Iterable[Selector] = ()
-    capture: str | FrontEnd | CaptureFunction = "trace"
-    backward: Backward = "graph"
-    tied: Tied = "exact"
-    batch_dims: Any = 0
-    weight: Weight | None = None
+    microbatching: Microbatching = Microbatching()
+    recording: Recording = Recording()
+    gradients: Gradients = Gradients()
 
     def require_defaults(self) -> None:
         """Raise `InputError` for an argument besides a pipeline, which has its own."""
@@ -81,19 +75,12 @@ class ModelArguments:
         schedule = one_f_one_b(ranks=1, microbatches=self.microbatches)
         loss: Any = self.loss
         require_buildable(module, example, loss, schedule)
-        batchings = make_batchings(example, targets, self.batch_dims, self.microbatches, self.weight, self.microbatches)
-        builder = Builder(
-            loss,
-            schedule,
-            batchings,
-            parse_places(None, self.unsplittable, 1, self.whole),
-            self.capture,
-            backend_of(self.backward),
-            self.tied,
-            0,
-            Ranks(1),
-            1,
+        batchings = make_batchings(example, targets, self.microbatching, self.microbatches, self.microbatches)
+        cuts, recording = (
+            parse_places(None, self.recording.unsplittable, 1, self.recording.whole),
+            replace(self.recording, plans=1),
         )
+        builder = Builder(loss, schedule, batchings, cuts, recording, self.gradients, 0, Ranks(1))
         return builder.build(module, batchings[True].split_batch(example, targets))
 
 

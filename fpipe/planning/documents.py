@@ -5,9 +5,10 @@ Problem. A file may have been altered, or be anything else. Every number in it m
 the one that is wrong.
 
 Idea. The annotations of a class say what its fields are, so one function reads values of all classes. A dataclass is an
-object of its fields; a tuple is a list, with or without names. A schedule is the call that makes it. A number is at
-least 0, and finite but for a `Limit`, which is `null` if there is none. Reading runs no code of a file. A checksum
-finds what is a number, but not the one that was written; whoever edits a file removes it.
+object of its fields; a tuple is a list, with or without names. A schedule is the call that makes it, and so are costs
+and sizes; a certificate is a document of its own. A number is at least 0, and finite but for a `Limit`, which is `null`
+if there is none. Reading runs no code of a file. A checksum finds what is a number, but not the one that was written;
+whoever edits a file removes it.
 
 Runs when a profile or a plan is made, written or read.
 """
@@ -24,9 +25,9 @@ from typing import Annotated, Any, Final, NoReturn, TypeAlias, get_args, get_ori
 
 from fpipe.errors import InputError, PipelineError
 from fpipe.weights.files import AnyPath, as_path, read_text
-from schedules import Link, Schedule
+from schedules import Certificate, Costs, Link, Schedule, Sizes
 from schedules.errors import printable, quote
-from schedules.files.calls import read_call, spell_call
+from schedules.files.calls import read_call, read_value, spell_call, spell_value
 from schedules.files.whole import open_whole
 
 Limit: TypeAlias = Annotated[float, "or infinity"]
@@ -118,7 +119,9 @@ class Format:
 
     def decode(self, where: str, hint: Any, got: Any) -> Any:
         """Return the value of type `hint` that a JSON value describes; values of the type itself are checked, too."""
-        if hint in (Link, Schedule):
+        if hint == Certificate | None:
+            return got if got is None or isinstance(got, Certificate) else self._decode_certificate(where, got)
+        if hint in (Costs, Link, Schedule, Sizes):
             return got if isinstance(got, hint) else self._decode_call(where, hint, got)
         if hint in LEAVES:
             got = inf if got is None and hint is Limit else got
@@ -134,6 +137,12 @@ class Format:
                 raise self.wrong(where, found, str(sorted(named)))
             return made(**{name: self.decode(_join(where, name), named[name], got[name]) for name in named})
         return self._decode_tuple(where, hint, got)
+
+    def _decode_certificate(self, where: str, got: Any) -> Certificate:
+        try:
+            return Certificate.parse(json.dumps(got), where)
+        except PipelineError as error:
+            raise InputError(f"{error} {self.repair}") from error
 
     def _decode_tuple(self, where: str, hint: Any, got: Any) -> tuple[Any, ...]:
         if not isinstance(got, list | tuple):
@@ -152,12 +161,20 @@ class Format:
     def _decode_call(self, where: str, hint: Any, got: Any) -> Any:
         if hint is Schedule:
             return read_call(got)
+        if hint in (Costs, Sizes):
+            return self._decode_value(where, hint, got)
         if not isinstance(got, dict) or {*got} != {*LINK_FIELDS}:
             raise self.wrong(where, got, ", ".join(LINK_FIELDS))
         hints = get_type_hints(Link)
         slow = self.decode(_join(where, "slow"), hints["slow"], got["slow"])
         try:
             return Link(got["latency"], inf if got["bandwidth"] is None else got["bandwidth"], slow=slow)
+        except (PipelineError, TypeError) as error:
+            raise InputError(f"{where}: {error} {self.repair}") from error
+
+    def _decode_value(self, where: str, hint: Any, got: Any) -> Any:
+        try:
+            return read_value(got, hint)
         except (PipelineError, TypeError) as error:
             raise InputError(f"{where}: {error} {self.repair}") from error
 
@@ -170,8 +187,12 @@ class Format:
 def _encode(value: Any) -> Any:
     if isinstance(value, Schedule):
         return spell_call(value)
+    if isinstance(value, Costs | Sizes):
+        return spell_value(value)
     if isinstance(value, Link):
         return {name: _encode(getattr(value, name)) for name in LINK_FIELDS}
+    if isinstance(value, Certificate):
+        return json.loads(value.text)
     if is_dataclass(value):
         return {one.name: _encode(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, tuple):

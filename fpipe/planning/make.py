@@ -22,9 +22,9 @@ from fpipe.network.job import LocalJob, enter_job
 from fpipe.pipelines.argument_checks import require_count
 from fpipe.pipelines.builder import Model, make_batchings
 from fpipe.pipelines.description import format_bytes
-from fpipe.pipelines.loss_weights import Weight
+from fpipe.pipelines.options import Microbatching, gather_fields
 from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
-from fpipe.planning.choosing import PlanProgress, choose
+from fpipe.planning.choosing import PlanProgress, choose, say_progress
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.planning.profiler import profile as measure
@@ -34,6 +34,7 @@ from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.tree import flatten
 from schedules import Schedule
 from schedules.arguments import MOST_STAGES, each, takes
+from schedules.status import showing
 
 PER_RANK: Final = (1, 2, 4, 8)
 Amount: TypeAlias = float | str
@@ -44,6 +45,7 @@ BYTES_BY_UNIT: Final[dict[str, int]] = {
 }
 
 
+@showing("plan")
 def plan(
     model: Model,
     example: tuple[Any, ...] | dict[str, Any],
@@ -78,7 +80,7 @@ def plan(
     - `profile`: measured before, of this model, for one number of microbatches.
     - `seconds`: about how long to search at most; `progress` is called with a `PlanProgress` after every candidate. A
       KeyboardInterrupt ends the search, and the best plan by then is returned.
-    - `options`: more arguments of `fpipe.profile`, such as `backward`, `device`, `link`, `unsplittable` and `group`.
+    - `options`: more arguments of `fpipe.profile`, such as `recording`, `gradients`, `device`, `link` and `group`.
 
     Under torch.distributed, every rank must call this, and all return the same plan, unless time runs out: pass a plan
     that one of them saved to the others then.
@@ -95,6 +97,7 @@ def plan(
     >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, plan=found)
     """
     given = {name: value for name, value in locals().items() if name not in ("schedules", "memory")}
+    options = gather_fields(measure, options)
     with enter_job("plan") if profile is None else nullcontext(LocalJob()) as job:
         require_arguments(plan, given)
         _require_options(options)
@@ -120,8 +123,7 @@ def plan(
     for number in numbers:
         found = profile or measure(model, example, targets, loss=loss, microbatches=number, **options)
         problems.append(PlanProblem.of(found, number, caps, weights).pin(cuts, stages))
-    report: Callable[[PlanProgress], None] = progress or (lambda progress: None)
-    return choose(problems, listed, seconds=seconds, report=report, ordered=schedules is None)
+    return choose(problems, listed, seconds=seconds, report=progress or say_progress, ordered=schedules is None)
 
 
 def _require_options(options: Mapping[str, Any]) -> None:
@@ -241,8 +243,7 @@ def _require_profile_of(
     targets: Any,
     microbatches: int,
     *,
-    batch_dims: Any = 0,
-    weight: Weight | None = None,
+    microbatching: Microbatching = Microbatching(),
     **options: Any,
 ) -> None:
     """Raise `InputError`, naming what differs first, if a profile can't be of this model and batch.
@@ -258,7 +259,7 @@ def _require_profile_of(
             f"profile: got {profile!r}, expected a Profile. Pass what fpipe.profile returned, or "
             "fpipe.Profile.read(path)."
         )
-    batching = make_batchings(example, targets, batch_dims, microbatches, weight, microbatches)[True]
+    batching = make_batchings(example, targets, microbatching, microbatches, microbatches)[True]
     module, first = as_module(model), str(batching.split(batching.example)[0])
     held = sum({id(one): one.nbytes for one in module.parameters()}.values())
     known, blocks = {path for path, _ in module.named_modules()}, profile.blocks

@@ -10,15 +10,17 @@ Runs on request.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 from math import isfinite
 from typing import Any, Final
 
 from fpipe.errors import InputError, PipelineError
 from fpipe.pipelines.description import describe_channels, format_bytes, name_schedule
 from fpipe.planning.documents import Format, Limit
-from fpipe.tensors.arguments import describe_argument
+from fpipe.planning.timelines import write_page
+from fpipe.tensors.arguments import describe_argument, require_arguments
 from fpipe.weights.files import AnyPath
-from schedules import Schedule, check, lower
+from schedules import Certificate, Costs, Schedule, Sizes, check, drawing, lower, spans
 from schedules.errors import printable
 
 PLAN_FORMAT: Final = Format("plan", 1, "Make the plan again.", indent=1)
@@ -56,10 +58,13 @@ class Plan:
       recomputes.
     - `predicted`: the seconds of a step, the bubble, and the bytes of each rank.
     - `limits`: what the step's time consists of. `caps`: the bytes of each rank that the plan had to fit into.
+    - `costs`, `sizes`: the seconds and bytes of the stages, with which `schedules.simulate` makes the prediction.
     - `bound`: no plan takes fewer seconds; `because`: the argument that proves it.
     - `others`: the best of other schedules. `alone`, `copies`: one device, and data parallelism over as many.
     - `advice`: what to do instead, if a pipeline does not pay; otherwise empty.
     - `complete`: false if the search was stopped early.
+    - `certificate`: what holds of the schedule's program for a chain of these stages, with a bound for this order's
+      actions, for `schedules/certificate.py` to check; `None` for actions that certificates do not cover.
     """
 
     model: str
@@ -70,6 +75,8 @@ class Plan:
     predicted: Prediction
     limits: str
     caps: tuple[Limit, ...]
+    costs: Costs
+    sizes: Sizes
     bound: float
     because: str
     others: tuple[RunnerUp, ...]
@@ -77,6 +84,7 @@ class Plan:
     copies: RunnerUp
     advice: str = ""
     complete: bool = True
+    certificate: Certificate | None = None
 
     @property
     def gap(self) -> float:
@@ -84,15 +92,35 @@ class Plan:
         return max(0.0, self.predicted.seconds / self.bound - 1) if self.bound else 0.0
 
     def save(self, path: AnyPath) -> None:
-        """Write the plan as JSON."""
+        """Write the plan as JSON, with its certificate."""
         PLAN_FORMAT.save(path, self)
+
+    def page(self, path: AnyPath, beside: Plan | None = None) -> None:
+        """Write the predicted step as a page to look at (`schedules.drawing.page`), perhaps with that of another plan.
+
+        Raise `InputError` for a plan without times, and if there can be no file at this path.
+        """
+        require_arguments(Plan.page, locals())
+        others = {} if beside is None else {f"beside: {name_schedule(beside.schedule)}": beside._panel()}
+        write_page(path, {name_schedule(self.schedule): self._panel(), **others})
+
+    def _panel(self) -> drawing.Panel:
+        if not self.predicted.seconds:
+            raise InputError(
+                "page: got a plan without times, expected one that predicts a step. Profile the model where it can run."
+            )
+        return drawing.Panel(self.schedule, self.costs, None, self.sizes, self.caps, (), "s", "B")
+
+    def _repr_html_(self) -> str:  # called by notebooks
+        timelines = {"predicted": spans(self.schedule, self.costs)} if self.predicted.seconds else {}
+        return f"<pre>{escape(str(self))}</pre>{drawing.sketch(name_schedule(self.schedule), timelines)}"
 
     @classmethod
     def read(cls, path: AnyPath) -> Plan:
         """Return the plan in a file that `save` wrote.
 
-        Raise `InputError`, naming the file and the field, for anything else, a schedule that `schedules.check` refuses
-        included.
+        Raise `InputError`, naming the file and the field, for anything else: also for a schedule that `schedules.check`
+        refuses, and for a certificate of which a claim does not hold.
         """
         plan: Plan = PLAN_FORMAT.load(path, cls)
         if len(plan.cuts) + 1 != plan.schedule.stages:
@@ -108,6 +136,23 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(map(printable, _describe(self)))
+
+
+def require_certified(plan: Plan) -> None:
+    """Raise `InputError` if a plan has a certificate, and not one that holds of its own schedule."""
+    if plan.certificate is None:
+        return
+    try:
+        known = Certificate.parse(plan.certificate.text, "plan.certificate").programs()
+    except PipelineError as error:
+        raise InputError(str(error)) from error
+    program = lower(plan.schedule)
+    for rank, stream in enumerate(program.streams(range(plan.schedule.ranks))):
+        if known[rank : rank + 1] != [" ".join(map(str, stream))]:
+            raise InputError(
+                f"plan.certificate: got another program for rank {rank}, expected that of {plan.schedule!r}. Make the "
+                "plan again, or pass one with certificate=None."
+            )
 
 
 def take_plan(plan: Plan | None, schedule: Schedule | None, cuts: Any, stages: Any) -> tuple[Any, Any]:
@@ -126,6 +171,7 @@ def take_plan(plan: Plan | None, schedule: Schedule | None, cuts: Any, stages: A
             raise InputError(
                 f"{name}: got {given!r} besides a plan, which has its own, expected none. Drop one of them."
             )
+    require_certified(plan)
     return plan.schedule, plan.cuts
 
 
@@ -150,6 +196,11 @@ def _describe_time(plan: Plan) -> list[str]:
     ]
 
 
+def _describe_certificate(certificate: Certificate) -> str:
+    share = f", at most {100 * certificate.gap:.1f} % above the least for these actions" if certificate.makespan else ""
+    return f"  certified   right, ends on any network, takes {format_seconds(float(certificate.makespan))}{share}"
+
+
 def _describe(plan: Plan) -> list[str]:
     held = ", ".join(format_bytes(one) for one in plan.predicted.memory)
     finite = [cap for cap in plan.caps if isfinite(cap)]
@@ -164,6 +215,7 @@ def _describe(plan: Plan) -> list[str]:
         f"  one device  {plan.alone}",
         f"  copies      {plan.copies}",
         *[f"  next best   {one}" for one in plan.others],
+        *([] if plan.certificate is None else [_describe_certificate(plan.certificate)]),
         f"  profile     {plan.microbatch}, {plan.device}",
     ]
     if not plan.complete:

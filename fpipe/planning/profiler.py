@@ -7,7 +7,7 @@ Runs when it is called.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import CutsArgument, parse_places
 from fpipe.errors import InputError
 from fpipe.network.agreement import Field
@@ -29,8 +28,8 @@ from fpipe.pipelines.batch import find_home
 from fpipe.pipelines.builder import Model
 from fpipe.pipelines.handshake import agree_on_arguments
 from fpipe.pipelines.inputs import State
-from fpipe.pipelines.loss_weights import Weight
 from fpipe.pipelines.modes import require_gradients, suspend_autocast
+from fpipe.pipelines.options import Gradients, Microbatching, Recording, accept_fields
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import make_training_step
 from fpipe.planning.cut_model import (
@@ -46,15 +45,13 @@ from fpipe.planning.holdings import BlockMemory, find_hops, find_parameters
 from fpipe.planning.links import MESSAGE_SIZES, fit_link
 from fpipe.planning.profile import PROFILE_FORMAT, Profile
 from fpipe.planning.roofline import Roofline, calibrate
-from fpipe.record.captured import CaptureFunction, FrontEnd
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.objective import Loss
 from fpipe.record.variant import TRAINING
-from fpipe.stages.backends import Backward
-from fpipe.stages.ties import Tied
 from fpipe.tensors.arguments import require_arguments
 from fpipe.weights.loading import ValueSource
 from schedules import Link, Span
+from schedules.status import showing
 
 STEPS: Final = 3
 TIMED_AGREEMENTS: Final = 9
@@ -62,6 +59,8 @@ AGREEMENTS: Final = 2
 """In each step, before its first action and after its last."""
 
 
+@accept_fields
+@showing("profile")
 def profile(
     model: Model | Pipeline,
     example: tuple[Any, ...] | dict[str, Any],
@@ -70,13 +69,9 @@ def profile(
     loss: Loss | None = None,
     microbatches: int = 1,
     cuts: CutsArgument = None,
-    unsplittable: Selector | Iterable[Selector] = (),
-    whole: Selector | Iterable[Selector] = (),
-    capture: str | FrontEnd | CaptureFunction = "trace",
-    backward: Backward = "graph",
-    tied: Tied = "exact",
-    batch_dims: Any = 0,
-    weight: Weight | None = None,
+    microbatching: Microbatching = Microbatching(),
+    recording: Recording = Recording(),
+    gradients: Gradients = Gradients(),
     source: ValueSource | None = None,
     device: Roofline | None = None,
     link: Link | None = None,
@@ -119,7 +114,7 @@ def profile(
     >>> simulate(gpipe(ranks=2, microbatches=3), measured.costs(["2"])).makespan > 0
     True
     """
-    given = ModelArguments(loss, microbatches, unsplittable, whole, capture, backward, tied, batch_dims, weight)
+    given = ModelArguments(loss, microbatches, microbatching, recording, gradients)
     asked = Asked((example, targets), cuts, source, device, link, seconds)
     if isinstance(model, Pipeline):
         with model.ranks.enter_call("profile"):
@@ -156,6 +151,8 @@ class Asked(NamedTuple):
 def _require_profile(given: Mapping[str, Any]) -> None:
     """Raise `InputError` for arguments of `profile` that nothing can be measured with."""
     require_arguments(profile, given)
+    for name in ("microbatching", "recording", "gradients"):
+        given[name].require()
     require_gradients()
     if given["seconds"] < 0:
         raise InputError(f"seconds: got {given['seconds']}, expected a number of at least 0. Pass how long to measure.")

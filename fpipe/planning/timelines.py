@@ -12,7 +12,8 @@ Runs when `timeline` or `costs` is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -22,14 +23,62 @@ from fpipe.errors import InputError
 from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.arguments import require_arguments
-from schedules import KINDS, Action, Costs, Span, estimate
+from fpipe.weights.files import AnyPath, as_path
+from schedules import KINDS, Action, Costs, Graph, Schedule, Span, drawing, estimate
+from schedules.drawing import Panel
+from schedules.files.whole import open_whole
 from schedules.playing.timelines import read_spans
 
 WORDS: Final = tuple(KINDS)
 ABSENT: Final = -1  # the entry for an absent peer or slice
 
 
-def timeline(pipe: Pipeline, spans: Iterable[Span]) -> tuple[Span, ...]:
+class MeasuredTimeline(tuple[Span, ...]):
+    """The spans of a measured step, with the schedule that ran and its stage graph.
+
+    `together` is true if all ranks were in one process. As a value, it is the tuple of its spans.
+    """
+
+    schedule: Schedule
+    graph: Graph
+    together: bool
+
+    @classmethod
+    def of(cls, pipe: Pipeline, spans: Iterable[Span]) -> MeasuredTimeline:
+        """Return the recording of a step of `pipe`."""
+        made = cls(spans)
+        made.schedule, made.graph = pipe.schedule, pipe.program.graph
+        made.together = len(pipe.ranks.ranks) == pipe.schedule.ranks
+        return made
+
+    def page(self, path: AnyPath) -> None:
+        """Write the step over its prediction as a page to look at (`schedules.drawing.page`).
+
+        The prediction is the simulation with the costs that were measured, as of `fpipe.costs`. Raise `TimelineError`
+        for a stage without a forward or a backward, and for more than one step.
+        """
+        known = estimate_costs(self.schedule, self.together, [self])
+        predicted = Panel(self.schedule, known, self.graph, time="s")
+        seen = tuple(span for span in self if not (self.together and span.waits))  # in one process, they wait for turns
+        write_page(path, {"measured": replace(predicted, recorded=seen), "predicted": predicted})
+
+    def _repr_html_(self) -> str:  # called by notebooks
+        return drawing.sketch(f"{self.schedule!r}, measured in seconds", {"": self})
+
+
+def write_page(path: AnyPath, panels: Mapping[str, Panel]) -> None:
+    """Write a page of timelines; raise `InputError` if there can be none at this path."""
+    document = drawing.page(panels)
+    try:
+        with open_whole(as_path(path)) as file:
+            file.write(document)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path}: got {type(error).__name__}: {error}, expected a file. Choose another path."
+        ) from error
+
+
+def timeline(pipe: Pipeline, spans: Iterable[Span]) -> MeasuredTimeline:
     """Return the spans of all ranks, in seconds from the start of the first action, rank by rank in order of time.
 
     `spans` are those that this process recorded, of one step for example (`value_and_grad(pipe, record=spans.append)`).
@@ -52,6 +101,8 @@ def timeline(pipe: Pipeline, spans: Iterable[Span]) -> tuple[Span, ...]:
     '0F0 0F1 0RECV_B0<1 0B0 0B1'
     >>> simulated = spans(pipe.schedule, fpipe.costs(pipe, measured), pipe.program.graph)
     >>> picture = drawing.svg({"measured": measured, "simulated": simulated})
+
+    `measured.page("step.html")` writes it as a page to look at, over its prediction.
     """
     with call_together(timeline, locals()):
         mine = list(read_spans(spans))
@@ -62,7 +113,7 @@ def timeline(pipe: Pipeline, spans: Iterable[Span]) -> tuple[Span, ...]:
         every = [_span(row) for place in pipe.ranks.places for row in found[place].tolist()]
     begin = min((span.start for span in every if not span.waits), default=0.0)
     moved = (_shift(span, begin) for span in sorted(every, key=lambda span: span.rank))
-    return tuple(span for span in moved if not (span.waits and span.end <= 0))
+    return MeasuredTimeline.of(pipe, (span for span in moved if not (span.waits and span.end <= 0)))
 
 
 def costs(pipe: Pipeline, *timelines: Sequence[Span]) -> Costs:
@@ -72,10 +123,13 @@ def costs(pipe: Pipeline, *timelines: Sequence[Span]) -> Costs:
     waits is waiting for its turn. Raise `TimelineError` for a stage without spans.
     """
     require_arguments(costs, locals())
-    in_one_process = len(pipe.ranks.ranks) == pipe.schedule.ranks
-    return estimate(
-        pipe.schedule, *([span for span in read_spans(one) if not (in_one_process and span.waits)] for one in timelines)
-    )
+    return estimate_costs(pipe.schedule, len(pipe.ranks.ranks) == pipe.schedule.ranks, timelines)
+
+
+def estimate_costs(schedule: Schedule, together: bool, timelines: Iterable[Sequence[Span]]) -> Costs:
+    """Return the costs measured in timelines; without waits if all ranks are `together` in one process."""
+    each = ([span for span in read_spans(one) if not (together and span.waits)] for one in timelines)
+    return estimate(schedule, *each)
 
 
 def _require_own(spans: Sequence[Span], ranks: tuple[int, ...]) -> None:

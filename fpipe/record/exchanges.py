@@ -44,8 +44,8 @@ def require_joined(
             f"{here()}: got a collective or message ({operator_name(func)}{current_line()}) between the processes "
             f"{places}, expected processes that are the same rank of a pipeline: each stage runs on some of the "
             "processes only, so the others would never join in. Use a group of processes that run the same stage, such "
-            'as mesh.get_group("tp"). Or do it outside of the step: count tokens before, and pass weight=; what a step '
-            "returns is the same on all ranks."
+            'as mesh.get_group("tp"). Or do it outside of the step: count tokens before, and pass a weight; what a '
+            "step returns is the same on all ranks."
         )
 
 

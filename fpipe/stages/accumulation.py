@@ -27,7 +27,7 @@ from torch import Tensor
 from fpipe.tensors.effects import storage_id
 from fpipe.tensors.torch_private import foreach_add_
 
-Gradients: TypeAlias = tuple[Tensor | None, ...]
+Grads: TypeAlias = tuple[Tensor | None, ...]
 
 
 def add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
@@ -37,7 +37,7 @@ def add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     return grad.clone() if total is None else total.add_(grad)
 
 
-def add_all(totals: Gradients, grads: Gradients) -> Gradients:
+def add_all(totals: Grads, grads: Grads) -> Grads:
     """Return the sums, in the memory of `totals`."""
     a, b = _tensors(totals), _tensors(grads)
     if len(a) < len(totals) or len(b) < len(grads):
@@ -47,7 +47,7 @@ def add_all(totals: Gradients, grads: Gradients) -> Gradients:
     return totals
 
 
-def own_all(grads: list[Tensor | None], fresh: Container[int], weights: Sequence[Tensor] = ()) -> Gradients:
+def own_all(grads: list[Tensor | None], fresh: Container[int], weights: Sequence[Tensor] = ()) -> Grads:
     """Return the gradients, none in shared memory: copies replace all but the `fresh` ones, in `grads`, too.
 
     Copies are laid out like the `.grad` of these `weights`, if given.
@@ -77,7 +77,7 @@ def _copy_for(weight: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(weight, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
 
-def sum_of(a: Gradients, b: Gradients) -> Gradients:
+def sum_of(a: Grads, b: Grads) -> Grads:
     """Return the sums in new memory; where one is `None`, a copy of the other."""
     return tuple([_sum_of(one, other) for one, other in zip(a, b, strict=True)])
 
@@ -86,5 +86,5 @@ def _sum_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a + b if a is not None and b is not None else add(None, b if a is None else a)
 
 
-def _tensors(gradients: Gradients) -> list[Tensor]:
+def _tensors(gradients: Grads) -> list[Tensor]:
     return [tensor for tensor in gradients if tensor is not None]

@@ -36,6 +36,7 @@ from fpipe.tensors.placed import Placed, require_whole_result
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.tensors.tree import require_transparent
 from schedules import Graph, Placement, linear
+from schedules.status import say
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +179,11 @@ def _stages(
     metadata = infer(captured, sections, functions, variant, request)
     crossings = cross(captured, sections, metadata, placement)
     builder = _Builder(captured, sections, metadata, crossings, variant, request)
-    return tuple(builder.stage(s, function) for s, function in enumerate(functions)), crossings.graph(len(sections))
+    stages = []
+    for s, function in enumerate(functions):
+        say(f"making stage {s} of {len(functions)}", s / len(functions))
+        stages.append(builder.stage(s, function))
+    return tuple(stages), crossings.graph(len(sections))
 
 
 @dataclass(frozen=True)

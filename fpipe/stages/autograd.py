@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from fpipe.errors import InputError
 from fpipe.record.captured import Function, Hook, Tensors
-from fpipe.stages.accumulation import Gradients, add_all, own_all
+from fpipe.stages.accumulation import Grads, add_all, own_all
 from fpipe.stages.interface import ArgumentIndex, WeightIndex, Wiring
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.tensors.torch_private import FakeTensor, finish_collective, run_backward
@@ -143,7 +143,7 @@ class Autograd:
                     "expected none, as in the branch that was captured. Compute a new tensor instead."
                 )
 
-    def _enter(self, residuals: Residuals, cotangents: Gradients) -> tuple[Residuals, Tensors]:
+    def _enter(self, residuals: Residuals, cotangents: Grads) -> tuple[Residuals, Tensors]:
         """Return the residuals, with only the roots at which cotangents enter, and those cotangents: 1 for the loss."""
         roots = residuals.roots
         if self.wiring.loss is not None:
@@ -152,9 +152,7 @@ class Autograd:
         pairs = [(r, c) for r, c in zip(roots, cotangents, strict=True) if r is not None and c is not None]
         return residuals._replace(roots=tuple([root for root, _ in pairs])), tuple([given for _, given in pairs])
 
-    def backward(
-        self, residuals: Residuals | None, cotangents: Gradients, onto: Gradients = ()
-    ) -> tuple[Gradients, Gradients]:
+    def backward(self, residuals: Residuals | None, cotangents: Grads, onto: Grads = ()) -> tuple[Grads, Grads]:
         """Return a microbatch's cotangents for earlier stages, and its gradients, added in place to `onto` if given."""
         if residuals is None:
             return (), ()
@@ -166,9 +164,7 @@ class Autograd:
         outgoing, grads = self.differentiate(residuals, cotangents)
         return outgoing, add_all(onto, tuple(grads))
 
-    def differentiate(
-        self, residuals: Residuals | None, cotangents: Gradients
-    ) -> tuple[Gradients, list[Tensor | None]]:
+    def differentiate(self, residuals: Residuals | None, cotangents: Grads) -> tuple[Grads, list[Tensor | None]]:
         """Return cotangents and gradients as autograd returns them: they may share memory with other tensors."""
         if residuals is None:
             return (), []
@@ -181,7 +177,7 @@ class Autograd:
         pairs = zip(self.wiring.cotangents, leaves, strict=False)
         return all(spec.stride == leaf.stride() for spec, leaf in pairs)
 
-    def _accumulate(self, residuals: Residuals, cotangents: Gradients, onto: Gradients) -> tuple[Gradients, Gradients]:
+    def _accumulate(self, residuals: Residuals, cotangents: Grads, onto: Grads) -> tuple[Grads, Grads]:
         """Return the cotangents, and the sums, to which autograd adds each gradient while that is in the CPU's caches.
 
         Autograd adds to `.grad` in place if that is set. The weights are leaves of this step only, so it can stay set.
@@ -202,20 +198,20 @@ class Autograd:
             leaf.grad = None
         return outgoing, own_all(sums, kept)
 
-    def backward_input(self, residuals: Residuals | None, cotangents: Gradients) -> tuple[Gradients, Gradients]:
+    def backward_input(self, residuals: Residuals | None, cotangents: Grads) -> tuple[Grads, Grads]:
         """Return the cotangents for earlier stages, and the microbatch's gradients, for the weight half."""
         return self.backward(residuals, cotangents)
 
-    def backward_weight(self, deferred: Gradients, onto: Gradients = ()) -> Gradients:
+    def backward_weight(self, deferred: Grads, onto: Grads = ()) -> Grads:
         """Return the gradients of this stage's parameters, added in place to `onto` if that is given."""
         return add_all(onto, deferred) if onto else deferred
 
-    def _lay_out(self, found: Sequence[Tensor | None]) -> Gradients:
+    def _lay_out(self, found: Sequence[Tensor | None]) -> Grads:
         """Return the cotangents in the layouts in which they are sent; autograd has checked shapes and dtypes."""
         return tuple([_with_layout(spec, one) for spec, one in zip(self.wiring.cotangents, found, strict=True)])
 
     def _grad(
-        self, residuals: Residuals, leaves: tuple[Tensor | GradientEdge, ...], cotangents: Gradients
+        self, residuals: Residuals, leaves: tuple[Tensor | GradientEdge, ...], cotangents: Grads
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients at `leaves`, all `None` if no cotangent enters; free the graph."""
         if not leaves or not residuals.roots:
@@ -223,7 +219,11 @@ class Autograd:
         return self._walk(residuals, leaves, cotangents, into_leaves=False)
 
     def _walk(
-        self, residuals: Residuals, ends: tuple[Tensor | GradientEdge, ...], cotangents: Gradients, into_leaves: bool
+        self,
+        residuals: Residuals,
+        ends: tuple[Tensor | GradientEdge, ...],
+        cotangents: Grads,
+        into_leaves: bool,
     ) -> tuple[Any, ...]:
         """Call autograd's engine as `grad` or, with `into_leaves`, `backward` does, but without their costly checks."""
         roots: tuple[Any, ...] = residuals.roots

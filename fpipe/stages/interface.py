@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NewType, Protocol
 
 from fpipe.record.captured import Tensors
-from fpipe.stages.accumulation import Gradients
+from fpipe.stages.accumulation import Grads
 from fpipe.tensors.spec import Spec
 
 ArgumentIndex = NewType("ArgumentIndex", int)
@@ -96,11 +96,11 @@ class StageFunctions(Protocol):
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
         """Return the same outputs and buffers as `forward`, bit for bit, but no residuals."""
 
-    def backward(self, residuals: Any, cotangents: Gradients, onto: Gradients = ()) -> tuple[Gradients, Gradients]:
+    def backward(self, residuals: Any, cotangents: Grads, onto: Grads = ()) -> tuple[Grads, Grads]:
         """Return the cotangents for earlier stages, and the gradients, added in place to `onto` if that is given."""
 
-    def backward_input(self, residuals: Any, cotangents: Gradients) -> tuple[Gradients, Any]:
+    def backward_input(self, residuals: Any, cotangents: Grads) -> tuple[Grads, Any]:
         """Return the cotangents for earlier stages, and the state that the weight half needs."""
 
-    def backward_weight(self, deferred: Any, onto: Gradients = ()) -> Gradients:
+    def backward_weight(self, deferred: Any, onto: Grads = ()) -> Grads:
         """Return the gradients, added in place to `onto` if that is given."""

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from fpipe.record.captured import Tensors
-from fpipe.stages.accumulation import Gradients
+from fpipe.stages.accumulation import Grads
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.graph.codegen import PhaseFunction
 from fpipe.stages.interface import WeightIndex, Wiring
@@ -75,28 +75,28 @@ def skip_absent(stage: Recorded, wiring: Wiring) -> Recorded:
     outgoing = (None,) * len(wiring.cotangents)
     grads = (None,) * (len(wiring.leaves) - len(outgoing))
 
-    def backward(residuals: Any, cotangents: Gradients, onto: Gradients = ()) -> tuple[Gradients, Gradients]:
+    def backward(residuals: Any, cotangents: Grads, onto: Grads = ()) -> tuple[Grads, Grads]:
         if cotangents[0] is None:
             return outgoing, onto or grads
         if _is_sum(onto):
-            found: tuple[Gradients, Gradients] = stage.backward(residuals, cotangents, onto)
+            found: tuple[Grads, Grads] = stage.backward(residuals, cotangents, onto)
             return found
-        first: tuple[Gradients, Gradients] = stage.backward(residuals, cotangents)
+        first: tuple[Grads, Grads] = stage.backward(residuals, cotangents)
         return first
 
-    def backward_input(residuals: Any, cotangents: Gradients) -> tuple[Gradients, Any]:
+    def backward_input(residuals: Any, cotangents: Grads) -> tuple[Grads, Any]:
         if cotangents[0] is None:
             return outgoing, None
         made, deferred = stage.backward_input(residuals, cotangents)
         return made, (deferred,)
 
-    def backward_weight(deferred: Any, onto: Gradients = ()) -> Gradients:
+    def backward_weight(deferred: Any, onto: Grads = ()) -> Grads:
         if deferred is None:
             return onto or grads
         if _is_sum(onto):
-            totals: Gradients = stage.backward_weight(*deferred, onto)
+            totals: Grads = stage.backward_weight(*deferred, onto)
             return totals
-        first: Gradients = stage.backward_weight(*deferred)
+        first: Grads = stage.backward_weight(*deferred)
         return first
 
     makers = dict(stage.makers)
@@ -108,6 +108,6 @@ def skip_absent(stage: Recorded, wiring: Wiring) -> Recorded:
     return replace(stage, makers=makers)
 
 
-def _is_sum(onto: Gradients) -> bool:
+def _is_sum(onto: Grads) -> bool:
     """Return whether `onto` holds sums; a stage has gradients for all of its parameters or for none."""
     return bool(onto) and onto[0] is not None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fpipe.record.captured import Tensors
 from fpipe.runtime.contract import StageCrossing
-from fpipe.stages.accumulation import Gradients, sum_of
+from fpipe.stages.accumulation import Grads, sum_of
 from fpipe.stages.interface import StageFunctions, Wiring
 from fpipe.stages.prologue import Prologue
 from fpipe.tensors.spec import Spec
@@ -94,17 +94,17 @@ class ModelStage:
         return self.functions.evaluate
 
     @cached_property
-    def backward(self) -> Callable[..., tuple[Gradients, Gradients]]:
+    def backward(self) -> Callable[..., tuple[Grads, Grads]]:
         """The backward of one microbatch; it returns cotangents for earlier stages, and the parameters' gradients."""
         return self.functions.backward
 
     @cached_property
-    def backward_input(self) -> Callable[[Any, Gradients], tuple[Gradients, Any]]:
+    def backward_input(self) -> Callable[[Any, Grads], tuple[Grads, Any]]:
         """The input half of the backward; it returns cotangents for earlier stages, and state for the weight half."""
         return self.functions.backward_input
 
     @cached_property
-    def backward_weight(self) -> Callable[..., Gradients]:
+    def backward_weight(self) -> Callable[..., Grads]:
         """The weight half of the backward; it returns the parameters' gradients, `None` where nothing was computed."""
         return self.functions.backward_weight
 
@@ -112,7 +112,7 @@ class ModelStage:
         """Return zeros in place of the cotangents for earlier stages."""
         return tuple([spec.allocate().zero_() for crossing in self.pulls for spec in crossing.specs])
 
-    def gradients_for(self, peer: int, total: Gradients) -> Gradients:
+    def gradients_for(self, peer: int, total: Grads) -> Grads:
         """Return the gradients of parameters that stage `peer` also holds; for this stage's other replica, all."""
         complete = self.complete(total)
         if peer == self.index:
@@ -124,10 +124,10 @@ class ModelStage:
         (names,) = [crossing.values for crossing in self.shares if crossing.target == peer]
         return names
 
-    def add(self, first: Gradients, second: Gradients) -> Gradients:
+    def add(self, first: Grads, second: Grads) -> Grads:
         """Return the sum of two replicas' gradients, in new memory."""
         return sum_of(first, second)
 
-    def complete(self, total: Gradients) -> Gradients:
+    def complete(self, total: Grads) -> Grads:
         """Return the sum over all microbatches; `None` for a parameter that got no gradient from any of them."""
         return total or (None,) * len(self.grads)

@@ -365,7 +365,7 @@ def require_streamable(pipe: Pipeline) -> None:
     if pipe.copies.count > 1:
         raise InputError(
             f"mesh: got {pipe.copies.count} copies of the pipeline, expected one: a stream does not reduce gradients "
-            "over a mesh. Build the pipeline without dp= and shard=."
+            "over a mesh. Build the pipeline without dp and shard."
         )
     require_plain("train_stream", pipe.training.placed, "Call value_and_grad, clip and optimizer.update.")
     lengthen(pipe.schedule, 2)

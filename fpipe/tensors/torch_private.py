@@ -147,6 +147,8 @@ NAMES: Final[Paths] = {
         "torch.autograd.forward_ad._current_level",
         "torch._C._functorch.maybe_current_level",
         "torch._C._functorch.is_functorch_wrapped_tensor",
+        "torch._C._functorch.is_gradtrackingtensor",
+        "torch._C._functorch.get_unwrapped",
     ],
     "adding gradients in one call": ["torch._foreach_add_"],
     "norms that torch's clipping takes of a rank's share": ["torch.nn.utils.clip_grad._get_total_norm.__closure__"],
@@ -218,7 +220,7 @@ LATE: Final = ("torch._dynamo.", "torch.distributed.tensor.")
 """The packages that are imported before the first capture, by `import_tracer`, and not with fpipe."""
 
 
-class Place(NamedTuple):
+class PatchedName(NamedTuple):
     """A name that a capture replaces for its thread: the class or module that holds it, and the name there."""
 
     owner: Any
@@ -317,26 +319,26 @@ PAD: Any = torch._pad_packed_sequence
 # what a capture replaces
 has_thread_local: Callable[[str], bool] = torch._C._is_key_in_tls
 get_thread_local: Callable[[str], Any] = torch._C._get_obj_in_tls
-FAKE_TENSOR: Final = Place(torch._subclasses, "FakeTensor")
-TENSOR_CHECK: Final = Place(torch, "_check_tensor_all_with")
-ARGUMENT_CHECK: Final = Place(torch, "_is_all_true")
+FAKE_TENSOR: Final = PatchedName(torch._subclasses, "FakeTensor")
+TENSOR_CHECK: Final = PatchedName(torch, "_check_tensor_all_with")
+ARGUMENT_CHECK: Final = PatchedName(torch, "_is_all_true")
 APPLY: Final = (
-    Place(torch.autograd.function._SingleLevelFunction, "apply")
+    PatchedName(torch.autograd.function._SingleLevelFunction, "apply")
     if VERSION < (2, 14)
-    else Place(torch.autograd.Function, "apply")
+    else PatchedName(torch.autograd.Function, "apply")
 )
 """What `apply` of a custom autograd function calls; before torch 2.14 also where user code has kept that method."""
-NODE_INIT: Final = Place(torch.autograd.function.BackwardCFunction, "__init__")
+NODE_INIT: Final = PatchedName(torch.autograd.function.BackwardCFunction, "__init__")
 """What any call of a custom autograd function calls first, with its context, whose class names the function."""
-FUSED_ATTENTION: Final = Place(torch, "_native_multi_head_attention")
-PICKLE: Final = Place(torch.distributed.distributed_c10d, "_object_to_tensor")
+FUSED_ATTENTION: Final = PatchedName(torch, "_native_multi_head_attention")
+PICKLE: Final = PatchedName(torch.distributed.distributed_c10d, "_object_to_tensor")
 """What the functions of torch.distributed that exchange Python objects call first."""
-IS_TRACING: Final = Place(activation, "_is_make_fx_tracing")
-CHECKPOINT: Final = Place(checkpoint, GENERATOR)
+IS_TRACING: Final = PatchedName(activation, "_is_make_fx_tracing")
+CHECKPOINT: Final = PatchedName(checkpoint, GENERATOR)
 INNER_TRANSFORMS: Final = (
-    Place(apis, "vmap_impl"),
-    Place(eager_transforms, "grad_impl"),
-    Place(eager_transforms, "grad_and_value_impl"),
+    PatchedName(apis, "vmap_impl"),
+    PatchedName(eager_transforms, "grad_impl"),
+    PatchedName(eager_transforms, "grad_and_value_impl"),
 )
 """The functions that torch.func's transforms call, for those that cannot be replaced under their public names."""
 fused_encoder_layer: Any = torch._transformer_encoder_layer_fwd
@@ -375,11 +377,11 @@ def import_tracer() -> None:
         VariableBuilder._type_dispatch()  # a table of types, made once: later it might get the stand-in of fake tensors
 
 
-def compiled_place() -> Place:
+def compiled_place() -> PatchedName:
     """Return what code compiled by `torch.compile` asks when it is called: `None` makes it run as plain Python."""
     import torch._dynamo.eval_frame
 
-    return Place(torch._dynamo.eval_frame, "_callback_from_stance")
+    return PatchedName(torch._dynamo.eval_frame, "_callback_from_stance")
 
 
 def make_dtensor(
@@ -451,6 +453,15 @@ def order_dtypes(dtypes: Sequence[torch.dtype], device: torch.device) -> list[to
     """
     tensors: list[Tensor | None] = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
     return [dtype for _, dtype in _group_tensors_by_device_and_dtype([tensors])] if tensors else []
+
+
+def count_gradients(tensor: Tensor) -> int:
+    """Return how many gradients of torch.func around the caller differentiate with respect to a tensor."""
+    functorch, count = torch._C._functorch, 0
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        count += functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad
+        tensor = functorch.get_unwrapped(tensor)
+    return count
 
 
 def has_dual_level() -> bool:

@@ -32,8 +32,8 @@ Pair: TypeAlias = tuple[str, Tensor | None, Tensor | None]
 """A leaf's name, and its value on either side."""
 SPLIT: Final = (
     "See whether batch_dims splits every leaf into rows that belong together, whether the loss is a mean over equally "
-    "many rows or tokens in each microbatch (else pass weight=; reduce='sum' for sums), and whether a layer combines "
-    "rows, as BatchNorm does."
+    "many rows or tokens in each microbatch (else choose weight or reduce of fpipe.Microbatching), and whether a layer "
+    "combines rows, as BatchNorm does."
 )
 ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
 

@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fpipe.tensors.torch_private import FakeTensor, TorchDispatchMode, active_fake_mode
+from schedules.status import say
 
 Expression: TypeAlias = int
 """The number of an expression; equal ones have the same."""
@@ -58,6 +59,8 @@ NUMBERS: Final = frozenset((*COPIES, "scalar_tensor", "full"))
 """Operators whose result, without dimensions, is the number that they are given."""
 TWINS: Final = MappingProxyType({("mkldnn_rnn_layer_backward", 4): 3})
 """The results of operators that equal an earlier one: the gradients of both biases of a recurrent layer."""
+TOLD: Final = 100
+"""After how many operators a proof says how far it is."""
 LARGEST_FOLDED: Final = 4096
 """The most elements of a constant that is known by its bytes."""
 
@@ -225,6 +228,8 @@ class Expressions(TorchDispatchMode):
         if active_fake_mode() is not None or any(issubclass(kind, FakeTensor) for kind in types):  # a model is recorded
             return func(*args, **kwargs)
         self.operators += 1
+        if self.operators % TOLD == 0:
+            say(f"{self.operators} operators, {len(self.numbers)} expressions")
         call = OperatorCall.of(func, args, kwargs)
         keys = [self._key(one) for one in call.parts()]
         is_constant = self._depends_on_nothing(call)

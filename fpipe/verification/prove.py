@@ -27,6 +27,7 @@ from fpipe.tensors.placed import require_plain
 from fpipe.verification.comparison import Results, list_pairs
 from fpipe.verification.expressions import Expressions
 from fpipe.verification.verify import Trial, verify_steps
+from schedules.status import showing
 
 NOISE: Final = 2.0**-10
 ASSUMED: Final = (
@@ -73,6 +74,7 @@ class Proof:
         return "\n".join(lines)
 
 
+@showing("prove")
 def prove(
     pipe: Pipeline,
     model: nn.Module | Sequence[Callable[..., Any]],
@@ -172,6 +174,6 @@ def _require_here(pipe: Pipeline) -> None:
     if pipe.device.type != "cpu":
         raise InputError(
             f"pipe: got one on {pipe.device}, expected one on the CPU: inputs are known by their bytes. Build it again "
-            "with device='cpu', and a model and an example there."
+            "with fpipe.Place(device='cpu'), and a model and an example there."
         )
     require_plain("prove", pipe.training.placed, "Build the pipeline of the model before it was split.")

@@ -228,7 +228,7 @@ def require_whole_batches(pipe: Pipeline) -> None:
     if pipe.copies.own_rows and pipe.copies.count > 1:
         raise InputError(
             "pipe: got rows='own', expected rows='whole': one device runs the whole batch, which no process is passed. "
-            "Build the pipeline with rows='whole' to compare."
+            "Build it with fpipe.Place(rows='whole') to compare."
         )
 
 

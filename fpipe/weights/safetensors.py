@@ -29,6 +29,7 @@ from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
 from fpipe.weights.files import AnyPath, as_path, join_inside, read_text, require_regular
 from schedules.errors import printable, quote
+from schedules.status import say
 
 INDEX = "model.safetensors.index.json"
 MOST_HEADER = 2**25
@@ -156,7 +157,9 @@ def _read_spec(file: Any, name: str, known: dict[tuple[str, tuple[int, ...]], Sp
 def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill those of these tensors whose names a file has; the caller has compared dtypes and shapes."""
     with wrap_read_errors(path), open_safetensors(path) as file:
-        for name in tensors.keys() & {*file.keys()}:
+        found = tensors.keys() & {*file.keys()}
+        for k, name in enumerate(found):
+            say(f"reading {path.name}", k / len(found))
             tensors[name].copy_(_get_tensor(file, name))
 
 
@@ -164,6 +167,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write contiguous host tensors, by name, into a file that stays if the machine fails."""
     from safetensors.torch import save_file
 
+    say(f"writing {path.name}")
     save_file(dict(tensors), path, metadata={"format": "pt"})  # without which transformers refuses the file
     with path.open("rb") as file:
         os.fsync(file.fileno())

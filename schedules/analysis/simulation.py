@@ -210,12 +210,17 @@ def _sum_up(
         unit = schedule.stages / schedule.ranks
         memory = tuple(most / unit for most in peak)
     else:
-        memory = tuple(most + _weight_memory(schedule, rank, sizes) for rank, most in enumerate(peak))
+        memory = tuple(most + weight_memory(schedule, rank, sizes) for rank, most in enumerate(peak))
     return Timeline(max(0.0, max(finish) - min(begin)), max(lasted), tuple(busy), tuple(waited), memory)
 
 
-def _weight_memory(schedule: Schedule, rank: int, sizes: Sizes) -> float:
-    """Return the size of the weights on `rank`, counting every version kept."""
+def weight_memory(schedule: Schedule, rank: int, sizes: Sizes) -> float:
+    """Return the size of the weights on `rank`, counting every version kept.
+
+    >>> from schedules import pipedream
+    >>> weight_memory(pipedream(ranks=3, microbatches=8), rank=0, sizes=Sizes(weight=2))
+    6
+    """
     if not sizes.weight:
         return 0
     if all(action.kind != "U" for action in schedule.actions(rank)):  # counting versions takes ten times as long

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
-from math import isfinite
+from math import inf, isfinite
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -60,6 +60,15 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 def add_files(parser: argparse.ArgumentParser, csv: bool = True) -> None:
     """Add the options for files to write."""
     parser.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
+    parser.add_argument("--pdf", metavar="FILE", help="write that picture for print")
+    parser.add_argument("--tikz", metavar="FILE", help="write it for LaTeX")
+    style = parser.add_argument_group("the style of these pictures")
+    style.add_argument(
+        "--window", type=_parse_window, default=(0.0, inf), metavar="BEGIN,END", help="show this time only"
+    )
+    style.add_argument("--labels", choices=("full", "microbatch", "none"), default="full")
+    style.add_argument("--palette", choices=("color", "gray"), default="color")
+    style.add_argument("--width", type=parse_number, metavar="POINTS")
     parser.add_argument("--trace", metavar="FILE", help="write it for ui.perfetto.dev or chrome://tracing")
     if csv:
         parser.add_argument("--csv", metavar="FILE", help="write the actions as a table")
@@ -162,6 +171,14 @@ def _parse_cost(text: str) -> Cost:
 def _parse_positive(text: str) -> float:
     if not (found := parse_number(text)):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+    return found
+
+
+def _parse_window(text: str) -> tuple[float, float]:
+    begin, _, end = text.partition(",")
+    found = parse_number(begin), parse_number(end) if end else inf
+    if found[0] >= found[1]:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a later end, as in 8,24")
     return found
 
 

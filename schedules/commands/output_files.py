@@ -30,8 +30,11 @@ def write_files(
 ) -> bool:
     """Write the files that the options name, and print their names. Return whether there were any."""
     files: list[tuple[str, str]] = []
-    if options.svg:
-        files.append((options.svg, drawing.svg(_make_all(timelines), memory, sizes, marked=marked)))
+    style = drawing.Style(options.window, options.labels, options.palette)
+    for name, draw in ((options.svg, drawing.svg), (options.pdf, drawing.pdf), (options.tikz, drawing.tikz)):
+        if name:
+            drawn = draw(_make_all(timelines), memory, sizes, options.width, marked, style)
+            files.append((name, drawn if isinstance(drawn, str) else drawn.decode("ascii")))
     if options.trace:
         files.append((options.trace, drawing.trace(_make_all(timelines), graph, sizes)))
     for name, content in files:

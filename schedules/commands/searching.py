@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from shutil import get_terminal_size
-from typing import Final
 
 from schedules import drawing
 from schedules.analysis.simulation import simulate, spans
@@ -18,8 +16,7 @@ from schedules.language.schedule import Schedule
 from schedules.playing.problem import Problem
 from schedules.searching.search import TRIES, SearchProgress, search
 from schedules.searching.solver import cp_sat
-
-WIDTH: Final = 79
+from schedules.status import say, showing
 
 
 def add_search(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +38,8 @@ def report_search(options: argparse.Namespace) -> int:
     schedule = subject_of(options).make()
     _require_comparable(schedule)
     costs, sizes = fit(costs_of(options), schedule), fit(sizes_of(options), schedule)
-    timeline, line = simulate(schedule, costs, sizes=sizes), SearchLine()
-    try:
+    timeline = simulate(schedule, costs, sizes=sizes)
+    with showing("search"):
         memory = timeline.peak_memory if options.memory is None else options.memory
         what = costs, schedule.placement, schedule.microbatches, memory, sizes, schedule.graph
         found = search(
@@ -51,10 +48,8 @@ def report_search(options: argparse.Namespace) -> int:
             tries=options.tries,
             seed=options.seed,
             solver=cp_sat if options.solver else None,
-            progress=line.show,
+            progress=_say_progress,
         )
-    finally:
-        line.end()
     print(found)
     print(f"{schedule!r} takes {timeline.makespan:g}\n")
     timelines = {str(found.origin): lambda: spans(found.schedule, costs)}
@@ -75,21 +70,5 @@ def _require_comparable(schedule: Schedule) -> None:
         )
 
 
-class SearchLine:
-    """A line of standard error that says how far the search is; nothing if that is not a terminal."""
-
-    def __init__(self) -> None:
-        self.shown = sys.stderr is not None and sys.stderr.isatty()
-        self.width = min(WIDTH, max(1, get_terminal_size().columns - 1))
-
-    def show(self, progress: SearchProgress) -> None:
-        """Rewrite the line."""
-        if self.shown:
-            done = round(20 * progress.share)
-            text = f"[{'#' * done}{' ' * (20 - done)}] best {progress.best:g}, no less than {progress.bound:g}"
-            print(f"\r{text[: self.width]:<{self.width}}", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Clear the line."""
-        if self.shown:
-            print(f"\r{'':<{self.width}}\r", end="", file=sys.stderr, flush=True)
+def _say_progress(progress: SearchProgress) -> None:
+    say(f"best {progress.best:g}, no less than {progress.bound:g}", progress.share)

@@ -1,11 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of timelines: text for terminals, SVG, pages to look at, and trace files for Perfetto."""
+"""Pictures of timelines: text for terminals, SVG, PDF and TikZ, pages to look at, and trace files for Perfetto."""
 
 from schedules.drawing.events import read_trace, trace
 from schedules.drawing.lines import text, texts
 from schedules.drawing.notebooks import sketch
 from schedules.drawing.pages import Panel, page
 from schedules.drawing.palette import ansi, legend, plain
-from schedules.drawing.vector import svg
+from schedules.drawing.vector import Style, pdf, svg, tikz
 
-__all__ = ["Panel", "ansi", "legend", "page", "plain", "read_trace", "sketch", "svg", "text", "texts", "trace"]
+__all__ = [
+    "Panel",
+    "Style",
+    "ansi",
+    "legend",
+    "page",
+    "pdf",
+    "plain",
+    "read_trace",
+    "sketch",
+    "svg",
+    "text",
+    "texts",
+    "tikz",
+    "trace",
+]

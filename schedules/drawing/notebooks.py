@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from html import escape
 from typing import Final
 
 from schedules.analysis.simulation import spans
@@ -27,15 +26,18 @@ def sketch(title: str, timelines: Mapping[str, Iterable[Span]]) -> str:
     >>> picture[:32], picture.count("<title>")
     ('<div><code>a &lt; b</code><br><s', 8)
     """
+    from html import escape  # rarely needed, and slow to import
+
     drawn = {name: tuple(each) for name, each in timelines.items()}
     count = sum(map(len, drawn.values()))
-    picture = f"{count} actions" if count > MOST_ACTIONS else svg(drawn, width=COLUMN)
+    picture = f"{count} actions" if count > MOST_ACTIONS else svg(drawn, width=COLUMN) if count else ""
     return f"<div><code>{escape(title)}</code><br>{picture}</div>"
 
 
 @notebook_picture.register
 def _sketch_schedule(schedule: Schedule) -> str:
     try:
-        return sketch(repr(schedule), {"": spans(schedule, Costs())})
+        timeline = tuple(spans(schedule, Costs()))
     except PipelineError as error:
-        return f"<div><code>{escape(repr(schedule))}</code><br>{escape(str(error))}</div>"
+        return sketch(f"{schedule!r}: {error}", {})
+    return sketch(repr(schedule), {"": timeline})

@@ -2,418 +2,34 @@
 //
 // A page of timelines: everything that a reader sees and moves. `pages.py` wrote the data; nothing else is loaded.
 //
-//   1 Actions     their text, and what the vocabulary says of them
-//   2 The rules   a port of schedules/checking, for orders of the same actions: the first violation, and where
-//   3 Playing     a port of schedules/playing/engine: when each action runs in an order
-//   4 Panels      one timeline: causes, transfers, memory, the critical path, and its edits
-//   5 Drawing     the canvas; rows of narrow actions are drawn as pixels, so that 100,000 of them stay smooth
-//   6 The reader  pointer, keys, search, export, and the view in the address
+//   1 Panels      one timeline: causes, transfers, memory, the critical path, and its edits
+//   2 Drawing     the canvas; rows of narrow actions are drawn as pixels, so that 100,000 of them stay smooth
+//   3 The reader  pointer, keys, search, export, and the view in the address
 //
 // Invariant: names that users chose are only ever set as text, never as HTML.
-"use strict";
 
-// --------------------------------------------------------------------------------------------------------- 1 Actions
-
-const DATA = JSON.parse(document.getElementById("data").textContent);
-const KINDS = DATA.kinds;
-const COLLECTIVES = new Set(["UNSHARD", "RESHARD", "REDUCE_GRAD"]);
-const ROUNDING = 1e-9;
-
-/** Return the action that a text such as 3F0 or 3F0.2 names. */
-function parse(text, rank) {
-  const [, s, kind, i, part] = /^(\d+)([A-Z_]+?)(\d+)(?:\.(\d+))?$/.exec(text);
-  return { text, kind, s: Number(s), i: Number(i), part: part === undefined ? null : Number(part), rank };
-}
-
-const isOpener = (a) => a.kind === "OVERLAP_F";
-const isBackward = (a) => a !== undefined && KINDS[a.kind].crosses === "B";
-
-// ------------------------------------------------------------------------------------------------------- 2 The rules
-
-class Violation extends Error {
-  constructor(rule, rank, position, action, problem) {
-    super(problem);
-    Object.assign(this, { rule, rank, position, action });
-  }
-}
-
-/** The progress of one stage on one rank; the attributes are those of schedules.checking.progress.Work. */
-class Work {
-  constructor(plan, rank, stage) {
-    const mine = plan.routes.map((homes, route) => [homes, route]).filter(([homes]) => homes[stage] === rank);
-    [this.first, this.stride] = mine.length === plan.routes.length ? [0, 1] : [mine[0][1], plan.routes.length];
-    this.slices = plan.slices;
-    this.count = Math.ceil((plan.microbatches - this.first) / this.stride) * plan.slices;
-    this.replicated = this.stride > 1;
-    this.tied = plan.tied.includes(stage);
-    Object.assign(this, { lives: new Map(), finished: new Set(), prefix: 0, began: new Map() });
-    Object.assign(this, { versions: 0, applied: -1, gatherings: 0, summed: false, reduced: false, gathered: false });
-    if (plan.uses) this.stash = this.makeStash(plan.uses);
-  }
-
-  makeStash(uses) {
-    const needed = new Map();
-    for (let unit = 0; unit < this.count; unit++) {
-      const version = uses[this.microbatch(unit)];
-      needed.set(version, (needed.get(version) ?? 0) + 1);
-    }
-    return { needed, old: new Set(), newest: 0 };
-  }
-
-  unit(a) { return Math.floor(a.i / this.stride) * this.slices + (a.part ?? 0); }
-  microbatch(unit) { return this.first + Math.floor(unit / this.slices) * this.stride; }
-  gathering(count) { return this.first + count * this.stride; }
-  get last() { return this.microbatch(this.count - 1); }
-
-  finish(unit) {
-    this.lives.delete(unit);
-    this.finished.add(unit);
-    while (this.finished.has(this.prefix)) this.prefix++;
-  }
-
-  /** Return the first microbatch with only some slices forwarded, or null. */
-  firstPartial() {
-    const begun = new Set([...this.lives.keys()].map((unit) => Math.floor(unit / this.slices)));
-    for (const i of [...begun].sort((a, b) => a - b)) {
-      for (let unit = i * this.slices; unit < (i + 1) * this.slices; unit++) {
-        if (!this.lives.has(unit) && !this.finished.has(unit)) return this.microbatch(i * this.slices);
-      }
-    }
-    return null;
-  }
-}
-
-/** The rules on one rank: `step` takes its actions in order, `end` comes after the last. Both throw a Violation. */
-class Judge {
-  constructor(plan, rank) {
-    const stages = new Set(plan.routes.flatMap((homes) => homes.map((r, s) => (r === rank ? s : -1)))).values();
-    this.works = new Map([...stages].filter((s) => s >= 0).map((s) => [s, new Work(plan, rank, s)]));
-    Object.assign(this, { plan, rank, opener: null, gathers: false, passed: new Map(), held: 0 });
-    this.unit = (plan.slices * plan.stages) / plan.ranks;
-    this.limit = plan.memory === null ? Infinity : (plan.memory[rank] ?? Infinity) * this.unit + ROUNDING;
-  }
-
-  step(position, a) {
-    const work = this.works.get(a.s);
-    const fail = (rule, problem) => { throw new Violation(rule, this.rank, position, a.text, problem); };
-    this.requireLife(a, work, fail);
-    if (this.opener !== null && (!isBackward(a) || (a.s === this.opener.s && a.i === this.opener.i))) {
-      fail("fused", `cannot overlap with ${this.opener.text}`);
-    }
-    this.opener = isOpener(a) ? a : null;
-    this.requireCollected(a, work, fail);
-    this.requireUpdated(a, work, fail);
-    if (this.plan.slices > 1) this.requireSliced(a, fail);
-    this.held += this.plan.backward ? KINDS[a.kind].holds : 0;
-    if (this.held > this.limit) {
-      fail("within_memory", `needs memory for activations of ${number(this.held / this.unit)} microbatches, more than ` +
-        `the limit of ${this.plan.memory[this.rank]}`);
-    }
-  }
-
-  end(length) {
-    if (this.opener === null) return;
-    throw new Violation("fused", this.rank, length, null, `nothing overlaps with ${this.opener.text}`);
-  }
-
-  requireLife(a, work, fail) {
-    const word = KINDS[a.kind];
-    if (!word.after) return;
-    const after = this.plan.backward ? word.after : "done", unit = work.unit(a);
-    let state = work.lives.get(unit) ?? "";
-    if (state !== word.before || (!state && work.finished.has(unit))) {
-      if (work.finished.has(unit)) state = "done";
-      const name = (kind) => `${a.s}${kind}${a.i}${a.part === null ? "" : `.${a.part}`}`;
-      const ages = ["", "kept", "forward", "halved", "done"], makers = { kept: "C", forward: "F", halved: "I" };
-      if (state === "kept" && word.before === "forward") fail("forward_before_backward", `comes before ${name("R")}`);
-      if (ages.indexOf(state) < ages.indexOf(word.before)) {
-        fail("forward_before_backward", `comes before ${name(makers[word.before])}`);
-      }
-      fail("forward_before_backward", "has already run, or its backward has");
-    }
-    if (after === "done") work.finish(unit);
-    else work.lives.set(unit, after);
-  }
-
-  requireCollected(a, work, fail) {
-    const unfinished = () => `comes before the backward of microbatch ${work.microbatch(work.prefix)}`;
-    if (a.kind === "G") {
-      if (work.finished.size < work.count) fail("summed", unfinished());
-      work.summed = true;
-    } else if (a.kind === "REDUCE_GRAD") {
-      if (work.finished.size < work.count) fail("reduced", unfinished());
-      if (work.replicated && !work.summed) fail("reduced", "comes before the gradients of the replicas are summed");
-      if (work.versions) fail("reduced", "comes after an update with a gradient that was not reduced");
-      work.reduced = true;
-    } else if (a.kind === "UNSHARD") {
-      if (work.gathered) fail("gathered", "gathers weights that are gathered already");
-      if (!work.gatherings && (work.lives.size || work.finished.size)) {
-        fail("gathered", `comes after a pass through stage ${a.s}, which read weights that were not gathered`);
-      }
-      if (a.i !== work.gathering(work.gatherings)) fail("gathered", "is not numbered in order");
-      work.gathered = this.gathers = true;
-      work.gatherings++;
-    } else if (a.kind === "RESHARD") {
-      if (!work.gathered) fail("gathered", "frees weights that are not gathered");
-      if (a.i !== work.gathering(work.gatherings - 1)) fail("gathered", "is not the end of that gathering");
-      work.gathered = false;
-    } else if (this.gathers && KINDS[a.kind].reads) {
-      if (work.gatherings && !work.gathered) fail("gathered", "reads weights that are not gathered");
-    } else if (this.gathers && a.kind === "U") {
-      if (work.gathered) fail("gathered", "updates the shards while the weights are gathered");
-    }
-  }
-
-  requireUpdated(a, work, fail) {
-    const stash = work.stash, uses = this.plan.uses;
-    if (a.kind === "U") {
-      this.recordUpdate(a, work, fail);
-    } else if (stash && KINDS[a.kind].after) {
-      const version = uses[a.i];
-      if (version > stash.newest) fail("updated", `uses version ${version} of the weights, which is not made yet`);
-      if (KINDS[a.kind].after === "done") {
-        stash.needed.set(version, stash.needed.get(version) - 1);
-        if (!stash.needed.get(version)) stash.old.delete(version);
-      }
-    }
-  }
-
-  recordUpdate(a, work, fail) {
-    if (work.prefix < work.count && work.microbatch(work.prefix) <= a.i) {
-      fail("updated", `comes before the backward of microbatch ${work.microbatch(work.prefix)}`);
-    }
-    if (a.i <= work.applied) fail("updated", `an earlier update applied microbatch ${work.applied}`);
-    if (work.replicated && !work.summed) fail("updated", "comes before the gradients of the replicas are summed");
-    if ((work.replicated || work.tied || work.reduced) && a.i !== work.last) {
-      fail("updated", `updates before microbatch ${work.last}, when the gradient is complete`);
-    }
-    const parted = work.firstPartial();
-    if (parted !== null) fail("updated", `comes between the slices of microbatch ${parted}`);
-    work.versions++;
-    work.applied = a.i;
-    const kept = work.stash ? this.keepDeclared(work.stash) : this.keepBegun(work);
-    const limit = this.plan.versions[this.rank] ?? Infinity;
-    if (kept > limit) fail("updated", `would make ${kept} versions of the weights to keep, more than ${limit}`);
-  }
-
-  keepDeclared(stash) {
-    if (stash.needed.get(stash.newest)) stash.old.add(stash.newest);
-    stash.newest++;
-    return stash.old.size + 1;
-  }
-
-  keepBegun(work) {
-    work.began = new Map([...work.lives.keys()].map((unit) => [unit, work.began.get(unit) ?? work.versions - 1]));
-    return new Set([work.versions, ...work.began.values()]).size;
-  }
-
-  requireSliced(a, fail) {
-    const way = KINDS[a.kind].crosses, k = this.plan.slices, key = (what) => `${what},${a.s},${a.i}`;
-    if (!way) return;
-    const done = this.passed.get(key(way)) ?? 0, forwards = this.passed.get(key("F")) ?? 0;
-    const expected = way === "F" ? done : k - 1 - done;
-    if (a.part !== expected || (way === "B" && forwards < k)) {
-      const first = way === "B" && forwards < k ? `F${a.i}.${forwards}` : `${way}${a.i}.${expected}`;
-      fail("sliced", `comes before ${a.s}${first}`);
-    }
-    this.passed.set(key(way), done + 1);
-    if (way === "B" && a.part === 0) ["F", "B"].forEach((what) => this.passed.delete(key(what)));
-  }
-}
-
-// --------------------------------------------------------------------------------------------------------- 3 Playing
-
-/** Return what each kind of action takes and gives, by stage and route: schedules.playing.dependencies.wires. */
-function wire(plan) {
-  const R = plan.routes.length, taken = new Map(), given = new Map();
-  const add = (map, key, value) => (map.has(key) ? map.get(key).push(value) : map.set(key, [value]));
-  for (const [what, source, target, route, producer, consumer, delay, count, maker] of plan.edges) {
-    const one = { what, source, producer, consumer, count, arrived: new Map(), wanted: null, seen: 0, latest: 0 };
-    const on = (stage, rank) => [...Array(R).keys()].filter((n) => plan.routes[n][stage] === rank);
-    const plain = what !== "G", same = source === target;
-    const takers = plain ? [[what, route]] : same ? [["G", on(target, consumer)[0]]]
-      : on(target, consumer).map((n) => ["U", n]);
-    const givers = plain ? [[what, route]] : on(source, producer).map((n) => [maker, n]);
-    for (const [word, n] of takers) add(taken, `${word},${target},${n}`, one);
-    for (const [word, n] of givers) add(given, `${word},${source},${n}`, [one, delay]);
-  }
-  const table = {};
-  for (const [kind, word] of Object.entries(KINDS)) {
-    table[kind] = [];
-    for (let s = 0; s < plan.stages; s++) {
-      for (let n = 0; n < R; n++) {
-        const key = `${word.crosses || kind},${s},${n}`, ends = `done,${s},${n}`;
-        const gives = [...(given.get(key) ?? []), ...((word.after === "done" && given.get(ends)) || [])];
-        table[kind].push({ takes: taken.get(key) ?? [], gives });
-      }
-    }
-  }
-  return table;
-}
-
-const arrival = (one, unit) => (one.count ? (one.seen === one.count ? one.latest : undefined) : one.arrived.get(unit));
-
-/**
- * Play the rows of all ranks; return the starts and ends of their actions. `times` has what each takes, by text.
- * If `judged`, throw a Violation for the first that breaks a rule, or for a deadlock. Otherwise play on as far as it
- * goes, and put what is left behind it.
- */
-function play(plan, rows, times, judged) {
-  const R = plan.routes.length, table = wire(plan), ready = rows.map((_, rank) => rank).reverse();
-  const judges = judged ? rows.map((_, rank) => new Judge(plan, rank)) : null;
-  const read = rows.map(() => 0), over = rows.map(() => false);
-  const advance = (rank) => {
-    const k = read[rank];
-    if (k === rows[rank].length) {
-      if (judges && !over[rank]) judges[rank].end(k);
-      over[rank] = true;
-      return null;
-    }
-    if (judges) judges[rank].step(k, rows[rank][k]);
-    return read[rank]++;
-  };
-  const heads = rows.map((_, rank) => advance(rank)), partners = rows.map(() => null), waits = rows.map(() => null);
-  const clock = rows.map(() => 0), free = rows.map(() => 0), gates = rows.map(() => new Map());
-  const starts = rows.map((row) => Array(row.length)), ends = rows.map((row) => Array(row.length));
-
-  const deliver = (gives, unit, now) => {
-    for (const [one, delay] of gives) {
-      if (one.count) {
-        one.seen++;
-        one.latest = Math.max(one.latest, now + delay);
-        if (one.seen === one.count && one.wanted !== null) one.wanted = unit;
-      } else {
-        one.arrived.set(unit, now + delay);
-      }
-      if (one.wanted === unit) {
-        one.wanted = null;
-        ready.push(one.consumer);
-      }
-    }
-  };
-  const unitOf = (a) => (a.part === null ? a.i : a.i * plan.slices + a.part);
-  const wireOf = (a) => table[a.kind][a.s * R + (a.i % R)];
-  // Return when the inputs of an action are there, or infinity: then its rank waits.
-  const latest = (rank, a) => {
-    const unit = unitOf(a), gate = KINDS[a.kind].reads ? "UNSHARD" : a.kind === "U" ? "REDUCE_GRAD" : "";
-    let found = gates[rank].get(`${gate},${a.s}`) ?? 0;
-    for (const one of wireOf(a).takes) {
-      const time = arrival(one, unit);
-      if (time === undefined) {
-        one.wanted = unit;
-        waits[rank] = one;
-        return Infinity;
-      }
-      found = Math.max(found, time);
-    }
-    return found;
-  };
-
-  while (ready.length) {
-    const rank = ready.pop(), row = rows[rank];
-    let k = heads[rank], now = clock[rank], pending = null;
-    while (k !== null) {
-      const a = row[k], { takes, gives } = wireOf(a), unit = unitOf(a), time = times.get(a.text);
-      if (COLLECTIVES.has(a.kind)) {  // beside the other actions, one after the other
-        starts[rank][k] = a.kind === "RESHARD" ? now : Math.max(now, free[rank]);
-        ends[rank][k] = a.kind === "RESHARD" ? now : (free[rank] = starts[rank][k] + time);
-        gates[rank].set(`${a.kind},${a.s}`, ends[rank][k]);
-        deliver(gives, unit, ends[rank][k]);
-        k = advance(rank);
-        continue;
-      }
-      let start = now, fused = false;
-      if (isOpener(a)) {  // a pair starts as one
-        partners[rank] ??= advance(rank);
-        fused = partners[rank] !== null && isBackward(row[partners[rank]]);
-        if (fused) start = Math.max(start, latest(rank, row[partners[rank]]));
-        if (start === Infinity) break;
-      }
-      start = Math.max(start, latest(rank, a));
-      if (start === Infinity) break;
-      for (const one of takes) one.arrived.delete(unit);
-      starts[rank][k] = start;
-      ends[rank][k] = now = start + time;
-      if (fused) {
-        pending = [gives, unit];
-      } else {
-        deliver(gives, unit, now);
-        if (pending) deliver(...pending, now);
-        pending = null;
-      }
-      k = partners[rank] ?? advance(rank);
-      partners[rank] = null;
-    }
-    heads[rank] = k;
-    clock[rank] = now;
-  }
-  const rest = rows.map((row, rank) => [heads[rank], partners[rank]].filter((k) => k !== null));
-  if (judges && heads.some((k) => k !== null)) explainDeadlock(plan, rows, rest, waits, advance);
-  rows.forEach((row, rank) => appendRest(row, rest[rank][0] ?? row.length, times, starts[rank], ends[rank], clock[rank]));
-  return { starts, ends };
-}
-
-/** Give the actions from `k` on, which never run, times one after the other. */
-function appendRest(row, k, times, starts, ends, now) {
-  for (; k < row.length; k++) {
-    starts[k] = now;
-    ends[k] = now += times.get(row[k].text);
-    row[k].stuck = true;
-  }
-}
-
-/** Throw the Violation of a play that is stuck: follow the waits to what is never made, or to a cycle. */
-function explainDeadlock(plan, rows, rest, waits, advance) {
-  rows.forEach((_, rank) => {
-    for (let k = advance(rank); k !== null; k = advance(rank)) rest[rank].push(k);
-  });
-  const unitOf = (a) => (a.part === null ? a.i : a.i * plan.slices + a.part);
-  const makes = (a, one) => a.s === one.source && (one.what === "G" ? KINDS[a.kind].after === "done"
-    : KINDS[a.kind].crosses === one.what && unitOf(a) === one.wanted);
-  const name = (one) => (one.what === "G" ? `all backwards of stage ${one.source}` : `${one.source}${one.what}` +
-    (plan.slices === 1 ? one.wanted : `${Math.floor(one.wanted / plan.slices)}.${one.wanted % plan.slices}`));
-  let rank = rest.findIndex((some) => some.length), problem = "";
-  for (const seen = []; !problem;) {
-    seen.push(rank);
-    const one = waits[rank], maker = one.producer, made = rest[maker].some((k) => makes(rows[maker][k], one));
-    if (maker === rank || !made) {
-      problem = `needs ${name(one)}, which ${made ? "this rank runs only later" : `rank ${maker} never runs`}`;
-    } else if (seen.includes(maker)) {
-      const cycle = seen.slice(seen.indexOf(maker));
-      const each = cycle.map((r) => `rank ${r} at ${rows[r][rest[r][0]].text} needs ${name(waits[r])}`);
-      rank = cycle[0];
-      problem = `the ranks wait for each other: ${each.join(", ")}`;
-    } else {
-      rank = maker;
-    }
-  }
-  const position = rows[rank].length - rest[rank].length;
-  throw new Violation("ordered", rank, position, rows[rank][position].text, problem);
-}
-
-// ---------------------------------------------------------------------------------------------------------- 4 Panels
+// ---------------------------------------------------------------------------------------------------------- 1 Panels
 
 /** One timeline, in its own order or in an edited one. */
 class Panel {
   constructor(plan) {
     this.plan = plan;
     this.base = plan.rows.map((row, rank) => (row ? row.split(" ") : []).map((text) => parse(text, rank)));
-    this.original = { starts: plan.starts, ends: plan.ends };
-    this.times = new Map();
-    this.base.forEach((row, rank) => row.forEach((a, k) => this.times.set(a.text, plan.ends[rank][k] - plan.starts[rank][k])));
-    this.several = this.base.some((row) => row.some((a) => a.s !== row[0].s));
-    this.waited = this.readWaits();
-    this.reorder([]);
-  }
-
-  /** Return the waits of a measured timeline, by what was awaited. */
-  readWaits() {
-    const found = new Map();
-    this.plan.waits.forEach((row, rank) => row.forEach(([text, start, end]) => {
+    const lasts = (r, k) => plan.ends[r][k] - plan.starts[r][k];
+    this.times = new Map(this.base.flatMap((row, r) => row.map((a, k) => [a.text, lasts(r, k)])));
+    this.held = this.base.map((row) => [...new Set(row.map((a) => a.s))].sort((x, y) => x - y));
+    this.several = this.held.some((some) => some.length > 1);
+    const every = this.base.flat(), most = (lengths) => lengths.reduce((one, other) => Math.max(one, other), 0);
+    this.longest = [most(every.map((a) => this.label(a).length)), most(every.map((a) => `${a.i}`.length))];
+    this.wired = wire(plan);
+    this.shades = new Map();
+    this.waited = new Map();  // the waits of a measured timeline, by what was awaited
+    plan.waits.forEach((row, rank) => row.forEach(([text, ...ends]) => {
       const [, target, what, unit, source] = /^(\d+)RECV_([FBG])([\d.]+)<(\d+)$/.exec(text) ?? [];
-      if (what) found.set(`${rank} ${what}${source}>${target} ${unit}`, [start, end]);
+      if (what) this.waited.set(`${rank} ${what}${source}>${target} ${unit}`, ends);
     }));
-    return found;
+    this.reorder([]);
+    this.first = this.makespan;
   }
 
   /** Put the actions in the order after `moves`, each `[rank, from, to]`; judge and play it. */
@@ -423,39 +39,44 @@ class Panel {
       if (this.rows[rank]?.[from]) this.rows[rank].splice(to, 0, ...this.rows[rank].splice(from, 1));
     }
     this.base.forEach((row) => row.forEach((a) => { a.stuck = false; }));
-    this.violation = null;
-    let found = this.original;
-    if (moves.length) {
-      try {
-        found = play(this.plan, this.rows, this.times, true);
-      } catch (error) {
-        if (!(error instanceof Violation)) throw error;
-        this.violation = error;
-        found = play(this.plan, this.rows, this.times, false);
-      }
+    [this.moved, this.violation] = [moves.length, null];
+    if (!moves.length) return this.place(this.plan);
+    try {
+      this.place(play(this.plan, this.rows, this.times, true));
+    } catch (error) {
+      if (!(error instanceof Violation)) throw error;
+      this.violation = error;
+      this.place(play(this.plan, this.rows, this.times, false));
     }
-    this.place(found);
+  }
+
+  /** Return what comes of moving an action to another place in its row: a Violation, or the makespan. */
+  preview(a, to) {
+    const rows = this.rows.map((row) => [...row]);
+    rows[a.rank].splice(to, 0, ...rows[a.rank].splice(a.k, 1));
+    try {
+      const { starts, ends } = play(this.plan, rows, this.times, true);
+      return Math.max(...ends.flat()) - Math.min(...starts.flat());
+    } catch (error) {
+      if (!(error instanceof Violation)) throw error;
+      return error;
+    }
   }
 
   /** Give the actions these times, and find what follows from them. */
   place({ starts, ends }) {
-    this.rows.forEach((row, rank) => row.forEach((a, k) => {
-      Object.assign(a, { k, start: starts[rank][k], end: ends[rank][k], prev: null, next: null, fusedWith: null });
-    }));
-    const every = this.rows.flat();
-    this.begin = every.reduce((least, a) => Math.min(least, a.start), Infinity);
-    this.end = every.reduce((most, a) => Math.max(most, a.end), -Infinity);
-    if (!every.length) this.begin = this.end = 0;
+    this.rows.forEach((row, r) => row.forEach((a, k) => Object.assign(a, { k, start: starts[r][k], end: ends[r][k] })));
+    const every = this.rows.flat(), sorted = (beside) => this.rows.map((row) => row.filter((a) =>
+      COLLECTIVES.has(a.kind) === beside).sort((a, b) => a.start - b.start || a.k - b.k));
+    this.begin = every.reduce((least, a) => Math.min(least, a.start), every.length ? Infinity : 0);
+    this.end = every.reduce((most, a) => Math.max(most, a.end), this.begin);
+    this.makespan = this.end - this.begin;
     this.byText = new Map(every.map((a) => [a.text, a]));
-    const byStart = (a, b) => a.start - b.start || a.k - b.k;
-    this.lanes = this.rows.map((row) => row.filter((a) => !COLLECTIVES.has(a.kind)).sort(byStart));
-    this.besides = this.rows.map((row) => row.filter((a) => COLLECTIVES.has(a.kind)).sort(byStart));
-    this.hasBesides = this.besides.some((row) => row.length);
+    [this.lanes, this.besides] = [sorted(false), sorted(true)];
     for (const row of this.lanes) {
       row.forEach((a, k) => {
         a.prev = row[k - 1] ?? null;
-        a.next = row[k + 1] ?? null;
-        if (isOpener(a) && isBackward(row[k + 1])) a.fusedWith = row[k + 1];
+        a.fusedWith = isOpener(a) && isBackward(row[k + 1]) ? row[k + 1] : null;
       });
     }
     this.findCauses();
@@ -463,106 +84,77 @@ class Panel {
     this.onPath = new Set(this.critical);
     this.memory = this.rows.map((row, rank) => this.findMemory(row, rank));
     this.peak = Math.max(0, ...this.memory.map((one) => one.peak));
-    const busy = this.lanes.map((row) => row.reduce((sum, a) => sum + a.end - a.start, 0));
-    this.makespan = this.end - this.begin;
-    this.bubble = this.makespan ? 1 - busy.reduce((sum, one) => sum + one, 0) / busy.length / this.makespan : 0;
+    const busy = this.lanes.flat().reduce((sum, a) => sum + a.end - a.start, 0);
+    this.bubble = this.makespan ? 1 - busy / this.rows.length / this.makespan : 0;
   }
 
-  /** Find for each action what it waited for: `cause`, when that was ready (`sent`), and when it was here. */
+  /** Find for each action what it waited for: `cause`, with when that was `sent`, and when it was `here`. */
   findCauses() {
-    const plan = this.plan, R = plan.routes.length, into = new Map(), sums = new Map(), made = new Map();
-    for (const [what, source, target, route, producer, consumer, delay, , maker] of plan.edges) {
-      const key = what === "G" ? `${source === target ? "G" : "U"},${target},${consumer}` : `${what},${target},${route}`;
-      const edge = { what, source, target, producer, delay, maker: what === "G" ? maker : what };
-      if (into.has(key)) into.get(key).push(edge);
-      else into.set(key, [edge]);
-    }
-    const unitOf = (a) => a.i * plan.slices + (a.part ?? 0), wide = plan.microbatches * plan.slices;
-    const number = (s, unit) => s * wide + unit;
-    for (const a of this.rows.flat()) {
-      const word = KINDS[a.kind];
-      a.sentAt = isOpener(a) && a.fusedWith ? a.fusedWith.end : a.end;
-      if (word.crosses) {
-        if (!made.has(word.crosses)) made.set(word.crosses, new Map());
-        made.get(word.crosses).set(number(a.s, unitOf(a)), a);
-      }
-      for (const what of word.after === "done" ? ["done"] : word.after ? [] : [a.kind]) {
-        const key = `${what},${a.s},${a.rank}`, last = sums.get(key);
-        if (!last || last.end < a.end) sums.set(key, a);
-      }
-    }
-    const inputs = (a) => {
-      const word = KINDS[a.kind], gradients = a.kind === "G" || a.kind === "U";
-      if (!word.crosses && !gradients) return [];
-      const edges = into.get(gradients ? `${a.kind},${a.s},${a.rank}` : `${word.crosses},${a.s},${a.i % R}`) ?? [];
-      return edges.map((edge) => {
-        const maker = edge.what === "G" ? sums.get(`${edge.maker},${edge.source},${edge.producer}`)
-          : made.get(edge.what)?.get(number(edge.source, unitOf(a)));
-        return maker && maker.rank !== a.rank ? { ...edge, by: maker, target: a.s } : null;
-      }).filter((one) => one);
+    const made = new Map(), unit = (a) => (KINDS[a.kind].after ? unitOf(this.plan, a) : "");
+    const keep = (what, a, last) => {
+      const key = `${what},${a.s},${last ? a.rank : unit(a)}`, known = made.get(key);
+      if (!last || !known || known.end < a.end) made.set(key, a);
     };
+    for (const a of this.rows.flat()) {
+      const { crosses, after } = KINDS[a.kind];
+      if (crosses) keep(crosses, a, false);
+      if (after === "done" || !after) keep(after || a.kind, a, true);
+    }
     this.transfers = this.rows.map(() => []);
-    this.rows.forEach((row, rank) => {
+    for (const row of this.rows) {
       const gates = new Map();
       let before = null, beside = null;
       for (const a of row) {
         const found = [], collective = COLLECTIVES.has(a.kind);
-        for (const one of [a, ...(a.fusedWith ? [a.fusedWith] : [])].flatMap(inputs)) {
-          found.push(this.arrive(a, one));
+        for (const user of a.fusedWith ? [a, a.fusedWith] : [a]) {
+          for (const one of this.wired(user).takes) {
+            const by = made.get(`${one.maker || one.what},${one.source},${one.count ? one.producer : unit(user)}`);
+            if (by && by.rank !== a.rank) found.push(this.arrive(a, by, one));
+          }
         }
-        const gate = KINDS[a.kind].reads ? gates.get(`UNSHARD,${a.s}`) : a.kind === "U" && gates.get(`REDUCE_GRAD,${a.s}`);
+        const gate = gates.get((KINDS[a.kind].reads ? "UNSHARD" : a.kind === "U" ? "REDUCE_GRAD" : "") + a.s);
         if (gate) found.push({ by: gate, what: gate.kind, sent: gate.end, here: gate.end });
-        let previous = collective ? before : a.prev;
-        if (collective && beside && beside.end >= (before?.end ?? -Infinity)) previous = beside;
-        a.cause = previous && { by: previous, what: "", sent: previous.end, here: previous.end };
+        const by = !collective ? a.prev : beside && beside.end >= (before?.end ?? -Infinity) ? beside : before;
+        a.cause = by && { by, what: "", sent: by.end, here: by.end };
         for (const one of found) {
-          const late = a.cause === null || one.here > a.cause.here + ROUNDING * Math.abs(one.here);
-          if (late) a.cause = one;
+          if (a.cause === null || one.here > a.cause.here + ROUNDING * Math.abs(one.here)) a.cause = one;
         }
-        if (collective) {
-          gates.set(`${a.kind},${a.s}`, a);
-          if (a.kind !== "RESHARD") beside = a;
-        } else {
-          before = a;
-        }
+        if (collective) gates.set(a.kind + a.s, a);
+        else before = a;
+        if (collective && a.kind !== "RESHARD") beside = a;
       }
-      this.transfers[rank].sort((x, y) => x.sent - y.sent);
-    });
+    }
+    for (const row of this.transfers) row.sort((x, y) => x.sent - y.sent);
   }
 
   /** Return when an input arrived at the rank of `a`, and note its transfer. */
-  arrive(a, { by, what, delay, source, target }) {
-    const unit = what === "G" ? `${by.i}` : by.text.replace(/^\d+[A-Z_]+/, "");
-    const wait = this.plan.measured ? this.waited.get(`${a.rank} ${what}${source}>${target} ${unit}`) : null;
-    const sent = by.sentAt, here = this.plan.measured ? (wait ? wait[1] : Math.min(sent, a.start)) : sent + delay;
-    const one = { by, to: a, what, sent: Math.min(sent, here), here };
+  arrive(a, by, { what, delay, source, target }) {
+    const unit = what === "G" ? by.i : by.text.replace(/^\d+[A-Z_]+/, ""), measured = this.plan.measured;
+    const wait = measured && this.waited.get(`${a.rank} ${what}${source}>${target} ${unit}`);
+    const made = by.fusedWith?.end ?? by.end;
+    const here = !measured ? made + delay : wait ? wait[1] : Math.min(made, a.start);
+    const one = { by, to: a, what, sent: Math.min(made, here), here };
     if (here > one.sent) this.transfers[a.rank].push(one);
     return one;
   }
 
   /** Return the actions that made `a` end when it did, from the first to `a`. */
   chain(a, most = Infinity) {
-    const found = [], seen = new Set();
-    for (; a && !seen.has(a) && found.length < most; a = a.cause?.by) {
-      if (a.fusedWith && a.fusedWith !== found.at(-1)) found.push(a.fusedWith);  // a pair ends as one
-      seen.add(a);
-      found.push(a);
+    const found = new Set();
+    for (; a && !found.has(a) && found.size < most; a = a.cause?.by) {
+      if (a.fusedWith) found.add(a.fusedWith);  // a pair ends as one
+      found.add(a);
     }
-    return found.reverse();
+    return [...found].reverse();
   }
 
   /** Return the memory of a rank over time, in steps, and the moment of its peak. */
   findMemory(row, rank) {
-    const growth = this.plan.growth, changes = [];
-    for (const a of row) {
-      const grown = growth[a.kind]?.[a.s] ?? 0;
-      if (grown) changes.push([grown > 0 ? a.start : a.end, grown]);
-    }
-    changes.sort((x, y) => x[0] - y[0]);
-    const times = [], levels = [];
+    const grown = (a) => this.plan.growth[a.kind]?.[a.s] ?? 0, times = [], levels = [];
+    const changes = row.map((a) => [grown(a) > 0 ? a.start : a.end, grown(a)]).filter(([, by]) => by);
     let level = this.plan.weights[rank], peak = level, at = this.begin;
-    for (const [time, grown] of changes) {
-      level += grown;
+    for (const [time, by] of changes.sort((x, y) => x[0] - y[0])) {
+      level += by;
       if (level > peak + ROUNDING) [peak, at] = [level, time];
       times.push(time);
       levels.push(level);
@@ -575,35 +167,59 @@ class Panel {
 
   /** Return where in its row an action would be put that is dropped at `time`. */
   placeAt(a, time) {
-    let k = 0;
-    for (const other of this.rows[a.rank]) {
-      if (other === a) continue;
-      if ((other.start + other.end) / 2 > time) break;
-      k++;
-    }
-    return k;
+    const others = this.rows[a.rank].filter((other) => other !== a);
+    const k = others.findIndex((other) => (other.start + other.end) / 2 > time);
+    return k < 0 ? others.length : k;
+  }
+
+  /** Return the other timeline, with which this one is compared. */
+  get other() { return panels[this === panels[0] ? 1 : 0]; }
+
+  /** Return the same work in the other timeline: the action of that name, or the other way to run its backward. */
+  twin(a) {
+    const known = this.other?.byText, name = { B: "I", I: "B", F: "OVERLAP_F", OVERLAP_F: "F" }[a.kind] ?? a.kind;
+    return known?.get(a.text) ?? known?.get(a.text.replace(/[A-Z_]+/, name)) ?? null;
+  }
+
+  /** Return how much later an action starts than in the other timeline, null if it is not there. */
+  change(a) {
+    const twin = this.twin(a);
+    return twin && a.start - this.begin - (twin.start - this.other.begin);
+  }
+
+  /** Return whether an action runs on another rank, or after another action, than in the other timeline. */
+  isMoved(a) {
+    const twin = this.twin(a);
+    return twin !== null && (twin.rank !== a.rank || twin.prev?.text !== a.prev?.text);
   }
 }
 
-/** Return a number as a reader wants it: four digits, and with a unit, its prefix. */
+/** Return a number as a reader wants it: six digits, or with a unit, four and a prefix. */
 function number(value, unit = "") {
-  if (!unit || !value) return `${Number(value.toPrecision(unit ? 4 : 6))}${unit && ` ${unit}`}`;
+  if (!unit || !value) return `${Number(value.toPrecision(6))}${unit && ` ${unit}`}`;
   const power = Math.max(-3, Math.min(4, Math.floor(Math.log10(Math.abs(value)) / 3 + 1e-9)));
-  return `${Number((value / 1000 ** power).toPrecision(4))} ${["n", "µ", "m", "", "k", "M", "G", "T"][power + 3]}${unit}`;
+  return `${Number((value / 1000 ** power).toPrecision(4))} ${"nµm kMGT"[power + 3].trim()}${unit}`;
 }
 
-// --------------------------------------------------------------------------------------------------------- 5 Drawing
+function percent(share) {
+  const tenths = Math.round(1000 * share);
+  return `${tenths < 0 ? "−" : "+"}${(Math.abs(tenths) / 10).toFixed(1)} %`;
+}
 
-const LEFT = 62, RIGHT = 64, TITLE = 24, AXIS = 22;  // pixels, as are all sizes here
-const PLAIN = 11, NARROW = 5, INK = "#202020", IDLE = "#f1f1f1", HELD = "#c9c2d8", FLIGHT = "#b08d57";
-const FONT = '"DejaVu Sans Mono", ui-monospace, Menlo, Consolas, monospace';
+// --------------------------------------------------------------------------------------------------------- 2 Drawing
+
+const LEFT = 62, RIGHT = 64, TITLE = 24, AXIS = 22, NARROW = 5;  // pixels, as are all sizes here
+const INK = "#202020", IDLE = "#f1f1f1", HELD = "#c9c2d8", PEAK = "#5b4b8a", FLIGHT = "#b08d57", WRONG = "#b00020";
+const BOUND = "#00674a", EARLIER = "#1f78b4", LATER = "#d95f02", SAME = "#e8e8e8";
+const MONO = '"DejaVu Sans Mono", monospace';
+const STAGES = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb"];  // Paul Tol, bright
+const STYLES = [0, 1].flatMap((form) => [11, 9, 7.5].map((font) => [form, font]));  // whole labels, or microbatches
 const PAYLOAD = { F: "value", B: "cotangent", G: "gradient" };
 const canvas = document.querySelector("canvas"), ctx = canvas.getContext("2d", { alpha: false });
-const panels = DATA.panels.map((plan) => new Panel(plan));
+const panels = DATA.panels.map((plan) => new Panel(plan)), colors = new Map(), hover = { hit: null, drag: null };
+const size = { width: 0, height: 0, ratio: 1 }, strip = document.createElement("canvas");
 const view = { from: 0, to: 1, y: 0, row: 0, color: "kind", path: false, transfers: true, memory: true, edit: false,
-  query: "", at: null, moves: [] };
-const hover = { hit: null, drag: null };
-const colors = new Map();
+  query: "", moves: [] };
 
 /** Return the red, green and blue of a color. */
 function channels(color) {
@@ -619,68 +235,42 @@ function mix(color, other, share) {
 /** Return the color of an action: of its kind, lighter for later stages of the rank; of its stage; or of its delay. */
 function colorOf(panel, a) {
   if (a.stuck) return "#dddddd";
-  if (view.color === "change") return colorOfChange(panel, a);
-  const held = (panel.held ??= panel.base.map((row) => [...new Set(row.map((one) => one.s))].sort((x, y) => x - y)))[a.rank];
-  const key = `${view.color} ${a.kind} ${a.s} ${held.length}`, known = (panel.shades ??= new Map());
-  if (!known.has(key)) {
-    const light = held.indexOf(a.s) / Math.max(1, held.length - 1);
-    const stages = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb"];  // Paul Tol, bright
-    const dim = { F: 0.45, B: 0, I: 0.15, W: 0.65 }[KINDS[a.kind].letter] ?? 0.3;
-    known.set(key, view.color === "kind" ? mix(KINDS[a.kind].color, "#ffffff", light / 2)
-      : mix(stages[a.s % stages.length], "#ffffff", dim));
+  if (view.color === "change") {
+    const change = panel.change(a), late = Math.abs(change), all = panel.makespan || 1;
+    if (change === null) return "#999999";
+    return mix(SAME, change > 0 ? LATER : EARLIER, late < 1e-6 * all ? 0 : Math.min(1, late / (0.15 * all)) ** 0.6);
   }
-  return known.get(key);
+  const held = panel.held[a.rank], key = `${view.color} ${a.kind} ${a.s} ${held[0]}`;
+  if (!panel.shades.has(key)) {
+    const light = held.indexOf(a.s) / Math.max(1, held.length - 1) / 2, dim = isBackward(a) ? 0 : 0.45;
+    const [color, share] = view.color === "kind" ? [KINDS[a.kind].color, light] : [STAGES[a.s % STAGES.length], dim];
+    panel.shades.set(key, mix(color, "#ffffff", share));
+  }
+  return panel.shades.get(key);
 }
 
-/** Return the same work in the other timeline: the action of that name, or the other way to run its backward. */
-function twinOf(panel, a) {
-  const other = panels[panel === panels[0] ? 1 : 0]?.byText, name = (kind) => a.text.replace(/[A-Z_]+/, kind);
-  return other?.get(a.text) ?? other?.get(name({ B: "I", I: "B", F: "OVERLAP_F", OVERLAP_F: "F" }[a.kind] ?? "")) ?? null;
-}
-
-/** Return how much later an action starts than in the other timeline, null if it is not there. */
-function changeOf(panel, a) {
-  const twin = twinOf(panel, a);
-  return twin && a.start - panel.begin - (twin.start - panels[panel === panels[0] ? 1 : 0].begin);
-}
-
-function colorOfChange(panel, a) {
-  const change = changeOf(panel, a);
-  if (change === null) return "#999999";
-  const share = Math.min(1, Math.abs(change) / (0.15 * panel.makespan || 1)) ** 0.6;
-  return mix("#e8e8e8", change > 0 ? "#d95f02" : "#1f78b4", Math.abs(change) < 1e-6 * panel.makespan ? 0 : share);
-}
-
-/** Return whether an action runs on another rank, or after another action, than in the other timeline. */
-function isMoved(panel, a) {
-  const twin = twinOf(panel, a);
-  return twin !== null && (twin.rank !== a.rank || twin.prev?.text !== a.prev?.text);
-}
-
-const timeScale = () => (size.width - LEFT - RIGHT) / (view.to - view.from);
-const xOf = (panel, time) => LEFT + (time - panel.begin - view.from) * timeScale();
-const timeAt = (panel, x) => (x - LEFT) / timeScale() + view.from + panel.begin;
-const size = { width: 0, height: 0, ratio: 1 };
-
+const scale = () => (size.width - LEFT - RIGHT) / (view.to - view.from);
+const xOf = (panel, time) => LEFT + (time - panel.begin - view.from) * scale();
+const timeAt = (panel, x) => (x - LEFT) / scale() + view.from + panel.begin;
 const gap = () => (view.row < 8 ? 0 : view.row < 16 ? 1 : Math.min(10, view.row * 0.12));
+const heightOf = (panel) => TITLE + panel.plan.ranks * view.row + 8;
+const sumOf = (some) => some.reduce((sum, panel) => sum + heightOf(panel), 0);
+const topOf = (panel) => AXIS - view.y + sumOf(panels.slice(0, panels.indexOf(panel)));
+const yOf = (panel, rank) => topOf(panel) + TITLE + rank * view.row;
 
 /** Return the heights of the lanes of a row: actions, collectives, transfers, memory. */
 function lanesOf(panel) {
   const room = view.row - gap(), moving = view.transfers && panel.plan.ranks > 1 && room >= 18;
-  const held = view.memory && room >= 26 && (panel.peak > 0);
-  const flight = moving ? Math.min(12, room * 0.18) : 0, memory = held ? Math.min(40, room * 0.32) : 0;
-  const left = Math.max(2, room - flight - memory), beside = panel.hasBesides && left >= 8 ? left * 0.35 : 0;
+  const flight = moving ? Math.min(12, room * 0.18) : 0;
+  const memory = view.memory && room >= 26 && panel.peak > 0 ? Math.min(40, room * 0.32) : 0;
+  const left = Math.max(2, room - flight - memory);
+  const beside = left >= 8 && panel.besides.some((row) => row.length) ? left * 0.35 : 0;
   return { work: left - beside, beside, flight, memory };
 }
 
-const heightOf = (panel) => TITLE + panel.plan.ranks * view.row + 8;
-const contentHeight = () => panels.reduce((sum, panel) => sum + heightOf(panel), 0) + 4;
-const topOf = (panel) => AXIS - view.y + panels.slice(0, panels.indexOf(panel)).reduce((sum, one) => sum + heightOf(one), 0);
-const yOf = (panel, rank) => topOf(panel) + TITLE + rank * view.row;
-
-/** Return the numbers of the first action that ends after `from`, and of the first that starts at or after `to`. */
+/** Return the numbers of the first action that ends at or after `from`, and of the first that starts after `to`. */
 function visible(row, from, to) {
-  const first = (test) => {
+  return [(a) => a.end >= from, (a) => a.start > to].map((test) => {
     let low = 0, high = row.length;
     while (low < high) {
       const middle = (low + high) >> 1;
@@ -688,32 +278,7 @@ function visible(row, from, to) {
       else low = middle + 1;
     }
     return low;
-  };
-  return [first((a) => a.end >= from), first((a) => a.start > to)];
-}
-
-function draw() {
-  ctx.setTransform(size.ratio, 0, 0, size.ratio, 0, 0);
-  ctx.fillStyle = "#ffffff";
-  ctx.fillRect(0, 0, size.width, size.height);
-  for (const panel of panels) drawPanel(panel);
-  drawAxis();
-}
-
-function drawPanel(panel) {
-  const lanes = lanesOf(panel), first = Math.max(0, Math.floor((AXIS - yOf(panel, 0)) / view.row));
-  const last = Math.min(panel.plan.ranks - 1, Math.ceil((size.height - yOf(panel, 0)) / view.row));
-  ctx.save();
-  ctx.beginPath();
-  ctx.rect(LEFT, AXIS, size.width - LEFT - RIGHT, size.height);
-  ctx.clip();
-  for (let rank = first; rank <= last; rank++) drawRank(panel, rank, yOf(panel, rank), lanes);
-  drawBound(panel);
-  if (view.path) drawChain(panel, panel.critical, DATA.marked, lanes);
-  drawMarks(panel, lanes);
-  ctx.restore();
-  for (let rank = first; rank <= last; rank++) drawMargins(panel, rank, yOf(panel, rank), lanes);
-  write(summarize(panel), 8, topOf(panel) + 16, "bold 12px system-ui, sans-serif");
+  });
 }
 
 function write(words, x, y, font, style = INK, align = "left") {
@@ -726,156 +291,137 @@ function box(x, y, wide, high, color) {
   ctx.fillRect(x, y, wide, high);
 }
 
+function draw() {
+  ctx.setTransform(size.ratio, 0, 0, size.ratio, 0, 0);
+  box(0, 0, size.width, size.height, "#ffffff");
+  panels.forEach(drawPanel);
+  drawAxis();
+}
+
+function drawPanel(panel) {
+  const lanes = lanesOf(panel), first = Math.max(0, Math.floor((AXIS - yOf(panel, 0)) / view.row));
+  const last = Math.min(panel.plan.ranks - 1, Math.ceil((size.height - yOf(panel, 0)) / view.row));
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(LEFT, AXIS, size.width - LEFT - RIGHT, size.height);
+  ctx.clip();
+  for (let rank = first; rank <= last; rank++) drawRank(panel, rank, yOf(panel, rank), lanes);
+  const x = xOf(panel, panel.begin + (panel.plan.bound?.time ?? -Infinity)), end = yOf(panel, panel.plan.ranks);
+  for (let y = yOf(panel, 0) - 4; panel.plan.bound && y < end; y += 6) box(x - 0.75, y, 1.5, 4, BOUND);
+  if (view.path) drawChain(panel, panel.critical, DATA.marked, lanes);
+  drawMarks(panel, lanes);
+  ctx.restore();
+  for (let rank = first; rank <= last; rank++) {
+    const y = yOf(panel, rank), { peak } = panel.memory[rank], cap = panel.plan.caps[rank] ?? Infinity;
+    if (y < AXIS - 6 || rank % Math.ceil(11 / view.row)) continue;
+    write(`rank ${rank}`, LEFT - 6, y + Math.max(10, lanes.work) / 2 + 4, `11px ${MONO}`, INK, "right");
+    if (lanes.memory && peak > 0) write(number(peak, panel.plan.size), size.width - RIGHT + 4, y + view.row - gap() - 2,
+      `10px ${MONO}`, peak > cap + ROUNDING ? WRONG : PEAK);
+  }
+  write(summarize(panel), 8, topOf(panel) + 16, "bold 12px system-ui, sans-serif");
+}
+
 function drawRank(panel, rank, y, lanes) {
   const from = timeAt(panel, LEFT), to = timeAt(panel, size.width - RIGHT);
   const left = Math.max(LEFT, xOf(panel, panel.begin)), right = Math.min(size.width - RIGHT, xOf(panel, panel.end));
   if (right <= left) return;
-  for (const [row, top, high] of [[panel.lanes[rank], y, lanes.work], [panel.besides[rank], y + lanes.work, lanes.beside]]) {
-    if (!high) continue;
-    const [one, end] = visible(row, from, to);
-    const narrow = end - one > (right - left) / NARROW;
-    if (narrow) drawPixels(panel, row, one, end, top, high, left, right);
-    else drawBoxes(panel, row, one, end, top, high, left, right);
+  for (const [row, top, high] of [[panel.lanes, y, lanes.work], [panel.besides, y + lanes.work, lanes.beside]]) {
+    const shown = row[rank].slice(...visible(row[rank], from, to));
+    if (high) (shown.length > (right - left) / NARROW ? drawPixels : drawBoxes)(panel, shown, top, high, left, right);
   }
-  if (lanes.flight) drawTransfers(panel, rank, y + lanes.work + lanes.beside, lanes.flight, from, to);
-  if (lanes.memory) drawMemory(panel, rank, y + view.row - gap() - lanes.memory, lanes.memory, left, right, from, to);
+  const half = lanes.flight / 2 - 0.5, below = y + lanes.work + lanes.beside + 1;
+  for (const one of lanes.flight ? panel.transfers[rank] : []) {  // values above, cotangents below
+    if (one.here < from) continue;
+    if (one.sent > to) break;
+    const x = xOf(panel, one.sent), wide = Math.max(1, xOf(panel, one.here) - x);
+    box(x, below + (one.what === "F" ? 0 : half), wide, half - 0.5, KINDS[one.what].color);
+  }
+  if (lanes.memory) drawMemory(panel, rank, y + view.row - gap() - lanes.memory, lanes.memory, left, right);
 }
 
 /** Draw narrow actions as one line of pixels, each the mean of what it covers, stretched to the height of the row. */
-function drawPixels(panel, row, one, end, y, high, left, right) {
-  const wide = Math.max(1, Math.round((right - left) * size.ratio)), line = new ImageData(wide, 1);
-  const sums = new Float32Array(4 * wide), scale = timeScale() * size.ratio;
-  const zero = panel.begin + view.from + (left - LEFT) / timeScale();
-  const spread = (from, to, [red, green, blue]) => {
-    const start = Math.max(0, (from - zero) * scale), stop = Math.min(wide, (to - zero) * scale);
+function drawPixels(panel, row, y, high, left, right) {
+  const wide = Math.max(1, Math.round((right - left) * size.ratio)), dense = scale() * size.ratio;
+  const line = new ImageData(wide, 1), idle = channels(IDLE), sums = new Float32Array(4 * wide);
+  const zero = timeAt(panel, left);
+  const spread = (from, to, color) => {
+    const start = Math.max(0, (from - zero) * dense), stop = Math.min(wide, (to - zero) * dense);
+    const [r, g, b] = channels(color);
     for (let x = Math.floor(start); x < stop; x++) {
       const share = Math.min(x + 1, stop) - Math.max(x, start), k = 4 * x;
-      sums[k] += share * red;
-      sums[k + 1] += share * green;
-      sums[k + 2] += share * blue;
+      sums[k] += share * r;
+      sums[k + 1] += share * g;
+      sums[k + 2] += share * b;
       sums[k + 3] += share;
     }
   };
-  for (let k = one; k < end; k++) {
-    const a = row[k];
-    if (view.transfers && a.cause?.what && a.prev) spread(a.prev.end, a.start, channels(DATA.wait));
-    spread(a.start, a.end, channels(colorOf(panel, a)));
+  for (const a of row) {
+    if (view.transfers && a.cause?.what && a.prev) spread(a.prev.end, a.start, DATA.wait);
+    spread(a.start, a.end, colorOf(panel, a));
   }
-  const idle = channels(IDLE);
   for (let k = 0; k < 4 * wide; k++) {
     const rest = Math.max(0, 1 - sums[k | 3]);
     line.data[k] = (k & 3) === 3 ? 255 : (sums[k] + rest * idle[k & 3]) / Math.max(1, sums[k | 3]);
   }
-  const place = drawPixels.place ??= document.createElement("canvas");
-  if (place.width < wide) [place.width, place.height] = [wide, 1];
-  place.getContext("2d").putImageData(line, 0, 0);
+  if (strip.width < wide) [strip.width, strip.height] = [wide, 1];
+  strip.getContext("2d").putImageData(line, 0, 0);
   ctx.imageSmoothingEnabled = false;
-  ctx.drawImage(place, 0, 0, wide, 1, left, y, right - left, high);
+  ctx.drawImage(strip, 0, 0, wide, 1, left, y, right - left, high);
 }
 
-function drawBoxes(panel, row, one, end, y, high, left, right) {
-  const scale = timeScale(), font = Math.min(PLAIN, high * 0.75), letters = font * 0.61;
+function drawBoxes(panel, row, y, high, left, right) {
   box(left, y, right - left, high, IDLE);
-  for (let k = one; k < end; k++) {
-    const a = row[k], x = xOf(panel, a.start), wide = (a.end - a.start) * scale;
-    if (view.transfers) drawWait(panel, a, y, high);
+  for (const a of row) {
+    const x = xOf(panel, a.start), wide = xOf(panel, a.end) - x, from = a.prev ? a.prev.end : panel.begin;
+    if (view.transfers && a.cause?.what && a.start - from > ROUNDING) {  // light until it is made, dark in its transfer
+      const sent = Math.max(from, a.cause.sent), here = Math.max(sent, Math.min(a.cause.here, a.start));
+      box(xOf(panel, from), y + high * 0.3, (sent - from) * scale(), high * 0.4, DATA.wait);
+      box(xOf(panel, sent), y + high * 0.3, (here - sent) * scale(), high * 0.4, FLIGHT);
+    }
     box(x, y, Math.max(wide - (wide > 3 ? 1 : 0), 1.5), high, colorOf(panel, a));
-    if (view.color === "change" && isMoved(panel, a)) box(x, y + high - 3, Math.max(wide - 1, 1.5), 3, INK);
-    if (font < 7 || wide < letters) continue;
-    const label = panel.label(a), shown = label.length * letters <= wide ? label : `${a.i}`;
-    if (shown.length * letters <= wide) write(shown, x + (wide - 1) / 2, y + high / 2 + font * 0.36, `${font}px ${FONT}`,
-      INK, "center");
+    if (view.color === "change" && panel.isMoved(a)) box(x, y + high - 3, Math.max(wide - 1, 1.5), 3, INK);
+    const fits = ([form, font]) => panel.longest[form] * font * 0.61 <= wide && font <= high * 0.75;
+    const [form, font] = STYLES.find(fits) ?? [], label = form ? `${a.i}` : panel.label(a);  // alike in cells of a size
+    if (font) write(label, x + (wide - 1) / 2, y + high / 2 + font * 0.36, `${font}px ${MONO}`, INK, "center");
   }
 }
 
-/** Draw why a rank was idle before an action: light while what it waits for was not made, dark in its transfer. */
-function drawWait(panel, a, y, high) {
-  const from = a.prev ? a.prev.end : panel.begin;
-  if (!a.cause?.what || a.start - from < ROUNDING) return;
-  const sent = Math.max(from, a.cause.sent), here = Math.max(sent, Math.min(a.cause.here, a.start));
-  const [x0, x1, x2] = [from, sent, here].map((time) => xOf(panel, time));
-  if (x1 > x0) box(x0, y + high * 0.3, x1 - x0, high * 0.4, DATA.wait);
-  if (x2 > x1) box(x1, y + high * 0.3, x2 - x1, high * 0.4, FLIGHT);
-}
-
-/** Draw what travels to a rank: values above, cotangents below. */
-function drawTransfers(panel, rank, y, high, from, to) {
-  const half = high / 2 - 0.5, shades = { F: KINDS.F.color, B: KINDS.B.color, G: KINDS.G.color };
-  for (const one of panel.transfers[rank]) {
-    if (one.here < from) continue;
-    if (one.sent > to) break;
-    const x = xOf(panel, one.sent), top = one.what === "F" ? y + 1 : y + 1 + half;
-    box(x, top, Math.max(1, xOf(panel, one.here) - x), half - 0.5, shades[one.what]);
-  }
-}
-
-function scaleOfMemory(panel) {
-  const caps = panel.plan.caps.filter((cap) => cap !== null && cap <= 2 * panel.peak);
-  return Math.max(panel.peak, ...caps) || 1;
-}
-
-function drawMemory(panel, rank, y, high, left, right, from, to) {
-  const { times, levels, peak, at } = panel.memory[rank], most = scaleOfMemory(panel);
-  const level = (value) => y + high * (1 - Math.max(0, value) / most), weights = level(panel.plan.weights[rank]);
+function drawMemory(panel, rank, y, high, left, right) {
+  const { times, levels, peak, at } = panel.memory[rank], cap = panel.plan.caps[rank] ?? Infinity;
+  const caps = panel.plan.caps.filter((one) => one !== null && one <= 2 * panel.peak);
+  const most = Math.max(panel.peak, ...caps), level = (value) => y + high * (1 - Math.max(0, value) / most);
+  const place = (time) => Math.max(left, xOf(panel, time));
   ctx.fillStyle = HELD;
   ctx.beginPath();
   ctx.moveTo(left, y + high);
-  let k = 0;
-  for (; k + 1 < times.length && times[k + 1] < from;) k++;
-  let now = weights, lastX = left;
-  for (; k < times.length && times[k] <= to; k++) {
-    const x = Math.max(left, xOf(panel, times[k]));
-    if (x > lastX) {
-      ctx.lineTo(lastX, now);
+  let x = left, now = level(panel.plan.weights[rank]);
+  for (let k = 0; k < times.length && place(times[k]) < right; k++) {
+    const next = place(times[k]);
+    if (next - x >= 0.5 || next === left) {  // steps nearer than that are drawn as the highest of them
       ctx.lineTo(x, now);
-      now = level(levels[k]);
-      lastX = x;
+      ctx.lineTo(next, now);
+      [x, now] = [next, level(levels[k])];
     } else {
       now = Math.min(now, level(levels[k]));
-      if (x === left) now = level(levels[k]);
     }
   }
-  ctx.lineTo(lastX, now);
-  ctx.lineTo(right, now);
-  ctx.lineTo(right, y + high);
+  for (const [to, height] of [[x, now], [right, now], [right, y + high]]) ctx.lineTo(to, height);
   ctx.fill();
-  const cap = panel.plan.caps[rank];
-  if (cap !== null && cap <= 2 * panel.peak) {
-    for (let x = left; x < right; x += 8) box(x, level(cap) - 0.5, 5, 1, peak > cap + ROUNDING ? "#d00000" : "#7a6f99");
+  for (let to = left; cap <= 2 * panel.peak && to < right; to += 8) {
+    box(to, level(cap) - 0.5, 5, 1, peak > cap + ROUNDING ? WRONG : PEAK);
   }
-  const x = xOf(panel, at);
-  if (x >= left && x <= right && peak > 0) box(x - 1.5, level(peak), 3, Math.max(3, high * 0.2), "#5b4b8a");
-}
-
-function drawMargins(panel, rank, y, lanes) {
-  const every = Math.ceil(11 / view.row);
-  if (y < AXIS - 6 || rank % every) return;
-  const high = Math.max(10, Math.min(view.row, lanes.work || view.row));
-  write(`rank ${rank}`, LEFT - 6, y + high / 2 + 4, `11px ${FONT}`, INK, "right");
-  const { peak } = panel.memory[rank], cap = panel.plan.caps[rank], over = cap !== null && peak > cap + ROUNDING;
-  if (lanes.memory && peak > 0) write(over || cap === null ? number(peak, panel.plan.size) : `${number(peak, panel.plan.size)} of ${number(cap)}`, size.width - RIGHT + 4, y + view.row - gap() - 2,
-    `10px ${FONT}`, over ? "#d00000" : "#5b4b8a");
-}
-
-function drawBound(panel) {
-  if (!panel.plan.bound) return;
-  const x = xOf(panel, panel.begin + panel.plan.bound.time), y = topOf(panel) + TITLE;
-  ctx.fillStyle = "#00674a";
-  for (let top = y - 4; top < y + panel.plan.ranks * view.row; top += 6) ctx.fillRect(x - 0.75, top, 1.5, 4);
+  if (peak > 0 && xOf(panel, at) >= left) box(xOf(panel, at) - 1.5, level(peak), 3, Math.max(3, high * 0.2), PEAK);
 }
 
 /** Frame the actions of a chain, and join those that follow one another. */
 function drawChain(panel, chain, color, lanes) {
   const middle = (a) => yOf(panel, a.rank) + (COLLECTIVES.has(a.kind) ? lanes.work + lanes.beside / 2 : lanes.work / 2);
-  ctx.strokeStyle = color;
-  ctx.lineWidth = 1.5;
+  Object.assign(ctx, { strokeStyle: color, lineWidth: 1.5 });
   ctx.beginPath();
   chain.forEach((a, k) => {
     const x = xOf(panel, a.start), end = xOf(panel, a.end);
-    if (k) ctx.lineTo(x, middle(a));
-    else ctx.moveTo(x, middle(a));
-    if (end - x < 4) ctx.lineTo(end, middle(a));
-    else ctx.moveTo(end, middle(a));
+    ctx[k ? "lineTo" : "moveTo"](x, middle(a));
+    ctx[end - x < 4 ? "lineTo" : "moveTo"](end, middle(a));
   });
   ctx.stroke();
   for (const a of chain) frame(panel, a, color, lanes, 1.5);
@@ -885,103 +431,91 @@ function frame(panel, a, color, lanes, width) {
   const beside = COLLECTIVES.has(a.kind), x = xOf(panel, a.start), wide = xOf(panel, a.end) - x;
   const y = yOf(panel, a.rank) + (beside ? lanes.work : 0), high = beside ? lanes.beside : lanes.work;
   if (x > size.width || x + wide < LEFT || wide < 3) return;
-  ctx.strokeStyle = color;
-  ctx.lineWidth = width;
+  Object.assign(ctx, { strokeStyle: color, lineWidth: width });
   ctx.strokeRect(x + width / 2, y + width / 2, Math.max(1, wide - 1 - width), Math.max(1, high - width));
 }
 
 /** Draw what the reader points at and has found: its causes, the search, what is dragged, and a violation. */
 function drawMarks(panel, lanes) {
+  const { hit, drag } = hover, wrong = panel.byText.get(panel.violation?.action);
   for (const a of found().get(panel) ?? []) frame(panel, a, "#000000", lanes, 2.5);
-  const wrong = panel.violation?.action && panel.byText.get(panel.violation.action);
-  if (wrong) frame(panel, wrong, "#b00020", lanes, 3);
-  const { hit, drag } = hover, pointed = hit?.a ?? null;
-  if (pointed && hit.panel === panel && !drag) {
-    if (!view.path) drawChain(panel, panel.chain(pointed, 12), "#444444", lanes);
-    frame(panel, pointed, "#000000", lanes, 2);
+  if (wrong) frame(panel, wrong, WRONG, lanes, 3);
+  if (hit?.a && hit.panel === panel && !drag) {
+    if (!view.path) drawChain(panel, panel.chain(hit.a, 12), "#444444", lanes);
+    frame(panel, hit.a, "#000000", lanes, 2);
   }
-  if (drag?.panel === panel) {
-    const y = yOf(panel, drag.a.rank), wide = Math.max(4, xOf(panel, drag.a.end) - xOf(panel, drag.a.start));
-    ctx.globalAlpha = 0.75;
-    box(drag.x - wide / 2, y - 3, wide, lanes.work, colorOf(panel, drag.a));
-    ctx.globalAlpha = 1;
-    const row = panel.rows[drag.a.rank].filter((a) => a !== drag.a), next = row[drag.to], last = row[drag.to - 1];
-    box(xOf(panel, next ? next.start : last ? last.end : panel.begin) - 1.5, y - 4, 3, lanes.work + 8, "#000000");
-  }
+  if (drag?.panel !== panel) return;
+  const y = yOf(panel, drag.a.rank), wide = Math.max(4, (drag.a.end - drag.a.start) * scale());
+  const others = panel.rows[drag.a.rank].filter((a) => a !== drag.a);
+  const next = others[drag.to]?.start ?? others.at(-1)?.end;
+  box(drag.x - wide / 2, y - 3, wide, lanes.work, `${colorOf(panel, drag.a)}c0`);
+  box(xOf(panel, next ?? panel.begin) - 1.5, y - 4, 3, lanes.work + 8, "#000000");
 }
 
 function drawAxis() {
-  const unit = panels[0]?.plan.time ?? "", step = stepOf(90 / timeScale());
+  const least = 90 / scale(), ten = 10 ** Math.floor(Math.log10(least));
+  const step = ten * [1, 2, 5, 10].find((factor) => factor * ten >= least * (1 - ROUNDING));
   box(0, 0, size.width, AXIS, "#ffffff");
   box(LEFT, AXIS - 1, size.width - LEFT - RIGHT, 1, "#808080");
   for (let k = Math.ceil(view.from / step); k * step <= view.to; k++) {
-    const x = LEFT + (k * step - view.from) * timeScale();
+    const x = LEFT + (k * step - view.from) * scale();
     box(x, AXIS - 5, 1, 4, "#808080");
-    write(number(k * step, unit), x, AXIS - 8, `10px ${FONT}`, "#606060", "center");
+    write(number(k * step, panels[0]?.plan.time), x, AXIS - 8, `10px ${MONO}`, "#606060", "center");
   }
-}
-
-/** Return the round number that is at least `least`: 1, 2 or 5 times a power of ten. */
-function stepOf(least) {
-  const ten = 10 ** Math.floor(Math.log10(least));
-  return ten * [1, 2, 5, 10].find((factor) => factor * ten >= least * (1 - ROUNDING));
 }
 
 /** Return the line above a timeline. */
 function summarize(panel) {
-  const { plan } = panel, first = panels[0];
+  const { plan, makespan, peak } = panel, first = panels[0], cap = Math.min(...plan.caps.map((one) => one ?? Infinity));
   if (panel.violation) return `${plan.name}: not correct, see below`;
-  const words = [`takes ${number(panel.makespan, plan.time)}`];
-  if (panel !== first && first.makespan) {
-    words[0] += ` (${percent(panel.makespan / first.makespan - 1)})`;
-  }
-  words.push(`bubble ${(100 * panel.bubble).toFixed(1)} %`, `peak ${number(panel.peak, plan.size)}`);
-  const cap = Math.min(...plan.caps.map((one) => one ?? Infinity));
-  if (cap < Infinity) words[2] += ` of ${number(cap, plan.size)}`;
-  if (plan.bound) words.push(`bound ${number(plan.bound.time, plan.time)}, ${percent(panel.makespan / plan.bound.time - 1)}`);
-  if (panel !== first) words.push(`${panel.rows.flat().filter((a) => isMoved(panel, a)).length} actions moved`);
+  const change = panel !== first && first.makespan ? ` (${percent(makespan / first.makespan - 1)})` : "";
+  const words = [`takes ${number(makespan, plan.time)}${change}`, `bubble ${(100 * panel.bubble).toFixed(1)} %`];
+  words.push(`peak ${number(peak, plan.size)}${cap < Infinity ? ` of ${number(cap, plan.size)}` : ""}`);
+  if (plan.bound) words.push(`bound ${number(plan.bound.time, plan.time)}, ${percent(makespan / plan.bound.time - 1)}`);
+  panel.count ??= panel === first ? 0 : panel.rows.flat().filter((a) => panel.isMoved(a)).length;
+  if (panel !== first) words.push(`${panel.count} actions moved`);
   return `${plan.name}: ${words.join(", ")}`;
 }
 
-const percent = (share) => `${share < 0 ? "−" : "+"}${Math.abs(100 * share).toFixed(1)} %`;
+// ------------------------------------------------------------------------------------------------------ 3 The reader
 
-// ------------------------------------------------------------------------------------------------------ 6 The reader
-
-const element = (id) => document.getElementById(id);
+const MOST_PREVIEWED = 20000;  // actions; with more, the verdict comes when the pointer is released
+const SWITCHES = ["path", "transfers", "memory", "edit"], element = (id) => document.getElementById(id);
 const longest = () => Math.max(1e-12, ...panels.flatMap((panel) => [panel.makespan, panel.plan.bound?.time ?? 0]));
-const SWITCHES = ["path", "transfers", "memory", "edit"];
-
-function redraw() {
-  if (redraw.asked) return;
-  redraw.asked = requestAnimationFrame(() => {
-    redraw.asked = 0;
-    draw();
-  });
-}
 
 /** Show all of every timeline: the rows as high as fits, the times as wide as fits. */
 function fit() {
-  const rows = panels.reduce((sum, panel) => sum + panel.plan.ranks, 0), room = size.height - AXIS - 4;
-  view.row = Math.max(5, Math.min(84, (room - panels.length * (TITLE + 8)) / Math.max(1, rows)));
+  const rows = panels.reduce((sum, panel) => sum + panel.plan.ranks, 0);
+  view.row = Math.max(5, Math.min(84, (size.height - AXIS - 4 - panels.length * (TITLE + 8)) / Math.max(1, rows)));
   Object.assign(view, { from: 0, to: longest() * 1.005, y: 0 });
+  fit.made = [view.from, view.to, view.y, view.row];
 }
 
-function clampView() {
+/** Draw the view after a change, and keep it in the address, so that a link shows the same. */
+function changed() {
   const most = longest(), wide = Math.min(view.to - view.from, most * 1.5);
   view.from = Math.max(-0.25 * wide, Math.min(view.from, most - 0.1 * wide));
   view.to = view.from + wide;
-  view.y = Math.max(0, Math.min(view.y, contentHeight() - (size.height - AXIS)));
+  view.y = Math.max(0, Math.min(view.y, sumOf(panels) + 4 - (size.height - AXIS)));
+  redraw();
+  clearTimeout(changed.timer);
+  changed.timer = setTimeout(writeAddress, 150);
+}
+
+function redraw() {
+  cancelAnimationFrame(redraw.asked);
+  redraw.asked = requestAnimationFrame(draw);
 }
 
 function move(pixels, rows) {
-  const by = pixels / timeScale();
+  const by = pixels / scale();
   Object.assign(view, { from: view.from - by, to: view.to - by, y: view.y - rows });
   changed();
 }
 
 /** Make everything `factor` times as wide; the time at `x` stays where it is. */
-function zoom(factor, x = LEFT + (size.width - LEFT - RIGHT) / 2) {
-  const fixed = (x - LEFT) / timeScale() + view.from, wide = (view.to - view.from) / factor;
+function zoom(factor, x = (LEFT + size.width - RIGHT) / 2) {
+  const fixed = (x - LEFT) / scale() + view.from, wide = (view.to - view.from) / factor;
   if (wide < longest() * 1e-6) return;
   view.from = fixed - (fixed - view.from) / factor;
   view.to = view.from + wide;
@@ -995,14 +529,6 @@ function zoomRows(factor, y) {
   changed();
 }
 
-function changed() {
-  clampView();
-  redraw();
-  clearTimeout(changed.timer);
-  changed.timer = setTimeout(writeAddress, 150);
-}
-
-/** Keep the view in the address, so that a link shows the same. */
 function writeAddress() {
   const short = (value) => Number(value.toPrecision(7)), words = new URLSearchParams();
   words.set("t", `${short(view.from)},${short(view.to)}`);
@@ -1014,19 +540,17 @@ function writeAddress() {
 }
 
 function readAddress() {
-  const words = new URLSearchParams(location.hash.slice(1));
-  const numbers = (name) => (words.get(name) ?? "").split(",").map(Number);
-  const [from, to] = numbers("t"), [y, row] = numbers("y");
+  const words = new URLSearchParams(location.hash.slice(1)), word = (name) => words.get(name) ?? "";
+  const [from, to, y, row] = ["t", "y"].flatMap((name) => word(name).split(",").map(Number));
   if (to > from && row > 0) Object.assign(view, { from, to, y, row });
   if (words.has("show")) {
-    const shown = words.get("show").split(" ");
+    const shown = word("show").split(" "), known = [...element("color").options].map((one) => one.value);
     for (const name of SWITCHES) view[name] = shown.includes(name);
-    const color = shown.find((name) => [...element("color").options].some((one) => one.value === name));
-    view.color = color ?? "kind";
+    view.color = shown.find((name) => known.includes(name)) ?? "kind";
   }
-  view.query = words.get("find") ?? "";
-  view.moves = (words.get("moves") ?? "").split(" ").filter((one) => /^\d+(\.\d+){3}$/.test(one))
-    .map((one) => one.split(".").map(Number)).filter(([p]) => panels[p] && !panels[p].plan.measured);
+  view.query = word("find");
+  const moves = word("moves").split(" ").filter((one) => /^\d+(\.\d+){3}$/.test(one));
+  view.moves = moves.map((one) => one.split(".").map(Number)).filter(([p]) => panels[p]?.plan.measured === false);
   panels.forEach(applyMoves);
   showControls();
 }
@@ -1034,35 +558,37 @@ function readAddress() {
 function applyMoves(panel, p) {
   const mine = view.moves.filter(([one]) => one === p).map(([, ...rest]) => rest);
   if (mine.length || panel.moved) panel.reorder(mine);
-  panel.moved = mine.length;
+  for (const one of panels) one.count = null;
 }
 
 /** Move the action at place `from` of a rank's row to `to`, and say what comes of it. */
 function edit(p, rank, from, to) {
   view.moves.push([p, rank, from, to]);
-  applyMoves(panels[p], p);
-  showVerdict(panels[p]);
-  changed();
+  showVerdict(p);
 }
 
 function undo() {
   const last = view.moves.pop();
-  if (!last) return;
-  applyMoves(panels[last[0]], last[0]);
-  showVerdict(panels[last[0]]);
+  if (last) showVerdict(last[0]);
+}
+
+function showVerdict(p) {
+  applyMoves(panels[p], p);
+  judge(panels[p], panels[p].violation ?? panels[p].makespan);
   changed();
 }
 
-function showVerdict(panel) {
-  const place = element("verdict"), wrong = panel.violation;
-  place.className = wrong ? "wrong" : "right";
-  const before = panel.plan.ends.flat().reduce((most, one) => Math.max(most, one), 0) -
-    panel.plan.starts.flat().reduce((least, one) => Math.min(least, one), Infinity);
-  place.textContent = wrong
-    ? `${panel.plan.name}: rank ${wrong.rank}, position ${wrong.position}, ${wrong.action ?? "end"}: ${wrong.message} ` +
-      `[rule: ${wrong.rule}]`
-    : `${panel.plan.name}: correct; takes ${number(panel.makespan, panel.plan.time)}, ` +
-      `${percent(panel.makespan / before - 1)} against the order before the edits`;
+/** Say what holds of an order of a panel: `found` is a Violation, or its makespan. */
+function judge({ plan, first }, found) {
+  const { rank, position, action, message, rule } = found;
+  const where = `rank ${rank}, position ${position}, ${action ?? "end"}`;
+  if (rule) return say("wrong", `${plan.name}: ${where}: ${message} [rule: ${rule}]`);
+  const change = `${percent(found / first - 1)} against the order before the edits`;
+  say("right", `${plan.name}: correct; takes ${number(found, plan.time)}, ${change}`);
+}
+
+function say(kind, words) {
+  Object.assign(element("verdict"), { className: kind, textContent: words });
 }
 
 function showControls() {
@@ -1071,47 +597,39 @@ function showControls() {
   element("query").value = view.query;
   element("tools").hidden = !view.edit;
   canvas.style.cursor = view.edit ? "crosshair" : "grab";
-  showLegend();
-  redraw();
-}
-
-function showLegend() {
-  const used = new Set(panels.flatMap((panel) => panel.base.flat().map((a) => a.kind))), place = element("legend");
-  const entries = Object.entries(KINDS).filter(([kind]) => used.has(kind) && view.color === "kind")
-    .map(([, look]) => [look.color, look.letter, look.name]);
-  if (view.color === "stage") entries.push(["#4477aa", "", "one hue per stage, dark backwards"]);
-  if (view.color === "change") {
-    entries.push(["#1f78b4", "", "earlier than in the other"], ["#e8e8e8", "", "as early"], ["#d95f02", "", "later"],
-      [INK, "", "below: after another action"]);
-  }
-  if (panels.some((panel) => panel.several) && view.color === "kind") entries.push(["", "", "lighter: a later stage of the rank"]);
-  if (view.transfers) entries.push([DATA.wait, "", "waits for the work of another rank"], [FLIGHT, "", "waits for a transfer"]);
-  if (view.memory) entries.push([HELD, "", "memory held; the mark is its peak, the line its cap"]);
-  if (view.path) entries.push([DATA.marked, "", "critical path"]);
-  if (panels.some((panel) => panel.plan.bound)) entries.push(["#00674a", "", "dashed: no order takes less"]);
-  place.replaceChildren(...entries.map(([color, letter, words]) => {
+  const used = new Set(panels.flatMap((panel) => panel.base.flat().map((a) => a.kind)));
+  const legend = {
+    kind: Object.entries(KINDS).filter(([kind]) => used.has(kind)).map(([, one]) => [one.color, one.name, one.letter]),
+    stage: [[STAGES[0], "one hue per stage, dark backwards"]],
+    change: [[EARLIER, "earlier than in the other"], [SAME, "as early"], [LATER, "later"],
+      [INK, "below: after another action"]],
+  }[view.color];
+  const add = (shown, ...entry) => shown && legend.push(entry);
+  add(view.color === "kind" && panels.some((panel) => panel.several), "#ffffff", "lighter: a later stage of the rank");
+  add(view.transfers, DATA.wait, "waits for the work of another rank");
+  add(view.transfers, FLIGHT, "waits for a transfer");
+  add(view.memory, HELD, "memory held; the mark is its peak, the line its cap");
+  add(view.path, DATA.marked, "critical path");
+  add(panels.some((panel) => panel.plan.bound), BOUND, "dashed: no order takes less");
+  element("legend").replaceChildren(...legend.map(([color, words, letter = ""]) => {
     const entry = document.createElement("span"), sample = document.createElement("i");
     sample.style.background = color;
     sample.textContent = letter;
-    entry.append(...(color ? [sample] : []), words);
+    entry.append(sample, words);
     return entry;
   }));
+  changed();
 }
 
-/** Return the actions of each panel that the query names: 2F17 that one, F17 those of all stages, i17 a microbatch. */
+/** Return the actions of each panel that the query names: 2F17 that one, F17 those of all stages, 17 a microbatch. */
 function found() {
-  const query = view.query.trim().toUpperCase();
-  if (found.query === query && found.of === view.moves.length) return found.known;
-  Object.assign(found, { query, of: view.moves.length, known: new Map() });
-  const words = /^(\d*)([A-Z_]*)(\d*)(?:\.(\d+))?$/.exec(query);
-  if (!query || !words) return found.known;
-  const [, s, kind, i, part] = words, fits = (a) => (s === "" || a.s === Number(s)) && (i === "" || a.i === Number(i)) &&
-    (kind === a.kind || kind === KINDS[a.kind].letter || (kind === "I" && s === "" && i !== "")) &&
-    (part === undefined || a.part === Number(part));
-  for (const panel of panels) {
-    const some = panel.rows.flat().filter(fits);
-    if (some.length) found.known.set(panel, some);
-  }
+  const query = view.query.trim().toUpperCase(), key = `${query} ${view.moves.length}`;
+  if (found.key === key) return found.known;
+  Object.assign(found, { key, known: new Map() });
+  const [, s, kind, i, part] = /^(?:(\d*)([A-Z_]+))?(\d*)(?:\.(\d+))?$/.exec(query) ?? [];
+  const fits = (a) => (!s || a.s === Number(s)) && (!i || a.i === Number(i)) && (!part || a.part === Number(part)) &&
+    (!kind || kind === a.kind || kind === KINDS[a.kind].letter);
+  for (const panel of query && i !== undefined ? panels : []) found.known.set(panel, panel.rows.flat().filter(fits));
   return found.known;
 }
 
@@ -1120,41 +638,33 @@ function search() {
   const every = [...found()].flatMap(([panel, some]) => some.map((a) => ({ panel, a })));
   search.turn = search.query === view.query ? (search.turn + 1) % Math.max(1, every.length) : 0;
   search.query = view.query;
-  const hit = every[search.turn];
-  element("verdict").className = hit ? "" : "wrong";
-  element("verdict").textContent = hit ? `${search.turn + 1} of ${every.length}: ${describe(hit.panel, hit.a)[0]}` :
-    view.query && `nothing is called ${view.query}`;
-  if (hit) goTo(hit);
-}
-
-function goTo({ panel, a }) {
-  const wide = Math.max(12 * (a.end - a.start), 1e-6 * longest()), middle = (a.start + a.end) / 2 - panel.begin;
-  const shown = Math.min(view.to - view.from, Math.max(wide, (view.to - view.from) * 1e-9));
-  Object.assign(view, { from: middle - shown / 2, to: middle + shown / 2 });
-  if (view.row < 14) view.row = 22;
+  const hit = every[search.turn], { panel, a } = hit ?? {};
+  if (!hit) return say("wrong", view.query && `nothing is called ${view.query}`);
+  say("", `${search.turn + 1} of ${every.length}: ${describe(panel, a)[0]}`);
+  const shown = Math.min(view.to - view.from, Math.max(12 * (a.end - a.start), 1e-6 * longest()));
+  const from = (a.start + a.end - shown) / 2 - panel.begin;
+  Object.assign(view, { from, to: from + shown, row: view.row < 14 ? 22 : view.row });
   view.y += yOf(panel, a.rank) - size.height / 2;
-  hover.hit = { panel, a };
+  hover.hit = hit;
   changed();
 }
 
-/** Return what is at a place of the canvas: a panel with an action, or with a transfer. */
+/** Return what is at a place of the canvas: a panel with an action, a gap, a transfer, or a moment of its memory. */
 function hitAt(x, y) {
   if (x < LEFT || x > size.width - RIGHT || y < AXIS) return null;
   for (const panel of panels) {
-    const rank = Math.floor((y - yOf(panel, 0)) / view.row);
+    const rank = Math.floor((y - yOf(panel, 0)) / view.row), lanes = lanesOf(panel), slack = 2 / scale();
     if (rank < 0 || rank >= panel.plan.ranks) continue;
-    const lanes = lanesOf(panel), below = y - yOf(panel, rank), time = timeAt(panel, x), slack = 2 / timeScale();
+    const below = y - yOf(panel, rank), time = timeAt(panel, x);
+    const row = (below < lanes.work ? panel.lanes : panel.besides)[rank];
     if (below < lanes.work + lanes.beside) {
-      const row = below < lanes.work ? panel.lanes[rank] : panel.besides[rank];
-      const [one] = visible(row, time, time), [near] = visible(row, time - slack, time);
-      const a = [row[one], row[near]].find((some) => some && some.start <= time + slack);
-      return a ? { panel, a } : { panel, gap: row[one] ?? null, rank };
+      const near = [time, time - slack].map((from) => row[visible(row, from, from)[0]]);
+      const a = near.find((one) => one && one.start <= time + slack);
+      return a ? { panel, a } : { panel, rank, gap: near[0] ?? null };
     }
-    if (below < lanes.work + lanes.beside + lanes.flight) {
-      const transfer = panel.transfers[rank].find((one) => one.sent <= time + slack && one.here >= time - slack);
-      return transfer ? { panel, transfer } : null;
-    }
-    return { panel, rank, time };
+    if (below > lanes.work + lanes.beside + lanes.flight) return { panel, rank, time };
+    const transfer = panel.transfers[rank].find((one) => one.sent <= time + slack && one.here >= time - slack);
+    return transfer ? { panel, transfer } : null;
   }
   return null;
 }
@@ -1162,189 +672,183 @@ function hitAt(x, y) {
 /** Return the lines about an action: what it is, when it runs, why it did not begin earlier. */
 function describe(panel, a) {
   const show = (time) => number(time, panel.plan.time), when = (time) => show(time - panel.begin);
-  const part = a.part === null ? "" : `, slice ${a.part}`;
+  const part = a.part === null ? "" : `, slice ${a.part}`, twin = panel.twin(a);
   const lines = [`${a.text} on rank ${a.rank}: ${KINDS[a.kind].name}, stage ${a.s}, microbatch ${a.i}${part}`,
     `${when(a.start)} to ${when(a.end)}, takes ${show(a.end - a.start)}`];
-  const change = panels.length > 1 ? changeOf(panel, a) : null;
-  if (change !== null) {
-    const twin = twinOf(panel, a), { name } = panels[panel === panels[0] ? 1 : 0].plan;
-    lines.push(`${name}: ${twin.text} starts at ${when(a.start - change)} on rank ${twin.rank}, takes ` +
-      `${show(twin.end - twin.start)}${isMoved(panel, a) ? `, after ${twin.prev?.text ?? "nothing"}` : ""}`);
+  if (panel.plan.uses && KINDS[a.kind].crosses) lines.push(`uses version ${panel.plan.uses[a.i]} of the weights`);
+  if (twin) {
+    const after = panel.isMoved(a) ? `, after ${twin.prev?.text ?? "nothing"}` : "";
+    const from = when(a.start - panel.change(a));
+    lines.push(`${panel.other.plan.name}: ${twin.text} starts at ${from} on rank ${twin.rank}, takes ` +
+      `${show(twin.end - twin.start)}${after}`);
   }
   return [...lines, ...explain(panel, a)];
 }
 
-/** Return the chain of causes of an action, a line for each. */
+/** Return why an action did not begin earlier, and the chain of causes, a line for each. */
 function explain(panel, a) {
-  const show = (time) => number(time, panel.plan.time), lines = [], ready = a.prev ? a.prev.end : panel.begin;
-  const gap = a.start - ready, cause = a.cause;
-  if (!cause) return lines;
-  if (gap > ROUNDING * Math.abs(a.start)) {
-    if (cause.what) {
-      const late = Math.max(0, Math.min(cause.sent, a.start) - ready), flight = Math.max(0, cause.here - Math.max(cause.sent, ready));
-      const what = PAYLOAD[cause.what] ? `the ${PAYLOAD[cause.what]} of ${cause.by.text} from rank ${cause.by.rank}` : cause.by.text;
-      lines.push(`idle ${show(gap)} before it: waits for ${what}: ${show(late)} until it is made, ${show(flight)} in transfer`);
-    } else {
-      lines.push(`idle ${show(gap)} before it, and nothing that it waits for`);
-    }
+  const show = (time) => number(time, panel.plan.time), ready = a.prev ? a.prev.end : panel.begin, { cause } = a;
+  if (!cause) return [];
+  const idle = a.start - ready, least = ROUNDING * Math.abs(a.start), lines = [], { by, what } = cause;
+  const late = Math.max(0, Math.min(cause.sent, a.start) - ready);
+  const flight = Math.max(0, cause.here - Math.max(cause.sent, ready)), rest = idle - late - flight;
+  if (idle > least && !what) lines.push(`idle ${show(idle)} before it, and nothing that it waits for`);
+  if (idle > least && what) {
+    const awaited = PAYLOAD[what] ? `the ${PAYLOAD[what]} of ${by.text} from rank ${by.rank}` : by.text;
+    lines.push(`idle ${show(idle)} before it: waits for ${awaited}: ${show(late)} until it is made, ` +
+      `${show(flight)} in transfer${rest > least ? `, and ${show(rest)} besides` : ""}`);
   }
-  const causes = panel.chain(a, 7).reverse();
-  causes.slice(0, 6).forEach((one, k) => {
-    const why = one.cause;
-    if (!why) return;
-    const last = k === 5 && causes.length > 6 ? ", and so on" : "";
-    lines.push(why.what ? `${one.text} waits for ${why.by.text} of rank ${why.by.rank}${last}`
-      : `${one.text} follows ${why.by.text}${last}`);
+  panel.chain(a, 7).reverse().slice(0, 6).forEach((one, k) => {
+    const why = one.cause, more = k === 5 && why?.by.cause ? ", and so on" : "";
+    if (why?.what) lines.push(`${one.text} waits for ${why.by.text} of rank ${why.by.rank}${more}`);
+    else if (why) lines.push(`${one.text} follows ${why.by.text}${more}`);
   });
-  if (panel.onPath.has(a)) lines.push("on the critical path");
-  return lines;
+  return panel.onPath.has(a) ? [...lines, "on the critical path"] : lines;
 }
 
-function describeHit(hit) {
-  const { panel, a, gap, transfer, rank, time } = hit, show = (value) => number(value, panel.plan.time);
+function describeHit({ panel, a, gap: next, transfer, rank, time }) {
+  const show = (value) => number(value, panel.plan.time), hold = (value) => number(value, panel.plan.size);
   if (a) return describe(panel, a);
   if (transfer) {
     const { by, to, what, sent, here } = transfer;
     return [`${PAYLOAD[what]} of ${by.text}: rank ${by.rank} to rank ${to.rank}, for ${to.text}`,
       `${show(sent - panel.begin)} to ${show(here - panel.begin)}, takes ${show(here - sent)}`];
   }
-  if (time !== undefined) {
-    const { times, levels, peak, at } = panel.memory[rank], cap = panel.plan.caps[rank], before = times.findLastIndex((one) => one <= time);
-    const held = before < 0 ? panel.plan.weights[rank] : levels[before];
-    return [`rank ${rank} holds ${number(held, panel.plan.size)} at ${show(time - panel.begin)}`,
-      `peak ${number(peak, panel.plan.size)} at ${show(at - panel.begin)}` + (cap === null ? "" : `, may hold ${number(cap, panel.plan.size)}`)];
-  }
-  return gap ? [`rank ${rank} is idle`, ...explain(panel, gap)] : [`rank ${rank} is idle: it has nothing left to do`];
+  if (time === undefined && !next) return [`rank ${rank} has nothing left to do`];
+  if (time === undefined) return [`rank ${rank} is idle`, ...explain(panel, next)];
+  const { times, levels, peak, at } = panel.memory[rank], cap = panel.plan.caps[rank];
+  const held = levels[times.findLastIndex((one) => one <= time)] ?? panel.plan.weights[rank];
+  return [`rank ${rank} holds ${hold(held)} at ${show(time - panel.begin)}`,
+    `peak ${hold(peak)} at ${show(at - panel.begin)}${cap === null ? "" : `, may hold ${hold(cap)}`}`];
 }
 
 function showTip(x, y) {
-  const tip = element("tip");
-  tip.style.display = hover.hit && !hover.drag ? "block" : "none";
-  if (!hover.hit || hover.drag) return;
+  const tip = element("tip"), shown = hover.hit && !hover.drag;
+  tip.style.display = shown ? "block" : "none";
+  if (!shown) return;
   tip.textContent = describeHit(hover.hit).join("\n");
   const { offsetWidth: wide, offsetHeight: high } = tip;
   tip.style.left = `${Math.max(4, Math.min(x + 14, size.width - wide - 4))}px`;
   tip.style.top = `${y + 18 + high > size.height ? Math.max(2, y - high - 12) : y + 18}px`;
 }
 
-const pairs = (line) => line.replace(/(\d+)OVERLAP_(F[\d.]+),(\d+[BI][\d.]+)/g, "($1$2;$3)OVERLAP_F_B");
-
 /** Return the table of a panel's order, which `schedules.files.read_csv` reads. */
-function writeTable(panel) {
-  const lines = panel.rows.map((row) => pairs(row.map((a) => a.text).join(",")));
-  if (!panel.plan.chain) lines.push(["graph", panel.plan.graph].filter((word) => word).join(","));
+function writeTable({ plan, rows }) {
+  const pairs = (line) => line.replace(/(\d+)OVERLAP_(F[\d.]+),(\d+[BI][\d.]+)/g, "($1$2;$3)OVERLAP_F_B");
+  const lines = rows.map((row) => pairs(row.map((a) => a.text).join(",")));
+  if (!plan.chain) lines.push(["graph", plan.graph].filter((word) => word).join(","));
   return `${lines.join("\n")}\n`;
 }
 
 /** Return a panel's order as a Python module. */
-function writePython(panel) {
-  const { plan } = panel, { placement, graph } = plan.call, truth = (value) => (value ? "True" : "False");
-  const rows = panel.rows.map((row) => `    "${row.map((a) => a.text).join(" ")}",\n`).join("");
+function writePython({ plan, rows }) {
+  const each = rows.map((row) => `    "${row.map((a) => a.text).join(" ")}",\n`).join("");
   const uses = plan.uses ? `(${plan.uses.map((one) => `${one}, `).join("")})` : "None";
-  return `# The order of ${JSON.stringify(plan.name)}, from its page.\n` +
-    `from schedules import ${plan.chain ? "" : "Graph, "}Placement, from_rows, parse\n\nROWS = (\n${rows})\n` +
-    `edited = from_rows(\n    tuple(tuple(map(parse, row.split())) for row in ROWS),\n    ${placement},\n` +
-    `    microbatches=${plan.microbatches},\n    slices=${plan.slices},\n    backward=${truth(plan.backward)},\n` +
-    `    graph=${plan.chain ? "None" : graph},\n    versions=${uses},\n)\n`;
+  return `# The order of ${JSON.stringify(plan.name)}, from its page.
+from schedules import ${plan.chain ? "" : "Graph, "}Placement, from_rows, parse
+
+ROWS = (
+${each})
+edited = from_rows(
+    tuple(tuple(map(parse, row.split())) for row in ROWS),
+    ${plan.call.placement},
+    microbatches=${plan.microbatches},
+    slices=${plan.slices},
+    backward=${plan.backward ? "True" : "False"},
+    graph=${plan.chain ? "None" : plan.call.graph},
+    versions=${uses},
+)
+`;
 }
 
-/** Return the panel that was edited last, or else the first that can be. */
-function edited() {
-  const last = view.moves.at(-1);
-  return last ? panels[last[0]] : panels.find((panel) => !panel.plan.measured) ?? panels[0];
-}
-
-function download(name, text) {
-  const link = document.createElement("a");
+/** Save the order that was edited last, or else the first that can be, as a file. */
+function download(name, form) {
+  const last = view.moves.at(-1), link = document.createElement("a");
+  const text = form(last ? panels[last[0]] : panels.find((panel) => !panel.plan.measured) ?? panels[0]);
   link.href = URL.createObjectURL(new Blob([text], { type: "text/plain" }));
   link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
+/** Follow the pointer, and say what dropping the action there would come to, if that takes no time to find. */
+function dragTo(drag, x) {
+  const { panel, a, to: before } = drag, to = panel.placeAt(a, timeAt(panel, x));
+  Object.assign(drag, { x, to });
+  if (to !== before && panel.times.size <= MOST_PREVIEWED) judge(panel, panel.preview(a, to));
+}
+
 function listen() {
-  const at = (event) => [event.offsetX, event.offsetY];
-  canvas.addEventListener("pointerdown", (event) => {
-    const [x, y] = at(event), hit = hitAt(x, y);
-    canvas.setPointerCapture(event.pointerId);
-    const held = view.edit && hit?.a && !hit.panel.plan.measured;
-    hover.drag = held ? { panel: hit.panel, a: hit.a, x, to: hit.a.k } : { pan: true };
-  });
-  canvas.addEventListener("pointermove", (event) => {
-    const [x, y] = at(event), drag = hover.drag;
-    if (drag?.pan) {
-      move(event.movementX, event.movementY);
-    } else if (drag) {
-      Object.assign(drag, { x, to: drag.panel.placeAt(drag.a, timeAt(drag.panel, x)) });
+  const act = {
+    pointerdown(x, y, event) {
+      const hit = hitAt(x, y), held = view.edit && hit?.a && !hit.panel.plan.measured;
+      canvas.setPointerCapture(event.pointerId);
+      hover.drag = held ? { panel: hit.panel, a: hit.a, x, to: hit.a.k } : { pan: true };
+    },
+    pointermove(x, y, event) {
+      const { drag } = hover;
+      if (drag?.pan) move(event.movementX, event.movementY);
+      else if (drag) dragTo(drag, x);
+      else hover.hit = hitAt(x, y);
+    },
+    pointerup() {
+      const { panel, a, to } = hover.drag ?? {};
+      hover.drag = null;
+      if (panel && to !== a.k) edit(panels.indexOf(panel), a.rank, a.k, to);
+    },
+    pointerleave() { hover.hit = null; },
+    wheel(x, y, event) {
+      event.preventDefault();
+      if (event.shiftKey) zoomRows(1.0015 ** -(event.deltaY || event.deltaX), y);
+      else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) move(-event.deltaX, 0);
+      else zoom(1.0015 ** -event.deltaY, x);
+    },
+  };
+  for (const [kind, run] of Object.entries(act)) {
+    canvas.addEventListener(kind, (event) => {
+      run(event.offsetX, event.offsetY, event);
+      showTip(event.offsetX, event.offsetY);
       redraw();
-    } else {
-      hover.hit = hitAt(x, y);
-      redraw();
-    }
-    showTip(x, y);
-  });
-  canvas.addEventListener("pointerup", () => {
-    const { panel, a, to } = hover.drag ?? {};
-    hover.drag = null;
-    if (panel && to !== a.k) edit(panels.indexOf(panel), a.rank, a.k, to);
-    redraw();
-  });
-  canvas.addEventListener("pointerleave", () => {
-    hover.hit = null;
-    showTip(0, 0);
-    redraw();
-  });
-  canvas.addEventListener("wheel", (event) => {
-    event.preventDefault();
-    const [x, y] = at(event), factor = 1.0015 ** -event.deltaY;
-    if (event.shiftKey) zoomRows(1.0015 ** -(event.deltaY || event.deltaX), y);
-    else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) move(-event.deltaX, 0);
-    else zoom(factor, x);
-  }, { passive: false });
+    });
+  }
+  const all = () => (fit(), changed());
   const keys = { "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), ArrowLeft: () => move(80, 0),
-    ArrowRight: () => move(-80, 0), ArrowUp: () => move(0, 60), ArrowDown: () => move(0, -60),
-    0: () => (fit(), changed()), "/": () => element("query").focus() };
+    ArrowRight: () => move(-80, 0), ArrowUp: () => move(0, 60), ArrowDown: () => move(0, -60), 0: all,
+    "/": () => element("query").focus() };
   document.addEventListener("keydown", (event) => {
     if (event.key === "z" && (event.ctrlKey || event.metaKey)) undo();
-    else if (event.target.tagName !== "INPUT" && !event.ctrlKey && keys[event.key]) keys[event.key]();
+    else if (!/INPUT|SELECT/.test(event.target.tagName) && !event.ctrlKey && keys[event.key]) keys[event.key]();
     else return;
     event.preventDefault();
   });
+  const clicks = { in: keys["+"], out: keys["-"], fit: all, undo, csv: () => download("schedule.csv", writeTable),
+    python: () => download("schedule.py", writePython) };
+  for (const [id, run] of Object.entries(clicks)) element(id).addEventListener("click", run);
   for (const name of [...SWITCHES, "color"]) {
-    element(name).addEventListener("change", (event) => {
-      view[name] = name === "color" ? event.target.value : event.target.checked;
+    element(name).addEventListener("change", ({ target }) => {
+      view[name] = name === "color" ? target.value : target.checked;
       showControls();
-      changed();
     });
   }
-  element("query").addEventListener("input", (event) => {
-    view.query = event.target.value;
+  element("query").addEventListener("input", ({ target }) => {
+    view.query = target.value;
     changed();
   });
   element("query").addEventListener("keydown", (event) => event.key === "Enter" && search());
-  const actions = { in: () => zoom(1.5), out: () => zoom(1 / 1.5), fit: keys[0], undo,
-    csv: () => download("schedule.csv", writeTable(edited())), python: () => download("schedule.py", writePython(edited())) };
-  for (const [id, act] of Object.entries(actions)) element(id).addEventListener("click", act);
   addEventListener("hashchange", readAddress);
   new ResizeObserver(resize).observe(canvas);
 }
 
 function resize() {
-  const first = !size.width;
   Object.assign(size, { width: canvas.clientWidth, height: canvas.clientHeight, ratio: devicePixelRatio || 1 });
-  canvas.width = size.width * size.ratio;
-  canvas.height = size.height * size.ratio;
-  if (first && !view.row) fit();
+  [canvas.width, canvas.height] = [size.width * size.ratio, size.height * size.ratio];
+  if (!view.row || [view.from, view.to, view.y, view.row].every((one, k) => one === fit.made?.[k])) fit();
   draw();
 }
 
-function begin() {
-  document.querySelector("h1").textContent = DATA.title;
-  if (panels.length > 1) element("color").add(new Option("difference", "change"));
-  if (panels.every((panel) => panel.plan.measured)) element("edit").disabled = true;
-  readAddress();
-  listen();
-  resize();
-}
-
-begin();
+document.querySelector("h1").textContent = DATA.title;
+if (panels.length > 1) element("color").add(new Option("difference", "change"));
+if (panels.every((panel) => panel.plan.measured)) element("edit").disabled = true;
+resize();
+readAddress();
+listen();

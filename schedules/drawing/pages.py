@@ -5,15 +5,14 @@ Problem. Printed timelines end where schedules get interesting: with a hundred r
 cannot be zoomed, searched, or asked why a rank is idle.
 
 Idea. This module makes one JSON value per timeline: every rank's actions with their times, what passes from action to
-action, and the memory that each takes. `page.js` computes the rest: layout, causes, the critical path, and, after an
-edit, the verdict of the checker and the makespan.
+action, and the memory that each takes. `page.js` computes the rest: layout, causes and the critical path; `order.js`,
+after an edit, the verdict of the checker and the makespan.
 
 Invariant: for an order of the same actions, the page says what `schedules.check` says, and where.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,13 +21,15 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from schedules.analysis.bounds.lower_bound import Bound, bound, rough_bound
-from schedules.analysis.simulation import simulate, spans
-from schedules.arguments import require_types
-from schedules.drawing.palette import LOOKS, MARKED, WAIT
-from schedules.language.actions import KINDS
+from schedules.analysis.simulation import simulate, spans, weight_memory
+from schedules.arguments import each, is_number, require_types
+from schedules.drawing.palette import LOOKS, MARKED, WAIT, look_of
+from schedules.errors import ArgumentError, ScheduleError, SizeError, TimelineError
+from schedules.language.actions import KINDS, parse
 from schedules.language.graph import Graph, chain
+from schedules.language.membership import require_compute_only, require_placed
 from schedules.language.schedule import Schedule, completes_gradient, graph_of
-from schedules.playing.costs import ROUNDING, UNITS, Costs, Sizes, of_stage
+from schedules.playing.costs import ROUNDING, UNITS, Costs, Sizes
 from schedules.playing.dependencies import Dependency, GradientArrival, list_dependencies
 from schedules.playing.engine import Span
 from schedules.playing.problem import Problem
@@ -50,6 +51,8 @@ class Panel:
     - `memory`: the most that a rank may hold, one number or one per rank, in the units of `Timeline.peak_memory`.
     - `recorded`: what was measured, as `fpipe.timeline` returns it, each action once.
     - `time`, `size`: the units of times and of sizes, such as `"s"` and `"B"`, for those who read the page.
+
+    Raise `SizeError` for memory that is no number of at least 0, or not one for each rank.
     """
 
     schedule: Schedule
@@ -61,6 +64,17 @@ class Panel:
     time: str = ""
     size: str = ""
 
+    def __post_init__(self) -> None:
+        require_types(Panel.__init__, {name: one for name, one in vars(self).items() if name != "memory"})
+        if len(self.caps) != self.schedule.ranks or not all(is_number(cap) and cap >= 0 for cap in self.caps):
+            expected = f"a number of at least 0, or a tuple of {self.schedule.ranks}: one for each rank"
+            raise SizeError.of("Panel", "memory", self.memory, expected, "Correct memory.")
+
+    @property
+    def caps(self) -> tuple[float, ...]:
+        """The most that each rank may hold."""
+        return self.memory if isinstance(self.memory, tuple) else (self.memory,) * self.schedule.ranks
+
 
 def page(panels: Mapping[str, Panel]) -> str:
     """Return a page of timelines, keyed by name, on one time axis: an HTML document that needs no network.
@@ -70,7 +84,8 @@ def page(panels: Mapping[str, Panel]) -> str:
     and the page says whether the order is correct, as `schedules.check` does, and how long it takes. It exports the
     order as a table (`schedules.files.read_csv`) or as Python. Two timelines are compared action by action.
 
-    Raise what `schedules.simulate` raises, and `TimelineError` for recorded spans that are no timeline.
+    Raise what `schedules.simulate` raises, and `TimelineError` for recorded spans that are no timeline, of more than
+    one step, or not of the panel's schedule.
 
     >>> from schedules import gpipe
     >>> document = page({"gpipe": Panel(gpipe(ranks=2, microbatches=2))})
@@ -78,17 +93,24 @@ def page(panels: Mapping[str, Panel]) -> str:
     ('<!DOCTYPE html>', False)
     """
     require_types(page, locals())
-    made = [_describe_panel(name, panel) for name, panel in panels.items()]
+    names = each("names", panels, str, ArgumentError)
+    given = zip(names, each("panels", panels.values(), Panel, ArgumentError), strict=True)
+    made = [_describe_panel(name, panel) for name, panel in given]
     title = ", ".join(panels)
     return write_document(title, {"title": title, "kinds": _describe_kinds(), **_COLORS, "panels": made})
 
 
 def write_document(title: str, data: Document) -> str:
     """Return the page of `data`, with the script and the style in it; nothing in `data` is taken for HTML."""
-    from html import escape  # rarely needed, and slow to import
+    import json  # rarely needed, and slow to import
+    from html import escape
 
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    parts = {"TITLE": escape(title), "DATA": text, "SCRIPT": read_part("page.js")}
+    parts = {
+        "TITLE": escape(title).encode("utf-8", "replace").decode(),
+        "DATA": text,
+        "SCRIPT": read_part("order.js") + read_part("page.js"),
+    }
     first, *rest = read_part("page.html").split("{{")
     return first + "".join(parts[name] + after for name, _, after in (piece.partition("}}") for piece in rest))
 
@@ -115,8 +137,8 @@ def _describe_kinds() -> Document:
             "reads": word.reads,
             "holds": UNITS.growth(kind, 0),
         }
-        for kind, look in LOOKS.items()
-        if (word := KINDS[kind])
+        for kind, word in sorted(KINDS.items(), key=lambda row: [*LOOKS, row[0]].index(row[0]))
+        if not word.does and (look := look_of(kind))
     }
 
 
@@ -125,8 +147,8 @@ def _describe_panel(name: str, panel: Panel) -> Document:
     schedule, graph = panel.schedule, graph_of(panel.schedule, panel.graph)
     totals = simulate(schedule, panel.costs, graph, panel.sizes)
     every = tuple(read_spans(panel.recorded or spans(schedule, panel.costs, graph)))
-    peak, caps = totals.peak_memory, _list_caps(panel)
-    found = _find_bound(panel, graph, max(peak) <= min(caps) + ROUNDING)
+    fits = all(held <= cap + ROUNDING for held, cap in zip(totals.peak_memory, panel.caps, strict=True))
+    found = _find_bound(panel, graph, fits)
     return {
         "name": name,
         "measured": bool(panel.recorded),
@@ -135,11 +157,10 @@ def _describe_panel(name: str, panel: Panel) -> Document:
         "call": {"placement": repr(schedule.placement), "graph": repr(graph)},
         "chain": graph == chain(graph.stages),
         "edges": [_describe_edge(panel, route, one) for route, one in list_dependencies(schedule, graph)],
-        "tied": sorted({stage for edge in graph.gradients for stage in edge}),
-        **_describe_rows(every, schedule.ranks),
+        **_describe_rows(every, schedule),
         "growth": _describe_growth(panel),
-        "weights": [_weigh(panel, rank) for rank in range(schedule.ranks)],
-        "caps": list(map(_finite, caps)),
+        "weights": [weight_memory(schedule, rank, panel.sizes or UNITS) for rank in range(schedule.ranks)],
+        "caps": list(map(_finite, panel.caps)),
         "bound": found and {"time": found.makespan, "because": found.because},
         "time": panel.time,
         "size": panel.size,
@@ -175,20 +196,41 @@ def _describe_edge(panel: Panel, route: int, one: Dependency) -> list[Any]:
     return [one.what, one.source, one.target, route, one.producer, one.consumer, delay, count, maker]
 
 
-def _describe_rows(timeline: Iterable[Span], ranks: int) -> Document:
-    """Return each rank's actions in order, with their times, and its waits."""
-    rows: list[list[str]] = [[] for _ in range(ranks)]
+def _describe_rows(timeline: Iterable[Span], schedule: Schedule) -> Document:
+    """Return each rank's actions in order, with their times, and its waits.
+
+    Raise `TimelineError` for two of a name, and for what the schedule cannot have.
+    """
+    ranks = schedule.ranks
+    rows: list[dict[str, None]] = [{} for _ in range(ranks)]
     starts, ends = ([list[float]() for _ in range(ranks)] for _ in "ab")
     waits: list[list[Any]] = [[] for _ in range(ranks)]
     for span in timeline:
         rank, action, start, end = span
+        if rank >= ranks:
+            raise TimelineError(
+                f"got {action} of rank {rank}, expected ranks below {ranks}. Pass the schedule that ran."
+            )
         if span.waits:
             waits[rank].append([str(action), start, end])
             continue
-        rows[rank].append(str(action))
+        if (name := str(action)) in rows[rank]:
+            raise TimelineError(f"rank {rank}: got {name} twice, expected one step. Pass the spans of one step.")
+        rows[rank][name] = None
         starts[rank].append(_shorten(start))
         ends[rank].append(_shorten(end))
+    _require_own(rows, schedule)
     return {"rows": list(map(" ".join, rows)), "starts": starts, "ends": ends, "waits": waits}
+
+
+def _require_own(rows: list[dict[str, None]], schedule: Schedule) -> None:
+    """Raise `TimelineError` for an action that no order of the schedule can have."""
+    for rank, row in enumerate(rows):
+        try:
+            for _ in require_placed(schedule, rank, require_compute_only(schedule, rank, map(parse, row))):
+                pass
+        except ScheduleError as error:
+            raise TimelineError(f"{error} Pass the schedule that ran.") from error
 
 
 def _describe_growth(panel: Panel) -> dict[str, list[float]]:
@@ -201,14 +243,6 @@ def _describe_growth(panel: Panel) -> dict[str, list[float]]:
         if not word.does
     }
     return {kind: row for kind, row in grown.items() if any(row)}
-
-
-def _weigh(panel: Panel, rank: int) -> float:
-    return sum(of_stage((panel.sizes or UNITS).weight, s) for s in panel.schedule.placement.stages_on(rank))
-
-
-def _list_caps(panel: Panel) -> tuple[float, ...]:
-    return panel.memory if isinstance(panel.memory, tuple) else (panel.memory,) * panel.schedule.ranks
 
 
 def _find_bound(panel: Panel, graph: Graph, fits: bool) -> Bound | None:

@@ -56,6 +56,21 @@ def look_of(kind: str) -> Look:
     return LOOKS.get(kind) or (WAIT if kind in KINDS else Look(kind, "#d0d0d0", kind))
 
 
+GRAYS: Mapping[str, int] = MappingProxyType(
+    {"F": 255, "C": 240, "OVERLAP_F": 248, "R": 222, "B": 190, "I": 175, "W": 210, "G": 150, "U": 140}
+)
+
+
+def gray_of(kind: str) -> str:
+    """Return the gray of `kind`, light enough for a label in black.
+
+    >>> gray_of("F"), gray_of("B"), gray_of("WAIT_F")
+    ('#ffffff', '#bebebe', '#ebebeb')
+    """
+    level = GRAYS.get(kind, 160 if kind in LOOKS else 235)
+    return f"#{level:02x}{level:02x}{level:02x}"
+
+
 @cache
 def shade(kind: str, lightness: float) -> str:
     """Return the color of `kind`; a `lightness` of 0 to 1 moves it up to halfway to white.

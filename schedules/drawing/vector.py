@@ -1,29 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw timelines as SVG."""
+"""Draw timelines as pictures: SVG for screens, PDF and TikZ for print."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import floor, inf, log10
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from schedules.arguments import require_types
-from schedules.drawing.palette import LOOKS, MARKED, WAIT, look_of
+from schedules.drawing.palette import LOOKS, MARKED, WAIT, gray_of, look_of
+from schedules.drawing.shapes import (
+    GLYPH,
+    Box,
+    Curve,
+    Drawn,
+    Picture,
+    Point,
+    Size,
+    Words,
+    write_pdf,
+    write_svg,
+    write_tikz,
+)
 from schedules.drawing.strips import Strip, lanes_of, make_strip
-from schedules.errors import SizeError
+from schedules.errors import ArgumentError, SizeError
 from schedules.playing.costs import Sizes
 from schedules.playing.engine import Span
 
 LEFT, RIGHT, TITLE, ROW, CURVE, GAP, AXIS = 64, 48, 24, 22, 16, 4, 26  # pixels, as are all sizes here
 SHORTEST = 1e-300  # shorter times count as zero: their inverse is not finite
 CELL, NARROW, WIDE, WIDEST = 26, 640, 2400, 8000
-FONTS, GLYPH = (11, 9, 7.5), 0.62  # label sizes (the largest that fits is used); character width relative to them
-IDLE, HELD, INK, FAINT = "#f1f1f1", "#c9c2d8", "#202020", "#808080"
-BORDER = 'stroke="white" stroke-width="0.6"'
-Size: TypeAlias = float
+FONTS = (11, 9, 7.5)  # label sizes: the largest that fits is used
+IDLE, HELD, FAINT, BLACK = "#f1f1f1", "#c9c2d8", "#808080", "#000000"
 Curves: TypeAlias = tuple[list[tuple[float, float]], ...]  # memory over time, by rank
+
+
+@dataclass(frozen=True)
+class Style:
+    """The style of a picture.
+
+    - `window`: the begin and the end of the time that is shown; every timeline begins at 0.
+    - `labels`: `"full"`, such as `1F3` where ranks hold several stages; `"microbatch"`, its number alone; or `"none"`.
+    - `palette`: `"color"`, or `"gray"` for print in black: kinds differ in gray and letter, and each later stage of a
+      rank has a longer bar below.
+
+    >>> Style(window=(0, 8), palette="gray").labels
+    'full'
+    """
+
+    window: tuple[float, float] = (0.0, inf)
+    labels: Literal["full", "microbatch", "none"] = "full"
+    palette: Literal["color", "gray"] = "color"
+
+    def __post_init__(self) -> None:
+        require_types(Style.__init__, vars(self))
+        begin, end = self.window
+        if not 0 <= begin < end:
+            raise ArgumentError(
+                f"Style: got window={self.window}, expected a begin of at least 0, and a later end. Swap them."
+            )
+
+
+COLORED: Final = Style()
 
 
 def svg(
@@ -32,6 +72,7 @@ def svg(
     sizes: Sizes | None = None,
     width: float | None = None,
     marked: Mapping[str, Collection[Span]] = MappingProxyType({}),
+    style: Style = COLORED,
 ) -> str:
     """Return one picture of `timelines`, keyed by name, stacked on a common time scale; a row for each rank.
 
@@ -47,31 +88,82 @@ def svg(
     ('<svg', 8, True)
     """
     require_types(svg, locals())
+    return write_svg(_draw(timelines, memory, sizes, width, marked, style))
+
+
+def pdf(
+    timelines: Mapping[str, Iterable[Span]],
+    memory: bool = False,
+    sizes: Sizes | None = None,
+    width: float | None = None,
+    marked: Mapping[str, Collection[Span]] = MappingProxyType({}),
+    style: Style = COLORED,
+) -> bytes:
+    """Return the picture that `svg` draws as a PDF of one page; `width` is in points.
+
+    >>> from schedules import Costs, gpipe, spans
+    >>> pdf({"gpipe": spans(gpipe(ranks=2, microbatches=2), Costs())}, width=240)[:5]
+    b'%PDF-'
+    """
+    require_types(pdf, locals())
+    return write_pdf(_draw(timelines, memory, sizes, width, marked, style))
+
+
+def tikz(
+    timelines: Mapping[str, Iterable[Span]],
+    memory: bool = False,
+    sizes: Sizes | None = None,
+    width: float | None = None,
+    marked: Mapping[str, Collection[Span]] = MappingProxyType({}),
+    style: Style = COLORED,
+) -> str:
+    """Return the picture that `svg` draws as a `tikzpicture`, for LaTeX; `width` is in points.
+
+    >>> from schedules import Costs, gpipe, spans
+    >>> drawn = tikz({"gpipe": spans(gpipe(ranks=2, microbatches=2), Costs())}, width=240)
+    >>> drawn.splitlines()[-1], drawn.count("rectangle") > 8
+    ('\\\\end{tikzpicture}', True)
+    """
+    require_types(tikz, locals())
+    return write_tikz(_draw(timelines, memory, sizes, width, marked, style))
+
+
+def _draw(
+    timelines: Mapping[str, Iterable[Span]],
+    memory: bool,
+    sizes: Sizes | None,
+    width: float | None,
+    marked: Mapping[str, Collection[Span]],
+    style: Style,
+) -> Picture:
+    """Return the shapes of a picture."""
     if width is not None and not 0 < width < inf:
-        raise SizeError.of("svg", "width", width, "a number of pixels above 0", "Leave it out for one that fits.")
+        raise SizeError.of("drawing", "width", width, "a number of pixels above 0", "Leave it out for one that fits.")
     strips = {name: make_strip(spans) for name, spans in timelines.items()}
-    duration = max((drawn.duration for drawn in strips.values()), default=0)
+    begin, end = style.window
+    duration = min(end, max((drawn.duration for drawn in strips.values()), default=0)) - begin
     duration = duration if duration > SHORTEST else 1
     room = max(width - LEFT - RIGHT, 1) if width else _choose_width(list(strips.values()), duration)
-
     framed = frozenset(span for spans in marked.values() for span in spans)
 
     def levels(drawn: Strip) -> Curves:
         return tuple(drawn.memory_levels(rank, sizes) for rank in range(drawn.ranks if memory else 0))
 
-    panels = [_Panel(name, drawn, room / duration, levels(drawn), framed) for name, drawn in strips.items()]
-    body, y = list[str](), 0.0
-    for panel in panels:
-        body.append(f'<g transform="translate({LEFT},{y:.2f})">\n{"".join(panel.draw(duration))}</g>\n')
+    shapes, y = list[Drawn](), 0.0
+    for name, drawn in strips.items():
+        panel = _Panel(name, drawn, room / duration, (begin, begin + duration), levels(drawn), framed, style)
+        shapes += (_shift(shape, LEFT, y) for shape in panel.draw())
         y += panel.height
-    key, high = _draw_legend(list(strips.values()), memory, marked, room + RIGHT)
-    body.append(f'<g transform="translate({LEFT},{y + 8:.2f})">\n{key}</g>\n')
-    w, h = LEFT + room + RIGHT, y + 8 + high
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{w:.2f}" height="{h:.2f}" viewBox="0 0 {w:.2f} {h:.2f}" '
-        f'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="11" fill="{INK}">\n'
-        f'<rect width="100%" height="100%" fill="#ffffff"/>\n{"".join(body)}</svg>\n'
-    )
+    key, high = _draw_legend(list(strips.values()), memory, marked, room + RIGHT, style)
+    shapes += (_shift(shape, LEFT, y + 8) for shape in key)
+    return Picture(LEFT + room + RIGHT, y + 8 + high, shapes)
+
+
+def _shift(shape: Drawn, x: Size, y: Size) -> Drawn:
+    """Return a shape at another place."""
+    if isinstance(shape, Curve):
+        return shape._replace(points=[(a + x, b + y) for a, b in shape.points])
+    return shape._replace(x=shape.x + x, y=shape.y + y)
 
 
 def _choose_width(strips: list[Strip], duration: float) -> Size:
@@ -82,13 +174,15 @@ def _choose_width(strips: list[Strip], duration: float) -> Size:
 
 
 class _Panel(NamedTuple):
-    """One timeline: a title, a row for each rank, and the time axis."""
+    """One timeline: a title, a row for each rank, and the time axis, between the times of `window`."""
 
     name: str
     drawn: Strip
     scale: Size
+    window: tuple[float, float]
     memory: Curves
     marked: frozenset[Span]
+    style: Style
 
     @property
     def pitch(self) -> Size:
@@ -99,109 +193,117 @@ class _Panel(NamedTuple):
     def height(self) -> Size:
         return TITLE + self.pitch * self.drawn.ranks + AXIS
 
-    def draw(self, duration: float) -> Iterator[str]:
-        yield _text(0, TITLE - 8, self.name, 'font-weight="bold"')
+    def draw(self) -> Iterator[Drawn]:
+        yield Words(0, TITLE - 8, self.name, bold=True)
         for rank in range(self.drawn.ranks):
             y = TITLE + rank * self.pitch
-            yield _text(-8, y + ROW / 2 + 4, f"rank {rank}", 'text-anchor="end"')
-            yield _rect(0, y, self.drawn.duration * self.scale, ROW, IDLE)
+            yield Words(-8, y + ROW / 2 + 4, f"rank {rank}", anchor="end")
+            yield Box(0, y, self._x(self.drawn.begin + self.drawn.duration), ROW, IDLE)
             yield from self._draw_row(self.drawn.spans[rank], y)
             if self.memory:
                 yield from self._draw_memory(self.memory[rank], y + ROW + 1)
-        yield from _draw_axis(duration, self.scale, TITLE + self.drawn.ranks * self.pitch)
+        yield from _draw_axis(self.window, self.scale, TITLE + self.drawn.ranks * self.pitch)
 
-    def _draw_row(self, row: tuple[Span, ...], y: Size) -> Iterator[str]:
+    def _draw_row(self, row: tuple[Span, ...], y: Size) -> Iterator[Drawn]:
         places = lanes_of([span.action.kind for span in row], [(span.start, span.end) for span in row])
         high = ROW / (max(places, default=0) + 1)
         # Draw marked spans and those of zero duration last, so that their neighbors do not cover them.
         for span, lane in sorted(zip(row, places, strict=True), key=lambda place: self._is_on_top(place[0])):
-            yield self._draw_cell(span, y + lane * high, high)
+            first, last = span.start - self.drawn.begin, span.end - self.drawn.begin
+            begin, end = self.window
+            if (first < end and last > begin) or begin <= first == last <= end:
+                yield from self._draw_cell(span, y + lane * high, high)
 
     def _is_on_top(self, span: Span) -> bool:
         return span in self.marked or span.start == span.end
 
-    def _draw_cell(self, span: Span, y: Size, high: Size) -> str:
-        x, wide = self._x(span.start), (span.end - span.start) * self.scale
+    def _draw_cell(self, span: Span, y: Size, high: Size) -> Iterator[Drawn]:
+        x = self._x(span.start)
+        wide = self._x(span.end) - x
         what = f"{span.action} on rank {span.rank}, {span.start:g} to {span.end:g}: {look_of(span.action.kind).name}"
-        frame = f'stroke="{MARKED}" stroke-width="{min(2, wide / 5):.2g}"' if span in self.marked else BORDER
+        frame = (MARKED, min(2, wide / 5)) if span in self.marked else self._border
         if span.waits:
-            frame = ""
+            frame = "", 0
         elif not wide:
-            x, wide, frame = x - 1, 2, ""
-        cell = _rect(x, y, wide, high, self.drawn.color(span), frame, f"<title>{_escape(what)}</title>")
+            x, wide, frame = x - 1, 2, ("", 0)
+        yield Box(x, y, wide, high, self._color(span), *frame, what)
+        if self.style.palette == "gray" and not span.waits:
+            held = self.drawn.stages[span.rank]
+            later = held.index(span.action.stage) / max(1, len(held) - 1)
+            yield from [Box(x, y + high - 2, wide * later, 2, BLACK)] * (later > 0)
         label, font = self._fit_label(span, wide, high)
-        style = f'text-anchor="middle" font-size="{font:g}" pointer-events="none"'
-        return cell + (_text(x + wide / 2, y + high / 2 + font * 0.36, label, style) if label else "")
+        if label:
+            yield Words(x + wide / 2, y + high / 2 + font * 0.36, label, font, "middle", inside=True)
+
+    @property
+    def _border(self) -> tuple[str, Size]:
+        return ("#ffffff", 0.6) if self.style.palette == "color" else (BLACK, 0.4)
+
+    def _color(self, span: Span) -> str:
+        return self.drawn.color(span) if self.style.palette == "color" else gray_of(span.action.kind)
 
     def _fit_label(self, span: Span, wide: Size, high: Size) -> tuple[str, float]:
         """Return the label that fits a cell and its font size; cells of equal size get the same kind of label."""
-        if span.waits:
-            return "", 0
-        for label, longest in (
+        choices = [
             (self.drawn.label(span.action), self.drawn.longest),
             (str(span.action.microbatch), self.drawn.longest_microbatch),
-        ):
+        ]
+        first = {"full": 0, "microbatch": 1, "none": 2}[self.style.labels]
+        for label, longest in [] if span.waits else choices[first:]:
             for font in FONTS:
                 if longest * GLYPH * font <= wide and font <= high:
                     return label, font
         return "", 0
 
-    def _draw_memory(self, levels: list[tuple[float, float]], y: Size) -> Iterator[str]:
+    def _draw_memory(self, levels: list[tuple[float, float]], y: Size) -> Iterator[Drawn]:
         top = max((level for row in self.memory for _, level in row), default=0) or 1
-        path = "".join(f"H{self._x(time):.2f}V{y + CURVE * (1 - max(level, 0) / top):.2f}" for time, level in levels)
-        end, peak = self.drawn.duration * self.scale, max((level for _, level in levels), default=0)
-        yield f'<path d="M0,{y + CURVE:.2f}{path}H{end:.2f}V{y + CURVE:.2f}Z" fill="{HELD}"/>\n'
-        yield _text(end + 5, y + CURVE - 3, f"{peak:.3g}", f'font-size="9" fill="{FAINT}"')
+        points: list[Point] = [(0, y + CURVE)]
+        for time, level in levels:
+            x = self._x(time)
+            points += [(x, points[-1][1]), (x, y + CURVE * (1 - max(level, 0) / top))]
+        end, peak = self._x(self.drawn.begin + self.drawn.duration), max((level for _, level in levels), default=0)
+        yield Curve([*points, (end, points[-1][1]), (end, y + CURVE)], HELD, filled=True)
+        yield Words(end + 5, y + CURVE - 3, f"{peak:.3g}", 9, color=FAINT)
 
     def _x(self, time: float) -> Size:
-        return (time - self.drawn.begin) * self.scale
+        begin, end = self.window
+        return (min(max(time - self.drawn.begin, begin), end) - begin) * self.scale
 
 
-def _draw_axis(duration: float, scale: Size, y: Size) -> Iterator[str]:
+def _draw_axis(window: tuple[float, float], scale: Size, y: Size) -> Iterator[Drawn]:
     """Yield the time axis, with ticks at round numbers at least 50 pixels apart."""
-    least = 50 / scale
+    (begin, end), least = window, 50 / scale
     ten = 10.0 ** floor(log10(least))
     step = ten * next(factor for factor in (1, 2, 5, 10) if factor * ten >= least)
-    yield f'<path d="M0,{y:.2f}H{duration * scale:.2f}" stroke="{FAINT}"/>\n'
-    for count in range(floor(duration / step * (1 + 1e-9)) + 1):
-        x = count * step * scale
-        yield f'<path d="M{x:.2f},{y:.2f}v4" stroke="{FAINT}"/>\n'
-        yield _text(x, y + 15, f"{count * step:g}", f'text-anchor="middle" font-size="9" fill="{FAINT}"')
+    yield Curve([(0, y), ((end - begin) * scale, y)], FAINT)
+    for count in range(-floor(-begin / step * (1 - 1e-9)), floor(end / step * (1 + 1e-9)) + 1):
+        x = (count * step - begin) * scale
+        yield Curve([(x, y), (x, y + 4)], FAINT)
+        yield Words(x, y + 15, f"{count * step:g}", 9, "middle", FAINT)
 
 
-def _draw_legend(strips: list[Strip], memory: bool, framed: Iterable[str], room: Size) -> tuple[str, Size]:
+def _draw_legend(
+    strips: Sequence[Strip], memory: bool, framed: Iterable[str], room: Size, style: Style
+) -> tuple[list[Drawn], Size]:
     """Return the legend of the colors, in as many lines as it takes, and its height."""
-    used = set[str]().union(*(drawn.kinds for drawn in strips))
-    entries = [
-        (look_of(kind).color, "", f"{look_of(kind).letter} {look_of(kind).name}") for kind in LOOKS if kind in used
+    used, gray = set[str]().union(*(drawn.kinds for drawn in strips)), style.palette == "gray"
+    border = (BLACK, 0.4) if gray else ("", 0)
+    entries: list[tuple[str, tuple[str, float], str]] = [
+        (gray_of(kind) if gray else look_of(kind).color, border, f"{look_of(kind).letter} {look_of(kind).name}")
+        for kind in LOOKS
+        if kind in used
     ]
-    entries += [(WAIT.color, "", WAIT.name)] * any(look_of(kind) is WAIT for kind in used)
-    entries += [(IDLE, "", "idle"), *((IDLE, f'stroke="{MARKED}"', name) for name in framed)]
+    entries += [(WAIT.color, ("", 0), WAIT.name)] * any(look_of(kind) is WAIT for kind in used)
+    entries += [(IDLE, ("", 0), "idle"), *((IDLE, (MARKED, 1.0), name) for name in framed)]
     if any(len(stages) > 1 for drawn in strips for stages in drawn.stages):
-        entries.append(("none", "", "lighter: a later stage of the rank"))
+        entries.append(("", ("", 0), f"{'longer bar' if gray else 'lighter'}: a later stage of the rank"))
     if memory:
-        entries.append((HELD, "", "memory held, and the most of it"))
-    x, y, drawn = 0.0, 0.0, list[str]()
-    for color, style, words in entries:
+        entries.append((HELD, ("", 0), "memory held, and the most of it"))
+    x, y, drawn = 0.0, 0.0, list[Drawn]()
+    for color, frame, words in entries:
         wide = 18 + 24 + len(words) * GLYPH * 11
         if x and x + wide > room:
             x, y = 0, y + 20
-        drawn.append(_rect(x, y, 12, 12, color, style) + _text(x + 18, y + 10, words))
+        drawn += [Box(x, y, 12, 12, color, *frame), Words(x + 18, y + 10, words)]
         x += wide
-    return "".join(drawn), y + 20
-
-
-def _rect(x: Size, y: Size, wide: Size, high: Size, color: str, style: str = "", inside: str = "") -> str:
-    end = f">{inside}</rect>\n" if inside else "/>\n"
-    return f'<rect x="{x:.2f}" y="{y:.2f}" width="{wide:.2f}" height="{high:.2f}" fill="{color}" {style}{end}'
-
-
-def _text(x: Size, y: Size, words: str, style: str = "") -> str:
-    return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{_escape(words)}</text>\n'
-
-
-def _escape(words: str) -> str:
-    """Return `words` escaped, with characters that XML does not allow replaced."""
-    from html import escape  # rarely needed, and slow to import
-
-    return escape(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", words))
+    return drawn, y + 20

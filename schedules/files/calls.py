@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from schedules import families
 from schedules.errors import ArgumentError, TableError, quote
 from schedules.files.cells import own
 from schedules.files.csv import table
 from schedules.language.schedule import Factory, Schedule
-from schedules.playing.costs import Costs, Link
+from schedules.playing.costs import Costs, Link, Sizes
 from schedules.transforms.defer import defer_weights
 from schedules.transforms.forwards import forwards
 from schedules.transforms.mirror import mirror
@@ -33,7 +33,8 @@ NAMED_TRANSFORMS: Final = (
     *(recompute, split_backward, merge_backward, defer_weights, repeat, mirror, overlap),
     *(reduce_gradients, shard, update_weights, forwards),
 )
-VALUES: Final = {"Costs": Costs, "Link": Link}
+VALUES: Final = {"Costs": Costs, "Link": Link, "Sizes": Sizes}
+_Value = TypeVar("_Value", Costs, Sizes)
 DEEPEST: Final = 16  # a schedule of schedules of schedules, with tuples of tuples
 MOST_READ_ACTIONS: Final = 2**22
 """More forwards than a schedule in a file has; readers play all of them."""
@@ -112,7 +113,30 @@ def _read(value: object, depth: int) -> Any:
     return _call(factory, {key: _read(one, depth + 1) for key, one in arguments.items()})
 
 
-def _make_value(kind: type[Costs | Link], arguments: dict[str, Any]) -> Costs | Link:
+def spell_value(value: Costs | Sizes) -> Any:
+    """Return costs or sizes as a JSON value, for `read_value`.
+
+    >>> spell_value(Costs(F=(1, 2)))
+    {'value': 'Costs', 'arguments': {'F': [1, 2]}}
+    """
+    return _spell(value)
+
+
+def read_value(value: object, kind: type[_Value]) -> _Value:
+    """Return the costs or sizes that a JSON value spells.
+
+    Raise `TableError` if it is not one of `spell_value`, and `SizeError` for numbers that cannot be.
+
+    >>> read_value(spell_value(Sizes(activation=3)), Sizes) == Sizes(activation=3)
+    True
+    """
+    found = _read(value, 0)
+    if not isinstance(found, kind):
+        raise TableError(f"{kind.__name__}: got {quote(value)}, expected its arguments. Write it with spell_value.")
+    return found
+
+
+def _make_value(kind: type[Costs | Link | Sizes], arguments: dict[str, Any]) -> Costs | Link | Sizes:
     _require_names(kind.__name__, arguments, {one.name for one in fields(kind)})
     return kind(**arguments)
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actions a schedule may contain at all: compute actions, on its own stages and microbatches, each on its rank.
 
-These are the first two rules of `check`. Code that meets anything else calls
-`require_valid_actions`, which raises the reason.
+These are the first two rules of `check`. Code that meets anything else calls `require_valid_actions`, which raises.
 """
 
 from __future__ import annotations
@@ -79,3 +78,15 @@ def require_valid_actions(schedule: Schedule) -> None:
     for rank in range(schedule.ranks):
         for _ in require_placed(schedule, rank, require_compute_only(schedule, rank, schedule.actions(rank))):
             pass
+
+
+def require_single_actions(schedule: Schedule) -> None:
+    """Raise `ScheduleError` if a microbatch passes through a stage twice in the same way."""
+    for rank in range(schedule.ranks):
+        seen = set[tuple[object, ...]]()
+        for position, action in enumerate(schedule.actions(rank)):
+            step = KINDS[action.kind].after, action.stage, action.microbatch, action.slice
+            if step[0] and step in seen:
+                problem = "has already run", f"Drop {action}: each runs once."
+                raise ScheduleError("forward_before_backward", rank, position, action, *problem)
+            seen.add(step)

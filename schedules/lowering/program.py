@@ -40,7 +40,7 @@ from schedules.arguments import require_types
 from schedules.errors import ScheduleError
 from schedules.language.actions import COLLECTIVES, Action, Message, receive_of, wait_of
 from schedules.language.graph import Graph
-from schedules.language.membership import require_valid_actions
+from schedules.language.membership import require_single_actions, require_valid_actions
 from schedules.language.schedule import Schedule, graph_of, picture
 from schedules.lowering.turns import Turn, Turns, target_of
 
@@ -198,6 +198,7 @@ class _Play:
                     self._unblock(me if self.latest.has_ended else self.latest)
         except KeyError:
             require_valid_actions(self.schedule)
+            require_single_actions(self.schedule)
             raise
 
     def _advance(self, rank: _Rank) -> None:

@@ -30,7 +30,8 @@ def defer_weights(rank: int, schedule: Schedule, memory: float) -> Iterator[Acti
     The room to defer a `W` is the difference between `memory` and the rank's own peak. With room for `n` more
     activations, every `W` moves to the place of the `n`th `W` after it, and the last `n` to the end, before any `U`, or
     before the `G` or `REDUCE_GRAD` that uses them. Cotangents that arrive in the meantime go first, and ranks that
-    would idle at the end have work. Gradients accumulate in the same order.
+    would idle at the end have work. Gradients accumulate in the same order. If an update of one stage uses gradients of
+    another, on a rank that defers them, the ranks may wait for each other, which `check` finds.
 
     The peak is the one the schedule declares. If it declares none, the rank's actions are generated twice, the first
     time to count it. Generating the actions raises `SizeError` if the peak exceeds `memory`.

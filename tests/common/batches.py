@@ -8,6 +8,7 @@ from schedules import Schedule, interleaved_1f1b, one_f_one_b, recompute, zb_v
 from tests.common.cases import WORDS, Case
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import eval_loop, loop
+from tests.common.options import grouped
 from tests.common.running import run, run_evaluation, run_reference
 from tests.common.schedules import SCHEDULES
 
@@ -24,7 +25,9 @@ FOUR = {
 def build(case: Case, how: Schedule, rows: int, **options):
     model, inputs, targets = case.make(rows)
     cuts = case.at(how.stages) if case.cuts else None
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=case.loss, schedule=how, cuts=cuts, **options)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=case.loss, schedule=how, cuts=cuts, **grouped(options)
+    )
     return pipe, model, inputs, targets
 
 

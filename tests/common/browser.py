@@ -9,6 +9,7 @@ import base64
 import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,6 +21,7 @@ PROGRAM = next(filter(None, map(shutil.which, NAMES)), None)
 needs_browser = pytest.mark.skipif(
     PROGRAM is None, reason="no browser: apt-get install chromium-headless-shell runs the tests of pages"
 )
+PATIENCE = 120  # seconds, after which a test fails rather than hang
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe")
 
 
@@ -66,6 +68,7 @@ class Browser:
     def read(self):
         """Return the next message; note what is wrong."""
         while b"\0" not in self.rest:
+            assert select.select([self.into], [], [], PATIENCE)[0], "the browser does not answer"
             some = os.read(self.into, 2**20)
             assert some, "the browser ended"
             self.rest += some
@@ -96,13 +99,8 @@ class Browser:
 
     def pointer(self, kind, place, **more):
         """Move, press or release the pointer at a place, or turn its wheel."""
-        x, y = place
-        button = (
-            {}
-            if kind in ("mouseWheel",)
-            else {"button": "left" if more.get("buttons") or kind != "mouseMoved" else "none"}
-        )
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, clickCount=1, **button, **more)
+        button = "left" if more.get("buttons") or kind == "mouseReleased" else "none"
+        self.call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button=button, clickCount=1, **more)
         self.settle()
 
     def drag(self, start, end):

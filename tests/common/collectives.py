@@ -12,6 +12,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import interleaved_1f1b
 from tests.common.cases import mse
 from tests.common.loops import loop
+from tests.common.options import grouped
 
 HOW = interleaved_1f1b(ranks=1, chunks=2, microbatches=2)
 
@@ -77,7 +78,7 @@ def build(layer, cut, backward, group=None):
     torch.manual_seed(0)
     model, x, y = nn.Sequential(nn.Linear(4, 4), layer(), nn.Linear(4, 4)), torch.randn(4, 4), torch.randn(4, 4)
     more = {"cuts": [CUTS[cut]], "backward": backward, "group": group}
-    return fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=HOW, **more), model
+    return fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=HOW, **grouped(more)), model
 
 
 def require_same(layer, cut, backward, group=None, seed=0):

@@ -10,6 +10,7 @@ from torch.nn import functional
 import fpipe
 from schedules import one_f_one_b
 from tests.common.generators import seeded
+from tests.common.options import grouped
 
 M, ROWS = 4, 8
 
@@ -36,5 +37,5 @@ def make(model=None, schedule=None, **options):
         example=(x,),
         targets=y,
         schedule=schedule or one_f_one_b(2, M),
-        **options,
+        **grouped(options),
     )

@@ -6,6 +6,7 @@ from torch import nn
 
 import fpipe
 from tests.common.cases import WIDTH, mse
+from tests.common.options import grouped
 
 BRANCHES = {  # what a gate does if the answer is no, where it uses its first layer if it is yes
     "other": lambda gate, x: gate.b(x),
@@ -82,5 +83,11 @@ def build(model, how, inputs, targets, **options):
     step = len(cuts) // (how.stages - 1) if how.stages > 1 else 1
     chosen = cuts[::step][: how.stages - 1]
     return fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=chosen, unsplittable=Gate, **options
+        model,
+        example=inputs,
+        targets=targets,
+        loss=mse,
+        schedule=how,
+        cuts=chosen,
+        **grouped({"unsplittable": Gate, **options}),
     )

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
+from tests.common.options import grouped
 
 LINGER = 20.0  # seconds until threads that were told to end have ended
 
@@ -81,7 +82,7 @@ def build_small(schedule, **options):
     """Build a pipeline of two layers; return it with a step on `rows` rows."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    pipe = fpipe.pipeline(model, example=(torch.ones(4, 4),), loss=torch.mean, schedule=schedule, **options)
+    pipe = fpipe.pipeline(model, example=(torch.ones(4, 4),), loss=torch.mean, schedule=schedule, **grouped(options))
     (params, buffers), step = pipe.init(model), fpipe.value_and_grad(pipe)
     return pipe, lambda rows=4: step(params, buffers, (torch.ones(rows, 4),))
 

@@ -19,6 +19,7 @@ from schedules import (
     zb_h1,
     zb_v,
 )
+from tests.common.options import grouped
 
 LINEAR = [gpipe, one_f_one_b, zb_h1, lambda **sizes: split_backward(one_f_one_b(**sizes))]
 
@@ -54,7 +55,7 @@ def build_unless_refused(description, case, how, rows, cuts, **options):
     model, inputs, targets = case.make(rows)
     try:
         pipe = fpipe.pipeline(
-            model, example=inputs, targets=targets, loss=case.loss, schedule=how, cuts=cuts, **options
+            model, example=inputs, targets=targets, loss=case.loss, schedule=how, cuts=cuts, **grouped(options)
         )
     except (fpipe.CutError, fpipe.CaptureError) as error:
         reasons = [words for words, may in REFUSALS.items() if words in str(error) and may(description)]

@@ -89,7 +89,9 @@ def pipeline(name: str, layout: str, group: Any = None) -> fpipe.Pipeline:
     """A pipeline of a subject; built once in a process."""
     inputs, targets = batch_of(name, 0)
     loss, how = SUBJECTS[name].loss, LAYOUTS[layout]
-    return fpipe.pipeline(model_of(name), example=inputs, targets=targets, loss=loss, schedule=how, group=group)
+    return fpipe.pipeline(
+        model_of(name), example=inputs, targets=targets, loss=loss, schedule=how, place=fpipe.Place(group=group)
+    )
 
 
 @lru_cache

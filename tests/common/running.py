@@ -12,6 +12,7 @@ from schedules import Schedule, one_f_one_b
 from tests.common.cases import Case, mse, rows_of
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop, loop_as_stated
+from tests.common.options import grouped
 from tests.common.sizes import NIGHTLY
 
 SEED = 5
@@ -30,8 +31,7 @@ def build(
         loss=case.loss,
         schedule=how,
         cuts=case.at(how.stages) if cuts is None else cuts,
-        capture=capture,
-        **options,
+        **grouped({"front_end": capture, **options}),
     )
     return pipe, model, inputs, targets
 
@@ -45,7 +45,9 @@ def run(pipe, model, inputs, targets, seed=None) -> Result:
 def require_loop(model, how: Schedule, cuts: Iterable[str] = (), rows: int = 6, loss=mse, **options: Any):
     """Return a pipeline of a model for rows of the usual batch; raise unless a step of it equals the plain loop."""
     inputs, targets = rows_of()(rows)
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=loss, schedule=how, cuts=[*cuts], **options)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=loss, schedule=how, cuts=[*cuts], **grouped(options)
+    )
     want = loop(model, loss, inputs, targets, how.microbatches)
     assert_same(run(pipe, model, inputs, targets), want)
     return pipe
@@ -98,7 +100,7 @@ def staged(model, inputs, targets=None, cuts: Iterable[str] = ("1",), microbatch
     how = one_f_one_b(ranks=len([*cuts]) + 1, microbatches=microbatches)
     loss = (lambda out: out.square().mean()) if targets is None else mse
     options = {"schedule": how, "loss": loss, **options}
-    return fpipe.pipeline(model, example=inputs, targets=targets, cuts=[*cuts], **options)
+    return fpipe.pipeline(model, example=inputs, targets=targets, cuts=[*cuts], **grouped(options))
 
 
 def require_eager(model, inputs, targets=None, steps: int = 1, seed: int | None = None, **options: Any):

@@ -310,7 +310,9 @@ def pipeline_of(name: str, how: Schedule, group: dist.ProcessGroup | None = None
     """Return the pipeline of a model."""
     one = MODELS[name]
     model, [(inputs, targets), *_] = one.make()
-    return fpipe.pipeline(model, example=inputs, targets=targets, loss=one.loss, schedule=how, group=group)
+    return fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=one.loss, schedule=how, place=fpipe.Place(group=group)
+    )
 
 
 def train_on(pipe: fpipe.Pipeline, name: str, history: History, steps: Iterable[int], donate: bool = False) -> None:
@@ -333,7 +335,9 @@ def train_scaled(how: Schedule, group: dist.ProcessGroup | None = None) -> Histo
     """Train a GPT under autocast to float16 with a scale that all ranks share."""
     one = MODELS["gpt"]
     model, batches = one.make()
-    pipe = fpipe.pipeline(model, example=batches[0][0], targets=batches[0][1], loss=one.loss, schedule=how, group=group)
+    pipe = fpipe.pipeline(
+        model, example=batches[0][0], targets=batches[0][1], loss=one.loss, schedule=how, place=fpipe.Place(group=group)
+    )
     params, buffers = pipe.init(model)
     init, update = fpipe.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)
     state, step, loss_scale = init(params), fpipe.value_and_grad(pipe), fpipe.LossScale(LARGE, interval=3)
@@ -357,7 +361,9 @@ def train_low(how: Schedule, group: dist.ProcessGroup | None = None) -> History:
     one = MODELS["gpt"]
     model, batches = one.make()
     model = model.to(torch.bfloat16)
-    pipe = fpipe.pipeline(model, example=batches[0][0], targets=batches[0][1], loss=one.loss, schedule=how, group=group)
+    pipe = fpipe.pipeline(
+        model, example=batches[0][0], targets=batches[0][1], loss=one.loss, schedule=how, place=fpipe.Place(group=group)
+    )
     params, buffers = pipe.init(model)
     init, update = fpipe.masters(fpipe.optimizer(torch.optim.AdamW, lr=1e-3))
     state, step = init(params), fpipe.value_and_grad(pipe)

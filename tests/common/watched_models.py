@@ -6,6 +6,7 @@ from torch import nn
 
 import fpipe
 from schedules import one_f_one_b
+from tests.common.options import grouped
 from tests.common.running import run
 
 FACTOR = 1.0
@@ -71,7 +72,13 @@ def build(backward="autograd", model=None, loss=None, **options):
     model, loss, (x, y) = model or Model(), loss or Loss(), batch()
     how = one_f_one_b(ranks=2, microbatches=3)
     pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=loss, schedule=how, cuts=["blocks.1"], backward=backward, **options
+        model,
+        example=(x,),
+        targets=y,
+        loss=loss,
+        schedule=how,
+        cuts=["blocks.1"],
+        **grouped({"backward": backward, **options}),
     )
     return pipe, model, loss, x, y
 

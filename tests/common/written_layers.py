@@ -73,7 +73,15 @@ def build(function, backward="autograd", batches=3, stages=3, how=None):
     inputs, targets = (torch.randn(2 * batches, WIDTH),), torch.randn(2 * batches, WIDTH)
     how = how or split_backward(one_f_one_b(ranks=stages, microbatches=batches))
     cuts = [str(k) for k in range(1, stages)]
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=cuts, backward=backward)
+    pipe = fpipe.pipeline(
+        model,
+        example=inputs,
+        targets=targets,
+        loss=mse,
+        schedule=how,
+        cuts=cuts,
+        gradients=fpipe.Gradients(backward=backward),
+    )
     return pipe, model, inputs, targets
 
 

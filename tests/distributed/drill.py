@@ -28,6 +28,8 @@ from queue import SimpleQueue
 from threading import Timer
 from typing import NamedTuple
 
+from tests.common.options import grouped
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
@@ -241,9 +243,7 @@ def build(drill: Drill):
         loss=loss,
         schedule=how,
         cuts=[str(s) for s in range(1, how.stages)],
-        output_dims=join,
-        whole=[*map(str, range(how.stages)), "loss"],
-        **options,
+        **grouped({"output_dims": join, "whole": [*map(str, range(how.stages)), "loss"], **options}),
     )
     return pipe, model, x, y
 

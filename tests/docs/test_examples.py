@@ -4,6 +4,7 @@
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import weakref
@@ -14,7 +15,7 @@ import torch
 import fpipe
 from fpipe.tensors.tree import same_bits
 from tests.common.examples import FOLDER, load_example
-from tests.common.processes import run_under_torchrun
+from tests.common.processes import ENVIRONMENT, run_under_torchrun
 from tests.common.sizes import by_night, sampled
 
 # ---------- The example prints the same losses however it is run, and fails where the pipeline differs from one device
@@ -239,8 +240,10 @@ TINY = {
     "functional_loop": "--steps 2",
     "generate": "--layers 2 --width 16 --prompts 4 --groups 2 --context 4 --count 4",
     "lora": "--steps 1",
+    "mesh": "--steps 2",
     "own_backward": "",
     "pure_stages": "",
+    "trainer": "--steps 2 --path {folder}",
 }
 SAME = {  # the lines that must be the same on any number of ranks
     "custom_schedule": "42 tensors are those of one device, 42 those of the module",
@@ -248,57 +251,85 @@ SAME = {  # the lines that must be the same on any number of ranks
     "functional_loop": "step",
     "generate": "likeliest|drawn|all 16 tokens are those of the plain loop",
     "lora": "step|final loss .* on one device too",
+    "mesh": r"step|process 0 of \d+: [1-9]\d* parameters are those of one device, bit for bit",
     "own_backward": "loss .*; 4 of 4 gradients are those of autograd",
-    "pure_stages": "gpipe|one_f_one_b|zb_h1|parameters are the same under all schedules, bit for bit",
+    "pure_stages": "gpipe|one_f_one_b|zb_h1|parameters are those of the loop under all schedules, bit for bit",
+    "trainer": "step|held-out loss .*, with the saved model on one device too",
 }
 LINES = {
     "drop_in": 3,
     "functional_loop": 2,
     "generate": 3,
     "lora": 2,
+    "mesh": 3,
     "custom_schedule": 1,
     "own_backward": 1,
     "pure_stages": 10,
+    "trainer": 3,
 }
 
 
 def lines_of(name, printed):
-    """The lines that say what was computed, without times."""
+    """The lines that say what was computed, without times, and without what each process holds."""
     found = re.findall(rf"^(?:{SAME[name]}).*$", printed, re.MULTILINE)
-    return [re.sub(r"; [0-9.]+ ms.*", "", line) for line in found]
+    return [re.sub(r"; [0-9.]+ ms.*| of \d+: \d+ parameters", "", line) for line in found]
 
 
-def run_alone(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [name, *shlex.split(TINY[name])])
-    with load_example(name) as example:
-        example.main()
-    return capsys.readouterr().out
+def options_of(name, folder):
+    return shlex.split(TINY[name].format(folder=folder))
+
+
+@pytest.fixture
+def run_alone(monkeypatch, capsys, tmp_path):
+    def run(name):
+        monkeypatch.setattr(sys, "argv", [name, *options_of(name, tmp_path / "alone")])
+        with load_example(name) as example:
+            example.main()
+        return capsys.readouterr().out
+
+    return run
 
 
 @sampled(1)
 @pytest.mark.parametrize("name", TINY)
-def test_an_example_runs_in_one_process(name, monkeypatch, capsys):
-    printed = run_alone(name, monkeypatch, capsys)
+def test_an_example_runs_in_one_process(name, run_alone):
+    printed = run_alone(name)
     assert len(lines_of(name, printed)) == LINES[name], printed
 
 
 @by_night
 @pytest.mark.parametrize(
-    "name", [name for name in TINY if name not in ("custom_schedule", "own_backward", "pure_stages")]
+    "name", [name for name in TINY if name not in ("custom_schedule", "mesh", "own_backward", "pure_stages")]
 )
-def test_two_ranks_print_the_same(name, monkeypatch, capsys):
-    code, out, err = run_under_torchrun(FOLDER / f"{name}.py", *shlex.split(TINY[name]))
+def test_two_ranks_print_the_same(name, run_alone, tmp_path):
+    code, out, err = run_under_torchrun(FOLDER / f"{name}.py", *options_of(name, tmp_path / "ranks"))
     assert code == 0, err
-    assert lines_of(name, out) == lines_of(name, run_alone(name, monkeypatch, capsys))
+    assert lines_of(name, out) == lines_of(name, run_alone(name))
 
 
 @by_night
-def test_pure_stages_print_the_same_on_three_ranks(monkeypatch, capsys):
-    code, out, err = run_under_torchrun(FOLDER / "pure_stages.py", ranks=3)
+def test_two_launchers_print_the_same(run_alone):
+    """As on two machines: each starts one of the ranks."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = f"--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id 17 --rdzv-endpoint localhost:{port}"
+    command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(options), FOLDER / "drop_in.py"]
+    both = [
+        subprocess.Popen([*command, *shlex.split(TINY["drop_in"])], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        for _ in range(2)
+    ]
+    printed = "".join(one.communicate(timeout=600)[0] for one in both)
+    assert [one.returncode for one in both] == [0, 0]
+    assert lines_of("drop_in", printed) == lines_of("drop_in", run_alone("drop_in"))
+
+
+@by_night
+@pytest.mark.parametrize(("name", "ranks"), [("mesh", 4), ("pure_stages", 4)])
+def test_more_ranks_print_the_same(name, ranks, run_alone, tmp_path):
+    code, out, err = run_under_torchrun(FOLDER / f"{name}.py", *options_of(name, tmp_path), ranks=ranks)
     assert code == 0, err
-    assert sorted(lines_of("pure_stages", out)) == sorted(
-        lines_of("pure_stages", run_alone("pure_stages", monkeypatch, capsys))
-    )
+    assert sorted(lines_of(name, out)) == sorted(lines_of(name, run_alone(name)))
 
 
 @by_night
@@ -311,7 +342,13 @@ def test_an_invented_schedule_runs_on_three_ranks():
 def test_every_example_but_the_demo_and_the_experiment_fits_on_a_page():
     long = {path.name for path in FOLDER.glob("*.py") if len(path.read_text().splitlines()) >= 100}
     assert long == {"train_gpt.py", "late_weights.py"}
-    assert {path.stem for path in FOLDER.glob("*.py")} == {*TINY, "train_gpt", "resume", "late_weights"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {
+        *TINY,
+        "plan_and_look",
+        "train_gpt",
+        "resume",
+        "late_weights",
+    }
 
 
 def test_late_weights_are_those_of_a_loop_with_the_same_delays(capsys):
@@ -322,3 +359,30 @@ def test_late_weights_are_those_of_a_loop_with_the_same_delays(capsys):
     assert "PipeDream, P = 2 has the losses of a loop with the same delays: True" in out
     assert len({*map(tuple, curves.values())}) == len(chosen)
     assert all(len(losses) == 6 for losses in curves.values())
+
+
+def test_a_plan_is_run_and_looked_at(tmp_path, monkeypatch, capsys):
+    """The plan that was saved is the one that is printed, and the page has a measured and a predicted timeline."""
+    monkeypatch.setattr(sys, "argv", ["plan_and_look", *shlex.split(f"--seconds 0.5 --steps 2 --path {tmp_path}")])
+    with load_example("plan_and_look") as example:
+        example.main()
+    require_looked_at(tmp_path, capsys.readouterr().out)
+
+
+@by_night
+def test_two_ranks_plan_run_and_look(tmp_path):
+    options = shlex.split(f"--seconds 0.5 --steps 2 --path {tmp_path}")
+    code, out, err = run_under_torchrun(FOLDER / "plan_and_look.py", *options)
+    assert code == 0, err
+    require_looked_at(tmp_path, out)
+
+
+def require_looked_at(folder, printed):
+    plan = fpipe.Plan.read(folder / "plan.json")
+    assert printed.startswith(str(plan))
+    assert re.search(r"^simulated with measured costs\nrank 0 \|", printed, re.MULTILINE)
+    assert re.search(r"^step: \d+\.\d ms measured, \d+\.\d ms predicted", printed, re.MULTILINE)
+    assert re.search(r"^[1-9]\d* tensors are those of one device, bit for bit", printed, re.MULTILINE)
+    page = (folder / "step.html").read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert page.index('"measured"') < page.index('"predicted"')

@@ -5,6 +5,7 @@ import ast
 import importlib.util
 import inspect
 import re
+import shlex
 import subprocess
 import sys
 import weakref
@@ -15,6 +16,7 @@ import pytest
 
 import fpipe
 from schedules import Costs, drawing, families, one_f_one_b, simulate, spans, zb_h1
+from schedules.__main__ import main
 from tests.common.sizes import sampled
 
 # --------- The README and the pages of docs tell the truth: their Python runs, and pictures are what the command draws
@@ -24,6 +26,7 @@ DOCS = HOME / "docs"
 README = (HOME / "README.md").read_text()
 PICTURE = DOCS / "pictures" / "timelines.svg"
 SHELL = (DOCS / "command_line.md").read_text()
+CHOOSING = (DOCS / "which_schedule.md").read_text()
 WRITING = (DOCS / "writing_schedules.md").read_text()
 
 
@@ -38,7 +41,8 @@ PAGES = {path.relative_to(HOME).as_posix(): blocks(path.read_text()) for path in
 
 @sampled(7)
 @pytest.mark.parametrize(("page", "number"), [(page, k) for page, found in PAGES.items() for k in range(len(found))])
-def test_python_blocks_run(page, number, capsys):
+def test_python_blocks_run(page, number, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some save files
     block, namespace = PAGES[page][number], {"__name__": f"{page}_{number}"}
     exec(compile(block, f"{page} block {number}", "exec"), namespace)
     for name, value in namespace.items():
@@ -49,12 +53,40 @@ def test_python_blocks_run(page, number, capsys):
         assert expected in printed
 
 
+NO_EXAMPLE = {
+    **dict.fromkeys(("CHANGELOG.md", "docs/changelog.md"), "says what changed"),
+    **dict.fromkeys(("CONTRIBUTING.md", "docs/contributing.md"), "its commands are those of the Makefile"),
+    **dict.fromkeys(("docs/benchmarks.md", "docs/costs.md", "docs/models.md"), "figures, which benchmarks write"),
+    **dict.fromkeys(("docs/glossary.md", "docs/index.md", "docs/rooms.md"), "words, links and folders, tested as such"),
+    "docs/command_line.md": "its commands run",
+    "docs/first_hour.md": "its commands are those of examples, which tests run",
+    "docs/integrations.md": "examples/trainer.py and tests/distributed/test_integrations.py",
+    "docs/troubleshooting.md": "its headings are phrases of errors",
+}
+
+
+def test_a_page_has_an_example_or_a_reason_to_have_none():
+    without = {page for page, found in PAGES.items() if not found and not page.startswith("docs/api/")}
+    assert without == {*NO_EXAMPLE}
+
+
+COMMAND = re.compile(r"^    python -m schedules (.*)$", re.MULTILINE)
+COMMANDS = [line for path in FILES for line in COMMAND.findall(path.read_text()) if "theirs" not in line]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_pages_run(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out
+
+
 def test_the_first_screen_is_a_runnable_example():
     assert "```python" in README[:500]
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
     assert "fpipe.verify(" in BLOCKS[0]
     assert len(BLOCKS[0].splitlines()) <= 15
-    assert len(README.splitlines()) < 110
+    assert len(README.splitlines()) < 130
 
 
 def test_the_figures_of_the_first_screen_are_among_those_measured():
@@ -97,7 +129,7 @@ def test_the_first_loop_holds_one_set_of_gradients_and_carries_buffers_on(monkey
         return stepping
 
     monkeypatch.setattr(fpipe, "value_and_grad", value_and_grad)
-    exec(compile(BLOCKS[1], "README", "exec"), {"__name__": "readme_loop"})
+    exec(compile(BLOCKS[2], "README", "exec"), {"__name__": "readme_loop"})
     assert len(alive) == 20
     assert not any(alive)
     assert all(passed)
@@ -122,6 +154,20 @@ def test_every_schedule_is_in_the_table():
     assert sorted(re.findall(r"`(\w+)`", table)) == sorted(families.__all__)
 
 
+def test_the_times_of_schedules_are_what_the_simulator_says():
+    table = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", CHOOSING, re.MULTILINE)
+    assert len(table) == 10
+    for name, *times, held in table:
+        how = getattr(families, name)(ranks=8, microbatches=32)
+        share = how.ranks / how.stages
+        found = [
+            simulate(how, Costs(F=share, B=2 * share, I=share, W=share, comm=comm)).makespan / (3 * 32)
+            for comm in (0, 0.1, 1)
+        ]
+        assert [f"{time:.2f}" for time in found] == times, name
+        assert max(simulate(how).peak_memory) == float(held), name
+
+
 def test_the_two_commands_are_in_the_makefile():
     makefile = (HOME / "Makefile").read_text()
     for target in re.findall(r"^    make (\w+)", README, re.MULTILINE):
@@ -141,6 +187,12 @@ def test_links_lead_somewhere():
         if not (path.parent / target).exists()
     ]
     assert not broken
+
+
+def test_examples_that_commands_name_exist():
+    named = {name for path in FILES for name in re.findall(r"examples/\w+\.py", path.read_text())}
+    assert len(named) > 10
+    assert not [name for name in sorted(named) if not (HOME / name).exists()]
 
 
 def test_modules_and_files_that_pages_name_exist():

@@ -65,7 +65,7 @@ def test_microbatches_and_layers_draw_different_numbers(capture):
         example=(x,),
         loss=lambda out: out.sum(),
         schedule=gpipe(ranks=1, microbatches=4),
-        capture=capture,
+        recording=fpipe.Recording(front_end=capture),
     )
     step, _ = fpipe.value_and_grad(pipe, outputs=True)({"1.weight": torch.eye(64)}, {}, (x,), seed=0)
     assert len({tuple(row.tolist()) for row in step.outputs}) == 4

@@ -13,6 +13,7 @@ import fpipe
 from schedules import B, F, gpipe, linear, one_f_one_b, schedule
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.layers import linears
+from tests.common.options import grouped
 from tests.common.running import build
 from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
@@ -31,7 +32,7 @@ def pipeline(**changes):
         "cuts": ["4"],
     }
     given |= changes
-    return fpipe.pipeline(given.pop("model"), **given)
+    return fpipe.pipeline(given.pop("model"), **grouped(given))
 
 
 @schedule(placement=linear)
@@ -275,7 +276,7 @@ def test_a_stage_may_begin_at_a_module_that_runs_nothing():
         ("2.weight", "2.bias"),
     ]
     with pytest.raises(fpipe.CutError) as caught:
-        pipeline(model=model, cuts=["1"], capture="export")
+        pipeline(model=model, cuts=["1"], recording=fpipe.Recording(front_end="export"))
     assert "'1', a module that runs no operation of its own" in str(caught.value)
     assert "runs next" in str(caught.value)
 

@@ -196,7 +196,7 @@ def build(part, capture="trace"):
         loss=nn.functional.mse_loss,
         schedule=one_f_one_b(ranks=2, microbatches=2),
         cuts=["1"],
-        capture=capture,
+        recording=fpipe.Recording(front_end=capture),
     )
 
 

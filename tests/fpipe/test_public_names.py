@@ -15,9 +15,11 @@ import fpipe
 
 PLACES = {
     "fpipe": """
-CaptureError Cause Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph
-Executed ModelRecord ModelStages NonFinite Optimizer Part Pipeline PipelineError Pipelined Plan Profile RankError
-Proof Roofline ScheduleError Sharded SizeError Stage Stages StaticDecoder Step Stream StreamResult TransportError
+CaptureError Cause Checkpoint CutError DeadlockError Gradients GraphError InputError LossScale Microbatching
+MismatchError ModuleGraph
+Executed ModelRecord ModelStages NonFinite Optimizer Part Pipeline PipelineError Pipelined Place Plan Profile RankError
+Recording Proof MeasuredTimeline Roofline
+ScheduleError Sharded SizeError Stage Stages StaticDecoder Step Stream StreamResult TransportError
 Verification VocabularyError capture connect_stages cut execute processes stage __version__ all_finite as_tree
 begin_save by_name
 catch_signals
@@ -59,6 +61,7 @@ simulate spans split_backward summarize transform update_weights v_1f1b v_half v
 zb_h2 zb_v
 """,
     "schedules.drawing": """
+Style pdf tikz Panel page read_trace sketch
 ansi legend plain svg text texts trace
 """,
     "schedules.files": """
@@ -76,13 +79,16 @@ PAGES = sorted({*HOME.glob("*.md"), *(HOME / "docs").rglob("*.md")} - {SOURCES})
 
 SIGNATURES = {
     "pipeline": (
-        "model *example *loss *schedule=None *plan=None *targets=None *cuts=None *stages=None *unsplittable=() "
-        "*whole=() *capture='trace' *backward='graph' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None "
-        "*plans=32 *group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean' *device=None"
+        "model *example *loss *schedule=None *plan=None *targets=None *cuts=None *stages=None "
+        "*microbatching=Microbatching() *place=Place() *recording=Recording() *gradients=Gradients()"
     ),
+    "Microbatching": "*batch_dims=0 *output_dims=0 *weight=None *reduce='mean'",
+    "Place": "*group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *device=None",
+    "Recording": "*front_end='trace' *unsplittable=() *whole=() *plans=32",
+    "Gradients": "*backward='graph' *tied='exact'",
     "capture": (
-        "model *example *targets=None *loss=None *front_end='trace' *backward='graph' *batch_dims=0 *unsplittable=() "
-        "*whole=()"
+        "model *example *targets=None *loss=None "
+        "*microbatching=Microbatching() *recording=Recording() *gradients=Gradients()"
     ),
     "cut": "record at=None *stages=1",
     "execute": "program stages params buffers inputs targets=None *seed=None *split=None *transport=None",
@@ -113,9 +119,8 @@ SIGNATURES = {
     "timeline": "pipe spans",
     "costs": "pipe timelines",
     "profile": (
-        "model example targets=None *loss=None *microbatches=1 *cuts=None *unsplittable=() *whole=() *capture='trace' "
-        "*backward='graph' *tied='exact' *batch_dims=0 *weight=None *source=None *device=None *link=None "
-        "*group=None *seconds=3.0"
+        "model example targets=None *loss=None *microbatches=1 *cuts=None *microbatching=Microbatching() "
+        "*recording=Recording() *gradients=Gradients() *source=None *device=None *link=None *group=None *seconds=3.0"
     ),
     "optimizer": "cls *groups=None *names=None *donate=False options",
     "masters": "optimizer dtype=torch.float32",
@@ -134,12 +139,18 @@ CALLED = "params buffers inputs targets=None *seed=None"
 TRAINING = f"{CALLED} *onto=None *scale=None *total=None"
 
 
+def _show(default):
+    """A value made without arguments as the call that makes it."""
+    made = type(default).__name__ in fpipe.__all__ and default == type(default)()
+    return f"{type(default).__name__}()" if made else repr(default)
+
+
 def text(function):
     """Names and defaults; a star before what can be given by name only."""
     found = []
     for parameter in inspect.signature(function).parameters.values():
         star = "*" if parameter.kind is parameter.KEYWORD_ONLY else ""
-        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        default = "" if parameter.default is parameter.empty else f"={_show(parameter.default)}"
         found.append(f"{star}{parameter.name}{default}")
     return " ".join(found)
 
@@ -170,7 +181,7 @@ def private_imports(tree: ast.AST) -> Iterator[str]:
             continue
         for name in names:
             place, _, last = name.rpartition(".")
-            ours = name.split(".")[0] in ("fpipe", "schedules")
+            ours = name.split(".")[0] in ("fpipe", "schedules") and not place.startswith("fpipe.integrations.")
             if ours and name not in PLACES and last not in PLACES.get(place, "").split():
                 yield name
 

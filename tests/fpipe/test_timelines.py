@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks recorded becomes one timeline; tests/distributed has those of several processes."""
 
+import json
+import pickle
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +15,9 @@ import fpipe
 from fpipe.network import measurements
 from fpipe.network.measurements import difference
 from fpipe.network.ranks import Ranks
-from schedules import KINDS, Action, B, Costs, F, Span, parse, simulate, spans, split_backward, summarize
+from schedules import KINDS, Action, B, Costs, F, Span, gpipe, lower, parse, simulate, spans, split_backward, summarize
 from schedules.drawing import svg, trace
+from schedules.errors import TimelineError
 from tests.common.running import build
 from tests.common.schedules import SCHEDULES
 from tests.common.zoo import ZOO
@@ -42,9 +46,13 @@ def numbers(rank, start, end, action):
     return torch.tensor([[rank, *numbers, start, end]], dtype=torch.float64)
 
 
+def pipe_of(ranks):
+    return SimpleNamespace(ranks=ranks, schedule=gpipe(2, 2), program=lower(gpipe(2, 2)))
+
+
 @given(ACTIONS, ACTIONS, st.floats(-1e6, 1e6), st.integers(0, 1000), st.integers(0, 1000))
 def test_spans_of_all_ranks_are_put_on_one_clock(mine, other, late, start, lasts):
-    pipe = SimpleNamespace(ranks=Elsewhere(late, numbers(1, start, start + lasts, other)))
+    pipe = pipe_of(Elsewhere(late, numbers(1, start, start + lasts, other)))
     first = Span(0, F(0, 0), late - 1, late)
     found = fpipe.timeline(pipe, [first, Span(0, mine, late + 1, late + 3)])
     assert found[0] == Span(0, F(0, 0), 0, pytest.approx(1))
@@ -54,7 +62,7 @@ def test_spans_of_all_ranks_are_put_on_one_clock(mine, other, late, start, lasts
 
 
 def test_waits_for_the_step_before_are_left_out():
-    pipe = SimpleNamespace(ranks=Ranks(2))
+    pipe = pipe_of(Ranks(2))
     wait = parse("1RECV_F0<0")
     recorded = [Span(0, parse("0WAIT_F0>1"), 4, 10), Span(1, wait, 2, 12), Span(1, F(1, 0), 12, 14)]
     found = fpipe.timeline(pipe, [*recorded, Span(0, F(0, 0), 10, 11)])
@@ -63,7 +71,7 @@ def test_waits_for_the_step_before_are_left_out():
 
 
 def test_spans_of_unknown_ranks_are_refused():
-    pipe = SimpleNamespace(ranks=Ranks(2))
+    pipe = pipe_of(Ranks(2))
     with pytest.raises(fpipe.InputError, match=r"spans\[1\]: got 2B0 of rank 2, expected spans of ranks \[0, 1\]"):
         fpipe.timeline(pipe, [Span(0, F(0, 0), 0, 1), Span(2, B(2, 0), 0, 1)])
 
@@ -144,3 +152,38 @@ def test_clocks_are_read_once_a_message_has_arrived_on_the_device(monkeypatch):
     queue.now = 0.0
     measurements._answer(queue, 1)
     assert [answer.item() for answer in queue.sent[:2]] == [5.0, 10.0]
+
+
+def test_a_recording_is_a_page_over_its_prediction(tmp_path):
+    one = gpipe(2, 1)
+    made = [*map(Span, (0, 0, 1, 1), map(parse, ("0F0", "0B0", "1F0", "1B0")), (0, 6, 1, 2), (1, 8, 2, 5))]
+    pipe = SimpleNamespace(ranks=Ranks(2), schedule=one, program=lower(one))
+    found = fpipe.timeline(pipe, [*made, Span(0, parse("0RECV_B0<1"), 1, 6)])
+    found.page(tmp_path / "step.html")
+    data = re.search(r'id="data">(.*?)</script>', (tmp_path / "step.html").read_text(), re.DOTALL)[1]
+    measured, predicted = json.loads(data)["panels"]
+    assert (measured["name"], measured["ends"], measured["waits"]) == (
+        "measured",
+        [[1, 8], [2, 5]],
+        [[], []],  # in one process, ranks wait for their turns
+    )
+    assert (predicted["name"], predicted["ends"], predicted["time"]) == ("predicted", [[1, 7], [2, 5]], "s")
+    assert found._repr_html_().startswith("<div><code>gpipe(ranks=2, microbatches=1), measured in seconds</code>")
+    again = pickle.loads(pickle.dumps(found))
+    assert (again, again.schedule, again.together) == (found, one, True)
+
+
+def test_a_page_of_two_steps_is_refused(tmp_path):
+    one = gpipe(1, 1)
+    pipe = SimpleNamespace(ranks=Ranks(1), schedule=one, program=lower(one))
+    twice = [Span(0, action, start, start + 1) for start, action in enumerate([F(0, 0), B(0, 0)] * 2)]
+    with pytest.raises(TimelineError, match="rank 0: got 0F0 twice, expected one step"):
+        fpipe.timeline(pipe, twice).page(tmp_path / "step.html")
+
+
+def test_a_page_that_cannot_be_written_names_its_path(tmp_path):
+    one = gpipe(1, 1)
+    pipe = SimpleNamespace(ranks=Ranks(1), schedule=one, program=lower(one))
+    found = fpipe.timeline(pipe, [Span(0, F(0, 0), 0, 1), Span(0, B(0, 0), 1, 3)])
+    with pytest.raises(fpipe.InputError, match=r"step\.html: got FileNotFoundError"):
+        found.page(tmp_path / "missing" / "step.html")

@@ -11,6 +11,7 @@ from torch import nn
 
 import fpipe
 from schedules import gpipe, linear, one_f_one_b
+from tests.common.options import grouped
 from tests.common.wrong_calls import Known, complain
 
 NAN, MANY, FOREVER = math.nan, itertools.count, itertools.repeat
@@ -26,7 +27,7 @@ def known(tmp_path_factory):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     batch = {"example": (X,), "loss": torch.mean}
     how = one_f_one_b(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(model, **batch, schedule=how, cuts=["2"])
+    pipe = fpipe.pipeline(model, **grouped(batch), schedule=how, cuts=["2"])
     params, buffers = pipe.init(model)
     spans = []
     step = fpipe.value_and_grad(pipe, record=spans.append)

@@ -225,6 +225,20 @@ def test_every_built_in_schedule_answers_every_question(capsys, tmp_path, name):
     assert f"\n{name} " in answer(capsys, "compare", name)[1]
 
 
+def test_pictures_for_papers(capsys, tmp_path):
+    pdf, tex = tmp_path / "a.pdf", tmp_path / "a.tex"
+    style = ["--window", "4,20", "--palette", "gray", "--labels", "microbatch", "--width", 300]
+    assert answer(capsys, "simulate", "zb_v", "--pdf", pdf, "--tikz", tex, *style)[0] == 0
+    assert b"MediaBox[0 0 300.00 " in pdf.read_bytes()
+    drawn = tex.read_text()
+    assert r"\path (0,0) rectangle (300.00," in drawn
+    assert "{HTML}E69F00" not in drawn
+    assert drawn.count("rectangle") < 200
+    with pytest.raises(SystemExit):
+        answer(capsys, "show", "zb_v", "--svg", tmp_path / "a.svg", "--window", "4,2")
+    assert "--window: got '4,2', expected a later end" in capsys.readouterr().err
+
+
 def test_compare(capsys, tmp_path):
     svg = tmp_path / "a.svg"
     out = answer(capsys, "compare", "gpipe", "one_f_one_b", "one_f_one_b", "split_backward", "--svg", svg)[1]

@@ -31,10 +31,11 @@ from schedules import (
     spans,
     split_backward,
 )
-from schedules.drawing import ansi, legend, svg, text, texts, trace
+from schedules.drawing import Style, ansi, legend, pdf, svg, text, texts, tikz, trace
 from schedules.drawing.palette import LOOKS, WAIT, shade
 from schedules.drawing.strips import make_strip
-from schedules.errors import TimelineError
+from schedules.drawing.vector import LEFT
+from schedules.errors import ArgumentError, TimelineError
 from schedules.language.actions import COLLECTIVES, KINDS
 from schedules.playing.outputs import inputs_of, output_of
 from schedules.playing.rows import edit
@@ -205,23 +206,21 @@ def cells(element):
     """Yield the title, x and width of each rectangle that is an action."""
     for cell in element.iter(f"{SVG}rect"):
         for title in cell.iter(f"{SVG}title"):
-            yield title.text, float(cell.get("x")), float(cell.get("width"))
+            yield title.text, float(cell.get("x")) - LEFT, float(cell.get("width"))
 
 
 def areas(root):
-    """Yield the panel and the corners of each cell, except cells without duration."""
-    for panel in root.iter(f"{SVG}g"):
-        for cell in panel.iter(f"{SVG}rect"):
+    """Yield the corners of each cell, except cells without duration."""
+    for cell in root.iter(f"{SVG}rect"):
+        if list(cell) and cell.get("stroke"):
             x, y, width, height = (float(cell.get(name)) for name in ("x", "y", "width", "height"))
-            if list(cell) and cell.get("stroke"):
-                yield panel, x, y, x + width, y + height
+            yield x, y, x + width, y + height
 
 
 def overlap(one, other):
-    (panel, left, top, right, bottom), (another, x, y, x_end, y_end) = one, other
+    (left, top, right, bottom), (x, y, x_end, y_end) = one, other
     tiny = 0.03  # two digits are kept
-    beside = x >= right - tiny or x_end <= left + tiny or y >= bottom - tiny or y_end <= top + tiny
-    return panel is another and not beside
+    return not (x >= right - tiny or x_end <= left + tiny or y >= bottom - tiny or y_end <= top + tiny)
 
 
 @settings(deadline=None)
@@ -394,3 +393,82 @@ def transfers(timeline, graph):
             maker = makers.get((token, span.action.slice))
             if maker and token[1] != span.action.stage and maker.rank != span.rank:
                 yield str(maker.action), str(span.action)
+
+
+# ------------------------------------------------------------------------------------------------ pictures for print
+
+
+def list_objects(file):
+    """Return the objects of a PDF by number, found by its table of places."""
+    start = int(re.search(rb"startxref\n(\d+)\n%%EOF\n$", file)[1])
+    places = [int(line[:10]) for line in file[start:].split(b"\n") if line.endswith(b" 00000 n ")]
+    assert file[start:].startswith(b"xref\n0 %d\n" % (len(places) + 1))
+    pairs = enumerate(places, 1)
+    return [re.match(rb"%d 0 obj\n(.*?)\nendobj\n" % k, file[place:], re.DOTALL)[1] for k, place in pairs]
+
+
+@settings(deadline=None)
+@given(st.dictionaries(NAMES, timelines(), max_size=3), st.booleans(), st.sampled_from(["color", "gray"]))
+def test_pictures_for_print_have_the_marks_of_the_one_for_screens(given_, memory, palette):
+    style = Style(palette=palette)
+    root = ElementTree.fromstring(svg(given_, memory, style=style))
+    boxes, words, curves = (len([*root.iter(f"{SVG}{tag}")]) for tag in ("rect", "text", "path"))
+    drawn = tikz(given_, memory, style=style).splitlines()
+    assert sum(" rectangle " in line for line in drawn) == boxes
+    assert sum(line.startswith(r"\node[") for line in drawn) == words
+    assert sum(" -- " in line and line.startswith(r"\path[") for line in drawn) == curves
+    defined = {line.split("{")[1][:-1] for line in drawn if line.startswith(r"\definecolor")}
+    assert {*re.findall(r"\bc\d+\b", "".join(line for line in drawn if line[:5] in ("\\path", "\\node")))} >= defined
+    for line in drawn:
+        bare = re.sub(r"\\[{}]", "", line)
+        assert bare.count("{") == bare.count("}"), line
+    page, content = list_objects(pdf(given_, memory, style=style))[2:4]
+    size = f"{float(root.get('width')):.2f} {float(root.get('height')):.2f}"
+    assert size.encode() in page
+    length, stream = re.match(rb"<</Length (\d+)>>\nstream\n(.*)\nendstream$", content, re.DOTALL).groups()
+    assert int(length) == len(stream)
+    assert stream.count(b") Tj ET") == words
+    assert len(re.findall(rb" re [fS]\b", stream)) >= boxes - 1 - sum(not one.get("fill") for one in root)
+
+
+def test_text_is_escaped_for_print():
+    timeline = {r"50 % of {a_b} (\n) é": list(spans(gpipe(1, 1), Costs()))}
+    assert r"50 \% of \{a\_b\} (\textbackslash{}n) é" in tikz(timeline)
+    assert rb"(50 % of {a_b} \(\\n\) ?) Tj" in pdf(timeline)
+
+
+def test_a_window_shows_the_actions_in_it():
+    timeline = list(spans(one_f_one_b(2, 4), Costs(B=2)))
+    root = ElementTree.fromstring(svg({"": timeline}, width=LEFT + 48 + 400, style=Style(window=(2, 6))))
+    found = {title.partition(",")[0]: (x, width) for title, x, width in cells(root)}
+    assert found.keys() == {f"{one.action} on rank {one.rank}" for one in timeline if one.end > 2 and one.start < 6}
+    for rank, action, start, end in timeline:
+        if start < 6 and end > 2:
+            x, width = (max(start, 2) - 2) * 100, (min(end, 6) - max(start, 2)) * 100
+            assert found[f"{action} on rank {rank}"] == (pytest.approx(x), pytest.approx(width))
+    ticks = [one.text for one in root.iter(f"{SVG}text") if one.get("font-size") == "9"]
+    assert (ticks[0], ticks[-1]) == ("2", "6")
+
+
+def test_labels_and_palettes_can_be_chosen():
+    timeline = {"": list(spans(interleaved_1f1b(2, 2), Costs()))}
+
+    def labels(style):
+        root = ElementTree.fromstring(svg(timeline, style=style))
+        return {one.text for one in root.iter(f"{SVG}text") if one.get("pointer-events")}
+
+    assert labels(Style()) >= {"0F0", "3B1"}
+    assert labels(Style(labels="microbatch")) == {"0", "1"}
+    assert labels(Style(labels="none")) == set()
+    gray = svg(timeline, style=Style(palette="gray"))
+    colors = {one for one in re.findall(r"#[0-9a-f]{6}", gray) if len({one[1:3], one[3:5], one[5:]}) > 1}
+    assert not colors
+    bars = [one for one in ElementTree.fromstring(gray).iter(f"{SVG}rect") if one.get("fill") == "#000000"]
+    assert len(bars) == 2 * 2 * 2  # the passes of the later stage of each rank
+    assert "longer bar: a later stage of the rank" in gray
+
+
+@pytest.mark.parametrize("wrong", [{"window": (3, 3)}, {"window": (-1, 2)}, {"labels": "all"}, {"palette": "print"}])
+def test_wrong_styles_are_refused(wrong):
+    with pytest.raises(ArgumentError, match=next(iter(wrong))):
+        Style(**wrong)

@@ -19,6 +19,7 @@ from schedules import (
     ScheduleError,
     chain,
     check,
+    dualpipe_v,
     families,
     forwards,
     gpipe,
@@ -223,6 +224,15 @@ def test_schedules_that_cannot_be_lowered_are_refused(rows, why):
     program = lower(edit(gpipe(2, 2), rows))
     with pytest.raises(ScheduleError, match=why):
         [list(program.actions(rank)) for rank in (1, 0)]
+
+
+def test_a_fused_action_that_comes_twice_is_refused():
+    how = dualpipe_v(ranks=3, microbatches=6)
+    rows = [list(how.actions(rank)) for rank in range(how.ranks)]
+    again = parse("1OVERLAP_F4")
+    rows[1].insert(rows[1].index(again), again)
+    with pytest.raises(ScheduleError, match="1OVERLAP_F4: has already run"):
+        [*lower(edit(how, rows)).actions(0)]
 
 
 def most_alive(microbatches):

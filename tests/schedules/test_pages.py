@@ -9,15 +9,21 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from schedules import (
     B,
     Costs,
     F,
+    Graph,
+    PipelineError,
+    Problem,
     ScheduleError,
     Sizes,
     Span,
+    bound,
+    chain,
     check,
     chimera,
     connect,
@@ -27,6 +33,7 @@ from schedules import (
     from_rows,
     gpipe,
     interleaved_1f1b,
+    linear,
     lower,
     memory_over_time,
     one_f_one_b,
@@ -48,12 +55,15 @@ from schedules.drawing import Panel, page, read_trace, sketch, trace
 from schedules.files import read_csv
 from schedules.language.schedule import Limits
 from schedules.playing.rows import edit
+from schedules.testing import orders
 from tests.common.browser import Browser, needs_browser
 from tests.common.command_line import answer
-from tests.common.sizes import NIGHTLY
+from tests.common.sizes import NIGHTLY, few
 from tests.common.timelines import timelines
 
 COSTS = Costs(F=1, B=2.5, I=1.25, W=0.75, comm=0.25, UNSHARD=0.5, REDUCE_GRAD=0.5, U=0.25, G=0.5)
+TIED = Graph(3, chain(3).values, chain(3).values, frozenset({(0, 2), (2, 0)}))
+SLICED = "0F0.0 0F0.1 0B0.1 0B0.0 0U0 0F1.0 0F1.1 0B1.1 0B1.0 0U1 0F2.0 0F2.1 0B2.1 0B2.0 0U2"
 FAMILIES = [
     gpipe(3, 4),
     one_f_one_b(4, 6),
@@ -63,11 +73,16 @@ FAMILIES = [
     dualpipe(4, 8),
     seq_1f1b(2, 4, slices=2),
     pipedream(3, 6),
-    pipedream_2bw(3, 6, accumulate=3),
+    pipedream_2bw(3, 12, accumulate=3),
     shard(one_f_one_b(3, 4), limit=1),
     recompute(one_f_one_b(3, 4), stages=(0, 1)),
     update_weights(one_f_one_b(3, 4)),
     reduce_gradients(chimera(2, 4)),
+    update_weights(reduce_gradients(shard(one_f_one_b(3, 4), limit=1))),
+    update_weights(reduce_gradients(chimera(2, 4))),
+    update_weights(connect(gpipe(3, 3), TIED)),
+    update_weights(reduce_gradients(connect(gpipe(3, 3), TIED))),
+    from_rows((tuple(map(parse, SLICED.split())),), linear(1), microbatches=3, slices=2),
     connect(gpipe(3, 3), dag(3, {(0, 2), (1, 2)})),
 ]
 
@@ -112,10 +127,54 @@ def test_names_of_users_are_harmless():
     assert "&lt;/script&gt;" in re.search("<title>.*</title>", document)[0]
 
 
+def test_a_name_that_is_no_unicode_makes_a_page():
+    assert "<title>?\N{SNOWMAN}</title>" in page({"\ud800\N{SNOWMAN}": Panel(gpipe(2, 2))}).encode().decode()
+
+
 def test_a_page_asks_for_nothing_from_elsewhere():
     document = page({"gpipe": Panel(gpipe(2, 2))})
     assert not re.search(r"https?:|src=|@import|url\(|fetch\(|XMLHttpRequest", document)
     assert "default-src 'none'" in document
+
+
+def test_the_bound_is_one_for_the_memory_in_which_the_schedule_fits():
+    one, costs = one_f_one_b(4, 8), Costs(F=1, B=2, comm=3)
+    panels = {"fits": Panel(one, costs, memory=4), "exceeds": Panel(one, costs, memory=3), "any": Panel(one, costs)}
+    data = re.search(r'id="data">(.*?)</script>', page(panels), re.DOTALL)[1]
+    fits, exceeds, unlimited = (panel["bound"]["time"] for panel in json.loads(data)["panels"])
+    assert fits == bound(Problem(costs, one.placement, 8, 4, split=False)).makespan > unlimited
+    assert exceeds == unlimited
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: page({"it": gpipe(2, 2)}), "panels[0]: got gpipe(ranks=2, microbatches=2), expected each to be of"),
+        (lambda: page({3: Panel(gpipe(2, 2))}), "names[0]: got 3, expected each to be of type str"),
+        (lambda: Panel(gpipe), "Panel: got schedule=schedules.families"),
+        (
+            lambda: Panel(gpipe(2, 2), memory=(1,)),
+            "Panel: got memory=(1,), expected a number of at least 0, or a tuple of 2",
+        ),
+        (lambda: Panel(gpipe(2, 2), memory=-1), "Panel: got memory=-1, expected"),
+        (
+            lambda: record(Span(2, F(0, 0), 0, 1)),
+            "got 0F0 of rank 2, expected ranks below 2. Pass the schedule that ran.",
+        ),
+        (lambda: record(Span(1, F(0, 0), 0, 1)), "rank 1, position 0, 0F0: stage 0 lives on rank 0"),
+        (lambda: record(Span(0, F(0, 7), 0, 1)), "rank 0, position 0, 0F7: microbatch 7 does not exist"),
+        (lambda: record(*[Span(0, F(0, 0), 0, 1)] * 2), "rank 0: got 0F0 twice, expected one step"),
+        (lambda: record(Span(0, F(0, 0), 1, 0)), "got start 1 and end 0, expected finite numbers"),
+    ],
+)
+def test_what_makes_no_page_is_refused(make, words):
+    with pytest.raises(PipelineError) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+def record(*made):
+    return page({"it": Panel(gpipe(2, 2), recorded=made)})
 
 
 def test_a_page_of_a_wrong_schedule_is_refused():
@@ -167,11 +226,52 @@ def test_every_action_is_drawn_where_it_runs(show):
 
 
 @needs_browser
+def test_cells_of_a_size_have_labels_of_a_kind(show):
+    browser = show({"it": Panel(interleaved_1f1b(8, 16, chunks=2), Costs(F=1, B=2, comm=0.1))})
+    labels = browser.ask(
+        "(() => { const seen = []; ctx.fillText = (text) => seen.push(text); draw(); delete ctx.fillText;"
+        "return seen; })()"
+    )
+    actions = [text for text in labels if re.fullmatch(r"\d+|\d*[FB]\d+", text)]
+    assert len(actions) > 250
+    assert all(text.isdigit() for text in actions)  # and none is 3F4
+    browser.ask("(zoom(4), draw())")
+    assert browser.ask("STYLES.find(([form, font]) => panels[0].longest[form] * font * 0.61 <= scale())[0]") == 0
+
+
+@needs_browser
+def test_numbers_are_short(show):
+    browser = show({"it": Panel(gpipe(2, 2))})
+    shown = browser.ask("[number(1 / 3), number(33), number(1234567.8), number(0.0123456, 's'), number(8e10, 'B')]")
+    assert shown == ["0.333333", "33", "1234570", "12.35 ms", "80 GB"]
+    assert browser.ask("[percent(-0.0004), percent(-0.101), percent(0)]") == ["+0.0 %", "\u221210.1 %", "+0.0 %"]
+    assert browser.ask("[number(0, 's'), number(2e-9, 's'), number(3e-12, 's')]") == ["0 s", "2 ns", "0.003 ns"]
+
+
+@needs_browser
+def test_all_rows_are_in_sight_at_first(show):
+    browser = show({"it": Panel(zb_v(8, 16), COSTS), "other": Panel(interleaved_1f1b(8, 16, chunks=2), COSTS)})
+    assert browser.ask("yOf(panels[1], 8) <= size.height && size.height === canvas.clientHeight")
+    assert browser.ask("[panels[0], panels[1]].every((one) => xOf(one, one.end) <= size.width - RIGHT)")
+
+
+@needs_browser
 def test_narrow_actions_are_drawn_as_pixels(show):
     browser = show({"it": Panel(one_f_one_b(8, 512), COSTS)})
     color = browser.ask("(() => { draw(); return [...ctx.getImageData(600, yOf(panels[0], 3) + 5, 1, 1).data]; })()")
     blue, green = (0x56, 0xB4, 0xE9), (0x45, 0xC4, 0x84)
     assert all(min(pair) - 2 <= one <= max(pair) + 12 for one, *pair in zip(color, blue, green, strict=False))
+
+
+@needs_browser
+def test_gaps_are_light_until_their_input_is_made_and_dark_in_its_transfer(show):
+    browser = show({"it": Panel(gpipe(2, 2), Costs(F=1, B=2, comm=0.5))})
+    colors = browser.ask(
+        "(() => { draw(); const y = yOf(panels[0], 1) + lanesOf(panels[0]).work / 2;"
+        "const line = ctx.getImageData(0, y, size.width, 1).data, at = (time) => 4 * Math.round(xOf(panels[0], time));"
+        "return [0.5, 1.25].map((time) => [...line.slice(at(time), at(time) + 3)]); })()"
+    )
+    assert colors == browser.ask("[channels(DATA.wait), channels(FLIGHT)]")
 
 
 @needs_browser
@@ -260,7 +360,8 @@ def test_measured_waits_are_split_from_transfers(show):
     told = "explain(panels[0], panels[0].byText.get('{}'))[0]"
     waits = "waits for the {} of {} from rank {}: {} until it is made, {} in transfer"
     assert browser.ask(told.format("1F0")).endswith(waits.format("value", "0F0", 0, "1 s", "500 ms"))
-    assert browser.ask(told.format("0B0")).endswith(waits.format("cotangent", "1B0", 1, "4 s", "250 ms"))
+    late = waits.format("cotangent", "1B0", 1, "4 s", "250 ms") + ", and 500 ms besides"
+    assert browser.ask(told.format("0B0")).endswith(late)
     assert browser.ask("panels[0].transfers.flat().map((one) => [one.sent, one.here])") == [[5, 5.25], [1, 1.5]]
     assert browser.ask("describe(panels[0], panels[0].byText.get('1B0')).at(2)") == (
         "predicted: 1B0 starts at 2.25 s on rank 1, takes 2.5 s"
@@ -273,10 +374,10 @@ def test_two_orders_are_compared_action_by_action(show):
     rows = [list(one.actions(rank)) for rank in range(3)]
     rows[0][2:4] = rows[0][3:1:-1]  # 0F2 and 0B0
     browser = show({"it": Panel(one, COSTS), "other": Panel(edit(one, rows), COSTS)})
-    moved = browser.ask("panels[1].rows.flat().filter((a) => isMoved(panels[1], a)).map((a) => a.text)")
+    moved = browser.ask("panels[1].rows.flat().filter((a) => panels[1].isMoved(a)).map((a) => a.text)")
     assert moved == ["0B0", "0F2", "0F3"]
     browser.ask("(element('color').value = 'change', element('color').dispatchEvent(new Event('change')))")
-    assert browser.ask("changeOf(panels[1], panels[1].byText.get('0F2'))") > 0
+    assert browser.ask("panels[1].change(panels[1].byText.get('0F2'))") > 0
     assert browser.ask("colorOf(panels[1], panels[1].byText.get('0F0'))") == "#e8e8e8"
     assert "earlier than in the other" in browser.ask("element('legend').textContent")
 
@@ -302,6 +403,33 @@ def test_a_legal_drag_is_correct_and_timed(show):
     browser.ask("element('undo').click()")
     assert browser.ask("panels[0].rows[1].map((a) => a.text)") == [*map(str, one.actions(1))]
     assert browser.ask("panels[0].makespan") == pytest.approx(before)
+
+
+@needs_browser
+def test_the_verdict_follows_the_pointer(show):
+    browser = show({"it": Panel(gpipe(3, 4), COSTS)}, "#show=transfers memory edit kind")
+    start, first, second = (place_of(browser, name) for name in ("1B0", "1F0", "1B1"))
+    browser.pointer("mouseMoved", start)
+    browser.pointer("mousePressed", start, buttons=1)
+    browser.pointer("mouseMoved", (first[0] - 30, first[1]), buttons=1)
+    assert browser.ask("element('verdict').textContent").endswith(
+        "1B0: comes before 1F0 [rule: forward_before_backward]"
+    )
+    browser.pointer("mouseMoved", (second[0] + 9, second[1]), buttons=1)
+    shown = browser.ask("element('verdict').textContent")
+    assert browser.ask("view.moves.length") == 0
+    browser.pointer("mouseReleased", (second[0] + 9, second[1]))
+    assert shown == browser.ask("element('verdict').textContent") != ""
+    assert browser.ask("view.moves") == [[0, 1, 4, 5]]
+
+
+@needs_browser
+def test_an_action_can_be_dragged_to_the_end_of_its_row(show):
+    one = gpipe(2, 4)
+    browser = show({"it": Panel(one, COSTS)}, "#show=transfers memory edit kind")
+    start, end = place_of(browser, "1B0"), place_of(browser, "1B3")
+    browser.drag(start, (end[0] + 30, end[1]))
+    assert browser.ask("panels[0].rows[1].at(-1).text") == "1B0"
 
 
 @needs_browser
@@ -333,7 +461,7 @@ def with_limits(edited, one):
     return replace(edited, limits=found)
 
 
-def draw_edits(one, random, count):
+def draw_edits(one, graph, random, count):
     """Draw moves within rows, most of them short, with the verdict on each and its makespan."""
     rows = [list(one.actions(rank)) for rank in range(one.ranks)]
     for _ in range(count):
@@ -345,22 +473,34 @@ def draw_edits(one, random, count):
             end = start + random.choice([-3, -2, -1, 1, 2, 3]) if short else random.randrange(last + 1)
             moves.append([rank, start, min(max(0, end), last)])
             edited[rank].insert(moves[-1][2], edited[rank].pop(start))
-        yield moves, *judge(with_limits(edit(one, edited), one))
+        yield moves, *judge(with_limits(edit(one, edited), one), graph)
 
 
-def judge(edited):
+def judge(edited, graph):
     try:
-        check(edited)
+        check(edited, graph)
     except ScheduleError as error:
         return [error.rule, error.rank, error.position, None if error.action is None else str(error.action)], None
-    return None, simulate(edited, COSTS).makespan
+    return None, simulate(edited, COSTS, graph).makespan
 
 
 @needs_browser
 @pytest.mark.parametrize("one", FAMILIES, ids=lambda one: one.factory.__name__)
 def test_the_page_judges_edits_as_the_checker_does(show, one):
-    cases = [*draw_edits(one, random.Random(0), 10_000 // len(FAMILIES) + 1 if NIGHTLY else 150)]
-    browser = show({"it": Panel(one, COSTS)})
+    cases = [*draw_edits(one, one.graph, random.Random(0), 10_000 // len(FAMILIES) + 1 if NIGHTLY else 150)]
+    require_same_verdicts(show({"it": Panel(one, COSTS)}), cases)
+
+
+@needs_browser
+@settings(max_examples=few(30))
+@given(orders(ranks=3, stages=5, microbatches=3), st.randoms(use_true_random=False))
+def test_the_page_judges_edits_of_any_order_as_the_checker_does(browser, tmp_path_factory, drawn, source):
+    one, graph = drawn
+    browser.open(page({"it": Panel(one, COSTS, graph)}), tmp_path_factory.mktemp("orders") / "page.html")
+    require_same_verdicts(browser, [*draw_edits(one, graph, source, 50)])
+
+
+def require_same_verdicts(browser, cases):
     judged = browser.ask(
         f"{json.dumps([moves for moves, _, _ in cases])}.map((moves) => {{ const it = panels[0]; it.reorder(moves);"
         "const v = it.violation; return v ? [[v.rule, v.rank, v.position, v.action], null] : [null, it.makespan]; })"
@@ -383,6 +523,37 @@ def test_exports_are_read_back(show, one):
     check(names["edited"])
     assert names["edited"].placement == one.placement
     assert lower(names["edited"]).channels == lower(one).channels
+
+
+# -------------------------------------------------------------------------------------------------------- pictures
+
+PICTURES = {
+    "small": ({"it": Panel(one_f_one_b(4, 8), COSTS, memory=5)}, "#show=path transfers memory kind"),
+    "large": ({"it": Panel(one_f_one_b(128, 512), COSTS)}, ""),
+    "difference": (
+        {"it": Panel(zb_v(4, 8), COSTS), "other": Panel(zb_h1(4, 8), COSTS)},
+        "#show=transfers memory change",
+    ),
+    "edit": ({"it": Panel(gpipe(4, 8), COSTS)}, "#show=transfers memory edit kind&moves=0.1.9.12"),
+}
+
+
+@needs_browser
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_taken(show, tmp_path, name):
+    """Look at them: pytest --basetemp=/tmp/pages -k pictures."""
+    browser = show(*PICTURES[name])
+    browser.picture(tmp_path / f"{name}.png")
+    data = (tmp_path / f"{name}.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) > 20_000  # an empty page has 5,000
+
+
+@needs_browser
+def test_every_version_of_weights_that_is_kept_counts(show):
+    one, sizes = pipedream(3, 6), Sizes(activation=2, weight=5)
+    browser = show({"it": Panel(one, COSTS, sizes=sizes)})
+    assert browser.ask("panels[0].memory.map((one) => one.peak)") == [*simulate(one, COSTS, sizes=sizes).peak_memory]
 
 
 # -------------------------------------------------------------------------------------------------------- large

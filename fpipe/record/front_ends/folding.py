@@ -227,7 +227,7 @@ def _require_plain(node: fx.Node, where: str) -> None:
     if getattr(node.target, "__module__", "").startswith(FUNCTORCH):
         raise CaptureError(
             f"{where}: got a torch.func transform such as vmap, expected plain operators: it cannot be read back from "
-            'the graph. Choose capture="trace", where modules run as they are.'
+            'the graph. Choose front_end="trace", where modules run as they are.'
         )
     if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
         raise CaptureError(
@@ -246,7 +246,7 @@ def _require_as_traced(seen: object, made: object, where: str, name: str) -> Non
     if seen is not None and isinstance(made, FakeTensor) and _spec(made) != seen:
         raise CaptureError(
             f"{where}: got {_spec(made)} from {name}, expected {seen}, as the front end saw it: it traced something "
-            'else than the model does (it ignored autocast, say). Choose capture="trace", which runs the model.'
+            'else than the model does (it ignored autocast, say). Choose front_end="trace", which runs the model.'
         )
 
 

@@ -7,9 +7,9 @@ author says, not where a tracer happens to see a boundary. Both are ordinary mod
 loss with what the last returned. A graph calls its parts in the order listed, but each after those whose results it
 takes.
 
-With `capture="modules"` no part is cut inside. Models are recorded as by `fpipe.record.trace.front_end`, with the parts
-sealed: whatever tree a part returns is flattened into tensors; non-tensors must be the same for every microbatch. A
-tensor that a part returns unchanged stays the same value, so it is sent directly to the stage that uses it next.
+With `front_end="modules"` no part is cut inside. Models are recorded as by `fpipe.record.trace.front_end`, with the
+parts sealed: whatever tree a part returns is flattened into tensors; non-tensors must be the same for every microbatch.
+A tensor that a part returns unchanged stays the same value, so it is sent directly to the stage that uses it next.
 
 Runs when a model is made and whenever it is called: in captures, and in every step if one stage holds all of it.
 """
@@ -83,8 +83,8 @@ class ModuleGraph(nn.Module):
     - `inputs`: the names of the graph's own arguments, in order.
     - `outputs`: what the graph returns: a name, as in `Part`, or any tree of names.
 
-    With `capture="modules"` no part is ever cut; with the other front ends parts may be cut inside. Raises `GraphError`
-    for a name that is unknown, already used, or never used, and for a cycle.
+    With `front_end="modules"` no part is ever cut; with the other front ends parts may be cut inside. Raises
+    `GraphError` for a name that is unknown, already used, or never used, and for a cycle.
 
     >>> import torch
     >>> towers = ModuleGraph(
@@ -296,6 +296,6 @@ def modules(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) ->
     if not isinstance(model, Chain | ModuleGraph):
         raise CaptureError(
             f"model: got {type(model).__name__}, expected a list of modules or functions, an nn.Sequential, or a "
-            'ModuleGraph. Hand the parts in as one of these, or use capture="trace".'
+            'ModuleGraph. Hand the parts in as one of these, or use front_end="trace".'
         )
     return trace_model(model, objective, leaves, parts=tuple(model._modules))

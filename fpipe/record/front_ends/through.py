@@ -41,7 +41,7 @@ from fpipe.record.variant import Casts
 from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.tree import Structure, flatten
 
-GRAPH_REPAIR = 'Rewrite that part, or choose capture="trace", which runs the model.'
+GRAPH_REPAIR = 'Rewrite that part, or choose front_end="trace", which runs the model.'
 
 
 def capture_through(
@@ -61,7 +61,7 @@ def capture_through(
         if is_dtensor(parameter):
             raise CaptureError(
                 f"parameter {name}: got a DTensor, expected a plain tensor: a graph loses how it is placed. Choose "
-                'capture="trace", which records the model itself.'
+                'front_end="trace", which records the model itself.'
             )
     original = FakeModel(model, replace(objective, loss=None, ask=refuse_questions), leaves, opaque, {})
     before = Settling(original).run(refuse_questions)
@@ -152,7 +152,7 @@ def _require_stateless(original: FakeModel, run: SettledRun) -> None:
         where = next(iter([*tables, *holding_attributes(model, changed)]), "the model")
         raise CaptureError(
             f"{where}: got a forward that changes Python state, expected one that a graph of operators describes "
-            'fully: the change would be lost. Return the value, or choose capture="trace", where modules run as they '
+            'fully: the change would be lost. Return the value, or choose front_end="trace", where modules run as they '
             "are."
         )
 
@@ -191,7 +191,7 @@ def _lost(original: FakeModel, before: Recorder, after: Recorder | None = None) 
             yield CaptureError(
                 f"{module_place(path, original.skeleton.get_submodule(path))}: got {trait}, expected a forward that a "
                 "graph of operators describes fully; it would be lost. "
-                'Remove it, or choose capture="trace", where modules run as they are.'
+                'Remove it, or choose front_end="trace", where modules run as they are.'
             )
 
 

@@ -88,7 +88,7 @@ def advise_on_values(where: str, unsplittable: Collection[str] = ()) -> str:
     modules that run as is.
     """
     if re.match(r"module \S+ \(", where) is None:
-        where, loss = "module loss (loss)", "pass unsplittable=['loss'], and it runs as it is."
+        where, loss = "module loss (loss)", "pass fpipe.Recording(unsplittable=['loss']), and it runs as it is."
         out = "Take control flow and shapes that depend on data out of the loss; or, if shapes do not depend on it,"
         return advise_on_values(where, unsplittable) if LOSS in unsplittable else f"{out} {loss}"
     path = where.split(" ")[1]

@@ -45,7 +45,7 @@ from fpipe.tensors.torch_private import (
     TENSOR_CHECK,
     CheckpointHook,
     CheckpointInputs,
-    Place,
+    PatchedName,
     compiled_place,
     without_modes,
 )
@@ -53,9 +53,9 @@ from fpipe.tensors.tree import PLAIN
 
 TRANSFORMS = (
     *INNER_TRANSFORMS,
-    *(Place(torch.func, name) for name in ("vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize")),
+    *(PatchedName(torch.func, name) for name in ("vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize")),
 )
-SEEDING = (Place(torch, "manual_seed"), Place(torch.random, "manual_seed"))
+SEEDING = (PatchedName(torch, "manual_seed"), PatchedName(torch.random, "manual_seed"))
 """The places where forwards find the function that seeds the generators."""
 LOCAL_READS = ("to_local", "redistribute", "full_tensor")
 """The methods of DTensors that look at the local tensor, which no recorded call has made."""

@@ -76,6 +76,7 @@ from fpipe.tensors.fake import Fakes
 from fpipe.tensors.settings import changes_since
 from fpipe.tensors.torch_private import PACK, TENSOR_METHODS, active_fake_mode, count_dispatch_modes, process_groups
 from fpipe.tensors.tree import closure_contents, flatten, flatten_all
+from schedules.status import say
 
 GRAD_FN: Any = TENSOR_METHODS["grad_fn"].__get__
 """The function that torch calls to get a tensor's `grad_fn`."""
@@ -586,6 +587,7 @@ class Recorder(TorchFunctionMode):
         self, path: str, kind: type, function: Callable[..., Any], args: Any, kwargs: Any, sealed: str = ""
     ) -> Frame:
         """Return a frame for a call of `function` that begins now."""
+        say(f"recording {path or 'the model'}")
         invocation, start = Invocation(function, args, kwargs, self.values.read), len(self.record.units)
         return Frame(path, kind, invocation, self.modes, start, first_tick=self.record.tick, sealed=sealed)
 

@@ -222,7 +222,7 @@ def _require_real(tensor: Any) -> Tensor:
     if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
         raise CaptureError(
             f"got {Spec.of(tensor) if isinstance(tensor, Tensor) else tensor} that no recorded operator computed, "
-            "expected operators of torch only. Use backward='autograd'."
+            "expected operators of torch only. Use fpipe.Gradients(backward='autograd')."
         )
     return tensor
 

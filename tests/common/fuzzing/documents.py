@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fpipe
-from fpipe.planning.commands import ProgressLine, _plan_profile
+from fpipe.planning.commands import _plan_profile
 from tests.common.fuzzing.bounds import REFUSED, ask
 from tests.common.fuzzing.mutations import mutate_bytes, mutate_value, plant
 
@@ -82,5 +82,5 @@ class Documents:
         else:
             sizes = {"ranks": drawn.choice((1, 2, 3)), "microbatches": (drawn.choice((1, 2, 4)),)}
             more = drawn.choice(({}, {"memory": "1KB"}, {"memory": "80GB"}, {"cuts": ("2",)}))
-            done = ask(lambda: str(_plan_profile(file, {**sizes, **more}, 0.2, ProgressLine())))
+            done = ask(lambda: str(_plan_profile(file, {**sizes, **more}, 0.2)))
         return "not usable" if done is REFUSED else "used"

@@ -18,6 +18,7 @@ from torch import Tensor
 import fpipe
 from fpipe.tensors.placed import local_part
 from tests.common.comparison import Result
+from tests.common.options import grouped
 from tests.common.world.drawing import OPTIMIZERS, RAISED, TIMEOUT, Case, Fault
 from tests.common.world.fibers import Process, World
 from tests.common.world.network import Network
@@ -58,7 +59,7 @@ class Script:
         if setup.copies > 1:
             how |= {"mesh": {"pp": setup.schedule.ranks, "copies": setup.copies}}
             how |= {"shard" if setup.is_sharded else "dp": "copies"}
-        return model, batch, fpipe.pipeline(model, example=batch[0], targets=batch[1], loss=loss, **how)
+        return model, batch, fpipe.pipeline(model, example=batch[0], targets=batch[1], loss=loss, **grouped(how))
 
     def make(self) -> tuple[Any, tuple[Any, Any], Any]:
         """Return the model, the batch and the loss, always the same."""

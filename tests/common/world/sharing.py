@@ -48,9 +48,9 @@ class Shelf:
         explore, assemble, plan = Captures.explore, Planner._assemble, Planner._plan
 
         def find_captures(builder: Builder, module: Any) -> Captures:
-            key = "captures", id(module), builder.backend is None, builder.schedule.backward
+            key = "captures", id(module), builder.gradients.backward, builder.schedule.backward
             found = self.keep(key, lambda: (captures(builder, module), module))[0]
-            return replace(found, batchings=builder.batchings, cuts=builder.cuts, memo=Memo(builder.plans))
+            return replace(found, batchings=builder.batchings, cuts=builder.cuts, memo=Memo(builder.recording.plans))
 
         def find_capture(cache: Captures, variant: Variant, microbatch: Any, ask: Ask) -> Any:
             model, mode, known = id(cache.model), variant.capture, iter(microbatch.answers)

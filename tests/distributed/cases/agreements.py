@@ -33,6 +33,7 @@ from tests.common.cases import WIDTH
 from tests.common.layers import linears
 from tests.common.lookalikes import LOOKALIKES
 from tests.common.loops import loop
+from tests.common.options import grouped
 from tests.common.running import build
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import case, gather, raises
@@ -53,7 +54,7 @@ class Run:
         self.model = linears(*[nn.Tanh] * (size - 1))
         self.schedule = one_f_one_b(ranks=size, microbatches=4)
         self.batch = {"example": (self.x,), "targets": self.y, "loss": mse_loss}
-        self.pipe = fpipe.pipeline(self.model, **self.batch, schedule=self.schedule)
+        self.pipe = fpipe.pipeline(self.model, **grouped(self.batch), schedule=self.schedule)
         self.held = dict(zip(("params", "buffers"), self.pipe.init(self.model), strict=True))
         self.step = fpipe.value_and_grad(self.pipe)
         self.adam = fpipe.optimizer(torch.optim.AdamW, lr=0.1)
@@ -84,20 +85,29 @@ class Row(NamedTuple):
 
 def build_again(run: Run, **options: Any) -> Any:
     made = {**run.batch, "schedule": run.schedule, **options}
-    return fpipe.pipeline(made.pop("model", run.model), **made)
+    return fpipe.pipeline(made.pop("model", run.model), **grouped(made))
 
 
 def profile(run: Run, **options: Any) -> Any:
     model = options.pop("model", run.model)
-    return fpipe.profile(model, (run.x,), run.y, **{"loss": mse_loss, "microbatches": 2, "seconds": 0, **options})
+    return fpipe.profile(
+        model, (run.x,), run.y, **grouped({"loss": mse_loss, "microbatches": 2, "seconds": 0, **options}, fpipe.profile)
+    )
 
 
 def profile_pipe(run: Run, **options: Any) -> Any:
-    return fpipe.profile(run.pipe, (run.x,), run.y, **{"seconds": 0, **options})
+    return fpipe.profile(run.pipe, (run.x,), run.y, **grouped({"seconds": 0, **options}, fpipe.profile))
 
 
 def plan(run: Run, **options: Any) -> Any:
-    return fpipe.plan(run.model, (run.x,), run.y, loss=mse_loss, microbatches=2, **{"ranks": run.size, **options})
+    return fpipe.plan(
+        run.model,
+        (run.x,),
+        run.y,
+        loss=mse_loss,
+        microbatches=2,
+        **grouped({"ranks": run.size, **options}, fpipe.profile),
+    )
 
 
 def train(run: Run, **options: Any) -> Any:
@@ -449,8 +459,8 @@ def other_functions_on_one_rank(rank, size):
         ({"loss": one.loss if rank else lambda x, y: one.loss(y, x)}, ("- loss: got on rank 0",)),
     ):
         with raises(fpipe.TransportError, *words):
-            fpipe.pipeline(model, **(common | options))
-    fpipe.pipeline(model, **(common | {"weight": counting(3), "batch_dims": cutting(True)}))
+            fpipe.pipeline(model, **(grouped(common | options)))
+    fpipe.pipeline(model, **(grouped(common | {"weight": counting(3), "batch_dims": cutting(True)})))
 
 
 class Shifted(nn.Sequential):

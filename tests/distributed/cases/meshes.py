@@ -27,6 +27,7 @@ from schedules import interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from tests.common import tensor_parallel
 from tests.common.comparison import require_part
 from tests.common.generators import seeded
+from tests.common.options import grouped
 from tests.common.running import build
 from tests.common.sizes import NIGHTLY
 from tests.common.tensor_parallel import whole
@@ -156,7 +157,7 @@ def train_with_a_pipeline(task: Task, mesh: DeviceMesh, family: str, within: boo
     options: dict[str, Any] = {"dp": "dp"} if "dp" in names else {}
     options |= {"shard": fpipe.Sharded("fsdp", gathered=1)} if "fsdp" in names else {}
     x, y = data[0]
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, mesh=mesh, **options)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, **grouped({"mesh": mesh, **options}))
     params, buffers = pipe.init(model)
     adam, norms = fpipe.optimizer(torch.optim.AdamW, lr=RATE), []
     state = adam.init(params)
@@ -259,10 +260,8 @@ def rows_of_their_own_on_a_mesh(rank, size):
                 targets=tuple(parts[1:]),
                 loss=lambda out, wanted: ZOO["mlp"].loss(out, wanted[0]),
                 schedule=HOW,
-                mesh=mesh,
-                dp="dp",
-                rows=rows,
-                weight=weight,
+                place=fpipe.Place(mesh=mesh, dp="dp", rows=rows),
+                microbatching=fpipe.Microbatching(weight=weight),
             )
             found.append(fpipe.value_and_grad(pipe)(*pipe.init(model), (parts[0],), tuple(parts[1:])))
         (step, grads), (same, theirs) = found
@@ -308,7 +307,7 @@ def a_run_on_a_mesh_goes_on_with_other_sizes(rank, size):
     folder = f"{os.environ['REPORT']}/mesh"
 
     def build(how, **options):
-        return fpipe.pipeline(model, example=(x,), targets=y, loss=one.loss, schedule=how, **options)
+        return fpipe.pipeline(model, example=(x,), targets=y, loss=one.loss, schedule=how, **grouped(options))
 
     def train(pipe, params, state, steps):
         step = fpipe.value_and_grad(pipe)
@@ -353,8 +352,7 @@ def a_drop_in_model_on_a_mesh(rank, size):
         example=(x,),
         targets=y,
         schedule=HOW,
-        mesh=mesh_of(pp=2, fsdp=2),
-        shard="fsdp",
+        place=fpipe.Place(mesh=mesh_of(pp=2, fsdp=2), shard="fsdp"),
     )
     ours, theirs = (torch.optim.SGD(one.parameters(), lr=RATE, momentum=0.9) for one in (net, plain))
     for _ in range(2):
@@ -407,8 +405,7 @@ def predictions_on_a_mesh_leave_the_batch_alone(rank, size):
         example=(x, numbers),
         loss=lambda outputs: outputs[0].square().mean(),
         schedule=HOW,
-        mesh=mesh_of(pp=2, dp=2),
-        dp="dp",
+        place=fpipe.Place(mesh=mesh_of(pp=2, dp=2), dp="dp"),
     )
 
     def broadcast(data, src, **options):
@@ -446,7 +443,12 @@ def masters_on_a_mesh(rank, size):
     model, x, y = model.bfloat16(), x.bfloat16(), y.bfloat16()
     how, loss = zb_h1(ranks=2, microbatches=2), one.loss
     pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=loss, schedule=how, mesh=mesh_of(pp=2, fsdp=2), shard="fsdp"
+        model,
+        example=(x,),
+        targets=y,
+        loss=loss,
+        schedule=how,
+        place=fpipe.Place(mesh=mesh_of(pp=2, fsdp=2), shard="fsdp"),
     )
     adam = fpipe.masters(fpipe.optimizer(torch.optim.AdamW, lr=RATE))
     params, buffers = pipe.init(model)
@@ -471,7 +473,14 @@ def meshes_that_differ_are_refused_on_all_ranks(rank, size):
     for mine in ({"dp": "dp"}, {"shard": "dp"}, {"dp": "dp", "reduce": "sum"}, {"dp": "dp", "rows": "own"}):
         options = mine if rank == 1 else {}
         with raises(fpipe.TransportError, "differ"):
-            fpipe.pipeline(model, example=(x,), targets=y, loss=ZOO["mlp"].loss, schedule=HOW, mesh=mesh, **options)
+            fpipe.pipeline(
+                model,
+                example=(x,),
+                targets=y,
+                loss=ZOO["mlp"].loss,
+                schedule=HOW,
+                **grouped({"mesh": mesh, **options}),
+            )
 
 
 @case(sizes=[4])
@@ -485,8 +494,7 @@ def parameters_split_over_the_pipeline_are_refused_on_a_mesh(rank, size):
             targets=wanted,
             loss=tensor_parallel.entropy,
             schedule=HOW,
-            mesh=mesh_of(pp=2, dp=2),
-            dp="dp",
+            place=fpipe.Place(mesh=mesh_of(pp=2, dp=2), dp="dp"),
         )
 
 
@@ -497,7 +505,7 @@ def split_parameters_are_saved_from_a_mesh_and_loaded_whole(rank, size):
     mesh, folder = mesh_of(pp=2, tp=2), f"{os.environ['REPORT']}/split"
     split = tensor_parallel.column_and_row(tensor_parallel.GPT(), mesh["tp"])
     shared = {"example": (ids,), "targets": wanted, "loss": tensor_parallel.entropy}
-    pipe = fpipe.pipeline(split, schedule=zb_h1(ranks=2, microbatches=2), mesh=mesh, **shared)
+    pipe = fpipe.pipeline(split, schedule=zb_h1(ranks=2, microbatches=2), **grouped({"mesh": mesh, **shared}))
     params, buffers = pipe.init(split)
     adam = fpipe.optimizer(torch.optim.SGD, lr=RATE, momentum=0.9)
     _, grads = fpipe.value_and_grad(pipe)(params, buffers, (ids,), wanted)
@@ -508,7 +516,7 @@ def split_parameters_are_saved_from_a_mesh_and_loaded_whole(rank, size):
         assert same_bits(local_part(again.params[name]), local_part(p)), name
         slots = (one[name]["momentum_buffer"] for one in (again.state, state))
         assert same_bits(*map(local_part, slots)), name
-    plain = fpipe.pipeline(tensor_parallel.GPT(), schedule=one_f_one_b(4, 2), group=None, **shared)
+    plain = fpipe.pipeline(tensor_parallel.GPT(), schedule=one_f_one_b(4, 2), **grouped({"group": None, **shared}))
     whole = fpipe.load(plain, folder).params
     here = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in params.items()}
     assert all(same_bits(whole[name], p) for name, p in here.items() if name in whole)

@@ -183,7 +183,7 @@ def wrapped_models(rank, size):
         (nn.Sequential(nn.Linear(4, 4), sharded), "FSDP"),
     ):
         for capture in ("export", "modules"):
-            with raises(fpipe.InputError, name, "expected a plain module", 'dp="dp" or shard='):
+            with raises(fpipe.InputError, name, "expected a plain module", 'dp="dp"), or shard='):
                 fpipe.pipeline(
                     model,
                     example=(x,),
@@ -191,7 +191,7 @@ def wrapped_models(rank, size):
                     loss=nn.functional.mse_loss,
                     schedule=one_f_one_b(ranks=size, microbatches=2),
                     stages=size,
-                    capture=capture,
+                    recording=fpipe.Recording(front_end=capture),
                 )
 
 
@@ -212,10 +212,12 @@ def data_parallel_pipelines(rank, size):
         loss=one.loss,
         schedule=how,
         cuts=one.at(half),
-        group=mesh["pp"],
+        place=fpipe.Place(group=mesh["pp"]),
     )
     with raises(fpipe.InputError, "the dimensions ['dp', 'pp']", 'group=mesh["pp"]'):
-        fpipe.pipeline(model, example=inputs, targets=targets, loss=one.loss, schedule=how, group=mesh)
+        fpipe.pipeline(
+            model, example=inputs, targets=targets, loss=one.loss, schedule=how, place=fpipe.Place(group=mesh)
+        )
     step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ours[0],), ours[1])
     want = loop(model, one.loss, (ours[0],), ours[1], 2)
     assert same_bits(step.loss, want.loss)

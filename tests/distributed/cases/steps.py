@@ -22,6 +22,7 @@ from tests.common.cases import WORDS
 from tests.common.comparison import Result
 from tests.common.loops import eval_loop, loop
 from tests.common.masks import DECODER, decoder_batch
+from tests.common.options import grouped
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import NIGHTLY
 from tests.common.updates import require_same_updates, require_training_of_a_plain_loop
@@ -110,7 +111,7 @@ def weights_where_the_loss_is(rank, size):
         loss=mean,
         schedule=one_f_one_b(ranks=size, microbatches=4),
         cuts=ZOO["tied_sequence"].at(size),
-        weight=count,
+        microbatching=fpipe.Microbatching(weight=count),
     )
     mine = (inputs if rank == 0 else None), (targets if rank == size - 1 else None)
     out, grads = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), *mine)
@@ -142,7 +143,7 @@ def values_beside_the_loss(rank, size):
                 assert aux["rows"].tolist() == [2] * 4
     assert fpipe.verify(pipe, model, (x,), y).eager
     given = {"example": (x,), "targets": y, "loss": loss, "schedule": how, "cuts": ZOO["mlp"].at(size)}
-    module = fpipe.Pipelined(model, aux=rank == 0, **given)
+    module = fpipe.Pipelined(model, aux=rank == 0, **grouped(given))
     for one in (module, module.eval()):
         one(x, targets=y)
         assert (one.last_aux is None) is not (rank == 0)

@@ -20,6 +20,7 @@ from schedules import interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb_v
 from tests.common import collectives, contexts, experts
 from tests.common.cases import mse
 from tests.common.gates import Marked
+from tests.common.options import grouped
 from tests.common.sizes import NIGHTLY, covering_array
 from tests.common.tensor_parallel import (
     GPT,
@@ -62,7 +63,12 @@ def schedules(size):
 def build(model, how, size, **options):
     ids, wanted = words()
     return fpipe.pipeline(
-        model, example=(ids,), targets=wanted, loss=entropy, schedule=how, group=grid(size)["pp"], **options
+        model,
+        example=(ids,),
+        targets=wanted,
+        loss=entropy,
+        schedule=how,
+        **grouped({"group": grid(size)["pp"], **options}),
     )
 
 
@@ -142,7 +148,9 @@ def a_split_llama(rank, size):
     batch = {"input_ids": ids, "labels": ids}
     want = plain_loop(model, batch, None, lambda out: out.loss)
     for how in (one_f_one_b(size // 2, MICROBATCHES), zb_v(size // 2, MICROBATCHES)):
-        pipe = fpipe.pipeline(model, example=batch, loss=lambda out: out.loss, schedule=how, group=grid(size)["pp"])
+        pipe = fpipe.pipeline(
+            model, example=batch, loss=lambda out: out.loss, schedule=how, place=fpipe.Place(group=grid(size)["pp"])
+        )
         step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), batch)
         assert torch.equal(step.loss, want.loss)
         require_same_gradients(grads, want.grads)
@@ -292,7 +300,7 @@ def what_a_split_model_cannot_do(rank, size):
             example=(ids,),
             loss=lambda out: out.mean(),
             schedule=one_f_one_b(size // 2, MICROBATCHES),
-            group=grid(size)["pp"],
+            place=fpipe.Place(group=grid(size)["pp"]),
         )
 
 
@@ -306,7 +314,7 @@ def require_loop(model, loss, inputs, y, mesh, family: str) -> tuple[fpipe.Pipel
     """Require the bits of the plain loop over the same modules and process groups; return what both have."""
     want = plain_loop(model, inputs, y, loss)
     how = PAIRS[family](ranks=2, microbatches=MICROBATCHES)
-    pipe = fpipe.pipeline(model, example=inputs, targets=y, loss=loss, schedule=how, mesh=mesh)
+    pipe = fpipe.pipeline(model, example=inputs, targets=y, loss=loss, schedule=how, place=fpipe.Place(mesh=mesh))
     step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, y)
     assert same_bits(step.loss, want.loss), (step.loss, want.loss)
     for name, grad in grads.items():
@@ -379,7 +387,9 @@ def norms_of_plain_experts_are_refused_on_a_mesh(rank, size):
     inputs, y = own_tokens(mesh)
     how = one_f_one_b(ranks=2, microbatches=MICROBATCHES)
     model = experts.Mixture(ROOMY, mesh["ep"])
-    pipe = fpipe.pipeline(model, example=inputs, targets=y, loss=experts.loss, schedule=how, mesh=mesh)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=y, loss=experts.loss, schedule=how, place=fpipe.Place(mesh=mesh)
+    )
     _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, y)
     with raises(fpipe.InputError, "got plain tensors of norms", "make them DTensors"):
         fpipe.norm(pipe, grads)
@@ -398,7 +408,9 @@ def exchanges_inside_a_stage_on_a_mesh_that_is_sliced_there(rank, size):
     torch.manual_seed(mesh.get_local_rank("tp"))
     x, y = torch.randn(8, 4), torch.randn(8, 4)
     how = one_f_one_b(2, MICROBATCHES)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, mesh=mesh, cuts=["4"])
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=y, loss=loss, schedule=how, place=fpipe.Place(mesh=mesh), cuts=["4"]
+    )
     step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     want = plain_loop(model, (x,), y, loss)
     assert same_bits(step.loss, want.loss)
@@ -441,7 +453,9 @@ def smoothed_losses_of_a_split_head_on_a_mesh(rank, size):
         model = parallelize_module(model, mesh["tp"], plan)
         want = plain_loop(model, {"ids": ids}, wanted, loss)
         how = zb_v(2, MICROBATCHES)
-        pipe = fpipe.pipeline(model, example=(ids,), targets=wanted, loss=loss, schedule=how, mesh=mesh)
+        pipe = fpipe.pipeline(
+            model, example=(ids,), targets=wanted, loss=loss, schedule=how, place=fpipe.Place(mesh=mesh)
+        )
         step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ids,), wanted)
         assert same_bits(step.loss, want.loss)
         require_same_gradients(grads, want.grads)
@@ -457,7 +471,9 @@ def recomputation_in_replicas_of_split_models_on_a_mesh(rank, size):
     model = by_sequence(GPT(), mesh["tp"])
     found = []
     for how in (one_f_one_b(1, 2), recompute(one_f_one_b(1, 2))):
-        pipe = fpipe.pipeline(model, example=(ids,), targets=wanted, loss=entropy, schedule=how, mesh=mesh, dp="dp")
+        pipe = fpipe.pipeline(
+            model, example=(ids,), targets=wanted, loss=entropy, schedule=how, place=fpipe.Place(mesh=mesh, dp="dp")
+        )
         step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ids,), wanted)
         found.append((step.loss, grads))
     (loss, grads), (same, again) = found
@@ -494,11 +510,8 @@ def gradients_of_one_replica_only_on_a_mesh(rank, size):
             targets=y,
             loss=mse,
             schedule=one_f_one_b(2, 2),
-            mesh=mesh,
-            rows="own",
-            unsplittable=[Rare],
             cuts=["3"],
-            **options,
+            **grouped({"mesh": mesh, "rows": "own", "unsplittable": [Rare], **options}),
         )
         for large in ([], [0], [1], [0, 1]):
             batches = [x + 40 * (k in large) * torch.eye(4).bfloat16() for k in range(2)]
@@ -529,9 +542,7 @@ def a_branch_of_one_replica_is_refused_on_a_mesh(rank, size):
         targets=y,
         loss=mse,
         schedule=one_f_one_b(2, 2),
-        mesh=mesh,
-        dp="dp",
-        rows="own",
+        place=fpipe.Place(mesh=mesh, dp="dp", rows="own"),
         cuts=["last"],
     )
     step, state = fpipe.value_and_grad(pipe), pipe.init(model)

@@ -13,13 +13,14 @@ from schedules import gpipe
 from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import eval_loop, loop
+from tests.common.options import grouped
 from tests.common.running import run
 from tests.common.sizes import sampled
 
 
 def pipeline(model, x, how=None, **where):
     how = how or gpipe(ranks=4, microbatches=2)
-    return fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, **where)
+    return fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, **grouped(where))
 
 
 @sampled(1)
@@ -28,7 +29,7 @@ def test_an_index_names_a_part_of_a_sequence(capture):
     layer = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(layer, nn.Identity(), nn.Tanh(), layer, nn.Linear(WIDTH, WIDTH))
     x = torch.randn(4, WIDTH)
-    pipe = pipeline(model, x, gpipe(ranks=3, microbatches=2), cuts=[3, 4], capture=capture)
+    pipe = pipeline(model, x, gpipe(ranks=3, microbatches=2), cuts=[3, 4], recording=fpipe.Recording(front_end=capture))
     assert [stage.parameters for stage in pipe.stages] == [
         ("0.weight", "0.bias"),
         ("0.weight", "0.bias"),

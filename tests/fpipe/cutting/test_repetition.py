@@ -11,6 +11,7 @@ from schedules import one_f_one_b, recompute, zb_h1
 from tests.common.cases import WIDTH, Case, mse
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
+from tests.common.options import grouped
 from tests.common.programs import LAYERS, Aside, Program, programs, sided
 from tests.common.running import SEED, build, run, run_reference
 from tests.common.sizes import few, in_turn, sampled
@@ -115,7 +116,7 @@ def built_from(model, loss=mse, **options):
     """A pipeline of this model."""
     inputs, targets = masked(None).batch(6)
     options |= {"schedule": one_f_one_b(ranks=3, microbatches=3), "cuts": ["b", "c"]}
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=loss, **options)
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=loss, **grouped(options))
     return pipe, model, inputs, targets
 
 

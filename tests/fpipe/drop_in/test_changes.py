@@ -15,6 +15,7 @@ import fpipe
 from fpipe.errors import InputError
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
+from tests.common.options import grouped
 from tests.common.sizes import sampled
 
 M = 4
@@ -207,7 +208,7 @@ def test_objectives_in_turns_are_those_of_a_plain_loop():
     plain, (x, z) = Adversaries(), torch.randn(2, 4, 4)
     how = one_f_one_b(ranks=2, microbatches=2)
     given = {"loss": lambda loss: loss, "schedule": how, "cuts": ["judges"]}
-    model = fpipe.Pipelined(Adversaries(), example=(x, z, "judge"), **given)
+    model = fpipe.Pipelined(Adversaries(), example=(x, z, "judge"), **grouped(given))
     for turn in range(2):
         for phase, frozen in (("judge", "makes"), ("make", "judges")):
             for one in (model, plain):

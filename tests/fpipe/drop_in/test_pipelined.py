@@ -23,6 +23,7 @@ from fpipe.tensors.torch_private import total_norm_cell
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, zb_h1
 from tests.common.drop_in import M, batches, make, net
+from tests.common.options import grouped
 from tests.common.sizes import sampled
 
 
@@ -155,7 +156,11 @@ def test_a_models_own_loss_is_one_number_in_eval_mode(weight):
     """What the loss returns as it is; other scalars are those of each microbatch."""
     x = torch.randn(7, 6)
     piped = fpipe.Pipelined(
-        Scored(), loss=lambda out: out["loss"], example={"x": x}, schedule=one_f_one_b(2, M), weight=weight
+        Scored(),
+        loss=lambda out: out["loss"],
+        example={"x": x},
+        schedule=one_f_one_b(2, M),
+        microbatching=fpipe.Microbatching(weight=weight),
     )
     trained = piped(x=x).detach()
     if weight is None:
@@ -356,7 +361,7 @@ def test_what_a_loss_returns_beside_itself_is_kept_until_the_next():
 
     plain, (x, y) = net(), next(batches(1))
     given = {"loss": loss, "example": (x,), "targets": y, "schedule": one_f_one_b(ranks=2, microbatches=M)}
-    model = fpipe.Pipelined(net(), aux=lambda parts: torch.cat([part["logits"] for part in parts]), **given)
+    model = fpipe.Pipelined(net(), aux=lambda parts: torch.cat([part["logits"] for part in parts]), **grouped(given))
     assert model.last_aux is None
     want = torch.cat([plain(part) for part in x.chunk(M)])
     model(x, targets=y).backward()

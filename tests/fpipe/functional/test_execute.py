@@ -531,3 +531,34 @@ def test_a_loss_of_a_model_may_return_aux():
     stages = fpipe.cut(fpipe.capture(model, example=(x[:2],), targets=y[:2], loss=loss))
     out, _ = fpipe.execute(lower(gpipe(ranks=1, microbatches=2), stages.graph), stages, *stages.init(model), (x,), y)
     same([one["largest"] for one in out.aux], [model(part).max().detach() for part in (x[:2], x[2:])])
+
+
+# ----------------------------------------------------------------------------------------------------------- as values
+
+
+def record_of(width=4, act=nn.Tanh, loss=functional.mse_loss, rows=2, **options):
+    model = nn.Sequential(nn.Linear(WIDTH, width), act(), nn.Linear(width, 1))
+    return fpipe.capture(model, example=(torch.ones(rows, WIDTH),), targets=torch.ones(rows, 1), loss=loss, **options)
+
+
+def test_records_and_stages_are_equal_if_they_compute_the_same():
+    one, again = record_of(), record_of()
+    assert one == again
+    assert hash(one) == hash(again)
+    graph = {"gradients": fpipe.Gradients(backward="autograd")}
+    others = [{"width": 5}, {"act": nn.ReLU}, {"loss": functional.l1_loss}, {"rows": 3}, graph]
+    assert not any(record_of(**other) == one for other in others)
+    assert one != str(one)
+    stages = fpipe.cut(one, at="2")
+    assert stages == fpipe.cut(again, at="2")
+    assert hash(stages) == hash(fpipe.cut(again, at="2"))
+    assert stages not in (fpipe.cut(again, at="1"), fpipe.cut(record_of(width=5), at="2"), stages[:])
+    assert len({one, again, stages, fpipe.cut(again, at="2")}) == 2
+
+
+def test_records_and_stages_say_how_they_were_made():
+    record = record_of()
+    assert repr(record) == "capture(Sequential, inputs[0]: float32[2, 3], targets: float32[2, 1], loss=mse_loss)"
+    assert repr(fpipe.cut(record, at="2")) == f"cut({record!r}, at=['2'])"
+    evaluation = fpipe.capture(nn.Linear(WIDTH, 1), example=(torch.ones(2, WIDTH),))
+    assert repr(evaluation) == "capture(Linear, inputs[0]: float32[2, 3])"

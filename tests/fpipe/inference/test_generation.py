@@ -16,6 +16,7 @@ from tests.common.averages import VOCABULARY, Average, AverageDecoder, generate_
 from tests.common.comparison import Result, assert_same
 from tests.common.generation import generate_plainly, gpt2, llama, next_word, padding
 from tests.common.generators import seeded
+from tests.common.options import grouped
 from tests.common.sizes import by_night, covering, sampled
 
 LENGTH, WIDTH, COUNT = 12, 5, 8
@@ -25,7 +26,7 @@ def pipeline(model, how=None, **options):
     ids = texts(4, WIDTH)
     how = one_f_one_b(ranks=2, microbatches=2) if how is None else how
     example = {"input_ids": ids, "use_cache": False}
-    return fpipe.pipeline(model, example=example, targets=ids, loss=next_word, schedule=how, **options)
+    return fpipe.pipeline(model, example=example, targets=ids, loss=next_word, schedule=how, **grouped(options))
 
 
 def average(how=None):

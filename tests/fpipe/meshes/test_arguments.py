@@ -7,6 +7,7 @@ import torch
 import fpipe
 from schedules import interleaved_1f1b, one_f_one_b, reduce_gradients, shard
 from tests.common.cases import mse
+from tests.common.options import grouped
 from tests.common.zoo import ZOO
 
 HOW = one_f_one_b(ranks=2, microbatches=2)
@@ -29,7 +30,7 @@ WRONG = {
 
 def build(**options):
     model, (x,), y = ZOO["mlp"].make(8)
-    return fpipe.pipeline(model, example=(x,), targets=y, loss=mse, **{"schedule": HOW, **options})
+    return fpipe.pipeline(model, example=(x,), targets=y, loss=mse, **grouped({"schedule": HOW, **options}))
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -54,7 +55,9 @@ def test_gradients_that_are_reduced_already_are_not_reduced_again():
 def test_copies_that_would_modify_buffers_are_refused():
     model, (x,), y = ZOO["normalised"].make(8)
     with pytest.raises(fpipe.CutError, match="on 2 copies of the pipeline"):
-        fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=HOW, mesh={"pp": 2, "dp": 2}, dp="dp")
+        fpipe.pipeline(
+            model, example=(x,), targets=y, loss=mse, schedule=HOW, place=fpipe.Place(mesh={"pp": 2, "dp": 2}, dp="dp")
+        )
 
 
 def test_onto_of_another_shape_is_refused():
@@ -78,4 +81,6 @@ def test_a_parameter_without_dimensions_is_not_sharded():
     x, mesh = torch.ones(4, 4), {"pp": 1, "fsdp": 2}
     how = one_f_one_b(ranks=1, microbatches=2)
     with pytest.raises(fpipe.InputError, match=r"params.'scale'.: got a parameter without dimensions"):
-        fpipe.pipeline(Scaled(), example=(x,), loss=torch.mean, schedule=how, mesh=mesh, shard="fsdp")
+        fpipe.pipeline(
+            Scaled(), example=(x,), loss=torch.mean, schedule=how, place=fpipe.Place(mesh=mesh, shard="fsdp")
+        )

@@ -25,6 +25,7 @@ from schedules import (
 from tests.common.cases import mse
 from tests.common.comparison import assert_same
 from tests.common.meshes import SHAPES, loop_over_copies, options
+from tests.common.options import grouped
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import by_day, covering, few, in_turn, sampled
 from tests.common.zoo import ZOO
@@ -107,8 +108,8 @@ def test_any_mesh_schedule_model_and_options(data):
         loss=ZOO[name].loss,
         schedule=how,
         cuts=ZOO[name].at(how.stages),
-        **extra,
-        **options(ranks, replicas, shards, gathered),
+        **grouped(extra),
+        **grouped(options(ranks, replicas, shards, gathered)),
     )
     fpipe.verify(pipe, model, inputs, targets, seed=3)
 
@@ -137,8 +138,7 @@ def test_weights_are_over_all_copies():
         targets=y,
         loss=loss,
         schedule=TWO,
-        weight=lambda inputs, targets: len(targets),
-        **options(2, 2, 2),
+        **grouped({"weight": lambda inputs, targets: len(targets), **options(2, 2, 2)}),
     )
     step, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     assert torch.isclose(step.loss, mse(model(x), y))
@@ -215,7 +215,7 @@ def test_masters_of_shards():
     model, (x,), y = ZOO["mlp"].make(16)
     model, x, y = model.bfloat16(), x.bfloat16(), y.bfloat16()
     how = one_f_one_b(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, 2, 2))
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **grouped(options(2, 2, 2)))
     params, buffers = pipe.init(model)
     adam = fpipe.masters(fpipe.optimizer(torch.optim.AdamW, lr=1e-3))
     step, state = fpipe.value_and_grad(pipe, sums=torch.float32), adam.init(params)
@@ -232,7 +232,7 @@ def test_sparse_gradients_are_reduced_dense(shape):
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
     ids, how = torch.arange(24).reshape(12, 2) % 10, one_f_one_b(ranks=2, microbatches=2)
     loss = {"loss": lambda out: out.square().mean(), "schedule": how}
-    pipe = fpipe.pipeline(model, example=(ids,), **loss, **options(2, *SHAPES[shape]))
+    pipe = fpipe.pipeline(model, example=(ids,), **grouped(loss), **grouped(options(2, *SHAPES[shape])))
     _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ids,))
     assert grads["0.weight"].layout is torch.strided
     fpipe.verify(pipe, model, (ids,))

@@ -18,6 +18,7 @@ from tests.common.cases import mse
 from tests.common.gates import Marked
 from tests.common.generators import seeded
 from tests.common.meshes import SHAPES, loop_over_copies, options
+from tests.common.options import grouped
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import by_day, covering, in_turn, sampled
 from tests.common.zoo import ZOO
@@ -60,7 +61,9 @@ def gradients(model, loss):
 
 def train(model, inputs, targets, loss, how, sizes, sums=None, **more):
     """A pipeline in copies of these sizes (replicas, shards, stages gathered), and the loss and gradients of a step."""
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=loss, schedule=how, **options(2, *sizes), **more)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=loss, schedule=how, **grouped(options(2, *sizes)), **grouped(more)
+    )
     step, grads = fpipe.value_and_grad(pipe, sums=sums)(*pipe.init(model), inputs, targets)
     return pipe, step.loss, grads
 
@@ -207,8 +210,8 @@ def split_over(shape, model, batch, **more):
         targets=y,
         loss=mse,
         schedule=one_f_one_b(2, 2),
-        **more,
-        **options(2, *SHAPES[shape]),
+        **grouped(more),
+        **grouped(options(2, *SHAPES[shape])),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 import fpipe
 from tests.common.comparison import assert_same
+from tests.common.options import grouped
 from tests.common.running import build, run, run_reference
 from tests.common.schedules import SCHEDULES
 from tests.common.sizes import covering, sampled
@@ -82,7 +83,9 @@ def test_a_step_runs_beside_the_reference_and_a_capture():
     def captures():
         one = ZOO["dropping"]
         options = {"example": inputs, "targets": targets, "loss": one.loss, "schedule": HOW, "cuts": one.at(2)}
-        another = fpipe.pipeline(model, **options)  # no new model: its initializers would draw, or seed, beside a step
+        another = fpipe.pipeline(
+            model, **grouped(options)
+        )  # no new model: its initializers would draw, or seed, beside a step
         assert_same(run(another, model, inputs, targets, seed=5), want)
 
     at_once(steps, references, captures)

@@ -74,8 +74,8 @@ def build(how):
             loss=loss,
             schedule=how,
             cuts=cuts,
-            whole=whole,
-            output_dims=join,
+            recording=fpipe.Recording(whole=whole),
+            microbatching=fpipe.Microbatching(output_dims=join),
         ),
     )
 

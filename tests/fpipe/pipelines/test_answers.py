@@ -14,6 +14,7 @@ from fpipe.pipelines.resolver import Resolver
 from fpipe.record.questions import Answer
 from fpipe.record.variant import TRAINING
 from schedules import gpipe, one_f_one_b
+from tests.common.options import grouped
 from tests.common.running import open_questions
 from tests.common.sizes import covering, sampled
 
@@ -36,7 +37,7 @@ def build(ask, mask=FULL, **options):
     torch.manual_seed(0)
     model = Asking(ask)
     arguments = {"loss": torch.sum, "schedule": gpipe(ranks=2, microbatches=2), "cuts": ["second"]} | options
-    return model, fpipe.pipeline(model, example=batch(mask, mask), **arguments)
+    return model, fpipe.pipeline(model, example=batch(mask, mask), **grouped(arguments))
 
 
 def batch(*masks):
@@ -96,7 +97,7 @@ def test_microbatches_of_one_batch_may_use_different_edges(backward):
         loss=torch.sum,
         schedule=one_f_one_b(ranks=3, microbatches=2),
         cuts=["second", "third"],
-        backward=backward,
+        gradients=fpipe.Gradients(backward=backward),
     )
     for masks in [(FULL, PADDED), (PADDED, FULL), (FULL, FULL), (PADDED, PADDED)]:
         require_same(model, pipe, batch(*masks))
@@ -229,7 +230,7 @@ def test_an_unsplittable_module_asks_the_batch_itself():
         loss=torch.sum,
         schedule=gpipe(ranks=2, microbatches=2),
         cuts=["last"],
-        unsplittable=["inner"],
+        recording=fpipe.Recording(unsplittable=["inner"]),
     )
     assert not open_questions(pipe)
     require_same(model, pipe, inputs)
@@ -334,5 +335,5 @@ def test_ctc_loss_reads_lengths_in_the_step(backward):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     inputs, targets = (torch.randn(4, 3, 4),), (torch.ones(4, 2, dtype=torch.int64), lengths)
     options = {"schedule": gpipe(ranks=2, microbatches=2), "cuts": ["1"], "backward": backward}
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=loss, **options)
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=loss, **grouped(options))
     fpipe.verify(pipe, model, inputs, targets)

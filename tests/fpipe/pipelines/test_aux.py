@@ -11,6 +11,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import dualpipe, one_f_one_b, recompute, zb_v
 from tests.common.comparison import Result, assert_same
 from tests.common.meshes import options
+from tests.common.options import grouped
 from tests.common.sizes import in_turn, sampled
 
 WAYS = {
@@ -41,7 +42,7 @@ def build(how, loss, rows=8, **more):
     torch.manual_seed(0)
     model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(5, 5), nn.Tanh())])
     x, y = torch.randn(rows, 5), torch.randint(5, (rows,))
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, **more)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, **grouped(more))
     return pipe, model, x, y
 
 

@@ -51,8 +51,8 @@ def build(function, inputs, targets, dims=0, backward="autograd"):
         loss=mse,
         schedule=HOW,
         cuts=["last"],
-        batch_dims=dims,
-        backward=backward,
+        microbatching=fpipe.Microbatching(batch_dims=dims),
+        gradients=fpipe.Gradients(backward=backward),
     )
 
 

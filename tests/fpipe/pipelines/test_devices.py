@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
-from fpipe.meshes.arguments import MeshOptions, find_place
+from fpipe.meshes.arguments import Place, find_place
 from fpipe.network import devices
 from fpipe.pipelines.batch import find_home
 from fpipe.record.model.skeleton import require_home
@@ -44,7 +44,7 @@ def test_a_batch_on_two_devices_is_refused(places):
 
 
 def test_a_batch_elsewhere_than_the_device_that_was_passed_is_refused():
-    with pytest.raises(fpipe.InputError, match=r"inputs\[0\]: got a tensor on cuda:0, expected cpu, the device= that"):
+    with pytest.raises(fpipe.InputError, match=r"inputs\[0\]: got a tensor on cuda:0, expected cpu, place.device"):
         find_home((on(FIRST),), None, "cpu")
 
 
@@ -65,7 +65,12 @@ def test_a_model_on_another_device_than_the_batch_is_refused():
 def test_device_is_where_an_example_without_values_is_computed():
     model, x = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)), torch.randn(4, 2)
     pipe = fpipe.pipeline(
-        model, example=(x.to("meta"),), loss=torch.mean, schedule=one_f_one_b(2, 2), cuts=["1"], device="cpu"
+        model,
+        example=(x.to("meta"),),
+        loss=torch.mean,
+        schedule=one_f_one_b(2, 2),
+        cuts=["1"],
+        place=fpipe.Place(device="cpu"),
     )
     assert pipe.device == CPU
     assert fpipe.verify(pipe, model, (x,))
@@ -127,6 +132,6 @@ def test_a_mesh_of_other_devices_is_refused(tmp_path):
     try:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
         with pytest.raises(fpipe.InputError, match=r"mesh: got a mesh of cpu devices, expected one of cuda"):
-            find_place(MeshOptions(mesh, "pp", None, None, "whole"), None, 1, FIRST, lambda *_: None)
+            find_place(Place(mesh=mesh), 1, FIRST, lambda *_: None)
     finally:
         dist.destroy_process_group()

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from schedules import Costs, Sizes, dualpipe, gpipe, one_f_one_b, recompute, simulate, v_half, zb_h1
 from tests.common.cases import WIDTH, mse
+from tests.common.options import grouped
 from tests.common.running import build
 from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
@@ -27,7 +28,7 @@ def sizes_of(*modules, cuts, width=WIDTH, made=zb_h1, **options):
     model = nn.Sequential(*modules)
     how = made(ranks=1 + len(cuts), microbatches=2)
     x = torch.ones(2 * ROWS, width)
-    return fpipe.pipeline(model, example=(x,), loss=square, schedule=how, cuts=cuts, **options).sizes
+    return fpipe.pipeline(model, example=(x,), loss=square, schedule=how, cuts=cuts, **grouped(options)).sizes
 
 
 def parameters(*modules):

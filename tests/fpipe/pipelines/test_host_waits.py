@@ -8,6 +8,7 @@ from torch import nn
 import fpipe
 from schedules import gpipe, one_f_one_b, zb_h1
 from tests.common.cases import mse
+from tests.common.options import grouped
 from tests.common.sizes import sampled
 from tests.common.waits import HostWaits
 
@@ -53,7 +54,7 @@ class Training:
         more = {"cuts": ["second"]} if model is Model else {}
         (x, y), self.given = self.batch, given
         self.pipe = fpipe.pipeline(
-            self.model, example=(x,), targets=y, loss=mse, schedule=how, **more, **(options or {})
+            self.model, example=(x,), targets=y, loss=mse, schedule=how, **grouped(more), **(grouped(options or {}))
         )
         self.params, self.buffers = self.pipe.init(self.model)
         self.step, self.evaluation = fpipe.value_and_grad(self.pipe), fpipe.evaluate(self.pipe)

@@ -17,6 +17,7 @@ from tests.common.cases import LENGTH, WIDTH, WORDS, Case, cross_entropy, mse, r
 from tests.common.comparison import assert_same
 from tests.common.loops import eval_loop, loop
 from tests.common.meshes import options
+from tests.common.options import grouped
 from tests.common.running import run, run_evaluation, run_reference
 from tests.common.sizes import by_day, by_night, in_turn, sampled
 from tests.common.zoo import GPT, ZOO
@@ -65,7 +66,12 @@ def test_a_weighted_loss_keeps_its_type(dtype):
     x, y = torch.randn(7, WIDTH, dtype=dtype), torch.randn(7, WIDTH, dtype=dtype)
     how = one_f_one_b(ranks=1, microbatches=3)
     pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=mse, schedule=how, weight=lambda inputs, targets: len(targets)
+        model,
+        example=(x,),
+        targets=y,
+        loss=mse,
+        schedule=how,
+        microbatching=fpipe.Microbatching(weight=lambda inputs, targets: len(targets)),
     )
     got = run(pipe, model, (x,), y)
     assert got.loss.dtype == dtype
@@ -147,7 +153,14 @@ def test_a_microbatch_of_weight_zero_counts_for_nothing(kind, averages):
 def test_a_step_in_which_nothing_counts_adds_nothing(layout):
     """Its words are those of other steps, or other copies, which `total` has."""
     ids, model, how = torch.randint(WORDS, (8, LENGTH)), Reader(False), one_f_one_b(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(model, example=(ids,), targets=ids, loss=masked_mean, schedule=how, weight=count, **layout)
+    pipe = fpipe.pipeline(
+        model,
+        example=(ids,),
+        targets=ids,
+        loss=masked_mean,
+        schedule=how,
+        **grouped({"weight": count, **layout}),
+    )
     step, state = fpipe.value_and_grad(pipe), pipe.init(model)
     nothing, some = torch.full_like(ids, -100), ids.clone()
     some[4:] = -100  # all of the second copy
@@ -184,10 +197,13 @@ def squares(outputs, targets):
 def test_losses_that_sum_are_pointed_out(loss, warns, caplog):
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     how = {"example": (x,), "targets": y, "loss": loss, "schedule": one_f_one_b(ranks=1, microbatches=4)}
-    fpipe.pipeline(nn.Linear(WIDTH, WIDTH), **how)
+    fpipe.pipeline(nn.Linear(WIDTH, WIDTH), **grouped(how))
     assert ("1/4 of the sum over the batch" in caplog.text) is warns
     caplog.clear()
-    fpipe.pipeline(nn.Linear(WIDTH, WIDTH), **how, reduce="sum")
+    fpipe.pipeline(
+        nn.Linear(WIDTH, WIDTH),
+        **grouped({"reduce": "sum", **how}),
+    )
     assert not caplog.text
 
 

@@ -11,6 +11,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
 from tests.common.cases import mse
 from tests.common.loops import loop
+from tests.common.options import grouped
 from tests.common.sizes import covering, sampled
 
 BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
@@ -44,7 +45,7 @@ def build(cuts, frozen=(), **options):
     x, y = torch.randn(8, 8), torch.randn(8, 8)
     how = one_f_one_b(ranks=2, microbatches=4)
     loss = nn.functional.mse_loss
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, cuts=cuts, **options)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, cuts=cuts, **grouped(options))
     return model, pipe, (x,), y
 
 
@@ -106,7 +107,13 @@ def test_a_module_that_is_a_frozen_stage_is_asked_with_gradients_enabled(backwar
     model, (x, y) = nn.Sequential(Asking().requires_grad_(False), nn.Linear(8, 8)), torch.randn(2, 8, 8)
     how = one_f_one_b(ranks=2, microbatches=4)
     pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=nn.functional.mse_loss, schedule=how, cuts=["1"], backward=backward
+        model,
+        example=(x,),
+        targets=y,
+        loss=nn.functional.mse_loss,
+        schedule=how,
+        cuts=["1"],
+        gradients=fpipe.Gradients(backward=backward),
     )
     out, _ = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), (x,), y)
     assert same_bits(out.outputs, run_alone(model, x).detach())
@@ -124,7 +131,9 @@ def plain_parts():
 
 
 def build_plain(model, x, y, backward):
-    return fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=HOW, cuts=["2"], backward=backward)
+    return fpipe.pipeline(
+        model, example=(x,), targets=y, loss=mse, schedule=HOW, cuts=["2"], gradients=fpipe.Gradients(backward=backward)
+    )
 
 
 @BACKWARDS
@@ -187,7 +196,13 @@ def build_language(model, backward, cut):
     ids, targets = torch.randint(WORDS, (4, 6)), torch.randint(WORDS, (4, 6))
     how = one_f_one_b(ranks=2, microbatches=2)
     pipe = fpipe.pipeline(
-        model, example=(ids,), targets=targets, loss=loss, schedule=how, cuts=[cut], backward=backward
+        model,
+        example=(ids,),
+        targets=targets,
+        loss=loss,
+        schedule=how,
+        cuts=[cut],
+        gradients=fpipe.Gradients(backward=backward),
     )
     return pipe, ids, targets
 

@@ -11,6 +11,7 @@ from torch import nn
 import fpipe
 from fpipe.record.numbers import compute, number_of
 from schedules import one_f_one_b, zb_h1
+from tests.common.options import grouped
 from tests.common.sizes import sampled
 
 BACKWARDS = [{"schedule": one_f_one_b(2, 2)}, {"schedule": one_f_one_b(2, 2), "backward": "graph"}]
@@ -39,7 +40,7 @@ def steps(use, how=BACKWARDS[0], dtype=torch.float32, loss=square, numbers=((3, 
     model = Net(use, dtype)
     n, f = numbers[0]
     x = torch.randn(8, 4, dtype=dtype)
-    pipe = fpipe.pipeline(model, example={"x": x, "n": n, "f": f}, loss=loss, cuts=["b"], **how)
+    pipe = fpipe.pipeline(model, example={"x": x, "n": n, "f": f}, loss=loss, cuts=["b"], **grouped(how))
     for n, f in numbers:
         found = fpipe.verify(pipe, model, {"x": torch.randn(8, 4, dtype=dtype), "n": n, "f": f})
         assert found.eager
@@ -99,7 +100,7 @@ def test_numbers_in_targets_and_losses(caplog):
     torch.manual_seed(0)
     model, x, y = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 4), torch.randn(8, 4)
     batch = {"example": (x,), "targets": {"y": y, "count": 8}, "loss": loss}
-    pipe = fpipe.pipeline(model, **batch, schedule=one_f_one_b(2, 2))
+    pipe = fpipe.pipeline(model, **grouped(batch), schedule=one_f_one_b(2, 2))
     for count in range(1, 9):
         assert fpipe.verify(pipe, model, (x,), {"y": torch.randn(8, 4), "count": count}).eager
     assert len(pipe.memo.recordings) == 1
@@ -149,7 +150,7 @@ def test_modules_that_run_as_python_get_python_numbers():
     torch.manual_seed(0)
     model, x = Outer(), torch.randn(8, 4)
     how = {"schedule": one_f_one_b(2, 2), "cuts": ["b"], "unsplittable": ["inner"]}
-    pipe = fpipe.pipeline(model, example={"x": x, "n": 2}, loss=square, **how)
+    pipe = fpipe.pipeline(model, example={"x": x, "n": 2}, loss=square, **grouped(how))
     for n in range(1, 5):
         assert fpipe.verify(pipe, model, {"x": torch.randn(8, 4), "n": n}).eager
 
@@ -184,7 +185,7 @@ def test_front_ends_that_read_graphs_get_python_numbers(capture):
 
     model, x = Two(), torch.randn(8, 4)
     how = {"schedule": one_f_one_b(2, 2), "cuts": ["b"], "capture": capture}
-    pipe = fpipe.pipeline(model, example={"x": x, "n": 2}, loss=square, **how)
+    pipe = fpipe.pipeline(model, example={"x": x, "n": 2}, loss=square, **grouped(how))
     for n in (2, 3):
         assert fpipe.verify(pipe, model, {"x": x, "n": n}).eager
 

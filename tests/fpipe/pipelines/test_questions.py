@@ -17,6 +17,7 @@ import fpipe
 from schedules import gpipe, interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb_v
 from tests.common.cases import mse
 from tests.common.comparison import Result, differences
+from tests.common.options import grouped
 from tests.common.questions import BATCH, CATALOG, LENGTH, WORDS, Asking, Given, Net
 from tests.common.sizes import few, sampled
 
@@ -83,7 +84,9 @@ def outcome(setting, kinds):
     unsplittable = Asking if setting.whole else ()
     options = {"cuts": setting.cuts, "backward": setting.backward, "unsplittable": unsplittable}
     try:
-        pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=setting.how, **options)
+        pipe = fpipe.pipeline(
+            model, example=inputs, targets=targets, loss=mse, schedule=setting.how, **grouped(options)
+        )
         params, buffers = pipe.init(model)
         step = fpipe.value_and_grad(pipe, outputs=True)
         for kind in kinds:

@@ -104,7 +104,13 @@ def test_the_first_forward_keeps_nothing():
     layers = [nn.Linear(WIDTH, WIDTH), Noted.apply, nn.Linear(WIDTH, WIDTH), Noted.apply, nn.Linear(WIDTH, WIDTH)]
     one = one_f_one_b(ranks=1, microbatches=1)
     pipe = fpipe.pipeline(
-        layers, example=(x,), targets=y, loss=mse, schedule=one, capture="modules", backward="autograd"
+        layers,
+        example=(x,),
+        targets=y,
+        loss=mse,
+        schedule=one,
+        recording=fpipe.Recording(front_end="modules"),
+        gradients=fpipe.Gradients(backward="autograd"),
     )
     inputs = scatter(pipe.training, *pipe.init(layers), pipe.batch(TRAINING, (x,), y), None)
     stage, given = pipe.stages[0], (inputs.params[0][0], inputs.buffers[0][0], inputs.batch(0, 0), inputs.keys[0])

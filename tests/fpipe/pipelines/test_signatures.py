@@ -79,7 +79,14 @@ def test_a_batch_has_a_row_on_each_route_of_a_bidirectional_schedule():
 def test_weighted_losses_of_a_small_batch_have_their_share_of_the_total():
     x, y, model = torch.randn(8, 4), torch.randn(8, 4), nn.Linear(4, 4)
     how = one_f_one_b(ranks=1, microbatches=4)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, weight=lambda x, y: len(y), schedule=how)
+    pipe = fpipe.pipeline(
+        model,
+        example=(x,),
+        targets=y,
+        loss=mse,
+        microbatching=fpipe.Microbatching(weight=lambda x, y: len(y)),
+        schedule=how,
+    )
     step, state = fpipe.value_and_grad(pipe), pipe.init(model)
     for rows in (6, 3):
         parts = zip(x[:rows].tensor_split(min(rows, 4)), y[:rows].tensor_split(min(rows, 4)), strict=True)
@@ -146,7 +153,13 @@ def test_rows_and_lengths_change_from_step_to_step(capture, cuts):
     model, inputs, targets = LONGER.make(6)
     how = FOUR["1f1b"]
     pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=cross_entropy, schedule=how, cuts=cuts, capture=capture
+        model,
+        example=inputs,
+        targets=targets,
+        loss=cross_entropy,
+        schedule=how,
+        cuts=cuts,
+        recording=fpipe.Recording(front_end=capture),
     )
     params, buffers = pipe.init(model)
     step, counts = fpipe.value_and_grad(pipe, outputs=True), []

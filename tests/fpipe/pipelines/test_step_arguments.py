@@ -53,7 +53,7 @@ def test_steps_go_on_from_earlier_sums(name, way):
         loss=case.loss,
         schedule=HOW[how],
         cuts=case.at(HOW[how].stages),
-        backward=backward,
+        gradients=fpipe.Gradients(backward=backward),
     )
     got = accumulate(pipe, model, inputs, targets, total=STEPS * microbatches)
     wanted = loop(model, case.loss, inputs, targets, STEPS * microbatches)
@@ -120,7 +120,7 @@ def test_a_mean_over_tokens_is_exact_over_several_steps():
         loss=loss,
         schedule=zb_h1(2, 4),
         cuts=["1"],
-        weight=count,
+        microbatching=fpipe.Microbatching(weight=count),
     )
     got = accumulate(pipe, model, (ids,), targets, total=int(count(None, targets)))
     wanted = loop(model, loss, (ids,), targets, STEPS * 4, weight=count)
@@ -242,7 +242,7 @@ def test_gradients_of_low_precision_are_added_in_float32(how, backward):
         loss=case.loss,
         schedule=how,
         cuts=case.at(how.stages),
-        backward=backward,
+        gradients=fpipe.Gradients(backward=backward),
     )
     _, grads = fpipe.value_and_grad(pipe, sums=torch.float32)(*pipe.init(model), inputs, targets)
     _, other = fpipe.reference(pipe, sums=torch.float32)(*pipe.init(model), inputs, targets)

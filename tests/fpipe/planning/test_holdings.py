@@ -17,6 +17,7 @@ from fpipe.pipelines.footprint import measure_footprints
 from fpipe.planning.cut_model import CutModel, training_variant_here
 from schedules import gpipe, one_f_one_b
 from tests.common.cases import WIDTH
+from tests.common.options import grouped
 from tests.common.sizes import NIGHTLY, by_day, by_night, sampled
 from tests.common.zoo import ZOO
 
@@ -62,7 +63,7 @@ def require_messages(profile, cuts, assembly):
 
 def one_stage(model, example, targets, loss, **options):
     how = one_f_one_b(ranks=1, microbatches=2)
-    return fpipe.pipeline(model, example=example, targets=targets, loss=loss, schedule=how, **options)
+    return fpipe.pipeline(model, example=example, targets=targets, loss=loss, schedule=how, **grouped(options))
 
 
 @sampled(1)

@@ -5,8 +5,6 @@ import pytest
 
 from fpipe import Plan
 from fpipe.__main__ import main
-from fpipe.planning.choosing import PlanProgress
-from fpipe.planning.commands import ProgressLine
 from tests.common.chain_profiles import chain_profile
 from tests.common.sizes import sampled
 
@@ -42,7 +40,10 @@ def script(tmp_path):
 def test_a_profile_is_planned_drawn_and_saved(profile, tmp_path, capsys):
     saved = tmp_path / "plan.json"
     words = ["plan", str(profile), "--ranks", "2", "--microbatches", "4", "--schedules", "zb_v,one_f_one_b"]
-    assert main([*words, "--memory", "1kB", "--cuts", "4", "--save", str(saved)]) == 0
+    assert (
+        main([*words, "--memory", "1kB", "--cuts", "4", "--save", str(saved), "--page", str(tmp_path / "p.html")]) == 0
+    )
+    assert (tmp_path / "p.html").read_text().startswith("<!DOCTYPE html>")
     out = capsys.readouterr().out
     plan = Plan.read(saved)
     assert str(plan) in out
@@ -78,16 +79,6 @@ def test_what_makes_no_sense_is_said(profile, script, capsys, words, said):
     filled = [word.format(profile=profile, script=script) for word in words]
     assert main(["plan", *filled]) == 2
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("columns", "width"), [(80, 79), (200, 100)])
-def test_progress_fits_into_one_line_of_the_terminal(capsys, monkeypatch, columns, width):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    line = ProgressLine()
-    line(PlanProgress(14, 11, "moving cuts of " + "zb_v" * 40, 0.25, 0.125, took=30.0, most=60.0))
-    line.end()
-    assert {len(one) for one in capsys.readouterr().err.split("\r")} == {0, width}
 
 
 # -------------------------------------------------------------------------------------------------------------- doctor

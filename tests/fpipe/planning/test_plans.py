@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.errors import InputError
+from fpipe.planning import choosing
 from fpipe.planning.candidates import FACTORIES, find_peak, fit_memory
 from fpipe.planning.chain import partition_chain
 from fpipe.planning.choosing import PlanProgress
@@ -22,15 +24,18 @@ from fpipe.planning.floor import bound_plans
 from fpipe.planning.plan import Plan
 from fpipe.planning.ranges import Spread, sum_blocks
 from schedules import (
+    Certificate,
     Costs,
     Link,
     SizeError,
     Sizes,
+    certificate,
     check,
     chimera,
     dualpipe,
     forward_only,
     interleaved_1f1b,
+    lower,
     one_f_one_b,
     pipedream,
     recompute,
@@ -41,7 +46,8 @@ from schedules import (
     zb_v,
 )
 from tests.common.chain_profiles import chain_profile, find_plan, problem_of
-from tests.common.sizes import by_night, sampled
+from tests.common.options import grouped
+from tests.common.sizes import by_night, few, sampled
 from tests.common.zoo import ZOO
 
 FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
@@ -284,9 +290,33 @@ def test_a_plan_is_read_as_it_was_saved(saved):
     assert Plan.read(path) == plan
 
 
+def test_a_plan_is_a_page(saved, tmp_path):
+    plan = saved[0]
+    plan.page(tmp_path / "plan.html", beside=Plan.read(saved[1]))
+    data = re.search(r'id="data">(.*?)</script>', (tmp_path / "plan.html").read_text(), re.DOTALL)[1]
+    one, other = json.loads(data)["panels"]
+    timeline = simulate(plan.schedule, plan.costs, sizes=plan.sizes)
+    assert max(map(max, one["ends"])) == pytest.approx(timeline.makespan)
+    assert (one["time"], one["size"], one["caps"]) == ("s", "B", [500] * plan.schedule.ranks)
+    assert (one["ends"], "beside: " + one["name"]) == (other["ends"], other["name"])
+    assert plan.predicted.memory == tuple(-(-held // 1) for held in timeline.peak_memory)
+    assert plan._repr_html_().startswith("<pre>Plan for ")
+    assert "<svg " in plan._repr_html_()
+
+
+def test_a_plan_without_times_has_no_page(saved, tmp_path):
+    plan = replace(saved[0], predicted=replace(saved[0].predicted, seconds=0.0))
+    with pytest.raises(InputError, match="page: got a plan without times"):
+        plan.page(tmp_path / "plan.html")
+    assert plan._repr_html_().startswith("<pre>Plan for ")
+    assert "<svg " not in plan._repr_html_()
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
+        ('"sizes": {', '"sizes": {"x": 1, ', "sizes: "),
+        ('"value": "Sizes"', '"value": "Costs"', "sizes: "),
         ('"fpipe plan"', '"other"', "expected a plan that fpipe saved"),
         ('"version": 1', '"version": 2', "version: got 2, expected 1"),
         ('"bound": ', '"bound": -', "bound: got -"),
@@ -363,7 +393,7 @@ def test_a_drop_in_module_takes_a_plan(planned):
 def test_a_plan_replaces_other_arguments(planned, given, words):
     model, x, plan = planned
     with pytest.raises(InputError, match=words):
-        fpipe.pipeline(model, example=(x,), loss=torch.mean, **{"plan": plan, **given})
+        fpipe.pipeline(model, example=(x,), loss=torch.mean, **grouped({"plan": plan, **given}))
 
 
 @sampled(3)
@@ -405,7 +435,9 @@ def test_a_plan_replaces_other_arguments(planned, given, words):
 def test_wrong_arguments_are_refused(given, words):
     with pytest.raises(InputError, match=words):
         fpipe.plan(
-            layers(), (torch.ones(8, 8),), **{"ranks": 2, "loss": torch.mean, "microbatches": 4, "seconds": 1, **given}
+            layers(),
+            (torch.ones(8, 8),),
+            **grouped({"ranks": 2, "loss": torch.mean, "microbatches": 4, "seconds": 1, **given}, fpipe.profile),
         )
 
 
@@ -442,8 +474,10 @@ def test_a_profile_of_the_model_is_taken(name):
     case = ZOO[name]
     model, inputs, targets = case.make(8)
     given = {"loss": case.loss, "microbatches": 2}
-    profile = fpipe.profile(model, inputs, targets, **given, device=fpipe.Roofline(1e9, 1e9))
-    plan = fpipe.plan(model, inputs, targets, ranks=2, schedules=one_f_one_b, profile=profile, **given)
+    profile = fpipe.profile(model, inputs, targets, **grouped(given, fpipe.profile), device=fpipe.Roofline(1e9, 1e9))
+    plan = fpipe.plan(
+        model, inputs, targets, ranks=2, schedules=one_f_one_b, profile=profile, **grouped(given, fpipe.profile)
+    )
     assert plan.schedule.factory is one_f_one_b
 
 
@@ -465,3 +499,55 @@ def test_no_partition_has_a_smaller_largest_stage(data):
     else:
         assert found in allowed
         assert largest(amounts, found) == min(largest(amounts, cuts) for cuts in allowed)
+
+
+# ------------------------------------------------------------------------------------------------------- certificates
+
+
+@settings(max_examples=few(12), deadline=None)
+@given(FORWARDS, st.sampled_from([one_f_one_b, zb_h1, zb_v, chimera, interleaved_1f1b]), st.sampled_from([0.0, 0.5]))
+def test_a_plan_has_a_certificate_of_what_was_predicted(forward, factory, latency):
+    plan = find_plan(chain_profile(forward, link=Link(latency=latency)), [factory], ranks=2)
+    certificate = plan.certificate
+    assert Certificate.parse(certificate.text) == certificate
+    program = lower(plan.schedule)
+    assert certificate.programs() == [" ".join(map(str, program.actions(rank))) for rank in range(2)]
+    assert float(certificate.makespan) == pytest.approx(plan.predicted.seconds - chain_profile(forward).step)
+    assert certificate.bound <= certificate.makespan
+    assert "certified   right" in str(plan)
+
+
+def test_a_plan_keeps_its_certificate_in_its_file(tmp_path):
+    plan = find_plan(chain_profile([2, 3, 1, 2]), [zb_h1], ranks=2)
+    plan.save(tmp_path / "plan.json")
+    assert fpipe.Plan.read(tmp_path / "plan.json").certificate == plan.certificate
+    document = json.loads((tmp_path / "plan.json").read_text())
+    certificate.verify(json.dumps(document["certificate"]))  # by the file on its own
+    del document["crc32"]
+    for claim, value in (("makespan", "1"), ("bound", [0, "0", "1", "0"]), ("programs", ["0F0"] * 2), ("order", [])):
+        altered = {**document, "certificate": {**document["certificate"], claim: value}}
+        (tmp_path / "altered.json").write_text(json.dumps(altered))
+        with pytest.raises(InputError, match=r"altered.json: certificate: .*Make the plan again"):
+            fpipe.Plan.read(tmp_path / "altered.json")
+    (tmp_path / "altered.json").write_text(json.dumps({**document, "certificate": None}))
+    assert fpipe.Plan.read(tmp_path / "altered.json") == replace(plan, certificate=None)
+
+
+def test_a_pipeline_is_built_only_from_the_program_that_is_certified():
+    model, x = layers(), torch.ones(8, 8)
+    plan = fpipe.plan(model, (x,), ranks=2, loss=torch.mean, microbatches=4, schedules=one_f_one_b, seconds=1)
+    fpipe.pipeline(model, example=(x,), loss=torch.mean, plan=plan)
+    text = plan.certificate.text.replace('"makespan": "', '"makespan": "1')
+    for wrong, words in (
+        (replace(plan, schedule=zb_h1(2, 4)), "got another program for rank 0, expected that of zb_h1"),
+        (replace(plan, certificate=replace(plan.certificate, text=text)), "plan.certificate: makespan: got"),
+    ):
+        with pytest.raises(InputError, match=words):
+            fpipe.pipeline(model, example=(x,), loss=torch.mean, plan=wrong)
+
+
+def test_what_certificates_do_not_cover_is_planned_without_one(monkeypatch):
+    monkeypatch.setattr(choosing, "MOST_CERTIFIED", 7)
+    plan = find_plan(chain_profile([2, 3, 1, 2]), [zb_h1], ranks=2)
+    assert plan.certificate is None
+    assert "certified" not in str(plan)

@@ -12,6 +12,7 @@ from fpipe import CutError, InputError, Profile, Roofline
 from fpipe.planning.profile import PROFILE_FORMAT
 from schedules import Costs, Link, gpipe, one_f_one_b, simulate
 from tests.common.cases import mse
+from tests.common.options import grouped
 from tests.common.sizes import by_night, sampled
 from tests.common.zoo import ZOO
 
@@ -25,7 +26,7 @@ def layers(count=4, width=4):
 
 def quick(model, *batch, **options):
     """Measure as few times as possible."""
-    return fpipe.profile(model, *batch, **{"seconds": 0, "microbatches": 2, **options})
+    return fpipe.profile(model, *batch, **grouped({"seconds": 0, "microbatches": 2, **options}, fpipe.profile))
 
 
 def batch_of(rows=4, width=4):
@@ -98,7 +99,14 @@ def test_a_model_without_values_is_never_run():
     """Layers of 64 GiB each, for microbatches of 8 GiB."""
     with torch.device("meta"):
         model, x = nn.Sequential(*[nn.Linear(2**17, 2**17) for _ in range(3)]), torch.empty(2 * 2**14, 2**17)
-    profile = fpipe.profile(model, (x,), loss=torch.mean, microbatches=2, device=Roofline(1e15, 1e12), backward="graph")
+    profile = fpipe.profile(
+        model,
+        (x,),
+        loss=torch.mean,
+        microbatches=2,
+        device=Roofline(1e15, 1e12),
+        gradients=fpipe.Gradients(backward="graph"),
+    )
     unit = 2**14 * 2**17 * 4
     assert profile.sizes(["1", "2"]).inputs == (0, unit, unit)
     costs = profile.costs(["1", "2"])
@@ -185,7 +193,7 @@ def test_a_pipeline_has_its_own_arguments():
     pipe = fpipe.pipeline(
         layers(), example=batch_of()[0], targets=batch_of()[1], loss=mse, schedule=gpipe(ranks=2, microbatches=2)
     )
-    for name, value in (("loss", mse), ("microbatches", 4), ("backward", "autograd")):
+    for name, value in (("loss", mse), ("microbatches", 4), ("gradients", fpipe.Gradients(backward="autograd"))):
         with pytest.raises(InputError, match=f"{name}: got .* besides a pipeline"):
             fpipe.profile(pipe, *batch_of(), **{name: value})
     with pytest.raises(InputError, match=r"inputs\[0\].*expected a batch that the model can take"):

@@ -19,7 +19,14 @@ ROWS, WIDTH = 4, 8
 
 def estimate(device, *layers):
     x = torch.ones(2 * ROWS, WIDTH)
-    return fpipe.profile(nn.Sequential(*layers), (x,), loss=torch.mean, microbatches=2, device=device, backward="graph")
+    return fpipe.profile(
+        nn.Sequential(*layers),
+        (x,),
+        loss=torch.mean,
+        microbatches=2,
+        device=device,
+        gradients=fpipe.Gradients(backward="graph"),
+    )
 
 
 def test_arithmetic_of_a_linear_layer():

@@ -28,6 +28,7 @@ from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.gates import BRANCHES, Gate, Gates, batch, build
 from tests.common.loops import loop, loop_as_stated
+from tests.common.options import grouped
 from tests.common.sizes import by_day, by_night, covering, few, sampled
 
 MICROBATCHES = 3
@@ -150,7 +151,7 @@ def test_recorded_stages_skip_absent_cotangents(kind, answers, how, backward):
     model = Chain(kind)
     inputs, targets = batch([[answer] for answer in answers])
     options = {"cuts": ["b", "gate"], "unsplittable": Gate, "backward": backward}
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, **options)
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, **grouped(options))
     assert [type(stage.functions) for stage in pipe.stages] == [Recorded, Recorded, Autograd]
     if backward == "graph":
         fpipe.verify(pipe, model, inputs, targets)
@@ -182,7 +183,7 @@ def test_a_backward_that_unexpectedly_returns_no_gradient_is_refused():
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Whimsical()), torch.ones(2, WIDTH)
     Fickle.gradients.put(1)
     how = {"schedule": one_f_one_b(2, 2), "cuts": ["1"], "backward": "autograd"}
-    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, **how)
+    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, **grouped(how))
     Fickle.gradients.get()
     with pytest.raises(fpipe.InputError, match=r"got no gradient for .* return zeros instead"):
         fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), x)
@@ -197,7 +198,15 @@ def test_a_branch_that_changes_its_input_is_refused():
     """At capture the other branch was taken, so nobody has made a copy; the user's batch would change, too."""
     model, x = nn.Sequential(Writing(), nn.Linear(WIDTH, WIDTH)), torch.ones(2, WIDTH)
     how = one_f_one_b(2, 2)
-    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=["1"], unsplittable=Writing)
+    pipe = fpipe.pipeline(
+        model,
+        example=(x,),
+        targets=x,
+        loss=mse,
+        schedule=how,
+        cuts=["1"],
+        recording=fpipe.Recording(unsplittable=Writing),
+    )
     with pytest.raises(fpipe.InputError, match=r"an in-place change of an argument, float32\[1, 4\]"):
         fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), x)
 
@@ -210,7 +219,13 @@ def test_a_branch_may_ignore_an_argument():
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
     how = one_f_one_b(ranks=2, microbatches=2)
     pipe = fpipe.pipeline(
-        whole, example=(x,), targets=y, loss=mse, schedule=how, cuts=["parts.last"], unsplittable=Ignoring
+        whole,
+        example=(x,),
+        targets=y,
+        loss=mse,
+        schedule=how,
+        cuts=["parts.last"],
+        recording=fpipe.Recording(unsplittable=Ignoring),
     )
     assert fpipe.verify(pipe, whole, (x,), y).eager
 
@@ -262,7 +277,7 @@ def test_a_module_around_a_branch_may_hold_parameters_of_other_stages(cuts, back
     model = Embedding()
     inputs, targets = batch([[1], [0]])
     options = {"loss": mse, "schedule": one_f_one_b(2, 2), "cuts": cuts, "backward": backward, "unsplittable": Gate}
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, **options)
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, **grouped(options))
     fpipe.verify(pipe, model, inputs, targets)
     _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
     want = loop(model, mse, inputs, targets, 2).grads
@@ -282,7 +297,7 @@ def test_experts_without_tokens_have_no_gradients(backward):
     ids = torch.randint(3, 32, (4, 6))
     batch, how = {"input_ids": ids, "labels": ids}, one_f_one_b(ranks=2, microbatches=2)
     options = {"loss": lambda out: out.loss, "stages": 2, "unsplittable": NllbMoeSparseMLP, "backward": backward}
-    pipe = fpipe.pipeline(model, example=batch, schedule=how, **options)
+    pipe = fpipe.pipeline(model, example=batch, schedule=how, **grouped(options))
     assert fpipe.verify(pipe, model, batch).eager
     params, buffers = pipe.init(model)
     _, grads = fpipe.value_and_grad(pipe)(params, buffers, batch)

@@ -66,8 +66,8 @@ def test_a_stage_that_reads_values_is_left_to_autograd():
         loss=mse,
         schedule=how,
         cuts=["1"],
-        unsplittable=[Reading],
-        backward="graph",
+        recording=fpipe.Recording(unsplittable=[Reading]),
+        gradients=fpipe.Gradients(backward="graph"),
     )
     assert [type(stage.functions) for stage in pipe.stages] == [Recorded, Autograd]
     assert "  backward    by autograd: it reads the values of tensors" in str(pipe)
@@ -99,7 +99,7 @@ def test_only_small_constants_are_kept():
             example=(x,),
             loss=lambda out: (out * torch.ones_like(out)).sum(),
             schedule=one_f_one_b(ranks=1, microbatches=1),
-            backward="graph",
+            gradients=fpipe.Gradients(backward="graph"),
         )
         known = pipe.stages[0].functions.forward.__globals__.values()
         assert sum(isinstance(one, torch.Tensor) and one.numel() > 1 for one in known) == count
@@ -121,7 +121,13 @@ class Conjugate(nn.Module):
 def test_a_conjugate_view_crosses_a_cut(backward):
     model, x = Conjugate(), torch.randn(4, WIDTH)
     pipe = fpipe.pipeline(
-        model, example=(x,), targets=x, loss=mse, schedule=one_f_one_b(2, 2), cuts=["b"], backward=backward
+        model,
+        example=(x,),
+        targets=x,
+        loss=mse,
+        schedule=one_f_one_b(2, 2),
+        cuts=["b"],
+        gradients=fpipe.Gradients(backward=backward),
     )
     assert fpipe.verify(pipe, model, (x,), x).eager
 

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import fpipe
 from fpipe.stages.recorded import Recorded
 from schedules import one_f_one_b, zb_h1, zb_v
+from tests.common.options import grouped
 from tests.common.sizes import by_night, covering, sampled
 
 WIDTH, STEPS = 6, 9
@@ -101,7 +102,7 @@ def build(name, way, **options):
     made, cuts = (schedule(2, 4), ["1", "2", "3"]) if way == "V" else (schedule(2, 2), ["1"])
     y = torch.randn_like(model(x))
     options = {"schedule": made, "cuts": cuts, "backward": backward, **options}
-    return fpipe.pipeline(model, example=(x,), targets=y, loss=mse_loss, **options), model, x, y
+    return fpipe.pipeline(model, example=(x,), targets=y, loss=mse_loss, **grouped(options)), model, x, y
 
 
 @sampled(1)
@@ -136,7 +137,13 @@ def test_the_lengths_of_packed_sequences_come_with_the_batch(kind, way):
     lengths = torch.tensor([9, 2, 9, 3])
     y = torch.randn_like(model(x, lengths))
     pipe = fpipe.pipeline(
-        model, example=(x, lengths), targets=y, loss=mse_loss, schedule=schedule(2, 2), cuts=["last"], backward=backward
+        model,
+        example=(x, lengths),
+        targets=y,
+        loss=mse_loss,
+        schedule=schedule(2, 2),
+        cuts=["last"],
+        gradients=fpipe.Gradients(backward=backward),
     )
     for given in (lengths, torch.tensor([1, 7, 6, 8])):
         assert fpipe.verify(pipe, model, (x, given), y).eager

@@ -21,6 +21,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, split_backward
 from tests.common.cases import WIDTH, mse
 from tests.common.loops import loop
+from tests.common.options import grouped
 from tests.common.sizes import few, sampled
 from tests.common.written_layers import WRITTEN, Written, build
 
@@ -254,7 +255,7 @@ def test_a_stage_that_reads_values_is_exact_though_its_backward_is_not_split(sum
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Written(either))
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     options = {"example": (x,), "targets": y, "loss": mse, "cuts": ["1"], "unsplittable": [Written]}
-    pipe = fpipe.pipeline(model, schedule=split_backward(one_f_one_b(ranks=2, microbatches=8)), **options)
+    pipe = fpipe.pipeline(model, schedule=split_backward(one_f_one_b(ranks=2, microbatches=8)), **grouped(options))
     step, grads = fpipe.value_and_grad(pipe, sums=sums)(*pipe.init(model), (x,), y)
     out, want = fpipe.reference(pipe, sums=sums)(*pipe.init(model), (x,), y)
     assert same_bits(step.loss, out.loss)

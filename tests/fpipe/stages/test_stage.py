@@ -214,7 +214,9 @@ def test_gradients_that_share_memory_are_summed_apart(backward, split):
     how = one_f_one_b(ranks=2, microbatches=3)
     model, x = nn.Sequential(Sharing(), Sharing()), torch.randn(6, 3)
     how = split_backward(how) if split else how
-    pipe = fpipe.pipeline(model, example=(x,), loss=mean_square, schedule=how, cuts=["1"], backward=backward)
+    pipe = fpipe.pipeline(
+        model, example=(x,), loss=mean_square, schedule=how, cuts=["1"], gradients=fpipe.Gradients(backward=backward)
+    )
     _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), seed=0)
     want = loop(model, mean_square, (x,), None, 3).grads
     assert grads.keys() == want.keys()
@@ -276,7 +278,14 @@ def test_a_dense_gradient_is_added_to_a_sparse_sum():
     model, targets = nn.Sequential(Either(), nn.Linear(3, 2)), torch.randn(2, 2)
     tokens, loss = torch.tensor([[0, 1], [2, 3]]), nn.functional.mse_loss
     how = one_f_one_b(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(model, example=(tokens,), targets=targets, loss=loss, schedule=how, unsplittable=["0"])
+    pipe = fpipe.pipeline(
+        model,
+        example=(tokens,),
+        targets=targets,
+        loss=loss,
+        schedule=how,
+        recording=fpipe.Recording(unsplittable=["0"]),
+    )
     _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (tokens,), targets)
     for part, target in zip(tokens.split(1), targets.split(1), strict=True):
         (loss(model(part), target) / 2).backward()

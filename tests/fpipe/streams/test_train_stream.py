@@ -29,6 +29,7 @@ from schedules.checking.rules import count_versions
 from schedules.endless import lengthen
 from tests.common.cases import WIDTH, mse
 from tests.common.comparison import require_part
+from tests.common.options import grouped
 from tests.common.running import SEED, build
 from tests.common.sizes import few, sampled
 from tests.common.streams import decay, require_equal, train, train_by_hand
@@ -66,7 +67,7 @@ def pipe_of(how, draw=0.0, **options):
     model = layers(how.stages, draw)
     x, y = torch.randn(2, 4 * how.microbatches, WIDTH)
     cuts = [str(s) for s in range(1, how.stages)]
-    return fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=cuts, **options), model
+    return fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=cuts, **grouped(options)), model
 
 
 def random_batches(how, count):

@@ -143,7 +143,7 @@ def test_a_channels_last_gradient_is_viewed_as_it_is():
         loss=lambda out: out.square().mean(),
         schedule=one_f_one_b(ranks=2, microbatches=2),
         cuts=["gate"],
-        backward="graph",
+        gradients=fpipe.Gradients(backward="graph"),
     )
     assert fpipe.verify(pipe, model, (x,)).eager
 

@@ -11,6 +11,7 @@ import fpipe
 from fpipe import InputError
 from fpipe.tensors.random import generator, key, label, preserve_generators, reseed
 from schedules import one_f_one_b
+from tests.common.options import grouped
 
 CPU = torch.device("cpu")
 
@@ -83,4 +84,4 @@ def test_a_backward_that_draws_is_refused(backward):
     model, x = nn.Sequential(nn.Linear(2, 2), Rounding(), nn.Linear(2, 2)), torch.randn(4, 2)
     options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["2"], "backward": backward}
     with pytest.raises(fpipe.CaptureError, match=r"stage 0: got a backward that draws random numbers"):
-        fpipe.pipeline(model, example=(x,), loss=torch.sum, **options)
+        fpipe.pipeline(model, example=(x,), loss=torch.sum, **grouped(options))

@@ -13,6 +13,7 @@ from schedules import one_f_one_b
 from tests.common.cases import mse
 from tests.common.comparison import Result, assert_same
 from tests.common.layers import linears
+from tests.common.options import grouped
 from tests.common.running import build
 from tests.common.sizes import sampled
 from tests.common.zoo import ZOO
@@ -67,7 +68,15 @@ def test_verify_takes_a_list_of_parts():
     parts = [nn.Linear(4, 4), torch.tanh, nn.Linear(4, 4)]
     x, y = torch.randn(2, 4), torch.randn(2, 4)
     how = one_f_one_b(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(parts, example=(x,), targets=y, loss=mse, schedule=how, cuts=["2"], capture="modules")
+    pipe = fpipe.pipeline(
+        parts,
+        example=(x,),
+        targets=y,
+        loss=mse,
+        schedule=how,
+        cuts=["2"],
+        recording=fpipe.Recording(front_end="modules"),
+    )
     assert fpipe.verify(pipe, parts, (x,), y).eager == 6
 
 
@@ -171,7 +180,14 @@ def test_verify_compares_with_the_whole_batch_in_one_piece(what):
     torch.manual_seed(0)
     make, loss, dims, more, words = SPLITS[what]
     model, batch, y = make(), (torch.randn(6, 4), torch.tensor([0, 1, 2, 2, 3, 3])), torch.randn(6, 4)
-    pipe = fpipe.pipeline(model, example=batch, targets=y, loss=loss, schedule=HOW, batch_dims=dims, **more)
+    pipe = fpipe.pipeline(
+        model,
+        example=batch,
+        targets=y,
+        loss=loss,
+        schedule=HOW,
+        **grouped({"batch_dims": dims, **more}),
+    )
     assert fpipe.verify(pipe, model, batch, y).eager
     if not words:
         assert fpipe.verify(pipe, model, batch, y, unsplit=1e-5).eager

@@ -65,7 +65,15 @@ def build(how):
     model = model_of(how.stages)
     x, y = torch.randn(2, 2 * how.microbatches, WIDTH)
     cuts = [str(s) for s in range(1, how.stages)]
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=cuts, capture="modules")
+    pipe = fpipe.pipeline(
+        model,
+        example=(x,),
+        targets=y,
+        loss=mse,
+        schedule=how,
+        cuts=cuts,
+        recording=fpipe.Recording(front_end="modules"),
+    )
     return pipe, model, (x,), y
 
 

@@ -41,7 +41,14 @@ class Layer(nn.Module):
 def find(how, layers, x, loss=torch.mean, change=None, backward="autograd"):
     model = nn.Sequential(*layers)
     cuts = [str(k) for k in range(1, len(layers))]
-    pipe = fpipe.pipeline(model, example=(torch.ones_like(x),), loss=loss, schedule=how, cuts=cuts, backward=backward)
+    pipe = fpipe.pipeline(
+        model,
+        example=(torch.ones_like(x),),
+        loss=loss,
+        schedule=how,
+        cuts=cuts,
+        gradients=fpipe.Gradients(backward=backward),
+    )
     params, buffers = pipe.init(model)
     for name, value in (change or {}).items():
         params[name] = value

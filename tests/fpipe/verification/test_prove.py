@@ -82,7 +82,13 @@ def test_what_is_zero_on_both_sides_is_told_apart(monkeypatch):
     nn.init.zeros_(model[2].bias)
     x, y = torch.randn(2, 6, 4)
     pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=mse, schedule=gpipe(2, 3), cuts=["4"], backward="autograd"
+        model,
+        example=(x,),
+        targets=y,
+        loss=mse,
+        schedule=gpipe(2, 3),
+        cuts=["4"],
+        gradients=fpipe.Gradients(backward="autograd"),
     )
     assert fpipe.prove(pipe, model, (x,), y).is_complete
     monkeypatch.setattr(ModelStage, "forward", property(exchange_biases(ModelStage.forward)))

@@ -12,6 +12,7 @@ from schedules import forward_only, one_f_one_b
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
+from tests.common.options import grouped
 from tests.common.running import build, run
 from tests.common.sizes import covering, sampled
 from tests.common.zoo import ZOO
@@ -188,7 +189,9 @@ def test_private_names_of_torch_mean_what_they_did():
 
 def pipeline(loss, model=None, how=HOW, **options):
     x = torch.ones(4, 4)
-    return fpipe.pipeline(model or nn.Linear(4, 4), example=(x,), loss=loss, schedule=how, stages=how.ranks, **options)
+    return fpipe.pipeline(
+        model or nn.Linear(4, 4), example=(x,), loss=loss, schedule=how, stages=how.ranks, **grouped(options)
+    )
 
 
 @pytest.mark.parametrize("loss", [None, 3, "mse"])
@@ -218,9 +221,17 @@ def without_grad(outputs):
 def test_a_loss_that_trains_nothing_is_refused(loss, capture, backward):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(fpipe.CaptureError, match=r"loss: got one without a gradient for any parameter.*'0.bias', '0"):
-        pipeline(loss, model, capture=capture, backward=backward)
+        pipeline(
+            loss, model, recording=fpipe.Recording(front_end=capture), gradients=fpipe.Gradients(backward=backward)
+        )
     model.requires_grad_(False)
-    assert not pipeline(loss, model, capture=capture, backward=backward).stages[0].grads
+    assert (
+        not pipeline(
+            loss, model, recording=fpipe.Recording(front_end=capture), gradients=fpipe.Gradients(backward=backward)
+        )
+        .stages[0]
+        .grads
+    )
 
 
 # -------------------------------------------------------------------------------------------------- what verify takes
@@ -293,7 +304,9 @@ def test_several_steps_of_verify_find_a_model_that_changes_after_some_calls():
 
     Tiring.calls = count()
     model, x = nn.Sequential(Tiring(), nn.Linear(4, 4)), torch.randn(4, 4)
-    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=HOW, cuts=["1"], backward="graph")
+    pipe = fpipe.pipeline(
+        model, example=(x,), loss=torch.mean, schedule=HOW, cuts=["1"], gradients=fpipe.Gradients(backward="graph")
+    )
     assert fpipe.verify(pipe, model, (x,)).eager
     with pytest.raises(fpipe.MismatchError):
         fpipe.verify(pipe, model, (x,), steps=20)

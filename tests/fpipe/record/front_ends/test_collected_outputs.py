@@ -251,7 +251,14 @@ def test_outputs_that_libraries_collect_are_those_of_one_device(name, backward):
     another.load_state_dict(model.state_dict())
     how = one_f_one_b(ranks=3, microbatches=2)
     whole = called(model, UNSPLITTABLE.get(name, []))
-    pipe = fpipe.pipeline(model, example=inputs, loss=own, schedule=how, backward=backward, unsplittable=whole)
+    pipe = fpipe.pipeline(
+        model,
+        example=inputs,
+        loss=own,
+        schedule=how,
+        gradients=fpipe.Gradients(backward=backward),
+        recording=fpipe.Recording(unsplittable=whole),
+    )
     got, want = plain(run(pipe, model, inputs, None)), plain(loop(another, own, inputs, None, 2))
     zeros = {name: torch.zeros_like(grad) for name, grad in got.grads.items()}  # of experts that no token saw
     assert_same(got, want._replace(grads=zeros | want.grads))

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from tests.common.collectives import CUTS, HOW, LAYERS, Later, Layer, Reduced, build, require_same
+from tests.common.options import grouped
 from tests.common.sizes import covering, sampled
 
 
@@ -116,5 +117,5 @@ def test_a_mesh_is_sliced_in_a_forward(whole, cut, backward):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), Sliced(), nn.Linear(4, 4)), torch.randn(4, 4)
     more = {"cuts": [CUTS[cut]], "backward": backward, "whole": ["1"] if whole else []}
-    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=HOW, **more)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=HOW, **grouped(more))
     assert fpipe.verify(pipe, model, (x,)).eager

@@ -14,6 +14,7 @@ from schedules import one_f_one_b
 from tests.common.cases import mse
 from tests.common.growth import Operators
 from tests.common.loops import loop
+from tests.common.options import grouped
 from tests.common.running import staged
 from tests.common.sizes import covering, sampled
 
@@ -129,7 +130,7 @@ def build_encoder(layers, nested=False, **how):
     layer = nn.TransformerEncoderLayer(D, 4, 2 * D, batch_first=True)
     model = nn.Sequential(nn.TransformerEncoder(layer, layers, enable_nested_tensor=nested), nn.Linear(D, D))
     x = torch.randn(ROWS, 6, D)
-    return fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=HOW, **how), model, x
+    return fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=HOW, **grouped(how)), model, x
 
 
 @sampled(1)

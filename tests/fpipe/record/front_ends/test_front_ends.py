@@ -14,6 +14,7 @@ from schedules import gpipe, one_f_one_b
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
+from tests.common.options import grouped
 from tests.common.running import build, require_exact, run, run_reference
 from tests.common.sizes import by_day, sampled
 from tests.common.unusual_models import Negated
@@ -83,7 +84,15 @@ def test_parts_may_be_functions():
     parts += [nn.Linear(WIDTH, WIDTH)]
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
     how = one_f_one_b(ranks=3, microbatches=2)
-    pipe = fpipe.pipeline(parts, example=(x,), targets=y, loss=mse, schedule=how, cuts=["2", "4"], capture="modules")
+    pipe = fpipe.pipeline(
+        parts,
+        example=(x,),
+        targets=y,
+        loss=mse,
+        schedule=how,
+        cuts=["2", "4"],
+        recording=fpipe.Recording(front_end="modules"),
+    )
     params, buffers = pipe.init(parts)
     assert list(params) == ["0.weight", "0.bias", "4.weight", "4.bias"]
     step, grads = fpipe.value_and_grad(pipe)(params, buffers, (x,), y)
@@ -113,7 +122,15 @@ def test_several_arguments_go_to_the_first_part():
     x, scale = torch.randn(4, WIDTH), torch.randn(4, 1)
     how = TWO
     inputs = {"x": x, "scale": scale, "flag": True}
-    pipe = fpipe.pipeline(parts, example=inputs, targets=x, loss=mse, schedule=how, cuts=["1"], capture="modules")
+    pipe = fpipe.pipeline(
+        parts,
+        example=inputs,
+        targets=x,
+        loss=mse,
+        schedule=how,
+        cuts=["1"],
+        recording=fpipe.Recording(front_end="modules"),
+    )
     step, grads = fpipe.value_and_grad(pipe)(*pipe.init(parts), inputs, x)
     reference, wanted = fpipe.reference(pipe)(dict(parts.named_parameters()), {}, inputs, x)
     assert torch.equal(step.loss, reference.loss)
@@ -138,7 +155,7 @@ def test_one_module_may_be_in_two_places(capture):
         loss=mse,
         schedule=one_f_one_b(ranks=2, microbatches=3),
         cuts=["3" if capture in GRAPHS else "2"],
-        capture=capture,
+        recording=fpipe.Recording(front_end=capture),
     )
     assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
 
@@ -154,14 +171,14 @@ def test_a_part_s_constants_may_not_depend_on_the_call():
     calls, x = [], torch.randn(4, WIDTH)
     parts = fickle_parts(lambda: calls.append(1) or len(calls))
     with pytest.raises(fpipe.CutError, match=r"module 1: .* Python state .*got \[1\] returned, expected \[2\]"):
-        fpipe.pipeline(parts, example=(x,), targets=x, whole="1", **FICKLE)
+        fpipe.pipeline(parts, example=(x,), targets=x, **grouped({"whole": "1", **FICKLE}))
 
 
 def test_a_part_that_returns_another_constant_in_a_step_is_an_error():
     """What is no tensor was read at capture."""
     ticks, x = itertools.count(), torch.randn(4, WIDTH)
     parts = fickle_parts(lambda: next(ticks) // 50)
-    pipe = fpipe.pipeline(parts, example=(x,), targets=x, whole="1", **FICKLE)
+    pipe = fpipe.pipeline(parts, example=(x,), targets=x, **grouped({"whole": "1", **FICKLE}))
     state = pipe.init(parts)
 
     def train():

@@ -47,7 +47,7 @@ def test_drawing_from_other_generators_is_refused(name, backward):
     what, forward = FORWARDS[name]
     model = nn.Sequential(nn.Linear(4, 4), Drawing(forward), nn.Linear(4, 4))
     with pytest.raises(fpipe.CaptureError, match=rf"module 1: got a forward that .*{what}"):
-        pipeline(model, cuts=["2"], backward=backward)
+        pipeline(model, cuts=["2"], gradients=fpipe.Gradients(backward=backward))
 
 
 def test_a_loss_that_draws_is_refused():

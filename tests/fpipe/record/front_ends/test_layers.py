@@ -18,6 +18,7 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.layers import Average, Scale
 from tests.common.loops import loop
+from tests.common.options import grouped
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import covering, few, sampled
 from tests.common.unusual_models import Negated
@@ -297,7 +298,7 @@ def narrow(self, x):
 
 
 HOOKS = {one: one for one in (forward_hook, forward_pre_hook, backward_hook, backward_pre_hook, accumulate_hook)}
-LAYER, LINEAR, TRACE = "module 2 (Layer)", "module 2.linear (Linear)", 'capture="trace"'
+LAYER, LINEAR, TRACE = "module 2 (Layer)", "module 2.linear (Linear)", 'front_end="trace"'
 LOST = {  # by all that read operators: where, what, and whether the repair is another front end
     custom_function: (LAYER, "the custom autograd function Negated", TRACE),
     checkpointed: (LAYER, "activation checkpointing", TRACE),
@@ -370,7 +371,7 @@ def test_models_that_dynamo_cannot_read_are_refused_with_the_place():
         build(one, one_f_one_b(ranks=1, microbatches=2), 4, (), "dynamo")
     message = str(caught.value)
     assert message.startswith("module 1 (Unreadable): the front end dynamo could not read it: ")
-    assert 'choose capture="trace"' in message
+    assert 'choose front_end="trace"' in message
     assert "TORCHDYNAMO_VERBOSE" not in message
 
 
@@ -417,7 +418,7 @@ def test_the_user_s_model_is_not_touched():
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}
     how = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["1"], "capture": "modules"}
-    fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, **how)
+    fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, **grouped(how))
     assert not calls
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == attributes

@@ -8,6 +8,7 @@ from torch import nn
 import fpipe
 from schedules import one_f_one_b
 from tests.common.cases import WIDTH
+from tests.common.options import grouped
 from tests.common.sizes import sampled
 
 BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
@@ -18,7 +19,13 @@ def build(model, loss, backward="autograd", **options):
     torch.manual_seed(0)
     x, y = torch.rand(8, WIDTH), torch.rand(8, WIDTH)
     batch = {"example": (x,), "targets": y, "loss": loss}
-    pipe = fpipe.pipeline(model, **batch, schedule=HOW, cuts=["b"], backward=backward, **options)
+    pipe = fpipe.pipeline(
+        model,
+        **grouped({"backward": backward, **batch}),
+        schedule=HOW,
+        cuts=["b"],
+        **grouped(options),
+    )
     return pipe, (x,), y
 
 
@@ -94,7 +101,7 @@ def test_code_that_may_branch_on_data_is_recorded_on_values_that_it_can_take(los
     assert fpipe.verify(pipe, model, inputs, targets).eager
     whole, batch = InModel(loss), (*inputs, targets)
     options = {"schedule": HOW, "cuts": ["model.b"], "unsplittable": [Wrapped], "backward": backward}
-    pipe = fpipe.pipeline(whole, example=batch, loss=lambda value: value, **options)
+    pipe = fpipe.pipeline(whole, example=batch, loss=lambda value: value, **grouped(options))
     assert fpipe.verify(pipe, whole, batch).eager
 
 

@@ -13,6 +13,7 @@ import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, zb_h1
 from tests.common.backward_code import WIDTH, Drawn, models
+from tests.common.options import grouped
 from tests.common.sizes import few
 
 HOWS = {
@@ -48,7 +49,7 @@ def require_same_or_refused(drawn: Drawn, how: str, backward: str, cut: int) -> 
     cuts = [str(min(cut, len(model) - 1))][: schedule.ranks - 1]
     options = {"schedule": schedule, "cuts": cuts, "backward": backward}
     try:
-        pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse_loss, **options)
+        pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse_loss, **grouped(options))
     except (fpipe.CaptureError, fpipe.CutError, fpipe.InputError) as error:
         return str(error)
     params, buffers = pipe.init(model)

@@ -77,7 +77,11 @@ def test_models_with_grouped_heads_are_exact_for_batches_in_turns(name, backward
     how = one_f_one_b(ranks=2, microbatches=2)
     turns = batches()
     pipe = fpipe.pipeline(
-        copy.deepcopy(model), example=turns["ones"], loss=lambda out: out.loss, schedule=how, backward=backward
+        copy.deepcopy(model),
+        example=turns["ones"],
+        loss=lambda out: out.loss,
+        schedule=how,
+        gradients=fpipe.Gradients(backward=backward),
     )
     assert name == "mistral" or masks_sent(pipe) == 0
     params, buffers = pipe.init(model)

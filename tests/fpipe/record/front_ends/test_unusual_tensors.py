@@ -225,7 +225,15 @@ def test_weights_computed_before_each_forward_are_exact(make, called, how, backw
     model, x, y = make(), torch.rand(4, WIDTH), torch.rand(4, WIDTH)
     if called:
         mse(model(x), y).backward()
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, stages=how.stages, backward=backward)
+    pipe = fpipe.pipeline(
+        model,
+        example=(x,),
+        targets=y,
+        loss=mse,
+        schedule=how,
+        stages=how.stages,
+        gradients=fpipe.Gradients(backward=backward),
+    )
     assert fpipe.verify(pipe, model, (x,), y).eager
     params, buffers = pipe.init(model)
     params = {name: p + 0.1 for name, p in params.items()}

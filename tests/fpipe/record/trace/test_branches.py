@@ -27,6 +27,7 @@ from schedules import gpipe, interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb
 from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
+from tests.common.options import grouped
 from tests.common.running import require_eager, require_loop, run, run_reference, staged
 from tests.common.sizes import by_night, covering, few, sampled
 from tests.common.unusual_models import AT, INSIDE, Block, Stack, Switch, branching
@@ -528,7 +529,7 @@ def test_a_translation_model_drops_the_same_under_any_schedule_and_cut():
     batch, options = {"input_ids": ids, "labels": ids}, {"loss": lambda out: out.loss, "unsplittable": NllbMoeSparseMLP}
     results = []
     for how in (one_f_one_b(2, 4), gpipe(1, 4)):
-        pipe = fpipe.pipeline(model, example=batch, schedule=how, stages=how.stages, **options)
+        pipe = fpipe.pipeline(model, example=batch, schedule=how, stages=how.stages, **grouped(options))
         assert fpipe.verify(pipe, model, batch, seed=SEED).reference
         step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), batch, seed=SEED)
         results.append(Result(step.loss, None, grads, step.buffers))

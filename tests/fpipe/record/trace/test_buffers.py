@@ -19,6 +19,7 @@ from schedules import gpipe, interleaved_1f1b, mirror, one_f_one_b, recompute, z
 from tests.common.cases import mse
 from tests.common.comparison import assert_same
 from tests.common.loops import eval_loop, loop
+from tests.common.options import grouped
 from tests.common.running import run, run_evaluation, run_reference
 from tests.common.sizes import by_day, covering, few, sampled
 
@@ -157,7 +158,13 @@ def build(model, how, cuts, backward="autograd", **settings):
     torch.manual_seed(0)
     x, y = torch.randn(9, WIDTH), torch.randn(9, WIDTH)
     pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=mse, schedule=how, cuts=cuts, backward=backward, **settings
+        model,
+        example=(x,),
+        targets=y,
+        loss=mse,
+        schedule=how,
+        cuts=cuts,
+        **grouped({"backward": backward, **settings}),
     )
     return pipe, x, y
 
@@ -354,7 +361,15 @@ def test_buffers_reassigned_in_any_way_have_the_values_of_one_device(made, kind,
     cut = "1.inner" if inside else str(len(blocks) // 2)
     x, y = torch.randn(12, WIDTH), torch.randn(12, WIDTH)
     try:
-        pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=[cut], backward=backward)
+        pipe = fpipe.pipeline(
+            model,
+            example=(x,),
+            targets=y,
+            loss=mse,
+            schedule=how,
+            cuts=[cut],
+            gradients=fpipe.Gradients(backward=backward),
+        )
     except (fpipe.CutError, fpipe.CaptureError) as error:
         event("refused")
         if "modified by an inplace operation" in str(error):

@@ -13,6 +13,7 @@ from schedules import one_f_one_b
 from tests.common.cases import mse
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
+from tests.common.options import grouped
 from tests.common.running import run, staged
 from tests.common.sizes import covering, sampled
 
@@ -78,7 +79,9 @@ def build(question, cut, backward):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Asking(question), nn.Linear(4, 4))
     x, y = torch.randn(6, 4), torch.randn(6, 4)
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=HOW, cuts=[cut], backward=backward)
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=y, loss=mse, schedule=HOW, cuts=[cut], gradients=fpipe.Gradients(backward=backward)
+    )
     return pipe, model, x, y
 
 
@@ -162,7 +165,7 @@ def test_a_module_that_the_first_call_replaces_keeps_its_weights(cut, backward):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), Changing(), nn.Linear(4, 4)), torch.randn(4, 4)
     options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": [cut], "backward": backward}
-    pipe = fpipe.pipeline(model, example=(x,), loss=lambda out: out.square().mean(), **options)
+    pipe = fpipe.pipeline(model, example=(x,), loss=lambda out: out.square().mean(), **grouped(options))
     for _ in range(2):  # the first leaves the model as it was built
         fpipe.verify(pipe, model, (x,))
     assert model[1].kind == "sparse"

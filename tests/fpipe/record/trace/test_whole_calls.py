@@ -17,6 +17,7 @@ from fpipe.record.trace import comparison
 from fpipe.tensors import torch_private
 from schedules import gpipe, one_f_one_b, zb_h1
 from tests.common.cases import WIDTH, mse, rows_of
+from tests.common.options import grouped
 from tests.common.running import require_loop
 
 HOW = one_f_one_b(ranks=2, microbatches=3)
@@ -79,7 +80,7 @@ def test_a_checkpoint_that_finds_other_state_when_it_runs_again_is_refused(backw
         model, x = nn.Sequential(nn.Linear(4, 4), Remembering(looks), nn.Linear(4, 4)), torch.randn(4, 4)
         options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["2"], "backward": backward}
         with pytest.raises(fpipe.CaptureError, match=AGAIN) if looks else nullcontext():
-            fpipe.verify(fpipe.pipeline(model, example=(x,), loss=torch.sum, **options), model, (x,))
+            fpipe.verify(fpipe.pipeline(model, example=(x,), loss=torch.sum, **grouped(options)), model, (x,))
 
 
 class Usual(nn.Module):
@@ -106,7 +107,15 @@ def test_ordinary_modules_are_recorded_once(monkeypatch):
     """Nothing of them runs as Python in a step, so nothing is rehearsed."""
     monkeypatch.setattr(comparison, "RepeatRecorder", lambda *_: pytest.fail("recorded again"))
     (inputs, targets), model = rows_of()(6), nn.Sequential(*[Usual() for _ in range(4)])
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=HOW, cuts=["2"], capture="trace")
+    pipe = fpipe.pipeline(
+        model,
+        example=inputs,
+        targets=targets,
+        loss=mse,
+        schedule=HOW,
+        cuts=["2"],
+        recording=fpipe.Recording(front_end="trace"),
+    )
     assert "whole" not in str(pipe)
 
 

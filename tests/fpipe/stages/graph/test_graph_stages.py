@@ -100,7 +100,7 @@ def test_recomputed_stages_with_checkpoints_inside_are_exact():
             loss=mse,
             schedule=recompute(pipe.schedule, (0, 1)),
             cuts=["1", "2"],
-            backward="graph",
+            gradients=fpipe.Gradients(backward="graph"),
         )
         assert is_recorded(pipe)
         assert is_recorded(again)
@@ -270,7 +270,15 @@ def test_statistics_that_the_loss_does_not_read_are_exact():
     model[1].register_buffer("mean", torch.zeros(WIDTH))
     model[1].register_buffer("square", torch.ones(WIDTH))
     x, how = torch.randn(6, WIDTH), one_f_one_b(ranks=3, microbatches=3)
-    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=["1", "2"], backward="graph")
+    pipe = fpipe.pipeline(
+        model,
+        example=(x,),
+        targets=x,
+        loss=mse,
+        schedule=how,
+        cuts=["1", "2"],
+        gradients=fpipe.Gradients(backward="graph"),
+    )
     assert is_recorded(pipe)
     got = run(pipe, model, (x,), x)
     assert_same(got, run_reference(pipe, model, (x,), x))
@@ -288,7 +296,15 @@ def test_sparse_gradients_are_exact(backward, microbatches):
         torch.randn(6, WIDTH),
     )
     how = split_backward(one_f_one_b(ranks=2, microbatches=microbatches))
-    pipe = fpipe.pipeline(model, example=(words,), targets=y, loss=mse, schedule=how, cuts=["1"], backward=backward)
+    pipe = fpipe.pipeline(
+        model,
+        example=(words,),
+        targets=y,
+        loss=mse,
+        schedule=how,
+        cuts=["1"],
+        gradients=fpipe.Gradients(backward=backward),
+    )
     grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (words,), y)[1]
     want = loop(model, mse, (words,), y, microbatches).grads
     assert grads["0.weight"].is_sparse
@@ -322,5 +338,13 @@ def merge_equal_results(module, examples):
 def test_a_compiler_may_return_one_tensor_for_two_gradients():
     model, (x, y) = nn.Sequential(Twice(), Twice()), rows_of()(8)
     how = one_f_one_b(ranks=2, microbatches=4)
-    pipe = fpipe.pipeline(model, example=x, targets=y, loss=mse, schedule=how, cuts=["1"], backward=merge_equal_results)
+    pipe = fpipe.pipeline(
+        model,
+        example=x,
+        targets=y,
+        loss=mse,
+        schedule=how,
+        cuts=["1"],
+        gradients=fpipe.Gradients(backward=merge_equal_results),
+    )
     assert fpipe.verify(pipe, model, x, y).eager
