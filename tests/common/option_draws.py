@@ -86,7 +86,12 @@ def make_model(net: nn.Module, data: Any, microbatches: int, ranks: int | None) 
     x, y = data
     how = one_f_one_b(ranks, microbatches)
     return fpipe.Pipelined(
-        net, loss=functional.cross_entropy, example=(x[:8],), targets=y[:8], schedule=how, weight=count_rows
+        net,
+        loss=functional.cross_entropy,
+        example=(x[:8],),
+        targets=y[:8],
+        schedule=how,
+        microbatching=fpipe.Microbatching(weight=count_rows),
     )
 
 
