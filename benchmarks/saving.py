@@ -39,7 +39,7 @@ def time_once(call: Callable[[], object]) -> float:
 
 
 def measure(width: int, home: Path) -> tuple[float, float, float, float]:
-    """Return how much longer steps take beside a save; and seconds: until it returns, of a copy, until it is written."""
+    """Return the ratio of steps beside a save to steps alone; then seconds: until it returns, of a copy, of writing."""
     model, x = nn.Sequential(*[nn.Linear(width, width) for _ in range(LAYERS)]), torch.randn(ROWS, width)
     pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=one_f_one_b(2, 4))
     params, buffers = pipe.init(model)
