@@ -24,7 +24,7 @@ CASES ?= 100000
 
 nightly: .venv/installed
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly SIMULATION_CASES=$(CASES) SIMULATION_SEED=$$(date +%Y%m%d)000000 \
-		FUZZING_CASES=$(CASES) FUZZING_SEED=$$(date +%Y%m%d)000000 \
+		FUZZING_CASES=$(CASES) FUZZING_SEED=$$(date +%Y%m%d)000000 OPTION_DRAWS=300 OPTION_SEED=$$(date +%Y%m%d)000 \
 		$(BIN)/pytest -n auto --dist worksteal
 
 bench: .venv/installed

@@ -28,6 +28,7 @@ NAMES: Final = (
     "overhead",
     "parameters",
     "loading",
+    "saving",
     "throughput",
     "meshes",
     "llama",

@@ -5,7 +5,7 @@
     python examples/mesh.py                                      # the whole mesh in this process
 
 Each copy trains on half of the rows, and the schedule reduces gradients over the copies. Losses, norms and parameters
-are the same either way. With `shard="copies"` instead of `dp="copies"`, it holds shards, as `fully_shard` does.
+are the same either way. With `shard` instead of `dp`, it holds shards, as `fully_shard` does.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def make_batch(step: int) -> tuple[Tensor, Tensor]:
 
 def build_pipeline() -> fpipe.Pipeline:
     """Return the pipeline on a mesh of stages and copies: processes, or all of it in this one."""
-    sizes = {"pp": STAGES, "copies": COPIES}
+    sizes, (x, y) = {"pp": STAGES, "copies": COPIES}, make_batch(0)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)) if SIZE > 1 else sizes
-    how, (x, y) = zb_h1(ranks=STAGES, microbatches=MICROBATCHES), make_batch(0)
-    return fpipe.pipeline(build_model(), example=(x,), targets=y, loss=mse_loss, schedule=how, mesh=mesh, dp="copies")
+    how, place = zb_h1(ranks=STAGES, microbatches=MICROBATCHES), fpipe.Place(mesh=mesh, dp="copies")
+    return fpipe.pipeline(build_model(), example=(x,), targets=y, loss=mse_loss, schedule=how, place=place)
 
 
 def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

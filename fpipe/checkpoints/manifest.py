@@ -31,6 +31,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -109,18 +110,22 @@ def shard_name(index: int, count: int) -> str:
 def is_checkpoint(path: AnyPath) -> bool:
     """Return whether `fpipe.save` has ever finished at `path`, so that `fpipe.load` has something to read.
 
+    Raise `InputError` for a folder that this process may not read.
+
     >>> import fpipe
     >>> fpipe.is_checkpoint("nowhere")
     False
     """
     require_arguments(is_checkpoint, locals())
-    return (as_path(path) / MARKER).is_file()
+    with _readable(as_path(path)):
+        return (as_path(path) / MARKER).is_file()
 
 
 def require_checkpoint_or_nothing(home: Path) -> None:
-    """Raise `InputError` if `home` has files, but no checkpoint."""
-    if not home.exists():
-        return
+    """Raise `InputError` if `home` has files, but no checkpoint, or can't be read."""
+    with _readable(home):
+        if not home.exists():
+            return
     others = [] if is_checkpoint(home) or not home.is_dir() else _list_others(home)
     if others or not home.is_dir():
         raise InputError(
@@ -131,12 +136,26 @@ def require_checkpoint_or_nothing(home: Path) -> None:
 
 def _list_others(home: Path) -> list[str]:
     """Return what is not left from a save that was interrupted."""
-    return sorted(entry.name for entry in home.iterdir() if not SAVE.fullmatch(entry.name))
+    with _readable(home):
+        return sorted(entry.name for entry in home.iterdir() if not SAVE.fullmatch(entry.name))
+
+
+@contextmanager
+def _readable(home: Path) -> Iterator[None]:
+    """Raise `InputError` for a folder that this process may not read, or that is on a file system that fails."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{home}: got {type(error).__name__}: {error}, expected a folder that this process may read and search. "
+            "Change its permissions, or choose another path."
+        ) from error
 
 
 def list_saves(home: Path) -> list[int]:
     """Return the numbers of all saves in a directory, interrupted ones included."""
-    found = [SAVE.fullmatch(entry.name) for entry in home.iterdir()]
+    with _readable(home):
+        found = [SAVE.fullmatch(entry.name) for entry in home.iterdir()]
     return [int(match[1]) for match in found if match]
 
 

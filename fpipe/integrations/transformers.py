@@ -180,7 +180,9 @@ class PipelineTrainer(Trainer):
         if model.pipe.captures.batchings[True].weight is not None:
             self.model_accepts_loss_kwargs = False  # so that the loss is divided by the number of accumulated steps
         else:
-            model.weigh(partial(count_items, shifts=vars(self).get("_loss_shifts_labels") or _shifts_by_default(own)))
+            shifts = vars(self).get("_loss_shifts_labels") or _shifts_by_default(own)
+            self._count = partial(count_items, shifts=shifts)
+            model.weigh(self._count)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, as one whose processes are ranks: the Trainer does not ask which class to make."""
@@ -193,10 +195,16 @@ class PipelineTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor | tuple[Tensor, Any]:
-        """Return the loss of a batch; in eval mode, with the model's outputs if requested."""
+        """Return the loss of a batch; in eval mode, with the model's outputs if requested.
+
+        The Trainer divides sums over tokens by its own number of them, in evaluation, too.
+        """
         if not model.training:
             outputs = model(**inputs)
-            return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+            loss = outputs["loss"]
+            if self.model_accepts_loss_kwargs and num_items_in_batch is not None and num_items_in_batch > 0:
+                loss = loss * (self._count(inputs, None) / float(num_items_in_batch))
+            return (loss, outputs) if return_outputs else loss
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             return model(**inputs, total=float(num_items_in_batch))
         return model(**inputs, scale=1 / self.current_gradient_accumulation_steps)

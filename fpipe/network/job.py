@@ -18,6 +18,7 @@ Runs when a pipeline is built, or a model is profiled.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,9 @@ from fpipe.network.ranks import Fields, Ranks, claim_turn
 from fpipe.network.waiting import break_group
 from fpipe.tensors.torch_private import count_groups, device_types, name_groups_from, timeout_of
 
+_LOG: Final = logging.getLogger(__name__)
+TASKS: Final = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""How many processes srun or mpirun has started, which set nothing that torch.distributed reads."""
 EARLIER: Final = timedelta(seconds=4 * SLICE)
 """How much earlier than the default group a process gives up, so that it has time to find out why."""
 
@@ -199,7 +203,10 @@ def join_launched() -> None:
 
 
 def require_process_group(environment: Mapping[str, str]) -> None:
-    """Raise `TransportError` if a launcher started several processes, to call if no process group exists."""
+    """Raise `TransportError` if a launcher started several processes, to call if no process group exists.
+
+    A launcher that is not torch's may have started them for other things, so that is pointed out in the log.
+    """
     size = environment.get("WORLD_SIZE", "")
     if size.isdecimal() and int(size) > 1:
         raise TransportError(
@@ -209,6 +216,16 @@ def require_process_group(environment: Mapping[str, str]) -> None:
             "step; or, to run all ranks in every "
             'process, remove it first: del os.environ["WORLD_SIZE"].'
         )
+    for name in TASKS:
+        count = environment.get(name, "")
+        if not size and count.isdecimal() and int(count) > 1:
+            _LOG.warning(
+                "%s=%s: a launcher has started several processes, and there is no process group, so each runs all "
+                "ranks by itself. If they are the ranks of one pipeline, set RANK, WORLD_SIZE, MASTER_ADDR and "
+                "MASTER_PORT, and call torch.distributed.init_process_group() first; or start torchrun on each node.",
+                name,
+                count,
+            )
 
 
 def list_replicas(world: list[int], job: SharedCalls) -> list[list[int]]:

@@ -201,7 +201,10 @@ function number(value, unit = "") {
   return `${Number((value / 1000 ** power).toPrecision(4))} ${"nµm kMGT"[power + 3].trim()}${unit}`;
 }
 
-const percent = (share) => `${share < 0 ? "−" : "+"}${Math.abs(100 * share).toFixed(1)} %`;
+function percent(share) {
+  const tenths = Math.round(1000 * share);
+  return `${tenths < 0 ? "−" : "+"}${(Math.abs(tenths) / 10).toFixed(1)} %`;
+}
 
 // --------------------------------------------------------------------------------------------------------- 2 Drawing
 

@@ -22,11 +22,12 @@ from typing import Any, Final, TypeAlias
 
 from schedules.analysis.bounds.lower_bound import Bound, bound, rough_bound
 from schedules.analysis.simulation import simulate, spans, weight_memory
-from schedules.arguments import require_types
+from schedules.arguments import each, is_number, require_types
 from schedules.drawing.palette import LOOKS, MARKED, WAIT, look_of
-from schedules.errors import TimelineError
-from schedules.language.actions import KINDS
+from schedules.errors import ArgumentError, ScheduleError, SizeError, TimelineError
+from schedules.language.actions import KINDS, parse
 from schedules.language.graph import Graph, chain
+from schedules.language.membership import require_compute_only, require_placed
 from schedules.language.schedule import Schedule, completes_gradient, graph_of
 from schedules.playing.costs import ROUNDING, UNITS, Costs, Sizes
 from schedules.playing.dependencies import Dependency, GradientArrival, list_dependencies
@@ -50,6 +51,8 @@ class Panel:
     - `memory`: the most that a rank may hold, one number or one per rank, in the units of `Timeline.peak_memory`.
     - `recorded`: what was measured, as `fpipe.timeline` returns it, each action once.
     - `time`, `size`: the units of times and of sizes, such as `"s"` and `"B"`, for those who read the page.
+
+    Raise `SizeError` for memory that is no number of at least 0, or not one for each rank.
     """
 
     schedule: Schedule
@@ -61,6 +64,17 @@ class Panel:
     time: str = ""
     size: str = ""
 
+    def __post_init__(self) -> None:
+        require_types(Panel.__init__, {name: one for name, one in vars(self).items() if name != "memory"})
+        if len(self.caps) != self.schedule.ranks or not all(is_number(cap) and cap >= 0 for cap in self.caps):
+            expected = f"a number of at least 0, or a tuple of {self.schedule.ranks}: one for each rank"
+            raise SizeError.of("Panel", "memory", self.memory, expected, "Correct memory.")
+
+    @property
+    def caps(self) -> tuple[float, ...]:
+        """The most that each rank may hold."""
+        return self.memory if isinstance(self.memory, tuple) else (self.memory,) * self.schedule.ranks
+
 
 def page(panels: Mapping[str, Panel]) -> str:
     """Return a page of timelines, keyed by name, on one time axis: an HTML document that needs no network.
@@ -70,7 +84,8 @@ def page(panels: Mapping[str, Panel]) -> str:
     and the page says whether the order is correct, as `schedules.check` does, and how long it takes. It exports the
     order as a table (`schedules.files.read_csv`) or as Python. Two timelines are compared action by action.
 
-    Raise what `schedules.simulate` raises, and `TimelineError` for recorded spans that are no timeline.
+    Raise what `schedules.simulate` raises, and `TimelineError` for recorded spans that are no timeline, of more than
+    one step, or not of the panel's schedule.
 
     >>> from schedules import gpipe
     >>> document = page({"gpipe": Panel(gpipe(ranks=2, microbatches=2))})
@@ -78,7 +93,9 @@ def page(panels: Mapping[str, Panel]) -> str:
     ('<!DOCTYPE html>', False)
     """
     require_types(page, locals())
-    made = [_describe_panel(name, panel) for name, panel in panels.items()]
+    names = each("names", panels, str, ArgumentError)
+    given = zip(names, each("panels", panels.values(), Panel, ArgumentError), strict=True)
+    made = [_describe_panel(name, panel) for name, panel in given]
     title = ", ".join(panels)
     return write_document(title, {"title": title, "kinds": _describe_kinds(), **_COLORS, "panels": made})
 
@@ -89,7 +106,11 @@ def write_document(title: str, data: Document) -> str:
     from html import escape
 
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    parts = {"TITLE": escape(title), "DATA": text, "SCRIPT": read_part("order.js") + read_part("page.js")}
+    parts = {
+        "TITLE": escape(title).encode("utf-8", "replace").decode(),
+        "DATA": text,
+        "SCRIPT": read_part("order.js") + read_part("page.js"),
+    }
     first, *rest = read_part("page.html").split("{{")
     return first + "".join(parts[name] + after for name, _, after in (piece.partition("}}") for piece in rest))
 
@@ -126,8 +147,8 @@ def _describe_panel(name: str, panel: Panel) -> Document:
     schedule, graph = panel.schedule, graph_of(panel.schedule, panel.graph)
     totals = simulate(schedule, panel.costs, graph, panel.sizes)
     every = tuple(read_spans(panel.recorded or spans(schedule, panel.costs, graph)))
-    peak, caps = totals.peak_memory, _list_caps(panel)
-    found = _find_bound(panel, graph, max(peak) <= min(caps) + ROUNDING)
+    fits = all(held <= cap + ROUNDING for held, cap in zip(totals.peak_memory, panel.caps, strict=True))
+    found = _find_bound(panel, graph, fits)
     return {
         "name": name,
         "measured": bool(panel.recorded),
@@ -136,10 +157,10 @@ def _describe_panel(name: str, panel: Panel) -> Document:
         "call": {"placement": repr(schedule.placement), "graph": repr(graph)},
         "chain": graph == chain(graph.stages),
         "edges": [_describe_edge(panel, route, one) for route, one in list_dependencies(schedule, graph)],
-        **_describe_rows(every, schedule.ranks),
+        **_describe_rows(every, schedule),
         "growth": _describe_growth(panel),
         "weights": [weight_memory(schedule, rank, panel.sizes or UNITS) for rank in range(schedule.ranks)],
-        "caps": list(map(_finite, caps)),
+        "caps": list(map(_finite, panel.caps)),
         "bound": found and {"time": found.makespan, "because": found.because},
         "time": panel.time,
         "size": panel.size,
@@ -175,13 +196,21 @@ def _describe_edge(panel: Panel, route: int, one: Dependency) -> list[Any]:
     return [one.what, one.source, one.target, route, one.producer, one.consumer, delay, count, maker]
 
 
-def _describe_rows(timeline: Iterable[Span], ranks: int) -> Document:
-    """Return each rank's actions in order, with their times, and its waits. Raise `TimelineError` for two of a name."""
+def _describe_rows(timeline: Iterable[Span], schedule: Schedule) -> Document:
+    """Return each rank's actions in order, with their times, and its waits.
+
+    Raise `TimelineError` for two of a name, and for what the schedule cannot have.
+    """
+    ranks = schedule.ranks
     rows: list[dict[str, None]] = [{} for _ in range(ranks)]
     starts, ends = ([list[float]() for _ in range(ranks)] for _ in "ab")
     waits: list[list[Any]] = [[] for _ in range(ranks)]
     for span in timeline:
         rank, action, start, end = span
+        if rank >= ranks:
+            raise TimelineError(
+                f"got {action} of rank {rank}, expected ranks below {ranks}. Pass the schedule that ran."
+            )
         if span.waits:
             waits[rank].append([str(action), start, end])
             continue
@@ -190,7 +219,18 @@ def _describe_rows(timeline: Iterable[Span], ranks: int) -> Document:
         rows[rank][name] = None
         starts[rank].append(_shorten(start))
         ends[rank].append(_shorten(end))
+    _require_own(rows, schedule)
     return {"rows": list(map(" ".join, rows)), "starts": starts, "ends": ends, "waits": waits}
+
+
+def _require_own(rows: list[dict[str, None]], schedule: Schedule) -> None:
+    """Raise `TimelineError` for an action that no order of the schedule can have."""
+    for rank, row in enumerate(rows):
+        try:
+            for _ in require_placed(schedule, rank, require_compute_only(schedule, rank, map(parse, row))):
+                pass
+        except ScheduleError as error:
+            raise TimelineError(f"{error} Pass the schedule that ran.") from error
 
 
 def _describe_growth(panel: Panel) -> dict[str, list[float]]:
@@ -203,10 +243,6 @@ def _describe_growth(panel: Panel) -> dict[str, list[float]]:
         if not word.does
     }
     return {kind: row for kind, row in grown.items() if any(row)}
-
-
-def _list_caps(panel: Panel) -> tuple[float, ...]:
-    return panel.memory if isinstance(panel.memory, tuple) else (panel.memory,) * panel.schedule.ranks
 
 
 def _find_bound(panel: Panel, graph: Graph, fits: bool) -> Bound | None:

@@ -99,13 +99,8 @@ class Browser:
 
     def pointer(self, kind, place, **more):
         """Move, press or release the pointer at a place, or turn its wheel."""
-        x, y = place
-        button = (
-            {}
-            if kind in ("mouseWheel",)
-            else {"button": "left" if more.get("buttons") or kind != "mouseMoved" else "none"}
-        )
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, clickCount=1, **button, **more)
+        button = "left" if more.get("buttons") or kind == "mouseReleased" else "none"
+        self.call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button=button, clickCount=1, **more)
         self.settle()
 
     def drag(self, start, end):

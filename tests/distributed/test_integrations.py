@@ -3,15 +3,19 @@
 device."""
 
 import doctest
+import os
+import subprocess
+import sys
 
 import pytest
 
 from fpipe.integrations import options
-from tests.common.processes import finish_ranks, once, run_under_torchrun
-from tests.common.sizes import by_night
-from tests.distributed import integration_worker
+from tests.common.processes import ENVIRONMENT, finish_ranks, once, run_under_torchrun
+from tests.common.sizes import NIGHTLY, by_night
+from tests.distributed import integration_worker, option_worker
 
 BY_DAY = ("transformers",)
+SEED, DRAWS = int(os.environ.get("OPTION_SEED", "0")), int(os.environ.get("OPTION_DRAWS", "6"))
 
 
 @pytest.mark.parametrize("library", BY_DAY)
@@ -32,6 +36,18 @@ def test_two_ranks_train_as_one_device_under_torchrun(library, tmp_path):
     code, out, err = run_under_torchrun(integration_worker.__file__, tmp_path, library)
     assert code == 0, f"{out}\n{err}"[-3000:]
     assert out.count(f"passed with {library}") == 2
+
+
+def test_drawn_options_are_honored_or_refused(tmp_path):
+    """A script with a pipeline, and the plain script: equal, or refused before anything is trained."""
+    command = [sys.executable, option_worker.__file__, tmp_path, SEED, DRAWS]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-3000:]
+    assert f"passed {DRAWS}: " in done.stdout
+    if NIGHTLY:
+        code, out, err = run_under_torchrun(option_worker.__file__, tmp_path, SEED, DRAWS)
+        assert code == 0, f"{out}\n{err}"[-3000:]
+        assert out.count(f"passed {DRAWS}: ") == 2
 
 
 def test_the_example_of_a_table_runs():

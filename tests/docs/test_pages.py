@@ -26,6 +26,7 @@ DOCS = HOME / "docs"
 README = (HOME / "README.md").read_text()
 PICTURE = DOCS / "pictures" / "timelines.svg"
 SHELL = (DOCS / "command_line.md").read_text()
+CHOOSING = (DOCS / "which_schedule.md").read_text()
 WRITING = (DOCS / "writing_schedules.md").read_text()
 
 
@@ -151,6 +152,20 @@ def test_the_failure_of_the_broken_schedule_is_what_it_prints(capsys):
 def test_every_schedule_is_in_the_table():
     table = re.search(r"\| family \| schedules \|\n(.*?)\n\n", WRITING, re.DOTALL)[1]
     assert sorted(re.findall(r"`(\w+)`", table)) == sorted(families.__all__)
+
+
+def test_the_times_of_schedules_are_what_the_simulator_says():
+    table = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", CHOOSING, re.MULTILINE)
+    assert len(table) == 10
+    for name, *times, held in table:
+        how = getattr(families, name)(ranks=8, microbatches=32)
+        share = how.ranks / how.stages
+        found = [
+            simulate(how, Costs(F=share, B=2 * share, I=share, W=share, comm=comm)).makespan / (3 * 32)
+            for comm in (0, 0.1, 1)
+        ]
+        assert [f"{time:.2f}" for time in found] == times, name
+        assert max(simulate(how).peak_memory) == float(held), name
 
 
 def test_the_two_commands_are_in_the_makefile():

@@ -17,6 +17,7 @@ from schedules import (
     Costs,
     F,
     Graph,
+    PipelineError,
     Problem,
     ScheduleError,
     Sizes,
@@ -126,6 +127,10 @@ def test_names_of_users_are_harmless():
     assert "&lt;/script&gt;" in re.search("<title>.*</title>", document)[0]
 
 
+def test_a_name_that_is_no_unicode_makes_a_page():
+    assert "<title>?\N{SNOWMAN}</title>" in page({"\ud800\N{SNOWMAN}": Panel(gpipe(2, 2))}).encode().decode()
+
+
 def test_a_page_asks_for_nothing_from_elsewhere():
     document = page({"gpipe": Panel(gpipe(2, 2))})
     assert not re.search(r"https?:|src=|@import|url\(|fetch\(|XMLHttpRequest", document)
@@ -139,6 +144,37 @@ def test_the_bound_is_one_for_the_memory_in_which_the_schedule_fits():
     fits, exceeds, unlimited = (panel["bound"]["time"] for panel in json.loads(data)["panels"])
     assert fits == bound(Problem(costs, one.placement, 8, 4, split=False)).makespan > unlimited
     assert exceeds == unlimited
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: page({"it": gpipe(2, 2)}), "panels[0]: got gpipe(ranks=2, microbatches=2), expected each to be of"),
+        (lambda: page({3: Panel(gpipe(2, 2))}), "names[0]: got 3, expected each to be of type str"),
+        (lambda: Panel(gpipe), "Panel: got schedule=schedules.families"),
+        (
+            lambda: Panel(gpipe(2, 2), memory=(1,)),
+            "Panel: got memory=(1,), expected a number of at least 0, or a tuple of 2",
+        ),
+        (lambda: Panel(gpipe(2, 2), memory=-1), "Panel: got memory=-1, expected"),
+        (
+            lambda: record(Span(2, F(0, 0), 0, 1)),
+            "got 0F0 of rank 2, expected ranks below 2. Pass the schedule that ran.",
+        ),
+        (lambda: record(Span(1, F(0, 0), 0, 1)), "rank 1, position 0, 0F0: stage 0 lives on rank 0"),
+        (lambda: record(Span(0, F(0, 7), 0, 1)), "rank 0, position 0, 0F7: microbatch 7 does not exist"),
+        (lambda: record(*[Span(0, F(0, 0), 0, 1)] * 2), "rank 0: got 0F0 twice, expected one step"),
+        (lambda: record(Span(0, F(0, 0), 1, 0)), "got start 1 and end 0, expected finite numbers"),
+    ],
+)
+def test_what_makes_no_page_is_refused(make, words):
+    with pytest.raises(PipelineError) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+def record(*made):
+    return page({"it": Panel(gpipe(2, 2), recorded=made)})
 
 
 def test_a_page_of_a_wrong_schedule_is_refused():
@@ -201,6 +237,15 @@ def test_cells_of_a_size_have_labels_of_a_kind(show):
     assert all(text.isdigit() for text in actions)  # and none is 3F4
     browser.ask("(zoom(4), draw())")
     assert browser.ask("STYLES.find(([form, font]) => panels[0].longest[form] * font * 0.61 <= scale())[0]") == 0
+
+
+@needs_browser
+def test_numbers_are_short(show):
+    browser = show({"it": Panel(gpipe(2, 2))})
+    shown = browser.ask("[number(1 / 3), number(33), number(1234567.8), number(0.0123456, 's'), number(8e10, 'B')]")
+    assert shown == ["0.333333", "33", "1234570", "12.35 ms", "80 GB"]
+    assert browser.ask("[percent(-0.0004), percent(-0.101), percent(0)]") == ["+0.0 %", "\u221210.1 %", "+0.0 %"]
+    assert browser.ask("[number(0, 's'), number(2e-9, 's'), number(3e-12, 's')]") == ["0 s", "2 ns", "0.003 ns"]
 
 
 @needs_browser
@@ -447,7 +492,7 @@ def test_the_page_judges_edits_as_the_checker_does(show, one):
 
 
 @needs_browser
-@settings(max_examples=few(60))
+@settings(max_examples=few(30))
 @given(orders(ranks=3, stages=5, microbatches=3), st.randoms(use_true_random=False))
 def test_the_page_judges_edits_of_any_order_as_the_checker_does(browser, tmp_path_factory, drawn, source):
     one, graph = drawn

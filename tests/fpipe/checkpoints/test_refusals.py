@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import zlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -340,6 +341,23 @@ def test_other_files_are_not_overwritten(pipe, run, tmp_path):
         with pytest.raises(fpipe.InputError, match=rf"{words}, expected a checkpoint, an empty.*Choose another path"):
             fpipe.save(pipe, path, **run)
     assert contents(tmp_path) == {"file": b"mine", "folder/thesis.tex": b"mine"}
+
+
+def test_a_folder_that_may_not_be_read_is_refused(pipe, run, saved, monkeypatch):
+    """Another path is taken in its place, and nothing is saved into it, or beside it."""
+
+    def refuse(path, *args, **kwargs):
+        if Path(path).parts[-2:] in ((saved.name, "checkpoint.json"), (saved.parent.name, saved.name)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return known(path, *args, **kwargs)
+
+    fpipe.save(pipe, saved.parent / "other", **run, step=3)
+    known = os.stat
+    monkeypatch.setattr(os, "stat", refuse)
+    for call in (fpipe.is_checkpoint, partial(fpipe.load, pipe), lambda path: fpipe.save(pipe, path, **run)):
+        with pytest.raises(fpipe.InputError, match=r"PermissionError.*, expected a folder that this process may read"):
+            call(saved)
+    assert fpipe.load(pipe, [saved, saved.parent / "other"]).step == 3
 
 
 def test_a_folder_of_the_last_number_is_refused(pipe, run, tmp_path):

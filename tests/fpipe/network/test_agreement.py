@@ -223,6 +223,16 @@ def test_several_processes_without_a_process_group_are_refused(size):
         require_process_group(alone)
 
 
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_of_another_launcher_are_pointed_out(name, caplog):
+    """They may be there for something else."""
+    require_process_group({name: "1"})
+    require_process_group({name: "8", "WORLD_SIZE": "1"})
+    assert not caplog.records
+    require_process_group({name: "8"})
+    assert f"{name}=8: a launcher has started several processes" in caplog.text
+
+
 def test_private_names_of_torch():
     """Where groups are looked up, and what they are called by."""
     assert isinstance(distributed_c10d._world.pg_map, dict)
