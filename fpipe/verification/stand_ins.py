@@ -18,7 +18,7 @@ from fpipe.tensors.fake import as_parameter, fake, fake_mode
 from fpipe.tensors.torch_private import FakeTensorMode
 from fpipe.tensors.tree import flatten
 
-HOME = torch.device("cpu")
+CPU_HOME = torch.device("cpu")
 
 
 def has_no_values(module: nn.Module) -> bool:
@@ -31,10 +31,10 @@ def make_stand_ins(module: nn.Module, batch: tuple[Any, Any]) -> tuple[FakeTenso
     mode = fake_mode()
     held: dict[int, Any] = {}
     for p in module.parameters():
-        held[id(p)] = as_parameter(fake(mode, p, HOME), p.requires_grad)
+        held[id(p)] = as_parameter(fake(mode, p, CPU_HOME), p.requires_grad)
     for buffer in module.buffers():
-        held[id(buffer)] = fake(mode, buffer, HOME)
+        held[id(buffer)] = fake(mode, buffer, CPU_HOME)
     tensors, structure = flatten(batch)
-    leaves: list[Tensor] = [fake(mode, tensor, HOME) for tensor in tensors]
+    leaves: list[Tensor] = [fake(mode, tensor, CPU_HOME) for tensor in tensors]
     inputs, targets = structure.unflatten(leaves)
     return mode, copy.deepcopy(module, held), (inputs, targets)
