@@ -82,7 +82,7 @@ class ByteRange(NamedTuple):
     at: int
 
 
-class Window(NamedTuple):
+class ByteWindow(NamedTuple):
     """Bytes of an operator's result, or of an input, from `at` on: `dims` has strides and sizes, the smallest first."""
 
     source: int
@@ -165,7 +165,7 @@ class Expressions(TorchDispatchMode):
         self.memory[storage._cdata] = StorageWeakRef(storage), stretches  # type: ignore[no-untyped-call]
         return self.memory[storage._cdata]
 
-    def _content(self, tensor: Tensor) -> tuple[Window, ...]:
+    def _content(self, tensor: Tensor) -> tuple[ByteWindow, ...]:
         """Return what is in a tensor's window: inputs by their bytes."""
         dims, around = _dims(tensor), self._around(tensor)
         if around is not None and dims is not None and not self._is_known(around):
@@ -173,15 +173,15 @@ class Expressions(TorchDispatchMode):
             return (self._window(around._replace(start=first, at=around.at + first - around.start), dims),)
         return _join([self._window(one, ((1, one.end - one.start),)) for one in self._read(tensor)])
 
-    def _window(self, part: ByteRange, dims: tuple[tuple[int, int], ...]) -> Window:
+    def _window(self, part: ByteRange, dims: tuple[tuple[int, int], ...]) -> ByteWindow:
         if part.source >= 0:
-            return Window(part.source, part.at, dims)
+            return ByteWindow(part.source, part.at, dims)
         k = -part.source - 1
         known = self.inputs[k]
         if known is None:
-            return Window(self._number("input", k), part.at, dims)
+            return ByteWindow(self._number("input", k), part.at, dims)
         found = known[part.at : part.at + part.end - part.start]
-        return Window(self._number("input", hashlib.sha256(found).digest()), 0, dims)
+        return ByteWindow(self._number("input", hashlib.sha256(found).digest()), 0, dims)
 
     def _around(self, tensor: Tensor) -> ByteRange | None:
         """Return the stretch that holds all of a tensor; `None` if several do."""
@@ -571,7 +571,7 @@ def _dims(tensor: Tensor) -> tuple[tuple[int, int], ...] | None:
     return tuple(found)
 
 
-def _join(pieces: list[Window]) -> tuple[Window, ...]:
+def _join(pieces: list[ByteWindow]) -> tuple[ByteWindow, ...]:
     """Return pieces as one, if they are all of one source, and regular."""
     lengths = {(one.source, one.dims) for one in pieces}
     if len(pieces) < 2 or len(lengths) > 1:
@@ -587,7 +587,7 @@ def _join(pieces: list[Window]) -> tuple[Window, ...]:
             return tuple(pieces)
         dims.append((stride, count))
         ats = firsts
-    return (Window(pieces[0].source, pieces[0].at, tuple(dims)),)
+    return (ByteWindow(pieces[0].source, pieces[0].at, tuple(dims)),)
 
 
 def _cut(stretches: Sequence[ByteRange], start: int, end: int) -> list[ByteRange]:
