@@ -102,6 +102,9 @@ torch itself takes another path for them, which also handles symbolic sizes.
 CASTING_KERNELS = frozenset({aten.native_layer_norm.default})
 """Those of `META_KERNELS` that some devices, but not all, compute and return in float32 whatever the input dtype."""
 
+KINDS_OF_TENSORS: Final = frozenset(("_is_buffer", "persistent", "_is_param"))
+"""The attributes that torch sets on a tensor to say that it is a buffer, or a parameter of another class."""
+
 
 def fake_mode() -> Fakes:
     """Return a mode in which operators compute metadata only; it converts real tensors, such as constants, on use."""
@@ -288,6 +291,7 @@ def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
     with in_kernel_invocation_manager(mode):
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     made = mode.make(meta, home) if isinstance(mode, Fakes) else FakeTensor(mode, meta, home)
+    vars(made).update({name: one for name, one in vars(tensor).items() if name in KINDS_OF_TENSORS})
     if found := marks(tensor):
         vars(made)[MARKS] = found
     return made
@@ -296,7 +300,7 @@ def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
 def marks(tensor: Tensor) -> frozenset[str]:
     """Return the names of the attributes that users set on a tensor or, for a fake tensor, on its original."""
     known: frozenset[str] = vars(tensor).get(MARKS, frozenset())
-    return known if isinstance(tensor, FakeTensor) else frozenset(vars(tensor))
+    return known if isinstance(tensor, FakeTensor) else frozenset(vars(tensor)) - KINDS_OF_TENSORS
 
 
 def as_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:

@@ -47,6 +47,32 @@ class InPlace(nn.Module):
         return y
 
 
+class Chunked(nn.Module):
+    """Computes sizes with torch.div, as Longformer does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        half = torch.div(x.size(1), 2, rounding_mode="trunc")
+        y = self.inner(x).view(-1, half, 2)
+        z = y.as_strided(size=(len(y), half * 2 - 1, 2), stride=(4, 1, 1)) + y.new_zeros((len(y), half + 1, 2))
+        return torch.cat([z.flatten(1).split([half + 2, half])[0] if len(y) == half else z.flatten(1), x], 1)
+
+
+class Positions(nn.Module):
+    """Moves a buffer to where the input is, and keeps it, as CTRL does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.table = nn.Linear(4, 4), nn.Buffer(torch.arange(4.0), persistent=False)
+
+    def forward(self, x):
+        self.table = self.table.to(x.device)
+        return self.inner(x) + self.table
+
+
 def linears():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
@@ -59,6 +85,8 @@ MODELS = {
     "a guard inside torch.cov": (lambda: nn.Sequential(nn.Linear(4, 4), Covariance(), nn.Linear(4, 4)), (8, 4)),
     "an average by a counter": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), (8, 4)),
     "a table of numpy": (lambda: nn.Sequential(nn.Linear(4, 4), Tabled()), (8, 4)),
+    "sizes that torch.div computes": (lambda: nn.Sequential(nn.Linear(4, 4), Chunked(), nn.Linear(10, 4)), (8, 4)),
+    "a buffer that is assigned": (lambda: nn.Sequential(nn.Linear(4, 4), Positions()), (8, 4)),
     "a view changed in place": (lambda: nn.Sequential(InPlace(), InPlace()), (4, 3, 4)),
 }
 
