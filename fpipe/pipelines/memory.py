@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
+from fpipe.tensors.torch_private import FakeTensor
 
 
 class Memory(NamedTuple):
@@ -86,14 +87,14 @@ def find_overlap(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
 
 
 def _has_inner_overlap(tensor: Tensor) -> bool:
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() or isinstance(tensor, FakeTensor):
         return False
     return int(_byte_mask(tensor, *_range(tensor)).sum()) < tensor.numel() * tensor.element_size()
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
     """Return the address of the first byte, and the address after the last."""
-    if tensor.device.type == "meta" or not tensor.numel():
+    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or not tensor.numel():
         return 0, 0
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()

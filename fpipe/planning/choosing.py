@@ -30,6 +30,7 @@ from fpipe.planning.ordering import list_orderable, place_on_islands, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds
 from fpipe.stages.backends import splits
 from schedules import Bound, Certificate, ProgramError, Schedule, certify, critical_path, recompute
+from schedules.files.calls import read_call, spell_call
 from schedules.status import say
 
 IMPROVED: Final = 6
@@ -166,7 +167,7 @@ def _conclude(search: Search, problems: Sequence[PlanProblem]) -> Plan:
         microbatch=profile.microbatch,
         device=profile.device,
         cuts=tuple(profile.blocks[cut].name for cut in best.cuts),
-        schedule=best.schedule,
+        schedule=read_call(spell_call(best.schedule)),  # as its file has it, so that plans compare
         predicted=best.predicted,
         limits=_explain_time(best),
         caps=best.problem.caps,

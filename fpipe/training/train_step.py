@@ -228,7 +228,7 @@ class Updater(NamedTuple):
         if kept is not None and new[name] is p:
             raise InputError(
                 "optimizer: got one that updates in place, expected one that leaves what it is passed as it is: "
-                f"{kept}. Leave out donate=True."
+                f"{kept}. Leave out donate=True, or that."
             )
 
 

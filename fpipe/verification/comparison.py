@@ -24,7 +24,7 @@ from fpipe.record.objective import Computed
 from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.placed import local_part
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.torch_private import finish_collective
+from fpipe.tensors.torch_private import FakeTensor, finish_collective
 from fpipe.tensors.tree import flatten, same_bits, stored_values
 from fpipe.verification.reference import CopySum
 
@@ -105,7 +105,7 @@ def _copy_aligned(tensor: Tensor) -> Tensor:
     spec = Spec.of(tensor)
     packed = spec.pack(tensor)
     memory = packed.new_empty(packed.numel() + ALIGNMENT)
-    start = (tensor.data_ptr() - memory.data_ptr()) % ALIGNMENT
+    start = 0 if isinstance(tensor, FakeTensor) else (tensor.data_ptr() - memory.data_ptr()) % ALIGNMENT
     return spec.unpack(memory[start : start + packed.numel()].copy_(packed))
 
 
@@ -203,7 +203,7 @@ def require_numbers(results: Results) -> None:
     """Raise `MismatchError` for a loss or a gradient that is all nan, since equality then proves nothing."""
     grads = {f"gradient {name}": grad for name, grad in results.grads.items()}
     for name, tensor in {"loss": results.loss, **grads}.items():
-        values = None if tensor is None else stored_values(tensor)
+        values = None if tensor is None or isinstance(tensor, FakeTensor) else stored_values(tensor)
         if values is not None and values.is_floating_point() and values.numel() and bool(values.isnan().all()):
             raise MismatchError(
                 f"{name}: got nan on both sides, expected numbers: nan is nan however it was computed, so nothing was "

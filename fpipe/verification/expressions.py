@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import string_at
@@ -37,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fpipe.tensors.torch_private import FakeTensor, TorchDispatchMode, active_fake_mode
+from fpipe.tensors.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, active_fake_mode
 from schedules.status import say
 
 Expression: TypeAlias = int
@@ -61,6 +62,10 @@ TWINS: Final = MappingProxyType({("mkldnn_rnn_layer_backward", 4): 3})
 """The results of operators that equal an earlier one: the gradients of both biases of a recurrent layer."""
 TOLD: Final = 100
 """After how many operators a proof says how far it is."""
+EXACT: Final = 2**53
+"""The largest integer below which floats hold all."""
+MOST_RUNS: Final = 4096
+"""The most separate parts of memory that are followed through a copy."""
 LARGEST_FOLDED: Final = 4096
 """The most elements of a constant that is known by its bytes."""
 
@@ -77,6 +82,14 @@ class ByteRange(NamedTuple):
     at: int
 
 
+class ByteWindow(NamedTuple):
+    """Bytes of an operator's result, or of an input, from `at` on: `dims` has strides and sizes, the smallest first."""
+
+    source: int
+    at: int
+    dims: tuple[tuple[int, int], ...]
+
+
 class Expressions(TorchDispatchMode):
     """The expressions of everything that is computed inside of it.
 
@@ -86,12 +99,13 @@ class Expressions(TorchDispatchMode):
       nothing, and those that are declared.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
         self.numbers: dict[Any, Expression] = {}
         self.operators = 0
         self.memory: dict[int, tuple[StorageWeakRef, list[ByteRange]]] = {}
-        self.inputs: list[bytes] = []
+        self.inputs: list[bytes | None] = []
         self.scalars: dict[Expression, Any] = {}
         self.constants, self.variables = set[int](), set[int]()
 
@@ -141,7 +155,7 @@ class Expressions(TorchDispatchMode):
         known = self.memory.get(storage._cdata)
         if known is None or known[0].expired():  # type: ignore[no-untyped-call]
             size = storage.nbytes()
-            self.inputs.append(string_at(storage.data_ptr(), size) if size else b"")
+            self.inputs.append(None if isinstance(tensor, FakeTensor) else _read_bytes(storage))
             known = self._hold(tensor, [ByteRange(0, size, -len(self.inputs), 0)])
             self.constants.add(len(self.inputs) - 1)
         return known[1]
@@ -151,12 +165,37 @@ class Expressions(TorchDispatchMode):
         self.memory[storage._cdata] = StorageWeakRef(storage), stretches  # type: ignore[no-untyped-call]
         return self.memory[storage._cdata]
 
-    def _content(self, tensor: Tensor) -> tuple[ByteRange, ...]:
+    def _content(self, tensor: Tensor) -> tuple[ByteWindow, ...]:
         """Return what is in a tensor's window: inputs by their bytes."""
-        return tuple(
-            one if one.source >= 0 else one._replace(source=self._input(-one.source - 1, one), at=0)
-            for one in self._read(tensor)
-        )
+        dims, around = _dims(tensor), self._around(tensor)
+        if around is not None and dims is not None and not self._is_known(around):
+            first = _first(tensor)
+            return (self._window(around._replace(start=first, at=around.at + first - around.start), dims),)
+        return _join([self._window(one, ((1, one.end - one.start),)) for one in self._read(tensor)])
+
+    def _window(self, part: ByteRange, dims: tuple[tuple[int, int], ...]) -> ByteWindow:
+        if part.source >= 0:
+            return ByteWindow(part.source, part.at, dims)
+        k = -part.source - 1
+        known = self.inputs[k]
+        if known is None:
+            return ByteWindow(self._number("input", k), part.at, dims)
+        found = known[part.at : part.at + part.end - part.start]
+        return ByteWindow(self._number("input", hashlib.sha256(found).digest()), 0, dims)
+
+    def _around(self, tensor: Tensor) -> ByteRange | None:
+        """Return the stretch that holds all of a tensor; `None` if several do."""
+        first, end = _first(tensor), _end(tensor)
+        return next((one for one in self._stretches(tensor) if one.start <= first < end <= one.end), None)
+
+    def _is_known(self, part: ByteRange) -> bool:
+        """Return whether a stretch is an input that is known by its bytes."""
+        return part.source < 0 and self.inputs[-part.source - 1] is not None
+
+    def _sources(self, tensor: Tensor) -> set[int]:
+        """Return what a tensor's elements are parts of."""
+        around = self._around(tensor)
+        return {one.source for one in self._read(tensor)} if around is None else {around.source}
 
     def _read(self, tensor: Tensor) -> list[ByteRange]:
         """Return the stretches of a tensor's elements, by address, without what is between them."""
@@ -165,10 +204,6 @@ class Expressions(TorchDispatchMode):
             found += [one._replace(start=one.start + place, end=one.end + place) for one in _cut(known, start, end)]
             place += end - start
         return _cut(found, 0, place)
-
-    def _input(self, k: int, part: ByteRange) -> Expression:
-        found = self.inputs[k][part.at : part.at + part.end - part.start]
-        return self._number("input", hashlib.sha256(found).digest())
 
     def _write(self, tensor: Tensor, new: Sequence[ByteRange]) -> None:
         """Put stretches in the place of a tensor's elements."""
@@ -192,7 +227,7 @@ class Expressions(TorchDispatchMode):
     def _move(self, source: Any, target: Tensor) -> None:
         """Record that a tensor was copied: its elements as they are, or what a conversion or rearrangement makes."""
         kinds = [(x.dtype, x.shape, _order(x), x.is_conj(), x.is_neg()) for x in (source, target)]
-        if kinds[0] == kinds[1]:
+        if kinds[0] == kinds[1] and _count_runs(source) <= MOST_RUNS:
             self._write(target, self._read(source))
         else:
             geometry = target.dtype, tuple(target.shape), target.stride(), target.is_conj(), target.is_neg()
@@ -205,7 +240,7 @@ class Expressions(TorchDispatchMode):
         if isinstance(value, list | tuple):
             return tuple(map(self._describe, value))
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return "number", repr(float(value))
+            return "number", _spell(value)
         return value if isinstance(value, str | bool) or value is None else (type(value).__name__, str(value))
 
     def _scalar(self, tensor: Tensor) -> Any:
@@ -215,17 +250,18 @@ class Expressions(TorchDispatchMode):
         (one,) = self._read(tensor)
         if one.source >= 0:
             return self.scalars.get(one.source)
-        if -one.source - 1 in self.variables:
+        known = self.inputs[-one.source - 1]
+        if -one.source - 1 in self.variables or known is None:
             return None
-        data = self.inputs[-one.source - 1][one.at : one.at + tensor.element_size()]
-        return "number", repr(float(struct.unpack(FORMATS[tensor.dtype], data)[0]))
+        data = known[one.at : one.at + tensor.element_size()]
+        return "number", _spell(struct.unpack(FORMATS[tensor.dtype], data)[0])
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator; record the expressions of its results, and of what it wrote."""
         kwargs = kwargs or {}
-        if active_fake_mode() is not None or any(issubclass(kind, FakeTensor) for kind in types):  # a model is recorded
+        if active_fake_mode() is not None or self._is_recorded(types, args, kwargs):  # a model is recorded
             return func(*args, **kwargs)
         self.operators += 1
         if self.operators % TOLD == 0:
@@ -234,11 +270,12 @@ class Expressions(TorchDispatchMode):
         keys = [self._key(one) for one in call.parts()]
         is_constant = self._depends_on_nothing(call)
         result = func(*args, **kwargs)
+        values = self._compute(func, call, args, kwargs, result) if is_constant else ()
         if call.written:
             for k, (tensor, own) in enumerate(zip(call.written, keys, strict=True)):
                 if call.name == "copy":
                     self._move(call.given["src"], tensor)
-                elif not (is_constant and self._fold(tensor)):
+                elif not (is_constant and self._fold(tensor, tensor)):
                     self._assign(tensor, self._number(*own, 0 if len(keys) > 1 else k))
             return result
         known = {one.untyped_storage()._cdata for one in _tensors((*args, *kwargs.values()))}
@@ -246,10 +283,17 @@ class Expressions(TorchDispatchMode):
             if (
                 isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in known
             ):  # else it is a view, or a result that is returned twice
-                if not (is_constant and self._fold(tensor)):
+                if not (values and self._fold(tensor, values[k])):
                     self._make(call, keys[0], k, tensor)
                 known.add(tensor.untyped_storage()._cdata)
         return result
+
+    def _is_recorded(self, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether an operator has fakes of another mode."""
+        if not any(issubclass(kind, FakeTensor) for kind in types):
+            return False
+        fakes = [one for one in _tensors((*args, *kwargs.values())) if isinstance(one, FakeTensor)]
+        return any(one.fake_mode is not self.mode for one in fakes)
 
     def _depends_on_nothing(self, call: OperatorCall) -> bool:
         """Return whether the results of an operator are the same for all inputs."""
@@ -259,21 +303,56 @@ class Expressions(TorchDispatchMode):
         return call.name in READ_METADATA or all(map(self._is_constant, _tensors(read)))
 
     def _is_constant(self, tensor: Tensor) -> bool:
-        return self._scalar(tensor) is not None or all(-one.source - 1 in self.constants for one in self._read(tensor))
+        return self._scalar(tensor) is not None or all(
+            -source - 1 in self.constants for source in self._sources(tensor)
+        )
 
-    def _fold(self, tensor: Tensor) -> bool:
-        """Record that a tensor is a constant, known by its bytes like an input; return false if it is large."""
-        if tensor.numel() > LARGEST_FOLDED or not tensor.numel():
+    def _compute(
+        self, func: Any, call: OperatorCall, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> Sequence[Any]:
+        """Return the results of an operator on constants; of fakes, those on the values of these. Empty if unknown."""
+        made = result if isinstance(result, tuple | list) else (result,)
+        if not any(isinstance(one, FakeTensor) for one in made):
+            return made
+        if call.written:
+            return ()
+        known = {id(one): self._value_of(one, call) for one in _tensors((*args, *kwargs.values()))}
+        if any(one is None for one in known.values()):
+            return ()
+        given: Any = (tuple(args), dict(kwargs))
+        given = optree.tree_map(lambda one: known.get(id(one), one), given, none_is_leaf=True)
+        found = func(*given[0], **given[1])
+        return found if isinstance(found, tuple | list) else (found,)
+
+    def _value_of(self, tensor: Tensor, call: OperatorCall) -> Tensor | None:
+        """Return a constant with its value; `None` for a large one, and for one with gaps in its memory."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor.numel() > LARGEST_FOLDED:
+            return None
+        if call.name in READ_METADATA:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        number = self._scalar(tensor)
+        if number is not None:
+            return torch.tensor(float(number[1]), dtype=tensor.dtype)
+        dims = _dims(tensor)
+        if dims is None or len(dims) > 1:
+            return None
+        parts = [(self.inputs[-one.source - 1], one) for one in self._read(tensor)]
+        data = b"".join([known[one.at : one.at + one.end - one.start] for known, one in parts if known is not None])
+        return torch.frombuffer(bytearray(data), dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def _fold(self, tensor: Tensor, value: Tensor) -> bool:
+        """Record that a tensor is a constant, known by the bytes of its value; return false if it is large."""
+        if tensor.numel() > LARGEST_FOLDED or not tensor.numel() or isinstance(value, FakeTensor):
             return False
-        runs, start = _runs(tensor), tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
+        runs, start = _runs(value), value.data_ptr() - int(value.storage_offset()) * value.element_size()
         self.constants.add(len(self.inputs))
-        self.inputs.append(b"".join(string_at(start + first, end - first) for first, end in runs))
-        if (
-            tensor.untyped_storage()._cdata not in self.memory
-            or len(self.inputs[-1]) == tensor.untyped_storage().nbytes()
-        ):
+        data = b"".join(string_at(start + first, end - first) for first, end in runs)
+        self.inputs.append(data)
+        if tensor.untyped_storage()._cdata not in self.memory or len(data) == tensor.untyped_storage().nbytes():
             self._hold(tensor, [ByteRange(0, tensor.untyped_storage().nbytes(), -len(self.inputs), 0)])
-        self._write(tensor, [ByteRange(0, len(self.inputs[-1]), -len(self.inputs), 0)])
+        self._write(tensor, [ByteRange(0, len(data), -len(self.inputs), 0)])
         return True
 
     def _key(self, call: OperatorCall) -> tuple[Any, ...]:
@@ -380,6 +459,11 @@ class OperatorCall(NamedTuple):
                 yield name, value
 
 
+def _read_bytes(storage: Any) -> bytes:
+    size: int = storage.nbytes()
+    return string_at(storage.data_ptr(), size) if size else b""
+
+
 def operands(meaning: Any) -> list[Expression]:
     """Return the expressions of which one is made."""
     if meaning[0] == "value":
@@ -409,11 +493,16 @@ def show(meaning: Any) -> str:
     if meaning[0] == "value":
         return f"{str(meaning[2]).removeprefix('torch.')}{list(meaning[3])} of strides {list(meaning[4])}"
     if meaning[0] == "input":
-        return f"an input of digest {meaning[1].hex()[:8]}"
+        return f"an input of digest {meaning[1].hex()[:8]}" if isinstance(meaning[1], bytes) else f"input {meaning[1]}"
     if meaning[0] in ("scalar", "copy"):
         return f"a copy as {str(meaning[1]).removeprefix('torch.')}" if meaning[0] == "copy" else str(meaning[1])
     others = [f"{key}={value}" for key, value in meaning[2] if key != "operands" and "tensor" not in str(value)]
     return f"{meaning[0]}({', '.join(others)})" + (f" number {meaning[-1]}" if meaning[-1] else "")
+
+
+def _spell(number: float) -> str:
+    """Return a number as text, the same for equal numbers; an integer that no float equals, as it is."""
+    return repr(float(number)) if abs(number) <= EXACT or isinstance(number, float) else repr(number)
 
 
 def _round(described: Any) -> Any:
@@ -446,6 +535,59 @@ def _runs(tensor: Tensor) -> list[tuple[int, int]]:
     for stride, n in dims:
         starts = [start + k * stride for start in starts for k in range(n)]
     return [(start * size, (start + block) * size) for start in sorted(set(starts))]
+
+
+def _first(tensor: Tensor) -> int:
+    """Return where the bytes of a tensor begin in its memory."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _end(tensor: Tensor) -> int:
+    """Return where the bytes of a tensor end in its memory."""
+    if not tensor.numel():
+        return _first(tensor)
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return _first(tensor) + (last + 1) * tensor.element_size()
+
+
+def _count_runs(tensor: Tensor) -> int:
+    """Return in how many separate parts of memory a tensor is, at most."""
+    dims = _dims(tensor)
+    return len(_runs(tensor)) if dims is None else math.prod(n for _, n in dims[1:])
+
+
+def _dims(tensor: Tensor) -> tuple[tuple[int, int], ...] | None:
+    """Return strides and sizes of a tensor's bytes, smallest first; `None` if elements overlap, or there are none."""
+    size = tensor.element_size()
+    if not tensor.numel():
+        return None
+    pairs = sorted((stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n != 1 and stride)
+    found = [(1, size)]
+    for stride, n in pairs:
+        before, count = found[-1]
+        if stride * size < before * count:
+            return None
+        found[-1:] = [(before, count * n)] if stride * size == before * count else [found[-1], (stride * size, n)]
+    return tuple(found)
+
+
+def _join(pieces: list[ByteWindow]) -> tuple[ByteWindow, ...]:
+    """Return pieces as one, if they are all of one source, and regular."""
+    lengths = {(one.source, one.dims) for one in pieces}
+    if len(pieces) < 2 or len(lengths) > 1:
+        return tuple(pieces)
+    ats, dims = [one.at for one in pieces], list(pieces[0].dims)
+    while len(ats) > 1:
+        stride, count = ats[1] - ats[0], 1
+        while count < len(ats) and ats[count] - ats[0] == count * stride:
+            count += 1
+        firsts = ats[::count]
+        expected = [first + k * stride for first in firsts for k in range(count)]
+        if expected != ats or stride < dims[-1][0] * dims[-1][1]:
+            return tuple(pieces)
+        dims.append((stride, count))
+        ats = firsts
+    return (ByteWindow(pieces[0].source, pieces[0].at, tuple(dims)),)
 
 
 def _cut(stretches: Sequence[ByteRange], start: int, end: int) -> list[ByteRange]:

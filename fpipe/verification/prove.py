@@ -10,7 +10,8 @@ Runs when `prove` is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -21,12 +22,16 @@ from torch import Tensor, nn
 from fpipe.errors import InputError
 from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.record.front_ends.parts import as_module
 from fpipe.tensors.placed import require_plain
+from fpipe.tensors.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from fpipe.verification.comparison import Results, list_pairs
 from fpipe.verification.expressions import Expressions
-from fpipe.verification.verify import Trial, verify_steps
+from fpipe.verification.stand_ins import has_no_values, make_stand_ins
+from fpipe.verification.verify import Trial, read_state, verify_steps
+from schedules.proof.interpreter import prove as prove_program
 from schedules.status import showing
 
 NOISE: Final = 2.0**-10
@@ -47,6 +52,8 @@ class Proof:
     - `unproved`: per leaf, against which of them, and the operators at which the expressions differ. That is no proof
       that bits differ.
     - `operators`, `expressions`: how many ran in all three, and how many different ones there are.
+    - `microbatches`: how many the batch had, and how many the pipeline's schedule has. If these are more, its program
+      is shown to be whole on formulas of its stages, whose functions are those of the fewer ones.
     """
 
     reference: tuple[str, ...]
@@ -54,6 +61,7 @@ class Proof:
     unproved: tuple[tuple[str, str, str], ...]
     operators: int
     expressions: int
+    microbatches: tuple[int, int]
 
     @property
     def is_complete(self) -> bool:
@@ -66,12 +74,18 @@ class Proof:
             f"{len(self.reference)} results of a step are, for every input, those of the captured model on one device",
             f"{len(self.eager)} of them those of your module run eagerly"
             + ("" if self.eager or self.unproved else ": it draws random numbers, so it was not compared"),
-            f"{self.operators} operators ran, of {self.expressions} expressions",
+            f"{self.operators} operators ran, of {self.expressions} expressions, in {self._describe_microbatches()}",
             *[f"not proved: {leaf}, against {other}: {why}" for leaf, other, why in self.unproved],
             "assumed:",
             *[f"- {one}" for one in ASSUMED],
         ]
         return "\n".join(lines)
+
+    def _describe_microbatches(self) -> str:
+        ran, scheduled = self.microbatches
+        if ran == scheduled:
+            return f"{ran} microbatches"
+        return f"{ran} microbatches; the program of all {scheduled} is whole on formulas of the same stages"
 
 
 @showing("prove")
@@ -92,8 +106,12 @@ def prove(
     `print(proof)` is a page with what is proved, what could not be, and what is assumed. Takes a few times as long as
     `fpipe.verify`, which compares bits; run both.
 
-    Raise `InputError` for a pipeline whose ranks are other processes, for one on an accelerator or with DTensors, and
-    for what `verify` refuses.
+    A model on the meta device, of any size, is proved without values: nothing is computed. A batch of a few rows is
+    enough, since a step with fewer microbatches has the same stages; the schedule's own program is then shown to be
+    whole on formulas.
+
+    Raise `InputError` for a pipeline whose ranks are other processes, for one on an accelerator or with DTensors, for a
+    model on meta that asks for values, and for what `verify` refuses.
 
     >>> import torch, fpipe
     >>> from schedules import zb_h1
@@ -109,12 +127,13 @@ def prove(
         module = as_module(model)
         trial = Trial(pipe, module, (inputs, targets), 0)
         trial.agree(1, seed, True, True)
-    params, buffers = (_tell_apart(state) for state in pipe.init(module))
-    ledger, claims = Expressions(), ProofLedger()
-    leaves: list[Any] = optree.tree_leaves(cast("Any", (params, buffers, inputs, targets)))
+    trial, params, buffers, mode = _take_values(trial)
+    ledger, claims = Expressions(mode), ProofLedger()
+    leaves: list[Any] = optree.tree_leaves(cast("Any", (params, buffers, trial.batch)))
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    verify_steps(trial._replace(compare=lambda *given: 0), params, buffers, seed, 1)  # so that all plans are made
-    with ledger:
+    if mode is None:  # make all plans; on fakes, nothing of that is taken for a step
+        verify_steps(trial._replace(compare=lambda *given: 0), params, buffers, seed, 1)
+    with ledger, _refusing_questions():
         ledger.declare(given)
         verify_steps(trial._replace(compare=claims.compare(ledger)), params, buffers, seed, 1)
     proved, unproved = claims.proved, tuple(claims.unproved)
@@ -124,7 +143,42 @@ def prove(
         unproved,
         ledger.operators,
         len(ledger.numbers),
+        _prove_rest(trial),
     )
+
+
+def _take_values(trial: Trial) -> tuple[Trial, State, State, FakeTensorMode | None]:
+    """Return the trial with values, and parameters and buffers; without any, fakes, and their mode."""
+    if not has_no_values(trial.module):
+        params, buffers = (_tell_apart(state) for state in trial.pipe.init(trial.module))
+        return trial, params, buffers, None
+    mode, module, batch = make_stand_ins(trial.module, trial.batch)
+    params, buffers = read_state(module)
+    for mine, p in zip(params.values(), module.parameters(), strict=True):
+        mine.requires_grad_(p.requires_grad)
+    return trial._replace(module=module, batch=batch), params, buffers, mode
+
+
+@contextmanager
+def _refusing_questions() -> Iterator[None]:
+    """Raise `InputError` for code that asks for values of fakes."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise InputError(
+            f"model: got one on meta that asks for the values of a tensor ({error}), expected one that does not, or "
+            "one with values. Prove a smaller one of its kind, with values."
+        ) from error
+
+
+def _prove_rest(trial: Trial) -> tuple[int, int]:
+    """Return how many microbatches the batch has, and how many the schedule; if more, prove its program on formulas."""
+    pipe, schedule = trial.pipe, trial.pipe.schedule
+    with suspend_autocast(trial.variant) as variant:
+        signature = pipe.batch(variant, *trial.batch).signature
+    if signature.microbatches < schedule.microbatches:
+        prove_program(schedule, pipe.training.assembly.graph)
+    return signature.microbatches, schedule.microbatches
 
 
 class ProofLedger:

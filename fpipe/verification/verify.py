@@ -33,6 +33,7 @@ from fpipe.tensors import random
 from fpipe.tensors.arguments import require_integer
 from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.placed import Placed, local_part, whole_tensor, wrap_state
+from fpipe.tensors.torch_private import FakeTensor
 from fpipe.tensors.tree import flatten
 from fpipe.verification.comparison import (
     Results,
@@ -247,7 +248,7 @@ def lend_state(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping
     before = [(tensor, tensor.data) for _, tensor in seats]
     for name, tensor in seats:
         value = local_part(values[name])
-        if tensor.data_ptr() != value.data_ptr():
+        if not isinstance(value, FakeTensor) and tensor.data_ptr() != value.data_ptr():
             tensor.data = value.detach().clone()
     try:
         yield

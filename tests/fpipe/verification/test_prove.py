@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A proof says that a step is the same expression as on one device, finds what equal bits hide, and is never wrong."""
 
+import copy
+
+import optree
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import fpipe
 from fpipe.stages.stage import ModelStage
 from fpipe.tensors.tree import same_bits
 from fpipe.verification.expressions import Expressions
-from schedules import dualpipe, gpipe, one_f_one_b, pipedream, recompute, zb_h1, zb_v
+from schedules import ProgramError, dualpipe, gpipe, one_f_one_b, pipedream, recompute, zb_h1, zb_v
 from tests.common.cases import WIDTH, mse
 from tests.common.running import build
 from tests.common.sizes import few, sampled
@@ -289,9 +292,12 @@ def test_lemmas_are_those_that_are_stated():
         lambda: x.sum(1),
         lambda: x * 2.5,
     ]
+    ids = torch.arange(3)
+    different += [lambda k=k: ids + k for k in (2**53, 2**53 + 1)]
+    different += [lambda k=k: ids * torch.tensor(k) for k in (2**53, 2**53 + 1)]
     ledger = Expressions()
     with ledger:
-        ledger.declare([x, y])
+        ledger.declare([x, y, ids])
         found = [(ledger.value(form()), ledger.value(other())) for form, other in alike]
         numbers = {ledger.value(one()) for one in different}
     assert all(mine == theirs for mine, theirs in found)
@@ -299,7 +305,84 @@ def test_lemmas_are_those_that_are_stated():
     assert not numbers & {mine for mine, _ in found}
 
 
+# ----------------------------------------------------------------------------------------------------- Without values
+
+
+def lose_values(leaf):
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+
+def without_values(model):
+    """Return a copy on meta, with the same tensors tied."""
+    tensors = [*model.parameters(), *model.buffers()]
+    held = {id(one): one.detach().to("meta").requires_grad_(one.requires_grad) for one in tensors}
+    parameters = {id(p): nn.Parameter(held[id(p)], p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, {**held, **parameters})
+
+
+@sampled(6)
+@pytest.mark.parametrize("backward", ["graph", "autograd"])
+@pytest.mark.parametrize("name", ZOO)
+def test_a_model_on_meta_is_proved_like_one_with_values(name, backward):
+    case = ZOO[name]
+    pipe, model, inputs, targets = build(case, zb_h1(2, 4), 8, capture="trace", backward=backward)
+    wanted = fpipe.prove(pipe, model, inputs, targets, seed=3)
+    shadow = without_values(model)
+    given = [optree.tree_map(lose_values, tree) for tree in (inputs, targets)]
+    pipe = fpipe.pipeline(
+        shadow,
+        example=given[0],
+        targets=given[1],
+        loss=case.loss,
+        schedule=zb_h1(2, 4),
+        cuts=case.at(2),
+        gradients=fpipe.Gradients(backward=backward),
+    )
+    found = fpipe.prove(pipe, shadow, *given, seed=3)
+    assert (found.reference, found.eager, found.unproved) == (wanted.reference, wanted.eager, ())
+    assert all(p.is_meta for p in shadow.parameters())
+
+
+def test_few_rows_prove_the_stages_and_formulas_the_program(monkeypatch):
+    with torch.device("meta"):
+        model, x = nn.Sequential(*[nn.Linear(2**20, 2**20) for _ in range(4)]), torch.empty(64, 2**20)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=zb_h1(4, 64))
+    found = fpipe.prove(pipe, model, (x[:2],))
+    assert found.is_complete
+    assert found.microbatches == (2, 64)
+    assert "in 2 microbatches; the program of all 64 is whole on formulas" in str(found)
+    monkeypatch.setattr(type(pipe.schedule), "actions", skipping(type(pipe.schedule).actions))
+    with pytest.raises(ProgramError):
+        fpipe.prove(pipe, model, (x[:2],))
+
+
+def skipping(function):
+    """A schedule that leaves out a weight gradient of a late microbatch."""
+    return lambda self, rank: (one for one in function(self, rank) if str(one) != "1W40")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_not_proved_without_values_either(fault, monkeypatch):
+    name = {"a buffer that is not passed on": "normalised", "another key": "dropping"}.get(fault, "mlp")
+    where, change = FAULTS[fault]
+    case = ZOO[name]
+    _, model, inputs, targets = build(case, one_f_one_b(2, 4), 8, capture="trace")
+    given = [optree.tree_map(lose_values, tree) for tree in (inputs, targets)]
+    shadow = without_values(model)
+    how = {"loss": case.loss, "schedule": one_f_one_b(2, 4), "cuts": case.at(2)}
+    how["gradients"] = fpipe.Gradients(backward="autograd")
+    monkeypatch.setattr(ModelStage, where, change(getattr(ModelStage, where)))
+    pipe = fpipe.pipeline(shadow, example=given[0], targets=given[1], **how)
+    assert not fpipe.prove(pipe, shadow, *given, seed=3).is_complete
+
+
 # --------------------------------------------------------------------------------------------------------- Refusals
+
+
+class Asking(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if y.sum() > 0 else -y
 
 
 def test_what_cannot_be_proved_is_refused():
@@ -311,9 +394,10 @@ def test_what_cannot_be_proved_is_refused():
     with pytest.raises(fpipe.InputError, match="seed: got none"):
         fpipe.prove(pipe, model, inputs, targets)
     with torch.device("meta"):
-        model, x = nn.Linear(WIDTH, WIDTH), torch.empty(4, WIDTH)
-    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(1, 2))
-    with pytest.raises(fpipe.InputError, match="got a tensor on the meta device, expected values"):
+        model, x = Asking(WIDTH, WIDTH), torch.empty(4, WIDTH)
+    how = {"recording": fpipe.Recording(unsplittable=Asking), "schedule": gpipe(1, 2)}
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, **how)
+    with pytest.raises(fpipe.InputError, match="model: got one on meta that asks for the values of a tensor"):
         fpipe.prove(pipe, model, (x,))
     pipe, model, inputs, targets = build(ZOO["mlp"], pipedream(2, 1), 2, capture="trace")
     with pytest.raises(fpipe.InputError, match="which updates weights while microbatches are in flight"):
