@@ -14,7 +14,7 @@ author = "the fpipe authors"
 project_copyright = "the fpipe authors, Apache License 2.0"
 release = version = fpipe.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings", "gallery"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings"]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3

@@ -28,6 +28,18 @@ PICTURE = DOCS / "pictures" / "timelines.svg"
 SHELL = (DOCS / "command_line.md").read_text()
 CHOOSING = (DOCS / "which_schedule.md").read_text()
 WRITING = (DOCS / "writing_schedules.md").read_text()
+GALLERY = (DOCS / "gallery.md").read_text()
+
+
+def load(path):
+    """Return a script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+draw_gallery = load(DOCS / "draw_gallery.py")
 
 
 def blocks(page, language="python"):
@@ -255,8 +267,14 @@ def test_the_reference_has_nothing_else():
 
 
 def test_the_gallery_has_every_schedule():
-    shown = re.findall(r"^```\{timeline\} (\w+)\(", (DOCS / "gallery.md").read_text(), re.MULTILINE)
-    assert sorted(shown) == sorted(families.__all__)
+    assert sorted(draw_gallery.ENTRY.findall(GALLERY)) == sorted(families.__all__)
+
+
+@sampled(4)
+@pytest.mark.parametrize("name", families.__all__)
+def test_the_gallery_shows_what_the_simulator_says(name):
+    assert draw_gallery.describe(name) in GALLERY
+    assert (draw_gallery.PICTURES / f"{name}.svg").read_text() == draw_gallery.draw(name)
 
 
 def test_every_page_is_in_a_table_of_contents():
