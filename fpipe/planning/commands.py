@@ -71,7 +71,7 @@ def print_plan(options: argparse.Namespace) -> int:
         print(fill(line, max(width, 40), subsequent_indent=" " * 14))
     print(f"  planned     in {monotonic() - start:.1f} s")
     print()
-    print(drawing.text(found.schedule, columns=width))
+    print(drawing.text(found.schedule))
     if options.save is not None:
         found.save(options.save)
     if options.page is not None:

@@ -65,7 +65,7 @@ def draw(options: argparse.Namespace) -> int:
     timelines = {one.title: lambda: spans(schedule, costs)}
     if write_files(options, timelines, schedule.graph, schedule, fit(sizes_of(options), schedule)):
         return 0
-    print(drawing.text(schedule, costs, None, terminal_width(sys.maxsize), choose_paint()))
+    print(drawing.text(schedule, costs, paint=choose_paint()))
     if is_terminal():
         kinds = {action.kind for rank in range(schedule.ranks) for action in schedule.actions(rank)}
         print(f"\n{drawing.legend(kinds, choose_paint())}")

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from schedules import drawing
 from schedules.analysis.simulation import simulate, spans
 from schedules.commands.options import costs_of, fit, parse_number, sizes_of, subject_of
 from schedules.commands.output_files import write_files
-from schedules.commands.terminal import choose_paint, terminal_width
+from schedules.commands.terminal import choose_paint
 from schedules.errors import SizeError
 from schedules.language.schedule import Schedule
 from schedules.playing.problem import Problem
@@ -54,7 +53,7 @@ def report_search(options: argparse.Namespace) -> int:
     print(f"{schedule!r} takes {timeline.makespan:g}\n")
     timelines = {str(found.origin): lambda: spans(found.schedule, costs)}
     if not write_files(options, timelines, found.schedule.graph, found.schedule, sizes):
-        print(drawing.text(found.schedule, costs, None, terminal_width(sys.maxsize), choose_paint()))
+        print(drawing.text(found.schedule, costs, paint=choose_paint()))
     return 0
 
 

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
 from math import ceil, floor
-from sys import maxsize
+from shutil import get_terminal_size
 from typing import Final, NamedTuple, TypeAlias
 
 from schedules.analysis.simulation import spans
@@ -33,7 +34,7 @@ def text(
     schedule: Schedule,
     costs: Costs = Costs(),
     graph: Graph | None = None,
-    columns: int = maxsize,
+    columns: int | None = None,
     paint: Paint = plain,
     error: ScheduleError | None = None,
 ) -> str:
@@ -41,8 +42,9 @@ def text(
 
     With one stage per rank, a cell reads `F3`, forward of microbatch 3; otherwise `1F3`, on stage 1. `F3.0` is a slice,
     and `F3&` a forward that overlaps with the action after it. An action that takes no time is a lowercase letter at
-    the end of the cell in which it happens, as in `B3 u`. Lines longer than `columns` characters are broken into blocks
-    of time, one below the other. Actions of a rank that overlap in time take extra lines, and so do its collectives.
+    the end of the cell in which it happens, as in `B3 u`. Lines longer than `columns` characters, by default those of
+    the terminal if the output goes to one, are broken into blocks of time, one below the other. Actions of a rank that
+    overlap in time take extra lines, and so do its collectives.
 
     If the ranks deadlock, or at `error` if that is given, the picture ends with `!` after the offending action and the
     reason below. Ranks that deadlock along a chain may not do so along the schedule's actual stage graph: pass it, or
@@ -60,7 +62,7 @@ def text(
     rank 1 |B1    .  .  |
     """
     require_types(text, locals())
-    _require_columns("text", columns)
+    columns = _choose_columns("text", columns)
     given = error
     timeline, error = _simulate_until_error(schedule, costs, graph, error)
     drawn = make_strip(timeline, map(schedule.placement.stages_on, range(schedule.ranks)))
@@ -76,7 +78,7 @@ def text(
 _CHAIN = "\nThis is along a chain of stages. For another stage graph, print connect(schedule, graph)."
 
 
-def texts(timelines: Mapping[str, Iterable[Span]], columns: int = maxsize, paint: Paint = plain) -> str:
+def texts(timelines: Mapping[str, Iterable[Span]], columns: int | None = None, paint: Paint = plain) -> str:
     """Return the pictures of `timelines`, keyed by name, one below the other on a common time scale.
 
     They look like those of `text`. Every timeline begins at 0, a cell is the time of the shortest action in any of
@@ -92,7 +94,7 @@ def texts(timelines: Mapping[str, Iterable[Span]], columns: int = maxsize, paint
     rank 0 |F0 -  -  -  B0    |
     """
     require_types(texts, locals())
-    _require_columns("texts", columns)
+    columns = _choose_columns("texts", columns)
     strips = {name: make_strip(spans) for name, spans in timelines.items()}
     units = [drawn.unit for drawn in strips.values() if drawn.compute_spans]
     labels = [label for drawn in strips.values() for label in _labels(drawn)]
@@ -100,9 +102,13 @@ def texts(timelines: Mapping[str, Iterable[Span]], columns: int = maxsize, paint
     return _fold({name: _draw_timeline(drawn, grid, None) for name, drawn in strips.items()}, grid, columns, paint)
 
 
-def _require_columns(function: str, columns: int) -> None:
+def _choose_columns(function: str, columns: int | None) -> int:
+    if columns is None:
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        return max(1, get_terminal_size().columns) if is_terminal else sys.maxsize
     if columns < 1:
-        raise SizeError.of(function, "columns", columns, "an integer of at least 1", "Leave it out for lines unbroken.")
+        raise SizeError.of(function, "columns", columns, "an integer of at least 1", "Leave it out for those that fit.")
+    return columns
 
 
 def _simulate_until_error(

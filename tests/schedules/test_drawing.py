@@ -5,6 +5,7 @@ import json
 import re
 from itertools import combinations
 from math import inf, nan
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -393,6 +394,17 @@ def transfers(timeline, graph):
             maker = makers.get((token, span.action.slice))
             if maker and token[1] != span.action.stage and maker.rank != span.rank:
                 yield str(maker.action), str(span.action)
+
+
+def test_a_text_fits_the_terminal(monkeypatch):
+    how = one_f_one_b(2, 8)
+    unbroken = text(how)
+    monkeypatch.setattr("schedules.drawing.lines.sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
+    monkeypatch.setenv("COLUMNS", "40")
+    for fitting in (text(how), str(how), texts({"": list(spans(how, Costs()))})):
+        assert max(map(len, fitting.splitlines())) <= 40
+    assert text(how) == text(how, columns=40) != unbroken
+    assert text(how, columns=1000) == unbroken
 
 
 # ------------------------------------------------------------------------------------------------ pictures for print
