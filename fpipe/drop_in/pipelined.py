@@ -137,7 +137,6 @@ class Pipelined(nn.Module):
         self._root = (root,)  # in a tuple, so that it is no submodule
         if pipe.schedule.ranks > 1:
             watch_norms(self)
-        if self._is_share:
             watch_optimizers(self)
 
     @property
@@ -215,7 +214,7 @@ class Pipelined(nn.Module):
                 raise
             root = vars(self)["_root"][0]
             value = getattr(root, name)
-            is_method = self._is_share and isinstance(value, MethodType) and value.__self__ is root
+            is_method = self.pipe.schedule.ranks > 1 and isinstance(value, MethodType) and value.__self__ is root
             return _without_modules(value, root) if is_method else value
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

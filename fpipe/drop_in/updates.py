@@ -2,12 +2,13 @@
 """Check that an optimizer may update a rank's share of the parameters without the others.
 
 Problem. A script for one device chooses its optimizer. Some combine all parameters, as Lamb does to clip by a norm.
-On one rank's share, each rank would compute other numbers, and nobody would notice.
+On one rank's share, each rank would compute other numbers, and nobody would notice. What one process refuses, and what
+it accepts, several do.
 
 Idea. An optimizer's first step on such parameters is preceded by a trial of its class with its options
 (`fpipe.training.trial`). Those of torch need none.
 
-Runs before each step of an optimizer, while there is a module that holds a share; the trial, once per optimizer.
+Runs before each step of an optimizer, while there is a module of several ranks; the trial, once per optimizer.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def require_independent(optimizer: Optimizer) -> None:
     elif not found:
         raise InputError(
             f"optimizer.step(): got {cls.__name__}, which updates a parameter otherwise if there are others, expected "
-            "an optimizer that updates each from its own gradient and state: this process holds a share of the "
-            "parameters. Turn off what combines them (a norm: call model.clip_grad_norm_ before), choose another "
-            "optimizer, or train on one process."
+            "an optimizer that updates each from its own gradient and state: each rank updates its share of the "
+            "parameters. Turn off what combines them (a norm: call model.clip_grad_norm_ before), or choose "
+            "another optimizer."
         )

@@ -28,8 +28,6 @@ from queue import SimpleQueue
 from threading import Timer
 from typing import NamedTuple
 
-from tests.common.options import grouped
-
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
@@ -231,9 +229,9 @@ def make_schedule(drill: Drill) -> Schedule:
 def build(drill: Drill):
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    how, options = make_schedule(drill), {}
+    how, place = make_schedule(drill), fpipe.Place()
     if drill.schedule == ON_A_MESH:
-        options = {"mesh": init_device_mesh("cpu", (2, how.ranks), mesh_dim_names=("dp", "pp")), "dp": "dp"}
+        place = fpipe.Place(mesh=init_device_mesh("cpu", (2, how.ranks), mesh_dim_names=("dp", "pp")), dp="dp")
     model = nn.Sequential(*[Trapped() for _ in range(how.stages)])
     x, y = torch.randn(2, ROWS, WIDTH)
     pipe = fpipe.pipeline(
@@ -243,7 +241,9 @@ def build(drill: Drill):
         loss=loss,
         schedule=how,
         cuts=[str(s) for s in range(1, how.stages)],
-        **grouped({"output_dims": join, "whole": [*map(str, range(how.stages)), "loss"], **options}),
+        microbatching=fpipe.Microbatching(output_dims=join),
+        recording=fpipe.Recording(whole=[*map(str, range(how.stages)), "loss"]),
+        place=place,
     )
     return pipe, model, x, y
 

@@ -214,3 +214,47 @@ def test_a_forward(what):
     call, words = FORWARDS[what]
     with pytest.raises(InputError, match=words):
         call(make(net(0.5)))
+
+
+# ------------------------------------------------------ One process refuses what several would, so that it predicts them
+
+
+class Clipped(torch.optim.SGD):
+    """Clips by the norm of all gradients that it has."""
+
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        for grad in grads:
+            grad.mul_(1 / max(1.0, norm.item()))
+        return super().step(closure)
+
+
+def test_an_optimizer_that_combines_parameters():
+    model = make()
+    model(X, targets=Y).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(InputError, match="got Clipped, which updates a parameter otherwise if there are others"):
+        Clipped(model.parameters(), lr=0.1).step()
+    assert all(map(torch.equal, before, [p.detach() for p in model.parameters()]))
+    torch.optim.AdamW(model.parameters()).step()
+
+
+class Talking(nn.Sequential):
+    def answer(self, x):
+        return self(x).argmax(-1)
+
+    def count(self):
+        return len(self)
+
+
+def test_a_method_that_runs_the_model():
+    model = Talking(nn.Linear(4, 4), nn.Linear(4, 2))
+    x = torch.ones(4, 4)
+    how = one_f_one_b(ranks=2, microbatches=2)
+    whole = fpipe.Pipelined(model, loss=lambda out: out.sum(), example=(x,), schedule=how)
+    with pytest.raises(InputError, match=r"answer: got a call of \w+ in it, .*fpipe.generate"):
+        whole.answer(x)
+    assert whole.count() == 2
+    alone = fpipe.Pipelined(model, loss=lambda out: out.sum(), example=(x,), schedule=one_f_one_b(1, 2))
+    assert alone.answer(x).shape == (4,)

@@ -168,8 +168,9 @@ def test_printed():
     pipe, *_ = pipeline()
     lines = str(pipe).splitlines()
     second = lines[lines.index("stage 1 on rank 1") :]
-    assert second[3:8] == [
+    assert second[3:9] == [
         "  buffers     1 (4 B)",
+        "  reads       inputs[1]",
         "  computes    100 B once a step, 50 B per microbatch, from inputs[1]",
         "                float32[5, 5]  as in the model itself, once a step",
         "                bool[2, 5, 5]  as in the model itself, per microbatch",
