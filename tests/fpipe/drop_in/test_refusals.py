@@ -216,7 +216,7 @@ def test_a_forward(what):
         call(make(net(0.5)))
 
 
-# ------------------------------------------------------ One process refuses what several would, so that it predicts them
+# --------------------------------------------------- One process refuses what several would, so that it predicts them
 
 
 class Clipped(torch.optim.SGD):
