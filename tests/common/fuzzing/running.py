@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -33,12 +34,23 @@ SUBJECTS: Final[Mapping[str, Callable[[], Subject]]] = MappingProxyType(
 )
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep warnings of fpipe out of the log."""
+    logger = logging.getLogger("fpipe")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def find_failures(subject: Subject, seeds: Iterable[int], ends: Counter[str]) -> Iterator[tuple[int, Exception]]:
     """Yield the seeds of a subject that do not end as promised, each with the error; count how the others end."""
-    logging.getLogger("fpipe").setLevel(logging.ERROR)
     for seed in seeds:
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), quiet():
                 warnings.simplefilter("error")
                 ends[subject.try_one(seed)] += 1
         except Exception as error:
