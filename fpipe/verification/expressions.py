@@ -30,6 +30,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import string_at
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -383,6 +384,40 @@ class Expressions(TorchDispatchMode):
             self._move(call.given["self"], tensor)
 
 
+class OperatorSignature(NamedTuple):
+    """Everything about an operator that no call changes: names and defaults of arguments, and which it writes."""
+
+    name: str
+    overload: str
+    names: tuple[str, ...]
+    writes: tuple[str, ...]
+    outs: frozenset[str]
+    defaults: Mapping[str, Any]
+    draws: bool
+
+
+@cache  # reading a schema takes longer than the rest of a call
+def _signature(func: Any) -> OperatorSignature:
+    declared, overload = func._schema.arguments, func._schema.overload_name
+    space, _, name = func._schema.name.partition("::")
+    writes = [one for one in declared if one.alias_info is not None and one.alias_info.is_write]
+    if name.removesuffix("_") in IN_PLACE_VIEWS:
+        writes = []
+    if any(one.is_out for one in writes):
+        overload = overload.replace("_out", "").replace("out", "")
+    if writes and name.endswith("_") and not name.endswith("__"):
+        name = name[:-1]
+    return OperatorSignature(
+        name if space == "aten" else func._schema.name,
+        overload,
+        tuple([one.name for one in declared]),
+        tuple([one.name for one in writes]),
+        frozenset(one.name for one in writes if one.is_out),
+        {one.name: one.default_value for one in declared if one.has_default_value()},
+        torch.Tag.nondeterministic_seeded in func.tags,
+    )
+
+
 class OperatorCall(NamedTuple):
     """A call of an operator: its name without namespace and in-place mark, overload, and arguments by name.
 
@@ -404,18 +439,9 @@ class OperatorCall(NamedTuple):
     @classmethod
     def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OperatorCall:
         """Return the call of an operator with these arguments."""
-        declared = func._schema.arguments
-        given = {**dict(zip([one.name for one in declared], args, strict=False)), **kwargs}
-        space, _, name = func._schema.name.partition("::")
-        writes = [one for one in declared if one.alias_info is not None and one.alias_info.is_write]
-        if name.removesuffix("_") in IN_PLACE_VIEWS:
-            writes = []
-        written = tuple(_tensors([given.get(one.name) for one in writes]))
-        overload = func._schema.overload_name
-        if any(one.is_out for one in writes):
-            overload = overload.replace("_out", "").replace("out", "")
-        if writes and name.endswith("_") and not name.endswith("__"):
-            name = name[:-1]
+        known = _signature(func)
+        given = {**dict(zip(known.names, args, strict=False)), **kwargs}
+        written = tuple(_tensors([given.get(name) for name in known.writes])) if known.writes else ()
         a, b = given.get("self"), given.get("other")
         alike = (
             isinstance(a, Tensor)
@@ -427,19 +453,17 @@ class OperatorCall(NamedTuple):
                 b.stride(),
             )
         )
+        rounds = known.name in ("mul", "div", "add", "sub") and isinstance(a, Tensor) and a.is_floating_point()
         return cls(
-            name if space == "aten" else func._schema.name,
-            {"Scalar": "Tensor", "": "Tensor" if "other" in given else "default"}.get(overload, overload),
+            known.name,
+            {"Scalar": "Tensor", "": "Tensor" if "other" in given else "default"}.get(known.overload, known.overload),
             given,
             written,
-            frozenset(one.name for one in writes if one.is_out),
-            {one.name: one.default_value for one in declared if one.has_default_value()},
-            torch.Tag.nondeterministic_seeded in func.tags,
-            name == "add" and alike and given.get("alpha", 1) == 1,
-            name in ("mul", "div", "add", "sub")
-            and isinstance(a, Tensor)
-            and a.is_floating_point()
-            and a.itemsize <= 4,
+            known.outs,
+            known.defaults,
+            known.draws,
+            known.name == "add" and alike and given.get("alpha", 1) == 1,
+            rounds and a is not None and a.itemsize <= 4,
         )
 
     def parts(self) -> list[OperatorCall]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fpipe.errors import InputError
 from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
-from fpipe.pipelines.modes import suspend_autocast
+from fpipe.pipelines.modes import postpone_collection, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.record.front_ends.parts import as_module
 from fpipe.tensors.placed import require_plain
@@ -133,7 +133,7 @@ def prove(
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if mode is None:  # make all plans; on fakes, nothing of that is taken for a step
         verify_steps(trial._replace(compare=lambda *given: 0), params, buffers, seed, 1)
-    with ledger, _refusing_questions():
+    with postpone_collection(), ledger, _refusing_questions():  # expressions are no cycles
         ledger.declare(given)
         verify_steps(trial._replace(compare=claims.compare(ledger)), params, buffers, seed, 1)
     proved, unproved = claims.proved, tuple(claims.unproved)
