@@ -51,7 +51,7 @@ from fpipe.stages.assembly import Assembly
 from fpipe.stages.backends import Backend, backend_of
 from fpipe.stages.prologue import Feed
 from fpipe.tensors import random
-from fpipe.tensors.arguments import require_arguments, require_primal
+from fpipe.tensors.arguments import is_differentiated, require_arguments, require_primal
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import flatten_all, same_bits
 from fpipe.weights.loading import ValueSource, load_values
@@ -308,8 +308,9 @@ class ModelStages(Sequence[Stage]):
             raise InputError(
                 "split: got a function, expected none for stages of a model. Pass microbatching to capture."
             )
-        leaves = dict(enumerate(leaf for leaf in flatten_all((params, buffers, batch))[0] if isinstance(leaf, Tensor)))
-        require_primal("arguments", leaves)
+        if is_differentiated():
+            leaves = [leaf for leaf in flatten_all((params, buffers, batch))[0] if isinstance(leaf, Tensor)]
+            require_primal("arguments", dict(enumerate(leaves)))
         batchings = make_batchings(inputs, targets, self.record.microbatching, count, 1)
         memo = self.memos.setdefault((program, tuple(ranks)), self.captures.memo.without_stages())
         captures = replace(self.captures, batchings=batchings, memo=memo)

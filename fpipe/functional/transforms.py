@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fpipe.errors import InputError
 from fpipe.functional.bound import Executed
-from fpipe.tensors.torch_private import count_gradients, has_dual_level, is_transformed
+from fpipe.tensors.torch_private import count_gradients, has_dual_level, is_transformed, transform_level
 from fpipe.tensors.tree import flatten_all
 
 StepArguments: TypeAlias = tuple[Any, Any, Any, Any, Any]
@@ -31,8 +31,10 @@ LeafPath: TypeAlias = tuple[Any, ...]
 
 
 def is_inside(given: StepArguments) -> bool:
-    """Return whether any leaf is a tensor inside a transform."""
-    return any(isinstance(leaf, Tensor) and is_transformed(leaf) for leaf in flatten_all(given)[0])
+    """Return whether any leaf is a tensor inside a transform; without one around, look at none."""
+    return transform_level() is not None and any(
+        isinstance(leaf, Tensor) and is_transformed(leaf) for leaf in flatten_all(given)[0]
+    )
 
 
 def execute_inside(run: Run, given: StepArguments) -> tuple[Executed, Any]:
