@@ -32,9 +32,9 @@ LeafPath: TypeAlias = tuple[Any, ...]
 
 def is_inside(given: StepArguments) -> bool:
     """Return whether any leaf is a tensor inside a transform; without one around, look at none."""
-    return transform_level() is not None and any(
-        isinstance(leaf, Tensor) and is_transformed(leaf) for leaf in flatten_all(given)[0]
-    )
+    if transform_level() is None:
+        return False
+    return any(isinstance(leaf, Tensor) and is_transformed(leaf) for leaf in flatten_all(given)[0])
 
 
 def execute_inside(run: Run, given: StepArguments) -> tuple[Executed, Any]:
