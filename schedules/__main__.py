@@ -22,7 +22,7 @@ from schedules.commands.compare import report_comparison
 from schedules.commands.options import add_costs, add_files, add_subjects, parse_number
 from schedules.commands.pages import add_page, report_page
 from schedules.commands.process import run_command
-from schedules.commands.reports import draw, print_names, report_check, report_simulation
+from schedules.commands.reports import draw_timeline, print_names, report_check, report_simulation
 from schedules.commands.searching import add_search, report_search
 from schedules.commands.terminal import terminal_width, wrap_paragraphs
 
@@ -53,7 +53,7 @@ def _run(words: list[str]) -> int:
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
     {
         "list": print_names,
-        "show": draw,
+        "show": draw_timeline,
         "check": report_check,
         "simulate": report_simulation,
         "compare": report_comparison,

@@ -31,10 +31,10 @@ def write_files(
     """Write the files that the options name, and print their names. Return whether there were any."""
     files: list[tuple[str, str]] = []
     style = drawing.Style(options.window, options.labels, options.palette)
-    for name, draw in ((options.svg, drawing.svg), (options.pdf, drawing.pdf), (options.tikz, drawing.tikz)):
-        if name:
-            drawn = draw(_make_all(timelines), memory, sizes, options.width, marked, style)
-            files.append((name, drawn if isinstance(drawn, str) else drawn.decode("ascii")))
+    if options.svg or options.pdf or options.tikz:
+        drawn = drawing.draw(_make_all(timelines), memory, sizes, options.width, marked, style)
+        forms = {options.svg: drawn.svg, options.pdf: lambda: drawn.pdf().decode("ascii"), options.tikz: drawn.tikz}
+        files += [(name, write()) for name, write in forms.items() if name]
     if options.trace:
         files.append((options.trace, drawing.trace(_make_all(timelines), graph, sizes)))
     for name, content in files:

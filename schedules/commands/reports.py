@@ -56,7 +56,7 @@ def _own_parameters(factory: Factory[...]) -> Iterator[str]:
             yield name if one.default is one.empty else f"{name}={shown}"
 
 
-def draw(options: argparse.Namespace) -> int:
+def draw_timeline(options: argparse.Namespace) -> int:
     """Draw the timeline."""
     one = subject_of(options)
     schedule = one.make()

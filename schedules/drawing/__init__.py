@@ -6,21 +6,22 @@ from schedules.drawing.lines import text, texts
 from schedules.drawing.notebooks import sketch
 from schedules.drawing.pages import Panel, page
 from schedules.drawing.palette import ansi, legend, plain
-from schedules.drawing.vector import Style, pdf, svg, tikz
+from schedules.drawing.shapes import Picture
+from schedules.drawing.vector import Style, draw, svg
 
 __all__ = [
     "Panel",
+    "Picture",
     "Style",
     "ansi",
+    "draw",
     "legend",
     "page",
-    "pdf",
     "plain",
     "read_trace",
     "sketch",
     "svg",
     "text",
     "texts",
-    "tikz",
     "trace",
 ]

@@ -58,11 +58,23 @@ Drawn: TypeAlias = Box | Words | Curve
 
 
 class Picture(NamedTuple):
-    """Marks on a white page."""
+    """Shapes on a white page, and the forms of it."""
 
     wide: Size
     high: Size
     shapes: Sequence[Drawn]
+
+    def svg(self) -> str:
+        """Return the picture as SVG."""
+        return write_svg(self)
+
+    def pdf(self) -> bytes:
+        """Return the picture as a PDF of one page of its size, in points, in the fonts that every viewer has."""
+        return write_pdf(self)
+
+    def tikz(self) -> str:
+        r"""Return the picture as a `tikzpicture`, for `\input` into a paper; sizes are in points."""
+        return write_tikz(self)
 
 
 # ----------------------------------------------------------------------------------------------------------------- SVG

@@ -20,9 +20,6 @@ from schedules.drawing.shapes import (
     Point,
     Size,
     Words,
-    write_pdf,
-    write_svg,
-    write_tikz,
 )
 from schedules.drawing.strips import Strip, lanes_of, make_strip
 from schedules.errors import ArgumentError, SizeError
@@ -88,57 +85,27 @@ def svg(
     ('<svg', 8, True)
     """
     require_types(svg, locals())
-    return write_svg(_draw(timelines, memory, sizes, width, marked, style))
+    return draw(timelines, memory, sizes, width, marked, style).svg()
 
 
-def pdf(
+def draw(
     timelines: Mapping[str, Iterable[Span]],
     memory: bool = False,
     sizes: Sizes | None = None,
     width: float | None = None,
     marked: Mapping[str, Collection[Span]] = MappingProxyType({}),
     style: Style = COLORED,
-) -> bytes:
-    """Return the picture that `svg` draws as a PDF of one page; `width` is in points.
-
-    >>> from schedules import Costs, gpipe, spans
-    >>> pdf({"gpipe": spans(gpipe(ranks=2, microbatches=2), Costs())}, width=240)[:5]
-    b'%PDF-'
-    """
-    require_types(pdf, locals())
-    return write_pdf(_draw(timelines, memory, sizes, width, marked, style))
-
-
-def tikz(
-    timelines: Mapping[str, Iterable[Span]],
-    memory: bool = False,
-    sizes: Sizes | None = None,
-    width: float | None = None,
-    marked: Mapping[str, Collection[Span]] = MappingProxyType({}),
-    style: Style = COLORED,
-) -> str:
-    """Return the picture that `svg` draws as a `tikzpicture`, for LaTeX; `width` is in points.
-
-    >>> from schedules import Costs, gpipe, spans
-    >>> drawn = tikz({"gpipe": spans(gpipe(ranks=2, microbatches=2), Costs())}, width=240)
-    >>> drawn.splitlines()[-1], drawn.count("rectangle") > 8
-    ('\\\\end{tikzpicture}', True)
-    """
-    require_types(tikz, locals())
-    return write_tikz(_draw(timelines, memory, sizes, width, marked, style))
-
-
-def _draw(
-    timelines: Mapping[str, Iterable[Span]],
-    memory: bool,
-    sizes: Sizes | None,
-    width: float | None,
-    marked: Mapping[str, Collection[Span]],
-    style: Style,
 ) -> Picture:
-    """Return the shapes of a picture."""
+    """Return the picture that `svg` draws, which also has the forms `pdf()` and `tikz()`, for print.
+
+    >>> from schedules import Costs, gpipe, spans
+    >>> drawn = draw({"gpipe": spans(gpipe(ranks=2, microbatches=2), Costs())}, width=240)
+    >>> drawn.pdf()[:5], drawn.tikz().splitlines()[-1]
+    (b'%PDF-', '\\\\end{tikzpicture}')
+    """
+    require_types(draw, locals())
     if width is not None and not 0 < width < inf:
-        raise SizeError.of("drawing", "width", width, "a number of pixels above 0", "Leave it out for one that fits.")
+        raise SizeError.of("draw", "width", width, "a number of pixels above 0", "Leave it out for one that fits.")
     strips = {name: make_strip(spans) for name, spans in timelines.items()}
     begin, end = style.window
     duration = min(end, max((drawn.duration for drawn in strips.values()), default=0)) - begin

@@ -61,7 +61,7 @@ simulate spans split_backward summarize transform update_weights v_1f1b v_half v
 zb_h2 zb_v
 """,
     "schedules.drawing": """
-Style pdf tikz Panel page read_trace sketch
+Picture Style draw Panel page read_trace sketch
 ansi legend plain svg text texts trace
 """,
     "schedules.files": """

@@ -32,7 +32,8 @@ from schedules import (
     spans,
     split_backward,
 )
-from schedules.drawing import Style, ansi, legend, pdf, svg, text, texts, tikz, trace
+from schedules.drawing import Style, ansi, draw, legend, svg, text, texts, trace
+from schedules.drawing import lines as lines_module
 from schedules.drawing.palette import LOOKS, WAIT, shade
 from schedules.drawing.strips import make_strip
 from schedules.drawing.vector import LEFT
@@ -399,7 +400,7 @@ def transfers(timeline, graph):
 def test_a_text_fits_the_terminal(monkeypatch):
     how = one_f_one_b(2, 8)
     unbroken = text(how)
-    monkeypatch.setattr("schedules.drawing.lines.sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
+    monkeypatch.setattr(lines_module, "sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
     monkeypatch.setenv("COLUMNS", "40")
     for fitting in (text(how), str(how), texts({"": list(spans(how, Costs()))})):
         assert max(map(len, fitting.splitlines())) <= 40
@@ -425,7 +426,7 @@ def test_pictures_for_print_have_the_marks_of_the_one_for_screens(given_, memory
     style = Style(palette=palette)
     root = ElementTree.fromstring(svg(given_, memory, style=style))
     boxes, words, curves = (len([*root.iter(f"{SVG}{tag}")]) for tag in ("rect", "text", "path"))
-    drawn = tikz(given_, memory, style=style).splitlines()
+    drawn = draw(given_, memory, style=style).tikz().splitlines()
     assert sum(" rectangle " in line for line in drawn) == boxes
     assert sum(line.startswith(r"\node[") for line in drawn) == words
     assert sum(" -- " in line and line.startswith(r"\path[") for line in drawn) == curves
@@ -434,7 +435,7 @@ def test_pictures_for_print_have_the_marks_of_the_one_for_screens(given_, memory
     for line in drawn:
         bare = re.sub(r"\\[{}]", "", line)
         assert bare.count("{") == bare.count("}"), line
-    page, content = list_objects(pdf(given_, memory, style=style))[2:4]
+    page, content = list_objects(draw(given_, memory, style=style).pdf())[2:4]
     size = f"{float(root.get('width')):.2f} {float(root.get('height')):.2f}"
     assert size.encode() in page
     length, stream = re.match(rb"<</Length (\d+)>>\nstream\n(.*)\nendstream$", content, re.DOTALL).groups()
@@ -445,8 +446,8 @@ def test_pictures_for_print_have_the_marks_of_the_one_for_screens(given_, memory
 
 def test_text_is_escaped_for_print():
     timeline = {r"50 % of {a_b} (\n) é": list(spans(gpipe(1, 1), Costs()))}
-    assert r"50 \% of \{a\_b\} (\textbackslash{}n) é" in tikz(timeline)
-    assert rb"(50 % of {a_b} \(\\n\) ?) Tj" in pdf(timeline)
+    assert r"50 \% of \{a\_b\} (\textbackslash{}n) é" in draw(timeline).tikz()
+    assert rb"(50 % of {a_b} \(\\n\) ?) Tj" in draw(timeline).pdf()
 
 
 def test_a_window_shows_the_actions_in_it():
