@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from subject import Subject, UntriedError, loss_of, said, subject
 
 import fpipe
@@ -156,6 +157,7 @@ def _built(plain: Subject, variant: Variant, capture: str, found: Trial) -> fpip
                 loss=loss_of,
                 schedule=schedule,
                 stages=schedule.stages,
+                microbatching=fpipe.Microbatching(batch_dims=_dims_of(plain.batch)),
                 recording=fpipe.Recording(front_end=capture, unsplittable=list(kinds)),
                 gradients=fpipe.Gradients(backward=variant.backward),
             )
@@ -164,6 +166,14 @@ def _built(plain: Subject, variant: Variant, capture: str, found: Trial) -> fpip
             if blamed is None or blamed[1] == "(root)" or blamed[2] in found.whole:
                 raise
             found.whole.append(blamed[2])
+
+
+def _dims_of(batch: dict[str, Any]) -> Any:
+    """Return 0 for all leaves; an entry for each, if patches of images are beside one row for each image."""
+    sizes = {len(leaf) for leaf in batch.values() if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    if len(sizes) <= 1:
+        return 0
+    return {name: 0 if isinstance(leaf, torch.Tensor) else None for name, leaf in batch.items()}, 0
 
 
 def _dropped(names: Sequence[str], variant: Variant, capture: str, found: Trial) -> int | str:
