@@ -444,6 +444,19 @@ def test_pictures_for_print_have_the_marks_of_the_one_for_screens(given_, memory
     assert len(re.findall(rb" re [fS]\b", stream)) >= boxes - 1 - sum(not one.get("fill") for one in root)
 
 
+def test_a_pdf_has_everything_where_the_screen_has_it():
+    drawn = draw({"": list(spans(one_f_one_b(2, 3), Costs()))}, memory=True)
+    stream = drawn.pdf().decode("ascii")
+    for element in ElementTree.fromstring(drawn.svg()):
+        x, y, wide, high = (float(element.get(name, "nan").rstrip("%")) for name in ("x", "y", "width", "height"))
+        if element.tag == f"{SVG}rect" and element.get("x"):
+            found = [tuple(map(float, one.split())) for one in re.findall(r"([-.0-9 ]+) re", stream)]
+            assert any(one[-4:] == pytest.approx((x, drawn.high - y - high, wide, high), abs=0.011) for one in found)
+        if element.tag == f"{SVG}text":
+            found = [float(one) for one in re.findall(rf"([-.0-9]+) Td \({re.escape(element.text or '')}\)", stream)]
+            assert any(one == pytest.approx(drawn.high - y, abs=0.011) for one in found)
+
+
 def test_text_is_escaped_for_print():
     timeline = {r"50 % of {a_b} (\n) é": list(spans(gpipe(1, 1), Costs()))}
     assert r"50 \% of \{a\_b\} (\textbackslash{}n) é" in draw(timeline).tikz()
