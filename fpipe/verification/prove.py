@@ -10,9 +10,10 @@ Runs when `prove` is called.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 import optree
@@ -24,17 +25,22 @@ from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.modes import postpone_collection, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.front_ends.parts import as_module
 from fpipe.tensors.placed import require_plain
 from fpipe.tensors.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from fpipe.verification.comparison import Results, list_pairs
+from fpipe.verification.differences import Difference, explain
 from fpipe.verification.expressions import Expressions
 from fpipe.verification.stand_ins import has_no_values, make_stand_ins
-from fpipe.verification.verify import Trial, read_state, verify_steps
+from fpipe.verification.verify import REFERENCE, Trial, read_state, verify_steps
+from fpipe.verification.watched_ranks import WatchedRanks
 from schedules.proof.interpreter import prove as prove_program
 from schedules.status import showing
 
 NOISE: Final = 2.0**-10
+LISTED: Final = 4
+"""The most results that a line of the page names."""
 ASSUMED: Final = (
     "operators are functions of their arguments, of torch's settings, and of the generator's state where they draw",
     "the batch decides nothing but through operators: shapes, numbers and branches are those of this batch",
@@ -49,8 +55,8 @@ class Proof:
 
     - `reference`, `eager`: the leaves (loss, outputs, gradients, buffers) that are the same expression as in the loop
       on one device over the captured model, and over the user's own module; none there if random numbers are drawn.
-    - `unproved`: per leaf, against which of them, and the operators at which the expressions differ. That is no proof
-      that bits differ.
+    - `unproved`: the other leaves, each with the action and the operator at which its expressions begin to differ. That
+      is no proof that bits differ.
     - `operators`, `expressions`: how many ran in all three, and how many different ones there are.
     - `microbatches`: how many the batch had, and how many the pipeline's schedule has. If these are more, its program
       is shown to be whole on formulas of its stages, whose functions are those of the fewer ones.
@@ -58,7 +64,7 @@ class Proof:
 
     reference: tuple[str, ...]
     eager: tuple[str, ...]
-    unproved: tuple[tuple[str, str, str], ...]
+    unproved: tuple[Difference, ...]
     operators: int
     expressions: int
     microbatches: tuple[int, int]
@@ -75,11 +81,20 @@ class Proof:
             f"{len(self.eager)} of them those of your module run eagerly"
             + ("" if self.eager or self.unproved else ": it draws random numbers, so it was not compared"),
             f"{self.operators} operators ran, of {self.expressions} expressions, in {self._describe_microbatches()}",
-            *[f"not proved: {leaf}, against {other}: {why}" for leaf, other, why in self.unproved],
+            *self._describe_differences(),
             "assumed:",
             *[f"- {one}" for one in ASSUMED],
         ]
         return "\n".join(lines)
+
+    def _describe_differences(self) -> Iterator[str]:
+        """Yield a line for each place and operator at which results begin to differ, with the results."""
+        groups = defaultdict[tuple[str, str, str], list[Difference]](list)
+        for one in self.unproved:
+            groups[one.against, one.place, one.operator].append(one)
+        for (against, *_), found in groups.items():
+            shown, more = ", ".join(one.leaf for one in found[:LISTED]), len(found) - LISTED
+            yield f"not proved against {against}: {shown}{f' and {more} more' if more > 0 else ''}: {found[0]}"
 
     def _describe_microbatches(self) -> str:
         ran, scheduled = self.microbatches
@@ -133,9 +148,12 @@ def prove(
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if mode is None:  # make all plans; on fakes, nothing of that is taken for a step
         verify_steps(trial._replace(compare=lambda *given: 0), params, buffers, seed, 1)
+    ranks = WatchedRanks(_find_plan(trial), ledger)
+    watched = replace(trial.pipe, ranks=ranks)
     with postpone_collection(), ledger, _refusing_questions():  # expressions are no cycles
         ledger.declare(given)
-        verify_steps(trial._replace(compare=claims.compare(ledger)), params, buffers, seed, 1)
+        told = trial._replace(pipe=watched, compare=claims.compare(ledger, ranks), side=ledger.on)
+        verify_steps(told, params, buffers, seed, 1)
     proved, unproved = claims.proved, tuple(claims.unproved)
     return Proof(
         tuple(proved["the reference"]),
@@ -173,12 +191,16 @@ def _refusing_questions() -> Iterator[None]:
 
 def _prove_rest(trial: Trial) -> tuple[int, int]:
     """Return how many microbatches the batch has, and how many the schedule; if more, prove its program on formulas."""
-    pipe, schedule = trial.pipe, trial.pipe.schedule
-    with suspend_autocast(trial.variant) as variant:
-        signature = pipe.batch(variant, *trial.batch).signature
-    if signature.microbatches < schedule.microbatches:
+    pipe, schedule, ran = trial.pipe, trial.pipe.schedule, _find_plan(trial).microbatches
+    if ran < schedule.microbatches:
         prove_program(schedule, pipe.training.assembly.graph)
-    return signature.microbatches, schedule.microbatches
+    return ran, schedule.microbatches
+
+
+def _find_plan(trial: Trial) -> StepPlan:
+    """Return the plan of the step that is proved."""
+    with suspend_autocast(trial.variant) as variant:
+        return trial.pipe.plan(variant, trial.pipe.batch(variant, *trial.batch).signature)
 
 
 class ProofLedger:
@@ -186,20 +208,21 @@ class ProofLedger:
 
     def __init__(self) -> None:
         self.proved: dict[str, list[str]] = {}
-        self.unproved: list[tuple[str, str, str]] = []
+        self.unproved: list[Difference] = []
 
-    def compare(self, ledger: Expressions) -> Callable[[Results, Results, str, float], int]:
-        """Return the comparison of results by their expressions."""
+    def compare(self, ledger: Expressions, ranks: WatchedRanks) -> Callable[[Results, Results, str, float], int]:
+        """Return the comparison of results by their expressions, and of those that several ranks have on each."""
 
         def compare(got: Results, expected: Results, against: str, tolerance: float = 0) -> int:
             same = self.proved.setdefault(against, [])
-            for leaf, mine, theirs in list_pairs(got, expected):
+            held = [(f"gradient {name} on rank {r}", one, expected.grads.get(name)) for r, name, one in ranks.shared()]
+            for leaf, mine, theirs in [*list_pairs(got, expected), *(held if against == REFERENCE else ())]:
                 if mine is None or theirs is None:
-                    self.unproved.append((leaf, against, "one side has nothing"))
+                    self.unproved.append(Difference(leaf, against, "", "", "one side has nothing"))
                 elif (a := ledger.value(mine)) == (b := ledger.value(theirs)):
                     same.append(leaf)
                 else:
-                    self.unproved.append((leaf, against, ledger.difference(a, b)))
+                    self.unproved.append(explain(ledger, leaf, against, a, b))
             return len(same)
 
         return compare
