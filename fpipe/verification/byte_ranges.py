@@ -10,7 +10,8 @@ Runs when `prove` is called.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -59,6 +60,23 @@ def write_ranges(known: list[ByteRange], tensor: Tensor, new: Sequence[ByteRange
         middle = [one._replace(start=start + one.start, end=start + one.end) for one in part]
         known[:] = [*before, *middle, *after]
         place += end - start
+
+
+def align_ranges(one: Sequence[ByteRange], other: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, ByteRange]]:
+    """Yield pairs of ranges with the same place, which together are all of these."""
+    bounds = sorted({bound for part in (*one, *other) for bound in (part.start, part.end)})
+    rows = iter(one), iter(other)
+    now = [next(row) for row in rows]
+    for start, end in pairwise(bounds):
+        now = [next(row) if part.end <= start else part for part, row in zip(now, rows, strict=True)]
+        first, second = (ByteRange(start, end, part.source, part.at + start - part.start) for part in now)
+        yield first, second
+
+
+def is_scattered(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor are not one block of memory, each once."""
+    dims = list_dims(tensor)
+    return dims is None or len(dims) > 1
 
 
 def find_around(known: Sequence[ByteRange], tensor: Tensor) -> ByteRange | None:

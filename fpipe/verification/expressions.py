@@ -13,7 +13,8 @@ operator that wrote it. Inputs, which no operator made, are known by their bytes
 
 What depends on no input is a constant, and known by its bytes, too.
 
-Lemmas, of operators that compute the same bits: sums of two operands in either order; a number, and a tensor without
+Lemmas, of operators that compute the same bits: sums of two operands in either order, and the sums of their parts; what
+is concatenated, and its parts; a number, and a tensor without
 dimensions that holds it, rounded where the operator rounds it; reductions that keep a dimension of size 1, and those
 that don't; an operator and its in-place and `out=` variants; an operator on a list and one for each of its elements; a
 power with exponent 1 and its base; results of a backward, whichever others it is asked for; the gradients of both
@@ -25,6 +26,7 @@ Runs when `prove` is called.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,9 +44,12 @@ from fpipe.tensors.torch_private import FakeTensor, FakeTensorMode, TorchDispatc
 from fpipe.verification.byte_ranges import (
     ByteRange,
     ByteWindow,
+    align_ranges,
     count_runs,
+    cut_ranges,
     find_around,
     first_byte,
+    is_scattered,
     join_windows,
     list_dims,
     list_runs,
@@ -157,17 +162,23 @@ class Expressions(TorchDispatchMode):
             first = first_byte(tensor)
             return (self._window(around._replace(start=first, at=around.at + first - around.start), dims),)
         parts = read_ranges(self._ranges(tensor), tensor)
+        if parts and all(map(self._is_known, parts)):
+            data = b"".join([self._bytes(one) for one in parts])
+            return (ByteWindow(self._number("input", hashlib.sha256(data).digest()), 0, ((1, len(data)),)),)
         return join_windows([self._window(one, ((1, one.end - one.start),)) for one in parts])
 
     def _window(self, part: ByteRange, dims: tuple[tuple[int, int], ...]) -> ByteWindow:
         if part.source >= 0:
             return ByteWindow(part.source, part.at, dims)
-        k = -part.source - 1
-        known = self.inputs[k]
-        if known is None:
-            return ByteWindow(self._number("input", k), part.at, dims)
-        found = known[part.at : part.at + part.end - part.start]
-        return ByteWindow(self._number("input", hashlib.sha256(found).digest()), 0, dims)
+        if not self._is_known(part):
+            return ByteWindow(self._number("input", -part.source - 1), part.at, dims)
+        return ByteWindow(self._number("input", hashlib.sha256(self._bytes(part)).digest()), 0, dims)
+
+    def _bytes(self, part: ByteRange) -> bytes:
+        """Return the bytes of a known input."""
+        known = self.inputs[-part.source - 1]
+        assert known is not None, "the input is known by its bytes"
+        return known[part.at : part.at + part.end - part.start]
 
     def _is_known(self, part: ByteRange) -> bool:
         """Return whether a range is an input that is known by its bytes."""
@@ -200,7 +211,9 @@ class Expressions(TorchDispatchMode):
             return tuple(map(self._describe, value))
         if isinstance(value, int | float) and not isinstance(value, bool):
             return "number", spell_number(value)
-        return value if isinstance(value, str | bool) or value is None else (type(value).__name__, str(value))
+        if isinstance(value, str | bool) or value is None:
+            return value
+        return type(value).__name__, "" if isinstance(value, torch.UntypedStorage) else str(value)
 
     def _scalar(self, tensor: Tensor) -> Any:
         """Return the number that a tensor without dimensions is known to hold; `None` for other tensors."""
@@ -226,16 +239,20 @@ class Expressions(TorchDispatchMode):
         if self.operators % TOLD == 0:
             say(f"{self.operators} operators, {len(self.numbers)} expressions")
         call = OperatorCall.of(func, args, kwargs)
-        keys = [self._key(one) for one in call.parts()]
+        made = [self._add_elements(one) or self._key(one) for one in call.parts()]
         is_constant = self._depends_on_nothing(call)
         result = func(*args, **kwargs)
         values = self._compute(func, call, args, kwargs, result) if is_constant else ()
         if call.written:
-            for k, (tensor, own) in enumerate(zip(call.written, keys, strict=True)):
+            for k, (tensor, own) in enumerate(zip(call.written, made, strict=True)):
                 if call.name == "copy":
                     self._move(call.given["src"], tensor)
-                elif not (is_constant and self._fold(tensor, tensor)):
-                    self._assign(tensor, self._number(*own, 0 if len(keys) > 1 else k))
+                elif is_constant and self._fold(tensor, tensor):
+                    pass
+                elif isinstance(own, list):
+                    write_ranges(self._ranges(tensor), tensor, own)
+                else:
+                    self._assign(tensor, self._number(*own, 0 if len(made) > 1 else k))
             return result
         known = {one.untyped_storage()._cdata for one in tensors_in((*args, *kwargs.values()))}
         for k, tensor in enumerate(result if isinstance(result, tuple | list) else [result]):
@@ -243,7 +260,7 @@ class Expressions(TorchDispatchMode):
                 isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in known
             ):  # else it is a view, or a result that is returned twice
                 if not (values and self._fold(tensor, values[k])):
-                    self._make(call, keys[0], k, tensor)
+                    self._make(call, made[0], k, tensor)
                 known.add(tensor.untyped_storage()._cdata)
         return result
 
@@ -297,8 +314,7 @@ class Expressions(TorchDispatchMode):
         dims = list_dims(tensor)
         if dims is None or len(dims) > 1:
             return None
-        parts = [(self.inputs[-one.source - 1], one) for one in read_ranges(self._ranges(tensor), tensor)]
-        data = b"".join([known[one.at : one.at + one.end - one.start] for known, one in parts if known is not None])
+        data = b"".join([self._bytes(one) for one in read_ranges(self._ranges(tensor), tensor)])
         return torch.frombuffer(bytearray(data), dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def _fold(self, tensor: Tensor, value: Tensor) -> bool:
@@ -327,8 +343,51 @@ class Expressions(TorchDispatchMode):
             described = [("operands", tuple(sorted((value for _, value in described), key=repr)))]
         return call.name, call.overload, tuple(described), read_generator(call.given) if call.draws else None
 
-    def _make(self, call: OperatorCall, key: tuple[Any, ...], k: int, tensor: Tensor) -> None:
+    def _add_elements(self, call: OperatorCall) -> list[ByteRange] | None:
+        """Return the ranges of a sum of two blocks of memory, element by element; `None` if it is no such sum.
+
+        A range of the sum is at the place of its first operand's, so that it is the same however the block is cut.
+        """
+        if not call.commutes or is_scattered(call.given["self"]):
+            return None
+        pair = [call.given["self"], call.given["other"]]
+        if any(self._scalar(one) is not None for one in pair):
+            return None
+        first, second = (read_ranges(self._ranges(one), one) for one in pair)
+        if any(map(self._is_known, (*first, *second))):
+            return None
+        found = list[ByteRange]()
+        for one, other in align_ranges(first, second):
+            (a, at), (b, place) = sorted((self._window(part, ()).source, part.at) for part in (one, other))
+            operands = ("self", ("tensor", a)), ("other", ("tensor", b))
+            expression = self._number("add", pair[0].dtype, operands, (at % pair[0].itemsize, place - at), 0)
+            found.append(ByteRange(one.start, one.end, expression, at))
+        return cut_ranges(found, 0, found[-1].end)
+
+    def _concatenate(self, call: OperatorCall, tensor: Tensor) -> bool:
+        """Record that a tensor is others one after another in memory; return false if it is not."""
+        parts, dim = call.given["tensors"], call.given.get("dim", 0)
+        if math.prod(tensor.shape[: dim % max(1, tensor.dim())]) > 1 or not all(
+            part.dtype == tensor.dtype and part.is_contiguous() for part in (*parts, tensor)
+        ):
+            return False
+        found, place = list[ByteRange](), 0
+        for part in parts:
+            found += [
+                one._replace(start=one.start + place, end=one.end + place)
+                for one in read_ranges(self._ranges(part), part)
+            ]
+            place += part.nbytes
+        self._hold(tensor, cut_ranges(found, 0, place))
+        return True
+
+    def _make(self, call: OperatorCall, key: list[ByteRange] | tuple[Any, ...], k: int, tensor: Tensor) -> None:
         """Record a new tensor."""
+        if isinstance(key, list):
+            self._hold(tensor, key)
+            return
+        if call.name == "cat" and self._concatenate(call, tensor):
+            return
         size = tensor.untyped_storage().nbytes()
         number = next((value for _, value in key[2] if type(value) is tuple and value[:1] == ("number",)), None)
         if call.name in NUMBERS and not tensor.dim() and number is not None:

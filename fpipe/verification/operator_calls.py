@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 IN_PLACE_VIEWS: Final = frozenset(
-    ("detach", "transpose", "t", "squeeze", "unsqueeze", "as_strided", "swapaxes", "swapdims")
+    ("detach", "transpose", "t", "squeeze", "unsqueeze", "as_strided", "swapaxes", "swapdims", "set")
 )
 """Operators whose in-place variants write no element."""
 EXACT: Final = 2**53

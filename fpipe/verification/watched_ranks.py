@@ -8,12 +8,13 @@ Runs when `prove` is called.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe.network.ranks import Ranks
@@ -38,18 +39,22 @@ class WatchedRanks(Ranks):
         self.outcomes = super().run(told)
         return self.outcomes
 
-    def shared(self) -> Iterator[tuple[int, str, Tensor]]:
-        """Yield the gradients that several ranks would return if they were processes, as each would: its rank and name.
+    def shared(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the gradients that several processes would return, as each would: the name, and the name with where.
 
-        In one process they are one result, so nobody else looks at each.
+        In this process they are one result, so nobody else looks at each. Those of shards are put together.
         """
-        if self.plan.copies.count > 1:
-            return
-        (outcomes,) = self.outcomes
-        found = {r: collect_gradients(replace(self.plan, ranks=(r,)), {r: one}) for r, one in outcomes.items()}
-        holders = Counter(name for grads in found.values() for name in grads)
-        for rank, grads in found.items():
-            yield from ((rank, name, grad) for name, grad in grads.items() if holders[name] > 1)
+        shards, held = self.plan.copies.shards, defaultdict[tuple[str, str], list[Tensor]](list)
+        for copy, outcomes in zip(self.plan.parts, self.outcomes, strict=True):
+            for rank, outcome in outcomes.items():
+                where = f" on rank {rank}" + f" of replica {copy // shards}" * (self.plan.copies.count > 1)
+                found = collect_gradients(replace(self.plan.parts[copy], ranks=(rank,)), {rank: outcome})
+                for name, grad in found.items():
+                    held[name, f"gradient {name}{where}"].append(grad)
+        holders = Counter(name for name, _ in held)
+        for (name, leaf), pieces in held.items():
+            if holders[name] > 1:
+                yield name, leaf, pieces[0] if shards == 1 else torch.cat(pieces)
 
     def _watch(
         self, copy: int | None, start: Callable[[int, Transport], Execution], rank: int, transport: Transport

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fpipe.pipelines.modes import suspend_autocast
+from fpipe.pipelines.step import training_variant
 from fpipe.verification.verify import Trial
 from schedules import Action
 
@@ -50,7 +51,7 @@ class Moment:
     def before(self, gave: bool) -> tuple[Any, ...]:
         """What the last action of this kind and stage got or gave."""
         same = [one for one in self.history if one[0].kind == self.action.kind and one[0].stage == self.action.stage]
-        require(same)
+        require(same and same[-1][1 + gave])
         return same[-1][1 + gave]
 
     def give(self, **others: Any) -> Any:
@@ -325,11 +326,56 @@ def early(at: Moment) -> Any:
     return at.go()
 
 
+def updating(change: Callable[[Tensor], Tensor]) -> Callable[[Moment], Any]:
+    """An update takes other gradients."""
+
+    def strike(at: Moment) -> Any:
+        s, right = at.action.stage, at.run.grads[at.action.stage]
+        at.run.grads[s] = each(change, right)
+        values = at.go()
+        require(at.run.updates[s].params)
+        at.run.grads[s] = right
+        return values
+
+    return strike
+
+
+def again(at: Moment) -> Any:
+    """A stage updates what it has just updated."""
+    values = at.go()
+    new = at.run.updates[at.action.stage]
+    require(new.params)
+    moved = {name: (p.detach() + (p.detach() - 1)).requires_grad_(p.requires_grad) for name, p in new.params.items()}
+    at.run.updates[at.action.stage] = new._replace(params=moved)
+    return values
+
+
+def lost(at: Moment) -> Any:
+    """A stage keeps the weights that it had."""
+    s, i = at.at
+    values = at.go()
+    new = at.run.updates[s]
+    old = dict(zip(at.stage.parameters, at.run.inputs.params[i][s], strict=False))
+    require(new.params)
+    at.run.updates[s] = new._replace(params={name: old[name] for name in new.params})
+    return values
+
+
+def stateless(at: Moment) -> Any:
+    """A stage forgets what its optimizer keeps."""
+    values = at.go()
+    new = at.run.updates[at.action.stage]
+    require(new.params)
+    at.run.updates[at.action.stage] = new._replace(state={name: {} for name in new.state})
+    return values
+
+
 @dataclass(frozen=True)
 class Fault:
     """A fault: its name, the kind of action that it strikes, what happens instead, and in which model and schedule.
 
-    `later`: what differs first is computed elsewhere, by who uses what the action gave.
+    `later`: what differs first is computed elsewhere, by who uses what the action gave. `mesh`: the copies of the
+    pipeline, if there are several. `handler`: the one that is struck, of an action with several.
     """
 
     name: str
@@ -339,30 +385,35 @@ class Fault:
     schedule: str = "one_f_one_b"
     later: bool = False
     tied: str = "exact"
+    mesh: str = ""
+    handler: str = ""
 
 
-def plant(fault: Fault, pipe: Any, model: Any, inputs: Any, targets: Any, choose: Callable[[int], int]) -> Action:
-    """Plant a fault at one of the actions that it can strike, of those that `choose` chooses from."""
-    plan = find_plan(pipe, model, inputs, targets)
-    (part,) = plan.parts.values()
+def plant(
+    fault: Fault, pipe: Any, model: Any, inputs: Any, targets: Any, choose: Callable[[int], int]
+) -> tuple[int, Action]:
+    """Plant a fault at one of the actions that it can strike, which `choose` chooses; return its rank and action."""
+    plan = find_plan(pipe, model, inputs, targets, fault.kind == "U")
     places = [
-        (rank, one.action)
+        (part, rank, k)
+        for part in plan.parts.values()
         for rank, program in part.programs.items()
-        for one in program.instructions
-        if one.action.kind == fault.kind
+        for k, one in enumerate(program.instructions)
+        if one.action.kind == fault.kind and one.handler.__name__ in (fault.handler or one.handler.__name__)
     ]
-    rank, action = places[choose(len(places))]
+    part, rank, at = places[choose(len(places))]
     program = part.programs[rank]
-    wrapped = tuple(struck(one, fault.strike if one.action == action else None) for one in program.instructions)
+    wrapped = tuple(struck(one, fault.strike if k == at else None) for k, one in enumerate(program.instructions))
     part.programs[rank] = program._replace(instructions=wrapped)
-    return rank, action
+    return rank, program.instructions[at].action
 
 
-def find_plan(pipe: Any, model: Any, inputs: Any, targets: Any) -> Any:
-    """The plan of the step that a proof runs."""
-    variant = Trial(pipe, model, (inputs, targets), 0).variant
+def find_plan(pipe: Any, model: Any, inputs: Any, targets: Any, updates: bool) -> Any:
+    """The plan of the step that a proof runs, without or with updates."""
+    variant = training_variant(False, None) if updates else Trial(pipe, model, (inputs, targets), 0).variant
     with suspend_autocast(variant) as cast:
-        return pipe.plan(cast, pipe.batch(cast, inputs, targets).signature)
+        plan = pipe.plan(cast, pipe.batch(cast, inputs, targets).signature)
+    return plan.updating if updates else plan
 
 
 def struck(instruction: Any, strike: Callable[[Moment], Any] | None) -> Any:
@@ -502,6 +553,72 @@ def rows() -> Iterator[Fault]:
     yield Fault("a replica that sums too early", "G", early, "mlp", "dualpipe", later=True)
     yield Fault("a tied sum that is 0", "RECV_G", got(lambda x: each(zero, x)), "chained", tied="sum", later=True)
     yield Fault("a tied sum that is doubled", "RECV_G", got(lambda x: each(twofold, x)), "chained", tied="sum")
+    yield Fault(
+        "a shard reduced twice",
+        "REDUCE_GRAD",
+        begins(lambda at: each(lambda x: x + x, at.run.grads[at.action.stage])),
+        mesh="shard",
+        handler="_reduce",
+    )
+    yield Fault(
+        "a shard reduced before its last gradient",
+        "REDUCE_GRAD",
+        begins(lambda at: each(lambda x: x * 0.5, at.run.grads[at.action.stage])),
+        mesh="shard",
+        handler="_reduce",
+    )
+    yield Fault(
+        "a shard that is lost",
+        "REDUCE_GRAD",
+        got(lambda x: (*x[:1], *each(zero, x[1:]))),
+        mesh="shard",
+        handler="take_reduced",
+        later=True,
+    )
+    yield Fault(
+        "shards in another order",
+        "REDUCE_GRAD",
+        got(lambda x: (require(x), x[::-1])[1]),
+        mesh="three",
+        handler="take_reduced",
+    )
+    yield Fault(
+        "a replica reduced twice",
+        "REDUCE_GRAD",
+        begins(lambda at: each(lambda x: x + x, at.run.grads[at.action.stage])),
+        mesh="dp",
+        handler="_reduce",
+    )
+    yield Fault(
+        "a sum of replicas that is lost",
+        "REDUCE_GRAD",
+        got(lambda x: each(zero, x)),
+        mesh="dp",
+        handler="take_reduced",
+        later=True,
+    )
+    yield Fault(
+        "weights gathered in another order", "UNSHARD", got(swapped), mesh="shard", handler="enter_weights", later=True
+    )
+    yield Fault(
+        "weights of which a shard is lost",
+        "UNSHARD",
+        got(lambda x: (*x[:1], *each(zero, x[1:]))),
+        mesh="shard",
+        handler="enter_weights",
+        later=True,
+    )
+    yield Fault("an update from half a sum", "U", updating(lambda x: x * 0.5))
+    yield Fault("an update from the first microbatch", "U", updating(lambda x: x - 0))
+    yield Fault("an update with another sign", "U", updating(torch.neg))
+    yield Fault(
+        "an update that is lost",
+        "U",
+        lost,
+        later=True,
+    )
+    yield Fault("an update that comes twice", "U", again, later=True)
+    yield Fault("an update of which the state is lost", "U", stateless, later=True)
 
 
 FAULTS = {one.name: one for one in rows()}
