@@ -53,7 +53,7 @@ def require_named(fault, rank, action, proof):
     assert all(one.leaf and one.operator and one.why for one in proof.unproved)
     if not fault.later:
         places = {one.place for one in proof.unproved}
-        assert all(f"rank {rank}, " in one and one.endswith(f", {action}") for one in places), (action, places)
+        assert any(f"rank {rank}, " in one and one.endswith(f", {action}") for one in places), (action, places)
 
 
 def test_there_are_sixty_faults():
