@@ -63,41 +63,28 @@ class LocalChannel:
 
     def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> LocalHandle:
         """Post a send."""
-        waiting = self.waiting
-        if waiting and waiting[0].end == "RECV":
-            posted = self._oldest(message)
-            posted.finish(payload)
-        else:
-            posted = LocalHandle("SEND", message)
-            posted.payload = payload
-            waiting.append(posted)
-        return posted
+        return self._post("SEND", message, payload)
 
     def receive(self, message: Message, specs: tuple[Any, ...]) -> LocalHandle:
         """Post a receive; what arrives is the very object that was sent."""
-        waiting = self.waiting
-        if waiting and waiting[0].end == "SEND":
-            posted = self._oldest(message)
-            posted.finish(posted.payload)
-            return posted
-        posted = LocalHandle("RECV", message)
-        waiting.append(posted)
-        return posted
+        return self._post("RECV", message, ())
 
-    def _oldest(self, message: Message) -> LocalHandle:
-        """Return the oldest waiting handle; raise `TransportError` unless it is for `message`."""
+    def _post(self, end: str, message: Message, payload: Payload) -> LocalHandle:
+        """Post one end; it meets the oldest of the other. Raise `TransportError` if that is for another message."""
+        if not self.waiting or self.waiting[0].end == end:
+            posted = LocalHandle(end, message)
+            posted.payload = payload
+            self.waiting.append(posted)
+            return posted
         posted = self.waiting.popleft()
         if posted.message != message:
-            raise _disorder_error(posted, message)
+            sent, received = (posted.message, message) if end == "RECV" else (message, posted.message)
+            raise TransportError(
+                f"a channel: got {sent} first, expected the message of {receive_of(received)}. Post both ends "
+                "of a channel in the same order: run programs as lower() returns them."
+            )
+        posted.finish(payload if end == "SEND" else posted.payload)
         return posted
-
-
-def _disorder_error(posted: LocalHandle, other: Message) -> TransportError:
-    send, receive = (posted.message, other) if posted.end == "SEND" else (other, posted.message)
-    return TransportError(
-        f"a channel: got {send} first, expected the message of {receive_of(receive)}. Post both ends "
-        "of a channel in the same order: run programs as lower() returns them."
-    )
 
 
 class LocalTransport:
