@@ -44,9 +44,9 @@ def offload(rank: int, schedule: Schedule, stages: tuple[int, ...] | None = None
     of the schedule's stages, and a number of passes.
 
     >>> from schedules import Costs, one_f_one_b, simulate
-    >>> s = one_f_one_b(ranks=4, microbatches=5)
+    >>> s = one_f_one_b(ranks=4, microbatches=4)
     >>> print(*offload(s).actions(0))
-    0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0RELOAD0 0OFFLOAD2 0F3 0OFFLOAD3 0B0 0RELOAD1 0F4 0RELOAD2 0B1 0RELOAD3 0B2 0B3 0B4
+    0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0RELOAD0 0OFFLOAD2 0F3 0RELOAD1 0OFFLOAD3 0B0 0RELOAD2 0B1 0RELOAD3 0B2 0B3
     >>> simulate(s).peak_memory, simulate(offload(s), Costs(OFFLOAD=1)).peak_memory
     ((4.0, 3.0, 2.0, 1.0), (3.0, 3.0, 2.0, 1.0))
     """
