@@ -308,6 +308,11 @@ class ModelStages(Sequence[Stage]):
             raise InputError(
                 "split: got a function, expected none for stages of a model. Pass microbatching to capture."
             )
+        if schedule.slices > 1:
+            raise InputError(
+                f"program: got {schedule!r} of {schedule.slices} slices, expected whole microbatches for stages that "
+                "are cut from a model. Pass the schedule to fpipe.pipeline, or connect stages that are functions."
+            )
         if is_differentiated():
             leaves = [leaf for leaf in flatten_all((params, buffers, batch))[0] if isinstance(leaf, Tensor)]
             require_primal("arguments", dict(enumerate(leaves)))
@@ -324,7 +329,7 @@ class ModelStages(Sequence[Stage]):
                 Form("params", plan.params, {}).unwrap(merge_by_name("params", params, plan.params)),
                 Form("buffers", plan.buffers, {}).unwrap(merge_by_name("buffers", buffers, plan.buffers)),
             )
-            starts = start_backward(plan.local_stages, 1 / count) if trains else {}
+            starts = start_backward([plan.local_stages] * count, 1 / count) if trains else {}
             given_inputs = scatter(plan, *held, known, seed)._replace(starts=starts)
 
         def finish(outcomes: Mapping[int, Outcome]) -> tuple[Executed, Any]:
