@@ -190,6 +190,11 @@ def _require_runnable(program: Program, stages: Any) -> None:
             "Pass schedules.lower(schedule, stages.graph)."
         )
     schedule = program.schedule
+    if schedule.slices > 1 and not isinstance(stages, Stages):
+        raise InputError(
+            f"program: got {schedule!r} of {schedule.slices} slices, expected whole microbatches for stages that are "
+            "cut from a model. Pass the schedule to fpipe.pipeline, or connect stages that are functions."
+        )
     for rank in range(schedule.ranks):
         for position, action in enumerate(schedule.actions(rank)):
             if action.kind in UNSUPPORTED:

@@ -308,11 +308,6 @@ class ModelStages(Sequence[Stage]):
             raise InputError(
                 "split: got a function, expected none for stages of a model. Pass microbatching to capture."
             )
-        if schedule.slices > 1:
-            raise InputError(
-                f"program: got {schedule!r} of {schedule.slices} slices, expected whole microbatches for stages that "
-                "are cut from a model. Pass the schedule to fpipe.pipeline, or connect stages that are functions."
-            )
         if is_differentiated():
             leaves = [leaf for leaf in flatten_all((params, buffers, batch))[0] if isinstance(leaf, Tensor)]
             require_primal("arguments", dict(enumerate(leaves)))
