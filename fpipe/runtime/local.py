@@ -70,20 +70,19 @@ class LocalChannel:
         return self._post("RECV", message, ())
 
     def _post(self, end: str, message: Message, payload: Payload) -> LocalHandle:
-        """Post one end; it meets the oldest of the other. Raise `TransportError` if that is for another message."""
-        if not self.waiting or self.waiting[0].end == end:
-            posted = LocalHandle(end, message)
-            posted.payload = payload
-            self.waiting.append(posted)
+        if self.waiting and self.waiting[0].end != end:
+            posted = self.waiting.popleft()
+            if posted.message != message:
+                sent, received = (posted.message, message) if end == "RECV" else (message, posted.message)
+                raise TransportError(
+                    f"a channel: got {sent} first, expected the message of {receive_of(received)}. Post both ends "
+                    "of a channel in the same order: run programs as lower() returns them."
+                )
+            posted.finish(posted.payload + payload)  # one of them is empty
             return posted
-        posted = self.waiting.popleft()
-        if posted.message != message:
-            sent, received = (posted.message, message) if end == "RECV" else (message, posted.message)
-            raise TransportError(
-                f"a channel: got {sent} first, expected the message of {receive_of(received)}. Post both ends "
-                "of a channel in the same order: run programs as lower() returns them."
-            )
-        posted.finish(payload if end == "SEND" else posted.payload)
+        posted = LocalHandle(end, message)
+        posted.payload = payload
+        self.waiting.append(posted)
         return posted
 
 
