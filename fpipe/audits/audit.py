@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user asks of an audit, what the user is told, and the draw of the actions.
+"""The audit that a user asks for, the reruns that it reports, and the draw of the actions.
 
 Idea. An action is drawn by a key: (seed, number of the step, copy, rank). So what is drawn depends neither on time nor
 on what other ranks do, and every rank draws by itself, without a message.
@@ -23,6 +23,7 @@ from schedules import Action
 
 FORWARDS: Final = ("F", "OVERLAP_F", "C")
 BACKWARDS: Final = ("B", "I", "W")
+CHAINED: Final = ("F", "OVERLAP_F", *BACKWARDS)
 DRAWN_KINDS: Final = (*FORWARDS, *BACKWARDS, "G")
 """The kinds of actions that are drawn. What an `R` makes is seen by the backward that uses it."""
 
@@ -33,12 +34,15 @@ class Rerun(NamedTuple):
     - `number`: the number of the step, from 0, among those of the function that `value_and_grad` returned.
     - `rank`, `action`: the action that was drawn.
     - `seconds`: how long it took to run it again; `None` if it was not, since there was no time.
+    - `added`: by how many seconds this may have made the step longer: to note what it takes, and to run it again where
+      the rank was not idle.
     """
 
     number: int
     rank: int
     action: Action
     seconds: float | None
+    added: float
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Audit:
     >>> step = fpipe.value_and_grad(pipe, audit=fpipe.Audit(allowance=float("inf"), report=told.append))
     >>> out, grads = step(*pipe.init(model), (x,), y)
     >>> [(one.rank, str(one.action), one.seconds is not None) for one in told]
-    [(0, '0B1', True), (1, '1F2', True)]
+    [(0, '0B0', True), (1, '1F2', True)]
     """
 
     draws: int = 1
@@ -111,8 +115,5 @@ def find_chain(program: LinkedProgram, drawn: int) -> list[int]:
     chain: list[int] = []
     for k, one in enumerate(program.instructions[: drawn + 1]):
         if (one.action.stage, one.action.microbatch) == (s, i):
-            chain = [k] if one.action.kind == "R" else [*chain, k] if one.action.kind in KEPT else chain
+            chain = [k] if one.action.kind == "R" else [*chain, k] if one.action.kind in CHAINED else chain
     return chain
-
-
-KEPT: Final = ("F", "OVERLAP_F", *BACKWARDS)

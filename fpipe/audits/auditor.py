@@ -25,7 +25,7 @@ from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 from fpipe.audits.audit import Audit, Rerun, find_chain, list_drawable
-from fpipe.audits.idle import MARGIN, Allowance, IdleTimes
+from fpipe.audits.idle import SLOWER, Allowance, IdleTimes
 from fpipe.audits.replay import NotedCall, Replay
 from fpipe.network.ranks import Ranks
 from fpipe.runtime.contract import StageLike
@@ -45,7 +45,7 @@ class HasPrograms(Protocol):
 
 
 class Timetable:
-    """What is known of one rank's program: which instructions can be drawn, and where the rank is idle."""
+    """The instructions of one rank's program that can be drawn, and where the rank is idle."""
 
     def __init__(self, program: LinkedProgram) -> None:
         self.drawable = list_drawable(program)
@@ -107,11 +107,9 @@ class Auditor:
         """
         free, self.used = self.after.predict(AFTER) if self.ranks.processes else 0.0, 0.0
         for _, one in self.replays:
-            if one.is_ready and (one.seconds * MARGIN <= free - self.used or self.running.is_left):
-                one.compare()
-                assert one.took is not None, "it was compared"
-                self.running.spend(max(0.0, one.took - max(0.0, free - self.used)))
-                self.used += one.took
+            if one.is_ready and (one.seconds * SLOWER <= free - self.used or self.running.is_left):
+                self.used += one.compare(free - self.used)
+                self.running.spend(one.paid)
         passed = perf_counter() - self.start
         self.noting.spend(sum(one.noting for _, one in self.replays))
         self.noting.earn(passed)
@@ -119,7 +117,7 @@ class Auditor:
         for rank, one in self.replays:
             one.drop()
             if self.audit.report is not None:
-                self.audit.report(Rerun(self.number, rank, one.drawn, one.took))
+                self.audit.report(Rerun(self.number, rank, one.drawn, one.took, one.noting + one.paid))
         self.replays = []
         self.ranks.watch_idle()
 
@@ -160,10 +158,8 @@ class AuditedExecution(Execution):
         """Run those actions again that take less than `free` seconds together; return how many they took."""
         used = 0.0
         for one in self.replays:
-            if one.is_ready and one.seconds * MARGIN <= free - used:
-                one.compare()
-                assert one.took is not None, "it was compared"
-                used += one.took
+            if one.is_ready and one.seconds * SLOWER <= free - used:
+                used += one.compare(free - used)
         return used
 
 

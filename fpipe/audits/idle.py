@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a rank will be idle at a place, and how much time an audit may add.
+"""The time for which a rank will be idle at a place, and the time that an audit may add.
 
 Problem. How long a rank waits for a message is known when it has waited.
 
@@ -20,9 +20,9 @@ from typing import Final
 
 REMEMBERED: Final = 4
 """How many steps must have been alike."""
-AT_ONCE: Final = 5e-4  # seconds; who waits for less after work of its own may have been late
-SHARE_AT_ONCE: Final = 0.05  # of the time of that work
-MARGIN: Final = 1.1
+SHORTEST_REST: Final = 5e-4  # seconds; who waits for less after work of its own may have been late
+REST_SHARE: Final = 0.05  # of the time of that work
+SLOWER: Final = 1.1
 """By which factor work may take longer than it did before."""
 
 
@@ -52,7 +52,7 @@ class IdleTimes:
         >>> times.predict("0RECV_B1")
         0.0
         """
-        is_late = used > 0 and waited < max(AT_ONCE, SHARE_AT_ONCE * used)
+        is_late = used > 0 and waited < max(SHORTEST_REST, REST_SHARE * used)
         self.known[place].append(0.0 if is_late else used + waited)
 
 

@@ -62,10 +62,9 @@ class Replay:
     """A drawn action of one execution: what it takes to run it again, and the checksums of what it made.
 
     - `drawn`: the action. `calls`: those of its chain so far.
-    - `sums`: a copy of the gradients to which it adds. `given`: the checksums of its arguments; `made`: those of what
-      it made, once it ran.
+    - `sums`: a copy of the gradients to which it adds. `made`: the checksums of what it made, once it ran.
     - `seconds`: how long the chain took; `noting`: how long it took to note it.
-    - `took`: how long it took to run it again; `None` if it was not.
+    - `took`: how long it took to run it again; `None` if it was not. `paid`: how much of that was not free.
     """
 
     def __init__(self, drawn: Action) -> None:
@@ -73,9 +72,8 @@ class Replay:
         self.calls: list[NotedCall] = []
         self.begin: Beginning | None = None
         self.sums: Any = ()
-        self.given: dict[str, Checksums] = {}
         self.made: dict[str, Checksums] | None = None
-        self.seconds = self.noting = 0.0
+        self.seconds = self.noting = self.paid = 0.0
         self.took: float | None = None
 
     @property
@@ -91,7 +89,6 @@ class Replay:
         self.calls.append(call)
         if call.action == self.drawn:
             self.sums = copy_tensors(run.grads[call.action.stage])
-            self.given = self._sum_up_arguments()
         self.noting += perf_counter() - start
 
     def after(self, run: Execution, action: Action, values: Payload, seconds: float) -> None:
@@ -102,14 +99,19 @@ class Replay:
             self.made = self._sum_up_made(run, values)
             self.noting += perf_counter() - start
 
-    def compare(self) -> None:
-        """Run the action again; raise `CorruptionError` unless it makes the same bits."""
+    def compare(self, free: float) -> float:
+        """Run the action again, with `free` seconds that cost nothing; return how many it took.
+
+        Raise `CorruptionError` unless it makes the same bits.
+        """
         start = perf_counter()
         again = self._make_again()
         if again != self.made:
             self._raise_difference(again)
         self.took = perf_counter() - start
+        self.paid = max(0.0, self.took - max(0.0, free))
         self.drop()
+        return self.took
 
     def drop(self) -> None:
         """Drop everything that is held to run the action again."""
@@ -147,70 +149,48 @@ class Replay:
             made["sum of gradients"] = sum_up(run.grads[s])
         return made
 
-    def _sum_up_arguments(self) -> dict[str, Checksums]:
-        assert self.begin is not None, "the chain was noted"
-        arrived = [call.arrived for call in self.calls]
-        return {
-            "parameter": sum_up(self.begin.params),
-            "buffer": sum_up(self.begin.buffers),
-            "value that arrived": sum_up(arrived),
-            "checkpoint": sum_up(self.begin.checkpoint),
-            "earlier sum of gradients": sum_up(self.sums),
-        }
-
     def _raise_difference(self, again: Mapping[str, Checksums]) -> None:
         """Raise `CorruptionError`: say which run was wrong, as far as more runs can tell."""
         assert self.made is not None, "the action ran"
         where = f"rank {self.run.rank}, {self.drawn}, stage {self.drawn.stage}, microbatch {self.drawn.microbatch}"
-        changed = find_differences(self.given, self._sum_up_arguments())
         others = [self._make_again() for _ in range(REPEATS)]
         what = ", ".join(self._name(*one) for one in find_differences(self.made, again))
         raise CorruptionError(
             self.run.rank,
             self.drawn,
             f"{where}: got other bits in {what} from a second run with the same arguments, expected the same. "
-            f"{explain(self.made, again, others, changed)} Discard the results of this step, and resume from a "
+            f"{explain(self.made, again, others)} Discard the results of this step, and resume from a "
             "checkpoint before it.",
         )
 
     def _name(self, kind: str, k: int) -> str:
-        """Return what differs as text: a gradient by its parameter, if every parameter has one."""
+        """Return what differs as text: a gradient by the name of its parameter."""
         stage = self.calls[-1].stage
-        if kind == "sum of gradients" and isinstance(stage, ModelStage) and self.made is not None:
-            return f"the gradient of {stage.grads[k]!r}" if len(self.made[kind]) == len(stage.grads) else f"{kind} {k}"
-        return f"{kind} {k}"
+        if kind != "sum of gradients" or not isinstance(stage, ModelStage):
+            return f"{kind} {k}"
+        names = [name for name, one in zip(stage.grads, self.sums or stage.totals, strict=True) if one is not None]
+        return f"the gradient of {names[k]!r}" if k < len(names) else f"{kind} {k}"
 
 
 def explain(
-    first: Mapping[str, Checksums],
-    second: Mapping[str, Checksums],
-    others: Sequence[Mapping[str, Checksums]],
-    changed: Sequence[tuple[str, int]],
+    first: Mapping[str, Checksums], second: Mapping[str, Checksums], others: Sequence[Mapping[str, Checksums]]
 ) -> str:
-    """Return which of two runs was wrong, given more of them, and which arguments have changed since the first.
+    """Return which of two runs was wrong, given more of them.
 
     >>> right, wrong, other = {"sum": (1,)}, {"sum": (2,)}, {"sum": (3,)}
-    >>> explain(wrong, right, [right] * 3, [])[:62]
-    'All later runs agree, so the first was wrong: a fault of this '
-    >>> explain(right, wrong, [right] * 3, [])[:59]
-    'All other runs agree with the first, so the second was wron'
-    >>> explain(right, wrong, [other, right, wrong], [])[:38]
+    >>> explain(wrong, right, [right] * 3)[:46]
+    'All later runs agree, so the first was wrong: '
+    >>> explain(right, wrong, [right] * 3)[:61]
+    'All other runs agree with the first, so the second was wrong:'
+    >>> explain(right, wrong, [other, right, wrong])[:38]
     'More runs differ from one another, too'
-    >>> explain(right, wrong, [wrong] * 3, [("parameter", 3)])[:48]
-    'Meanwhile, parameter 3 among its arguments chang'
     """
-    if changed:
-        names = ", ".join(f"{kind} {k}" for kind, k in changed)
-        return (
-            f"Meanwhile, {names} among its arguments changed, which nothing in a step does: memory failed, or code "
-            "outside of fpipe wrote to it."
-        )
     if all(one == first for one in others):
         return "All other runs agree with the first, so the second was wrong: a fault of this processor or its memory."
     if all(one == second for one in others):
         return (
-            "All later runs agree, so the first was wrong: a fault of this processor, or of its memory in what the run "
-            "made, or in what its forward had saved."
+            "All later runs agree, so the first was wrong: a fault of this processor, or of memory: in what the run "
+            "made, in what its forward had saved, or since then in its arguments, weights included."
         )
     return (
         "More runs differ from one another, too: an operator of the stage is not deterministic, or this machine fails "

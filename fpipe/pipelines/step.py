@@ -125,8 +125,7 @@ def make_training_step(
             call = CommonArguments(seed, scale, total, onto is not None)
             plan, given = begin_step(pipe, cast, held, (inputs, targets), call)
             outcomes = run_copies(pipe, plan, given, record, auditor)
-            out, grads = finish_step(pipe, plan, held, outcomes, optional_sums(plan, given), aux)
-            finish_audit(plan, auditor)
+            out, grads = finish_step(pipe, plan, held, outcomes, optional_sums(plan, given), aux, auditor)
         return out._replace(aux=aux.finish(out.aux)), grads
 
     return step
@@ -241,13 +240,6 @@ def run_copies(
     return dict(zip(inputs, found, strict=True))
 
 
-def finish_audit(plan: StepPlan, auditor: Auditor | None) -> None:
-    """Let an auditor run again what is left of a step, once this process has its results."""
-    if auditor is not None:
-        with random.preserve_generators(plan.generators), plan.context():
-            auditor.finish()
-
-
 def optional_sums(plan: StepPlan, given: Mapping[int, Inputs]) -> frozenset[str]:
     """Return the parameters whose sum may be the -0 with which it began."""
     return find_optional(plan, any(one.onto or one.skips for one in given.values()))
@@ -260,14 +252,19 @@ def finish_step(
     outcomes: Mapping[int, Mapping[int, Outcome]],
     optional: Collection[str],
     aux: Aux,
+    auditor: Auditor | None = None,
 ) -> tuple[Step, State]:
     """Return what all ranks computed, and the gradients of this process, in the order of its parameters.
 
-    The aux is that of each microbatch. `optional`: see `optional_sums`.
+    The aux is that of each microbatch. `optional`: see `optional_sums`. Then the auditor runs again what is left, since
+    no other rank waits for this one any more.
     """
     grads = join_gradients(pipe, plan, held.onto, outcomes, optional)
     step = gather(plan, pipe.ranks, outcomes, held.buffers, aux.is_sent)
     ordered = {name: grads[name] for name in held.params if name in grads}
+    if auditor is not None:
+        with random.preserve_generators(plan.generators), plan.context():
+            auditor.finish()
     return place_buffers(step, plan), wrap_state(ordered, pipe.holdings.placed_gradients)
 
 

@@ -42,7 +42,6 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, sum_terms
 from fpipe.pipelines.step import (
     begin_step,
-    finish_audit,
     finish_step,
     hold_for_backward,
     make_auditor,
@@ -120,8 +119,6 @@ def train_step(
             agree_on_plan(pipe, variant).updating.names_by_update  # noqa: B018 - what can fail fails here
     fixed = describe_value({"max_norm": limit, "optimizer": optimizer._asdict()})
     known = str(digest(fixed))
-    kept = None if limit is None else f"a step whose norm exceeds max_norm={limit} is undone"
-    kept = kept if audit is None else "an audit runs actions again with the old parameters"
 
     @accept_trees("params", "buffers", "onto", restore=restore_step)
     def step(
@@ -139,7 +136,7 @@ def train_step(
         with suspend_autocast(variant) as cast, pipe.ranks.enter_call("a training step"):
             old = Version(params, state)
             update = Updater(optimizer, old, options)
-            update.require_fit(pipe, kept)
+            update.require_fit(pipe, find_reader(limit, audit))
             given_now = describe_value(options)
             agreed = Field("update", digest([known, *given_now]), lambda: [*fixed, *given_now])
             call = CommonArguments(seed, total=total, onto=onto is not None, update=agreed)
@@ -150,8 +147,7 @@ def train_step(
                 ((copy, own),), plan = given.items(), plan.updating
                 given = {copy: own._replace(update=update.within(pipe, plan, {} if onto is None else onto, optional))}
             outcomes = run_copies(pipe, plan, given, record, auditor)
-            out, grads = finish_step(pipe, plan, held, outcomes, optional, wanted)
-            finish_audit(plan, auditor)
+            out, grads = finish_step(pipe, plan, held, outcomes, optional, wanted, auditor)
             new = update.after(outcomes, grads)
             del outcomes
             norm = None if limit is None else compute_total(pipe, grads, 2.0)
@@ -240,6 +236,13 @@ class Updater(NamedTuple):
                 "optimizer: got one that updates in place, expected one that leaves what it is passed as it is: "
                 f"{kept}. Leave out donate=True, or that."
             )
+
+
+def find_reader(limit: float | None, audit: Audit | None) -> str | None:
+    """Return what still reads the old parameters after an update, if anything does."""
+    if audit is not None:
+        return "an audit runs actions again with the old parameters"
+    return None if limit is None else f"a step whose norm exceeds max_norm={limit} is undone"
 
 
 def needs_clipping(norm: Tensor, limit: float) -> bool:
