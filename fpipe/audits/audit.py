@@ -109,11 +109,13 @@ def find_chain(program: LinkedProgram, drawn: int) -> list[int]:
     A backward consumes what its forward saved, so the forward is run again, too: the one that ran last, which is the
     recomputation if there is one.
     """
-    _, s, i, _, _ = (at := program.instructions[drawn].action)
-    if at.kind not in BACKWARDS:
+    last = program.instructions[drawn].action
+    if last.kind not in BACKWARDS:
         return [drawn]
     chain: list[int] = []
-    for k, one in enumerate(program.instructions[: drawn + 1]):
-        if (one.action.stage, one.action.microbatch) == (s, i):
-            chain = [k] if one.action.kind == "R" else [*chain, k] if one.action.kind in CHAINED else chain
+    for k, (_, action, *_) in enumerate(program.instructions[: drawn + 1]):
+        if action == last._replace(kind="R"):
+            chain = [k]
+        elif action._replace(kind=last.kind) == last and action.kind in CHAINED:
+            chain.append(k)
     return chain

@@ -54,7 +54,7 @@ class Beginning(NamedTuple):
     @classmethod
     def of(cls, run: Execution, action: Action) -> Beginning:
         """Return the state that an execution has before an action."""
-        s, i = action.stage, action.microbatch
+        s, i = run.unit(action)
         return cls(run.inputs.params[i][s], run.buffers[i][s], run.checkpoints.get((s, i)))
 
 
@@ -121,11 +121,12 @@ class Replay:
     def _make_again(self) -> dict[str, Checksums]:
         """Return the checksums of what the action makes when it is run again."""
         assert self.begin is not None, "the chain was noted"
-        (_, s, i, _, _), (params, buffers, checkpoint) = self.drawn, self.begin
+        (s, i), (params, buffers, checkpoint) = self.run.unit(self.drawn), self.begin
         inputs = self.run.inputs._replace(
             params=[{s: params}] * (i + 1), buffers=[{s: buffers}] * (i + 1), deliver=_drop_results, onto={}
         )
-        shadow = Execution(self.run.rank, LinkedProgram((s,), (), ()), self.run.transport, inputs)
+        alone = LinkedProgram((s,), (), (), self.run.program.slices)
+        shadow = Execution(self.run.rank, alone, self.run.transport, inputs)
         shadow.grads[s] = copy_tensors(self.sums)
         if checkpoint is not None:
             shadow.checkpoints[s, i] = checkpoint
@@ -137,7 +138,7 @@ class Replay:
     def _sum_up_made(self, run: Execution, values: Payload) -> dict[str, Checksums]:
         """Return the checksums of what the drawn action has left in an execution, and of what it returned."""
         assert self.begin is not None, "the chain was noted"
-        kind, s, i, _, _ = self.drawn
+        kind, (s, i) = self.drawn.kind, run.unit(self.drawn)
         made = {"outgoing value": sum_up(values)}
         if kind in FORWARDS:
             # Buffers that it passes on as they are were not made by it.

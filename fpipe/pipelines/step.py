@@ -177,7 +177,7 @@ def begin_step(
         split.require_no_gradients()
     require_recordable(split.named_leaves())
     plan, given = agree_to_step(pipe, variant, held.params, held.buffers, split, call)
-    starts, onto = start_backward(plan.local_stages, call.scale), held.onto if plan.copies.count == 1 else {}
+    starts, onto = start_backward(plan.local_units, call.scale), held.onto if plan.copies.count == 1 else {}
     return plan, {
         # Copies add to sums of their own.
         copy: inputs._replace(starts=starts, onto=assign_sums(onto, plan, variant, inputs.skips))

@@ -15,6 +15,9 @@ deferred state are consumed by their single use. `onto` is the sum of the gradie
 owns, or `()`. The microbatch's gradients are added to it, and the sum is returned. A stage in which nothing needs a
 gradient keeps nothing: its residuals are `None`.
 
+If microbatches have slices, each has stages of its own. What one slice leaves for the next on the same stage, its
+carry, is a crossing whose source and target are that stage, and so are the carry's cotangents; it is never sent.
+
 The executor treats parameters, buffers, residuals and gradients as opaque, so a stage may as well compute formulas.
 `fpipe.stages` implements stages on tensors, `fpipe.meshes` implements the group.
 

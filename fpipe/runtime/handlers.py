@@ -20,7 +20,7 @@ from schedules.language.actions import Action
 
 
 def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    _, s, i, _, _ = action
+    s, i = run.unit(action)
     inputs, buffers = run.inputs, run.buffers[i]
     arguments = inputs.batch(s, i) + arrived
     outputs, buffers[s], residuals = stage.forward(inputs.params[i][s], buffers[s], arguments, inputs.keys[i])
@@ -32,7 +32,7 @@ def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload)
 
 
 def _checkpointed_forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    _, s, i, _, _ = action
+    s, i = run.unit(action)
     inputs, buffers = run.inputs, run.buffers[i]
     run.checkpoints[s, i] = buffers[s], arrived
     outputs, buffers[s] = stage.evaluate(inputs.params[i][s], buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i])
@@ -43,7 +43,7 @@ def _checkpointed_forward(run: Execution, action: Action, stage: StageLike, arri
 
 def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Rerun the forward for its residuals; its outputs and buffers are those of the first run, and are dropped."""
-    _, s, i, _, _ = action
+    s, i = run.unit(action)
     inputs = run.inputs
     buffers, arrived = run.checkpoints.pop((s, i))
     if i in inputs.skips:
@@ -55,31 +55,31 @@ def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payloa
 
 
 def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    _, s, i, _, _ = action
+    s, i = run.unit(action)
     if i in run.inputs.skips:
         return _skip(run, action, stage)
-    cotangents = run.inputs.starts.get(s, ()) + arrived
+    cotangents = run.inputs.starts.get((s, i), ()) + arrived
     outgoing, run.grads[s] = stage.backward(run.residuals.pop((s, i), None), cotangents, run.grads[s])
     return outgoing
 
 
 def _skip(run: Execution, action: Action, stage: StageLike) -> Payload:
     """Free what the forward kept, and return cotangents that nobody will use."""
-    run.residuals.pop((action.stage, action.microbatch), None)
+    run.residuals.pop(run.unit(action), None)
     return stage.zero_cotangents()
 
 
 def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    _, s, i, _, _ = action
+    s, i = run.unit(action)
     if i in run.inputs.skips:
         return _skip(run, action, stage)
-    cotangents = run.inputs.starts.get(s, ()) + arrived
+    cotangents = run.inputs.starts.get((s, i), ()) + arrived
     outgoing, run.deferred[s, i] = stage.backward_input(run.residuals.pop((s, i), None), cotangents)
     return outgoing
 
 
 def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    _, s, i, _, _ = action
+    s, i = run.unit(action)
     if i not in run.inputs.skips:
         run.grads[s] = stage.backward_weight(run.deferred.pop((s, i)), run.grads[s])
     return ()

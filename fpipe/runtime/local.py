@@ -63,25 +63,20 @@ class LocalChannel:
 
     def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> LocalHandle:
         """Post a send."""
-        waiting = self.waiting
-        if waiting and waiting[0].end == "RECV":
-            posted = self._oldest(message)
-            posted.finish(payload)
-        else:
-            posted = LocalHandle("SEND", message)
-            posted.payload = payload
-            waiting.append(posted)
-        return posted
+        return self._post("SEND", message, payload)
 
     def receive(self, message: Message, specs: tuple[Any, ...]) -> LocalHandle:
         """Post a receive; what arrives is the very object that was sent."""
-        waiting = self.waiting
-        if waiting and waiting[0].end == "SEND":
+        return self._post("RECV", message, ())
+
+    def _post(self, end: str, message: Message, payload: Payload) -> LocalHandle:
+        if self.waiting and self.waiting[0].end != end:
             posted = self._oldest(message)
-            posted.finish(posted.payload)
+            posted.finish(posted.payload + payload)  # one of them is empty
             return posted
-        posted = LocalHandle("RECV", message)
-        waiting.append(posted)
+        posted = LocalHandle(end, message)
+        posted.payload = payload
+        self.waiting.append(posted)
         return posted
 
     def _oldest(self, message: Message) -> LocalHandle:

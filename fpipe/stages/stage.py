@@ -36,6 +36,7 @@ class ModelStage:
     - `gets`, `gives`: the values that travel forward; `pulls`, `pulled_by`: cotangents, to earlier and from later
       stages.
     - `shares`, `shared_by`: gradients of shared parameters, to and from other holders.
+    - `keeps`: the outputs, by position, that the rank keeps for a later stage while other ranks use them, too.
     - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes. A spec is an
       `OptionalSpec`, here and in what crosses, if it depends on data whether there is a gradient.
     - `wiring`: the roles of the tensors of its functions; `functions`: the computation.
@@ -59,6 +60,7 @@ class ModelStage:
     wiring: Wiring
     functions: StageFunctions
     start: tuple[Spec, ...] = ()
+    keeps: tuple[int, ...] = ()
     prologue: Prologue = field(default_factory=Prologue)
 
     @property

@@ -168,22 +168,17 @@ class GradientExchange:
                 yield Action("SEND_G", s, last, s)
 
     def _to_sharing_stages(self, s: int) -> Iterator[Message]:
-        for route, homes in enumerate(self.routes):
-            if homes[s] == self.rank:
-                yield from (
-                    Action("SEND_G", s, self._last_microbatch(route), t)
-                    for t in self.graph.shares[s]
-                    if homes[t] in self.peers
-                )
+        for i, homes in self._last_microbatches(s):
+            yield from (Action("SEND_G", s, i, t) for t in self.graph.shares[s] if homes[t] in self.peers)
 
     def _from_sharing_stages(self, t: int) -> Iterator[Message]:
-        for route, homes in enumerate(self.routes if self.schedule.backward else ()):
-            if homes[t] == self.rank:
-                yield from (
-                    Action("SEND_G", s, self._last_microbatch(route), t)
-                    for s in self.graph.shared_by[t]
-                    if homes[s] in self.peers
-                )
+        for i, homes in self._last_microbatches(t) if self.schedule.backward else ():
+            yield from (Action("SEND_G", s, i, t) for s in self.graph.shared_by[t] if homes[s] in self.peers)
+
+    def _last_microbatches(self, s: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield what names the messages of each route with stage `s` on this rank, and the ranks of its stages."""
+        pairs = enumerate(self.routes)
+        return ((self._last_microbatch(route), homes) for route, homes in pairs if homes[s] == self.rank)
 
     def _replicas(self, s: int) -> Iterator[tuple[int, int]]:
         """Yield each route on which another rank runs stage `s`, with that rank."""
