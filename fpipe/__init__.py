@@ -5,6 +5,7 @@ import fpipe.companion  # noqa: F401 (before anything imports schedules)
 
 # isort: split
 from fpipe.api import evaluate, pipeline, reference, value_and_grad, verify
+from fpipe.audits.audit import Audit, Rerun
 from fpipe.checkpoints.export import export
 from fpipe.checkpoints.load import Checkpoint, load
 from fpipe.checkpoints.manifest import is_checkpoint
@@ -14,6 +15,7 @@ from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import (
     CaptureError,
     Cause,
+    CorruptionError,
     CutError,
     DeadlockError,
     GraphError,
@@ -63,9 +65,11 @@ from fpipe.weights.safetensors import safetensors
 from schedules import __version__
 
 __all__ = [
+    "Audit",
     "CaptureError",
     "Cause",
     "Checkpoint",
+    "CorruptionError",
     "CutError",
     "DeadlockError",
     "Executed",
@@ -89,6 +93,7 @@ __all__ = [
     "Proof",
     "MeasuredTimeline",
     "RankError",
+    "Rerun",
     "Recording",
     "ModelRecord",
     "Roofline",
