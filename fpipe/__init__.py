@@ -8,6 +8,7 @@ with postpone_collection():
 
     # isort: split
     from fpipe.api import evaluate, pipeline, reference, value_and_grad, verify
+    from fpipe.audits.audit import Audit, Rerun
     from fpipe.checkpoints.export import export
     from fpipe.checkpoints.load import Checkpoint, load
     from fpipe.checkpoints.manifest import is_checkpoint
@@ -17,6 +18,7 @@ with postpone_collection():
     from fpipe.errors import (
         CaptureError,
         Cause,
+        CorruptionError,
         CutError,
         DeadlockError,
         GraphError,
@@ -66,9 +68,11 @@ with postpone_collection():
     from schedules import __version__
 
 __all__ = [
+    "Audit",
     "CaptureError",
     "Cause",
     "Checkpoint",
+    "CorruptionError",
     "CutError",
     "DeadlockError",
     "Executed",
@@ -92,6 +96,7 @@ __all__ = [
     "Proof",
     "MeasuredTimeline",
     "RankError",
+    "Rerun",
     "Recording",
     "ModelRecord",
     "Roofline",
