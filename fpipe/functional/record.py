@@ -324,7 +324,7 @@ class ModelStages(Sequence[Stage]):
                 Form("params", plan.params, {}).unwrap(merge_by_name("params", params, plan.params)),
                 Form("buffers", plan.buffers, {}).unwrap(merge_by_name("buffers", buffers, plan.buffers)),
             )
-            starts = start_backward(plan.local_stages, 1 / count) if trains else {}
+            starts = start_backward([plan.local_stages] * count, 1 / count) if trains else {}
             given_inputs = scatter(plan, *held, known, seed)._replace(starts=starts)
 
         def finish(outcomes: Mapping[int, Outcome]) -> tuple[Executed, Any]:

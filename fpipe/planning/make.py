@@ -59,6 +59,7 @@ def plan(
     cuts: Iterable[str] = (),
     stages: Iterable[tuple[str | None, str | None]] = (),
     weights: float = 4.0,
+    host: Amount = 0,
     profile: Profile | None = None,
     seconds: float = 60.0,
     progress: Callable[[PlanProgress], None] | None = None,
@@ -73,6 +74,8 @@ def plan(
     - `ranks`: their number, or a mesh whose dimension `pp` has so many.
     - `memory`: the bytes of a rank, or of each, such as "80GB"; without it, memory is not limited. A plan holds the
       limit at every moment. `weights`: how often parameters are held: 4 for themselves, gradients and AdamW's moments.
+    - `host`: the bytes per second at which a rank can move activations to its host and back, such as "25GB"; then a
+      plan may do that where memory is short (`schedules.offload`). Stages are recorded for it, all of them have to be.
     - `microbatches`: the numbers to choose from; by default 1, 2, 4 and 8 per rank, as far as the batch has rows.
     - `schedules`: what to choose from: factories `(ranks, microbatches) -> Schedule`, and schedules as they are.
     - `cuts`: names of modules at which a stage must begin. `stages`: pairs of names, for stages that must be: each
@@ -108,6 +111,7 @@ def plan(
         caps = parse_caps(memory, count)
         numbers = _read_microbatches(microbatches, listed, example, targets, count)
         _require_positive("weights", weights)
+        speed = parse_bytes("host", host) if host else 0.0
         _require_positive("seconds", seconds)
         if profile is not None and len(numbers) != 1:
             raise InputError(
@@ -115,14 +119,14 @@ def plan(
                 "size. Pass the number that it was measured for."
             )
         same = {"ranks": count, "memory": caps, "microbatches": numbers, "schedules": listed}
-        same |= {"weights": weights, "seconds": seconds}
+        same |= {"weights": weights, "host": speed, "seconds": seconds}
         job.agree(lambda: [Field.of(name, describe_value(value)) for name, value in same.items()])
     if profile is not None:
         _require_profile_of(profile, model, example, targets, numbers[0], **options)
     problems = []
     for number in numbers:
         found = profile or measure(model, example, targets, loss=loss, microbatches=number, **options)
-        problems.append(PlanProblem.of(found, number, caps, weights).pin(cuts, stages))
+        problems.append(PlanProblem.of(found, number, caps, weights, speed).pin(cuts, stages))
     return choose(problems, listed, seconds=seconds, report=progress or say_progress, ordered=schedules is None)
 
 

@@ -76,9 +76,8 @@ class Metadata:
     def pulls(self, s: int, section: Section) -> Mapping[int, tuple[Value, ...]]:
         """Return, per earlier stage, the values for which stage `s` sends it a cotangent."""
         found: dict[int, tuple[Value, ...]] = {}
-        for peer in sorted({*section.gets, *section.earlier}):
-            shared = (*section.gets.get(peer, ()), *section.earlier.get(peer, ()))
-            found[peer] = tuple(value for value in shared if (s, value) in self.cotangents)
+        for peer, values in section.earlier.items():
+            found[peer] = tuple(value for value in values if (s, value) in self.cotangents)
         return {peer: values for peer, values in found.items() if values}
 
 
@@ -219,7 +218,7 @@ def infer(
         for s, (section, function) in enumerate(zip(sections, functions, strict=True)):
             kept = _kept_call(section, captured)
             run = _run_forward(captured, section, function, values, metadata, s in recorded and not kept)
-            if request is not None and not request.split and _is_unrolled(run):
+            if request is not None and not request.needed and _is_unrolled(run):
                 kept, run.tape = "some of its torch calls consist of hundreds of operators, fast as they are", None
             metadata.runs.append(run)
             metadata.unrecordable[s] = kept
@@ -324,7 +323,7 @@ def _infer_backward(s: int, run: FakeRun, captured: Captured, metadata: Metadata
     """Run a stage's backward, and add what it shows to `metadata`."""
     section = run.section
     entries = _cotangent_entries(run, captured.loss, metadata, variant.scaled)
-    previous = {v: None for routes in (section.gets, section.earlier) for values in routes.values() for v in values}
+    previous = {value: None for values in section.earlier.values() for value in values}
     wanted = [v for v in dict.fromkeys((*previous, *section.parameters)) if v in metadata.differentiable]
     flowing = _possible_gradients(s, run, entries, wanted, captured)
     sure = _certain_values(run, entries, flowing, captured)
@@ -347,12 +346,11 @@ def _cotangent_entries(run: FakeRun, loss: Value | None, metadata: Metadata, sca
     if loss is not None and loss in section.results and run.current[loss].requires_grad:
         run.start = Spec.of(run.current[loss]).allocate() if scaled else None
         entries.append(_Entry(run.current[loss], run.start, True))
-    for routes in (section.gives, section.later):
-        for t, values in routes.items():
-            for value in values:
-                if (spec := metadata.cotangents.get((t, value))) is not None:
-                    run.entering[t, value] = entering = spec.allocate()
-                    entries.append(_Entry(run.current[value], entering, not isinstance(spec, OptionalSpec)))
+    for t, values in section.later.items():
+        for value in values:
+            if (spec := metadata.cotangents.get((t, value))) is not None:
+                run.entering[t, value] = entering = spec.allocate()
+                entries.append(_Entry(run.current[value], entering, not isinstance(spec, OptionalSpec)))
     if run.tape is not None:
         run.tape.take([*run.starts, *run.entering.values()])
     return entries

@@ -20,10 +20,11 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from fpipe.collector import postpone_collection
 from fpipe.errors import InputError
 from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
-from fpipe.pipelines.modes import postpone_collection, suspend_autocast
+from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import training_variant
 from fpipe.pipelines.step_plan import StepPlan

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fpipe
 from schedules import dualpipe, gpipe, one_f_one_b, recompute, zb_h1, zb_h2
 from tests.common.cases import BACKWARDS
-from tests.common.faults import FAULTS, NoFaultError, plant
+from tests.common.planted_faults import FAULTS, NoFaultError, plant
 from tests.common.running import build
 from tests.common.sizes import few
 from tests.common.zoo import ZOO
