@@ -20,7 +20,7 @@ WITHOUT_OPERATOR: Final = frozenset(("value", "input", "scalar"))
 """The expressions that no operator makes: a window, an input or a constant, a number."""
 
 
-class Difference(NamedTuple):
+class Unproved(NamedTuple):
     """A result that could not be proved.
 
     - `leaf`: the result, such as `gradient 0.weight`; `against`: what it was compared with.
@@ -40,7 +40,7 @@ class Difference(NamedTuple):
         return f"{where}{self.why}"
 
 
-def explain(ledger: Expressions, leaf: str, against: str, mine: Expression, theirs: Expression) -> Difference:
+def find_cause(ledger: Expressions, leaf: str, against: str, mine: Expression, theirs: Expression) -> Unproved:
     """Return where the expressions of a result differ, in the pipeline and there."""
     meanings = [*ledger.numbers]
     why = _compare(meanings, mine, theirs)
@@ -55,7 +55,7 @@ def explain(ledger: Expressions, leaf: str, against: str, mine: Expression, thei
     else:
         at = _maker(meanings, mine)
         what = f"{show(meanings[at])} in its place"
-    return Difference(leaf, against, ledger.place(at), what, why)
+    return Unproved(leaf, against, ledger.place(at), what, why)
 
 
 def _find_first(meanings: Sequence[Any], result: Expression, known: Container[Expression]) -> Expression | None:

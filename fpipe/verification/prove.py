@@ -34,7 +34,7 @@ from fpipe.tensors.torch_private import DataDependentOutputException, DynamicOut
 from fpipe.training.optimizers import Optimizer
 from fpipe.training.train_step import Version, train_step
 from fpipe.verification.comparison import Pair, Results, list_pairs
-from fpipe.verification.differences import Difference, explain
+from fpipe.verification.differences import Unproved, find_cause
 from fpipe.verification.expressions import Expressions
 from fpipe.verification.reference import make_reference_step
 from fpipe.verification.stand_ins import has_no_values, make_stand_ins
@@ -69,7 +69,7 @@ class Proof:
 
     reference: tuple[str, ...]
     eager: tuple[str, ...]
-    unproved: tuple[Difference, ...]
+    unproved: tuple[Unproved, ...]
     operators: int
     expressions: int
     microbatches: tuple[int, int]
@@ -94,7 +94,7 @@ class Proof:
 
     def _describe_differences(self) -> Iterator[str]:
         """Yield a line for each place and operator at which results begin to differ, with the results."""
-        groups = defaultdict[tuple[str, str, str], list[Difference]](list)
+        groups = defaultdict[tuple[str, str, str], list[Unproved]](list)
         for one in self.unproved:
             groups[one.against, one.place, one.operator].append(one)
         for (against, *_), found in groups.items():
@@ -250,7 +250,7 @@ class Claims:
     def __init__(self, ledger: Expressions, ranks: WatchedRanks) -> None:
         self.ledger, self.ranks = ledger, ranks
         self.proved: dict[str, list[str]] = {REFERENCE: [], EAGER: []}
-        self.unproved: list[Difference] = []
+        self.unproved: list[Unproved] = []
 
     def compare(self, got: Results, expected: Results, against: str, tolerance: float = 0) -> int:
         """Compare results by their expressions, and gradients that several processes would have, for each of them."""
@@ -262,11 +262,11 @@ class Claims:
         """Compare pairs of tensors by their expressions; return how many leaves are proved."""
         for leaf, mine, theirs in pairs:
             if mine is None or theirs is None:
-                self.unproved.append(Difference(leaf, against, "", "", "one side has nothing"))
+                self.unproved.append(Unproved(leaf, against, "", "", "one side has nothing"))
             elif (a := self.ledger.value(mine)) == (b := self.ledger.value(theirs)):
                 self.proved[against].append(leaf)
             else:
-                self.unproved.append(explain(self.ledger, leaf, against, a, b))
+                self.unproved.append(find_cause(self.ledger, leaf, against, a, b))
         return len(self.proved[against])
 
 
