@@ -40,7 +40,7 @@ class Unproved(NamedTuple):
         return f"{where}{self.why}"
 
 
-def find_cause(ledger: Expressions, leaf: str, against: str, mine: Expression, theirs: Expression) -> Unproved:
+def find_difference(ledger: Expressions, leaf: str, against: str, mine: Expression, theirs: Expression) -> Unproved:
     """Return where the expressions of a result differ, in the pipeline and there."""
     meanings = [*ledger.numbers]
     why = _compare(meanings, mine, theirs)

@@ -34,7 +34,7 @@ from fpipe.tensors.torch_private import DataDependentOutputException, DynamicOut
 from fpipe.training.optimizers import Optimizer
 from fpipe.training.train_step import Version, train_step
 from fpipe.verification.comparison import Pair, Results, list_pairs
-from fpipe.verification.differences import Unproved, find_cause
+from fpipe.verification.differences import Unproved, find_difference
 from fpipe.verification.expressions import Expressions
 from fpipe.verification.reference import make_reference_step
 from fpipe.verification.stand_ins import has_no_values, make_stand_ins
@@ -266,7 +266,7 @@ class Claims:
             elif (a := self.ledger.value(mine)) == (b := self.ledger.value(theirs)):
                 self.proved[against].append(leaf)
             else:
-                self.unproved.append(find_cause(self.ledger, leaf, against, a, b))
+                self.unproved.append(find_difference(self.ledger, leaf, against, a, b))
         return len(self.proved[against])
 
 
