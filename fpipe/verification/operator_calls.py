@@ -103,7 +103,7 @@ class OperatorCall(NamedTuple):
             written,
             known.outs,
             known.defaults,
-            known.draws,
+            known.draws and given.get("dropout_p", known.defaults.get("dropout_p")) != 0,
             known.name == "add" and alike and given.get("alpha", 1) == 1,
             rounds and a is not None and a.itemsize <= 4,
         )

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fpipe
+from benchmarks.common.mixtures import Mixture
 from fpipe.stages.stage import ModelStage
 from fpipe.tensors.tree import same_bits
 from fpipe.verification.expressions import Expressions
 from schedules import ProgramError, dualpipe, gpipe, one_f_one_b, pipedream, recompute, zb_h1, zb_v
-from tests.common.cases import BACKWARDS, WIDTH, mse
+from tests.common.cases import BACKWARDS, WIDTH, WORDS, cross_entropy, mse
 from tests.common.comparison import assert_same
 from tests.common.random_models import case_of, descriptions, places
 from tests.common.random_pipelines import build_unless_refused, schedules_of
@@ -116,6 +117,19 @@ def test_updates_of_shards_are_not_proved():
     pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=gpipe(2, 2), place=place)
     with pytest.raises(fpipe.InputError, match="optimizer: got one for parameters in 2 shards"):
         fpipe.prove(pipe, model, inputs, targets, optimizer=OPTIMIZERS["sgd"]())
+
+
+class Attending(nn.Module):
+    def forward(self, x):
+        rows = x[:, None]
+        return nn.functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.0)[:, 0]
+
+
+def test_attention_without_dropout_draws_nothing():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), Attending(), nn.Linear(4, 4))
+    x, y = torch.randn(2, 4, 4)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=one_f_one_b(2, 4), cuts=["2"])
+    assert fpipe.prove(pipe, model, (x,), y, seed=1).is_complete
 
 
 # ------------------------------------------------------ Faults in stages: bits that are right by chance are not proved
@@ -454,6 +468,28 @@ def test_few_rows_prove_the_stages_and_formulas_the_program(monkeypatch):
     monkeypatch.setattr(type(pipe.schedule), "actions", skipping(type(pipe.schedule).actions))
     with pytest.raises(ProgramError):
         fpipe.prove(pipe, model, (x[:2],))
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_a_mixture_of_experts_that_asks_for_no_value_is_proved(where):
+    sizes = {
+        "words": WORDS,
+        "width": 8,
+        "layers": 4,
+        "dense": 1,
+        "widest": 16,
+        "heads": 2,
+        "head": 4,
+    }
+    with torch.device(where):
+        model = Mixture(**sizes, latents=(4, 4), inner=8, experts=4, chosen=2, capacity=5)
+        x, y = torch.zeros(2, 8, 6, dtype=torch.int64)
+    if where == "cpu":
+        x, y = torch.randint(WORDS, (2, 8, 6))
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=cross_entropy, schedule=zb_h1(4, 8))
+    found = fpipe.prove(pipe, model, (x[:2],), y[:2])
+    assert found.unproved == ()
+    assert len(found.eager) == 2 + len([*model.parameters()])
 
 
 def skipping(function):
