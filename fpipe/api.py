@@ -125,7 +125,7 @@ def pipeline(
         least = find_fewest(schedule) if copies.count == 1 else None
         batchings = make_batchings(example, targets, microbatching, count * copies.pieces, over, least, home)
         batch = batchings[True].split_batch(example, targets)
-        ranks = job.join(schedule.ranks, resolve_group(found.group), home, found.members)
+        ranks = job.join(schedule.ranks, resolve_group(found.group), home, found.members, copies.groups)
     merge = microbatching.output_dims
     builder = Builder(loss, copies.train(schedule), batchings, where, recording, gradients, merge, ranks, copies)
     return builder.build(module, batch)

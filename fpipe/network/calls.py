@@ -157,7 +157,7 @@ class SharedCalls:
     def _end(self, why: str) -> None:
         """Refuse later calls, end all waits of this process, and wait until all ranks that are left know why."""
         self.situation.fail(why)
-        self.lookout.release()
+        self.lookout.break_all()
         self.lookout.board.linger()
         with self.situation.looking:  # the lookout may be about to break them, too
             destroy_groups(self.owned())

@@ -26,6 +26,11 @@ NEVER_SENT: Final = 2**20
 AT_ONCE: Final = timedelta(milliseconds=1)
 
 
+def has_streams(device: torch.device) -> bool:
+    """Return whether a device waits for messages in the place of the host, which goes on: an accelerator does."""
+    return device.type != "cpu"
+
+
 class Awaited(NamedTuple):
     """The thing that a rank waits for.
 
@@ -149,9 +154,10 @@ def break_group(group: dist.ProcessGroup) -> None:
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroy those of the groups that are not destroyed yet, in this process; return at once."""
-    for group in {*groups} & {*process_groups()}:
-        destroy_group(group)
+    """Destroy those of the groups that are not destroyed yet, in this process; return at once if they are broken."""
+    for group in dict.fromkeys(groups):
+        if group in {*process_groups()}:
+            destroy_group(group)
 
 
 def list_closed(awaited: Awaited) -> list[int]:

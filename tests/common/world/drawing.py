@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -15,6 +15,7 @@ from schedules import Schedule, SizeError, recompute, split_backward
 from schedules.files.csv import table
 from tests.common.cases import Case as Model
 from tests.common.random_models import GRAPH_NESTS, KINDS, NESTS, Again, Description, Leaf, Nest, Part, case_of
+from tests.common.world.network import Manners
 from tests.common.zoo import ZOO
 
 # -------------------------- Draw a setup: a model, and the pipeline that trains it, from one seed; many cases share it
@@ -262,6 +263,8 @@ class Case:
     is_kept: bool
     delay: float
     runs: tuple[tuple[Fault, ...], ...]
+    manners: Manners | None = None
+    reads: bool = False
 
     @property
     def schedule(self) -> Schedule:
@@ -299,6 +302,13 @@ def draw(seed: int) -> Case:
         random.choice([1e-5, 1e-3, 0.03]),
         runs,
     )
+
+
+def draw_on_device(seed: int) -> Case:
+    """Return the case of a seed, whose processes have devices."""
+    random = Random(f"device {seed}")
+    manners = Manners(*(random.random() < 0.5 for _ in Manners._fields))
+    return replace(draw(seed), manners=manners, reads=random.random() < 0.5)
 
 
 def draw_faults(random: Random, setup: Setup, steps: int) -> tuple[Fault, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,8 @@ from tests.common.world.sharing import Shelf
 
 SILENT = ("stop", "lose")
 """Faults of which others learn by a timeout."""
+UNSEEN = (*SILENT, "die", "disk", "leave")
+"""The same where processes compute on devices."""
 OWN: dict[str, type[BaseException]] = {
     "raise": InjectedError,
     "interrupt": KeyboardInterrupt,
@@ -87,7 +89,8 @@ def require_time(trial: Trial, rank: int) -> None:
     """Raise unless a rank that waits learns of a fault soon, or, if it is silent, once the timeout is over."""
     struck = trial.struck
     last = max(one.time for one in struck if one.time is not None and one.time <= trial.ended[rank])
-    silent = any(one.fault.kind in SILENT for one in struck)
+    kinds = SILENT if trial.case.manners is None else UNSEEN
+    silent = any(one.fault.kind in kinds for one in struck)
     naps = sum(one.time is not None and one.fault.kind == "nap" for one in trial.strikes)
     limit = PROMPT + NAP * naps + 2 * TIMEOUT * silent
     if trial.ended[rank] - last > limit:
@@ -150,7 +153,7 @@ class Simulator:
     def __init__(self) -> None:
         self.block, self.shelves = -1, dict[Setup, Shelf]()
 
-    def simulate(self, seed: int) -> Verdict:
+    def simulate(self, seed: int, draw: Callable[[int], Case] = draw) -> Verdict:
         """Run the case of a seed; raise `Finding`, or whatever was raised, unless it ends as promised."""
         case = draw(seed)
         if seed // BLOCK != self.block:
@@ -164,9 +167,9 @@ class Simulator:
             return judge(case, Path(folder), shelf)
 
 
-def simulate(seed: int) -> Verdict:
+def simulate(seed: int, draw: Callable[[int], Case] = draw) -> Verdict:
     """Run the case of a seed alone; see `Simulator`."""
-    return Simulator().simulate(seed)
+    return Simulator().simulate(seed, draw)
 
 
 def run_alone(case: Case, shelf: Shelf) -> Script | str:
