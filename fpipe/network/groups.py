@@ -354,9 +354,14 @@ class World(NamedTuple):
         """Return the tensor that each process passes, in order; all must have the same shape and dtype."""
         sent = mine.to(self.device)
         rows, awaited = [torch.empty_like(sent) for _ in self.processes], await_all(f"agreement on {call}", self.group)
-        with reporting(awaited):
-            work = dist.all_gather(rows, sent, async_op=True)
-        wait((WatchedWorks if has_streams(self.device) else UnbreakableWorks)([work], awaited))
+        post = partial(dist.all_gather, rows, sent, async_op=True)
+        if has_streams(self.device):  # the first one connects all processes
+            wait(posting := Creation(partial(run_on, self.device, post), awaited))
+            wait(WatchedWorks([cast("dist.Work", posting.made)], awaited))
+        else:
+            with reporting(awaited):
+                works = [post()]
+            wait(UnbreakableWorks(works, awaited))
         return [row.cpu() for row in rows]
 
     def compare(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor] | int:

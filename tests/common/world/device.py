@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -159,10 +159,10 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device, kwargs = self.device, kwargs or {}
-        if not device.late or FakeTensor in types:
+        if not device.late:
             return func(*args, **kwargs)
         if not PLAIN.issuperset(types):
-            return NotImplemented
+            return NotImplemented if DTensor in types else func(*args, **kwargs)
         tensors = [*list_tensors((*args, *kwargs.values()))]
         if not device.is_late(tensors) or func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)

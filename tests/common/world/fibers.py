@@ -63,7 +63,6 @@ class Fiber:
         self.is_over = True
         self.world.leave(self)
 
-
     @property
     def can_run(self) -> bool:
         """False while its process is stopped, which does not stop its device."""
