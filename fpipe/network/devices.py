@@ -25,7 +25,7 @@ from torch import Tensor
 from fpipe.errors import TransportError
 from fpipe.tensors.torch_private import device_types
 
-Made = TypeVar("Made")
+MadeThere = TypeVar("MadeThere")
 
 
 def require_reachable(device: torch.device, kinds: Sequence[torch.device], backend: str) -> None:
@@ -94,7 +94,7 @@ def current_index(device: torch.device) -> int | None:
     return None if kind is None or kind.type != device.type else torch.accelerator.current_device_index()
 
 
-def run_on(device: torch.device, make: Callable[[], Made]) -> Made:
+def run_on(device: torch.device, make: Callable[[], MadeThere]) -> MadeThere:
     """Return what `make` returns in a new thread, whose current device is this one."""
     if current_index(device) is not None:
         torch.accelerator.set_device_index(device)

@@ -52,7 +52,7 @@ from fpipe.tensors.torch_private import process_groups, renew_store, timeout_of
 
 Made = TypeVar("Made")
 LOOK: Final = 0.5  # seconds between two looks at the connections
-PAUSE: Final = 0.01  # and between two at a device
+GLIMPSE: Final = 0.01  # and between two at a device
 NAME: Final = "fpipe creation"
 
 
@@ -325,7 +325,7 @@ class WatchedWorks(PendingWorks):
     def wait(self) -> None:
         """Block until all works are done; raise `BrokenWaitError` once they are given up."""
         while not all(work.is_completed() for work in self.works):
-            if self.over.wait(PAUSE):
+            if self.over.wait(GLIMPSE):
                 raise BrokenWaitError(self.awaited)
         super().wait()
 

@@ -57,7 +57,7 @@ PostCopy: TypeAlias = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Reach
 """Posts copies of tensors into the host's memory; returns them, and the event after which they are there."""
 
 
-class Point:
+class StreamPoint:
     """A point of a device's stream: an event, and what the device waits for last before it."""
 
     def __init__(self, event: Reached, awaited: Awaited) -> None:
@@ -72,7 +72,7 @@ class Point:
         break_group(self.awaited.group)
 
 
-class Lap(Point):
+class Lap(StreamPoint):
     """Some messages, in the order in which they were taken, their headers on the host, and the event after these."""
 
     def __init__(
@@ -98,17 +98,17 @@ class Trail:
         self.copy = copy
         self.open: list[Arrived] = []
         self.laps: deque[Lap] = deque()
-        self.points: deque[Point] = deque()
+        self.points: deque[StreamPoint] = deque()
         self.groups = set[dist.ProcessGroup]()
 
     def follow(self, posted: Waitable) -> None:
         """Note that the device waits for something from here on, unless it is the host that has waited for it."""
         awaited = posted.awaited
-        if isinstance(posted, Point) or dist.get_backend(awaited.group) == "gloo":
+        if isinstance(posted, StreamPoint) or dist.get_backend(awaited.group) == "gloo":
             return
         while self.points and self.points[0].event.query():
             self.points.popleft()
-        self.points.append(Point(self.copy(())[1], awaited))
+        self.points.append(StreamPoint(self.copy(())[1], awaited))
         self.groups.add(awaited.group)
 
     def add(self, message: Arrived) -> None:
@@ -122,7 +122,7 @@ class Trail:
         messages, self.open = self.open, []
         self.laps.append(Lap(messages, *self.copy([one.header for one in messages]), awaited))
 
-    def find_unfinished(self) -> Point | None:
+    def find_unfinished(self) -> StreamPoint | None:
         """Return the first point that the device has not come to; any thread may ask."""
         return next((point for point in [*self.points, *self.laps] if not point.event.query()), None)
 
