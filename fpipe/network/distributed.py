@@ -207,28 +207,28 @@ class DistributedRanks(Ranks):
         return self.calls.exchange_text(text, about)
 
     def measure_clock_offset(self) -> float:
-        """Return how many seconds this process's clock is ahead of the first rank's; every rank must call this."""
-        with self._hold_line("its clock") as line:
+        """Return how many seconds this process's clock is ahead of the first one's; every process must call this."""
+        with self._hold_line("its clock", self.control.group, torch.device("cpu")) as line:
             return measurements.measure_offset(line)
 
     def measure_transfers(self, sizes: Sequence[int]) -> Tensor:
         """Return how long messages take between any two ranks; every rank must call this with the same sizes."""
         self.agree(about="transfers to measure")
-        with self._hold_line("a message to measure") as line:
+        with self._hold_line("a message to measure", self.results, self.device) as line:
             rows = measurements.measure_transfers(line, sizes)
         return torch.cat(self.gather_rows(rows))
 
     def measure_posting(self) -> float:
         """Return how long this process takes to post a send and a receive; every rank must call this."""
         self.agree(about="messages to post")
-        with self._hold_line("a message to measure") as line:
+        with self._hold_line("a message to measure", self.results, self.device) as line:
             return measurements.measure_posting(line)
 
     @contextmanager
-    def _hold_line(self, what: str) -> Iterator[Line]:
+    def _hold_line(self, what: str, group: dist.ProcessGroup, device: torch.device) -> Iterator[Line]:
         """Return the context in which ranks exchange messages of their own; afterwards they decide on what follows."""
         self.calls.begin()
-        yield Line(self.results, self.device, f"{what} in {self.calls.situation.call}", self.calls.lookout.wait)
+        yield Line(group, device, f"{what} in {self.calls.situation.call}", self.calls.lookout.wait)
         self.calls.decide()
 
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
