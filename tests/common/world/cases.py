@@ -279,7 +279,12 @@ class Trial:
             pause = NAP if kind == "nap" else 6 * TIMEOUT
             world.at(world.now + pause, partial(setattr, process, "is_stopped", False))
         else:
-            raise {"raise": InjectedError("injected"), "interrupt": KeyboardInterrupt(), "exit": SystemExit(0)}[kind]
+            raise {
+                "raise": InjectedError("injected"),
+                "fail": torch.distributed.DistBackendError("NCCL error: Failed to CUDA calloc"),
+                "interrupt": KeyboardInterrupt(),
+                "exit": SystemExit(0),
+            }[kind]
 
     def between(self, rank: int, i: int) -> bool:
         """Return whether a rank's script goes on after a step."""

@@ -440,7 +440,7 @@ class DeviceGroup:
     def post(self, parts: Sequence[Part], pair: int | None = None) -> Kernel:
         """Post a kernel; the first between a pair, or of all, waits for the others of it unless they are connected."""
         world = self.device.world
-        world.step("post")
+        world.step("launch")
         if self.is_aborted:
             raise RuntimeError("NCCL communicator was aborted")
         ranks = self.ranks if pair is None else (self.process.rank, self.ranks[pair])

@@ -221,7 +221,7 @@ APART = 0.01
 class Fault:
     """One thing that goes wrong.
 
-    - `kind`: an exception (`raise`, `interrupt`, `exit`), a death, a long stop, a short one (`nap`), a lost message, a
+    - `kind`: an exception (`raise`, `interrupt`, `exit`; `fail`, of NCCL), a death, a long stop, a short one (`nap`), a lost message, a
       script that ends early (`leave`), or a death while files are written (`disk`).
     - `builds`: it strikes while the pipeline is built, instead of later.
     - `rank`, `what`, `count`: it strikes this process at its step number `count` of this sort; a lost message counts
@@ -307,8 +307,15 @@ def draw(seed: int) -> Case:
 def draw_on_device(seed: int) -> Case:
     """Return the case of a seed, whose processes have devices."""
     random = Random(f"device {seed}")
-    manners = Manners(*(random.random() < 0.5 for _ in Manners._fields))
-    return replace(draw(seed), manners=manners, reads=random.random() < 0.5)
+    manners, case = Manners(*(random.random() < 0.5 for _ in Manners._fields)), draw(seed)
+
+    def redraw(fault: Fault) -> Fault:
+        """Let what is posted on a device fail, instead of what computes."""
+        is_posted = fault.kind == "raise" and not fault.builds and random.random() < 0.4
+        return replace(fault, kind="fail", what="launch", count=random.randrange(40)) if is_posted else fault
+
+    runs = tuple(tuple(redraw(fault) for fault in run) for run in case.runs)
+    return replace(case, manners=manners, reads=random.random() < 0.5, runs=runs)
 
 
 def draw_faults(random: Random, setup: Setup, steps: int) -> tuple[Fault, ...]:

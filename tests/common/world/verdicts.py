@@ -14,6 +14,7 @@ from typing import Any
 
 import optree
 from torch import Tensor
+from torch.distributed import DistBackendError
 
 import fpipe
 from fpipe.checkpoints.manifest import read_manifest
@@ -33,6 +34,7 @@ UNSEEN = (*SILENT, "die", "disk", "leave")
 """The same where processes compute on devices."""
 OWN: dict[str, type[BaseException]] = {
     "raise": InjectedError,
+    "fail": DistBackendError,
     "interrupt": KeyboardInterrupt,
     "exit": fpipe.TransportError,
     "stop": fpipe.TransportError,
@@ -40,7 +42,7 @@ OWN: dict[str, type[BaseException]] = {
     "disk": Killed,
 }
 """What the rank raises that a fault strikes."""
-NAMED = {"raise": "InjectedError", "interrupt": "KeyboardInterrupt", "exit": "SystemExit"}
+NAMED = {"raise": "InjectedError", "fail": "DistBackendError", "interrupt": "KeyboardInterrupt", "exit": "SystemExit"}
 """What the others say of it."""
 
 
@@ -125,7 +127,9 @@ def is_named(one: Strike, cause: fpipe.Cause) -> bool:
     if cause.rank != one.fault.rank:
         return False
     named = NAMED.get(one.fault.kind)
-    is_placed = one.fault.builds or cause.place.endswith(one.place)  # a build has no positions
+    is_placed = (
+        one.fault.builds or one.fault.kind == "fail" or cause.place.endswith(one.place)
+    )  # a build has no positions
     return named is None or (cause.problem.startswith(named) and is_placed)
 
 

@@ -57,4 +57,6 @@ def test_clocks_are_compared_over_the_control_group(monkeypatch):
     )
     monkeypatch.setattr(measurements, "measure_offset", lambda line: 0.5 if line == "line" else None)
     assert DistributedRanks.measure_clock_offset(ranks) == 0.5
-    assert held == [("its clock", "control", torch.device("cpu"))], "the host reads them, and must not wait for a device"
+    assert held == [("its clock", "control", torch.device("cpu"))], (
+        "the host reads them, and must not wait for a device"
+    )
