@@ -221,8 +221,8 @@ APART = 0.01
 class Fault:
     """One thing that goes wrong.
 
-    - `kind`: an exception (`raise`, `interrupt`, `exit`; `fail`, of NCCL), a death, a long stop, a short one (`nap`), a lost message, a
-      script that ends early (`leave`), or a death while files are written (`disk`).
+    - `kind`: an exception (`raise`, `interrupt`, `exit`, or of NCCL, `fail`), a death, a long stop, a short one (`nap`),
+      a lost message, a script that ends early (`leave`), or a death while files are written (`disk`).
     - `builds`: it strikes while the pipeline is built, instead of later.
     - `rank`, `what`, `count`: it strikes this process at its step number `count` of this sort; a lost message counts
       all messages.

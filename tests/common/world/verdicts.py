@@ -64,8 +64,10 @@ def require_ends(trial: Trial, errors: list[BaseException | None]) -> str:
         require_time(trial, rank)
     require_causes(trial, [error.cause for error in others.values() if isinstance(error, fpipe.RankError)])
     for one in struck:
-        if one.fault.kind != "lose":
-            require_victim(one, errors[one.fault.rank])
+        error = None if one.fault.kind == "lose" else errors[one.fault.rank]
+        is_told = one.fault.kind == "fail" and len(struck) > 1 and isinstance(error, fpipe.RankError)
+        if one.fault.kind != "lose" and not is_told:  # what is posted after another's failure fails anyway
+            require_victim(one, error)
     return " and ".join(f"{one.fault.kind}{' in a build' * one.fault.builds}" for one in struck)
 
 
@@ -127,9 +129,10 @@ def is_named(one: Strike, cause: fpipe.Cause) -> bool:
     if cause.rank != one.fault.rank:
         return False
     named = NAMED.get(one.fault.kind)
-    is_placed = (
-        one.fault.builds or one.fault.kind == "fail" or cause.place.endswith(one.place)
-    )  # a build has no positions
+    is_free = (
+        one.fault.builds or one.fault.kind == "fail"
+    )  # a build has no positions; a post may come before its action
+    is_placed = is_free or cause.place.endswith(one.place)
     return named is None or (cause.problem.startswith(named) and is_placed)
 
 
