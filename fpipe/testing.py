@@ -94,7 +94,7 @@ class _Checked:
         outputs, buffers, residuals = self.stage.forward(params, state, inputs, self.key)
         self._same("its arguments after the forward", given, self.arguments, "Compute new tensors.")
         again, new, _ = self.forward()
-        repair = "A forward may depend on its arguments only: keep no state, and draw from the key."
+        repair = "A forward may depend only on its arguments: keep no state, and draw from the key."
         self._same("outputs and buffers of a second run", (again, new), (outputs, buffers), repair)
         self._like("new buffers", buffers, self.arguments[1], "Return all of them, changed or not.")
         if not self.stage.is_differentiable:
@@ -116,7 +116,7 @@ class _Checked:
         cotangents = self._directions(outputs)
         whole = self.whole(residuals, cotangents)
         halves = self.halves(self.forward()[2], cotangents)
-        self._same("both halves of the backward", halves, whole, "The halves must add up to the whole.")
+        self._same("both halves of the backward", halves, whole, "The halves must add up to the unsplit backward.")
 
     def require_slope(self, tolerance: float) -> None:
         """Raise `AssertionError` unless the backward agrees with a finite difference."""

@@ -94,9 +94,9 @@ def require_no_other_weights(home: Path) -> None:
     others = sorted(name for name in files if not EXPORTED.fullmatch(name))
     if others or home.is_file():
         raise InputError(
-            f"{home}: got {others[:5] or 'a file'}, expected a directory without weights but those of an earlier "
-            "export, or none. Choose another path, or remove them first: a mixture of two models would be loaded "
-            "without a word."
+            f"{home}: got {others[:5] or 'a file'}, expected a directory with no weights but those of an earlier "
+            "export, or none. Choose another path, or remove them first: otherwise the weights of two models would be "
+            "mixed."
         )
 
 
@@ -133,7 +133,7 @@ def _replace(home: Path, index: Mapping[str, Any]) -> None:
         if missing:
             raise InputError(
                 f"{home}: got no {missing[:5]}, expected the files of all ranks. Export to a file system that they "
-                "share, and to a path to which no other job exports."
+                "share, and to a path that no other job uses."
             )
         text = json.dumps(index, indent=2)
         try:

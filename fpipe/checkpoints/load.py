@@ -181,7 +181,7 @@ def _choose(pipe: Pipeline, paths: Sequence[Path]) -> _Saved:
             return saved
     raise InputError(
         f"path: got {len(paths)} paths, expected at least one with a checkpoint that is whole on every rank. Start "
-        f"anew, or repair one of these: {' '.join(errors)}"
+        f"from the beginning, or repair one of these: {' '.join(errors)}"
     )
 
 

@@ -254,7 +254,7 @@ def require_whole_state(pipe: Pipeline, params: State, buffers: State | None) ->
     expected: Mapping[str, Spec] = pipe.training.assembly.buffers
     if buffers is None and expected:
         raise InputError(
-            f"buffers: got none, expected {list(expected)[:5]}: the model does not compute the same without them. Pass "
+            f"buffers: got none, expected {list(expected)[:5]}: without them, the model computes something else. Pass "
             "those of the last step, as in buffers=out.buffers."
         )
     buffers = {} if buffers is None else buffers

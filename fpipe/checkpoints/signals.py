@@ -84,8 +84,8 @@ def _require_main_thread() -> None:
     thread = threading.current_thread()
     if thread is not threading.main_thread():
         raise InputError(
-            f"catch_signals: got the thread {thread.name!r}, expected the main thread, which is the only one that "
-            "Python tells of signals. Enter the with there, around the loop."
+            f"catch_signals: got the thread {thread.name!r}, expected the main thread: Python delivers signals only to "
+            "that one. Enter the with statement there, around the loop."
         )
 
 

@@ -355,7 +355,7 @@ def _require_parameters_everywhere(pipe: Pipeline) -> None:
         if not any((*s.parameters, *s.unused) for s in here):
             raise InputError(
                 f"rank {rank}: got stages {[s.index for s in here]} without parameters, expected some on every rank: "
-                "torch's optimizers refuse an empty list. Choose other cuts=, or fewer ranks."
+                "torch's optimizers reject an empty list. Choose other cuts=, or fewer ranks."
             )
 
 
@@ -399,7 +399,7 @@ def _require_eval_mode(module: nn.Module) -> None:
     found = [name for name, one in module.named_modules() if one.training]
     if found:
         raise InputError(
-            f"{found[0]}: got train mode in a model in eval mode, expected eval mode everywhere. Call model.eval() "
+            f"{found[0]}: got train mode inside a model in eval mode, expected eval mode everywhere. Call model.eval() "
             "last, or evaluate with the plain model."
         )
 
@@ -439,9 +439,9 @@ def _without_modules(method: MethodType, root: nn.Module) -> Callable[..., Any]:
 
     def refuse(why: object) -> InputError:
         return InputError(
-            f"{method.__name__}: got {why}, expected a method that runs none of the model's modules and uses none of "
-            "its tensors: this process holds a part of them. Call the fpipe.Pipelined itself; to generate tokens, call "
-            "fpipe.generate(model.pipe, ...); to save weights, fpipe.export."
+            f"{method.__name__}: got {why}, expected a method that does not run the model's modules or use its "
+            "tensors: this process holds only a part of them. Call the fpipe.Pipelined itself; to generate tokens, "
+            "call fpipe.generate(model.pipe, ...); to save weights, fpipe.export."
         )
 
     def require_none(module: nn.Module, args: Any) -> None:

@@ -182,11 +182,11 @@ def cut(record: ModelRecord, at: CutsArgument = None, *, stages: int = 1) -> Mod
     ([2, 8], [2, 8], ['2.weight', '2.bias'])
     """
     if not isinstance(record, ModelRecord):
-        raise InputError(f"record: got {type(record).__name__}, expected what fpipe.capture returned. Pass that.")
+        raise InputError(f"record: got {type(record).__name__}, expected the result of fpipe.capture. Pass it.")
     captures, known = record.captures, record.captures.cuts
     cuts = parse_places(at, known.unsplittable, stages, known.whole)
     if stages != 1 and not isinstance(cuts.where, Evenly):
-        raise CutError("at, stages: got both, expected one of them. Drop stages; the names determine it.")
+        raise CutError("at, stages: got both, expected one of them. Remove stages: the names determine their number.")
     with torch.inference_mode(False), suspend_autocast(_variant(captures.loss is not None)):
         first = replace(captures, cuts=cuts, memo=captures.memo.without_stages())
         marked = Cuts(Marked(first.marks()), known.unsplittable, known.whole)
@@ -395,8 +395,8 @@ def view(one: stages.ModelStage, assembly: Assembly) -> Stage:
         expected = count + sum(len(crossing.specs) for crossing in one.gets)
         if len(inputs) != expected:
             raise InputError(
-                f"stage {one.index}: got {len(inputs)} inputs, expected {expected}: {count} of the batch, then what it "
-                f"gets from earlier stages. Pass a tuple of them. {one}"
+                f"stage {one.index}: got {len(inputs)} inputs, expected {expected}: {count} of the batch, then the "
+                f"values from earlier stages. Pass a tuple of them. {one}"
             )
         own = Feed(one.prologue, [tuple(inputs[:count])], state)(0)
         return one.leaves(params), state, (*own, *inputs[count:])

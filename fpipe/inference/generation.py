@@ -194,8 +194,8 @@ def _require_arguments(pipe: Pipeline, length: int, how: Schedule) -> None:
     if how.placement.homes != pipe.schedule.placement.homes or how.placement.mirrors:
         raise InputError(
             f"schedule: got {describe_argument(how)}, with stages on ranks {quote(how.placement.homes)}, expected one "
-            f"with each stage on one rank, {quote(pipe.schedule.placement.homes)}, where the pipeline has it. Pass one "
-            "with the pipeline's placement, such as its own with another number of microbatches."
+            f"with each stage on one rank, {quote(pipe.schedule.placement.homes)}, as in the pipeline. Pass one with "
+            "the pipeline's placement, such as its own schedule with another number of microbatches."
         )
 
 

@@ -141,7 +141,7 @@ def find_place(
     if replicas * shards > MOST_STAGES:
         raise InputError(
             f"mesh: got {replicas} replicas of {shards} shards, expected at most {MOST_STAGES} copies of a pipeline. "
-            "Pass the sizes of a mesh that there is."
+            "Pass the sizes of an existing mesh."
         )
     copies = PipelineCopies(
         replicas,
@@ -251,8 +251,8 @@ def _require_dimensions(sizes: Mapping[str, int], dims: Dimensions) -> None:
         other = next((one for one, same in used.items() if same == name and one != what), None)
         if other is not None:
             raise InputError(
-                f"{what}: got {name!r}, as for {other}, expected another dimension of {list(sizes)}: parameters can't "
-                "be replicated, or sharded, over a dimension that has another use. Choose another for one of the two."
+                f"{what}: got {name!r}, as for {other}, expected another dimension of {list(sizes)}: each dimension "
+                "has one use. Choose another for one of the two."
             )
 
 
@@ -268,8 +268,8 @@ def _require_playable(sizes: Mapping[str, int], dims: Dimensions) -> None:
     others = {name: size for name, size in sizes.items() if name not in dims and size > 1}
     if others:
         raise InputError(
-            f"mesh: got the dimensions {others} in one process, expected 'pp', 'dp' and 'shard' dimensions only: "
-            "modules that compute together need processes of their own. Start them with torchrun, or leave these out."
+            f"mesh: got the dimensions {others} in one process, expected only 'pp', 'dp' and 'shard' dimensions: "
+            "modules that compute together need separate processes. Start them with torchrun, or leave these out."
         )
 
 

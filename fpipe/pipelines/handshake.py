@@ -120,12 +120,12 @@ def _pipeline_lines(pipe: Pipeline) -> list[str]:
 
 
 SETTINGS_REPAIR: Final = (
-    "Set torch alike in every process, before pipeline(), as with torch.set_num_threads(1) or OMP_NUM_THREADS=1: other "
-    "settings give results with other bits."
+    "Use the same settings of torch in every process, before pipeline(), for example torch.set_num_threads(1) or "
+    "OMP_NUM_THREADS=1: with other settings, results have other bits."
 )
 PROCESSOR_REPAIR: Final = (
     "Start every process with ATEN_CPU_CAPABILITY=avx2, or what all machines have, or use machines of one kind: "
-    "kernels for other vectors give results with other bits."
+    "kernels for other vector instructions compute other bits."
 )
 
 

@@ -154,7 +154,7 @@ def gather_fields(function: Callable[..., Any], given: Mapping[str, Any]) -> dic
     if twice is not None:
         raise InputError(f"{twice}: got it besides {homes[twice]}, expected it in that. Write {said}.")
     warnings.warn(
-        f"{function.__name__}: got {', '.join(loose)} as keywords, which are fields now; the next version refuses "
+        f"{function.__name__}: got {', '.join(loose)} as keywords, which are fields now; the next version will reject "
         f"them. Write {said}.",
         FutureWarning,
         stacklevel=1 + sum(1 for _ in _frames_of_ours()),

@@ -111,8 +111,8 @@ def plan(
         _require_positive("seconds", seconds)
         if profile is not None and len(numbers) != 1:
             raise InputError(
-                f"microbatches: got {numbers} with a profile, expected one number: a profile is of microbatches of one "
-                "size. Pass the number that it was measured for."
+                f"microbatches: got {numbers} with a profile, expected one number: a profile is for microbatches of "
+                "one size. Pass the number that it was measured for."
             )
         same = {"ranks": count, "memory": caps, "microbatches": numbers, "schedules": listed}
         same |= {"weights": weights, "seconds": seconds}
@@ -132,7 +132,7 @@ def _require_options(options: Mapping[str, Any]) -> None:
         if name not in signature(measure).parameters:
             raise InputError(
                 f"{name}: got an argument that neither fpipe.plan nor fpipe.profile has, expected one of theirs. "
-                "Drop it, or correct its name."
+                "Remove it, or correct its name."
             )
 
 
@@ -161,7 +161,7 @@ def _list_schedules(schedules: Any, ranks: int) -> Sequence[Schedule | ScheduleF
         if not isinstance(one, Schedule) and not takes(one, 2):
             raise InputError(
                 f"schedules[{k}]: got {one!r}, expected a schedule or a function (ranks, microbatches) that makes one. "
-                "Pass one_f_one_b, say."
+                "Pass, for example, one_f_one_b."
             )
         if isinstance(one, Schedule) and one.ranks != ranks:
             raise InputError(
@@ -170,7 +170,7 @@ def _list_schedules(schedules: Any, ranks: int) -> Sequence[Schedule | ScheduleF
             )
     if not listed:
         raise InputError(
-            "schedules: got none, expected at least one. Leave the argument out to try all that are built in."
+            "schedules: got none, expected at least one. Leave out the argument to try all built-in schedules."
         )
     return listed
 

@@ -160,8 +160,8 @@ def _remember(optimizer: Optimizer, correct: Callable[[str, Tensor, Tensor, Tens
         made, kept = optimizer.update(grads, given, params, **options)
         if any(made[name] is params[name] for name in grads):
             raise InputError(
-                "optimizer: got one that updates in place, expected one that leaves what it is passed as it is: a "
-                "correction needs the weights before the update. Leave out donate=True."
+                "optimizer: got one that updates in place, expected one that does not modify its arguments: a "
+                "correction needs the weights from before the update. Leave out donate=True."
             )
         new = dict(made)
         for name, before in old.items():

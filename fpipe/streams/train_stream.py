@@ -290,14 +290,14 @@ class StreamRun:
         if replace(split.signature, answers=()) != replace(self.example.signature, answers=()):
             raise InputError(
                 f"batches[{number}]: {self.pipe.captures.batchings[True].difference(split.signature)}, expected a "
-                "batch like the first one: batches of a stream do not wait for each other. Pad it, or leave it out."
+                "batch like the first one: ranks of a stream do not agree before each batch. Pad it, or leave it out."
             )
         self.plan.watch.require_unchanged()
         rows, skips = feed_stages(self.plan, self.held.buffers, split)
         if skips:
             raise InputError(
                 f"batches[{number}]: got microbatches {list(skips)} of weight 0, expected a positive one for each: "
-                "their backward is left out, of which other ranks do not know in a stream. Leave out such rows."
+                "their backward is skipped, and in a stream other ranks would not know. Leave out such rows."
             )
         return BegunBatch(rows, make_keys(self.plan, None if self.seed is None else self.seed + number))
 
@@ -378,5 +378,5 @@ def _require_untied(plan: StepPlan) -> None:
         raise InputError(
             f"{name!r}: got a parameter that stages {s} and {t} share, expected one stage for each: their gradients of "
             "a batch are not complete at the same time. Cut the model so that one stage has all its uses, or give each "
-            "stage a parameter of its own."
+            "stage a separate parameter."
         )

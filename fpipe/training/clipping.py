@@ -102,7 +102,7 @@ def require_bound(what: str, value: Any) -> float:
         number = math.nan
     if not number >= 0:
         raise InputError(
-            f"{what}: got {describe_argument(value)}, expected a number that is not negative. Pass how large it may be."
+            f"{what}: got {describe_argument(value)}, expected a number of at least 0. Pass the largest allowed value."
         )
     return number
 

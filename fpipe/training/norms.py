@@ -202,7 +202,7 @@ def _require_equal_tensors(pipe: Pipeline, grads: State) -> None:
             raise InputError(
                 f"grads[{name!r}]: got plain tensors of norms {sorted(set(same))} on processes that hold the same "
                 "stages of one copy, expected equal tensors, which count once. Reduce them over the other dimensions "
-                "of the mesh first; or, if each process has parameters of its own, as experts are, make them DTensors."
+                "of the mesh first; or, if each process has different parameters, such as experts, make them DTensors."
             )
 
 

@@ -231,7 +231,7 @@ def _require_gradient(name: str, grad: object, p: Tensor) -> None:
         got, want = (f"a gradient on {one.device}" for one in (grad, p) if isinstance(one, Tensor))
     raise InputError(
         f"grads[{name!r}]: got {got}, expected {want}, as the parameter. Pass the gradients that a step returned; for "
-        "gradients in float32 of parameters in less, see fpipe.masters."
+        "float32 gradients of parameters in lower precision, see fpipe.masters."
     )
 
 
@@ -243,7 +243,7 @@ def _require_own_slots(cls: str, name: str, slots: Mapping[str, Any], p: Tensor,
         expected = " or ".join(str(sorted(one)) for one in sorted(traits.slots, key=sorted))
         raise InputError(
             f"{where}: got {sorted(slots)}, expected {expected}, as {cls} keeps with these options. Pass the state of "
-            "this optimizer; to begin with none, call init(params)."
+            "this optimizer; to begin, call init(params)."
         )
     for slot, value in slots.items():
         if slot in traits.alike and isinstance(value, Tensor) and value.shape != p.shape:

@@ -227,8 +227,8 @@ class Updater(NamedTuple):
         new, _ = self.optimizer.update({name: torch.zeros_like(p)}, {name: slots}, {name: p}, **self.options)
         if kept is not None and new[name] is p:
             raise InputError(
-                "optimizer: got one that updates in place, expected one that leaves what it is passed as it is: "
-                f"{kept}. Leave out donate=True, or that."
+                f"optimizer: got one that updates in place, expected one that does not modify its arguments: {kept}. "
+                "Leave out donate=True, or that."
             )
 
 

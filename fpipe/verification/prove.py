@@ -36,10 +36,11 @@ from schedules.status import showing
 
 NOISE: Final = 2.0**-10
 ASSUMED: Final = (
-    "operators are functions of their arguments, of torch's settings, and of the generator's state where they draw",
-    "the batch decides nothing but through operators: shapes, numbers and branches are those of this batch",
-    "equal parts of the batch, and equal integer buffers, are not told apart; parameters and other buffers are",
-    "a message arrives as it was sent, and in every order of arrival the program's order of actions on a rank is kept",
+    "operators depend only on their arguments, on torch's settings, and on the generator's state if they draw",
+    "shapes, numbers in the code, and branches are those of this batch",
+    "equal parts of the batch count as the same input, and so do equal integer buffers; parameters and other buffers "
+    "differ",
+    "messages arrive unchanged, and each rank runs the program's actions in order, whatever the order of arrival",
 )
 
 
@@ -71,9 +72,9 @@ class Proof:
     def __str__(self) -> str:
         """Return a page: claims, what could not be proved, and assumptions."""
         lines = [
-            f"{len(self.reference)} results of a step are, for every input, those of the captured model on one device",
-            f"{len(self.eager)} of them those of your module run eagerly"
-            + ("" if self.eager or self.unproved else ": it draws random numbers, so it was not compared"),
+            f"{len(self.reference)} results of a step equal those of the captured model on one device, for every input",
+            f"{len(self.eager)} of them also equal those of your module run eagerly"
+            + ("" if self.eager or self.unproved else " (not compared: it draws random numbers)"),
             f"{self.operators} operators ran, of {self.expressions} expressions, in {self._describe_microbatches()}",
             *[f"not proved: {leaf}, against {other}: {why}" for leaf, other, why in self.unproved],
             "assumed:",
@@ -85,7 +86,7 @@ class Proof:
         ran, scheduled = self.microbatches
         if ran == scheduled:
             return f"{ran} microbatches"
-        return f"{ran} microbatches; the program of all {scheduled} is whole on formulas of the same stages"
+        return f"{ran} microbatches; formulas show the same for all {scheduled} microbatches of the program"
 
 
 @showing("prove")
@@ -167,7 +168,7 @@ def _refusing_questions() -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InputError(
             f"model: got one on meta that asks for the values of a tensor ({error}), expected one that does not, or "
-            "one with values. Prove a smaller one of its kind, with values."
+            "one with values. Prove a smaller model of the same kind, with values."
         ) from error
 
 
@@ -221,8 +222,8 @@ def _require_here(pipe: Pipeline) -> None:
     """Raise `InputError` unless all ranks are in this process, and compute on the CPU."""
     if pipe.ranks.processes:
         raise InputError(
-            f"pipe: got one whose ranks are {len(pipe.ranks.processes)} processes, expected all of them in this one: "
-            "what the others compute is not seen here. Build the pipeline again without torch.distributed, with the "
+            f"pipe: got one whose ranks are {len(pipe.ranks.processes)} processes, expected all of them in this one: a "
+            "proof needs the computation of all ranks. Build the pipeline again without torch.distributed, with the "
             "same arguments: it computes the same."
         )
     if pipe.device.type != "cpu":
