@@ -32,14 +32,14 @@ def check_stage(
     *,
     tolerance: float = 1e-5,
 ) -> None:
-    """Raise `AssertionError` unless a stage keeps the contract, for these arguments.
+    """Raise `AssertionError` unless a stage fulfills the contract, for these arguments.
 
     - It is pure: no argument is modified, and what it returns is the same bit for bit when it runs again, as in a
       recomputation; its gradients are, too.
     - New buffers, cotangents and gradients have the structures of buffers, inputs and parameters.
-    - Both halves of its backward give the bits of the whole.
+    - Both halves of its backward compute the bits of the unsplit backward.
     - In float64, gradients and cotangents agree with a finite difference of the outputs, up to the relative
-      `tolerance`, in a direction drawn from a generator of its own. So pass arguments at which it is smooth.
+      `tolerance`, in a random direction from a separate generator. So pass arguments at which it is smooth.
 
     The error names the first leaf that is wrong, with got and expected.
 

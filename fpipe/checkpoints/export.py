@@ -46,13 +46,13 @@ EXPORTED: Final = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetenso
 def export(pipe: Pipeline, path: str | os.PathLike[str], params: State, buffers: State | None = None) -> None:
     """Write the model's weights into the directory `path`, in the format of `from_pretrained`; every rank calls this.
 
-    The directory then has one safetensors file for each rank, and `model.safetensors.index.json`. It holds what the
-    model's state dict has, each tied parameter once. `fpipe.safetensors(path)` reads it, and so does `from_pretrained`
-    of a Hugging Face model, once `model.config.save_pretrained(path)` has put the configuration beside it.
+    The directory then has one safetensors file for each rank, and `model.safetensors.index.json`. It holds the model's
+    state dict, each tied parameter once. `fpipe.safetensors(path)` reads it, and so does `from_pretrained` of a Hugging
+    Face model, after `model.config.save_pretrained(path)` has added the configuration.
 
     Weights that `export` has written there before are replaced in one atomic operation. Raises `InputError`, naming the
     leaf, for values that do not fit the pipeline, and for a directory that has other weights; if only some ranks fail,
-    `TransportError` on the others. What was at `path` is then intact.
+    `TransportError` on the others. Files at `path` then stay intact.
 
     >>> import tempfile, torch, fpipe
     >>> from schedules import gpipe

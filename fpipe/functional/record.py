@@ -64,8 +64,8 @@ from schedules.status import showing
 class ModelRecord:
     """A recording of what a model and its loss compute for one microbatch, made by `fpipe.capture`.
 
-    Its stages are cut by `fpipe.cut`. Printed, it lists the modules, what is held, and what runs as Python. Two records
-    are equal if they make the same torch calls with the same values, in the same order, for the same microbatch.
+    `fpipe.cut` cuts it into stages. `print` lists its modules, what it holds, and what runs as Python. Two records are
+    equal if they make the same torch calls with the same values, in the same order, for the same microbatch.
     """
 
     captures: Captures
@@ -123,10 +123,11 @@ def capture(
     recording: Recording = Recording(),
     gradients: Gradients = Gradients(),
 ) -> ModelRecord:
-    """ModelRecord what a model and its loss compute for one microbatch.
+    """Record what a model and its loss compute for one microbatch.
 
     - `model`, `loss`, `recording`, `gradients`: as for `fpipe.pipeline`.
-    - `example`, `targets`: one microbatch; it provides shapes and dtypes. Other shapes are recorded when they come.
+    - `example`, `targets`: one microbatch; it provides shapes and dtypes. Other shapes are recorded when they first
+      appear.
     - `microbatching`: how `fpipe.execute` splits a batch, by its `batch_dims`.
 
     Without a loss, the record is of an evaluation. Raise `CaptureError` or `InputError`.
@@ -158,7 +159,8 @@ def capture(
 def cut(record: ModelRecord, at: CutsArgument = None, *, stages: int = 1) -> ModelStages:
     """Cut a record into stages, each a set of pure functions.
 
-    - `at`: as `cuts` of `fpipe.pipeline`: names, or classes and patterns. `stages`: how many, if `at` has no names.
+    - `at`: like `cuts` of `fpipe.pipeline`: names, or classes and patterns. `stages`: their number, if `at` has no
+      names.
 
     Raise `CutError`.
 
@@ -209,9 +211,9 @@ class ModelStages(Sequence[Stage]):
     """The stages of a model, cut by `fpipe.cut`: pure functions, and the graph between them.
 
     Stage `s` takes `params[s]` and `buffers[s]`, dicts by the model's own names, and tensors: the leaves of the batch
-    that it reads, targets after inputs, then what it gets from earlier stages. It returns its result, if it computes
-    the loss, and what later stages get: a tensor, or a tuple of several. Two are equal if their records are, and their
-    cuts.
+    that it reads, targets after inputs, then the values from earlier stages. It returns its result, if it computes the
+    loss, and the values for later stages: a tensor, or a tuple of several. Two are equal if their records and their
+    cuts are.
     """
 
     record: ModelRecord

@@ -37,7 +37,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "subject", help="file.py:function, which returns the arguments of fpipe.plan, or a profile.json"
     )
-    parser.add_argument("--ranks", type=int, help="how many", metavar="P")
+    parser.add_argument("--ranks", type=int, help="the number of ranks", metavar="P")
     parser.add_argument("--microbatches", type=_read_numbers, help="the numbers to try", metavar="M,M,...")
     parser.add_argument("--memory", help="the memory limit of a rank, such as 80GB", metavar="BYTES")
     parser.add_argument("--schedules", type=_read_names, help="the schedules to try", metavar="NAME,NAME,...")

@@ -67,23 +67,24 @@ def plan(
     """Choose cuts, schedule, recomputation and number of microbatches for a model; return the `Plan`.
 
     The model is measured by `fpipe.profile`, once for each number of microbatches; then schedules are simulated. In one
-    process, where no links are measured, transfers take no time unless `link` says otherwise.
+    process, no links are measured, and transfers take no time unless you pass `link`.
 
     - `model`, `example`, `targets`, `loss`: as for `fpipe.pipeline`. The batch is that of a whole step.
     - `ranks`: their number, or a mesh whose dimension `pp` has so many.
-    - `memory`: the bytes of a rank, or of each, such as "80GB"; without it, memory is not limited. A plan holds the
-      limit at every moment. `weights`: how often parameters are held: 4 for themselves, gradients and AdamW's moments.
-    - `microbatches`: the numbers to choose from; by default 1, 2, 4 and 8 per rank, as far as the batch has rows.
-    - `schedules`: what to choose from: factories `(ranks, microbatches) -> Schedule`, and schedules as they are.
+    - `memory`: the limit in bytes of a rank, or of each, such as "80GB"; without it, memory is not limited. A plan
+      stays below the limit at every moment. `weights`: how often parameters are held: 4 for parameters, gradients and
+      AdamW's moments.
+    - `microbatches`: the numbers to try; by default 1, 2, 4 and 8 per rank, if the batch has enough rows.
+    - `schedules`: the schedules to try: factories `(ranks, microbatches) -> Schedule`, or schedules.
     - `cuts`: names of modules at which a stage must begin. `stages`: pairs of names, for stages that must be: each
       begins at the first module and ends before the second. `None` stands for the beginning or end of the model.
     - `profile`: measured before, of this model, for one number of microbatches.
-    - `seconds`: about how long to search at most; `progress` is called with a `PlanProgress` after every candidate. A
-      KeyboardInterrupt ends the search, and the best plan by then is returned.
+    - `seconds`: about the most time to search; `progress` is called with a `PlanProgress` after every candidate. A
+      KeyboardInterrupt ends the search, and the best plan so far is returned.
     - `options`: more arguments of `fpipe.profile`, such as `recording`, `gradients`, `device`, `link` and `group`.
 
-    Under torch.distributed, every rank must call this, and all return the same plan, unless time runs out: pass a plan
-    that one of them saved to the others then.
+    Under torch.distributed, every rank must call this, and all return the same plan, unless time runs out: so let one
+    rank save its plan and the others read it.
 
     Raise `InputError` if nothing fits into the memory (it says how much would), and for arguments that contradict one
     another; otherwise as `fpipe.profile` does.

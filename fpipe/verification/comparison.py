@@ -41,9 +41,9 @@ ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
 class Verification(NamedTuple):
     """The number of leaves that `verify` found equal to the reference's, and to those of the user's module run eagerly.
 
-    `eager` is 0 if the model draws random numbers: eager dropout draws different ones. Gradients that are summed over
-    stages (`tied="sum"`) are compared with the reference only, since the eager model adds in another order. The
-    numbers are sums over all steps.
+    `eager` is 0 if the model draws random numbers, because eager dropout draws different ones. Gradients that are
+    summed over stages (`tied="sum"`) are compared only with the reference, because the eager model adds in another
+    order. The numbers are sums over all steps.
     """
 
     reference: int

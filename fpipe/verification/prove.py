@@ -50,11 +50,11 @@ class Proof:
 
     - `reference`, `eager`: the leaves (loss, outputs, gradients, buffers) that are the same expression as in the loop
       on one device over the captured model, and over the user's own module; none there if random numbers are drawn.
-    - `unproved`: per leaf, against which of them, and the operators at which the expressions differ. That is no proof
-      that bits differ.
-    - `operators`, `expressions`: how many ran in all three, and how many different ones there are.
-    - `microbatches`: how many the batch had, and how many the pipeline's schedule has. If these are more, its program
-      is shown to be whole on formulas of its stages, whose functions are those of the fewer ones.
+    - `unproved`: per leaf, against which of them, and the operators at which the expressions differ. The bits may still
+      be equal.
+    - `operators`, `expressions`: the number of operators that ran in all three, and of different expressions.
+    - `microbatches`: the number in the batch, and in the pipeline's schedule. If these are more, the program is checked
+      on formulas of its stages, whose functions are the same.
     """
 
     reference: tuple[str, ...]
@@ -100,19 +100,19 @@ def prove(
 ) -> Proof:
     """Prove that a step of the pipeline computes what one device does, for every value of parameters and inputs.
 
-    Loss, outputs, gradients and buffers are compared as expressions: the same operators, of the same operands, sums in
-    the same order, random numbers from the same state of the generator. So biases that two stages exchange are found
-    even where both are zero. The step runs with parameters and buffers close to the model's, all different.
+    Loss, outputs, gradients and buffers are compared as expressions: the same operators on the same operands, sums in
+    the same order, random numbers from the same state of the generator. So it detects biases that two stages have
+    swapped, even if both are zero. The step runs with parameters and buffers close to the model's, all different.
 
-    `print(proof)` is a page with what is proved, what could not be, and what is assumed. Takes a few times as long as
-    `fpipe.verify`, which compares bits; run both.
+    `print(proof)` lists what is proved, what could not be proved, and what is assumed. This takes a few times as long
+    as `fpipe.verify`, which compares bits; run both.
 
     A model on the meta device, of any size, is proved without values: nothing is computed. A batch of a few rows is
-    enough, since a step with fewer microbatches has the same stages; the schedule's own program is then shown to be
-    whole on formulas.
+    enough, because a step with fewer microbatches has the same stages; the schedule's own program is then checked on
+    formulas.
 
     Raise `InputError` for a pipeline whose ranks are other processes, for one on an accelerator or with DTensors, for a
-    model on meta that asks for values, and for what `verify` refuses.
+    model on meta that reads values, and for arguments that `verify` rejects.
 
     >>> import torch, fpipe
     >>> from schedules import zb_h1

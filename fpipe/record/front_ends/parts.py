@@ -59,7 +59,7 @@ class Part:
 
     Strings among the arguments, at any depth, name an input of the graph or another part, optionally with an item or
     attribute of it: `"vision"`, `"vision[0]"`, `"vision['features']"`, `"vision.last_hidden_state"`. Anything else is
-    passed as it is.
+    passed unchanged.
 
     >>> import torch
     >>> Part(torch.add, "text", "vision['features']", alpha=2)

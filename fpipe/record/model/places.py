@@ -88,7 +88,7 @@ def advise_on_values(where: str, unsplittable: Collection[str] = ()) -> str:
     modules that run as is.
     """
     if re.match(r"module \S+ \(", where) is None:
-        where, loss = "module loss (loss)", "pass fpipe.Recording(unsplittable=['loss']), and it runs as it is."
+        where, loss = "module loss (loss)", "pass fpipe.Recording(unsplittable=['loss']), and it runs as Python."
         out = "Take control flow and shapes that depend on data out of the loss; or, if shapes do not depend on it,"
         return advise_on_values(where, unsplittable) if LOSS in unsplittable else f"{out} {loss}"
     path = where.split(" ")[1]
@@ -100,10 +100,10 @@ def advise_on_values(where: str, unsplittable: Collection[str] = ()) -> str:
     outside = "Take control flow and shapes that depend on data out of the model; or, if shapes do not depend on it, "
     if path == "(root)":
         return (
-            f"{outside}put that part into a separate module, and name this in unsplittable: the model itself cannot "
-            "be, since it is to be split."
+            f"{outside}put that part into a separate module, and name this in unsplittable (not the model "
+            "itself, which has to be cut)."
         )
-    return f"{outside}name the module in unsplittable, and it runs as it is."
+    return f"{outside}name the module in unsplittable, and it runs as Python."
 
 
 def advise_on_errors() -> str:

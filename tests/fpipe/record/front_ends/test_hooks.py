@@ -147,7 +147,7 @@ def deciding(outputs: Tensor, targets: Tensor) -> Tensor:
         (
             Stack(),
             {"loss": deciding},
-            "pass fpipe.Recording(unsplittable=['loss']), and it runs as it is",
+            "pass fpipe.Recording(unsplittable=['loss']), and it runs as Python",
             "name the module",
         ),
     ],
