@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fpipe.audits.audit import Audit
 from fpipe.cutting.partition import CutsArgument, parse_cuts
 from fpipe.meshes.arguments import Place
 from fpipe.network.job import enter_job, resolve_group
@@ -137,6 +138,7 @@ def value_and_grad(
     record: RecordSpan | None = None,
     sums: torch.dtype | None = None,
     aux: bool | MergeTrees = True,
+    audit: Audit | None = None,
 ) -> ValueAndGrad:
     """Return the function that computes the loss and gradients of one step.
 
@@ -173,6 +175,10 @@ def value_and_grad(
     new first dimension of size M, or the result of `aux(parts)` for the sequence of all trees. It is on every rank; a
     rank that passes `aux=False` gets `None`.
 
+    `audit`, an `fpipe.Audit`, runs drawn actions of each step again where this process would wait, and compares the
+    bits. A difference raises `CorruptionError` here, and `RankError` on all other ranks. It changes no bit of the rest,
+    and ranks may pass different ones.
+
     Raise `InputError`, naming the leaf, for arguments that don't fit the pipeline, before anything is sent.
 
     >>> import torch, fpipe
@@ -193,7 +199,7 @@ def value_and_grad(
     (tensor([2, 2, 2]), torch.Size([3]))
     """
     with call_together(value_and_grad, locals()):
-        return agree_to_train(pipe, outputs, sums, record, aux)
+        return agree_to_train(pipe, outputs, sums, record, aux, audit)
 
 
 def evaluate(

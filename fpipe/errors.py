@@ -11,10 +11,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from schedules.errors import GraphError, PipelineError, ScheduleError, SizeError, VocabularyError
+from schedules.language.actions import Action
 
 __all__ = [
     "CaptureError",
     "Cause",
+    "CorruptionError",
     "CutError",
     "DeadlockError",
     "GraphError",
@@ -117,3 +119,19 @@ class MismatchError(PipelineError, AssertionError):
 
     Raised by `verify`. The message names the first leaf that differs, and by how much.
     """
+
+
+class CorruptionError(PipelineError, RuntimeError):
+    """An action that was run again with the same arguments made other bits.
+
+    Raised by steps that are audited (`fpipe.Audit`), on the rank of the `action`; all other ranks raise a `RankError`
+    with it as the cause. Memory or a processor failed, or an operator is not deterministic: the message says which, as
+    far as more runs can tell. The results of the step must not be used.
+    """
+
+    def __init__(self, rank: int, action: Action, message: str) -> None:
+        self.rank, self.action = rank, action
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[CorruptionError], tuple[object, ...]]:
+        return type(self), (self.rank, self.action, str(self))

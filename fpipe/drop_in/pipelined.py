@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fpipe.api import pipeline, value_and_grad
+from fpipe.audits.audit import Audit
 from fpipe.drop_in.delivery import Delivery, attach_delivery, divided
 from fpipe.drop_in.norms import watch_norms
 from fpipe.drop_in.settings import Pipelines
@@ -61,6 +62,7 @@ class Pipelined(nn.Module):
       `weights` are given.
     - `aux`: as in `fpipe.value_and_grad`: whether this rank gets the `aux` of the loss, and how the values of
       microbatches are merged.
+    - `audit`: as in `fpipe.value_and_grad`, of the steps in train mode.
 
     Under a launcher such as torchrun, each process is one rank and holds its share of the parameters and buffers, under
     the model's own names; without one, all ranks run in this process. The process group is initialized if it is not.
@@ -114,11 +116,12 @@ class Pipelined(nn.Module):
         targets: Any = None,
         weights: ValueSource | None = None,
         aux: bool | MergeTrees = True,
+        audit: Audit | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         join_launched()
-        require_arguments(value_and_grad, {"aux": aux})
+        require_arguments(value_and_grad, {"aux": aux, "audit": audit})
         pipe = pipeline(model, example=example, targets=targets, loss=loss, schedule=schedule, **options)
         with pipe.ranks.enter_call("Pipelined"):
             require_plain("Pipelined", pipe.training.placed, "Use fpipe.pipeline and fpipe.value_and_grad.")
@@ -129,7 +132,7 @@ class Pipelined(nn.Module):
         self.training = root.training
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[table] = vars(root)[table]  # not by `register_parameter`: a model may have a parameter `scale`
-        self._pipelines = Pipelines(pipe, root, model, aux)
+        self._pipelines = Pipelines(pipe, root, model, aux, audit)
         self._delivery: Delivery | None = None
         self._aux: Any = None
         self.register_load_state_dict_post_hook(_ignore_other_ranks)  # type: ignore[no-untyped-call]

@@ -30,7 +30,12 @@ from fpipe.runtime.transport import Transport
 from fpipe.tensors.arguments import require_seed
 from schedules import Program
 
-UNSUPPORTED = {"U": "updates weights", "UNSHARD": "gathers weights", "REDUCE_GRAD": "reduces gradients"}
+UNSUPPORTED = {
+    "U": "updates weights",
+    "UNSHARD": "gathers weights",
+    "REDUCE_GRAD": "reduces gradients",
+    "OFFLOAD": "moves memory",
+}
 """The kinds of actions that need more than stages, and what they do."""
 
 

@@ -26,9 +26,10 @@ from fpipe.functional.derived import TreeShape
 from fpipe.functional.graph import READ_CARRY, WHOLE_INPUTS, Stages
 from fpipe.functional.stage import add_trees
 from fpipe.runtime.contract import StageCrossing
-from fpipe.runtime.transport import Payload
+from fpipe.runtime.transport import Handle, Payload
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import NAMESPACE
+from schedules.language.actions import Action
 from schedules.language.graph import Edge
 
 Layouts: TypeAlias = Mapping[Edge, TreeShape]
@@ -233,6 +234,14 @@ class StageNode:
             layout = self.layouts.get((s, self.index))
             carried += (trees,) if layout is None else _dense(layout, trees)
         return tuple(carried)
+
+    def offload(self, kept: NodeState) -> NodeState:
+        """Raise `AssertionError`: execute refuses schedules that move memory."""
+        raise AssertionError("execute moves no memory")
+
+    def reload(self, action: Action, kept: NodeState) -> Handle:
+        """Raise `AssertionError`: execute refuses schedules that move memory."""
+        raise AssertionError("execute moves no memory")
 
     def zero_cotangents(self) -> Payload:
         """Raise `AssertionError`: every microbatch counts here."""

@@ -171,7 +171,7 @@ def _conclude(search: Search, problems: Sequence[PlanProblem]) -> Plan:
         predicted=best.predicted,
         limits=_explain_time(best),
         caps=best.problem.caps,
-        costs=profile.costs(best.cuts),
+        costs=best.problem.costs(best.cuts),
         sizes=best.problem.sizes(best.schedule.placement, best.cuts),
         bound=least.makespan,
         because=least.because,
@@ -193,14 +193,14 @@ def _certify(best: Candidate) -> Certificate | None:
     if how.stages * how.microbatches > MOST_CERTIFIED:
         return None
     try:
-        return certify(how, best.problem.profile.costs(best.cuts), best.problem.sizes(how.placement, best.cuts))
+        return certify(how, best.problem.costs(best.cuts), best.problem.sizes(how.placement, best.cuts))
     except ProgramError:
         return None
 
 
 def _explain_time(candidate: Candidate, most: int = 3) -> str:
     """Return what the step's time consists of: the largest shares of the critical path."""
-    path = critical_path(candidate.schedule, candidate.problem.profile.costs(candidate.cuts))
+    path = critical_path(candidate.schedule, candidate.problem.costs(candidate.cuts))
     whole = sum(share.time for share in path.shares) or 1.0
     return ", ".join(f"{share.what} {100 * share.time / whole:.0f} %" for share in path.shares[:most])
 

@@ -21,7 +21,7 @@ from typing import Any
 from fpipe.errors import InputError
 from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
 from fpipe.planning.choosing import choose, say_progress
-from fpipe.planning.make import parse_caps, plan
+from fpipe.planning.make import parse_bytes, parse_caps, plan
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.tensors.arguments import require_integer
@@ -40,6 +40,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, help="the number of ranks", metavar="P")
     parser.add_argument("--microbatches", type=_read_numbers, help="the numbers to try", metavar="M,M,...")
     parser.add_argument("--memory", help="the memory limit of a rank, such as 80GB", metavar="BYTES")
+    parser.add_argument("--host", help="how fast activations move to the host, such as 25GB", metavar="BYTES/S")
     parser.add_argument("--schedules", type=_read_names, help="the schedules to try", metavar="NAME,NAME,...")
     parser.add_argument("--cuts", type=_read_names, help="modules at which a stage must begin", metavar="NAME,NAME,...")
     parser.add_argument("--seconds", type=float, default=60.0, help="the most time to search", metavar="S")
@@ -84,6 +85,7 @@ def _make_plan(options: argparse.Namespace) -> Plan:
         "ranks": options.ranks,
         "microbatches": options.microbatches,
         "memory": options.memory,
+        "host": options.host,
         "schedules": options.schedules and [find_factory(name) for name in options.schedules],
         "cuts": options.cuts,
     }
@@ -127,7 +129,9 @@ def _plan_profile(path: Path, given: Mapping[str, Any], seconds: float) -> Plan:
     require_integer("microbatches", numbers[0], least=1)
     if not 0 < seconds < inf:
         raise InputError(f"seconds: got {seconds}, expected a number above 0. Correct it.")
-    problem = PlanProblem.of(profile, numbers[0], parse_caps(given.get("memory"), ranks)).pin(given.get("cuts", ()))
+    host = parse_bytes("host", given["host"]) if "host" in given else 0.0
+    problem = PlanProblem.of(profile, numbers[0], parse_caps(given.get("memory"), ranks), host=host)
+    problem = problem.pin(given.get("cuts", ()))
     factories: tuple[ScheduleFactory, ...] = tuple(given.get("schedules", FACTORIES))
     with showing("plan"):
         return choose([problem], factories, seconds=seconds, report=say_progress, ordered="schedules" not in given)

@@ -59,6 +59,7 @@ def plan(
     cuts: Iterable[str] = (),
     stages: Iterable[tuple[str | None, str | None]] = (),
     weights: float = 4.0,
+    host: Amount = 0,
     profile: Profile | None = None,
     seconds: float = 60.0,
     progress: Callable[[PlanProgress], None] | None = None,
@@ -74,6 +75,8 @@ def plan(
     - `memory`: the limit in bytes of a rank, or of each, such as "80GB"; without it, memory is not limited. A plan
       stays below the limit at every moment. `weights`: how often parameters are held: 4 for parameters, gradients and
       AdamW's moments.
+    - `host`: the bytes per second at which a rank can move activations to its host and back, such as "25GB"; a plan may
+      then offload if memory is short (`schedules.offload`). All stages have to be recorded.
     - `microbatches`: the numbers to try; by default 1, 2, 4 and 8 per rank, if the batch has enough rows.
     - `schedules`: the schedules to try: factories `(ranks, microbatches) -> Schedule`, or schedules.
     - `cuts`: names of modules at which a stage must begin. `stages`: pairs of names, for stages that must be: each
@@ -109,6 +112,7 @@ def plan(
         caps = parse_caps(memory, count)
         numbers = _read_microbatches(microbatches, listed, example, targets, count)
         _require_positive("weights", weights)
+        speed = parse_bytes("host", host) if host else 0.0
         _require_positive("seconds", seconds)
         if profile is not None and len(numbers) != 1:
             raise InputError(
@@ -116,14 +120,14 @@ def plan(
                 "one size. Pass the number that it was measured for."
             )
         same = {"ranks": count, "memory": caps, "microbatches": numbers, "schedules": listed}
-        same |= {"weights": weights, "seconds": seconds}
+        same |= {"weights": weights, "host": speed, "seconds": seconds}
         job.agree(lambda: [Field.of(name, describe_value(value)) for name, value in same.items()])
     if profile is not None:
         _require_profile_of(profile, model, example, targets, numbers[0], **options)
     problems = []
     for number in numbers:
         found = profile or measure(model, example, targets, loss=loss, microbatches=number, **options)
-        problems.append(PlanProblem.of(found, number, caps, weights).pin(cuts, stages))
+        problems.append(PlanProblem.of(found, number, caps, weights, speed).pin(cuts, stages))
     return choose(problems, listed, seconds=seconds, report=progress or say_progress, ordered=schedules is None)
 
 

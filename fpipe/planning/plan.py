@@ -10,7 +10,6 @@ Runs on request.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
 from math import isfinite
 from typing import Any, Final
 
@@ -114,6 +113,8 @@ class Plan:
 
     def _repr_html_(self) -> str:  # called by notebooks
         timelines = {"predicted": spans(self.schedule, self.costs)} if self.predicted.seconds else {}
+        from html import escape  # rarely needed, and slow to import
+
         return f"<pre>{escape(str(self))}</pre>{drawing.sketch(name_schedule(self.schedule), timelines)}"
 
     @classmethod

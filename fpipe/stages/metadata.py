@@ -218,7 +218,7 @@ def infer(
         for s, (section, function) in enumerate(zip(sections, functions, strict=True)):
             kept = _kept_call(section, captured)
             run = _run_forward(captured, section, function, values, metadata, s in recorded and not kept)
-            if request is not None and not request.split and _is_unrolled(run):
+            if request is not None and not request.needed and _is_unrolled(run):
                 kept, run.tape = "some of its torch calls consist of hundreds of operators, fast as they are", None
             metadata.runs.append(run)
             metadata.unrecordable[s] = kept

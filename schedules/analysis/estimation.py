@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from schedules.arguments import require_types
 from schedules.errors import TimelineError
-from schedules.language.actions import KINDS
+from schedules.language.actions import BESIDE, KINDS
 from schedules.language.schedule import Schedule
 from schedules.playing.costs import Costs
 from schedules.playing.engine import Span
@@ -56,7 +56,7 @@ def estimate(schedule: Schedule, *timelines: Iterable[Span]) -> Costs:
     stages = [{kind: time for (kind, s), time in medians.items() if s == stage} for stage in range(schedule.stages)]
     whole = [_complete_times(stage, times, schedule.backward) for stage, times in enumerate(stages)]
     costs: dict[str, Any] = {
-        kind: tuple(times.get(kind, times["F"] if KINDS[kind].after else 0.0) for times in whole)
+        kind: tuple(times.get(kind, times["F"] if KINDS[kind].after and kind not in BESIDE else 0.0) for times in whole)
         for kind in sorted(set[str]().union(*whole) - {"RESHARD"})
     }
     return Costs(comm=median(transfers) if transfers else 0.0, **costs)

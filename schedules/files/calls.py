@@ -21,6 +21,7 @@ from schedules.playing.costs import Costs, Link, Sizes
 from schedules.transforms.defer import defer_weights
 from schedules.transforms.forwards import forwards
 from schedules.transforms.mirror import mirror
+from schedules.transforms.offload import offload
 from schedules.transforms.overlap import overlap
 from schedules.transforms.recompute import recompute
 from schedules.transforms.reduce import reduce_gradients
@@ -30,7 +31,7 @@ from schedules.transforms.split import merge_backward, split_backward
 from schedules.transforms.update import update_weights
 
 NAMED_TRANSFORMS: Final = (
-    *(recompute, split_backward, merge_backward, defer_weights, repeat, mirror, overlap),
+    *(recompute, offload, split_backward, merge_backward, defer_weights, repeat, mirror, overlap),
     *(reduce_gradients, shard, update_weights, forwards),
 )
 VALUES: Final = {"Costs": Costs, "Link": Link, "Sizes": Sizes}

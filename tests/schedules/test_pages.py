@@ -36,6 +36,7 @@ from schedules import (
     linear,
     lower,
     memory_over_time,
+    offload,
     one_f_one_b,
     parse,
     pipedream,
@@ -52,12 +53,14 @@ from schedules import (
     zb_v,
 )
 from schedules.drawing import Panel, page, read_trace, sketch, trace
+from schedules.errors import TimelineError
 from schedules.files import read_csv
 from schedules.language.schedule import Limits
 from schedules.playing.rows import edit
 from schedules.testing import orders
 from tests.common.browser import Browser, needs_browser
 from tests.common.command_line import answer
+from tests.common.rows import stays_on_the_device
 from tests.common.sizes import NIGHTLY, few
 from tests.common.timelines import timelines
 
@@ -491,9 +494,14 @@ def test_the_page_judges_edits_as_the_checker_does(show, one):
     require_same_verdicts(show({"it": Panel(one, COSTS)}), cases)
 
 
+def test_schedules_that_move_memory_are_refused():
+    with pytest.raises(TimelineError, match="moves memory off the device"):
+        page({"it": Panel(offload(one_f_one_b(4, 8)))})
+
+
 @needs_browser
 @settings(max_examples=few(30))
-@given(orders(ranks=3, stages=5, microbatches=3), st.randoms(use_true_random=False))
+@given(orders(ranks=3, stages=5, microbatches=3).filter(stays_on_the_device), st.randoms(use_true_random=False))
 def test_the_page_judges_edits_of_any_order_as_the_checker_does(browser, tmp_path_factory, drawn, source):
     one, graph = drawn
     browser.open(page({"it": Panel(one, COSTS, graph)}), tmp_path_factory.mktemp("orders") / "page.html")
