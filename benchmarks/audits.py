@@ -42,7 +42,8 @@ from benchmarks.common.sleeping import WIDTH, Times, sleeping_model, weights_may
 from fpipe.audits.checksum import checksum
 
 UNIT: Final = 0.010  # seconds
-TURNS, WARM_UP, DAY = 30, 8, 86400
+TURNS: Final = {"sleeping": 30, "GPT": 100}
+WARM_UP, DAY = 8, 86400
 SLEEPING: Final = ("one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v")
 RANKS, MICROBATCHES, ROWS = 4, 12, 12
 GPT: Final[dict[str, int]] = {"blocks": 4, "width": 192, "heads": 6, "words": 512, "length": 64}
@@ -79,13 +80,13 @@ def timed(pipe: fpipe.Pipeline, step: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measured(pipe: fpipe.Pipeline, state: Any, batch: Any) -> dict[str, Any]:
+def measured(turns: int, pipe: fpipe.Pipeline, state: Any, batch: Any) -> dict[str, Any]:
     """Return this rank's seconds of steps with an audit and without, and what was drawn and run again."""
     told: list[fpipe.Rerun] = []
     audited = fpipe.value_and_grad(pipe, audit=fpipe.Audit(report=told.append))
     sides = {"plain": fpipe.value_and_grad(pipe), "audited": audited}
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(WARM_UP + TURNS):
+    for turn in range(WARM_UP + turns):
         for name in [*sides][:: (-1) ** turn]:
             found = timed(pipe, partial(sides[name], *state, *batch))
             times[name] += [found] * (turn >= WARM_UP)
@@ -100,7 +101,7 @@ def rank(name: str, kind: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with weights_may_rest():
-        ranks.report(measured(*(sleeping if kind == "sleeping" else training)(name)))
+        ranks.report(measured(TURNS[kind], *(sleeping if kind == "sleeping" else training)(name)))
     dist.destroy_process_group()
 
 
@@ -113,13 +114,13 @@ def show(name: str, kind: str, count: int) -> None:
     added = sum(one["added"] for one in found) / sum(of["audited"])
     again, drawn = (sum(sum(one["again"].values()) for one in found), sum(one["drawn"] for one in found))
     actions = sum(one["actions"] for one in found)
-    day = DAY / audited / TURNS
+    day = DAY / audited / TURNS[kind]
     lines: list[tuple[str, str, float, Reach | None]] = [
         ("a step without an audit", "ms", plain * 1e3, None),
         ("a step with one over that", "ratio", audited / plain, most(1.01)),
         ("the same, of the means", "ratio", statistics.mean(of["audited"]) / statistics.mean(of["plain"]), None),
         ("time that it knows to have added, all ranks together", "%", 100 * added, most(1)),
-        ("actions that were drawn", "%", 100 * drawn / TURNS / actions, None),
+        ("actions that were drawn", "%", 100 * drawn / TURNS[kind] / actions, None),
         ("those that were run again", "%", 100 * again / max(1, drawn), None),
         ("actions run again in a day", "", again * day, None),
         ("the same for each action of a step", "", again * day / actions, None),
