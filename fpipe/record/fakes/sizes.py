@@ -30,7 +30,9 @@ Those without another tensor, such as `torch.zeros`, are questions themselves: s
 SIZE_TYPES: Final = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
-def read_sizes(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def read_sizes(
+    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a function of `SIZED`, with numbers in the place of tensors that hold sizes."""
     first = SIZED[function]
     return (*args[:first], *map(_read, args[first:])), {name: _read(one) for name, one in kwargs.items()}
