@@ -189,7 +189,8 @@ def _find_blocks(profile: Profile, k: int, stage: StageEnds) -> tuple[int, int]:
     """Return the first block of a stage and the one after its last."""
     if not (isinstance(stage, tuple) and len(stage) == 2 and all(isinstance(name, str | None) for name in stage)):
         raise InputError(
-            f'stages[{k}]: got {stage!r}, expected two names of modules, or None. Pass ("blocks.4", "blocks.8"), say.'
+            f'stages[{k}]: got {stage!r}, expected two names of modules, or None. Pass, for example, ("blocks.4", '
+            '"blocks.8").'
         )
     begin, end = (None if name is None else profile.stages([name])[1][0] for name in stage)
     if begin is not None and end is not None and begin >= end:

@@ -72,7 +72,9 @@ class Trial(NamedTuple):
         how = {"tolerance": self.tolerance, "unsplit": self.unsplit}
         for name, fraction in how.items():
             if fraction is not None and not 0 <= fraction < inf:
-                raise InputError(f"{name}: got {fraction}, expected a finite number of at least 0. Pass 1e-5, say.")
+                raise InputError(
+                    f"{name}: got {fraction}, expected a finite number of at least 0. Pass, for example, 1e-5."
+                )
         given = {"params": has_params, "buffers": has_buffers}
         agree_on_arguments(self.pipe, **given, seed=seed, steps=steps, **how)
 
