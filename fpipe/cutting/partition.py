@@ -112,7 +112,7 @@ class Cuts(NamedTuple):
         sealed = [Barrier(call, call.sealed) for call in calls.sealed]
         for where, selectors in (("unsplittable", self.unsplittable), ("whole", self.whole)):
             named = [call for one in selectors if one != LOSS for call in calls.select(where, one)]
-            sealed += [Barrier(call, f"it stays whole, because of {where}") for call in named]
+            sealed += [Barrier(call, f"it can't be cut, because of {where}") for call in named]
         return sealed
 
 
@@ -291,7 +291,7 @@ def _places(calls: Calls, among: Sequence[Selector]) -> list[int]:
 def _too_few(where: Evenly, count: int, barriers: Sequence[Barrier], refused: str = "") -> str:
     shown = [*map(str, barriers[:3]), *["..."] * (len(barriers) > 3)]
     why = f" No stage may begin inside {'; '.join(shown)}." if barriers else ""
-    why += f" The last choice was refused. {refused}" if refused else ""
+    why += f" The last choice was rejected. {refused}" if refused else ""
     if where.among:
         names = " and ".join(map(describe_selector, where.among))
         return (

@@ -39,7 +39,7 @@ _SAVE: Final = (
 _SHARDS: Final = Exclusion(_ONE_REPLICA, accepted=(None,))
 _COMPILE: Final = "Compile modules of the model before fpipe.Pipelined(model, ...)."
 _HALF: Final = Exclusion(
-    "The scaler of float16 sees the gradients of one rank: use bf16.", accepted=(None, "no", "bf16")
+    "The scaler of float16 sees the gradients of only one rank: use bf16.", accepted=(None, "no", "bf16")
 )
 
 _OPTIONS: Final = Support(
@@ -63,7 +63,11 @@ LOADERS: Final = Support(
         *("split_batches", "even_batches", "use_seedable_sampler", "data_seed", "non_blocking"),
         "use_stateful_dataloader",
     ),
-    {"dispatch_batches": Exclusion("It deals rows out; every rank takes the whole batch.", accepted=(None, False))},
+    {
+        "dispatch_batches": Exclusion(
+            "It sends different rows to each rank; here every rank takes the whole batch.", accepted=(None, False)
+        )
+    },
 )
 _HANDLERS: Final = Support(
     "kwargs_handlers",
@@ -100,7 +104,10 @@ _METHODS: Final = Support(
     {
         **dict.fromkeys(("save_state", "load_state", "register_for_checkpointing"), Exclusion(_SAVE)),
         **dict.fromkeys(("register_save_state_pre_hook", "register_load_state_pre_hook"), Exclusion(_SAVE)),
-        "lomo_backward": Exclusion("Gradients exist before the backward: use an optimizer that takes steps."),
+        "lomo_backward": Exclusion(
+            "It updates during the backward, but the forward has already computed the gradients: use an optimizer "
+            "with a step."
+        ),
         "deepspeed_ulysses_dl_adapter": Exclusion(_ONE_REPLICA),
     },
 )

@@ -148,7 +148,7 @@ class DistributedRanks(Ranks):
         if situation.failure:
             raise TransportError(
                 f"rank {self.control.rank}, {what}: got a pipeline that failed midway ({situation.failure}), expected "
-                "one whose ranks are in step: messages would no longer match. Restart all processes from a checkpoint."
+                "one whose ranks agree: messages would no longer match. Restart all processes from a checkpoint."
             )
 
     def run(self, copies: Sequence[Callable[[int, Transport], Execution]]) -> list[dict[int, Outcome]]:

@@ -21,7 +21,6 @@ A send buffer must live until the transfer completes, and asking whether it has 
 message that the peer made after consuming one of our sends, that send has completed: its `WAIT` returns at once. Sends
 that no message vouches for are waited for at the end. Without backwards, as in evaluation, that would be all of them.
 So a rank with one stage waits for those of earlier microbatches as it goes on, and is a few ahead of its peers at most.
-So buffers are few, whatever the number of microbatches.
 
 Invariants. On each channel, sends and receives are the same messages in the same order. Every receive has one consumer
 on its rank. Every send is followed by exactly one `WAIT`. `W` never communicates. A fused pair stays together.
@@ -37,7 +36,7 @@ from itertools import pairwise
 
 from schedules.arguments import require_types
 from schedules.errors import ScheduleError
-from schedules.language.actions import COLLECTIVES, Action, Message, receive_of, wait_of
+from schedules.language.actions import BESIDE, Action, Message, receive_of, wait_of
 from schedules.language.graph import Graph
 from schedules.language.membership import require_single_actions, require_valid_actions
 from schedules.language.schedule import Schedule, graph_of, picture
@@ -158,8 +157,8 @@ class _Rank:
                 if message not in posted and message not in late:
                     self.is_early = number > 0
                     return message
-            # Collectives take no time of the rank, so nothing overlaps with them.
-            if (number > 0) != (actions != () and actions[0].kind in COLLECTIVES):
+            # What goes on beside takes no time of the rank, so nothing overlaps with it.
+            if (number > 0) != (actions != () and actions[0].kind in BESIDE):
                 break
             number += 1
         return None
