@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from sys import float_info
@@ -260,7 +261,8 @@ def finish_step(
     no other rank waits for this one any more.
     """
     grads = join_gradients(pipe, plan, held.onto, outcomes, optional)
-    step = gather(plan, pipe.ranks, outcomes, held.buffers, aux.is_sent)
+    with nullcontext() if auditor is None else auditor.watch_results():
+        step = gather(plan, pipe.ranks, outcomes, held.buffers, aux.is_sent)
     ordered = {name: grads[name] for name in held.params if name in grads}
     if auditor is not None:
         with random.preserve_generators(plan.generators), plan.context():
