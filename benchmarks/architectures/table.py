@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,22 +14,22 @@ from trial import SCHEDULES, VARIANTS, Trial
 HEAD = """# Models
 
 Architectures of [transformers](https://github.com/huggingface/transformers) {version} as tiny random models, cut
-evenly, in two microbatches, at commit {commit}. Loss, outputs, all gradients and all buffers are compared, bit for bit,
-with the model's own eager loop on one device and with `fpipe.reference`. With dropout, which draws other numbers in an
-eager loop, they are compared with the reference only. Anyone can write this page again:
+evenly, in two microbatches. Measured on {date}, at commit {commit}. Loss, outputs, all gradients and all buffers are
+compared, bit for bit, with the model's own eager loop on one device and with `fpipe.reference`. With dropout, which
+draws other numbers in an eager loop, they are compared only with the reference. To write this page again:
 
     python benchmarks/architectures
 
 Texts have 64 tokens, and heads are 32 wide. Keys and values have fewer heads if the configuration has a field for that
 and the model accepts it. Batches are padded; under 1F1B, a batch without padding follows through the same pipeline.
-Models are used as their authors wrote them, with their default attention, without caches (`use_cache=False`), and
-without layers that are dropped at random. If a model computes a loss, that is the loss; otherwise it is a sum of mean
-squares of the outputs. A model is tried if a plain eager step of it runs on a batch that the script can make up. A
-module that branches on data is named in `unsplittable`.
+Models are unedited, with their default attention, without caches (`use_cache=False`), and without layers that are
+dropped at random. If a model computes a loss, that is the loss; otherwise the loss is a sum of mean squares of the
+outputs. A model is tried if a plain eager step of it runs on a batch that the script can make up. Modules that branch
+on data are named in `unsplittable`.
 
 There are six variants: {schedules}, each with `backward="autograd"` and with
 `"graph"`. All architectures are run in the first variant, then in the others, as far as the run got. A row that names
-variants was run in those only.
+variants was run only in those.
 """
 
 
@@ -41,7 +42,12 @@ def page(trials: Sequence[Trial], commit: str) -> str:
     left = ((found.kind, found.name, _short(found.untried)) for found in untried)
     return "\n".join(
         [
-            HEAD.format(version=transformers.__version__, commit=commit, schedules="; ".join(SCHEDULES)),
+            HEAD.format(
+                version=transformers.__version__,
+                date=f"{datetime.date.today():%Y-%m-%d}",
+                commit=commit,
+                schedules="; ".join(SCHEDULES),
+            ),
             *_table(("", "architectures"), _counts(equal, wrong, untried)),
             "\n## Not equal\n",
             *_table(("model type", "class", "in how many of the variants", "why"), map(_wrong, wrong)),
@@ -62,7 +68,7 @@ def _counts(equal: Sequence[Trial], wrong: Sequence[Trial], untried: Sequence[Tr
     yield "of these, in all six variants", str(sum(map(_is_whole, equal)))
     yield "of these, with fewer heads of keys and values", str(sum(map(_is_grouped, equal)))
     yield "of these, with dropout too", str(sum(any(VARIANTS[n].dropping for n in found.results) for found in equal))
-    yield "refused when built", str(len(refused))
+    yield "rejected when built", str(len(refused))
     yield "not equal", str(len([found for found in unequal if found not in refused]))
     yield "failed otherwise", str(len([found for found in wrong if found not in refused and found not in unequal]))
     yield "not tried", str(len(untried))

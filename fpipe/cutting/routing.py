@@ -5,8 +5,10 @@ The routes preserve what one device computes:
 
 - A stage reads its part of the batch directly. A buffer lives on the stage that uses it.
 - What a stage repeats (`fpipe.cutting.repetition`) enters its function like a leaf of the batch, and is not sent.
-- A value is passed from user to user in stage order, and its cotangent back along the same chain. Each user adds its
-  own contribution to the cotangent, in the order in which one device adds them.
+- A value is passed from user to user in stage order, but never to a rank that has it: the last stage of the rank that
+  made or used it keeps it for the next. So a value crosses to each rank once.
+- Its cotangent goes back from user to user, to the stage that made it. Each user adds its own contribution, in the
+  order in which one device adds them, whatever ranks the users are on.
 - A parameter is owned by its first user. Later users hold copies, so nothing is sent forward; its cotangent goes back
   along the chain of users, like that of a value. If its gradients are summed instead (`fpipe.stages.ties`), each user
   computes its own gradient, as an owner does.
@@ -19,7 +21,7 @@ Runs when a plan is made: once per kind of batch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -49,7 +51,8 @@ class Section:
       fake tensor for each.
     - `gets`, `gives`: the values received from earlier stages and sent to later ones.
     - `results`: the values that leave the pipeline here (the loss, outputs).
-    - `earlier`, `later`: the parameters whose cotangents it sends to their previous user, or receives from their next.
+    - `earlier`, `later`: the values, then the parameters, whose cotangents it sends to their previous user, the maker
+      of a value included, or receives from their next.
     - `shares`: the parameters whose gradient, or part of it, it computes, and which other stages hold, too.
     - `modified`: the inputs that it modifies in place, and must therefore copy first.
     - `reassigned`: the buffers that it reassigns, and their new values.
@@ -82,6 +85,13 @@ class Section:
         return (*self.results, *[value for values in self.gives.values() for value in values])
 
     @property
+    def kept(self) -> tuple[int, ...]:
+        """The positions in `leaving` of what the rank keeps for a stage that is not the next to use it."""
+        given = [(target, value) for target, values in self.gives.items() for value in values]
+        places = enumerate(given, len(self.results))
+        return tuple(k for k, (target, value) in places if value not in self.later.get(target, ()))
+
+    @property
     def outputs(self) -> tuple[Value, ...]:
         """The values that the stage's function returns, each once: those it makes that leave or become buffers."""
         inputs, needed = self.inputs, dict.fromkeys((*self.leaving, *self.reassigned.values()))
@@ -95,11 +105,13 @@ def route(
     results: tuple[Value, ...],
     summed: frozenset[str] = frozenset(),
     repetitions: Sequence[Repetition] = (),
+    ranks: Sequence[Hashable] = (),
 ) -> tuple[Section, ...]:
     """Cut the units at `partition`, and route every value; `results` leave from the last stage.
 
     `summed` are the parameters whose gradients are summed over stages. `repetitions` are what each stage repeats; by
-    default, nothing. Raise `ClashError` if an in-place write would change what another stage sees.
+    default, nothing. `ranks` are equal for stages that are on the same rank for every microbatch; by default, each
+    stage is on its own. Raise `ClashError` if an in-place write would change what another stage sees.
     """
     bounds = list(pairwise([0, *partition, len(captured.units)]))
     repetitions = repetitions or [Repetition() for _ in bounds]
@@ -113,9 +125,9 @@ def route(
     written = [frozenset().union(*(observed.written[unit] for unit in units)) for units in stages]
     for s, memory in enumerate(written):
         _refuse_shared_writes(s, memory, captured, observed, homes, users)
-    gives, later, shares = _routes(captured, homes, users, summed)
+    gives, later, shares = _routes(captured, homes, users, summed, ranks or range(len(stages)))
     for s, units in enumerate(stages):
-        _refuse_stale_views(s, units, observed, frozenset(v for values in gives[s].values() for v in values))
+        _refuse_stale_views(s, units, observed, frozenset(v for values in later[s].values() for v in values))
     return tuple(
         Section(
             units,
@@ -184,16 +196,25 @@ _Table = dict[int, dict[int, list[Value]]]
 
 
 def _routes(
-    captured: Captured, homes: Mapping[Value, int], users: Mapping[Value, list[int]], summed: frozenset[str]
+    captured: Captured,
+    homes: Mapping[Value, int],
+    users: Mapping[Value, list[int]],
+    summed: frozenset[str],
+    ranks: Sequence[Hashable],
 ) -> tuple[_Table, _Table, _Table]:
-    """Return, by pair of stages, the values sent, the parameters whose cotangents come back, and those shared."""
+    """Return, by pair of stages, the values sent, the values and parameters whose cotangents come back, and the
+    parameters shared.
+    """
     gives, later, shares = (defaultdict[int, dict[int, list[Value]]](lambda: defaultdict(list)) for _ in range(3))
-    for value in sorted(users):
+    for value in sorted(users, key=lambda one: (one in captured.sources, one)):
         source = captured.sources.get(value)
         if source is None:
             chain = [homes[value], *[s for s in users[value] if s > homes[value]]]
+            latest = {ranks[chain[0]]: chain[0]}  # by rank, the last stage so far that has the value
             for a, b in pairwise(chain):
-                gives[a][b].append(value)
+                later[a][b].append(value)
+                gives[latest.get(ranks[b], a)][b].append(value)
+                latest[ranks[b]] = b
         elif isinstance(source, Parameter) and source.name in captured.trainable:
             owners = users[value] if source.name in summed else users[value][:1]
             for a, b in pairwise(users[value]) if source.name not in summed else ():
@@ -268,7 +289,7 @@ def _refuse_stale_views(stage: int, units: Sequence[Unit], observed: Observed, l
         stale = [v for v in stale if any(observed.storage[v] == observed.storage[w] for w in used - {v})]
         if stale:
             raise ClashError(
-                "got a view for another stage, taken before its memory was modified in place, expected it to be taken "
+                "got a view for another stage, taken before its memory was modified in place, expected one taken "
                 "after the change, because others use the memory, too. Move the cut, or take the view later.",
                 stage,
                 stale[0],

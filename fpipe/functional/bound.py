@@ -25,9 +25,11 @@ Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
 class Executed(NamedTuple):
     """The results of one execution, on the ranks that have them.
 
-    - `loss`: the mean over microbatches, on the rank of the last stage; `None` on others, and for forwards only.
-    - `aux`: per microbatch, what the last stage returned beside the loss.
-    - `outputs`: per microbatch, the output of the last stage, for a program of forwards only.
+    A unit is a microbatch or, if they are cut into slices, a slice of one.
+
+    - `loss`: the mean over units, on the rank of the last stage; `None` on others, and for forwards only.
+    - `aux`: per unit, what the last stage returned beside the loss.
+    - `outputs`: per unit, the output of the last stage, for a program of forwards only.
     - `buffers`: as they were passed, after all microbatches.
     """
 
@@ -74,3 +76,25 @@ def split_rows(tree: Any, microbatches: int) -> Sequence[Any]:
             )
     parts = [torch.tensor_split(c, microbatches) if isinstance(c, Tensor) else [c] * microbatches for c in columns]
     return [optree.tree_unflatten(structure, [part[i] for part in parts]) for i in range(microbatches)]
+
+
+def split_columns(tree: Any, slices: int) -> Sequence[Any]:
+    """Return the slices of a microbatch: tensors split along their second dimension, all other leaves the same.
+
+    >>> [one["x"].tolist() for one in split_columns({"x": torch.arange(6).view(2, 3), "scale": 2}, 2)]
+    [[[0, 1], [3, 4]], [[2], [5]]]
+    """
+    if slices == 1:
+        return [tree]
+    columns, structure = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    for path, leaf in zip(optree.tree_paths(tree, none_is_leaf=True, namespace=NAMESPACE), columns, strict=True):
+        if isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[1] < slices:
+            raise InputError(
+                f"batch, leaf {'.'.join(map(str, path))}: got shape {list(leaf.shape)}, expected at least {slices} "
+                "columns, one for each slice. Pass longer sequences, a schedule with fewer slices, or slicing=."
+            )
+    cut = [isinstance(c, Tensor) and c.dim() > 1 for c in columns]
+    parts = [
+        torch.tensor_split(c, slices, 1) if is_cut else [c] * slices for c, is_cut in zip(columns, cut, strict=True)
+    ]
+    return [optree.tree_unflatten(structure, [part[k] for part in parts]) for k in range(slices)]

@@ -42,16 +42,20 @@ def bind_functions(
     seed: int | None,
     split: Split,
     packed: bool,
+    slicing: Split,
 ) -> BoundStages:
     """Return connected stages bound to the arguments of one step; `packed`: whether tensors travel, rather than trees.
 
     Raise `InputError` for arguments that do not match the stages.
     """
-    schedule, count = program.schedule, program.schedule.microbatches
+    schedule = program.schedule
+    slices, count = schedule.slices, schedule.microbatches * schedule.slices
     _require_arguments(stages, schedule, params, buffers, packed)
-    halves = [split(tree, count) for tree in batch]
+    halves = [[part for one in split(tree, schedule.microbatches) for part in slicing(one, slices)] for tree in batch]
     rows = [{"inputs": a, "targets": b} for a, b in zip(*halves, strict=True)]
-    shapes = tuple([TreeShape.of((row, params, buffers))[1] if packed else None for row in rows])
+    shapes = tuple(
+        [TreeShape.of((rows[i : i + slices], params, buffers))[1] if packed else None for i in range(0, count, slices)]
+    )
     if (program, shapes) not in stages.plans:
         stages.plans[program, shapes] = _Plan.of(stages, program, params, buffers, rows, shapes)
     plan = stages.plans[program, shapes]
@@ -77,7 +81,7 @@ def bind_functions(
         buffers=[dict(enumerate(buffers))] * count,
         batch=lambda s, i: (rows[i],),
         keys=[random.Unseeded() if seed is None else random.key(seed, i) for i in range(count)],
-        starts={len(stages) - 1: (1 / count,)} if schedule.backward else {},
+        starts={(len(stages) - 1, i): (1 / count,) for i in range(count if schedule.backward else 0)},
     )
 
     return BoundStages(inputs, plan.link, nullcontext, finish, lambda: plan.lines)
@@ -90,7 +94,7 @@ def _require_arguments(stages: Stages, schedule: Schedule, params: Any, buffers:
             got = f"{len(given)} trees" if isinstance(given, Sequence) else type(given).__name__
             raise InputError(
                 f"{what}: got {got}, expected a sequence with one tree for each of {len(stages)} stages. Pass () for a "
-                "stage that has none."
+                "stage without any."
             )
     for s in range(len(stages)):
         if schedule.backward and not stages[s].is_differentiable:
@@ -106,9 +110,9 @@ def _require_arguments(stages: Stages, schedule: Schedule, params: Any, buffers:
 
 
 class _Plan(NamedTuple):
-    """All that depends on the program and on shapes only: the nodes of each microbatch, and linked programs.
+    """All that depends on the program and on shapes only: the nodes of each unit, and linked programs.
 
-    `lines`: what crosses, as text.
+    A unit is a microbatch, or a slice of one. `lines`: what crosses, as text.
     """
 
     program: Program
@@ -126,28 +130,33 @@ class _Plan(NamedTuple):
         rows: Sequence[Mapping[str, Any]],
         shapes: Sequence[TreeShape | None],
     ) -> _Plan:
-        """Return the plan for microbatches like `rows`, of these shapes; the stages run on fake tensors for each."""
-        nodes, lines = dict[TreeShape | None, Mapping[int, StageNode]](), str(stages).splitlines()
-        for shape, row in zip(shapes, rows, strict=True):
+        """Return the plan for units like `rows`, in microbatches of these shapes, which run on fake tensors."""
+        nodes, lines = dict[TreeShape | None, list[Mapping[int, StageNode]]](), str(stages).splitlines()
+        slices = program.schedule.slices
+        for i, shape in enumerate(shapes):
             if shape not in nodes:
-                layouts = {} if shape is None else find_layouts(stages, params, buffers, row)
-                nodes[shape] = {s: StageNode(stages, s, layouts) for s in range(len(stages))}
-                lines += [f"{edge}: {', '.join(map(str, one.specs))}" for edge, one in layouts.items()]
-        return cls(program, [nodes[shape] for shape in shapes], lines, {})
+                units = rows[i * slices : (i + 1) * slices]
+                layouts = [{}] * slices if shape is None else find_layouts(stages, params, buffers, units)
+                nodes[shape] = [
+                    {s: StageNode(stages, s, layouts[k], k, slices) for s in range(len(stages))} for k in range(slices)
+                ]
+                lines += [f"{edge}: {', '.join(map(str, one.specs))}" for part in layouts for edge, one in part.items()]
+        return cls(program, [one for shape in shapes for one in nodes[shape]], lines, {})
 
     def link(self, rank: int) -> LinkedProgram:
         """Return the program of a rank, linked to its nodes."""
         if rank not in self.linked:
-            placement, (usual, *_) = self.program.schedule.placement, self.nodes
+            schedule, (usual, *_) = self.program.schedule, self.nodes
+            placement = schedule.placement
             own = [{s: nodes[s] for s in placement.stages_on(rank)} for nodes in self.nodes]
             uneven = {i: own[i] for i, nodes in enumerate(self.nodes) if nodes is not usual}
-            self.linked[rank] = link(self.program.actions(rank), own[0], placement, uneven)
+            self.linked[rank] = link(self.program.actions(rank), own[0], placement, uneven, slices=schedule.slices)
         return self.linked[rank]
 
 
-def find_layouts(stages: Stages, params: Any, buffers: Any, row: Mapping[str, Any]) -> Layouts:
-    """Return the shape of what each edge carries for a microbatch, found by running all stages on fake tensors."""
-    everything: Any = row, params, buffers
+def find_layouts(stages: Stages, params: Any, buffers: Any, units: Sequence[Mapping[str, Any]]) -> list[Layouts]:
+    """Return the shape of what each edge carries for each slice of a microbatch; all stages run on fake tensors."""
+    everything: Any = list(units), params, buffers
     tensors: list[Tensor] = [
         one for one in optree.tree_leaves(everything, namespace=NAMESPACE) if isinstance(one, Tensor)
     ]
@@ -158,13 +167,17 @@ def find_layouts(stages: Stages, params: Any, buffers: Any, row: Mapping[str, An
             return leaf
         return replace(Spec.of(leaf), device=home if leaf.device.type == "meta" else leaf.device).allocate()
 
-    carried, found = dict[tuple[int, int], Any](), dict[tuple[int, int], TreeShape]()
+    found, carried = list[Layouts](), dict[tuple[int, int], Any]()
     with fake_mode():
-        batch, weights, state = optree.tree_map(as_fake, everything, namespace=NAMESPACE)
-        for s in range(len(stages)):
-            node = StageNode(stages, s, {})
-            given = batch, *[carried[source, s] for source in node.sources]
-            outputs, _ = node.evaluate(weights[s], state[s], given, 0)
-            for t, trees in zip(node.targets, outputs[len(node.results) :], strict=True):
-                carried[s, t], found[s, t] = trees, TreeShape.of(trees)[1]
+        rows, weights, state = optree.tree_map(as_fake, everything, namespace=NAMESPACE)
+        for k, batch in enumerate(rows):
+            layouts = dict[tuple[int, int], TreeShape]()
+            for s in range(len(stages)):
+                node = StageNode(stages, s, {}, k, len(units))
+                given = batch, *[carried[source, s] for source in node.sources]
+                outputs, _ = node.evaluate(weights[s], state[s], given, 0)
+                for t, trees in zip(node.targets, outputs[len(node.results) :], strict=True):
+                    carried[s, t] = trees
+                    layouts |= {} if s == t else {(s, t): TreeShape.of(trees)[1]}
+            found.append(layouts)
     return found

@@ -20,13 +20,13 @@ from fpipe.errors import GraphError, InputError
 from fpipe.functional.stage import Stage, specialize, stage
 from schedules import Graph
 
-INPUTS, TARGETS = "inputs", "targets"
+INPUTS, TARGETS, CARRY = "inputs", "targets", "carry"
 
 
 class StageRead(NamedTuple):
     """A value that a stage reads: the batch's inputs or targets, or an earlier stage's output; all of it, or a member.
 
-    - `source`: the number of the stage, or `"inputs"` or `"targets"`. `keys`: the way to the member.
+    - `source`: the number of the stage, or `"inputs"`, `"targets"` or `"carry"`. `keys`: the way to the member.
     """
 
     source: int | str
@@ -39,6 +39,8 @@ class StageRead(NamedTuple):
 
 WHOLE_INPUTS = StageRead(INPUTS, ())
 """The read of all inputs; a tuple of them is passed as several."""
+READ_CARRY = StageRead(CARRY, ())
+"""The read of what the slice before has left on the same stage."""
 
 
 def _member(tree: Any, key: str) -> Any:
@@ -52,15 +54,17 @@ class Stages(Sequence[Stage]):
     """Pure stages and the edges between them, made by `fpipe.connect_stages`. The last one returns the loss.
 
     - `stages`: in an order in which one device could run them.
-    - `names`: theirs. `said`: per stage, what it reads, as written.
+    - `names`: the names of the stages. `said`: per stage, what it reads, as written.
     - `reads`: per stage, what it reads, in the order of its inputs; what several read goes from each to the next.
-    - `plans`: what `execute` has found out for programs and shapes.
+    - `carried`: per stage, its result and its carry among what its function returns; no carry for most.
+    - `plans`: what `execute` has computed for programs and shapes.
     """
 
     stages: tuple[Stage, ...]
     names: tuple[str, ...]
     reads: tuple[tuple[StageRead, ...], ...]
     said: tuple[tuple[str, ...], ...] = ()
+    carried: tuple[tuple[StageRead, StageRead | None], ...] = ()
     plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -84,12 +88,12 @@ class Stages(Sequence[Stage]):
 def connect_stages(stages: Sequence[Stage] | Mapping[str, tuple[Stage, Sequence[str]]], targets: bool = True) -> Stages:
     """Return stages with the edges between them.
 
-    - `stages`: a sequence, of which each reads all of the output of the one before it; the first reads the inputs, the
-      last one also the targets, unless `targets` is false. Or a dict from names to pairs of a stage and what it reads:
-      `"inputs"`, `"targets"`, the name of an earlier stage, or one of their members, such as `"encoder.skip"` or
-      `"inputs.0"`. A tuple of inputs that is read whole is passed as several.
+    - `stages`: a sequence, in which each stage reads all outputs of the previous one; the first reads the inputs, and
+      the last one also the targets, unless `targets` is false. Or a dict from names to pairs of a stage and what it
+      reads: `"inputs"`, `"targets"`, the name of an earlier stage, or one of their members, such as `"encoder.skip"` or
+      `"inputs.0"`. If a stage reads a whole tuple of inputs, it gets them separately.
 
-    A function in the place of a stage is made one by `fpipe.stage`. Raise `GraphError` for a name that is not there.
+    A function is made a stage by `fpipe.stage`. Raise `GraphError` for an unknown name.
 
     >>> import fpipe
     >>> def double(params, inputs):
@@ -113,7 +117,8 @@ def connect_stages(stages: Sequence[Stage] | Mapping[str, tuple[Stage, Sequence[
     known: dict[str, int | str] = {INPUTS: INPUTS, TARGETS: TARGETS}
     parsed = list[tuple[StageRead, ...]]()
     for s, (name, (_, reads)) in enumerate(rows.items()):
-        parsed.append(tuple([_parse(read, known, name) for read in reads]))
+        found = [_parse(read, known, name) for read in reads]
+        parsed.append(tuple([_within_pair(read, rows) for read in found] + [READ_CARRY] * rows[name][0].carries))
         known[name] = s
     *earlier, _ = rows
     used = {one.source for reads in parsed for one in reads}
@@ -125,6 +130,12 @@ def connect_stages(stages: Sequence[Stage] | Mapping[str, tuple[Stage, Sequence[
             )
     said = tuple([tuple(reads) for _, reads in rows.values()])
     return _chain_readers(Stages(tuple([one for one, _ in rows.values()]), tuple(rows), tuple(parsed), said))
+
+
+def _within_pair(read: StageRead, rows: Mapping[str, tuple[Stage, Sequence[str]]]) -> StageRead:
+    """Return where a read finds its value: a stage with a carry returns it as the first of a pair."""
+    carries = isinstance(read.source, int) and [*rows.values()][read.source][0].carries
+    return read._replace(keys=("0", *read.keys)) if carries else read
 
 
 def _chain_readers(direct: Stages) -> Stages:
@@ -141,11 +152,18 @@ def _chain_readers(direct: Stages) -> Stages:
     rows, stages = list[tuple[StageRead, ...]](), list[Stage]()
     for t, reads in enumerate(direct.reads):
         rows.append(tuple([_reroute(r, t, readers[r], passed) for r in reads]))
+    carried = [_reads_of_own(t, one, bool(passed[t])) for t, one in enumerate(direct.stages)]
     for t, (one, reads) in enumerate(zip(direct.stages, direct.reads, strict=True)):
         passes = tuple([_position(reads, read) for read in passed[t]])
-        selects = tuple([read.select for row in rows for read in row if read.source == t])
+        selects = tuple([read.select for row in (*rows, carried[t][1:]) for read in row if read and read.source == t])
         stages.append(specialize(one, passes, selects if t < len(rows) - 1 else None))
-    return replace(direct, stages=tuple(stages), reads=tuple(rows))
+    return replace(direct, stages=tuple(stages), reads=tuple(rows), carried=tuple(carried))
+
+
+def _reads_of_own(t: int, one: Stage, passes: bool) -> tuple[StageRead, StageRead | None]:
+    """Return a stage's result and its carry, if it has one, among what its function returns."""
+    keys = ("0",) * passes
+    return StageRead(t, (*keys, "0") if one.carries else keys), StageRead(t, (*keys, "1")) if one.carries else None
 
 
 def _position(reads: Sequence[StageRead], read: StageRead) -> int:

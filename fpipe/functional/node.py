@@ -4,7 +4,8 @@
 A node selects from its stage's output what each reader reads. It adds the cotangents that come back, those of later
 readers first, as autograd does on one device, and the gradients of all microbatches. An edge carries one payload: the
 trees that are read along it. They are passed whole, so they may be anything; if their shapes are known (`layouts`), the
-tensors in them are passed, which is what travels between processes.
+tensors in them are passed, which is what travels between processes. Each slice of a microbatch has nodes of its own;
+a carry is an edge from a stage to itself, and never travels.
 
 Invariant: a node keeps nothing; what a forward leaves for its backward is in the residuals.
 
@@ -22,12 +23,13 @@ from torch import Tensor
 
 from fpipe.errors import InputError
 from fpipe.functional.derived import TreeShape
-from fpipe.functional.graph import WHOLE_INPUTS, Stages
+from fpipe.functional.graph import READ_CARRY, WHOLE_INPUTS, Stages
 from fpipe.functional.stage import add_trees
 from fpipe.runtime.contract import StageCrossing
-from fpipe.runtime.transport import Payload
+from fpipe.runtime.transport import Handle, Payload
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import NAMESPACE
+from schedules.language.actions import Action
 from schedules.language.graph import Edge
 
 Layouts: TypeAlias = Mapping[Edge, TreeShape]
@@ -37,7 +39,7 @@ class NodeState(NamedTuple):
     """The state that a node keeps of a forward.
 
     - `residuals`: the stage's own. `numbered`: its output, with the number of each leaf in its place.
-    - `origins`: per input, the stage that it came from; `None` for the batch.
+    - `origins`: per input, the stage that it came from, or the carry; `None` for the batch.
     - `loss`: what the last stage returned, or the first of a pair; `None` for other stages.
     """
 
@@ -50,19 +52,24 @@ class NodeState(NamedTuple):
 class StageNode:
     """Stage number `index` of connected stages.
 
-    `layouts`: per edge, the shape of what it carries; an edge without one carries whole trees.
+    - `layouts`: per edge, the shape of what it carries; an edge without one carries whole trees.
+    - `part`, `slices`: which slice of a microbatch it is for, and how many there are.
     """
 
     shares: tuple[StageCrossing, ...] = ()
     shared_by: tuple[StageCrossing, ...] = ()
     totals: tuple[Any, ...] = (None,)
 
-    def __init__(self, stages: Stages, index: int, layouts: Layouts) -> None:
+    def __init__(self, stages: Stages, index: int, layouts: Layouts, part: int = 0, slices: int = 1) -> None:
         self.stage, self.name, self.index, self.layouts = stages.stages[index], stages.names[index], index, layouts
         self.reads, self.is_last = stages.reads[index], index == len(stages) - 1
-        self.sources = sorted({read.source for read in self.reads if isinstance(read.source, int)})
-        self.targets = [t for t, reads in enumerate(stages.reads) if any(read.source == index for read in reads)]
-        self.read_by = {t: [read for read in stages.reads[t] if read.source == index] for t in self.targets}
+        self.result, carry = stages.carried[index]
+        sources = sorted({read.source for read in self.reads if isinstance(read.source, int)})
+        targets = [t for t, reads in enumerate(stages.reads) if any(read.source == index for read in reads)]
+        self.sources = [index] * (carry is not None and part > 0) + sources
+        self.targets = targets + [index] * (carry is not None and part < slices - 1)
+        self.read_by = {t: [read for read in stages.reads[t] if read.source == index] for t in targets}
+        self.read_by |= {} if carry is None else {index: [carry]}
         self.results = (None,) if self.is_last else ()
         self.gets = tuple([self._crossing(s, index, "values") for s in self.sources])
         self.gives = tuple([self._crossing(index, t, "values") for t in self.targets])
@@ -85,7 +92,7 @@ class StageNode:
         return (
             self._give(outputs),
             new,
-            NodeState(residuals, numbered, origins, loss_of(outputs) if self.is_last else None),
+            NodeState(residuals, numbered, origins, loss_of(self.result.select(outputs)) if self.is_last else None),
         )
 
     def evaluate(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any]:
@@ -98,18 +105,19 @@ class StageNode:
         (batch, *arrived), found, origins = inputs, list[Any](), list[int | None]()
         trees = {s: iter(tree) for s, tree in zip(self.sources, self._unpack(self.gets, arrived), strict=True)}
         for read in self.reads:
-            if isinstance(read.source, int):
-                found.append(next(trees[read.source]))
-                origins.append(read.source)
+            source = self.index if read == READ_CARRY else read.source
+            if isinstance(source, int):
+                found.append(next(trees[source]) if source in trees else None)
+                origins.append(source)
             else:
-                tree = read.select(batch[read.source])
+                tree = read.select(batch[source])
                 several = tree if isinstance(tree, tuple) and read == WHOLE_INPUTS else [tree]
                 found += several
                 origins += [None] * len(several)
         return tuple(found), tuple(origins)
 
     def _give(self, outputs: Any) -> Payload:
-        carried: list[Any] = [outputs] if self.is_last else []
+        carried: list[Any] = [self.result.select(outputs)] if self.is_last else []
         for t in self.targets:
             trees = tuple([read.select(outputs) for read in self.read_by[t]])
             carried += self._pack((self.index, t), trees)
@@ -132,8 +140,8 @@ class StageNode:
         """Return what crosses in the layout in which it is sent."""
         if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
             raise InputError(
-                f"stage {self.name!r}: got an output {Spec.of(tensor)}, expected {spec}, as on fake tensors: the ranks "
-                "know what crosses before it is sent. Return shapes that follow from those of the inputs."
+                f"stage {self.name!r}: got an output {Spec.of(tensor)}, expected {spec}, as on fake tensors: ranks "
+                "agree on shapes before they send. Return shapes that depend only on those of the inputs."
             )
         return spec.like(tensor.detach())
 
@@ -182,19 +190,18 @@ class StageNode:
     def _enter(self, kept: NodeState, cotangents: Payload) -> Any:
         """Return the cotangent of the whole output: the sum of what came from all readers, later ones first."""
         sums = dict[int, Any]()
+        rest = list(cotangents)
         if self.is_last:
-            (start,) = cotangents
+            start = rest.pop(0)
             self._require_loss(kept.loss)
             sums[0] = torch.full_like(kept.loss, start) if isinstance(kept.loss, Tensor) else start
-        else:
-            rest = list(cotangents)
-            carried = [rest.pop(0) if c.specs == (None,) else [rest.pop(0) for _ in c.specs] for c in self.pulled_by]
-            for t, given in reversed([*zip(self.targets, carried, strict=True)]):
-                for read, tree in zip(self.read_by[t], self._read_back((self.index, t), given), strict=True):
-                    numbers = _leaves(read.select(kept.numbered))
-                    for number, one in zip(numbers, _leaves(tree), strict=True):
-                        if one is not None:
-                            sums[number] = sums[number] + one if number in sums else one
+        carried = [rest.pop(0) if c.specs == (None,) else [rest.pop(0) for _ in c.specs] for c in self.pulled_by]
+        for t, given in reversed([*zip(self.targets, carried, strict=True)]):
+            for read, tree in zip(self.read_by[t], self._read_back((self.index, t), given), strict=True):
+                numbers = _leaves(read.select(kept.numbered))
+                for number, one in zip(numbers, _leaves(tree), strict=True):
+                    if one is not None:
+                        sums[number] = sums[number] + one if number in sums else one
         return optree.tree_map(sums.get, kept.numbered, none_is_leaf=True, namespace=NAMESPACE)
 
     def _require_loss(self, loss: Any) -> None:
@@ -219,7 +226,7 @@ class StageNode:
             got = f"{len(found)} of them" if isinstance(found, tuple) else type(found).__name__
             raise InputError(
                 f"stage {self.name!r}, its backward: got {got} as the cotangents of its {len(kept.origins)} inputs, "
-                "expected a tuple with one for each. Return None in the place of one that there is none of."
+                "expected a tuple with one for each. Return None for an input without a cotangent."
             )
         pairs, carried = [*zip(kept.origins, found, strict=True)], list[Any]()
         for s in self.sources:
@@ -227,6 +234,14 @@ class StageNode:
             layout = self.layouts.get((s, self.index))
             carried += (trees,) if layout is None else _dense(layout, trees)
         return tuple(carried)
+
+    def offload(self, kept: NodeState) -> NodeState:
+        """Raise `AssertionError`: execute refuses schedules that move memory."""
+        raise AssertionError("execute moves no memory")
+
+    def reload(self, action: Action, kept: NodeState) -> Handle:
+        """Raise `AssertionError`: execute refuses schedules that move memory."""
+        raise AssertionError("execute moves no memory")
 
     def zero_cotangents(self) -> Payload:
         """Raise `AssertionError`: every microbatch counts here."""

@@ -32,16 +32,18 @@ Forward = Callable[[Any, Any, tuple[Any, ...], int], tuple[Any, Any, Any]]
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of your own: its forward, and its backward as a whole, in halves, or both.
+    """A stage made from your functions: its forward, and its backward, unsplit, in halves, or both.
 
-    Without halves, a schedule that splits backwards runs the whole one in the place of the input half. Without a whole,
-    the halves run one after the other. A backward that is not given is refused when a schedule has one.
+    Without halves, a schedule that splits backwards runs the unsplit backward instead of the input half. Without an
+    unsplit backward, the halves run one after the other. Without either, schedules with backwards are rejected.
 
     - `forward(params, buffers, inputs, key)` returns outputs, new buffers and residuals.
     - `backward(residuals, cotangents)` returns the cotangents of the inputs, and the gradients.
     - `backward_input(residuals, cotangents)` returns the cotangents of the inputs, and what the weight half needs.
     - `backward_weight(deferred)` returns the gradients.
-    - `name`: how errors and pictures call it. `derived`: set by `fpipe.stage`.
+    - `name`: its name in errors and pictures. `derived`: set by `fpipe.stage`.
+    - `carries`: true for a stage with a carry: the last of its inputs is the carry of the previous slice, `None` at the
+      first slice of a microbatch, and it returns outputs as a pair of these and the carry for the next slice.
 
     >>> import fpipe
     >>> def forward(weight, buffers, inputs, key):
@@ -62,6 +64,7 @@ class Stage:
     backward_weight: Callable[[Any], Any] | None = None
     name: str = ""
     derived: Derived | None = field(default=None, repr=False, compare=False)
+    carries: bool = False
 
     def __post_init__(self) -> None:
         if (self.backward_input is None) != (self.backward_weight is None):
@@ -83,18 +86,20 @@ class Stage:
         return f"stage {self.name or getattr(self.forward, '__name__', type(self.forward).__name__)!r}"
 
 
-def stage(forward: Callable[..., Any], name: str = "") -> Stage:
+def stage(forward: Callable[..., Any], name: str = "", carries: bool = False) -> Stage:
     """Return the stage of a pure function of tensors, with a backward and its halves derived from it.
 
     - `forward`: `forward(params, inputs)`, which returns outputs, or `forward(params, buffers, inputs, key)`, which
       returns outputs and new buffers. All are pytrees of tensors and constants; `inputs` is a tuple. It gets a gradient
-      for each floating-point tensor in `params`, and a cotangent for each in `inputs`. What must get none belongs in
-      `buffers`. Torch's default generators are seeded from the key before it runs, so dropout needs nothing else.
-    - `name`: how errors and pictures call the stage; by default the function's name.
+      for each floating-point tensor in `params`, and a cotangent for each in `inputs`. Put tensors without a gradient
+      into `buffers`. Torch's default generators are seeded from the key before it runs, so dropout works.
+    - `name`: the stage's name in errors and pictures; by default the function's name.
+    - `carries`: true if the last of `inputs` is the carry, and the outputs are a pair of the outputs and the carry for
+      the next slice, as in `fpipe.Stage`.
 
-    For each new structure and shapes of its arguments it is recorded on fake tensors, forward and backward; from then
-    on only the recorded operators run. So it should be pure: its Python runs only while recording. A function that
-    can't be recorded (it reads values of tensors, or its `key`) runs as it is, and its backward is not split.
+    For each new structure and shapes of its arguments, the function is recorded on fake tensors, forward and backward;
+    then only the recorded operators run. So it must be pure: its Python runs only while it is recorded. A function that
+    can't be recorded, because it reads values of tensors or its `key`, runs as Python, and its backward is not split.
 
     Raise `InputError` when it is first called with arguments that it modifies, or outputs that are not tensors.
 
@@ -109,11 +114,11 @@ def stage(forward: Callable[..., Any], name: str = "") -> Stage:
     >>> y[0].tolist(), dx[0].tolist(), grads["bias"].tolist()
     ([2.0, 2.0], [1.0, 1.0], [3.0, 3.0])
     """
-    return _of(Derived(forward, name or getattr(forward, "__name__", type(forward).__name__)))
+    return _of(Derived(forward, name or getattr(forward, "__name__", type(forward).__name__)), carries)
 
 
-def _of(one: Derived) -> Stage:
-    return Stage(one.forward, one.backward, one.backward_input, one.backward_weight, one.name, one)
+def _of(one: Derived, carries: bool) -> Stage:
+    return Stage(one.forward, one.backward, one.backward_input, one.backward_weight, one.name, one, carries)
 
 
 def specialize(one: Stage, passes: tuple[int, ...], read: tuple[Read, ...] | None) -> Stage:
@@ -123,7 +128,7 @@ def specialize(one: Stage, passes: tuple[int, ...], read: tuple[Read, ...] | Non
     the outputs; nothing comes back for the rest.
     """
     if one.derived is not None:
-        return _of(replace(one.derived, passes=passes, read=read, plans={}))
+        return _of(replace(one.derived, passes=passes, read=read, plans={}), one.carries)
     if not passes:
         return one
 

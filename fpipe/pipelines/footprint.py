@@ -11,7 +11,8 @@ on a custom function's context. So every kind of stage is measured in the same w
 Only memory that comes and goes with a microbatch counts, once per stage. Parameters, buffers, constants, the leaves of
 the batch, and what a stage computes once for all microbatches stay for the whole step under any schedule, so they don't
 count; a microbatch is mostly a view of its batch. Values from other stages count, as if they came from another rank.
-Gradients, results and messages in transit don't: no stage keeps them.
+Gradients, results and messages in transit don't: no stage keeps them. What a rank keeps for a later stage, while other
+ranks use it, counts with the stage that made it, like an activation.
 
 Limits. Fake tensors miss workspaces whose size only the kernel knows, such as that of oneDNN's LSTM. Compiled functions
 are measured as the graphs that they were compiled from.
@@ -154,8 +155,11 @@ def measure_holdings(stage: ModelStage, params: Tensors, buffers: Tensors, feed:
         inputs = made.alive()
         outputs, _, residuals = stage.forward(params, given[0], feed(0) + given[1], 0)
         crossing["leaves"] = made.find(outputs)
+        kept = [outputs[k] for k in stage.keeps]
         del given, outputs, _
         activation = made.alive()
+        inputs |= {number: activation[number] for numbers in made.find(kept) for number in numbers}
+        del kept
         arriving = make_arrivals(stage.pulled_by)
         crossing["pulled_by"] = made.find(arriving, whole=True)
         outgoing, deferred = stage.backward_input(residuals, arriving)

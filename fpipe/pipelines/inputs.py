@@ -128,13 +128,17 @@ def _take_share(plan: StepPlan, batch: SplitBatch, needed: Iterable[int]) -> dic
     return {leaf: parts[plan.rows_of(plan.copy)] for leaf, parts in batch.take(needed).items()}
 
 
-def start_backward(stages: Iterable[ModelStage], scale: float | None) -> dict[int, Tensors]:
-    """Return the cotangents of the loss, by stage, for stages that are passed one."""
-    return {
-        stage.index: tuple([torch.full(s.shape, scale or 1.0, dtype=s.dtype, device=s.device) for s in stage.start])
-        for stage in stages
-        if stage.start
+def start_backward(units: Sequence[Iterable[ModelStage]], scale: float | None) -> dict[tuple[int, int], Tensors]:
+    """Return the cotangents of the loss, by stage and unit, for stages that are passed one.
+
+    `units` has the stages of each microbatch or slice.
+    """
+    made = {
+        spec: torch.full(spec.shape, scale or 1.0, dtype=spec.dtype, device=spec.device)
+        for spec in {spec for stages in units for stage in stages for spec in stage.start}
     }
+    pairs = [(stage, i) for i, stages in enumerate(units) for stage in stages if stage.start]
+    return {(stage.index, i): tuple([made[spec] for spec in stage.start]) for stage, i in pairs}
 
 
 def feed(stage: ModelStage, leaves: Mapping[int, Sequence[Tensor]], buffers: State) -> Feed:

@@ -114,6 +114,11 @@ class StepPlan:
         """The stages of this process's ranks."""
         return tuple(s for s in self.assembly.stages if set(self.placement.replicas(s.index)) & set(self.ranks))
 
+    @property
+    def local_units(self) -> list[tuple[ModelStage, ...]]:
+        """The stages of this process's ranks, for each microbatch of a copy, or slice of one."""
+        return [self.local_stages] * self.microbatches
+
     @cached_property
     def below_autograd(self) -> bool:
         """True if no stage of this process needs autograd."""

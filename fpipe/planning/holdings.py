@@ -10,9 +10,10 @@ side. Values that alias each other count as one piece of memory; so does a cotan
 What crosses is read off the stages (`fpipe.stages.assembly`), so whatever they recompute rather than send costs no
 bytes here either.
 
-Limits. A block that saves a slice of what another made, or of a cotangent that it gets, keeps only the slice if it is
-on another stage, but all of it on the same one. It counts as the slice. Recorded stages (`backward="graph"`) keep less
-than their blocks in some places, and more in others: a graph of several blocks is simplified further.
+Limits. What a rank keeps for a later stage of its own does not count, unless one of the two saves it. A block that
+saves a slice of what another made, or of a cotangent that it gets, keeps only the slice if it is on another stage, but
+all of it on the same one. It counts as the slice. Recorded stages (`backward="graph"`) keep less than their blocks in
+some places, and more in others: a graph of several blocks is simplified further.
 
 Runs when a model is profiled.
 """
@@ -20,7 +21,7 @@ Runs when a model is profiled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -94,7 +95,8 @@ class BlockMemory:
         entering = list[tuple[int, int, int, Hashable, bool]]()
         for stage, found in zip(assembly.stages, holdings, strict=True):
             s, names = stage.index, _crossing_names(assembly, stage, storage)
-            sources = [one.source for one in stage.gets for _ in one.values]
+            senders = {value: p for p, values in assembly.sections[s].earlier.items() for value in values}
+            sources = [senders[value] for one in stage.gets for value in one.values]
             for k, (held, crossing, unsaved) in enumerate(found):
                 known = [names[what][number] for what, number in crossing] or [("own", s, k)]
                 got = [number for what, number in crossing if what == "gets"]
@@ -134,6 +136,7 @@ class StageHolding(NamedTuple):
 def find_holdings(given: FakeArguments) -> list[StageHolding]:
     """Return the memory of a microbatch on a stage, whose arguments are fake tensors."""
     saved = _find_saved(given)
+    given = given._replace(stage=replace(given.stage, keeps=()))  # which follows from a placement, not known here
     return [
         StageHolding(
             *one,
@@ -189,18 +192,21 @@ def _crossing_names(
 
 
 def find_hops(assembly: Assembly) -> tuple[Hop, ...]:
-    """Return what passes between the stages of an assembly, per microbatch."""
+    """Return what passes between the stages of an assembly, per microbatch, if each is on a rank of its own."""
     forward, back = (defaultdict[tuple[int, int], int](int) for _ in range(2))
-    for stage in assembly.stages:
-        for one in stage.gives:
-            forward[one.source, one.target] += _bytes(one)
-        for one in stage.pulls:
-            back[one.target, one.source] += _bytes(one)
+    sizes = {value: size for stage in assembly.stages for value, size in _sizes(stage.gives)}
+    for s, section in enumerate(assembly.sections):
+        for t, values in section.later.items():
+            forward[s, t] += sum(sizes.get(value, 0) for value in values)  # a parameter is not sent
+        for one in assembly.stages[s].pulls:
+            back[one.target, s] += sum(size for _, size in _sizes([one]))
     return tuple(Hop(*ends, forward[ends], back[ends]) for ends in sorted({*forward, *back}))
 
 
-def _bytes(crossing: StageCrossing) -> int:
-    return sum(spec.buffer().numel() for spec in crossing.specs)
+def _sizes(crossings: Iterable[StageCrossing]) -> Iterator[tuple[Value, int]]:
+    """Yield each value that crosses, with its bytes."""
+    for one in crossings:
+        yield from ((value, spec.buffer().numel()) for value, spec in zip(one.values, one.specs, strict=True))
 
 
 def find_parameters(assembly: Assembly) -> tuple[Spread, ...]:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from fpipe.runtime.contract import StageGroup, StageLike
+from fpipe.runtime.contract import StageLike
 from fpipe.runtime.transport import Handle, Payload, Route, Transport
 from schedules.language.actions import Action, Message
 
@@ -42,16 +42,18 @@ class ByStage(Protocol):
 class Inputs(NamedTuple):
     """The arguments of one rank for one step.
 
-    - `params`: per microbatch and stage of the rank, in the form that the stage's functions take.
-    - `buffers`: per microbatch and stage. Microbatches with the same mapping pass its buffers on from one to the next.
-    - `batch`: `batch(stage, microbatch)` returns the stage's part of the batch.
-    - `keys`: the random key of each microbatch.
-    - `deliver`: `deliver(microbatch, values)` is called with what leaves the pipeline, as soon as it does; `None` to
-      keep that for the outcome.
-    - `skips`: the microbatches that count for nothing, so that they have no backward.
-    - `starts`: per stage, cotangents that come from outside of the pipeline; they go before those of later stages.
+    A unit is a microbatch, or a slice of one; slices are numbered across microbatches.
+
+    - `params`: per unit and stage of the rank, in the form that the stage's functions take.
+    - `buffers`: per unit and stage. Units with the same mapping pass its buffers on from one to the next.
+    - `batch`: `batch(stage, unit)` returns the stage's part of the batch.
+    - `keys`: the random key of each unit.
+    - `deliver`: `deliver(unit, values)` is called with what leaves the pipeline, as soon as it does; `None` to keep
+      that for the outcome.
+    - `skips`: the units that count for nothing, so that they have no backward.
+    - `starts`: per stage and unit, cotangents that come from outside of the pipeline, before those of later stages.
     - `onto`: per rank and stage, the sum of gradients to add to, in memory that the step may write.
-    - `group`: what executes collectives; `None` for a program without any.
+    - `group`: the `StageGroup` that executes collectives; `None` for a program without any.
     - `update`: `update(stage, microbatch, grads, shared)` returns the new version of the weights that a `U` completes,
       and modifies none of its arguments; `grads` and `shared` are the rank's, as in `Outcome`. An update in flight also
       takes the gradients that it applies out of `grads`, so that the next sum begins anew.
@@ -63,19 +65,19 @@ class Inputs(NamedTuple):
     keys: Sequence[int]
     deliver: Callable[[int, Payload], None] | None = None
     skips: Collection[int] = ()
-    starts: Mapping[int, Payload] = MappingProxyType({})
+    starts: Mapping[tuple[int, int], Payload] = MappingProxyType({})
     onto: Mapping[tuple[int, int], Any] = MappingProxyType({})
-    group: StageGroup | None = None
-    update: Callable[[int, int, dict[int, Any], Mapping[tuple[int, int], Payload]], Any] | None = None
+    group: Any = None
+    update: Any = None
 
 
 class Outcome(NamedTuple):
     """The results of one rank.
 
-    - `buffers`: per microbatch and stage of the rank, after all microbatches, shared as in the inputs.
+    - `buffers`: per unit and stage of the rank, after all of them, shared as in the inputs.
     - `grads`: per stage, after all microbatches; the gradients of a stage without any are `()`.
     - `shared`: per (owner, holder), the gradients of parameters that a stage of another rank computed.
-    - `results`: per microbatch, the values that leave the pipeline on this rank, unless they were delivered.
+    - `results`: per unit, the values that leave the pipeline on this rank, unless they were delivered.
     - `updates`: per stage of the rank, what `Inputs.update` returned; empty for a program without updates.
     """
 
@@ -118,11 +120,12 @@ class Instruction(NamedTuple):
 
 
 class LinkedProgram(NamedTuple):
-    """One rank's program, linked to its stages."""
+    """One rank's program, linked to its stages; every microbatch has this many slices."""
 
     stages: tuple[int, ...]
     channels: tuple[Route, ...]
     instructions: tuple[Instruction, ...]
+    slices: int = 1
 
 
 ActionHandler: TypeAlias = Callable[["Execution", Action, StageLike, Payload], Payload]
@@ -134,7 +137,7 @@ class Execution:
     - `kept`: payloads that this rank computed, until they are sent or used here.
     - `posted`: handles of receives and of collectives until their payload is used, and of sends until the rank has
       waited for them.
-    - `residuals`, `deferred`: what a stage's forward, or input half, keeps for its backward, or weight half.
+    - `residuals`, `deferred`: what a forward, or input half, keeps for its backward, or weight half, by stage and unit.
     - `checkpoints`: what a recomputation starts from: the buffers before the first run, and the inputs that arrived.
     """
 
@@ -142,7 +145,7 @@ class Execution:
 
     def __init__(self, rank: int, program: LinkedProgram, transport: Transport, inputs: Inputs) -> None:
         self.rank, self.program, self.transport, self.inputs = rank, program, transport, inputs
-        # Microbatches that share a mapping must go on sharing it here: each leaves its buffers to the next.
+        # Units that share a mapping must go on sharing it here: each leaves its buffers to the next.
         held = {id(shared): {s: shared[s] for s in program.stages} for shared in inputs.buffers}
         self.buffers = [held[id(shared)] for shared in inputs.buffers]
         self.grads: dict[int, Any] = {s: inputs.onto.get((rank, s), ()) for s in program.stages}
@@ -155,6 +158,10 @@ class Execution:
         self.checkpoints: dict[tuple[int, int], tuple[Any, Payload]] = {}
         self.kept: dict[int | Action, Payload] = {}
         self.posted: dict[int | Action, Handle] = {}
+
+    def unit(self, action: Action) -> tuple[int, int]:
+        """Return the stage and the unit of an action."""
+        return action[1], action[2] * self.program.slices + (action[4] or 0)
 
     def run(self) -> Generator[Any, None, Outcome]:
         """Interpret the program: yield each handle that must be waited for, then return the outcome."""

@@ -22,22 +22,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count, zip_longest
+from itertools import accumulate, count, pairwise, zip_longest
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from fpipe.runtime.contract import StageLike
+from fpipe.runtime.contract import StageCrossing, StageLike
 from fpipe.runtime.executor import ActionHandler, Instruction, LinkedProgram, Transfer
-from fpipe.runtime.handlers import (
-    HANDLERS,
-    do_nothing,
-    enter_weights,
-    keep_arrivals,
-    reduce_further,
-    take_reduced,
-)
+from fpipe.runtime.handlers import HANDLERS, TAKERS, do_nothing, keep_arrivals, reduce_further
 from fpipe.runtime.transport import Route
-from schedules.language.actions import KINDS, SENDS, Action, Message, message_of
+from schedules.language.actions import KINDS, SENDS, Action, Kind, Message, message_of
 from schedules.language.placement import Placement
 
 BEFORE, COMPUTE, AFTER = range(3)
@@ -52,17 +45,19 @@ def link(
     placement: Placement,
     uneven: Mapping[int, Mapping[int, StageLike]] = NO_STAGES,
     phases: int = 1,
+    slices: int = 1,
 ) -> LinkedProgram:
     """Return one rank's program, linked to its stages; it depends on neither parameters nor data.
 
-    `uneven` has the stages for microbatches of other shapes, by microbatch; `phases` is the number of messages that a
-    reduction takes. Gradients of shared parameters are taken
-    before the update that uses them; without updates, at the end, since no action on the rank waits for them.
+    `uneven` has the stages of units of other shapes, by unit; `phases` is the number of messages that a reduction
+    takes, `slices` that of slices of a microbatch. Gradients of shared parameters are taken before the update that uses
+    them; without updates, at the end, since no action on the rank waits for them.
     """
-    linker = Linker(stages, placement, uneven, PostedCollectives(phases))
+    linker = Linker(stages, placement, uneven, PostedCollectives(phases), slices=slices)
     program = linker.program(actions)
     arriving = (one for stage in linker.arriving for one in linker.arriving[stage])
-    return LinkedProgram(tuple(stages), tuple(linker.channels), (*program, *linker.collectives.finish(), *arriving))
+    program += [*linker.collectives.finish(), *arriving]
+    return LinkedProgram(tuple(stages), tuple(linker.channels), tuple(program), slices)
 
 
 def _groups(actions: Iterable[Action]) -> Iterator[ActionGroup]:
@@ -89,12 +84,7 @@ def _place(action: Action) -> int:
 
 
 def channel(placement: Placement, message: Message) -> Route:
-    """Return the sending and the receiving rank of a message; a gradient for its own stage goes to the other replica.
-
-    >>> from schedules import bidirectional, parse
-    >>> [channel(bidirectional(ranks=4), parse(text)) for text in ("0SEND_F1>1", "0SEND_G1>0")]
-    [(3, 2), (3, 0)]
-    """
+    """Return the ranks that send and receive a message; a gradient for its own stage goes to the other replica."""
     _, source, microbatch, target, _ = message
     assert target is not None, "a message has a target stage"
     start = placement.home(source, microbatch)
@@ -107,7 +97,7 @@ def channel(placement: Placement, message: Message) -> Route:
 class Linker:
     """The linker of one program, maybe in pieces: numbers its messages and channels, and what actions take and post.
 
-    - `uneven`: the stages and specs of each microbatch whose shapes differ from the usual ones.
+    - `uneven`: the stages and specs of each unit whose shapes differ from the usual ones.
     - `partials`: per stage, gradients from its other replica, for its `G`.
     - `arriving`: per stage, instructions that take the gradients of parameters it shares, for its `U` or for the end.
     """
@@ -119,9 +109,10 @@ class Linker:
         uneven: Mapping[int, Mapping[int, StageLike]],
         collectives: PostedCollectives,
         handlers: Mapping[str, ActionHandler] = HANDLERS,
+        slices: int = 1,
     ) -> None:
         self.usual, self.placement, self.collectives = (stages, _specs(stages)), placement, collectives
-        self.handlers = handlers
+        self.handlers, self.slices = handlers, slices
         self.uneven = {i: (others, _specs(others)) for i, others in uneven.items()}
         self.numbers = defaultdict[Message, int](count().__next__)
         self.channels = defaultdict[Route, int](count().__next__)
@@ -138,26 +129,20 @@ class Linker:
         instruction = self.instruction(group)
         before = self.collectives.before(instruction)
         if instruction.action.kind == "U":
-            return _precede([*before, *self.arriving.pop(instruction.action.stage, [])], instruction)
-        if instruction.action.kind != "OVERLAP_F" or following is None:
-            return _precede(before, instruction)
-        return _precede([*before, *self._keep_cotangents(instruction, following)], instruction)
+            before += self.arriving.pop(instruction.action.stage, [])
+        elif instruction.action.kind == "OVERLAP_F" and following is not None:
+            before += self._keep_cotangents(instruction, following)
+        return _precede(before, instruction)
 
     def _keep_cotangents(self, instruction: Instruction, following: ActionGroup) -> list[Instruction]:
         """Return what waits for the cotangents of a fused pair's second action, before its first, and keeps them."""
         backward = next(action for _, action in following if _place(action) == COMPUTE)
-        s, i, stage = backward.stage, backward.microbatch, self._stage(backward)
-        awaited, kept, start = list[int](), list[tuple[int, slice]](), 0
-        for crossing in stage.pulled_by:
-            awaited.append(self.numbers[Action("SEND_B", crossing.source, i, s)])
-            kept.append((awaited[-1], slice(start, start + len(crossing.specs))))
-            start += len(crossing.specs)
+        stage, (awaited, _) = self._stage(backward), self._match_messages(backward)
         if not awaited:
             return []
-        action = Action("RECV_B", s, i, stage.pulled_by[0].source)
-        return [
-            Instruction(instruction.position, action, stage, keep_arrivals, (), (), tuple(awaited), tuple(kept), ())
-        ]
+        action = backward._replace(kind="RECV_B", peer=stage.pulled_by[0].source)
+        kept = _parts(awaited, stage.pulled_by, 0)
+        return [Instruction(instruction.position, action, stage, keep_arrivals, (), (), tuple(awaited), kept, ())]
 
     def instruction(self, group: ActionGroup) -> Instruction:
         """Return the instruction of one group of actions."""
@@ -174,12 +159,15 @@ class Linker:
         return Instruction(at, action, stage, handler, tuple(receives), tuple(waits), tuple(taken), made, tuple(sends))
 
     def _stage(self, action: Action) -> StageLike:
-        stages, _ = self.uneven.get(action.microbatch, self.usual)
-        return stages[action.stage]
+        return self._kind(action)[0][action.stage]
+
+    def _kind(self, action: Action) -> tuple[Mapping[int, StageLike], Mapping[Any, tuple[Any, ...]]]:
+        """Return the stages of the action's unit, and the specs of its messages."""
+        return self.uneven.get(action.microbatch * self.slices + (action.slice or 0), self.usual)
 
     def _transfer(self, action: Action) -> Transfer:
         message = message_of(action)
-        _, specs = self.uneven.get(message.microbatch, self.usual)
+        _, specs = self._kind(message)
         route = self.channels[channel(self.placement, message)]
         return Transfer(self.numbers[message], route, message, specs[message.kind, message.stage, message.peer])
 
@@ -188,13 +176,12 @@ class Linker:
         if action.peer == action.stage:
             self.partials[action.stage].append(number)
         else:
-            stage, handler = self._stage(action), HANDLERS["RECV_G"]
-            taken = Instruction(position, action, stage, handler, (), (), (number,), (), ())
+            taken = Instruction(position, action, self._stage(action), HANDLERS["RECV_G"], (), (), (number,), (), ())
             self.arriving[action.stage].append(taken)
 
     def _match_messages(self, action: Action) -> tuple[list[int], tuple[tuple[int, slice], ...]]:
         """Return the messages that a compute action takes, and the slice of its results for each that it gives."""
-        kind, s, i, _, _ = action
+        kind, s, i, _, k = action
         if kind == "G":
             return self.partials.pop(s, []), ()
         if kind == "SEND_G":
@@ -203,12 +190,17 @@ class Linker:
         if not what:
             return [], ()
         incoming, outgoing = (stage.gets, stage.gives) if what == "F" else (stage.pulled_by, stage.pulls)
-        start, made = len(stage.results) if what == "F" else 0, []
-        for crossing in outgoing:
-            number = self.numbers[Action(SENDS[what], s, i, crossing.target)]
-            made.append((number, slice(start, start + len(crossing.specs))))
-            start += len(crossing.specs)
-        return [self.numbers[Action(SENDS[what], crossing.source, i, s)] for crossing in incoming], tuple(made)
+        made = [self.numbers[Action(SENDS[what], s, i, crossing.target, k)] for crossing in outgoing]
+        before = None if k is None else k - 1 if what == "F" else k + 1  # a stage's message to itself is its carry
+        makers = [(crossing.source, before if crossing.source == s else k) for crossing in incoming]
+        taken = [self.numbers[Action(SENDS[what], source, i, s, part)] for source, part in makers]
+        return taken, _parts(made, outgoing, len(stage.results) if what == "F" else 0)
+
+
+def _parts(numbers: Sequence[int], crossings: Sequence[StageCrossing], start: int) -> tuple[tuple[int, slice], ...]:
+    """Return, with the number of each message, where its values are among those of all, which begin at `start`."""
+    ends = [*accumulate([len(crossing.specs) for crossing in crossings], initial=start)]
+    return tuple([(number, slice(*pair)) for number, pair in zip(numbers, pairwise(ends), strict=True)])
 
 
 def _precede(others: Sequence[Instruction], last: Instruction) -> list[Instruction]:
@@ -221,26 +213,32 @@ def _precede(others: Sequence[Instruction], last: Instruction) -> list[Instructi
 
 
 class PostedCollectives:
-    """The collectives that the program has posted and not waited for yet.
+    """The collectives, and moves of memory, that the program has posted and not waited for yet.
 
     - `gathering`: per stage, the `UNSHARD` whose weights no action has read yet.
     - `reducing`: per stage, its `REDUCE_GRAD` and the next phase to post, in the order of the program.
+    - `reloading`: per unit, the `RELOAD` whose memory no action has used yet.
     """
 
     def __init__(self, phases: int) -> None:
         self.phases = phases
         self.gathering: dict[int, Instruction] = {}
         self.reducing: dict[int, tuple[Instruction, int]] = {}
+        self.reloading: dict[tuple[Any, ...], Instruction] = {}
 
     def before(self, instruction: Instruction) -> list[Instruction]:
         """Return the instructions that must come before this one, and note what it posts itself."""
         kind, s, _, peer, _ = instruction.action
-        found: list[Instruction] = []
+        word, unit, found = KINDS.get(kind) or Kind(""), instruction.action[1:], list[Instruction]()
+        if word.before == "forward" and unit in self.reloading:
+            found = [_await(self.reloading.pop(unit))]
         # Nobody may free weights that are still on their way, so a RESHARD waits for them like a reader.
-        if s in self.gathering and (kind == "RESHARD" or (kind in KINDS and KINDS[kind].reads)):
-            found = [_await(self.gathering.pop(s), enter_weights)]
+        if s in self.gathering and (kind == "RESHARD" or word.reads):
+            found += [_await(self.gathering.pop(s))]
         elif kind == "UNSHARD":
             self.gathering[s] = instruction
+        elif kind == "RELOAD":
+            self.reloading[unit] = instruction
         elif kind == "REDUCE_GRAD":
             found = list(self._advance(list(self.reducing)))  # their last messages had time to arrive
             self.reducing[s] = instruction, 1
@@ -257,7 +255,7 @@ class PostedCollectives:
             yield from self._advance(stages)
         for s in stages:
             posted, _ = self.reducing.pop(s)
-            yield _await(posted, take_reduced)
+            yield _await(posted)
 
     def _advance(self, stages: Sequence[int]) -> Iterator[Instruction]:
         """Yield the instructions that post the next phase of the reductions of these stages."""
@@ -268,22 +266,18 @@ class PostedCollectives:
                 self.reducing[s] = posted, phase + 1
 
 
-def _await(posted: Instruction, handler: ActionHandler) -> Instruction:
-    """Return an instruction that waits for what a collective posted last, and passes what it gave to the handler."""
+def _await(posted: Instruction, handler: ActionHandler | None = None) -> Instruction:
+    """Return an instruction that waits for what an action posted last, and passes what it gave to the handler."""
+    handler = handler or TAKERS[posted.action.kind]
     return posted._replace(handler=handler, receives=(), waits=(), awaited=(posted.action,), outputs=(), sends=())
 
 
 def _specs(stages: Mapping[int, StageLike]) -> dict[tuple[str, int, int | None], tuple[Any, ...]]:
     """Return the specs of all messages, by kind and both stages; replicas exchange all gradients of a stage."""
-    specs = {edge: carried for stage in stages.values() for edge, carried in _edges(stage)}
-    return specs | {("SEND_G", s, s): tuple(stage.totals) for s, stage in stages.items()}
-
-
-def _edges(stage: StageLike) -> Iterator[tuple[tuple[str, int, int | None], tuple[Any, ...]]]:
-    """Yield the specs of what crosses each edge of a stage, by kind, source stage and target stage."""
-    for what, crossings in (
-        ("SEND_F", (*stage.gives, *stage.gets)),
-        ("SEND_B", (*stage.pulls, *stage.pulled_by)),
-        ("SEND_G", (*stage.shares, *stage.shared_by)),
-    ):
-        yield from (((what, one.source, one.target), one.specs) for one in crossings)
+    specs: dict[tuple[str, int, int | None], tuple[Any, ...]]
+    specs = {("SEND_G", s, s): tuple(stage.totals) for s, stage in stages.items()}
+    for stage in stages.values():
+        values, cotangents = (*stage.gives, *stage.gets), (*stage.pulls, *stage.pulled_by)
+        ends = {"SEND_F": values, "SEND_B": cotangents, "SEND_G": (*stage.shares, *stage.shared_by)}
+        specs |= {(what, one.source, one.target): one.specs for what, crossings in ends.items() for one in crossings}
+    return specs

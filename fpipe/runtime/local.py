@@ -63,41 +63,27 @@ class LocalChannel:
 
     def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> LocalHandle:
         """Post a send."""
-        waiting = self.waiting
-        if waiting and waiting[0].end == "RECV":
-            posted = self._oldest(message)
-            posted.finish(payload)
-        else:
-            posted = LocalHandle("SEND", message)
-            posted.payload = payload
-            waiting.append(posted)
-        return posted
+        return self._post("SEND", message, payload)
 
     def receive(self, message: Message, specs: tuple[Any, ...]) -> LocalHandle:
         """Post a receive; what arrives is the very object that was sent."""
-        waiting = self.waiting
-        if waiting and waiting[0].end == "SEND":
-            posted = self._oldest(message)
-            posted.finish(posted.payload)
+        return self._post("RECV", message, ())
+
+    def _post(self, end: str, message: Message, payload: Payload) -> LocalHandle:
+        if self.waiting and self.waiting[0].end != end:
+            posted = self.waiting.popleft()
+            if posted.message != message:
+                sent, received = (posted.message, message) if end == "RECV" else (message, posted.message)
+                raise TransportError(
+                    f"a channel: got {sent} first, expected the message of {receive_of(received)}. Post both ends "
+                    "of a channel in the same order: run programs as lower() returns them."
+                )
+            posted.finish(posted.payload + payload)  # one of them is empty
             return posted
-        posted = LocalHandle("RECV", message)
-        waiting.append(posted)
+        posted = LocalHandle(end, message)
+        posted.payload = payload
+        self.waiting.append(posted)
         return posted
-
-    def _oldest(self, message: Message) -> LocalHandle:
-        """Return the oldest waiting handle; raise `TransportError` unless it is for `message`."""
-        posted = self.waiting.popleft()
-        if posted.message != message:
-            raise _disorder_error(posted, message)
-        return posted
-
-
-def _disorder_error(posted: LocalHandle, other: Message) -> TransportError:
-    send, receive = (posted.message, other) if posted.end == "SEND" else (other, posted.message)
-    return TransportError(
-        f"a channel: got {send} first, expected the message of {receive_of(receive)}. Post both ends "
-        "of a channel in the same order: run programs as lower() returns them."
-    )
 
 
 class LocalTransport:

@@ -132,7 +132,8 @@ def assemble(
     results = (*loss, *captured.aux, *(captured.outputs if variant.outputs else ()))
     observed = observe(captured)
     repetitions = choose_repetitions(captured, observed, partition, results, extra)
-    sections = route(captured, observed, partition, results, summed, repetitions)
+    ranks = [*zip(*placement.routes, strict=True)]
+    sections = route(captured, observed, partition, results, summed, repetitions, ranks)
     functions = [captured.fuse(section.units, observed.random, section.inputs, section.outputs) for section in sections]
     stages, graph = _stages(captured, sections, functions, placement, variant, request)
     stages = tuple(
@@ -222,6 +223,7 @@ class _Builder:
             wiring=wiring,
             functions=self._functions(s, function, wiring, pulls, pulled_by),
             start=results[: len(metadata.runs[s].starts)],
+            keeps=section.kept,
         )
 
     def _functions(

@@ -76,9 +76,8 @@ class Metadata:
     def pulls(self, s: int, section: Section) -> Mapping[int, tuple[Value, ...]]:
         """Return, per earlier stage, the values for which stage `s` sends it a cotangent."""
         found: dict[int, tuple[Value, ...]] = {}
-        for peer in sorted({*section.gets, *section.earlier}):
-            shared = (*section.gets.get(peer, ()), *section.earlier.get(peer, ()))
-            found[peer] = tuple(value for value in shared if (s, value) in self.cotangents)
+        for peer, values in section.earlier.items():
+            found[peer] = tuple(value for value in values if (s, value) in self.cotangents)
         return {peer: values for peer, values in found.items() if values}
 
 
@@ -219,7 +218,7 @@ def infer(
         for s, (section, function) in enumerate(zip(sections, functions, strict=True)):
             kept = _kept_call(section, captured)
             run = _run_forward(captured, section, function, values, metadata, s in recorded and not kept)
-            if request is not None and not request.split and _is_unrolled(run):
+            if request is not None and not request.needed and _is_unrolled(run):
                 kept, run.tape = "some of its torch calls consist of hundreds of operators, fast as they are", None
             metadata.runs.append(run)
             metadata.unrecordable[s] = kept
@@ -324,7 +323,7 @@ def _infer_backward(s: int, run: FakeRun, captured: Captured, metadata: Metadata
     """Run a stage's backward, and add what it shows to `metadata`."""
     section = run.section
     entries = _cotangent_entries(run, captured.loss, metadata, variant.scaled)
-    previous = {v: None for routes in (section.gets, section.earlier) for values in routes.values() for v in values}
+    previous = {value: None for values in section.earlier.values() for value in values}
     wanted = [v for v in dict.fromkeys((*previous, *section.parameters)) if v in metadata.differentiable]
     flowing = _possible_gradients(s, run, entries, wanted, captured)
     sure = _certain_values(run, entries, flowing, captured)
@@ -347,12 +346,11 @@ def _cotangent_entries(run: FakeRun, loss: Value | None, metadata: Metadata, sca
     if loss is not None and loss in section.results and run.current[loss].requires_grad:
         run.start = Spec.of(run.current[loss]).allocate() if scaled else None
         entries.append(_Entry(run.current[loss], run.start, True))
-    for routes in (section.gives, section.later):
-        for t, values in routes.items():
-            for value in values:
-                if (spec := metadata.cotangents.get((t, value))) is not None:
-                    run.entering[t, value] = entering = spec.allocate()
-                    entries.append(_Entry(run.current[value], entering, not isinstance(spec, OptionalSpec)))
+    for t, values in section.later.items():
+        for value in values:
+            if (spec := metadata.cotangents.get((t, value))) is not None:
+                run.entering[t, value] = entering = spec.allocate()
+                entries.append(_Entry(run.current[value], entering, not isinstance(spec, OptionalSpec)))
     if run.tape is not None:
         run.tape.take([*run.starts, *run.entering.values()])
     return entries
@@ -409,8 +407,8 @@ def _grads(
     except TypeError as error:  # of fake tensors: a module's own tensor is not there
         raise CaptureError(
             f"stage {s}, its backward{traceback_line(error.__traceback__)}: got code that uses a parameter or buffer "
-            "which no forward of its module reads, expected one that uses what a forward reads: a stage holds "
-            "nothing else. Pass the tensor to the function in the forward, or keep it in a closure of the hook."
+            "which no forward of its module reads, expected one that uses only tensors that a forward reads: a stage "
+            "holds no others. Pass the tensor to the function in the forward, or keep it in a closure of the hook."
         ) from error
     except RuntimeError as error:
         raise CaptureError(
@@ -422,8 +420,8 @@ def _grads(
     run.watch.note(answers)
     if effects.drawn and not function.redraws:
         raise CaptureError(
-            f"stage {s}: got a backward that draws random numbers, expected only forwards to draw them, since they "
-            "follow from the step's seed. Draw them in the forward of the custom autograd function, and save them."
+            f"stage {s}: got a backward that draws random numbers, expected only forwards to draw them, because they "
+            "depend on the step's seed. Draw them in the forward of the custom autograd function, and save them."
         )
     return found
 
@@ -448,8 +446,8 @@ def _require_unwritten(s: int, run: FakeRun, effects: Effects, captured: Capture
             name = source.name if isinstance(source, Parameter | Buffer) else "a tensor of the batch"
             raise CaptureError(
                 f"stage {s}: got a backward (a hook, or a custom autograd function) that writes to {name}, expected "
-                "one that only reads it: buffers go from forward to forward, and later microbatches have been forward "
-                "by then. Write it in the forward, or return the value and write it between steps."
+                "one that only reads it: buffers pass from forward to forward, and forwards of later microbatches have "
+                "already run. Write it in the forward, or return the value and write it between steps."
             )
 
 

@@ -207,7 +207,7 @@ def make_reference_step(pipe: Pipeline, variant: Variant, aux: Aux = NO_AUX) -> 
             skips = find_skips(batch)
             begins = what.sums is not None or len(skips) == len(plan.assemblies)
             first = dict(zip(whole.grads, map(negative_zeros, whole.totals), strict=True)) if begins else {}
-            keys, start = make_keys(plan, seed), start_backward([whole], scale).get(0, ())
+            keys, start = make_keys(plan, seed), start_backward([[whole]], scale).get((0, 0), ())
             with wait_for_turn(), random.preserve_generators(plan.generators):
                 whole_params = [params] * len(plan.assemblies)
                 results, state, made = run_on_one_device(
@@ -227,7 +227,7 @@ def require_whole_batches(pipe: Pipeline) -> None:
     """Raise `InputError` for a pipeline whose processes are passed the rows of their own copy only."""
     if pipe.copies.own_rows and pipe.copies.count > 1:
         raise InputError(
-            "pipe: got rows='own', expected rows='whole': one device runs the whole batch, which no process is passed. "
+            "pipe: got rows='own', expected rows='whole': one device runs the whole batch, but no process gets it. "
             "Build it with fpipe.Place(rows='whole') to compare."
         )
 

@@ -57,7 +57,7 @@ class Turns:
         return _Exchange(
             tuple((SENDS[word.crosses], p) for p in sources if homes[p] in self.peers),
             tuple((SENDS[word.crosses], t) for t in targets if homes[t] in self.peers),
-            (word.after == "done" or kind in ("G", "REDUCE_GRAD", "U")) and self.gradients.has_any(kind, s),
+            (word.after == "done" or kind in ("G", "REDUCE_GRAD", "U")) and self.gradients.has_any(s),
         )
 
     def __iter__(self) -> Iterator[Turn]:
@@ -121,16 +121,9 @@ class GradientExchange:
             s: completes_gradient(schedule, s, rank) for s in self.placement.stages_on(rank) if graph.shares[s]
         }
 
-    def has_any(self, kind: str, s: int) -> bool:
-        """Return whether an action of this kind may send gradients or wait for them.
-
-        The kind is a backward, `G`, `REDUCE_GRAD` or `U`.
-        """
-        if kind == "U":
-            return bool(self.graph.shared_by[s])
-        if kind == "REDUCE_GRAD":
-            return bool(self.graph.shares[s])
-        return kind == "G" or bool(self.graph.shares[s]) or self._is_replicated(s)
+    def has_any(self, s: int) -> bool:
+        """Return whether actions on stage `s` send gradients or wait for them."""
+        return bool(self.graph.shares[s] or self.graph.shared_by[s]) or self._is_replicated(s)
 
     def needed_by(self, kind: str, s: int) -> Iterator[Message]:
         """Yield the gradients that an action on stage `s` waits for: a `G`, or the first `U`."""
@@ -168,22 +161,17 @@ class GradientExchange:
                 yield Action("SEND_G", s, last, s)
 
     def _to_sharing_stages(self, s: int) -> Iterator[Message]:
-        for route, homes in enumerate(self.routes):
-            if homes[s] == self.rank:
-                yield from (
-                    Action("SEND_G", s, self._last_microbatch(route), t)
-                    for t in self.graph.shares[s]
-                    if homes[t] in self.peers
-                )
+        for i, homes in self._last_microbatches(s):
+            yield from (Action("SEND_G", s, i, t) for t in self.graph.shares[s] if homes[t] in self.peers)
 
     def _from_sharing_stages(self, t: int) -> Iterator[Message]:
-        for route, homes in enumerate(self.routes if self.schedule.backward else ()):
-            if homes[t] == self.rank:
-                yield from (
-                    Action("SEND_G", s, self._last_microbatch(route), t)
-                    for s in self.graph.shared_by[t]
-                    if homes[s] in self.peers
-                )
+        for i, homes in self._last_microbatches(t) if self.schedule.backward else ():
+            yield from (Action("SEND_G", s, i, t) for s in self.graph.shared_by[t] if homes[s] in self.peers)
+
+    def _last_microbatches(self, s: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield what names the messages of each route with stage `s` on this rank, and the ranks of its stages."""
+        pairs = enumerate(self.routes)
+        return ((self._last_microbatch(route), homes) for route, homes in pairs if homes[s] == self.rank)
 
     def _replicas(self, s: int) -> Iterator[tuple[int, int]]:
         """Yield each route on which another rank runs stage `s`, with that rank."""

@@ -4,6 +4,7 @@
 from hypothesis import strategies as st
 
 from fpipe.runtime.contract import StageCrossing
+from fpipe.runtime.local import LocalHandle
 from schedules import Graph
 from schedules.proof.formulas import formula
 from schedules.testing import orders
@@ -31,15 +32,16 @@ def crossings(what, edges):
 
 
 class Symbolic:
-    """Stage `s` of a graph."""
+    """Stage `s` of a graph, for one slice of a microbatch; what it leaves for the next slice is its carry."""
 
-    def __init__(self, graph: Graph, s: int) -> None:
+    def __init__(self, graph: Graph, s: int, part: int = 0, slices: int = 1) -> None:
         self.index, last = s, graph.stages - 1
+        before, after = [(s, s)] * (part > 0), [(s, s)] * (part < slices - 1)
         self.results = ("result",) if s == last else ()
-        self.gets = crossings("F", [(p, s) for p in graph.fed_by[s]])
-        self.gives = crossings("F", [(s, t) for t in graph.feeds[s]])
-        self.pulls = crossings("B", [(s, p) for p in graph.pulls[s]])
-        self.pulled_by = crossings("B", [(t, s) for t in graph.pulled_by[s]])
+        self.gets = crossings("F", [*before, *[(p, s) for p in graph.fed_by[s]]])
+        self.gives = crossings("F", [*[(s, t) for t in graph.feeds[s]], *after])
+        self.pulls = crossings("B", [*before, *[(s, p) for p in graph.pulls[s]]])
+        self.pulled_by = crossings("B", [*[(t, s) for t in graph.pulled_by[s]], *after])
         self.shares = crossings("G", [(s, t) for t in graph.shares[s]])
         self.shared_by = crossings("G", [(p, s) for p in graph.shared_by[s]])
         self.totals = ("total",)
@@ -66,6 +68,14 @@ class Symbolic:
         residuals, cotangents = deferred
         return (*onto, make("W", residuals.kept, cotangents))
 
+    def offload(self, residuals):
+        return Moved(residuals)
+
+    def reload(self, action, residuals):
+        handle = LocalHandle("GROUP", action)
+        handle.finish((residuals.residuals,))
+        return handle
+
     def add(self, first, second):
         return (first, second)
 
@@ -79,6 +89,13 @@ class Symbolic:
         return tuple(make(spec, *total) for spec in specs)
 
 
+class Moved:
+    """What a forward keeps, off the device."""
+
+    def __init__(self, residuals):
+        self.residuals = residuals
+
+
 class Residuals:
     """What a forward keeps."""
 
@@ -86,18 +103,28 @@ class Residuals:
         self.kept = kept
 
 
-def batch(s, i):
-    return (make("batch", s, i),)
+def stages_of(graph, held, schedule):
+    """The stages of each unit: a microbatch, or a slice of one."""
+    each = [{s: Symbolic(graph, s, k, schedule.slices) for s in held} for k in range(schedule.slices)]
+    return each * schedule.microbatches
 
 
-def key(i):
-    return 100 + i
+def unit_of(action, schedule):
+    return action.microbatch * schedule.slices + (action.slice or 0)
+
+
+def batch(s, unit):
+    return (make("batch", s, unit),)
+
+
+def key(unit):
+    return 100 + unit
 
 
 @st.composite
 def runnable(draw):
-    """Any correct schedule of whole microbatches without updates, and the graph that it is correct for."""
-    return draw(orders().filter(lambda case: case[0].slices == 1 and "U" not in set(map(kind_of, actions(case[0])))))
+    """Any correct schedule without updates, and the graph that it is correct for."""
+    return draw(orders().filter(lambda case: "U" not in set(map(kind_of, actions(case[0])))))
 
 
 def kind_of(action):

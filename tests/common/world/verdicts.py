@@ -129,9 +129,7 @@ def is_named(one: Strike, cause: fpipe.Cause) -> bool:
     if cause.rank != one.fault.rank:
         return False
     named = NAMED.get(one.fault.kind)
-    is_free = (
-        one.fault.builds or one.fault.kind == "fail"
-    )  # a build has no positions; a post may come before its action
+    is_free = one.fault.builds or one.fault.kind == "fail"  # a build has no positions
     is_placed = is_free or cause.place.endswith(one.place)
     return named is None or (cause.problem.startswith(named) and is_placed)
 

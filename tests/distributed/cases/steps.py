@@ -16,8 +16,9 @@ from torch.nn import functional
 import fpipe
 from fpipe.network.trail import AHEAD, Trail
 from fpipe.tensors.tree import same_bits
-from schedules import dualpipe, lower, mirror, one_f_one_b, zb_h1, zb_v
+from schedules import dualpipe, lower, mirror, one_f_one_b, seq_1f1b, split_backward, zb_h1, zb_v
 from tests.common.averages import Average, AverageDecoder, generate_from_scratch, texts, word_loss
+from tests.common.carries import attend, make, stages_of
 from tests.common.cases import WORDS
 from tests.common.comparison import Result
 from tests.common.loops import eval_loop, loop
@@ -584,6 +585,20 @@ def stages_that_are_executed_have_the_bits_of_one_process(rank, size):
     with raises(fpipe.TransportError, "program"):
         fpipe.execute(program, kind, *mine, inputs, targets, seed=rank, transport=transport)
     transport.close()
+
+
+@case(sizes=[2])
+def slices_of_sequences_have_the_bits_of_one_process(rank, size):
+    """What a slice leaves for the next stays on its rank; shapes of slices differ, and are known beforehand."""
+    params, x, y = make([attend])
+    stages = stages_of([attend])
+    for how in (seq_1f1b(2, 2, slices=3), split_backward(seq_1f1b(2, 2, slices=2))):
+        program, transport = lower(how, stages.graph), fpipe.processes(ranks=size)
+        want, grads = fpipe.execute(program, stages, params, [(), ()], (x,), y)
+        out, got = fpipe.execute(program, stages, params, [(), ()], (x,), y, transport=transport)
+        assert all(same_bits(got[rank][name], grads[rank][name]) for name in params[rank])
+        assert rank == 0 or same_bits(out.loss, want.loss)
+        transport.close()
 
 
 def hidden(params, inputs):

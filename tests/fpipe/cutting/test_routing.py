@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stage graph: what travels, along which edges, and which in-place changes a cut would hide."""
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import assume, event, given, settings
@@ -8,7 +10,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fpipe
-from schedules import gpipe, one_f_one_b
+from schedules import (
+    chimera,
+    gpipe,
+    hanayo,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    one_f_one_b,
+    recompute,
+    zb_v,
+)
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
@@ -52,6 +63,53 @@ def test_a_value_is_sent_from_user_to_user():
     stages = build(ZOO["skips"], one_f_one_b(ranks=4, microbatches=2), 4)[0].stages
     assert [[one.target for one in stage.gives] for stage in stages] == [[1], [2], [3], []]
     assert [sum(len(one.specs) for one in stage.gives) for stage in stages] == [1, 2, 2, 0]
+
+
+class Dense(nn.Module):
+    """Each block reads what all blocks before it returned."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
+
+    def forward(self, x):
+        found = [self.embed(x)]
+        for block in self.blocks:
+            found.append(torch.tanh(block(torch.stack(found).mean(0))))
+        return self.head(torch.stack(found).sum(0))
+
+
+WITH_CHUNKS = [
+    interleaved_1f1b(ranks=2, microbatches=4, chunks=3),
+    interleaved_zero_bubble(ranks=2, microbatches=4, chunks=3),
+    recompute(interleaved_1f1b(ranks=3, microbatches=3, chunks=2)),
+    zb_v(ranks=3, microbatches=4),
+    chimera(ranks=6, microbatches=4),
+    one_f_one_b(ranks=6, microbatches=4),
+    hanayo(ranks=3, microbatches=3, waves=1),
+]
+
+
+@sampled(3)
+@pytest.mark.parametrize("how", WITH_CHUNKS, ids=repr)
+def test_a_value_crosses_once_to_each_rank(how):
+    one = Case(lambda: Dense(6), rows_of(), mse, tuple(f"blocks.{k}" for k in range(1, 6)))
+    built = build(one, how, 12, one.cuts)
+    assert_same(run(*built), run_reference(*built))
+    pipe, *_ = built
+    arrivals = Counter(
+        (ranks[one.target], value)
+        for ranks in how.placement.routes
+        for stage in pipe.stages
+        for one in stage.gives
+        for value in one.values
+        if ranks[one.source] != ranks[one.target]
+    )
+    assert arrivals
+    assert max(arrivals.values()) == len(how.placement.routes)
+    back = [[one.target for one in stage.pulls] for stage in pipe.stages]
+    assert back == [[s - 1] if s else [] for s in range(6)], "cotangents are added in the order of one device"
 
 
 def test_values_in_the_batch_are_not_sent():

@@ -8,7 +8,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from schedules import Costs, Sizes, dualpipe, gpipe, one_f_one_b, recompute, simulate, v_half, zb_h1
+from schedules import (
+    B,
+    Costs,
+    F,
+    Placement,
+    Sizes,
+    dualpipe,
+    gpipe,
+    one_f_one_b,
+    recompute,
+    schedule,
+    simulate,
+    v_half,
+    zb_h1,
+)
 from tests.common.cases import WIDTH, mse
 from tests.common.options import grouped
 from tests.common.running import build
@@ -17,6 +31,14 @@ from tests.common.zoo import ZOO
 
 ROWS, WIDE, FLOAT = 3, 8, 4
 SMALL, LARGE = ROWS * WIDTH * FLOAT, ROWS * WIDE * FLOAT
+
+
+@schedule(placement=lambda ranks: Placement(ranks, tuple(s % ranks for s in range(3))))
+def round_robin(rank, ranks, microbatches):
+    mine = [s for s in range(3) if s % ranks == rank]
+    for i in range(microbatches):
+        yield from [F(s, i) for s in mine]
+        yield from [B(s, i) for s in reversed(mine)]
 
 
 def square(output):
@@ -87,6 +109,31 @@ def test_a_checkpoint_keeps_its_input():
     )
     assert plain.activation[1] > 5 * SMALL
     assert saved.activation[1] == 2 * SMALL, "its input; what the sigmoid returned"
+
+
+class Shared(nn.Module):
+    """What the first layer returns is added in stages 1 and 2; no stage saves it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        y = self.a(x)
+        z = self.b(x.tanh()) + y
+        return self.c(z.tanh()) + y
+
+
+@pytest.mark.parametrize(("ranks", "kept"), [(2, SMALL), (3, 0)])
+def test_what_a_rank_keeps_for_its_later_stage_counts(ranks, kept):
+    """On two ranks, stages 0 and 2 share one."""
+    how = round_robin(ranks=ranks, microbatches=2)
+    x = torch.ones(2 * ROWS, WIDTH)
+    pipe = fpipe.pipeline(Shared(), example=(x,), loss=square, schedule=how, cuts=["b", "c"])
+    assert pipe.sizes.activation[0] == kept
+    assert pipe.sizes.inputs[0] == kept
+    assert pipe.sizes.residual[0] == SMALL, "the gradient of what the layer returned"
+    assert pipe.stages[0].keeps == ((1,) if kept else ())
 
 
 def test_frozen_stages_keep_nothing():

@@ -18,30 +18,30 @@ from fpipe.runtime.executor import Execution, Inputs
 from fpipe.runtime.instructions import link
 from fpipe.runtime.local import LocalTransport, drive
 from schedules import B, F, Graph, I, W, chain, connect, gpipe, lower, one_f_one_b, split_backward, update_weights
-from tests.common.symbolic import Symbolic, batch, key, runnable
+from tests.common.symbolic import Symbolic, batch, key, runnable, stages_of, unit_of
 
 
-def whole(graph: Graph, microbatches: int):
-    """The model itself, microbatch by microbatch: results, and the terms of every gradient by (stage, microbatch)."""
-    stages = [Symbolic(graph, s) for s in range(graph.stages)]
-    results, terms = {}, {}
-    for i in range(microbatches):
-        crossing, kept, back = {}, {}, {}
-        for s, stage in enumerate(stages):
-            got = tuple(value for one in stage.gets for value in crossing[one.source, s])
-            outputs, _, kept[s] = stage.forward(f"params {s}", (), batch(s, i) + got, key(i))
+def whole(schedule, graph: Graph):
+    """The model itself, unit by unit: results, and the terms of every gradient by (stage, unit)."""
+    units = stages_of(graph, range(graph.stages), schedule)
+    results, terms, kept = {}, {}, {}
+    for first in range(0, len(units), schedule.slices):
+        here, values, cotangents = range(first, first + schedule.slices), {}, {}
+        for unit, s, stage in [(u, *pair) for u in here for pair in units[u].items()]:
+            got = tuple(v for one in stage.gets for v in values[one.source, s, unit - (one.source == s)])
+            outputs, _, kept[s, unit] = stage.forward(f"params {s}", (), batch(s, unit) + got, key(unit))
             outputs = list(outputs)
             if stage.results:
-                results[i] = tuple(outputs[:1])
+                results[unit] = tuple(outputs[:1])
                 outputs = outputs[1:]
             for one in stage.gives:
-                crossing[s, one.target] = [outputs.pop(0) for _ in one.specs]
-        for s, stage in reversed(list(enumerate(stages))):
-            cotangents = tuple(value for one in stage.pulled_by for value in back[one.source, s])
-            outgoing, (terms[s, i],) = stage.backward(kept[s], cotangents)
+                values[s, one.target, unit] = [outputs.pop(0) for _ in one.specs]
+        for unit, s, stage in [(u, *pair) for u in reversed(here) for pair in reversed(units[u].items())]:
+            got = tuple(v for one in stage.pulled_by for v in cotangents[one.source, s, unit + (one.source == s)])
+            outgoing, (terms[s, unit],) = stage.backward(kept[s, unit], got)
             outgoing = list(outgoing)
             for one in stage.pulls:
-                back[s, one.target] = [outgoing.pop(0) for _ in one.specs]
+                cotangents[s, one.target, unit] = [outgoing.pop(0) for _ in one.specs]
     return results, terms
 
 
@@ -73,11 +73,12 @@ class Hooked:
         return lambda *arguments: self.compute(self.running[0].at.action, found, *arguments)
 
 
-def execution_through(rank, actions, stages, placement, transport, inputs, compute):
-    """An execution of these actions, whose stages call `compute`."""
+def execution_through(rank, actions, units, schedule, transport, inputs, compute):
+    """An execution of these actions, in which the stages of each unit call `compute`."""
     running = []
-    stages = {s: Hooked(stage, running, compute) for s, stage in stages.items()}
-    running.append(Execution(rank, link(actions, stages, placement), transport, inputs))
+    hooked = [{s: Hooked(stage, running, compute) for s, stage in stages.items()} for stages in units]
+    linked = link(actions, hooked[0], schedule.placement, dict(enumerate(hooked)), slices=schedule.slices)
+    running.append(Execution(rank, linked, transport, inputs))
     return running[0]
 
 
@@ -88,32 +89,34 @@ def execute(schedule, graph, compute=plainly, rows=None):
     executions = []
     for rank in range(schedule.ranks):
         held = schedule.placement.stages_on(rank)
+        units = stages_of(graph, held, schedule)
         inputs = Inputs(
-            params=[{s: f"params {s}" for s in held}] * schedule.microbatches,
-            buffers=[dict.fromkeys(held, ())] * schedule.microbatches,
+            params=[{s: f"params {s}" for s in held}] * len(units),
+            buffers=[dict.fromkeys(held, ())] * len(units),
             batch=batch,
-            keys=[key(i) for i in range(schedule.microbatches)],
+            keys=list(map(key, range(len(units)))),
             update=lambda s, i, grads, shared: (s, i, dict(grads), {e: v for e, v in shared.items() if e[1] == s}),
         )
-        stages = {s: Symbolic(graph, s) for s in held}
         actions = list(program.actions(rank)) if rows is None else rows[rank]
-        executions.append(execution_through(rank, actions, stages, schedule.placement, transport, inputs, compute))
+        executions.append(execution_through(rank, actions, units, schedule, transport, inputs, compute))
     return executions, dict(enumerate(drive(executions)))
 
 
 def order(schedule, rank, s, kinds):
-    return [action.microbatch for action in schedule.actions(rank) if action.stage == s and action.kind in kinds]
+    return [
+        unit_of(action, schedule) for action in schedule.actions(rank) if action.stage == s and action.kind in kinds
+    ]
 
 
 @given(runnable())
 def test_any_schedule_of_any_graph_computes_the_whole_model(case):
     schedule, graph = case
     _, outcomes = execute(schedule, graph)
-    results, terms = whole(graph, schedule.microbatches)
+    results, terms = whole(schedule, graph)
     placement = schedule.placement
     assert sorted(outcomes) == list(range(schedule.ranks))
     for rank, outcome in outcomes.items():
-        mine = {i for i in results if placement.home(graph.stages - 1, i) == rank}
+        mine = {i for i in results if placement.home(graph.stages - 1, i // schedule.slices) == rank}
         assert outcome.results == {i: results[i] for i in mine}, "on a rank of the last stage"
         assert set(outcome.buffers[0]) == set(outcome.grads) == set(placement.stages_on(rank))
         for s in placement.stages_on(rank):
@@ -130,7 +133,9 @@ def total(schedule, s, terms):
     """The gradient of a stage: terms in the order of the schedule; of replicas, their sums in the order of routes."""
     ranks = schedule.placement.replicas(s)
     sums = [tuple(terms[s, i] for i in order(schedule, rank, s, ("B", "W"))) for rank in ranks]
-    assert sorted(term for one in sums for term in one) == sorted(terms[s, i] for i in range(schedule.microbatches))
+    assert sorted(term for one in sums for term in one) == sorted(
+        term for (stage, _), term in terms.items() if stage == s
+    )
     return tuple(sums) if len(ranks) > 1 else sums[0]
 
 
@@ -167,7 +172,7 @@ def test_every_action_calls_its_stage_function(case):
 
     execute(schedule, graph, compute)
     for rank in range(schedule.ranks):
-        called = [action for action in schedule.actions(rank) if action.kind != "G"]
+        called = [action for action in schedule.actions(rank) if action.kind not in ("G", "OFFLOAD", "RELOAD")]
         assert calls[rank] == [(action, FUNCTIONS[action.kind]) for action in called]
 
 
@@ -180,7 +185,7 @@ def test_every_value_is_released_at_its_last_use(case):
     done = {}
 
     def compute(action, function, *given):
-        kind, s, i, _, _ = action
+        kind, s, i = action.kind, action.stage, unit_of(action, schedule)
         flying = {where for where, latest in done.items() if latest in ("F", "R", "OVERLAP_F", "I")} - {(s, i)}
         assert {where for where in kept.values() if where != (s, i)} == flying
         used = {where for where, latest in done.items() if latest != "C"} - {(s, i)}
@@ -237,7 +242,7 @@ def test_the_position_is_that_of_the_running_action(kinds):
     graph, transport = chain(2), LocalTransport()
     inputs = [Inputs([{s: ""}] * 2, [{s: ()}] * 2, batch, [0, 1]) for s in range(2)]
     stages = [{s: Symbolic(graph, s)} for s in range(2)]
-    execution = execution_through(0, program, stages[0], schedule.placement, transport, inputs[0], compute)
+    execution = execution_through(0, program, stages[:1], schedule, transport, inputs[0], compute)
     other = Execution(1, link(lower(schedule, graph).actions(1), stages[1], schedule.placement), transport, inputs[1])
     drive([execution, other])
     assert [action for _, action in seen] == [program[position] for position, _ in seen] == list(schedule.actions(0))
@@ -249,7 +254,7 @@ def test_backwards_in_another_order_give_other_sums(ranks, microbatches):
     """Backwards of another order than stated give other sums: what the properties above would see."""
     schedule = gpipe(ranks=ranks, microbatches=microbatches)
     _, outcomes = execute(schedule, chain(ranks))
-    _, terms = whole(chain(ranks), microbatches)
+    _, terms = whole(schedule, chain(ranks))
     backwards = tuple(terms[0, i] for i in reversed(range(microbatches)))
     assert (outcomes[0].grads[0] == backwards) == (microbatches == 1)
 
