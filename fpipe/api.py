@@ -78,7 +78,7 @@ def pipeline(
       with too few rows run with fewer microbatches.
     - `loss(outputs, targets)` returns a scalar for one microbatch, or `(loss, aux)`, where `aux` is any tree of values.
       Without targets it is `loss(outputs)`, for a model that computes its own: `loss=lambda outputs: outputs.loss`.
-    - `schedule`: an asynchronous or sliced schedule can be checked and simulated, but not run yet.
+    - `schedule`: for an asynchronous schedule, see `fpipe.train_stream`; for a sliced one, `fpipe.execute`.
     - `plan`: a plan from `fpipe.plan` for this model, instead of `schedule`, `cuts` and `stages`.
     - `cuts`: where new stages begin, in execution order: module names ("blocks.3.norm"; "norm@1" for the second call),
       or indices of the calls that the model itself makes (of the parts, if the model is a sequence). Given classes or
