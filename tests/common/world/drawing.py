@@ -259,8 +259,8 @@ class Case:
     - `looks`: what else is computed after each step: nothing (""), an evaluation or a prediction.
     - `delay`: the seconds that a message takes, on average. `is_kept`: rank 0 keeps the store.
     - `runs`: the faults of each run of the job but the last, which nothing disturbs.
-    - `manners`: those of devices, if processes have them. `reads`: each loss is read. `rebuilds`: processes that are all
-      alive after a failure build their pipelines again.
+    - `manners`: those of devices, if processes have them. `reads`: each loss is read. `rebuilds`: processes that have
+      all survived a failure build their pipelines again.
     """
 
     seed: int
