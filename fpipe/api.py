@@ -78,7 +78,7 @@ def pipeline(
       with too few rows run with fewer microbatches.
     - `loss(outputs, targets)` returns a scalar for one microbatch, or `(loss, aux)`, where `aux` is any tree of values.
       Without targets it is `loss(outputs)`, for a model that computes its own: `loss=lambda outputs: outputs.loss`.
-    - `schedule`: an asynchronous or sliced schedule can be checked and simulated, but not run yet.
+    - `schedule`: for an asynchronous schedule, see `fpipe.train_stream`; for a sliced one, `fpipe.execute`.
     - `plan`: a plan from `fpipe.plan` for this model, instead of `schedule`, `cuts` and `stages`.
     - `cuts`: where new stages begin, in execution order: module names ("blocks.3.norm"; "norm@1" for the second call),
       or indices of the calls that the model itself makes (of the parts, if the model is a sequence). Given classes or
@@ -126,7 +126,7 @@ def pipeline(
         least = find_fewest(schedule) if copies.count == 1 else None
         batchings = make_batchings(example, targets, microbatching, count * copies.pieces, over, least, home)
         batch = batchings[True].split_batch(example, targets)
-        ranks = job.join(schedule.ranks, resolve_group(found.group), home, found.members)
+        ranks = job.join(schedule.ranks, resolve_group(found.group), home, found.members, copies.groups)
     merge = microbatching.output_dims
     builder = Builder(loss, copies.train(schedule), batchings, where, recording, gradients, merge, ranks, copies)
     return builder.build(module, batch)

@@ -116,7 +116,10 @@ def require_trained(assembly: Assembly, schedule: Schedule) -> None:
 
 def require_runnable(schedule: Schedule) -> None:
     """Raise `InputError` for a schedule that can be checked and simulated, but not run."""
-    repair = "It can be checked and simulated, but not run yet. Choose a synchronous schedule of whole microbatches."
+    repair = (
+        "A pipeline can't run it. Choose a synchronous schedule of whole microbatches, or run pure stages with "
+        "fpipe.execute."
+    )
     if schedule.slices > 1:
         raise InputError(
             f"schedule: got {describe_argument(schedule)} of {schedule.slices} slices, expected whole microbatches. "
