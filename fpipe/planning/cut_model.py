@@ -133,7 +133,7 @@ class CutModel:
         how = how or two_at_a_time(ranks=min(2, stages), microbatches=MICROBATCHES, stages=stages)
         with isolate(self.variant):
             request = GraphRequest.of(self.planner.backend, range(stages), False)
-            assembly = assemble(self.captured, positions, self.variant, how.placement, self.planner.summed, request)
+            (assembly,) = assemble(self.captured, positions, self.variant, how.placement, self.planner.summed, request)
             check(how, assembly.graph)
             program = lower(how, assembly.graph)
         return StepPlan((assembly,) * how.microbatches, program, tuple(range(how.ranks)), None)
