@@ -129,7 +129,9 @@ def pipeline(
         batchings = make_batchings(example, targets, microbatching, count * copies.pieces, over, least, home)
         batch = batchings[True].split_batch(example, targets)
         ranks = job.join(schedule.ranks, resolve_group(found.group), home, found.members)
-    builder = Builder(loss, copies.train(schedule), batchings, where, recording, gradients, microbatching, ranks, copies)
+    builder = Builder(
+        loss, copies.train(schedule), batchings, where, recording, gradients, microbatching, ranks, copies
+    )
     return builder.build(module, batch)
 
 

@@ -194,8 +194,8 @@ class Captures:
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
         """Return the computation to capture for such a microbatch."""
         loss = self.loss if variant.loss else None
-        known = {"casts": variant.casts, "ranks_of": self.ranks_of, "slicing": self.slicing}
-        return Objective(loss, microbatch.structure, microbatch.divisor, **known)
+        whole = Objective(loss, microbatch.structure, microbatch.divisor, casts=variant.casts, ranks_of=self.ranks_of)
+        return replace(whole, slicing=self.slicing)
 
     def _with_plain_numbers(self, objective: Objective, tensors: int) -> Objective:
         """Return the objective with Python numbers in its batch, which are a question about the batch."""

@@ -46,8 +46,8 @@ class Microbatching:
     - `weight(inputs, targets)`: the weight of a microbatch, such as its number of rows or tokens. The loss of a step is
       then the sum of loss * (weight / total), so a mean per row or token is exact however the batch is split. Auxiliary
       losses that the model adds in its forward are scaled the same way.
-    - `slice_dims`: under a schedule that cuts microbatches into slices, the dimension along which tensors are cut; those
-      without it, and those of `None`, are the same for every slice. One for all, or a tree as for `batch_dims`.
+    - `slice_dims`: under a schedule that cuts microbatches into slices, the dimension along which tensors are cut;
+      those without it, and those of `None`, are the same for every slice. One for all, or a tree as for `batch_dims`.
     - `slice_lengths(length, slices)`: returns the lengths of the slices of a sequence; by default they are as even as
       can be. `fpipe.even_costs` makes slices of the same cost.
     - `reduce`: how losses of microbatches make that of a step. `"mean"`, for means: the sum of loss / M; if sizes

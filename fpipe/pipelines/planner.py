@@ -187,7 +187,6 @@ def require_ascending(stage: ModelStage, schedule: Schedule) -> None:
 
 def _output_merge(assemblies: Sequence[Assembly], dims: Any, first: int) -> Merge:
     """Return the merge of the outputs, which are the last stage's results from index `first` on."""
-    columns, slices = zip(*[cut.stages[-1].results[first:] for cut in assemblies], strict=True), 1
-    if captured := assemblies[0].captured.slices:
-        slices = 1 + len(captured)
-    return Merge.of(assemblies[0].captured.structure, (dims,) * slices if slices > 1 else dims, list(columns))
+    columns = zip(*[cut.stages[-1].results[first:] for cut in assemblies], strict=True)
+    captured = assemblies[0].captured
+    return Merge.of(captured.structure, dims, list(columns), 1 + len(captured.slices))

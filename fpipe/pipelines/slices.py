@@ -7,6 +7,7 @@ Runs when a pipeline is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import sqrt
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from fpipe.record.slicing import CACHE, CARRY, Slicing, find_carry
 from fpipe.tensors.tree import broadcast, flatten
 from schedules import Schedule
 
-WHOLE: Final = "or choose a schedule of whole microbatches"
+OTHERWISE: Final = "or choose a schedule of whole microbatches"
 
 
 def find_slicing(
@@ -38,14 +39,16 @@ def find_slicing(
     structure = flatten((inputs, targets))[1]
     shapes = [leaf.spec.shape for leaf in batching.leaves]
     along = broadcast("slice_dims", how.slice_dims, structure)
-    dims = tuple(dim if dim is not None and dim < len(shape) else None for dim, shape in zip(along, shapes, strict=True))
+    dims = tuple(
+        dim if dim is not None and dim < len(shape) else None for dim, shape in zip(along, shapes, strict=True)
+    )
     if count > 1:
         _require_carry(model, keyword, count)
         _require_divisible(inputs, keyword, count, how, dims)
         if recording.front_end != "trace":
             raise InputError(
                 f"front_end: got {recording.front_end!r} for {count} slices, expected 'trace', which records a call of "
-                f"the model for each. Leave out front_end, {WHOLE}."
+                f"the model for each. Leave out front_end, {OTHERWISE}."
             )
     return Slicing(count, keyword, dims, how.slice_lengths, how.reduce == "mean")
 
@@ -55,7 +58,7 @@ def require_single_copy(schedule: Schedule, copies: int) -> None:
     if schedule.slices > 1 and copies > 1:
         raise InputError(
             f"place: got {copies} copies of the pipeline for {schedule.slices} slices, expected one. Leave out dp and "
-            f"shard, {WHOLE}."
+            f"shard, {OTHERWISE}."
         )
 
 
@@ -66,7 +69,7 @@ def _require_carry(model: nn.Module, keyword: str, count: int) -> None:
         raise InputError(
             f"model: got {name}, whose forward takes no carry, expected one for {count} slices: later tokens depend on "
             "earlier ones. Write forward(..., carry=None), which returns the pair (outputs, carry) with what the next "
-            f"slice needs, pass a decoder of Hugging Face's transformers, {WHOLE}."
+            f"slice needs, pass a decoder of Hugging Face's transformers, {OTHERWISE}."
         )
     if keyword != CACHE:
         return
@@ -75,45 +78,43 @@ def _require_carry(model: nn.Module, keyword: str, count: int) -> None:
     if not can_generate() or getattr(config, "is_encoder_decoder", False):
         raise InputError(
             f"model: got {name} for {count} slices, expected a causal language model: a token of an earlier slice must "
-            f"not attend to later ones. Write a model with a carry of its own, {WHOLE}."
+            f"not attend to later ones. Write a model with a carry of its own, {OTHERWISE}."
         )
     kinds = {*(getattr(config, "layer_types", None) or ())}
     if not kinds <= {"full_attention"} or getattr(config, "sliding_window", None):
         what = ", ".join(sorted(map(str, kinds))) or f"a sliding window of {config.sliding_window}"
         raise InputError(
             f"model: got {name} with {what} for {count} slices, expected full attention in every layer, whose cache "
-            f"has the keys and values of all tokens. Write a model with a carry of its own, {WHOLE}."
+            f"has the keys and values of all tokens. Write a model with a carry of its own, {OTHERWISE}."
         )
 
 
-def _require_divisible(
-    inputs: Any, keyword: str, count: int, how: Microbatching, dims: Sequence[int | None]
-) -> None:
+def _require_divisible(inputs: Any, keyword: str, count: int, how: Microbatching, dims: Sequence[int | None]) -> None:
     """Raise `InputError` for a loss that is not the sum of those of the slices, or a batch without a sequence."""
     if keyword == CACHE and isinstance(inputs, dict) and "labels" in inputs:
         raise InputError(
-            f"inputs['labels']: got labels for {count} slices, expected none: the model shifts them by one token within "
-            "each slice, so the last token of a slice would have no target. Pass targets= that are shifted already, and "
-            f"loss=lambda outputs, targets: ... of outputs.logits, {WHOLE}."
+            f"inputs['labels']: got labels for {count} slices, expected none: the model shifts them by one token "
+            "within each slice, so the last token of a slice would have no target. Pass targets= that are shifted "
+            f"already, and a loss of outputs.logits and targets, {OTHERWISE}."
         )
     if how.weight is not None:
         raise InputError(
-            f"weight: got a function for {count} slices, expected none: it weighs whole microbatches. Pass a loss that "
-            f"is a sum over tokens, divided by their number in the batch, and reduce='sum', {WHOLE}."
+            f"weight: got a function for {count} slices, expected none: it weighs whole microbatches. Pass a loss "
+            f"that is a sum over tokens, divided by their number in the batch, and reduce='sum', {OTHERWISE}."
         )
     if all(dim is None for dim in dims):
         raise InputError(
-            f"slice_dims: got {how.slice_dims!r}, a dimension that no tensor of the batch has, for {count} slices. Pass "
-            "the dimension of the sequence, as in fpipe.Microbatching(slice_dims=1)."
+            f"slice_dims: got {how.slice_dims!r}, a dimension that no tensor of the batch has, expected one for "
+            f"{count} slices. Pass the dimension of the sequence, as in fpipe.Microbatching(slice_dims=1)."
         )
 
 
 def even_costs(linear: float, quadratic: float) -> Callable[[int, int], Sequence[int]]:
     """Return the function that cuts a sequence into slices of even costs, for `fpipe.Microbatching(slice_lengths=)`.
 
-    The first x tokens cost linear * x + quadratic * x^2 / 2: a token costs as much as any other in linear layers, and in
-    attention in proportion to the tokens before it. Slice k of n ends where the cost is k / n of the whole (TeraPipe,
-    arXiv 2102.07988; Seq1F1B, arXiv 2406.03488, section 3.4). Every slice has at least one token.
+    The first x tokens cost linear * x + quadratic * x^2 / 2: a token costs as much as any other in linear layers, and
+    in attention in proportion to the tokens before it. Slice k of n ends where the cost is k / n of the whole, as in
+    TeraPipe (arXiv 2102.07988) and Seq1F1B (arXiv 2406.03488). Every slice has at least one token.
 
     >>> import fpipe
     >>> fpipe.even_costs(linear=1, quadratic=0)(12, 4), fpipe.even_costs(linear=0, quadratic=1)(16, 4)
@@ -132,6 +133,6 @@ def even_costs(linear: float, quadratic: float) -> Callable[[int, int], Sequence
             end = (sqrt(linear**2 + 2 * quadratic * cost) - linear) / quadratic if quadratic else cost / linear
             ends.append(min(max(round(end), ends[-1] + 1), length - slices + k))
         ends.append(length)
-        return [stop - start for start, stop in zip(ends, ends[1:], strict=False)]
+        return [stop - start for start, stop in pairwise(ends)]
 
     return lengths

@@ -399,7 +399,11 @@ class Captured:
         start, stop = [0, *self.slices, len(self.units)][k : k + 2]
         calls = [call for call in self.calls if start <= call.start and call.stop <= stop]
         shifted = tuple([call._replace(start=call.start - start, stop=call.stop - start) for call in calls])
-        return replace(self, units=self.units[start:stop], calls=shifted, slices=())
+        units = self.units[start:stop]
+        known = {*self.sources, *(value for unit in units for value in unit.makes)}
+        outputs, aux = (tuple([value for value in some if value in known]) for some in (self.outputs, self.aux))
+        loss = self.loss if self.loss in known else None
+        return replace(self, units=units, calls=shifted, loss=loss, outputs=outputs, aux=aux, slices=())
 
 
 class CaptureFunction(Protocol):

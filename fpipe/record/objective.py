@@ -111,8 +111,8 @@ class Objective:
     the `divisor`: the number of microbatches in all. `ask` answers the model's questions about the microbatch's values
     during a capture. Model and loss run under the autocast `casts`. The numbers in `batch` are replaced by those in the
     tensors that follow its tensor leaves; if they are plain, there are none. `way`: how to record it. `ranks_of`: as in
-    `Captured`. `slicing`: for a model with a carry, how the microbatch is cut into slices. With several, outputs and aux
-    are tuples of those of each.
+    `Captured`. `slicing`: for a model with a carry, how the microbatch is cut into slices. With several, outputs and
+    aux are tuples of those of each.
     """
 
     loss: Loss | None
@@ -153,18 +153,20 @@ class Objective:
         """
         (first, of_inputs), (rest, of_targets) = flatten(inputs), flatten(targets)
         carry: Any = None
-        parts = list[Computed]()
+        total: Tensor | None = None
+        parts = list[tuple[Any, Any]]()
         for k in range(slicing.count):
             given = of_inputs.unflatten(slicing.cut(k, first))
             outputs, carry = slicing.call(model, given, inputs, carry)
             if self.loss is None:
-                parts.append(Computed(None, outputs))
+                parts.append((outputs, None))
                 continue
             wanted = of_targets.unflatten(slicing.cut(k, rest, len(first)))
             divisor = self.divisor / slicing.share(k, [*first, *rest])
             value, aux = scale_loss(self.loss, outputs, wanted, scale, divisor)
-            parts.append(Computed(value if not parts else parts[-1].loss + value, outputs, aux))
+            total = value if total is None else total + value
+            parts.append((outputs, aux))
         if slicing.count == 1:
-            return parts[0]
-        aux = tuple(one.aux for one in parts)
-        return Computed(parts[-1].loss, tuple(one.outputs for one in parts), None if aux == (None,) * len(aux) else aux)
+            return Computed(total, *parts[0])
+        every, beside = zip(*parts, strict=True)
+        return Computed(total, every, None if all(aux is None for aux in beside) else beside)

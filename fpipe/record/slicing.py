@@ -33,7 +33,7 @@ Lengths: TypeAlias = Callable[[int, int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Slicing:
-    """How a microbatch is cut into slices, and how the model is called for each.
+    """The way to cut a microbatch into slices, and to call the model for each.
 
     - `count`: the number of slices. `keyword`: the argument by which the model takes its carry.
     - `dims`: for each tensor leaf of the inputs and the targets, the dimension of the sequence, or `None`.
@@ -49,7 +49,10 @@ class Slicing:
     def cut(self, k: int, leaves: Sequence[Tensor], first: int = 0) -> list[Tensor]:
         """Return slice `k` of these leaves, of which the first is number `first` of the batch."""
         dims = self.dims[first : first + len(leaves)]
-        return [leaf if d is None else leaf.narrow(d, *self._place(leaf.shape[d], k)) for leaf, d in self._pairs(leaves, dims)]
+        return [
+            leaf if d is None else leaf.narrow(d, *self._place(leaf.shape[d], k))
+            for leaf, d in self._pairs(leaves, dims)
+        ]
 
     def _pairs(self, leaves: Sequence[Tensor], dims: Sequence[int | None]) -> Iterator[tuple[Tensor, int | None]]:
         return zip(leaves, dims if self.count > 1 else [None] * len(dims), strict=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 
@@ -192,8 +193,10 @@ def _number_within_slice(stage: ModelStage, count: int) -> ModelStage:
     names = ("gets", "gives", "pulls", "pulled_by", "shares", "shared_by")
     if stage.index < count and not any(one.target >= count for one in (*stage.gives, *stage.pulled_by)):
         return stage
-    crossings = {
-        name: tuple([one._replace(source=one.source % count, target=one.target % count) for one in getattr(stage, name)])
+    crossings: dict[str, Any] = {
+        name: tuple(
+            [one._replace(source=one.source % count, target=one.target % count) for one in getattr(stage, name)]
+        )
         for name in names
     }
     return replace(stage, index=stage.index % count, **crossings)
@@ -255,7 +258,7 @@ class _Builder:
             index=s,
             parameters=names_of(captured, section.parameters),
             buffers=names_of(captured, section.buffers),
-            unused=self._unused_names() if s == 0 else (),
+            unused=() if s % (len(self.sections) // (1 + len(captured.slices))) else self._unused_names(),
             batch=tuple(source.leaf for source in sources if isinstance(source, BatchLeaf)),
             results=results,
             gets=_to(s, crossings.values),

@@ -39,7 +39,10 @@ def _widen(assembly: Assembly, graph: Graph) -> Assembly:
             gets=(*_carry(stage.gets), *_widen_crossings(stage.gets, [(p, s) for p in graph.fed_by[s]])),
             gives=(*_widen_crossings(stage.gives, [(s, t) for t in graph.feeds[s]]), *_carry(stage.gives)),
             pulls=(*_carry(stage.pulls), *_widen_crossings(stage.pulls, [(s, p) for p in graph.pulls[s]])),
-            pulled_by=(*_widen_crossings(stage.pulled_by, [(t, s) for t in graph.pulled_by[s]]), *_carry(stage.pulled_by)),
+            pulled_by=(
+                *_widen_crossings(stage.pulled_by, [(t, s) for t in graph.pulled_by[s]]),
+                *_carry(stage.pulled_by),
+            ),
         )
         for s, stage in enumerate(assembly.stages)
     ]

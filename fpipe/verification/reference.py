@@ -86,7 +86,9 @@ def run_on_one_device(
         grads = nothing if i in skips else cut.whole.backward(residuals, start)[1]
         for (terms, k), grad in zip(places, grads, strict=True):
             terms.add(i * slices + k, grad)
-    totals = {name: [total for one in by_stage if (total := one.total()) is not None] for name, by_stage in sums.items()}
+    totals = {
+        name: [total for one in by_stage if (total := one.total()) is not None] for name, by_stage in sums.items()
+    }
     return results, state, {name: reduce(add, totals[name]) for name in dict.fromkeys(whole.grads) if totals[name]}
 
 
