@@ -46,6 +46,7 @@ NAMES: Final = (
     "updates",
     "streams",
     "generation",
+    "audits",
 )
 
 

@@ -36,6 +36,7 @@ from fpipe.record.variant import TRAINING
 from fpipe.runtime.contract import StageCrossing, StageLike
 from fpipe.runtime.executor import Execution, Inputs
 from fpipe.runtime.instructions import link
+from fpipe.runtime.local import LocalHandle
 from fpipe.runtime.transport import Transport
 from fpipe.stages.backends import Backward
 from schedules import Action, B, F, Schedule, Span, gpipe, interleaved_1f1b, lower, one_f_one_b, zb_h1
@@ -143,6 +144,14 @@ class Empty:
     def backward(self, *_: object) -> tuple[tuple[int], tuple[()]]:
         """Return one cotangent."""
         return (0,), ()
+
+    def offload(self, *_: object) -> int:
+        """Return what is kept."""
+        return 0
+
+    def reload(self, action: Action, *_: object) -> LocalHandle:
+        """Return what is kept."""
+        return LocalHandle("GROUP", action)
 
     def backward_input(self, *_: object) -> tuple[tuple[int], tuple[()]]:
         """Return one cotangent."""

@@ -68,6 +68,7 @@ from schedules.transforms.connect import connect
 from schedules.transforms.defer import defer_weights
 from schedules.transforms.forwards import forwards
 from schedules.transforms.mirror import mirror
+from schedules.transforms.offload import offload
 from schedules.transforms.overlap import overlap
 from schedules.transforms.recompute import recompute
 from schedules.transforms.reduce import reduce_gradients
@@ -143,6 +144,7 @@ __all__ = [
     "memory_over_time",
     "merge_backward",
     "merge_in_order",
+    "offload",
     "one_f_one_b",
     "parse",
     "play",

@@ -16,7 +16,7 @@ Runs when a pipeline is built, unless the user names the cuts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -51,16 +51,20 @@ def balance(
     refusal: Callable[[Positions], Refusal | None],
     crossing: Sequence[int],
     slack: float = 1.0,
+    forbidden: Iterable[Forbidden] = (),
 ) -> Positions | Refusal:
     """Choose `stages - 1` of `places`, ascending positions, so that the stages are as even as possible.
 
     `sizes` are those of the units; `crossing` is, by position, the number of values that cross a cut there. The largest
-    stage has at most `slack` times the least size possible. If no choice is allowed, return the last refusal.
+    stage has at most `slack` times the least size possible. No stage is one of those `forbidden`. If no choice is
+    allowed, return the last refusal.
 
     >>> balance([1, 2, 3, 4, 5], [90, 10, 10, 10, 10, 10], 3, lambda positions: None, [1, 1, 1, 1, 1, 1])
     (1, 3)
     >>> balance([1, 2, 3, 4, 5], [90, 10, 10, 10, 10, 10], 3, lambda positions: None, [1, 1, 1, 2, 1, 1])
     (1, 4)
+    >>> balance([1, 2], [0, 90, 10], 2, lambda positions: None, [0, 0, 1], 1.2, [Forbidden(range(1), range(1, 2))])
+    (2,)
     """
     edges = [0, *places, len(sizes)]
     sums = list(accumulate(sizes, initial=0))
@@ -69,14 +73,16 @@ def balance(
     cost[~torch.ones_like(cost, dtype=torch.bool).triu(1)] = torch.inf
     crossed = torch.tensor([crossing[edge] if edge in places else 0 for edge in edges])[:, None]
     last = Refusal("", ())
+    for one in forbidden:
+        _exclude(cost, edges, one)
     while (chosen := find_even_path(cost, stages, slack, crossed)) is not None:
         positions = tuple(edges[k] for k in chosen)
         refused = refusal(positions)
         if refused is None:
             return positions
         last = refused
-        for forbidden in refused.stages:
-            _exclude(cost, edges, forbidden)
+        for one in refused.stages:
+            _exclude(cost, edges, one)
         taken = pairwise([0, *chosen, len(edges) - 1])
         assert any(cost[a, b] == torch.inf for a, b in taken), "a refusal forbids a stage that was refused"
     return last

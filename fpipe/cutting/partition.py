@@ -16,8 +16,8 @@ microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
@@ -112,7 +112,7 @@ class Cuts(NamedTuple):
         sealed = [Barrier(call, call.sealed) for call in calls.sealed]
         for where, selectors in (("unsplittable", self.unsplittable), ("whole", self.whole)):
             named = [call for one in selectors if one != LOSS for call in calls.select(where, one)]
-            sealed += [Barrier(call, f"it stays whole, because of {where}") for call in named]
+            sealed += [Barrier(call, f"it can't be cut, because of {where}") for call in named]
         return sealed
 
 
@@ -227,8 +227,8 @@ def cut_evenly(
     `barriers`, nor where `refusing` refuses. If nothing is selected, let the largest stage be up to a tenth larger, and
     among these choices minimize the number of values that cross cuts, except those of `pure` units, which stages make
     themselves; then the sum of squared sizes. The loss has a stage to itself only if there is no other choice: without
-    it, that stage would have nothing to compute. What scales the loss is no stage. Raise `CutError` if there are too
-    few places.
+    it, that stage would have nothing to compute; and a stage without parameters is chosen only if there is no other.
+    What scales the loss is no stage. Raise `CutError` if there are too few places.
     """
     if where.stages == 1:
         return ()
@@ -242,8 +242,9 @@ def cut_evenly(
     crossing, slack = (_crossing(captured, pure), SLACK) if not where.among else ([0] * len(sizes), 1.0)
     refusal, reason = refusing(captured), ""
     inside = [k for k in places if k < end]
-    for allowed in (calls.outside_fused(inside), inside, places):
-        chosen = balance(allowed, sizes, where.stages, refusal, crossing, slack)
+    bare = [*_without_parameters(captured)]
+    for allowed, forbidden in product((calls.outside_fused(inside), inside, places), (bare, ())):
+        chosen = balance(allowed, sizes, where.stages, refusal, crossing, slack, forbidden)
         if not isinstance(chosen, Refusal):
             return chosen
         reason = chosen.reason
@@ -322,7 +323,7 @@ def _places(calls: Calls, among: Sequence[Selector]) -> list[int]:
 def _too_few(where: Evenly, count: int, barriers: Sequence[Barrier], refused: str = "") -> str:
     shown = [*map(str, barriers[:3]), *["..."] * (len(barriers) > 3)]
     why = f" No stage may begin inside {'; '.join(shown)}." if barriers else ""
-    why += f" The last choice was refused. {refused}" if refused else ""
+    why += f" The last choice was rejected. {refused}" if refused else ""
     if where.among:
         names = " and ".join(map(describe_selector, where.among))
         return (
@@ -356,6 +357,16 @@ def _parameters(captured: Captured) -> list[int]:
         seen.update(new)
         sizes.append(sum(captured.fakes[value].numel() for value in new))
     return sizes
+
+
+def _without_parameters(captured: Captured) -> Iterator[Forbidden]:
+    """Yield the stages in which no unit reads a parameter: those within each run of such units."""
+    own = [any(isinstance(captured.sources.get(v), Parameter) for v in unit.reads) for unit in captured.units]
+    begin = 0
+    for stop in [*(k for k, reads in enumerate(own) if reads), len(own)]:
+        if begin < stop:
+            yield Forbidden(range(begin, stop), range(begin + 1, stop + 1))
+        begin = stop + 1
 
 
 def find_places(captured: Captured, model: nn.Module, cuts: Cuts, most: int) -> Positions:

@@ -311,7 +311,7 @@ def _refuse_stale_views(stage: int, units: Sequence[Unit], observed: Observed, l
         stale = [v for v in stale if any(observed.storage[v] == observed.storage[w] for w in used - {v})]
         if stale:
             raise ClashError(
-                "got a view for another stage, taken before its memory was modified in place, expected it to be taken "
+                "got a view for another stage, taken before its memory was modified in place, expected one taken "
                 "after the change, because others use the memory, too. Move the cut, or take the view later.",
                 stage,
                 stale[0],

@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar
 import optree
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from fpipe.record.captured import Captured, Value
 from fpipe.tensors.torch_private import TorchDispatchMode
@@ -80,6 +79,8 @@ class OperatorCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     """Return the FLOPs of an operator; 0 if nobody counts them."""
+    from torch.utils.flop_counter import flop_registry  # slow to import
+
     packet = getattr(func, "overloadpacket", None)
     packet = getattr(torch.ops.aten, ALIASES.get(getattr(packet, "__name__", ""), ""), packet)
     return float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0.0

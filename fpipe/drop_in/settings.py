@@ -29,6 +29,7 @@ from weakref import WeakMethod
 from torch import Tensor, nn
 
 from fpipe.api import ValueAndGrad, evaluate, value_and_grad
+from fpipe.audits.audit import Audit
 from fpipe.errors import InputError
 from fpipe.inference.predictions import predict
 from fpipe.pipelines.loss_weights import Weight
@@ -50,13 +51,14 @@ CHANGE_HERE: Final = "change it in the fpipe.Pipelined, which follows it"
 class Functions:
     """The pipeline for one setting, and its functions, each made when it is first needed.
 
-    - `aux`: as in `fpipe.value_and_grad`.
+    - `aux`, `audit`: as in `fpipe.value_and_grad`.
     - `twin`: the module that the script sees, watched for this setting. `is_stale`: whether it has changed already.
     - `watches`: the last watch in train mode, and in eval mode, each with those that it was made from.
     """
 
     pipe: Pipeline
     aux: bool | MergeTrees
+    audit: Audit | None
     twin: Twin
     is_stale: bool = False
     watches: dict[bool, tuple[list[Watch], Watch]] = field(default_factory=dict)
@@ -64,7 +66,7 @@ class Functions:
     @cached_property
     def step(self) -> ValueAndGrad:
         """The function of a training step."""
-        return value_and_grad(self.pipe, aux=self.aux)
+        return value_and_grad(self.pipe, aux=self.aux, audit=self.audit)
 
     @cached_property
     def evaluation(self) -> Callable[..., Step]:
@@ -95,14 +97,17 @@ class Functions:
 class Pipelines:
     """The pipelines of a drop-in module, one per setting that was used lately.
 
-    - `root`: the module that holds what the script sees, with this process's tensors. `aux`: that of all functions.
+    - `root`: the module that holds what the script sees, with this process's tensors. `aux`, `audit`: of all functions.
     - `current`: the pipeline of the current setting; `kept`: all of them by number, the last used ones last.
     - `hooks`: those on gradients of the model's parameters. `leaves`: the names of the tensors here.
     - `users`: the user's own model, while it exists, and what it shared with others: a change there is refused.
     """
 
-    def __init__(self, pipe: Pipeline, root: nn.Module, model: object, aux: bool | MergeTrees) -> None:
-        self.root, self.aux, self.hooks, self.leaves = root, aux, pipe.captures.hooks, _list_leaves(root)
+    def __init__(
+        self, pipe: Pipeline, root: nn.Module, model: object, aux: bool | MergeTrees, audit: Audit | None
+    ) -> None:
+        self.root, self.aux, self.audit = root, aux, audit
+        self.hooks, self.leaves = pipe.captures.hooks, _list_leaves(root)
         own = pipe.captures.watching
         self.shared = share_state(model) if isinstance(model, nn.Module) else nn.Module()
         states = (own.origin, ModelState.of(self.shared))
@@ -163,7 +168,7 @@ class Pipelines:
 
     def _keep(self, pipe: Pipeline) -> Functions:
         state, loss = ModelState.of(self.root), pipe.captures.watching.loss
-        made = Functions(pipe, self.aux, Twin(Watcher(state, loss, repair=MAKE_NEW)))
+        made = Functions(pipe, self.aux, self.audit, Twin(Watcher(state, loss, repair=MAKE_NEW)))
         self.kept[next(self._numbers)] = made
         for number in list(self.kept)[:-KEPT_PIPELINES]:
             del self.kept[number]

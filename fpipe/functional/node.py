@@ -26,9 +26,10 @@ from fpipe.functional.derived import TreeShape
 from fpipe.functional.graph import READ_CARRY, WHOLE_INPUTS, Stages
 from fpipe.functional.stage import add_trees
 from fpipe.runtime.contract import StageCrossing
-from fpipe.runtime.transport import Payload
+from fpipe.runtime.transport import Handle, Payload
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import NAMESPACE
+from schedules.language.actions import Action
 from schedules.language.graph import Edge
 
 Layouts: TypeAlias = Mapping[Edge, TreeShape]
@@ -139,8 +140,8 @@ class StageNode:
         """Return what crosses in the layout in which it is sent."""
         if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
             raise InputError(
-                f"stage {self.name!r}: got an output {Spec.of(tensor)}, expected {spec}, as on fake tensors: the ranks "
-                "know what crosses before it is sent. Return shapes that follow from those of the inputs."
+                f"stage {self.name!r}: got an output {Spec.of(tensor)}, expected {spec}, as on fake tensors: ranks "
+                "agree on shapes before they send. Return shapes that depend only on those of the inputs."
             )
         return spec.like(tensor.detach())
 
@@ -225,7 +226,7 @@ class StageNode:
             got = f"{len(found)} of them" if isinstance(found, tuple) else type(found).__name__
             raise InputError(
                 f"stage {self.name!r}, its backward: got {got} as the cotangents of its {len(kept.origins)} inputs, "
-                "expected a tuple with one for each. Return None in the place of one that there is none of."
+                "expected a tuple with one for each. Return None for an input without a cotangent."
             )
         pairs, carried = [*zip(kept.origins, found, strict=True)], list[Any]()
         for s in self.sources:
@@ -233,6 +234,14 @@ class StageNode:
             layout = self.layouts.get((s, self.index))
             carried += (trees,) if layout is None else _dense(layout, trees)
         return tuple(carried)
+
+    def offload(self, kept: NodeState) -> NodeState:
+        """Raise `AssertionError`: execute refuses schedules that move memory."""
+        raise AssertionError("execute moves no memory")
+
+    def reload(self, action: Action, kept: NodeState) -> Handle:
+        """Raise `AssertionError`: execute refuses schedules that move memory."""
+        raise AssertionError("execute moves no memory")
 
     def zero_cotangents(self) -> Payload:
         """Raise `AssertionError`: every microbatch counts here."""

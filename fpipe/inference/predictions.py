@@ -39,8 +39,7 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
     The function takes parameters and buffers as `pipe.init` returns them, the inputs of a whole batch, and a `seed` if
     the model draws random numbers even in eval mode. It returns what the model returns, bit for bit, with microbatches
     merged in their order. Every rank receives all outputs, on a mesh those of all copies of the pipeline if it is
-    passed whole batches; where only the rank of the last stage needs them,
-    `fpipe.evaluate` sends nothing.
+    passed whole batches. If only the rank of the last stage needs them, call `fpipe.evaluate`, which sends nothing.
 
     Under torch.distributed every rank must call this, and then the function, in the same order. Raise `InputError` for
     arguments that don't fit the pipeline, before anything is sent.
@@ -68,7 +67,7 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
 
 
 def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., Tensor | None]:
-    """Return the function that computes outputs in eval mode, and passes on those of each microbatch at once.
+    """Return the function that computes outputs in eval mode, and passes on those of each microbatch immediately.
 
     `take(i, outputs)` is called with the number of a microbatch and the model's outputs for it, on the rank that
     computes them, as soon as they exist: with one rank for the last stage, in the order of the schedule's forwards. On

@@ -40,7 +40,7 @@ class Exclusion:
 
     def __str__(self) -> str:
         if self.accepted:
-            return f"{' or '.join(map(str, self.accepted))}. {self.repair}"
+            return f"{' or '.join(dict.fromkeys(map(str, self.accepted)))}. {self.repair}"
         return f"none of {', '.join(map(str, self.refused))}. {self.repair}" if self.refused else self.repair
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from time import monotonic
 from typing import Final
 
 import torch.distributed as dist
@@ -44,6 +45,7 @@ class SharedCalls:
 
     - `owned`: returns the groups that nobody else uses, which are broken and destroyed if a call fails.
     - `count`: the number of calls so far; `situation`: what this process is doing.
+    - `idle`: the seconds that the first agreement took since it was set to `None`.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class SharedCalls:
         trail: Trail | None = None,
     ) -> None:
         self.table, self.owned, self.count = table, owned, 0
+        self.idle: float | None = 0.0
         self.lookout = Lookout(Board.of(table.group), table.processes, timeout, release, trail)
         self.situation = self.lookout.situation
 
@@ -84,11 +87,14 @@ class SharedCalls:
         `about` distinguishes several agreements within one call. Return the `note` that each rank passed.
         """
         call = f"{self.situation.call}, {about}" if about else self.situation.call
+        known, start = fields(), monotonic()
         try:
-            return agree(self.table.rank, self, call, fields(), note)
+            return agree(self.table.rank, self, call, known, note)
         except TransportError:
             self.situation.move(Standing.CONCLUDED)  # the others raise it too
             raise
+        finally:
+            self.idle = monotonic() - start if self.idle is None else self.idle
 
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
         """Return the tensors that all processes pass, of the same shape and dtype."""

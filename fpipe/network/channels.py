@@ -144,9 +144,9 @@ class Envelope:
         same = "" if about == expected else ", with tensors of other shapes or dtypes"
         wanted = receive_of(self.message)
         raise TransportError(
-            f"a message: got {said} of {length} bytes{same}, expected that of {wanted} of {mine} bytes. "
-            "It was not used. The ranks run different programs: end the processes, and build the pipeline from the "
-            "same arguments on every rank."
+            f"a message: got {said} of {length} bytes{same}, expected that of {wanted} of {mine} bytes. It was not "
+            "used. The ranks run different programs: stop the processes, and build the pipeline from the same "
+            "arguments on every rank."
         )
 
 

@@ -122,6 +122,15 @@ class DistributedRanks(Ranks):
         """Raise `TransportError` on every rank unless all have called the same function with the same fields."""
         return self.calls.agree(fields, about, note)
 
+    @property
+    def idle(self) -> float:  # type: ignore[override]
+        """The seconds that the first agreement after `watch_idle` took here."""
+        return self.calls.idle or 0.0
+
+    def watch_idle(self) -> None:
+        """Measure `idle` when this process next agrees with the others."""
+        self.calls.idle = None
+
     def connect(self, channels: Iterable[Route]) -> None:
         """Set up channels; every rank must pass the same ones."""
         self.calls.begin()
@@ -139,7 +148,7 @@ class DistributedRanks(Ranks):
         if situation.failure:
             raise TransportError(
                 f"rank {self.control.rank}, {what}: got a pipeline that failed midway ({situation.failure}), expected "
-                "one whose ranks are in step: messages would no longer match. Restart all processes from a checkpoint."
+                "one whose ranks agree: messages would no longer match. Restart all processes from a checkpoint."
             )
 
     def run(self, copies: Sequence[Callable[[int, Transport], Execution]]) -> list[dict[int, Outcome]]:

@@ -213,8 +213,7 @@ def require_process_group(environment: Mapping[str, str]) -> None:
             f"torch.distributed: got no process group, though a launcher has started {size} processes (WORLD_SIZE), "
             "expected one: otherwise each process runs all ranks by itself. Call "
             "torch.distributed.init_process_group() before pipeline(), and destroy_process_group() only after the last "
-            "step; or, to run all ranks in every "
-            'process, remove it first: del os.environ["WORLD_SIZE"].'
+            'step; or, to run all ranks in every process, remove the variable first: del os.environ["WORLD_SIZE"].'
         )
     for name in TASKS:
         count = environment.get(name, "")

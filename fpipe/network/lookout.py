@@ -228,12 +228,12 @@ def find_cause(before: Mapping[int, Sign | None], now: Mapping[int, Sign | None]
     busy = [rank for rank, sign in now.items() if sign is not None and not sign.peers]
     rank = next(iter([*silent, *busy, *now]), None)
     sign = None if rank is None else now[rank]
-    place = "outside of fpipe, or stopped" if sign is None else sign.doing
+    place = "outside fpipe, or stopped" if sign is None else sign.doing
     if rank in silent or rank is None:
         return Cause(rank, place, f"no sign of life from it since, within the timeout of {timeout}")
     if rank in busy:
         return Cause(rank, place, f"it is alive, but was not done within the timeout of {timeout}")
-    return Cause(rank, place, f"it waited for others, and they for it, until the timeout of {timeout}")
+    return Cause(rank, place, f"it and others waited for each other until the timeout of {timeout}")
 
 
 @contextmanager

@@ -42,7 +42,10 @@ class Ranks:
     - `places`: the numbers of the ranks' processes among all that agree, which may be those of a mesh around them.
     - `ranks_of`: the rank that each process of the job is, by its number there; empty if this process is all ranks.
     - `stream`: what is in flight between two calls; `None` if nothing is.
+    - `idle`: for how many seconds this process waited for others when it first agreed with them after `watch_idle`.
     """
+
+    idle: float = 0.0
 
     def __init__(self, count: int) -> None:
         self.ranks: tuple[int, ...] = tuple(range(count))
@@ -81,6 +84,9 @@ class Ranks:
         `about` distinguishes several agreements within one call. Return the note of each process.
         """
         return [note]
+
+    def watch_idle(self) -> None:
+        """Measure `idle` when this process next agrees with the others."""
 
     def connect(self, channels: Iterable[Route]) -> None:
         """Set up these channels."""

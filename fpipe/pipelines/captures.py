@@ -61,7 +61,7 @@ class Streak:
             _LOG.warning(
                 "%s: the model was recorded %d times in a row because of it, which takes as long as many steps: each "
                 "new value is another program. If it changes in every step, pass it as a tensor, only compute with it "
-                "(no int(), range(), shape or index follows from it), or take it out of the forward.",
+                "(without int(), range(), shapes or indices), or move it out of the forward.",
                 reason,
                 self.count,
             )

@@ -10,7 +10,6 @@ Runs when a pipeline is built and in every step.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import Final
 
 import torch
 
+from fpipe.collector import postpone_collection
 from fpipe.errors import InputError
 from fpipe.network.ranks import wait_for_turn
 from fpipe.record.fakes.eager_types import hide_fakes
@@ -43,7 +43,7 @@ def require_gradients() -> None:
     if torch.is_inference_mode_enabled():
         raise InputError(
             "a step: got torch.inference_mode around it, expected grad mode: a training step computes gradients. Call "
-            "it outside of inference mode, or call evaluate(pipe)."
+            "it outside inference mode, or call evaluate(pipe)."
         )
 
 
@@ -69,25 +69,3 @@ def isolate(variant: Variant) -> Iterator[None]:
         random.preserve_generators([torch.device("cpu")]),  # the model may seed the generator
     ):
         yield
-
-
-@contextmanager
-def postpone_collection() -> Iterator[None]:
-    """Turn the garbage collector off inside, for all threads; leave it off if it was off before.
-
-    A capture makes hundreds of thousands of objects, most of which stay. They make the collector walk all objects of
-    the process again and again, for a tenth of the time or more, and find nothing.
-
-    >>> with postpone_collection():
-    ...     gc.isenabled()
-    False
-    >>> gc.isenabled()
-    True
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

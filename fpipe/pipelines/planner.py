@@ -25,7 +25,7 @@ from fpipe.pipelines.resolver import ExchangeText, Resolver
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.stages.assembly import Assembly, assemble
-from fpipe.stages.backends import Backend, GraphRequest, splits
+from fpipe.stages.backends import Backend, GraphRequest, needs_graphs
 from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import ModelStage
 from schedules import KINDS, Schedule, check, lower
@@ -150,7 +150,7 @@ class Planner:
         positions = self.captures.positions(variant, microbatch)
         here = {s for rank in self.ranks for s in placement.stages_on(rank)}
         held = {k * placement.stages + s for k in range(self.captures.slices) for s in here}
-        request = GraphRequest.of(self.backend, held, variant.training and splits(self.schedule))
+        request = GraphRequest.of(self.backend, held, variant.training and needs_graphs(self.schedule))
         return assemble(captured, positions, variant, placement, self.summed, request, extra)
 
 

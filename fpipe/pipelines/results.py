@@ -34,8 +34,8 @@ class Step(NamedTuple):
     - `outputs`: the model's outputs, merged in microbatch order, if requested and on the ranks of the last stage;
       otherwise `None`. On a mesh, those of the rows that this process trained on.
     - `buffers`: this process's buffers after the step.
-    - `aux`: what the loss returned beside itself, of the microbatches of which this process would have the outputs;
-      stacked, or merged by a function. `None` if it returned nothing else, or this process did not ask.
+    - `aux`: the `aux` of the loss, for the microbatches whose outputs this process would have; stacked, or merged by a
+      function. `None` if the loss returns none, or this process did not ask for it.
     """
 
     loss: Tensor | None

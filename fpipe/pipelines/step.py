@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from sys import float_info
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fpipe.audits.audit import Audit
+from fpipe.audits.auditor import Auditor
 from fpipe.errors import InputError
 from fpipe.network.recording import RecordSpan, run_recorded
 from fpipe.pipelines.argument_checks import require_backward
@@ -62,20 +65,47 @@ def training_variant(outputs: bool, sums: torch.dtype | None) -> Variant:
     return Variant(training=True, loss=True, outputs=outputs, sums=sums)
 
 
+def make_auditor(pipe: Pipeline, audit: Audit | None, record: RecordSpan | None) -> Auditor | None:
+    """Return what audits the steps of one function; raise `InputError` if they can't be audited."""
+    if audit is None:
+        return None
+    if record is not None:
+        raise InputError(
+            "audit: got record, too, expected one of them: what runs while a rank waits would be recorded as waiting. "
+            "Record some steps without an audit."
+        )
+    if pipe.device.type != "cpu":
+        raise InputError(
+            f"audit: got a pipeline on {pipe.device}, expected one on a CPU: where a device is idle is not known to "
+            "the host that posts its work. Leave out audit."
+        )
+    return Auditor(audit, pipe.ranks)
+
+
 def agree_to_train(
-    pipe: Pipeline, outputs: bool, sums: torch.dtype | None, record: RecordSpan | None, aux: bool | MergeTrees
+    pipe: Pipeline,
+    outputs: bool,
+    sums: torch.dtype | None,
+    record: RecordSpan | None,
+    aux: bool | MergeTrees,
+    audit: Audit | None,
 ) -> ValueAndGrad:
     """Return the function that `fpipe.value_and_grad` returns, once all ranks have agreed on the example's plan."""
     require_backward(pipe.schedule)
+    auditor = make_auditor(pipe, audit, record)
     variant = training_variant(outputs, sums)
     wanted = agree_on_aux(pipe, aux, outputs=outputs, sums=sums)
     with suspend_autocast(variant):
         agree_on_plan(pipe, variant)
-    return make_training_step(pipe, variant, record, wanted)
+    return make_training_step(pipe, variant, record, wanted, auditor)
 
 
 def make_training_step(
-    pipe: Pipeline, variant: Variant, record: RecordSpan | None = None, aux: Aux = NO_AUX
+    pipe: Pipeline,
+    variant: Variant,
+    record: RecordSpan | None = None,
+    aux: Aux = NO_AUX,
+    auditor: Auditor | None = None,
 ) -> ValueAndGrad:
     """Return the function that runs training steps of a variant."""
 
@@ -95,8 +125,8 @@ def make_training_step(
             held = hold_for_backward(pipe, variant, params, buffers, onto)
             call = CommonArguments(seed, scale, total, onto is not None)
             plan, given = begin_step(pipe, cast, held, (inputs, targets), call)
-            outcomes = run_copies(pipe, plan, given, record)
-            out, grads = finish_step(pipe, plan, held, outcomes, optional_sums(plan, given), aux)
+            outcomes = run_copies(pipe, plan, given, record, auditor)
+            out, grads = finish_step(pipe, plan, held, outcomes, optional_sums(plan, given), aux, auditor)
         return out._replace(aux=aux.finish(out.aux)), grads
 
     return step
@@ -189,7 +219,11 @@ def run_plan(pipe: Pipeline, plan: StepPlan, inputs: Inputs, record: RecordSpan 
 
 
 def run_copies(
-    pipe: Pipeline, plan: StepPlan, inputs: Mapping[int, Inputs], record: RecordSpan | None = None
+    pipe: Pipeline,
+    plan: StepPlan,
+    inputs: Mapping[int, Inputs],
+    record: RecordSpan | None = None,
+    auditor: Auditor | None = None,
 ) -> dict[int, dict[int, Outcome]]:
     """Run the plan's program for each copy of the pipeline that this process plays; return outcomes by copy."""
 
@@ -197,7 +231,9 @@ def run_copies(
         return Execution(rank, plan.parts[copy].programs[rank], transport, inputs[copy])
 
     with random.preserve_generators(plan.generators), plan.context():
-        if record is None:
+        if auditor is not None:
+            found = auditor.run(plan.parts, inputs)
+        elif record is None:
             found = pipe.ranks.run([partial(execution, copy) for copy in inputs])
         else:
             timed = [(plan.parts[copy].timed_programs, given) for copy, given in inputs.items()]
@@ -224,14 +260,20 @@ def finish_step(
     outcomes: Mapping[int, Mapping[int, Outcome]],
     optional: Collection[str],
     aux: Aux,
+    auditor: Auditor | None = None,
 ) -> tuple[Step, State]:
     """Return what all ranks computed, and the gradients of this process, in the order of its parameters.
 
-    The aux is that of each microbatch. `optional`: see `optional_sums`.
+    The aux is that of each microbatch. `optional`: see `optional_sums`. Then the auditor runs again what is left, since
+    no other rank waits for this one any more.
     """
     grads = join_gradients(pipe, plan, held.onto, outcomes, optional)
-    step = gather(plan, pipe.ranks, outcomes, held.buffers, aux.is_sent)
+    with nullcontext() if auditor is None else auditor.watch_results():
+        step = gather(plan, pipe.ranks, outcomes, held.buffers, aux.is_sent)
     ordered = {name: grads[name] for name in held.params if name in grads}
+    if auditor is not None:
+        with random.preserve_generators(plan.generators), plan.context():
+            auditor.finish()
     return place_buffers(step, plan), wrap_state(ordered, pipe.holdings.placed_gradients)
 
 

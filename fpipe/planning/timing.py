@@ -32,10 +32,10 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from fpipe.collector import postpone_collection
 from fpipe.network.ranks import Ranks
 from fpipe.network.recording import run_recorded
 from fpipe.pipelines.inputs import State, feed, make_keys
-from fpipe.pipelines.modes import postpone_collection
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.planning.ranges import TIMED, ActionTimes
 from fpipe.record.captured import Tensors

@@ -359,7 +359,7 @@ class Captured:
     - `hooks`: hooks on the gradients of parameters, by name.
     - `reassigned`: buffers that the model replaces by assignment, and the values that it assigns.
     - `moved`: places in the modules' Python state that only the first run changes, as text.
-    - `observers`: what code of the model does besides computing, which steps do not do, as text.
+    - `observers`: side effects of the model's code, which steps do not repeat, as text.
     - `placed`: how the values that are DTensors are placed; outside of stages, they are plain local tensors.
       `arrivals`: how their gradients are.
     - `slices`: the positions of the units at which slices after the first begin; empty for a whole microbatch.
@@ -418,7 +418,7 @@ class CaptureFunction(Protocol):
 
 
 class FrontEnd(Protocol):
-    """A function that reads a model, and returns a module to record in its place."""
+    """A function that reads a model, and returns a module to record instead."""
 
     def __call__(self, model: nn.Module, inputs: Any, /) -> nn.Module:
         """Return a module that is called like the model, and has its names of parameters and buffers.

@@ -8,6 +8,7 @@ A stage is pure functions on tuples of tensors:
     backward(residuals, cotangents, onto)  -> input_cotangents, grads
     backward_input(residuals, cotangents)  -> input_cotangents, deferred
     backward_weight(deferred, onto)        -> grads
+    offload(residuals)                     -> residuals
 
 `inputs` are the stage's part of the batch, then what it gets from earlier stages. `outputs` are its results, then what
 it gives to later stages, including values that it only passes on. No argument is modified except `onto`; residuals and
@@ -30,6 +31,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fpipe.runtime.transport import Handle, Payload
+from schedules.language.actions import Action
 
 
 class StageCrossing(NamedTuple):
@@ -96,6 +98,12 @@ class StageLike(Protocol):
 
     def backward_weight(self, deferred: Any, onto: Any) -> Any:
         """Return the sum of gradients so far, `onto` (at first `()`), plus this microbatch's."""
+
+    def offload(self, residuals: Any) -> Any:
+        """Return residuals that are moved off the device, as far as they can be."""
+
+    def reload(self, action: Action, residuals: Any) -> Handle:
+        """Post the move back, which `action` is; the handle's payload are the residuals."""
 
     def zero_cotangents(self) -> Payload:
         """Return cotangents for a microbatch that counts for nothing; they are sent, but not used."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from fpipe.runtime.contract import StageGroup, StageLike
+from fpipe.runtime.contract import StageLike
 from fpipe.runtime.transport import Handle, Payload, Route, Transport
 from schedules.language.actions import Action, Message
 
@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
     - `skips`: the units that count for nothing, so that they have no backward.
     - `starts`: per stage and unit, cotangents that come from outside of the pipeline, before those of later stages.
     - `onto`: per rank and stage, the sum of gradients to add to, in memory that the step may write.
-    - `group`: what executes collectives; `None` for a program without any.
+    - `group`: the `StageGroup` that executes collectives; `None` for a program without any.
     - `update`: `update(stage, microbatch, grads, shared)` returns the new version of the weights that a `U` completes,
       and modifies none of its arguments; `grads` and `shared` are the rank's, as in `Outcome`. An update in flight also
       takes the gradients that it applies out of `grads`, so that the next sum begins anew.
@@ -67,8 +67,8 @@ class Inputs(NamedTuple):
     skips: Collection[int] = ()
     starts: Mapping[tuple[int, int], Payload] = MappingProxyType({})
     onto: Mapping[tuple[int, int], Any] = MappingProxyType({})
-    group: StageGroup | None = None
-    update: Callable[[int, int, dict[int, Any], Mapping[tuple[int, int], Payload]], Any] | None = None
+    group: Any = None
+    update: Any = None
 
 
 class Outcome(NamedTuple):

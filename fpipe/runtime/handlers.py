@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from fpipe.runtime.contract import StageGroup, StageLike
+from fpipe.runtime.contract import StageLike
 from fpipe.runtime.executor import ActionHandler, Execution
 from fpipe.runtime.transport import Payload
 from schedules.language.actions import Action
@@ -26,8 +26,13 @@ def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload)
     outputs, buffers[s], residuals = stage.forward(inputs.params[i][s], buffers[s], arguments, inputs.keys[i])
     if residuals is not None:
         run.residuals[s, i] = residuals
+    return _deliver(run, i, stage, outputs)
+
+
+def _deliver(run: Execution, microbatch: int, stage: StageLike, outputs: Payload) -> Payload:
+    """Return the outputs of a stage, after delivering those that leave the pipeline."""
     if stage.results:
-        run.deliver(i, outputs[: len(stage.results)])
+        run.deliver(microbatch, outputs[: len(stage.results)])
     return outputs
 
 
@@ -36,9 +41,7 @@ def _checkpointed_forward(run: Execution, action: Action, stage: StageLike, arri
     inputs, buffers = run.inputs, run.buffers[i]
     run.checkpoints[s, i] = buffers[s], arrived
     outputs, buffers[s] = stage.evaluate(inputs.params[i][s], buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i])
-    if stage.results:
-        run.deliver(i, outputs[: len(stage.results)])
-    return outputs
+    return _deliver(run, i, stage, outputs)
 
 
 def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
@@ -85,6 +88,24 @@ def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: 
     return ()
 
 
+def _offload(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Move what the forward kept off the device."""
+    run.residuals[run.unit(action)] = stage.offload(run.residuals.get(run.unit(action)))
+    return ()
+
+
+def _reload(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Post the move back; whatever uses what the forward kept waits for it."""
+    run.posted[action] = stage.reload(action, run.residuals.pop(run.unit(action)))
+    return ()
+
+
+def _take_reloaded(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Store what the forward kept, which is back."""
+    (run.residuals[run.unit(action)],) = arrived
+    return ()
+
+
 def _add_replicas(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Sum over both replicas, in route order: even microbatches take the first route, odd ones the second."""
     _, s, i, _, _ = action
@@ -96,26 +117,25 @@ def _add_replicas(run: Execution, action: Action, stage: StageLike, arrived: Pay
 def _update(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Keep the new version of the weights; the gradients, complete by now, stay for whoever has to undo it."""
     _, s, i, _, _ = action
-    assert run.inputs.update is not None, "a program with updates is run with an update"
     run.updates[s] = run.inputs.update(s, i, run.grads, run.shared)
     return ()
 
 
 def _unshard(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Post the gathering of the stage's weights; the next reader waits for it."""
-    handle = _group(run).unshard(action.stage, action.microbatch)
+    handle = run.inputs.group.unshard(action.stage, action.microbatch)
     run.posted[handle.message] = handle
     return ()
 
 
-def enter_weights(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+def _enter_weights(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Put the gathered weights that arrived into the parameters of the stage."""
-    _group(run).enter(action.stage, arrived)
+    run.inputs.group.enter(action.stage, arrived)
     return ()
 
 
 def _reshard(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    _group(run).reshard(action.stage)
+    run.inputs.group.reshard(action.stage)
     return ()
 
 
@@ -131,21 +151,15 @@ def reduce_further(phase: int) -> ActionHandler:
 
 
 def _post_phase(run: Execution, action: Action, phase: int, values: Payload) -> Payload:
-    handle = _group(run).reduce(action.stage, action.microbatch, phase, values)
+    handle = run.inputs.group.reduce(action.stage, action.microbatch, phase, values)
     run.posted[handle.message] = handle
     return ()
 
 
-def take_reduced(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+def _take_reduced(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Store the reduced gradients of the stage; called before whatever uses them, or at the end."""
-    run.grads[action.stage] = _group(run).reduced(action.stage, arrived)
+    run.grads[action.stage] = run.inputs.group.reduced(action.stage, arrived)
     return ()
-
-
-def _group(run: Execution) -> StageGroup:
-    group = run.inputs.group
-    assert group is not None, "a program with collectives is run with a group"
-    return group
 
 
 def _send_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
@@ -181,6 +195,8 @@ HANDLERS: Mapping[str, ActionHandler] = MappingProxyType(
         "C": _checkpointed_forward,
         "R": _recompute,
         "OVERLAP_F": _forward,
+        "OFFLOAD": _offload,
+        "RELOAD": _reload,
         "G": _add_replicas,
         "U": _update,
         "UNSHARD": _unshard,
@@ -190,3 +206,7 @@ HANDLERS: Mapping[str, ActionHandler] = MappingProxyType(
         "RECV_G": _take_shared,
     }
 )
+TAKERS: Mapping[str, ActionHandler] = MappingProxyType(
+    {"RELOAD": _take_reloaded, "UNSHARD": _enter_weights, "REDUCE_GRAD": _take_reduced}
+)
+"""What takes the results of actions that post something, before whatever uses them, or at the end."""

@@ -28,16 +28,9 @@ from typing import Any, TypeAlias
 
 from fpipe.runtime.contract import StageCrossing, StageLike
 from fpipe.runtime.executor import ActionHandler, Instruction, LinkedProgram, Transfer
-from fpipe.runtime.handlers import (
-    HANDLERS,
-    do_nothing,
-    enter_weights,
-    keep_arrivals,
-    reduce_further,
-    take_reduced,
-)
+from fpipe.runtime.handlers import HANDLERS, TAKERS, do_nothing, keep_arrivals, reduce_further
 from fpipe.runtime.transport import Route
-from schedules.language.actions import KINDS, SENDS, Action, Message, message_of
+from schedules.language.actions import KINDS, SENDS, Action, Kind, Message, message_of
 from schedules.language.placement import Placement
 
 BEFORE, COMPUTE, AFTER = range(3)
@@ -91,12 +84,7 @@ def _place(action: Action) -> int:
 
 
 def channel(placement: Placement, message: Message) -> Route:
-    """Return the sending and the receiving rank of a message; a gradient for its own stage goes to the other replica.
-
-    >>> from schedules import bidirectional, parse
-    >>> [channel(bidirectional(ranks=4), parse(text)) for text in ("0SEND_F1>1", "0SEND_G1>0")]
-    [(3, 2), (3, 0)]
-    """
+    """Return the ranks that send and receive a message; a gradient for its own stage goes to the other replica."""
     _, source, microbatch, target, _ = message
     assert target is not None, "a message has a target stage"
     start = placement.home(source, microbatch)
@@ -225,26 +213,32 @@ def _precede(others: Sequence[Instruction], last: Instruction) -> list[Instructi
 
 
 class PostedCollectives:
-    """The collectives that the program has posted and not waited for yet.
+    """The collectives, and moves of memory, that the program has posted and not waited for yet.
 
     - `gathering`: per stage, the `UNSHARD` whose weights no action has read yet.
     - `reducing`: per stage, its `REDUCE_GRAD` and the next phase to post, in the order of the program.
+    - `reloading`: per unit, the `RELOAD` whose memory no action has used yet.
     """
 
     def __init__(self, phases: int) -> None:
         self.phases = phases
         self.gathering: dict[int, Instruction] = {}
         self.reducing: dict[int, tuple[Instruction, int]] = {}
+        self.reloading: dict[tuple[Any, ...], Instruction] = {}
 
     def before(self, instruction: Instruction) -> list[Instruction]:
         """Return the instructions that must come before this one, and note what it posts itself."""
         kind, s, _, peer, _ = instruction.action
-        found: list[Instruction] = []
+        word, unit, found = KINDS.get(kind) or Kind(""), instruction.action[1:], list[Instruction]()
+        if word.before == "forward" and unit in self.reloading:
+            found = [_await(self.reloading.pop(unit))]
         # Nobody may free weights that are still on their way, so a RESHARD waits for them like a reader.
-        if s in self.gathering and (kind == "RESHARD" or (kind in KINDS and KINDS[kind].reads)):
-            found = [_await(self.gathering.pop(s), enter_weights)]
+        if s in self.gathering and (kind == "RESHARD" or word.reads):
+            found += [_await(self.gathering.pop(s))]
         elif kind == "UNSHARD":
             self.gathering[s] = instruction
+        elif kind == "RELOAD":
+            self.reloading[unit] = instruction
         elif kind == "REDUCE_GRAD":
             found = list(self._advance(list(self.reducing)))  # their last messages had time to arrive
             self.reducing[s] = instruction, 1
@@ -261,7 +255,7 @@ class PostedCollectives:
             yield from self._advance(stages)
         for s in stages:
             posted, _ = self.reducing.pop(s)
-            yield _await(posted, take_reduced)
+            yield _await(posted)
 
     def _advance(self, stages: Sequence[int]) -> Iterator[Instruction]:
         """Yield the instructions that post the next phase of the reductions of these stages."""
@@ -272,8 +266,9 @@ class PostedCollectives:
                 self.reducing[s] = posted, phase + 1
 
 
-def _await(posted: Instruction, handler: ActionHandler) -> Instruction:
-    """Return an instruction that waits for what a collective posted last, and passes what it gave to the handler."""
+def _await(posted: Instruction, handler: ActionHandler | None = None) -> Instruction:
+    """Return an instruction that waits for what an action posted last, and passes what it gave to the handler."""
+    handler = handler or TAKERS[posted.action.kind]
     return posted._replace(handler=handler, receives=(), waits=(), awaited=(posted.action,), outputs=(), sends=())
 
 

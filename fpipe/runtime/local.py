@@ -71,28 +71,19 @@ class LocalChannel:
 
     def _post(self, end: str, message: Message, payload: Payload) -> LocalHandle:
         if self.waiting and self.waiting[0].end != end:
-            posted = self._oldest(message)
+            posted = self.waiting.popleft()
+            if posted.message != message:
+                sent, received = (posted.message, message) if end == "RECV" else (message, posted.message)
+                raise TransportError(
+                    f"a channel: got {sent} first, expected the message of {receive_of(received)}. Post both ends "
+                    "of a channel in the same order: run programs as lower() returns them."
+                )
             posted.finish(posted.payload + payload)  # one of them is empty
             return posted
         posted = LocalHandle(end, message)
         posted.payload = payload
         self.waiting.append(posted)
         return posted
-
-    def _oldest(self, message: Message) -> LocalHandle:
-        """Return the oldest waiting handle; raise `TransportError` unless it is for `message`."""
-        posted = self.waiting.popleft()
-        if posted.message != message:
-            raise _disorder_error(posted, message)
-        return posted
-
-
-def _disorder_error(posted: LocalHandle, other: Message) -> TransportError:
-    send, receive = (posted.message, other) if posted.end == "SEND" else (other, posted.message)
-    return TransportError(
-        f"a channel: got {send} first, expected the message of {receive_of(receive)}. Post both ends "
-        "of a channel in the same order: run programs as lower() returns them."
-    )
 
 
 class LocalTransport:

@@ -78,6 +78,11 @@ class Autograd:
         count = len(self.wiring.leaves) - len(self.wiring.cotangents)
         return {WeightIndex(k): "its stage isn't recorded, so the backward isn't split" for k in range(count)}
 
+    @property
+    def movable(self) -> Sequence[int]:
+        """Nothing: autograd's graph holds what it saved."""
+        return ()
+
     def leaves(self, params: Tensors) -> Tensors:
         """Return new leaves for this step: `nn.Parameter`s, with hooks, that require a gradient if they are trained."""
         wanted = self.wiring.trained

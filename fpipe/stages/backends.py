@@ -16,7 +16,7 @@ Runs when a pipeline is built (`backend_of`) and when a plan is made (`record_st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeAlias, cast
@@ -26,10 +26,11 @@ from fpipe.record.fakes.recurrent import RecurrentForward
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.graph.codegen import PhaseFunction, generate_adding, generate_function
 from fpipe.stages.graph.compiler import Compiler, compile_adding, compile_phase
-from fpipe.stages.graph.joint import Joint
+from fpipe.stages.graph.joint import Joint, Node
 from fpipe.stages.graph.phases import Phase, divide
 from fpipe.stages.interface import StageFunctions
 from fpipe.stages.recorded import Recorded, skip_absent
+from fpipe.tensors.effects import storage_id
 from fpipe.tensors.torch_private import find_compiler, list_compilers
 from schedules import Schedule
 
@@ -63,6 +64,11 @@ def _compiler_of(backward: Backward) -> Compiler:
     return cast("Compiler", find_compiler(backward))
 
 
+def needs_graphs(schedule: Schedule) -> bool:
+    """Return whether a schedule splits backwards, or moves what forwards keep."""
+    return any(action.kind in ("I", "OFFLOAD") for rank in range(schedule.ranks) for action in schedule.actions(rank))
+
+
 def splits(schedule: Schedule) -> bool:
     """Return whether a schedule splits backwards."""
     return any(action.kind == "I" for rank in range(schedule.ranks) for action in schedule.actions(rank))
@@ -71,17 +77,17 @@ def splits(schedule: Schedule) -> bool:
 class GraphRequest(NamedTuple):
     """The stages that are recorded as graphs, and the backend that makes functions of a graph.
 
-    `split`: whether the schedule splits their backwards.
+    `needed`: whether the schedule needs graphs.
     """
 
     backend: Backend
     stages: Collection[int]
-    split: bool
+    needed: bool
 
     @classmethod
-    def of(cls, backend: Backend | None, stages: Collection[int], split: bool) -> GraphRequest | None:
-        """Return the request; `None` without a backend, unless backwards are split: halves need a graph."""
-        return None if backend is None and not split else cls(backend or AS_GRAPH, stages, split)
+    def of(cls, backend: Backend | None, stages: Collection[int], needed: bool) -> GraphRequest | None:
+        """Return the request; `None` without a backend, unless the schedule needs graphs."""
+        return None if backend is None and not needed else cls(backend or AS_GRAPH, stages, needed)
 
     def make(self, eager: Autograd, joint: Joint | str, optional: bool) -> StageFunctions:
         """Return the functions of a stage made from its joint graph; `eager`, with a remark, if that fails.
@@ -124,7 +130,19 @@ def record_stage(
         and not any(isinstance(node.target, RecurrentForward) for node in joint.nodes),
         remark=remark,
         eager=eager,
+        movable=_find_movable(joint, eager, phases.forward.gives[-1] or ()),
     )
+
+
+def _find_movable(joint: Joint, eager: Autograd, kept: Sequence[Node]) -> tuple[int, ...]:
+    """Return the positions of what is in memory that a microbatch has of its own: made by the forward, or received."""
+    first = len(joint.params) + len(joint.buffers) + len(eager.constants)
+    given = [node for k, node in enumerate(joint.inputs, first) if k not in eager.wiring.differentiated]
+    held = [node for node in kept if node.held is not None]
+    stays = {
+        storage_id(node.value) for node in (*joint.params, *joint.buffers, *given, *held) if node.value is not None
+    }
+    return tuple(k for k, node in enumerate(kept) if node.value is not None and storage_id(node.value) not in stays)
 
 
 AS_GRAPH: Backend = partial(record_stage, generate_function, generate_adding, AS_GRAPH_REMARK)

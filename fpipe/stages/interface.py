@@ -8,7 +8,7 @@ Runs when a plan is made; the `Wiring` is read in every step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType, Protocol
 
@@ -72,6 +72,10 @@ class StageFunctions(Protocol):
     @property
     def undeferred(self) -> Mapping[WeightIndex, str]:
         """The weights whose gradients the input half computes, each with the reason."""
+
+    @property
+    def movable(self) -> Sequence[int]:
+        """The positions in the residuals, a list, of tensors that can be moved off the device."""
 
     @property
     def remark(self) -> str:

@@ -103,5 +103,6 @@ def _holds(stage: ModelStage) -> tuple[object, ...]:
 def _unlike(i: int, what: str, got: object, expected: object) -> InputError:
     return InputError(
         f"microbatch {i}: got other {what} than for microbatch 0, {got}, expected {expected}. The model takes another "
-        "path for it. Make all microbatches alike, in size and in what the model asks about them, or cut elsewhere."
+        "path for it. Give all microbatches the same size and the same answers to the model's questions, or cut "
+        "elsewhere."
     )

@@ -30,6 +30,7 @@ class Recorded:
     - `undeferred`: the weights whose gradients the input half computes, each with the reason.
     - `remark`: a note for users on how the phases are run.
     - `eager`: the same functions, computed by autograd.
+    - `movable`: the positions in the residuals of tensors in memory that is the microbatch's own.
     """
 
     views: PhaseFunction
@@ -39,6 +40,7 @@ class Recorded:
     below_autograd: bool
     remark: str
     eager: Autograd
+    movable: tuple[int, ...] = ()
 
     @cached_property
     def evaluate(self) -> PhaseFunction:

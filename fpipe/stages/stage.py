@@ -19,10 +19,13 @@ from torch import Tensor
 
 from fpipe.record.captured import Tensors
 from fpipe.runtime.contract import StageCrossing
+from fpipe.runtime.transport import Handle
 from fpipe.stages.accumulation import Grads, sum_of
 from fpipe.stages.interface import StageFunctions, Wiring
+from fpipe.stages.moving import Mover
 from fpipe.stages.prologue import Prologue
 from fpipe.tensors.spec import Spec
+from schedules.language.actions import Action
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,18 @@ class ModelStage:
     def backward_weight(self) -> Callable[..., Grads]:
         """The weight half of the backward; it returns the parameters' gradients, `None` where nothing was computed."""
         return self.functions.backward_weight
+
+    @cached_property
+    def _mover(self) -> Mover:
+        return Mover(self.functions.movable)
+
+    def offload(self, residuals: Any) -> Any:
+        """Return residuals, with the memory that the microbatch has of its own moved off the device."""
+        return self._mover.move_out(residuals)
+
+    def reload(self, action: Action, residuals: Any) -> Handle:
+        """Post the move back; return its handle."""
+        return self._mover.move_back(action, residuals)
 
     def zero_cotangents(self) -> Tensors:
         """Return zeros in place of the cotangents for earlier stages."""

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import CaptureError, InputError
 from fpipe.tensors.late import is_dtensor
-from fpipe.tensors.torch_private import AsyncCollectiveTensor, finish_collective, make_dtensor
+from fpipe.tensors.torch_private import finish_collective, make_dtensor, unfinished_class
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -167,7 +167,7 @@ def leave(tensor: Tensor, value: int, arrivals: Arrivals) -> Tensor:
     """Return the plain local tensor of a tensor, differentiably; a plain tensor is returned as is."""
     if is_dtensor(tensor):
         return Leave.apply(tensor, value, arrivals)  # type: ignore[no-any-return, no-untyped-call]
-    if type(tensor) is AsyncCollectiveTensor:
+    if isinstance(tensor, unfinished_class()):
         return Finish.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
     return tensor
 
@@ -185,12 +185,12 @@ def holder_classes() -> tuple[type[Tensor], ...]:
     """Return the classes of tensors that hold a local tensor: one part of a whole, or one that is still computed."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor, AsyncCollectiveTensor
+    return DTensor, unfinished_class()
 
 
 def is_holder(tensor: Tensor) -> bool:
     """Return whether a tensor holds a local tensor: one part of a whole, or one that a collective still computes."""
-    return isinstance(tensor, AsyncCollectiveTensor) or is_dtensor(tensor)
+    return isinstance(tensor, unfinished_class()) or is_dtensor(tensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 def storage_holder(tensor: Tensor) -> Tensor:
     """Return the tensor whose storage has the elements of `tensor` on this process."""
     tensor = local_part(tensor)
-    return tensor.elem if type(tensor) is AsyncCollectiveTensor else tensor
+    return tensor.elem if isinstance(tensor, unfinished_class()) else tensor
 
 
 def unwrap_state(what: str, tensors: dict[str, Tensor], placed: Mapping[str, Placed]) -> dict[str, Tensor]:

@@ -38,12 +38,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from fpipe.tensors.late import find_imported
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
 __all__ = [
-    "AsyncCollectiveTensor",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -216,7 +217,7 @@ OPERATORS: Final = (
 """Operators of `torch.ops.aten` whose shapes, strides or gradients fpipe knows."""
 
 
-LATE: Final = ("torch._dynamo.", "torch.distributed.tensor.")
+LATE: Final = ("torch._dynamo.", "torch.distributed.tensor.", "torch.distributed._functional_collectives.")
 """The packages that are imported before the first capture, by `import_tracer`, and not with fpipe."""
 
 
@@ -285,7 +286,6 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch.autograd import forward_ad, graph
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.modules import activation
 from torch.utils import _pytree as torch_pytree
 from torch.utils import checkpoint
@@ -546,7 +546,12 @@ def find_compiler(name: str) -> Any:
     return torch._dynamo.lookup_backend(name)
 
 
+def unfinished_class() -> Any:
+    """Return the class of the tensors that a collective still computes; `()` if nobody has imported it."""
+    return find_imported("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+
+
 def finish_collective(tensor: Tensor) -> Tensor:
     """Return a tensor after waiting for the collective that computes it, if there is one."""
     waited: Any = tensor
-    return waited.trigger_wait() if type(waited) is AsyncCollectiveTensor else tensor  # type: ignore[no-untyped-call]
+    return waited.trigger_wait() if isinstance(tensor, unfinished_class()) else tensor

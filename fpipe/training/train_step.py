@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from fpipe.audits.audit import Audit
 from fpipe.errors import InputError
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value, digest
@@ -43,6 +44,7 @@ from fpipe.pipelines.step import (
     begin_step,
     finish_step,
     hold_for_backward,
+    make_auditor,
     optional_sums,
     restore_step,
     run_copies,
@@ -68,6 +70,7 @@ def train_step(
     outputs: bool = False,
     record: RecordSpan | None = None,
     aux: bool | MergeTrees = True,
+    audit: Audit | None = None,
 ) -> TrainStep:
     """Return the function that runs one step and updates every stage as soon as its gradient is complete.
 
@@ -76,12 +79,13 @@ def train_step(
     parameters, the new state, and the norm of all gradients before clipping, which is `None` without `max_norm`. They
     are, bit for bit, those of `value_and_grad`, then `clip`, then `optimizer.update`.
 
-    - `optimizer`: a pair `(init, update)`, as `fpipe.optimizer` returns. The update of a parameter must depend on its
-      own gradient and state only, and all ranks must pass the same pair: they compare classes, options and groups, and
-      what the functions of a pair of your own hold.
+    - `optimizer`: a pair `(init, update)`, as returned by `fpipe.optimizer`. The update of a parameter must depend only
+      on its own gradient and state, and all ranks must pass the same pair: they compare classes, options and groups,
+      and the closures of your own functions.
     - `max_norm`: as in `fpipe.clip`. Stages are updated before the norm is known. If it turns out to exceed the limit,
       or isn't finite, all ranks do their updates again, with clipped gradients.
-    - `outputs`, `record`, `aux`: as in `value_and_grad`; the spans include those of updates.
+    - `outputs`, `record`, `aux`, `audit`: as in `value_and_grad`; the spans include those of updates, and updates are
+      not audited.
 
     Ranks that finish early update while the others still compute. So a step is shorter if the rank that finishes last
     has less to update than another; `print(schedules.update_weights(pipe.schedule))` draws where the updates go. The
@@ -89,7 +93,8 @@ def train_step(
 
     Under torch.distributed every rank must call this, and then the function, in the same order and with the same
     options. Raise what `value_and_grad` raises; and `InputError`, before anything is sent, for state or options that
-    the update refuses, or if it updates in place (`donate=True`) and there is a `max_norm`: it could not be undone.
+    the update rejects, or if it updates in place (`donate=True`) and there is a `max_norm`, because it could not be
+    undone. An audit does not take updates in place either, because it runs actions again with the old parameters.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe
@@ -107,6 +112,7 @@ def train_step(
         require_backward(pipe.schedule)
         require_plain("train_step", pipe.training.placed, "Call value_and_grad, clip and optimizer.update.")
         limit = None if max_norm is None else require_bound("max_norm", max_norm)
+        auditor = make_auditor(pipe, audit, record)
         variant = Variant(training=True, loss=True, outputs=outputs)
         wanted = agree_on_aux(pipe, aux, outputs=outputs, max_norm=limit, optimizer=optimizer._asdict())
         with suspend_autocast(variant):
@@ -130,7 +136,7 @@ def train_step(
         with suspend_autocast(variant) as cast, pipe.ranks.enter_call("a training step"):
             old = Version(params, state)
             update = Updater(optimizer, old, options)
-            update.require_fit(pipe, None if limit is None else f"a step whose norm exceeds max_norm={limit} is undone")
+            update.require_fit(pipe, find_reader(limit, audit))
             given_now = describe_value(options)
             agreed = Field("update", digest([known, *given_now]), lambda: [*fixed, *given_now])
             call = CommonArguments(seed, total=total, onto=onto is not None, update=agreed)
@@ -140,8 +146,8 @@ def train_step(
             if len(given) == 1:  # else every copy would update the same parameters
                 ((copy, own),), plan = given.items(), plan.updating
                 given = {copy: own._replace(update=update.within(pipe, plan, {} if onto is None else onto, optional))}
-            outcomes = run_copies(pipe, plan, given, record)
-            out, grads = finish_step(pipe, plan, held, outcomes, optional, wanted)
+            outcomes = run_copies(pipe, plan, given, record, auditor)
+            out, grads = finish_step(pipe, plan, held, outcomes, optional, wanted, auditor)
             new = update.after(outcomes, grads)
             del outcomes
             norm = None if limit is None else compute_total(pipe, grads, 2.0)
@@ -227,9 +233,16 @@ class Updater(NamedTuple):
         new, _ = self.optimizer.update({name: torch.zeros_like(p)}, {name: slots}, {name: p}, **self.options)
         if kept is not None and new[name] is p:
             raise InputError(
-                "optimizer: got one that updates in place, expected one that leaves what it is passed as it is: "
-                f"{kept}. Leave out donate=True, or that."
+                f"optimizer: got one that updates in place, expected one that does not modify its arguments: {kept}. "
+                "Leave out donate=True, or that."
             )
+
+
+def find_reader(limit: float | None, audit: Audit | None) -> str | None:
+    """Return what still reads the old parameters after an update, if anything does."""
+    if audit is not None:
+        return "an audit runs actions again with the old parameters"
+    return None if limit is None else f"a step whose norm exceeds max_norm={limit} is undone"
 
 
 def needs_clipping(norm: Tensor, limit: float) -> bool:

@@ -49,8 +49,9 @@ Order: TypeAlias = tuple[int, ...]
 class NonFinite(NamedTuple):
     """The first thing in a step that is not finite.
 
-    - `rank`, `action`: who made it. The action is `None` for a parameter or a tensor of the batch, which come first.
-    - `leaf`: what it is: the loss, a value that leaves a stage, by the module that made it, or a gradient.
+    - `rank`, `action`: where it was made. The action is `None` for a parameter or a tensor of the batch, which come
+      first.
+    - `leaf`: the loss, a value that leaves a stage, by the module that made it, or a gradient.
     - `got`: `"nan"` or `"inf"`.
     """
 
@@ -65,9 +66,9 @@ class NonFinite(NamedTuple):
 
 
 def find_nonfinite(pipe: Pipeline) -> Callable[..., NonFinite | None]:
-    """Return the function that replays a step, and returns what first became infinite or nan in it.
+    """Return the function that replays a step, and returns the first infinite or nan value in it.
 
-    Call it once `fpipe.all_finite` has said no, or the loss is nan, with the arguments of that step: `params` and
+    If `fpipe.all_finite` returned false, or the loss is nan, call it with the arguments of that step: `params` and
     `buffers` as they were before it, the batch, `seed`, `scale` and `total`. It returns the same `NonFinite` on every
     rank, or `None` if loss and gradients of this step, without those of earlier ones, are finite. Under
     torch.distributed every rank must call this, and then the function. It costs one step, and modifies nothing.

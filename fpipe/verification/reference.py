@@ -242,7 +242,7 @@ def require_whole_batches(pipe: Pipeline) -> None:
     """Raise `InputError` for a pipeline whose processes are passed the rows of their own copy only."""
     if pipe.copies.own_rows and pipe.copies.count > 1:
         raise InputError(
-            "pipe: got rows='own', expected rows='whole': one device runs the whole batch, which no process is passed. "
+            "pipe: got rows='own', expected rows='whole': one device runs the whole batch, but no process gets it. "
             "Build it with fpipe.Place(rows='whole') to compare."
         )
 

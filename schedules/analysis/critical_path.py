@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 from schedules.analysis.simulation import spans
 from schedules.arguments import require_types
-from schedules.language.actions import KINDS, Action
+from schedules.language.actions import BESIDE, KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule, graph_of
 from schedules.playing.costs import Costs
 from schedules.playing.engine import Span
 from schedules.playing.outputs import Flow, flow_of, inputs_of
 
-LANE = frozenset({"UNSHARD", "REDUCE_GRAD"})
-"""The kinds of collectives that take time."""
+LASTING = BESIDE.keys() - {"RESHARD"}
+"""The kinds that go on beside the others and take time."""
 
 
 class Stretch(NamedTuple):
@@ -99,13 +99,16 @@ class _SpanIndex:
         self.gradients: dict[tuple[int, int], Span] = {}  # the last backward of a stage on a rank
         self.sums: dict[tuple[int, int], Span] = {}  # its sum over replicas, if it has several
         self.collectives: dict[tuple[str, int, int], Span] = {}  # the last of its kind, on a stage and rank
-        self.awaited: dict[Action, Span] = {}  # the collective whose result an action uses
+        self.moves: dict[tuple[int, int, int | None], Span] = {}  # the last move of a unit's memory
+        self.awaited: dict[Action, Span] = {}  # what went on beside, and whose result an action uses
         last: dict[int, Span] = {}
-        lane: dict[int, Span] = {}  # the last collective of a rank
+        lane: dict[tuple[int, str], Span] = {}  # the last action of a rank's lane
         for span in self.all:
-            kind, stage, rank = span.action.kind, span.action.stage, span.rank
-            if kind in LANE:
-                self._add_collective(span, last.get(rank), lane)
+            (kind, stage, i, _, part), rank = span.action, span.rank
+            if (stage, i, part) in self.moves and KINDS[kind].before in ("forward", "hosted"):
+                self.awaited[span.action] = self.moves[stage, i, part]
+            if kind in LASTING:
+                self._add_beside(span, last.get(rank), lane)
                 continue
             if rank in last:
                 self.previous[span.action] = last[rank]
@@ -124,15 +127,20 @@ class _SpanIndex:
                 if action.kind == "G":
                     self.sums[action.stage, span.rank] = span
 
-    def _add_collective(self, span: Span, last: Span | None, lane: dict[int, Span]) -> None:
-        """Add a collective: it began when the one before it ended, or when the action before it in the order did."""
-        before = lane.get(span.rank)
+    def _add_beside(self, span: Span, last: Span | None, lane: dict[tuple[int, str], Span]) -> None:
+        """Add what went on beside: it began when the one before it in its lane ended, or the action before it."""
+        kind, stage, i, _, part = span.action
+        before = lane.get((span.rank, BESIDE[kind]))
         cause = before if before is not None and before.end >= span.start else last
         if cause is not None:
             self.previous[span.action] = cause
-        self.collectives[span.action.kind, span.action.stage, span.rank] = lane[span.rank] = span
-        if span.action.kind == "REDUCE_GRAD":
-            self.sums[span.action.stage, span.rank] = span
+        lane[span.rank, BESIDE[kind]] = span
+        if KINDS[kind].after:
+            self.moves[stage, i, part] = span
+            return
+        self.collectives[kind, stage, span.rank] = span
+        if kind == "REDUCE_GRAD":
+            self.sums[stage, span.rank] = span
 
     def find_cause(self, span: Span, costs: Costs) -> tuple[Span | None, float]:
         """Return the span whose end, or whose transfer's arrival, let this one start, and the transfer time."""

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from schedules.arguments import require_types
 from schedules.errors import TimelineError
-from schedules.language.actions import KINDS
+from schedules.language.actions import BESIDE, KINDS
 from schedules.language.schedule import Schedule
 from schedules.playing.costs import Costs
 from schedules.playing.engine import Span
@@ -56,7 +56,7 @@ def estimate(schedule: Schedule, *timelines: Iterable[Span]) -> Costs:
     stages = [{kind: time for (kind, s), time in medians.items() if s == stage} for stage in range(schedule.stages)]
     whole = [_complete_times(stage, times, schedule.backward) for stage, times in enumerate(stages)]
     costs: dict[str, Any] = {
-        kind: tuple(times.get(kind, times["F"] if KINDS[kind].after else 0.0) for times in whole)
+        kind: tuple(times.get(kind, times["F"] if KINDS[kind].after and kind not in BESIDE else 0.0) for times in whole)
         for kind in sorted(set[str]().union(*whole) - {"RESHARD"})
     }
     return Costs(comm=median(transfers) if transfers else 0.0, **costs)
@@ -69,9 +69,9 @@ def _complete_times(stage: int, times: Times, backward: bool) -> Times:
     whole = times.get("B", halves)
     if forward is None or (whole is None and backward):
         raise TimelineError(
-            f"stage {stage}: got spans of {sorted(times) or 'nothing'}, expected a forward"
-            f"{' and a backward' if backward else ''} of every stage. Pass one timeline of all ranks, as "
-            "fpipe.timeline makes it from what each of them recorded in a step."
+            f"stage {stage}: got spans of {sorted(times) or 'nothing'}, expected a "
+            f"forward{' and a backward' if backward else ''} of every stage. Pass one timeline of all ranks, as "
+            "returned by fpipe.timeline."
         )
     if whole is None:
         return {"F": forward, **times}

@@ -13,16 +13,18 @@ posting transfers.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
+from operator import itemgetter
 from typing import TypeAlias
 
 from schedules.arguments import require_types
 from schedules.checking.progress import Progress
 from schedules.checking.rules import check, count_versions, require_forward_before_backward
-from schedules.language.actions import COLLECTIVES, KINDS
+from schedules.language.actions import BESIDE, COLLECTIVES, KINDS
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule, graph_of
 from schedules.playing.costs import UNITS, Costs, Sizes, of_stage, require_stages
@@ -39,7 +41,7 @@ class Timeline:
 
     - `makespan`: from the first start to the last end on any rank.
     - `span`: the longest time from one rank's first start to its last end (arXiv 2401.10241, section 5.3).
-    - `busy`: per rank, the time spent in actions, without collectives, which run beside the others.
+    - `busy`: per rank, the time spent in actions, without those that run beside the others.
     - `waited`: per rank, the time spent waiting for others between its first action and its last.
     - `peak_memory`: per rank, the most memory held at once. Without sizes, in units of one rank's activations for one
       microbatch, held from the start of `F` or `R` to the end of `B` or `W`. With sizes, weights count too, once for
@@ -139,6 +141,7 @@ def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None 
     begin, finish = [inf] * P, [0.0] * P
     busy, held, peak = [0.0] * P, [0.0] * P, [0.0] * P
     waited, pending, measured = [0.0] * P, [0.0] * P, False
+    moves = [list[tuple[float, float]]() for _ in range(P)]  # what goes on beside takes and frees memory meanwhile
     for rank, action, start, end in read_spans(timeline):
         if action.peer is not None:
             measured, pending[rank] = True, pending[rank] + end - start
@@ -147,9 +150,16 @@ def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None 
             waited[rank] += pending[rank]
         pending[rank] = 0.0
         begin[rank], finish[rank] = min(begin[rank], start), max(finish[rank], end)
-        busy[rank] += 0 if action.kind in COLLECTIVES else end - start
+        busy[rank] += 0 if action.kind in BESIDE else end - start
         share = schedule.slices if KINDS[action.kind].after else 1
-        held[rank] += (sizes or UNITS).growth(action.kind, action.stage, schedule.backward) / share
+        growth = (sizes or UNITS).growth(action.kind, action.stage, schedule.backward) / share
+        if action.kind in BESIDE and KINDS[action.kind].after:
+            insort(moves[rank], (start if growth > 0 else end, growth), key=itemgetter(0))
+            continue
+        while moves[rank] and moves[rank][0][0] <= (start if growth > 0 else end):
+            held[rank] += moves[rank].pop(0)[1]
+            peak[rank] = max(peak[rank], held[rank])
+        held[rank] += growth
         peak[rank] = max(peak[rank], held[rank])
     return _sum_up(schedule, sizes, begin, finish, busy, peak, waited if measured else None)
 

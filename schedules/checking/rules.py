@@ -67,15 +67,20 @@ def _explain_no_backward(action: Action) -> tuple[str, str]:
     return problem, f"Write {action._replace(kind='F')}." if KINDS[action.kind].crosses == "F" else f"Drop {action}."
 
 
-_MADE_BY = {"kept": "C", "forward": "F", "halved": "I"}
-_AGE = ("", "kept", "forward", "halved", "done")
+_MADE_BY = {"kept": "C", "forward": "F", "hosted": "OFFLOAD", "halved": "I"}
+_BROUGHT_BY = {
+    "kept": ("R", "the forward saved only its inputs"),
+    "hosted": ("RELOAD", "what the forward kept is off the device"),
+}
+_AGE = ("", "kept", "forward", "hosted", "halved", "done")
 
 
 def _explain_disorder(work: Work, action: Action, state: str) -> tuple[str, str]:
     needed = KINDS[action.kind].before
-    if state == "kept" and needed == "forward":
-        maker = f"{action.stage}{work.name_action('R', work.unit(action))}"
-        return f"comes before {maker}, and the forward saved only its inputs", f"Add {maker} before it."
+    if needed == "forward" and state in _BROUGHT_BY:
+        kind, why = _BROUGHT_BY[state]
+        maker = f"{action.stage}{work.name_action(kind, work.unit(action))}"
+        return f"comes before {maker}, and {why}", f"Add {maker} before it."
     if _AGE.index(state) < _AGE.index(needed):
         maker = f"{action.stage}{work.name_action(_MADE_BY[needed], work.unit(action))}"
         return f"comes before {maker}", f"Add {maker} before it, or move it later."
@@ -90,7 +95,7 @@ def require_complete(progress: Progress, actions: Actions) -> Actions:
         yield action
     for stage, work in progress.work.items():
         if (unit := work.finished.prefix) < work.count:
-            names = {kind: f"{stage}{work.name_action(kind, unit)}" for kind in "FBIWR"}
+            names = {kind: f"{stage}{work.name_action(kind, unit)}" for kind in (*"FBIWR", "RELOAD")}
             problem = f"{_MISSING[work.lives.get(unit, '')].format(**names)} never runs"
             if not progress.schedule.backward:
                 problem = f"{names['F']} never runs"
@@ -101,6 +106,7 @@ _MISSING = {
     "": "{F}, with its backward,",
     "kept": "{R}, with its backward,",
     "forward": "{B}, or {I} and {W},",
+    "hosted": "{RELOAD}, with its backward,",
     "halved": "{W}",
 }
 

@@ -13,7 +13,7 @@ from schedules.arguments import require_types
 from schedules.drawing.palette import look_of
 from schedules.drawing.strips import Strip, make_strip
 from schedules.errors import TimelineError, VocabularyError, quote
-from schedules.language.actions import COLLECTIVES, parse
+from schedules.language.actions import BESIDE, parse
 from schedules.language.graph import Graph, chain
 from schedules.playing.costs import Sizes
 from schedules.playing.engine import Span
@@ -101,9 +101,9 @@ class _Process:
         for rank in range(self.drawn.ranks):
             yield self._event("M", "thread_name", rank, args={"name": f"rank {rank}"})
             yield self._event("M", "thread_sort_index", rank, args={"sort_index": rank})
-            if any(span.action.kind in COLLECTIVES for span in self.drawn.spans[rank]):
+            if any(span.action.kind in BESIDE for span in self.drawn.spans[rank]):
                 lane = self.drawn.ranks + rank
-                yield self._event("M", "thread_name", lane, args={"name": f"rank {rank}, collectives"})
+                yield self._event("M", "thread_name", lane, args={"name": f"rank {rank}, beside"})
                 yield self._event("M", "thread_sort_index", lane, args={"sort_index": rank})
 
     def complete(self, span: Span) -> Event:
@@ -118,7 +118,7 @@ class _Process:
             args["slice"] = action.slice
         duration = (end - start) * self.microseconds
         tag = "wait" if span.waits else action.kind
-        lane = self.drawn.ranks + rank if action.kind in COLLECTIVES else rank
+        lane = self.drawn.ranks + rank if action.kind in BESIDE else rank
         return self._event("X", str(action), lane, start, dur=duration, cat=tag, args=args)
 
     def arrows(self, graph: Graph) -> Iterator[Event]:

@@ -24,7 +24,7 @@ from schedules.analysis.bounds.lower_bound import Bound, bound, rough_bound
 from schedules.analysis.simulation import simulate, spans, weight_memory
 from schedules.arguments import each, is_number, require_types
 from schedules.drawing.palette import LOOKS, MARKED, WAIT, look_of
-from schedules.errors import ArgumentError, ScheduleError, SizeError, TimelineError
+from schedules.errors import ArgumentError, ScheduleError, SizeError, TimelineError, quote
 from schedules.language.actions import KINDS, parse
 from schedules.language.graph import Graph, chain
 from schedules.language.membership import require_compute_only, require_placed
@@ -145,6 +145,11 @@ def _describe_kinds() -> Document:
 def _describe_panel(name: str, panel: Panel) -> Document:
     """Return all that the page needs to know of a timeline."""
     schedule, graph = panel.schedule, graph_of(panel.schedule, panel.graph)
+    if any(action.kind in ("OFFLOAD", "RELOAD") for rank in range(schedule.ranks) for action in schedule.actions(rank)):
+        raise TimelineError(
+            f"{name!r}: got {quote(schedule)}, which moves memory off the device, expected one that does not: a page "
+            "does not show moves. Draw it with svg or trace."
+        )
     totals = simulate(schedule, panel.costs, graph, panel.sizes)
     every = tuple(read_spans(panel.recorded or spans(schedule, panel.costs, graph)))
     fits = all(held <= cap + ROUNDING for held, cap in zip(totals.peak_memory, panel.caps, strict=True))

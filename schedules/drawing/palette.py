@@ -41,6 +41,8 @@ LOOKS: Mapping[str, Look] = MappingProxyType(
         "W": Look("W", "#efe04a", "backward, weight half"),
         "G": Look("G", "#a6a6a6", "sum of the replicas' gradients"),
         "U": Look("U", "#e5743a", "update"),
+        "OFFLOAD": Look("O", "#b7b3e6", "move off the device"),
+        "RELOAD": Look("L", "#9fc9a3", "move back to the device"),
         "UNSHARD": Look("A", "#1f78a8", "gather of weights"),
         "RESHARD": Look("E", "#8fd3d8", "end of gathered weights"),
         "REDUCE_GRAD": Look("D", "#a8745c", "data-parallel reduction of a gradient"),

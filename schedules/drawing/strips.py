@@ -13,7 +13,7 @@ from functools import cached_property
 
 from schedules.analysis.simulation import levels
 from schedules.drawing.palette import WAIT, look_of, shade
-from schedules.language.actions import COLLECTIVES, Action
+from schedules.language.actions import BESIDE, COLLECTIVES, Action
 from schedules.playing.costs import UNITS, Sizes
 from schedules.playing.engine import Span
 from schedules.playing.timelines import read_spans
@@ -126,12 +126,12 @@ def make_strip(spans: Iterable[Span], stages: Iterable[tuple[int, ...]] = ()) ->
 
 
 def lanes_of(kinds: Sequence[str], intervals: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the lane of each interval, given the kinds of its actions: collectives are in lanes below the others.
+    """Return the lane of each interval, given the kinds of its actions: what goes on beside is below the others.
 
     >>> lanes_of(["F", "UNSHARD", "F"], [(0, 2), (1, 5), (2, 4)])
     [0, 1, 0]
     """
-    apart = [kind in COLLECTIVES for kind in kinds]
+    apart = [kind in BESIDE for kind in kinds]
     first = list(lanes(one for one, below in zip(intervals, apart, strict=True) if not below))
     second = lanes(one for one, below in zip(intervals, apart, strict=True) if below)
     above, top = iter(first), 1 + max(first, default=-1)

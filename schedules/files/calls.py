@@ -21,6 +21,7 @@ from schedules.playing.costs import Costs, Link, Sizes
 from schedules.transforms.defer import defer_weights
 from schedules.transforms.forwards import forwards
 from schedules.transforms.mirror import mirror
+from schedules.transforms.offload import offload
 from schedules.transforms.overlap import overlap
 from schedules.transforms.recompute import recompute
 from schedules.transforms.reduce import reduce_gradients
@@ -30,7 +31,7 @@ from schedules.transforms.split import merge_backward, split_backward
 from schedules.transforms.update import update_weights
 
 NAMED_TRANSFORMS: Final = (
-    *(recompute, split_backward, merge_backward, defer_weights, repeat, mirror, overlap),
+    *(recompute, offload, split_backward, merge_backward, defer_weights, repeat, mirror, overlap),
     *(reduce_gradients, shard, update_weights, forwards),
 )
 VALUES: Final = {"Costs": Costs, "Link": Link, "Sizes": Sizes}
@@ -52,7 +53,9 @@ def spell_call(schedule: Schedule) -> dict[str, Any]:
     {'schedule': 'one_f_one_b', 'arguments': {'ranks': 2, 'microbatches': 4}}
     """
     if schedule.graph is not None:
-        raise TableError(f"schedule: got one for {schedule.graph}, expected the chain of stages. Save its graph apart.")
+        raise TableError(
+            f"schedule: got one for {schedule.graph}, expected the chain of stages. Save its graph separately."
+        )
     name = schedule.factory.__name__
     if _factories().get(name) is not schedule.factory:
         rows = tuple(own(schedule, rank) for rank in range(schedule.ranks))

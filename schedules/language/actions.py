@@ -32,11 +32,12 @@ class Kind(NamedTuple):
 
     - `meaning`: a one-line description.
     - `before`, `after`: the state of the microbatch on the stage before and after the action: `""` not started, `kept`
-      only its inputs saved, `forward` all residuals saved, `halved` only its weight gradient still to compute, `done`.
-      Both are empty for transfers and for actions that run once for many microbatches.
+      only its inputs saved, `forward` all residuals saved, `hosted` all of them saved elsewhere, `halved` only its
+      weight gradient still to compute, `done`. Both are empty for transfers, and for what serves many microbatches.
     - `crosses`: what the action exchanges with other stages: `F` values, `B` cotangents, or nothing.
     - `reads`: true if the action reads the stage's weights. A weight half does not: it multiplies what the input half
       left, activations and gradients.
+    - `beside`: the lane of an action that goes on beside the rank's other ones, those of a lane one after the other.
     - `does`, `carries`: of a transfer, what it does with a message, `SEND`, `RECV` or `WAIT`, and the payload: `F`
       value, `B` cotangent, `G` gradient. Both are empty for all others, which have no peer.
     """
@@ -46,6 +47,7 @@ class Kind(NamedTuple):
     after: str = ""
     crosses: str = ""
     reads: bool = False
+    beside: str = ""
     does: str = ""
     carries: str = ""
 
@@ -58,17 +60,19 @@ class Kind(NamedTuple):
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "F": Kind("forward", "", "forward", "F", True),
-        "B": Kind("full backward: gradients of inputs and of weights", "forward", "done", "B", True),
+        "B": Kind("unsplit backward: gradients of inputs and of weights", "forward", "done", "B", True),
         "I": Kind("input half of the backward: gradients of inputs", "forward", "halved", "B", True),
         "W": Kind("weight half of the backward: gradients of weights", "halved", "done"),
-        "C": Kind("checkpointed forward: keeps its inputs only", "", "kept", "F", True),
+        "C": Kind("checkpointed forward: keeps only its inputs", "", "kept", "F", True),
         "R": Kind("recomputation of a checkpointed forward, for its backward", "kept", "forward", reads=True),
         "OVERLAP_F": Kind("forward, overlapped with the backward after it", "", "forward", "F", True),
         "G": Kind("sum of the gradients of all replicas of the stage, each up to its last microbatch"),
         "U": Kind("update of the weights with the gradients up to this microbatch: a new version"),
-        "UNSHARD": Kind("gather the stage's weights from the shards of its data-parallel group"),
-        "RESHARD": Kind("free the gathered weights"),
-        "REDUCE_GRAD": Kind("reduce the gradient up to this microbatch, the last, over the data-parallel group"),
+        "OFFLOAD": Kind("move what a forward keeps off the device", "forward", "hosted", beside="out"),
+        "RELOAD": Kind("move it back, for its backward", "hosted", "forward", beside="back"),
+        "UNSHARD": Kind("gather the stage's weights from the shards of its data-parallel group", beside="group"),
+        "RESHARD": Kind("free the gathered weights", beside="group"),
+        "REDUCE_GRAD": Kind("reduce the gradient up to this microbatch, the last, over the group", beside="group"),
         "SEND_F": Kind("post the send of a value to a later stage", does="SEND", carries="F"),
         "RECV_F": Kind("post the receive of a value from an earlier stage", does="RECV", carries="F"),
         "WAIT_F": Kind("release a sent value: the later stage has consumed it", does="WAIT", carries="F"),
@@ -86,7 +90,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 GATHERINGS = frozenset({"UNSHARD", "RESHARD"})
 """The kinds whose number counts the gatherings of the stage on its rank."""
-COLLECTIVES = GATHERINGS | {"REDUCE_GRAD"}
+BESIDE: Mapping[str, str] = MappingProxyType({kind: word.beside for kind, word in KINDS.items() if word.beside})
+"""The kinds that go on beside the rank's other actions, with their lanes."""
+COLLECTIVES = frozenset(kind for kind, lane in BESIDE.items() if lane == "group")
 """The kinds that concern a stage's data-parallel group, and no other rank of the pipeline."""
 SENDS: Mapping[str, str] = MappingProxyType({word.carries: kind for kind, word in KINDS.items() if word.does == "SEND"})
 """The kinds of sends, by what they carry."""
@@ -185,7 +191,7 @@ def message_of(transfer: Action) -> Message:
     ('0SEND_F0>1', '0SEND_F0>1')
     """
     kind, stage, i, peer, part = transfer
-    _, _, _, _, _, does, carries = KINDS[kind]
+    does, carries = KINDS[kind][-2:]
     source, target = (peer, stage) if does == "RECV" else (stage, peer)
     return new_tuple(Action, (SENDS[carries], source, i, target, part))
 

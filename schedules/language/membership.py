@@ -85,7 +85,7 @@ def require_single_actions(schedule: Schedule) -> None:
     for rank in range(schedule.ranks):
         seen = set[tuple[object, ...]]()
         for position, action in enumerate(schedule.actions(rank)):
-            step = KINDS[action.kind].after, action.stage, action.microbatch, action.slice
+            step = KINDS[action.kind].crosses, *action[1:]
             if step[0] and step in seen:
                 problem = "has already run", f"Drop {action}: each runs once."
                 raise ScheduleError("forward_before_backward", rank, position, action, *problem)

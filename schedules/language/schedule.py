@@ -164,11 +164,6 @@ def completes_gradient(schedule: Schedule, stage: int, rank: int) -> str:
     """Return what makes the gradient of `stage` on `rank` final: its `REDUCE_GRAD`, its `G`, or else every `done` unit.
 
     Generate the rank's actions to find out.
-
-    >>> from schedules import gpipe, reduce_gradients
-    >>> s = gpipe(ranks=2, microbatches=2)
-    >>> completes_gradient(s, 0, 0), completes_gradient(reduce_gradients(s), 0, 0)
-    ('done', 'REDUCE_GRAD')
     """
     actions = (action for action in schedule.actions(rank) if type(action) is Action)
     if any(action.kind == "REDUCE_GRAD" and action.stage == stage for action in actions):
@@ -214,10 +209,9 @@ class Factory(Generic[Arguments]):
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise ArgumentError(
-                f"{self.__name__}: got a call with {error}, expected {self.__name__}{_list_names(self.signature)}. "
-                "Pass these."
-            ) from error
+            wanted = f"{self.__name__}({', '.join(self.signature.parameters)})"
+            problem = f"{self.__name__}: got a call with {error}, expected {wanted}. Pass these."
+            raise ArgumentError(problem) from error
         bound.apply_defaults()
         made = self.make(tuple(bound.arguments.items()))
         for name, value in bound.arguments.items():
@@ -319,10 +313,6 @@ def require_function(decorator: str, generator: object) -> None:
             f"{decorator}: got {quote(generator)}, expected a generator function (rank, ...). Put @{decorator} above "
             "its def."
         )
-
-
-def _list_names(signature: inspect.Signature) -> str:
-    return f"({', '.join(signature.parameters)})"
 
 
 def _require_hashable(factory: str, name: str, value: object) -> None:

@@ -22,8 +22,6 @@ message that the peer made after consuming one of our sends, that send has compl
 that no message vouches for are waited for at the end. Without backwards, as in evaluation, that would be all of them.
 So a rank with one stage waits for those of earlier microbatches as it goes on, and is a few ahead of its peers at most.
 
-So receive buffers are few, whatever the number of microbatches.
-
 Invariants. On each channel, sends and receives are the same messages in the same order. Every receive has one consumer
 on its rank. Every send is followed by exactly one `WAIT`. `W` never communicates. A fused pair stays together.
 """
@@ -38,7 +36,7 @@ from itertools import pairwise
 
 from schedules.arguments import require_types
 from schedules.errors import ScheduleError
-from schedules.language.actions import COLLECTIVES, Action, Message, receive_of, wait_of
+from schedules.language.actions import BESIDE, Action, Message, receive_of, wait_of
 from schedules.language.graph import Graph
 from schedules.language.membership import require_single_actions, require_valid_actions
 from schedules.language.schedule import Schedule, graph_of, picture
@@ -127,16 +125,18 @@ class _Rank:
     - `posted`: the messages received, until they are consumed, each with the messages of this rank it vouches for.
     - `consumed`: per rank, its messages consumed since the last message to it, which the next one vouches for.
     - `unconfirmed`: the messages sent, until another one vouches for them; `confirmed`: those to wait for now.
-    - `line`: the actions that nobody has asked for yet; `None` if nobody will.
+    - `line`: the actions that nobody has asked for yet; it keeps none if nobody will.
+    - `place`: its place on the path of blocked ranks (`_Play.path`); -1 if it is not there.
     """
 
-    def __init__(self, number: int, stream: Iterator[Turn], line: deque[Action] | None) -> None:
+    def __init__(self, number: int, stream: Iterator[Turn], line: deque[Action]) -> None:
         self.number, self.stream, self.line = number, stream, line
         self.turns = deque[Turn]()
         self.sends = deque[tuple[Message, int]]()
         self.wanted: Message | None = None
         self.is_early = self.has_ended = False
-        self.late = set[Message]()
+        self.place = -1
+        self.late = set[Message | None]()
         self.posted: dict[Message, list[Message]] = {}
         self.consumed = defaultdict[int, list[Message]](list)
         self.unconfirmed: dict[Message, None] = {}
@@ -144,12 +144,9 @@ class _Rank:
 
     def turn(self, number: int) -> Turn | None:
         """Return a turn, counted from the next one; `None` if there are not so many."""
-        while len(self.turns) <= number:
-            following = next(self.stream, None)
-            if following is None:
-                return None
+        while len(self.turns) <= number and (following := next(self.stream, None)):
             self.turns.append(following)
-        return self.turns[number]
+        return self.turns[number] if number < len(self.turns) else None
 
     def find_wanted(self) -> Message | None:
         """Return what to receive before the next turn: what it needs, and the compute action after it, if it is one."""
@@ -160,8 +157,8 @@ class _Rank:
                 if message not in posted and message not in late:
                     self.is_early = number > 0
                     return message
-            # Collectives take no time of the rank, so nothing overlaps with them.
-            if (number > 0) != (actions != () and actions[0].kind in COLLECTIVES):
+            # What goes on beside takes no time of the rank, so nothing overlaps with it.
+            if (number > 0) != (actions != () and actions[0].kind in BESIDE):
                 break
             number += 1
         return None
@@ -170,23 +167,25 @@ class _Rank:
 class _Play:
     """All ranks of a program, played together; `wanted` are the ranks whose actions will be asked for.
 
-    `ready`: the ranks that may go on; `latest`: the one that went on last.
+    - `ready`: the ranks that may go on; `latest`: the one that went on last.
+    - `path`: blocked ranks, each of which waits for the next; `senders`: those of them that send; `early`: those that
+      wait for what only a later turn needs.
     """
 
     def __init__(self, program: Program, wanted: Collection[int]) -> None:
         self.schedule, self.routes = program.schedule, program.schedule.placement.routes
         self.waits_early = program.waits_early
         self.ranks = [
-            _Rank(rank, iter(Turns(program.schedule, program.graph, rank)), deque() if rank in wanted else None)
+            _Rank(rank, iter(Turns(program.schedule, program.graph, rank)), deque(maxlen=None if rank in wanted else 0))
             for rank in range(program.schedule.ranks)
         ]
         self.ready = [*reversed(self.ranks)]
+        self.path, self.senders, self.early = list[_Rank](), list[_Rank](), list[_Rank]()
         self.latest = self.ranks[0]
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield the actions of one rank as they become known."""
         me = self.ranks[rank]
-        assert me.line is not None, "the rank is one of those asked for"
         try:
             while me.line or not me.has_ended:
                 if me.line:
@@ -203,6 +202,12 @@ class _Play:
 
     def _advance(self, rank: _Rank) -> None:
         """Play one rank until it blocks, or to its end."""
+        while rank.place >= 0:
+            one = self.path.pop()
+            one.place = -1
+            for some in (self.senders, self.early):
+                if some and some[-1] is one:
+                    some.pop()
         while not rank.has_ended:
             if rank.sends:
                 target = self.ranks[rank.sends[0][1]]
@@ -212,8 +217,7 @@ class _Play:
                 self.ready.append(target)
                 continue
             if rank.confirmed:
-                if rank.line is not None:
-                    rank.line.extend(map(wait_of, rank.confirmed))
+                rank.line.extend(map(wait_of, rank.confirmed))
                 rank.confirmed.clear()
             rank.wanted = rank.wanted or rank.find_wanted()
             if rank.wanted is None:
@@ -231,16 +235,14 @@ class _Play:
         if turn is None:
             rank.has_ended = True
             rank.confirmed += rank.unconfirmed
-            if rank.line is not None:
-                rank.line.extend(map(wait_of, rank.confirmed))
+            rank.line.extend(map(wait_of, rank.confirmed))
             return
         rank.late.clear()
         if self.waits_early and turn.actions:
             old = [sent for sent in rank.unconfirmed if sent.microbatch <= turn.actions[0].microbatch - IN_FLIGHT]
             for sent in old:
                 del rank.unconfirmed[sent]
-            if rank.line is not None:
-                rank.line.extend(map(wait_of, old))
+            rank.line.extend(map(wait_of, old))
         for message in turn.waits:
             for sent in rank.posted.pop(message):
                 del rank.unconfirmed[sent]
@@ -248,8 +250,7 @@ class _Play:
             rank.consumed[self._source(message).number].append(message)
         for message in turn.sends:
             rank.sends.append((message, target_of(message, self.schedule.placement)))
-        if rank.line is not None:
-            rank.line.extend(turn.actions)
+        rank.line.extend(turn.actions)
 
     def _pass(self, source: _Rank, target: _Rank) -> None:
         """Pass the next message of one rank to another."""
@@ -257,9 +258,8 @@ class _Play:
         source.unconfirmed[message] = None
         target.posted[message] = source.consumed.pop(target.number, [])
         target.wanted = None
-        if source.line is not None:
-            source.line.append(message)
-        if target.line is not None:
+        source.line.append(message)
+        if target.line.maxlen is None:
             target.line.append(receive_of(message))
 
     def _source(self, message: Message) -> _Rank:
@@ -274,35 +274,33 @@ class _Play:
         return self._source(rank.wanted)
 
     def _unblock(self, rank: _Rank) -> None:
-        """Let a rank go on, now that all are blocked: one of those that `rank` waits for, which wait for each other.
+        """Let a rank go on, now that all are blocked: one of those that wait for each other.
 
-        A send whose receive nobody has asked for is received now, if possible before an action. Else a receive waits
-        for the action in between: its message depends on it. Raise `ScheduleError` if neither helps.
+        Follow who waits for whom, from the end of the path or else from `rank`, back to a place on the path: the ranks
+        from there on wait in a circle. A send whose receive nobody has asked for is received now, if possible before an
+        action. Else a receive waits for the action in between: its message depends on it. Only the last two on the path
+        may go on, so the rest need not be followed again. Raise `ScheduleError` if neither helps.
         """
-        seen: dict[int, _Rank] = {}
-        while rank.number not in seen and not rank.has_ended:
-            seen[rank.number] = rank
-            blocked, rank = rank, self._blocker(rank)
-        if rank.has_ended:
-            cycle = [blocked]
+        path = self.path
+        rank = self._blocker(path[-1]) if path else rank
+        while rank.place < 0 and not rank.has_ended:
+            rank.place = len(path)
+            path.append(rank)
+            if rank.sends or rank.is_early:
+                (self.senders if rank.sends else self.early).append(rank)
+            rank = self._blocker(rank)
+        start = len(path) - 1 if rank.has_ended else rank.place
+        senders, early = ([one for one in some[-2:] if one.place >= start] for some in (self.senders, self.early))
+        if senders and not rank.has_ended:
+            sender = min(senders, key=lambda one: (bool(self._blocker(one).sends), one.number))
+            self.ready += [self._blocker(sender), sender]
+            self._pass(sender, self.ready[-2])
+        elif early:
+            self.ready.append(waiting := min(early, key=lambda one: one.number))
+            waiting.late |= {waiting.wanted}
+            waiting.wanted = None
         else:
-            numbers = [*seen]
-            cycle = [seen[number] for number in numbers[numbers.index(rank.number) :]]
-            senders = [one for one in cycle if one.sends]
-            if senders:
-                sender = min(senders, key=lambda one: (bool(self._blocker(one).sends), one.number))
-                target = self._blocker(sender)
-                self._pass(sender, target)
-                self.ready += [target, sender]
-                return
-        early = [one for one in cycle if one.wanted is not None and one.is_early and not one.sends]
-        if not early:
-            raise self._explain_deadlock(min(cycle, key=lambda one: one.number))
-        waiting = min(early, key=lambda one: one.number)
-        assert waiting.wanted is not None, "it waits for a message"
-        waiting.late.add(waiting.wanted)
-        waiting.wanted = None
-        self.ready.append(waiting)
+            raise self._explain_deadlock(min(path[start:], key=lambda one: one.number))
 
     def _explain_deadlock(self, rank: _Rank) -> ScheduleError:
         """Return the error for a rank that waits for a message which never comes, or sends one that nobody needs."""

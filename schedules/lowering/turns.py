@@ -57,7 +57,7 @@ class Turns:
         return _Exchange(
             tuple((SENDS[word.crosses], p) for p in sources if homes[p] in self.peers),
             tuple((SENDS[word.crosses], t) for t in targets if homes[t] in self.peers),
-            (word.after == "done" or kind in ("G", "REDUCE_GRAD", "U")) and self.gradients.has_any(kind, s),
+            (word.after == "done" or kind in ("G", "REDUCE_GRAD", "U")) and self.gradients.has_any(s),
         )
 
     def __iter__(self) -> Iterator[Turn]:
@@ -121,16 +121,9 @@ class GradientExchange:
             s: completes_gradient(schedule, s, rank) for s in self.placement.stages_on(rank) if graph.shares[s]
         }
 
-    def has_any(self, kind: str, s: int) -> bool:
-        """Return whether an action of this kind may send gradients or wait for them.
-
-        The kind is a backward, `G`, `REDUCE_GRAD` or `U`.
-        """
-        if kind == "U":
-            return bool(self.graph.shared_by[s])
-        if kind == "REDUCE_GRAD":
-            return bool(self.graph.shares[s])
-        return kind == "G" or bool(self.graph.shares[s]) or self._is_replicated(s)
+    def has_any(self, s: int) -> bool:
+        """Return whether actions on stage `s` send gradients or wait for them."""
+        return bool(self.graph.shares[s] or self.graph.shared_by[s]) or self._is_replicated(s)
 
     def needed_by(self, kind: str, s: int) -> Iterator[Message]:
         """Yield the gradients that an action on stage `s` waits for: a `G`, or the first `U`."""

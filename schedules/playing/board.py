@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-from schedules.language.actions import COLLECTIVES, KINDS, Action, G
+from schedules.language.actions import BESIDE, KINDS, Action, G
 from schedules.language.graph import Graph, chain
 from schedules.language.placement import Placement
 from schedules.playing.outputs import unit_of
@@ -98,7 +98,7 @@ def make_board(problem: Problem, lanes: Lanes) -> PlayBoard:
         needs.append(tuple(found))
     share = [slices if KINDS[action.kind].after else 1 for action in actions]
     factors = costs.factors(problem.microbatches, slices)
-    times = [0.0 if action.kind in COLLECTIVES else costs.time(action.kind, action.stage) for action in actions]
+    times = [0.0 if action.kind in BESIDE else costs.time(action.kind, action.stage) for action in actions]
     for k, action in enumerate(actions if factors else ()):
         times[k] *= factors[unit_of(action, slices)] if KINDS[action.kind].after else 1
     growth = (sizes.growth(action.kind, action.stage, problem.backward) for action in actions)

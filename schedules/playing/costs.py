@@ -116,6 +116,8 @@ class Costs:
     - `OVERLAP_F`: the time a forward adds to the backward it overlaps with; `None` means the time of `F`, so no gain.
     - `UNSHARD`, `REDUCE_GRAD`: the time to gather a stage's weights, and to reduce its gradient. A rank's collectives
       run one after the other, beside its other actions.
+    - `OFFLOAD`, `RELOAD`: the time to move what a forward keeps off the device, and back; `None` means the time of
+      `OFFLOAD`. Both go on beside all else, each one after the other of its kind.
     - `comm`: the time of a transfer between ranks, from the end of the action that makes a value, or of its fused pair,
       to its arrival: a number, or a `Link`. Transfers overlap with compute.
     - `jitter`: multiplies every action's time by a number drawn uniformly from `1 - jitter` to `1 + jitter`, by `seed`.
@@ -140,14 +142,16 @@ class Costs:
     U: Cost = 0
     UNSHARD: Cost = 0
     REDUCE_GRAD: Cost = 0
+    OFFLOAD: Cost = 0
+    RELOAD: Cost | None = None
     jitter: float = 0
     seed: int = 0
     microbatches: tuple[float, ...] = ()
     slices: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        given = [name for name in ("B", "I", "W", "C", "R", "OVERLAP_F") if getattr(self, name) is not None]
-        _require_costs(self, "F", "G", "U", "UNSHARD", "REDUCE_GRAD", *given)
+        given = [name for name in ("B", "I", "W", "C", "R", "OVERLAP_F", "RELOAD") if getattr(self, name) is not None]
+        _require_costs(self, "F", "G", "U", "UNSHARD", "REDUCE_GRAD", "OFFLOAD", *given)
         if not isinstance(self.comm, Link):
             _require_number(self, "comm")
         if type(self.seed) is not int:
@@ -169,7 +173,7 @@ class Costs:
         if kind == "B":
             return self.time("I", stage) + self.time("W", stage)
         if kind not in "IW":
-            return of_stage(self.F, stage)
+            return of_stage(self.OFFLOAD if kind == "RELOAD" else self.F, stage)
         other = self.W if kind == "I" else self.I
         if self.B is None:
             return 1
@@ -245,6 +249,8 @@ class Sizes:
             "B": -activation,
             "I": residual - activation,
             "W": -residual,
+            "OFFLOAD": -activation,
+            "RELOAD": activation,
         }
         return changes.get(kind, 0)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
-from schedules.language.actions import COLLECTIVES, KINDS
+from schedules.language.actions import BESIDE, KINDS
 from schedules.language.graph import Edge, Graph
 from schedules.language.schedule import Schedule, completes_gradient
 from schedules.playing.costs import Costs, Sizes, require_stages
@@ -65,8 +65,8 @@ class GradientArrival(dict[int, float]):
 class Wire(NamedTuple):
     """One kind of action on one stage of one rank: what it takes, what it gives with the transfer times, its costs.
 
-    `grows` is the change in the rank's memory; `special` is true if it does not run by itself: a
-    collective, or the first action of a fused pair.
+    `grows` is the change in the rank's memory; `special` is true if it does not run by itself: what goes on beside, or
+    the first action of a fused pair.
     """
 
     takes: tuple[Dependency, ...]
@@ -132,7 +132,7 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
                 gives = [*given.get((word.crosses or kind, s, route), ())]
                 gives += given.get(("done", s, route), ()) if word.after == "done" else ()
                 share = schedule.slices if word.after else 1
-                special = kind == "OVERLAP_F" or kind in COLLECTIVES
+                special = kind == "OVERLAP_F" or kind in BESIDE
                 time, grows = costs.time(kind, s) / share, sizes.growth(kind, s, schedule.backward) / share
                 rows[s * R + route] = Wire(tuple(takes), tuple(gives), time, grows, special)
     return table

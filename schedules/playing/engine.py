@@ -8,7 +8,7 @@ Idea. `replay` answers it in one loop over all actions, holding only what is in 
 on a dependency; the rank that produces it pushes the blocked rank back onto the stack of runnable ranks. The stack is
 last in, first out, so a rank resumes soon after its input arrives.
 
-A collective goes on beside the rank's other actions (`schedules.playing.lanes`).
+Collectives and moves of memory go on beside the rank's other actions (`schedules.playing.lanes`).
 
 A fused pair runs as one action: it starts once the inputs of both actions are there, and both outputs leave at its end.
 
@@ -17,18 +17,20 @@ Invariant: no rank waits for something that has arrived.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Generator, Iterator, Sequence
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from schedules.errors import ScheduleError
-from schedules.language.actions import COLLECTIVES, KINDS, Action
+from schedules.language.actions import BESIDE, KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.membership import require_valid_actions
 from schedules.language.schedule import Schedule, graph_of
 from schedules.playing.costs import UNITS, Costs
 from schedules.playing.dependencies import Dependency, Wire, Wires, wires
-from schedules.playing.lanes import CollectiveLane
+from schedules.playing.lanes import RankLanes
 from schedules.playing.outputs import unit_of
 
 Gives: TypeAlias = tuple[tuple[Dependency, float], ...]
@@ -68,12 +70,12 @@ class ReplayState:
     - `draws`: the rank's random numbers, if there is jitter.
     - `begin`, `clock`: when the first action began and the last one ended; `busy`: the time spent in actions.
     - `held`, `peak`: current and peak memory.
-    - `lanes`: the rank's collectives.
+    - `lanes`: what goes on beside the rank's other actions.
     """
 
     def __init__(self, streams: Sequence[Iterator[Action]], costs: Costs, wires: Wires, routes: int) -> None:
         P = len(streams)
-        self.jitter, self.lanes = costs.jitter, [CollectiveLane(rank, rows, routes) for rank, rows in enumerate(wires)]
+        self.jitter, self.lanes = costs.jitter, [RankLanes(rank, rows, routes) for rank, rows in enumerate(wires)]
         self.draws = _make_draws(costs.seed, P) if costs.jitter else ()
         self.streams = streams
         self.heads = [next(stream, None) for stream in streams]
@@ -109,7 +111,7 @@ def replay(
         raise
     if any(state.heads):
         raise _explain_deadlock(schedule, state)
-    state.clock = [max(clock, lane.free) for clock, lane in zip(state.clock, state.lanes, strict=True)]
+    state.clock = [max(clock, *lanes.free.values(), 0.0) for clock, lanes in zip(state.clock, state.lanes, strict=True)]
     return state
 
 
@@ -139,6 +141,7 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
         pending: Pending = ()  # the outputs of the first action of a pair, until the pair ends
         rows, stream, action = wires[rank], state.streams[rank], state.heads[rank]
         now, busy, held, peak = state.clock[rank], state.busy[rank], state.held[rank], state.peak[rank]
+        moves = state.lanes[rank].moves
 
         while action is not None:
             # Look up what the action takes, gives and costs.
@@ -147,11 +150,16 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
             if part is not None:
                 unit = unit * slices + part
 
-            # A collective takes place beside the rank's other actions.
-            if special and kind in COLLECTIVES:
-                held += grows
-                peak = max(held, peak)
-                span = _run_collective(state, rank, action, now, time, gives, unit, ready)
+            # Some actions go on beside the rank's other ones. Moves take and free memory while those run.
+            if special and kind in BESIDE:
+                if factors and unit < len(factors) and KINDS[kind].after:
+                    time *= factors[unit]
+                span = _run_beside(state, rank, action, now, time, takes, gives, unit, ready)
+                if KINDS[kind].after:
+                    insort(moves, (span.start if grows > 0 else span.end, grows), key=itemgetter(0))
+                else:
+                    held += grows
+                    peak = max(held, peak)
                 if spans:
                     batch.append(span)
                 action = next(stream, None)
@@ -184,6 +192,9 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
                 state.begin[rank] = min(start, state.begin[rank])
             now = start + time
             busy += time
+            while moves and moves[0][0] <= (start if grows > 0 else now):
+                held += moves.pop(0)[1]
+                peak = max(held, peak)
             held += grows
             if held > peak:
                 peak = held
@@ -226,13 +237,24 @@ def _deliver(gives: Gives, unit: int, now: float, ready: list[int]) -> None:
             ready.append(dependency.consumer)
 
 
-def _run_collective(
-    state: ReplayState, rank: int, action: Action, now: float, time: float, gives: Gives, unit: int, ready: list[int]
+def _run_beside(
+    state: ReplayState,
+    rank: int,
+    action: Action,
+    now: float,
+    time: float,
+    takes: tuple[Dependency, ...],
+    gives: Gives,
+    unit: int,
+    ready: list[int],
 ) -> Span:
-    """Post a collective, send its outputs when it ends, and return its span."""
+    """Post what goes on beside, once its inputs are there; send its outputs when it ends, and return its span."""
     if state.draws:
         time *= state.draws[rank](1 - state.jitter, 1 + state.jitter)
-    start, end = state.lanes[rank].post(action, now, time)
+    for dependency in takes:  # the end of another such action, which is known
+        now = max(now, dependency.arrived.get(unit) or 0.0)
+        del dependency.arrived[unit]
+    start, end = state.lanes[rank].post(action, unit, now, time)
     state.begin[rank] = min(start, state.begin[rank])
     _deliver(gives, unit, end, ready)
     return Span(rank, action, start, end)

@@ -1,57 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives of one rank in time: one after the other, beside the rank's other actions.
+"""Actions that go on beside a rank's other ones, in time: collectives, and moves of what forwards keep.
 
-A collective is posted when the rank comes to it, begins once the one before it has ended, and stops nothing but the
-actions that use its result: those that read gathered weights, and the update with a reduced gradient. They wait at a
-gate, which is put before them by the first collective of their stage. So a schedule without collectives has no gates.
+Each lane (`Kind.beside`) runs one action after the other. An action is posted when the rank comes to it, begins once
+the one before it in its lane has ended, and stops nothing but the actions that use its result: those that read gathered
+weights, the update with a reduced gradient, and whatever needs the state in which a move leaves its microbatch. They
+wait at a gate, which is put before them by the first such action of their stage. So a schedule without any has no
+gates.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from schedules.language.actions import KINDS, Action
 from schedules.playing.dependencies import Dependency, Wire
 
-_READERS = tuple(kind for kind, word in KINDS.items() if word.reads)
-_USERS = {"UNSHARD": _READERS, "REDUCE_GRAD": ("U",)}
+
+def _users(kind: str) -> tuple[str, ...]:
+    """Return the kinds of actions that use the result of an action."""
+    if state := KINDS[kind].after:
+        return tuple(user for user, word in KINDS.items() if word.before == state)
+    return ("U",) if kind == "REDUCE_GRAD" else tuple(user for user, word in KINDS.items() if word.reads)
 
 
 class GateOpening(dict[int, float]):
-    """The `arrived` of a gate: the time it opens, whichever unit is asked for, however often."""
+    """The `arrived` of a gate: the time it opens, for a unit, or else for all of them at `latest`."""
 
     latest = 0.0
 
     def get(self, unit: int, default: float | None = None) -> float | None:  # type: ignore[override]
         """Return when the gate opens."""
-        return self.latest
+        return super().get(unit, self.latest)
 
     def __delitem__(self, unit: int) -> None:
-        """Do nothing: the gate stays open."""
+        """Let a unit through; the gate stays open for others."""
+        self.pop(unit, None)
 
 
-class CollectiveLane:
-    """The collectives of a rank: `free` is when the last one ends, `gates` are by kind of collective and stage."""
+class RankLanes:
+    """The lanes of a rank.
+
+    - `free`: per lane, when the last action ends. `gates`: by kind of action and stage.
+    - `moves`: when moves will have taken or freed memory, and how much, in time order.
+    """
 
     def __init__(self, rank: int, rows: dict[str, dict[int, Wire]], routes: int) -> None:
-        self.rank, self.rows, self.routes, self.free = rank, rows, routes, 0.0
+        self.rank, self.rows, self.routes, self.free = rank, rows, routes, defaultdict[str, float](float)
         self.gates: dict[tuple[str, int], GateOpening] = {}
+        self.moves = list[tuple[float, float]]()
 
-    def post(self, action: Action, now: float, time: float) -> tuple[float, float]:
-        """Return when a collective that is posted `now` begins and ends. Weights are freed at once."""
+    def post(self, action: Action, unit: int, now: float, time: float) -> tuple[float, float]:
+        """Return when an action that is posted `now` begins and ends. Weights are freed at once."""
         kind, stage = action.kind, action.stage
+        word = KINDS[kind]
         if kind == "RESHARD":
             return now, now
-        start = max(now, self.free)
-        self.free = start + time
+        start = max(now, self.free[word.beside])
+        self.free[word.beside] = end = start + time
         if (kind, stage) not in self.gates:
             self._add_gate(kind, stage)
-        self.gates[kind, stage].latest = self.free
-        return start, self.free
+        if word.after:
+            self.gates[kind, stage][unit] = end
+        else:
+            self.gates[kind, stage].latest = end
+        return start, end
 
     def _add_gate(self, kind: str, stage: int) -> None:
         """Make the actions that use the result wait for it."""
         gate = Dependency(kind, (stage, stage), self.rank, self.rank)
         gate.arrived = self.gates[kind, stage] = GateOpening()
-        for rows in (self.rows[user] for user in _USERS[kind]):
+        for rows in (self.rows[user] for user in _users(kind)):
             for key in range(stage * self.routes, (stage + 1) * self.routes):
                 if key in rows:
                     rows[key] = rows[key]._replace(takes=(*rows[key].takes, gate))

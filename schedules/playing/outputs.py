@@ -26,7 +26,13 @@ def inputs_of(action: Action, graph: Graph) -> list[Output]:
     """
     kind, s, i, _, _ = action
     word = KINDS[kind]
-    own = {"": [], "kept": [("F", s, i)], "forward": [("F", s, i)], "halved": [("B", s, i)]}
+    own = {
+        "": [],
+        "kept": [("F", s, i)],
+        "forward": [("F", s, i)],
+        "halved": [("B", s, i)],
+        "hosted": [("OFFLOAD", s, i)],
+    }
     peers = {"F": graph.fed_by[s], "B": graph.pulled_by[s], "": ()}[word.crosses]
     return own[word.before] + [(word.crosses, peer, i) for peer in peers]
 

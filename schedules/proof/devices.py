@@ -25,7 +25,7 @@ from typing import NamedTuple
 from schedules.arguments import require_types
 from schedules.checking.channels import LoweredProgram, streams_of
 from schedules.errors import ProgramError
-from schedules.language.actions import KINDS, Action, message_of, receive_of
+from schedules.language.actions import BESIDE, KINDS, Action, message_of, receive_of
 from schedules.lowering.turns import Turns, target_of
 from schedules.playing.costs import UNITS
 
@@ -110,6 +110,7 @@ def _list_posts(program: LoweredProgram, rank: int, stream: Iterator[Action], co
     turns = iter(Turns(program.schedule, program.graph, rank))
     turn, left = next(turns), 0
     collected: dict[str, list[Action]] = {"UNSHARD": [], "REDUCE_GRAD": []}  # collectives that nothing has waited for
+    moved = dict[tuple[int, int, int | None], Action]()  # the last move of each unit's memory
     waits: list[Action] = []
     for action in stream:
         kind, s = action.kind, action.stage
@@ -126,13 +127,19 @@ def _list_posts(program: LoweredProgram, rank: int, stream: Iterator[Action], co
         if not left:
             left = len(turn.actions)
             waits += map(receive_of, turn.waits)
-        if kind in collected:
+        unit = s, action.microbatch, action.slice
+        before = (moved.pop(unit),) if KINDS[kind].before in ("forward", "hosted") and unit in moved else ()
+        if kind in ("OFFLOAD", "RELOAD"):
+            moved[unit] = action
+            yield Post(action, BESIDE[kind], before)
+        elif kind in collected:
             collected[kind].append(action)
             yield Post(action, "group", (), (rank, action), copies)
         else:
+            waits += before
             taken = [one for one in collected["UNSHARD"] if one.stage == s] if KINDS[kind].reads else []
             taken += collected["REDUCE_GRAD"] if kind == "U" else []
-            yield Post(action, COMPUTE_STREAM, (*waits, *taken), frees=tuple(waits))
+            yield Post(action, COMPUTE_STREAM, (*waits, *taken), frees=tuple(one for one in waits if one not in before))
             waits.clear()
         left -= 1
         if not left:

@@ -177,6 +177,17 @@ class Interpreter:
         self.weights.read(rank, s)
         self.store.put(rank, output, Parcel("residuals", s, s, i, part))
 
+    def _offload(self, rank: int, action: Action) -> Waits:
+        yield from self._move(rank, action, "residuals", "hosted")
+
+    def _reload(self, rank: int, action: Action) -> Waits:
+        yield from self._move(rank, action, "hosted", "residuals")
+
+    def _move(self, rank: int, action: Action, before: str, after: str) -> Waits:
+        _, s, i, _, part = action
+        (kept,) = yield from self.store.take(rank, Parcel(before, s, s, i, part))
+        self.store.put(rank, kept, Parcel(after, s, s, i, part))
+
     def _pull_back(self, rank: int, action: Action) -> Generator[Parcel, None, Formula]:
         """Make the cotangents and return the term to add to the weight gradient."""
         _, s, i, _, part = action
@@ -230,7 +241,9 @@ class Interpreter:
                     yield parcel
         self.weights.write(rank, t)
         if not self.sums.update(action.stage, rank, action.microbatch):
-            problem = "applies gradients that are not there, a part of a reduced sum, or gradients that were applied"
+            problem = (
+                "applies gradients that do not exist, a part of a reduced sum, or gradients that were already applied"
+            )
             repair = "Update once, after the backwards of these microbatches; once, with all, if they are reduced."
             raise self.store.error(rank, problem, repair)
 
@@ -277,6 +290,8 @@ _HANDLERS: Mapping[str, _Handler] = MappingProxyType(
         "B": Interpreter._backward,
         "I": Interpreter._input_half,
         "W": Interpreter._weight_half,
+        "OFFLOAD": Interpreter._offload,
+        "RELOAD": Interpreter._reload,
         "G": Interpreter._sum_replicas,
         "U": Interpreter._update,
         "UNSHARD": Interpreter._gather,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import count, pairwise
+from typing import TypeAlias
 
 from hypothesis import strategies as st
 
@@ -22,14 +23,18 @@ from schedules.language.schedule import Schedule
 from schedules.playing.outputs import inputs_of, output_of
 from schedules.testing.strategies import graphs
 
+DrawnUnit: TypeAlias = tuple[int, int, int | None]
+"""A stage, a microbatch, and a slice."""
+
 
 @st.composite
 def orders(draw: st.DrawFn, ranks: int = 4, stages: int = 6, microbatches: int = 4) -> tuple[Schedule, Graph]:
     """Draw any correct schedule of at most these sizes, and the graph it is correct for.
 
     Draw a placement with one route or two and a graph, then repeatedly any action whose inputs are there. Full and
-    split backwards are mixed, and forwards with and without recomputation; there may be slices, fused neighbors, and
-    weight updates, also of replicas and of stages that share parameters. Shrinks toward one microbatch at a time.
+    split backwards are mixed, and forwards with and without recomputation, or moved off the device and back; there may
+    be slices, fused neighbors, and weight updates, also of replicas and of stages that share parameters. Shrinks toward
+    one microbatch at a time.
     """
     S, M, slices = draw(st.integers(1, stages)), draw(st.integers(1, microbatches)), draw(st.sampled_from([1, 1, 1, 2]))
     routes = draw(st.integers(1, min(2, M)))
@@ -52,15 +57,19 @@ def _any_order(draw: st.DrawFn, graph: Graph, microbatches: int, slices: int) ->
     """Yield all compute actions of all units in some order in which their inputs are there."""
     parts = [None] if slices == 1 else [*range(slices)]
     each = [(s, i, part) for i in range(microbatches) for part in parts for s in range(graph.stages)]
-    split, recomputed = (draw(st.sets(st.sampled_from(each))) for _ in "ab")
+    split, recomputed, moved = (draw(st.sets(st.sampled_from(each))) for _ in "abc")
     waiting = [
         Action(kind, *unit[:2], None, unit[2])
         for unit in each
-        for kind in ("CR" if unit in recomputed else "F") + ("IW" if unit in split else "B")
+        for kind in (
+            *("CR" if unit in recomputed else "F"),
+            *(("OFFLOAD", "RELOAD") if unit in moved else ()),
+            *("IW" if unit in split else "B"),
+        )
     ]
     made = set[tuple[object, ...]]()
     while waiting:
-        ready = [action for action in waiting if made.issuperset(_list_inputs(action, graph, slices, recomputed))]
+        ready = [a for a in waiting if made.issuperset(_list_inputs(a, graph, slices, recomputed, moved))]
         action = ready[draw(st.integers(0, len(ready) - 1))]
         waiting.remove(action)
         made.add((*output_of(action), action.slice))
@@ -68,14 +77,16 @@ def _any_order(draw: st.DrawFn, graph: Graph, microbatches: int, slices: int) ->
 
 
 def _list_inputs(
-    action: Action, graph: Graph, slices: int, recomputed: set[tuple[int, int, int | None]]
+    action: Action, graph: Graph, slices: int, recomputed: set[DrawnUnit], moved: set[DrawnUnit]
 ) -> Iterator[tuple[object, ...]]:
     """Yield what an action needs, by slice: going forward, also the previous slice; going backward, the next one."""
     kind, s, i, _, part = action
     for token in inputs_of(action, graph):
         yield (*token, part)
-    if KINDS[kind].crosses == "B" and (s, i, part) in recomputed:
+    if kind not in ("R", "RELOAD") and KINDS[kind].before == "forward" and (s, i, part) in recomputed:
         yield "R", s, i, part
+    if KINDS[kind].crosses == "B" and (s, i, part) in moved:
+        yield "RELOAD", s, i, part
     if part is not None and (crosses := KINDS[kind].crosses):
         neighbor = part - 1 if crosses == "F" else part + 1
         if 0 <= neighbor < slices:

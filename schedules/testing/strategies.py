@@ -25,8 +25,8 @@ def sizes() -> st.SearchStrategy[tuple[int, int]]:
 def costs() -> st.SearchStrategy[Costs]:
     """Return a strategy for costs in quarters, whose sums are exact in floating point."""
     times = st.integers(1, 20).map(lambda quarters: quarters / 4)
-    passes, others = dict.fromkeys("FBIW", times), dict.fromkeys(("comm", "UNSHARD", "REDUCE_GRAD"), st.just(0) | times)
-    return st.builds(Costs, **passes, **others)
+    passes, maybe = dict.fromkeys("FBIW", times), ("comm", "UNSHARD", "REDUCE_GRAD", "OFFLOAD", "RELOAD")
+    return st.builds(Costs, **passes, **dict.fromkeys(maybe, st.just(0) | times))
 
 
 @st.composite

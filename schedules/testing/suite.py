@@ -24,7 +24,7 @@ from schedules.checking.rules import check
 from schedules.drawing import text
 from schedules.errors import ArgumentError, ScheduleError, SizeError
 from schedules.files.csv import table
-from schedules.language.actions import COLLECTIVES, KINDS, Action, message_of, receive_of
+from schedules.language.actions import BESIDE, KINDS, Action, message_of, receive_of
 from schedules.language.graph import Edge, Graph, chain
 from schedules.language.schedule import Factory, Schedule
 from schedules.lowering.program import lower
@@ -186,7 +186,7 @@ def require_bounds(schedule: Schedule, graph: Graph, times: Costs) -> None:
     makespan = simulate(schedule, times, graph).makespan
     share = {kind: schedule.slices if word.after else 1 for kind, word in KINDS.items()}
     work = [
-        sum(times.time(a.kind, a.stage) / share[a.kind] for a in schedule.actions(rank) if a.kind not in COLLECTIVES)
+        sum(times.time(a.kind, a.stage) / share[a.kind] for a in schedule.actions(rank) if a.kind not in BESIDE)
         for rank in range(schedule.ranks)
     ]
     way = _latency(schedule, graph, times)

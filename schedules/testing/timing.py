@@ -7,7 +7,8 @@ when a value leaves, the simulation describes something that nobody runs.
 Idea. Give every rank a clock and execute its program as written. A message leaves at its `SEND` and arrives one
 transfer time later. A compute action starts once its rank is free, its receives are posted and its messages have
 arrived; the two actions of a fused pair start together. `WAIT` lasts until the message has arrived. Collectives have a
-clock of their own. This shares no logic with the replay or the wiring, which are tested against it.
+clock of their own, and so have moves off the device and back. This shares no logic with the replay or the wiring, which
+are tested against it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from random import Random
 
 from schedules.analysis.simulation import spans
 from schedules.checking.channels import LoweredProgram
-from schedules.language.actions import COLLECTIVES, KINDS, Action, message_of
+from schedules.language.actions import BESIDE, KINDS, Action, message_of
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.lowering.program import lower
@@ -68,7 +69,9 @@ class _Clock:
         self.schedule, self.placement = program.schedule, program.schedule.placement
         self.draw = Random(f"{costs.seed}/{rank}").uniform
         self.now, self.posted, self.spans = 0.0, set[Parcel](), list[Span]()
-        self.free, self.results = 0.0, dict[tuple[str, int], float]()  # when the last collective ends, and each
+        self.free = {"group": 0.0, "out": 0.0, "back": 0.0}  # when the last one of each lane ends
+        self.results = dict[tuple[str, int], float]()  # when each collective ends
+        self.moved = dict[tuple[int, int, int | None], float]()  # when the last move of a unit's memory ends
 
     def run(self) -> Iterator[Parcel]:
         """Execute the program, yielding any message it waits for until that has been sent."""
@@ -76,8 +79,8 @@ class _Clock:
         for action in stream:
             if action.peer is not None:
                 yield from self._transfer(action)
-            elif action.kind in COLLECTIVES:
-                self._collect(action)
+            elif action.kind in BESIDE:
+                self._run_beside(action)
             elif action.kind == "OVERLAP_F":
                 yield from self._compute(action, next(stream))
             else:
@@ -109,16 +112,23 @@ class _Clock:
             yield from self._await(message)
         for result in (result for action in step for result in self._results_for(action)):
             self.now = max(self.now, self.results.get(result, 0))
+        for _, s, i, _, part in step:
+            self.now = max(self.now, self.moved.get((s, i, part), 0))
         for action in step:
             share = self.schedule.slices if KINDS[action.kind].after else 1
             start, self.now = self.now, self.now + self._time(action) / share
             self.spans.append(Span(self.rank, action, start, self.now))
 
-    def _collect(self, action: Action) -> None:
-        start = self.now if action.kind == "RESHARD" else max(self.now, self.free)
-        end = start + self._time(action)
-        if action.kind != "RESHARD":
-            self.free = self.results[action.kind, action.stage] = end
+    def _run_beside(self, action: Action) -> None:
+        kind, s, i, _, part = action
+        moves = kind in ("OFFLOAD", "RELOAD")
+        before = self.moved.get((s, i, part), 0) if moves else 0
+        start = self.now if kind == "RESHARD" else max(self.now, self.free[BESIDE[kind]], before)
+        end = start + self._time(action) / (self.schedule.slices if moves else 1)
+        if moves:
+            self.moved[s, i, part] = self.free[BESIDE[kind]] = end
+        elif kind != "RESHARD":
+            self.free["group"] = self.results[kind, s] = end
         self.spans.append(Span(self.rank, action, start, end))
 
     def _time(self, action: Action) -> float:

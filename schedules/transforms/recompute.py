@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from schedules.arguments import is_size
 from schedules.errors import SizeError
@@ -12,21 +13,23 @@ from schedules.language.schedule import Schedule
 from schedules.transforms.transform import KEPT, transform
 
 
-def _require_stages(schedule: Schedule, stages: tuple[int, ...] | None) -> None:
+def require_own_stages(transform: str, schedule: Schedule, stages: tuple[int, ...] | None) -> None:
+    """Raise `SizeError` for anything but a tuple of the schedule's stages, or `None`."""
     if stages is None:
         return
     if not isinstance(stages, tuple) or not all(is_size(stage, 0, schedule.stages - 1) for stage in stages):
         expected = f"a tuple of stages from 0 to {schedule.stages - 1}"
-        raise SizeError.of("recompute", "stages", stages, expected, "Name stages that the schedule has, as in (0, 2).")
+        raise SizeError.of(transform, "stages", stages, expected, "Name stages that the schedule has, as in (0, 2).")
 
 
-@transform(limits=KEPT, requires=_require_stages)
+@transform(limits=KEPT, requires=partial(require_own_stages, "recompute"))
 def recompute(rank: int, schedule: Schedule, stages: tuple[int, ...] | None = None) -> Iterator[Action]:
     """Checkpoint the forwards on `stages`, by default all, and recompute each directly before its backward.
 
     A stage then holds its inputs from `C` on and its activations only from `R` on (arXiv 1604.06174). A forward
-    overlapped with a backward is separated from it. Forwards that are already checkpointed, and schedules without
-    backwards, stay unchanged. Raise `SizeError` for anything but a tuple of the schedule's stages.
+    overlapped with a backward is separated from it, and what it kept is not moved off the device. Forwards that are
+    already checkpointed, and schedules without backwards, stay unchanged. Raise `SizeError` for anything but a tuple of
+    the schedule's stages.
 
     >>> from schedules import one_f_one_b
     >>> print(recompute(one_f_one_b(ranks=2, microbatches=2)))
@@ -44,6 +47,8 @@ def recompute(rank: int, schedule: Schedule, stages: tuple[int, ...] | None = No
             yield C(stage, i, part)
         elif kind == "OVERLAP_F":
             pair = (action,)
+        elif kind in ("OFFLOAD", "RELOAD") and R(stage, i, part) in kept:
+            continue  # there is nothing to move
         else:
             again = R(stage, i, part)
             if KINDS[kind].crosses == "B" and again in kept:

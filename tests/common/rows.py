@@ -19,6 +19,12 @@ def rows(plan: Schedule | Program, without: Collection[str] = "") -> list[list[A
     return [[action for action in plan.actions(rank) if action.kind not in without] for rank in range(ranks)]
 
 
+def stays_on_the_device(case: tuple[Schedule, object]) -> bool:
+    """Return whether the schedule of a case moves no memory."""
+    schedule, _ = case
+    return not any(action.kind == "OFFLOAD" for row in rows(schedule) for action in row)
+
+
 # -------------------------- Correct schedules of forwards and backwards only: nothing is recomputed or cut into slices
 
 
@@ -28,7 +34,7 @@ def plain_orders(draw, fused=False):
     schedule, graph = draw(orders())
     assume(schedule.slices == 1)
     instead = {"C": "F"} if fused else {"C": "F", "OVERLAP_F": "F"}
-    return edit(schedule, [_replace(row, instead) for row in rows(schedule, without="R")]), graph
+    return edit(schedule, [_replace(row, instead) for row in rows(schedule, without=("R", "OFFLOAD", "RELOAD"))]), graph
 
 
 def _replace(row, instead):

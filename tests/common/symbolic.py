@@ -4,6 +4,7 @@
 from hypothesis import strategies as st
 
 from fpipe.runtime.contract import StageCrossing
+from fpipe.runtime.local import LocalHandle
 from schedules import Graph
 from schedules.proof.formulas import formula
 from schedules.testing import orders
@@ -67,6 +68,14 @@ class Symbolic:
         residuals, cotangents = deferred
         return (*onto, make("W", residuals.kept, cotangents))
 
+    def offload(self, residuals):
+        return Moved(residuals)
+
+    def reload(self, action, residuals):
+        handle = LocalHandle("GROUP", action)
+        handle.finish((residuals.residuals,))
+        return handle
+
     def add(self, first, second):
         return (first, second)
 
@@ -78,6 +87,13 @@ class Symbolic:
             return total
         (specs,) = [one.specs for one in self.shares if one.target == peer]
         return tuple(make(spec, *total) for spec in specs)
+
+
+class Moved:
+    """What a forward keeps, off the device."""
+
+    def __init__(self, residuals):
+        self.residuals = residuals
 
 
 class Residuals:

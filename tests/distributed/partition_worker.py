@@ -17,7 +17,7 @@ from torch import nn
 import fpipe
 from schedules import one_f_one_b
 
-TIMEOUT, STARTED = timedelta(seconds=6), 20
+TIMEOUT, STARTED = timedelta(seconds=6), 5
 
 
 def main() -> None:

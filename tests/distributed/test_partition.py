@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks with a cable between them: one that is pulled is an error on both, and one that only loosens is nothing."""
+"""Two ranks with a cable between them: pulled, it is an error on both; loose, slow or lossy, it changes nothing."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,34 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.common.cable import Cable
 from tests.common.sizes import by_night
 
 WORKER = Path(__file__).with_name("partition_worker.py")
 PATIENCE = 60.0  # seconds until both have started, and until both have ended
 
 
-def ip(words):
-    return subprocess.run(["ip", *words.split()], capture_output=True, text=True, check=False).returncode == 0
-
-
-@pytest.fixture
-def rooms():
-    """The names of two network namespaces with a cable between them."""
-    names = [f"fpipe{os.getpid()}x{k}" for k in range(2)]
+@contextlib.contextmanager
+def plugged(**how):
     try:
-        made = [ip(f"netns add {name}") for name in names]
-        made.append(ip(f"link add cable0 netns {names[0]} type veth peer name cable1 netns {names[1]}"))
-        for k, name in enumerate(names):
-            made += [
-                ip(f"-n {name} {words}") for words in (f"addr add 10.99.0.{k + 1}/24 dev cable{k}", "link set lo up")
-            ]
-            made.append(ip(f"-n {name} link set cable{k} up"))
-        if not all(made):
-            pytest.skip("no network namespaces here: they need root, and iproute2")
-        yield names
-    finally:
-        for name in names:
-            ip(f"netns del {name}")
+        cable = Cable(**how).__enter__()
+    except OSError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    with contextlib.ExitStack() as stack:
+        stack.push(cable)
+        yield cable
 
 
 def start(rooms, seconds, folder):
@@ -68,23 +57,34 @@ def outputs(ranks):
 
 
 @by_night
-def test_a_cable_that_is_pulled_is_an_error_on_both_ranks(rooms, tmp_path):
-    ranks = start(rooms, PATIENCE, tmp_path)
-    assert ip(f"-n {rooms[0]} link set cable0 down")
-    first, second = outputs(ranks)
+def test_a_cable_that_is_pulled_is_an_error_on_both_ranks(tmp_path):
+    with plugged() as cable:
+        ranks = start(cable.rooms, PATIENCE, tmp_path)
+        cable.pulled = True
+        first, second = outputs(ranks)
     assert first.startswith("RankError after "), first
     assert "The first failure: rank 1" in first
     assert "no sign of life from it since, within the timeout of 6 s" in first
     assert second.startswith("RankError after "), second
-    assert "The first failure: rank 0, which keeps the store" in second
+    assert "The first failure: rank 0, which holds the store" in second
 
 
 @by_night
-def test_a_cable_that_loosens_for_a_second_changes_nothing(rooms, tmp_path):
-    ranks = start(rooms, 5.0, tmp_path)
-    assert ip(f"-n {rooms[0]} link set cable0 down")
-    time.sleep(1.0)
-    assert ip(f"-n {rooms[0]} link set cable0 up")
-    first, second = outputs(ranks)
+def test_a_cable_that_loosens_for_a_second_changes_nothing(tmp_path):
+    with plugged() as cable:
+        ranks = start(cable.rooms, 5.0, tmp_path)
+        cable.pulled = True
+        time.sleep(1.0)
+        cable.pulled = False
+        first, second = outputs(ranks)
+    assert first.strip() == "done"
+    assert second.startswith("RankError after "), second  # the first has left
+
+
+@by_night
+@pytest.mark.parametrize(("delay", "loss"), [(0.05, 0.0), (0.2, 0.0), (0.0, 0.01), (0.02, 0.02)])
+def test_a_cable_that_is_slow_or_loses_packets_changes_nothing(tmp_path, delay, loss):
+    with plugged(delay=delay, loss=loss) as cable:
+        first, second = outputs(start(cable.rooms, 5.0, tmp_path))
     assert first.strip() == "done"
     assert second.startswith("RankError after "), second  # the first has left

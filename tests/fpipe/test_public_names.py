@@ -15,9 +15,11 @@ import fpipe
 
 PLACES = {
     "fpipe": """
+Audit CorruptionError
 CaptureError Cause Checkpoint CutError DeadlockError Gradients GraphError InputError LossScale Microbatching
 MismatchError ModuleGraph
 Executed ModelRecord ModelStages NonFinite Optimizer Part Pipeline PipelineError Pipelined Place Plan Profile RankError
+Rerun
 Recording Proof MeasuredTimeline Roofline
 ScheduleError Sharded SizeError Stage Stages StaticDecoder Step Stream StreamResult TransportError
 Verification VocabularyError capture connect_stages cut execute processes stage __version__ all_finite as_tree
@@ -31,8 +33,8 @@ train_step train_stream
 value_and_grad verify
 """,
     "fpipe.errors": """
-CaptureError Cause CutError DeadlockError GraphError InputError MismatchError PipelineError RankError ScheduleError
-SizeError TransportError VocabularyError
+CaptureError Cause CorruptionError CutError DeadlockError GraphError InputError MismatchError PipelineError RankError
+ScheduleError SizeError TransportError VocabularyError
 """,
     "fpipe.front_ends": """
 BatchLeaf Buffer Call CaptureFunction Captured Constant FrontEnd Function Labels Objective Observed Parameter Structure
@@ -95,7 +97,7 @@ SIGNATURES = {
     "stage": "forward name=''",
     "connect_stages": "stages targets=True",
     "processes": "ranks group=None device='cpu'",
-    "value_and_grad": "pipe outputs=False record=None sums=None aux=True",
+    "value_and_grad": "pipe outputs=False record=None sums=None aux=True audit=None",
     "evaluate": "pipe record=None outputs=True aux=True",
     "predict": "pipe",
     "stream": "pipe take",
@@ -129,7 +131,7 @@ SIGNATURES = {
     "clip_value": "grads value donate=False",
     "all_finite": "pipe grads",
     "find_nonfinite": "pipe",
-    "train_step": "pipe optimizer max_norm=None outputs=False record=None aux=True",
+    "train_step": "pipe optimizer max_norm=None outputs=False record=None aux=True audit=None",
     "verify": (
         "pipe model inputs targets=None *params=None *buffers=None *seed=None *steps=1 *tolerance=0 *unsplit=None"
     ),
@@ -254,6 +256,7 @@ def test_a_pipeline_keeps_its_attributes():
         ("TransportError", (RuntimeError,)),
         ("DeadlockError", (RuntimeError,)),
         ("MismatchError", (AssertionError,)),
+        ("CorruptionError", (RuntimeError,)),
         ("ScheduleError", (ValueError,)),
         ("SizeError", (ValueError,)),
         ("GraphError", (ValueError,)),

@@ -299,7 +299,7 @@ def test_the_peak_is_the_highest_level_over_time(case, times):
         peaks = [max((level for _, level in rank), default=0) for rank in levels]
         assert peaks == pytest.approx(simulate(schedule, times, graph, some).peak_memory)
         assert all(rank[-1][1] == pytest.approx(0) for rank in levels if rank)
-        assert all(a[0] < b[0] for rank in levels for a, b in pairwise(rank))
+        assert all(a[0] < b[0] or a[1] > b[1] for rank in levels for a, b in pairwise(rank)), "a moment's peak"
 
 
 def test_costs_may_be_numbers_of_numpy():
@@ -438,7 +438,7 @@ def _each(time, schedule):
 def test_a_trace_has_a_thread_for_the_collectives():
     events = json.loads(drawing.trace({"": spans(GATHERED, COSTS)}))["traceEvents"]
     threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert threads == {0: "rank 0", 1: "rank 0, collectives"}
+    assert threads == {0: "rank 0", 1: "rank 0, beside"}
     assert {event["name"] for event in events if event["ph"] == "X" and event["tid"] == 1} == {
         *(
             "0UNSHARD0",
@@ -500,7 +500,13 @@ def test_costs_are_recovered_from_the_timeline_they_made(data, how):
     costs = data.draw(costs_by_stage(how.stages))
     found = estimate(how, measure(how, costs))
     if how.ranks > 1:
-        assert vars(found) | {"comm": 0} == close(costs) | {"C": None, "R": None, "OVERLAP_F": None, "comm": 0}
+        assert vars(found) | {"comm": 0} == close(costs) | {
+            "C": None,
+            "R": None,
+            "OVERLAP_F": None,
+            "RELOAD": None,
+            "comm": 0,
+        }
         assert found.comm == pytest.approx(costs.comm), "the first value of a step is always waited for"
 
 

@@ -96,8 +96,8 @@ GOOD = (F(1, 0), B(1, 0))
         (
             [F(0, 0), Action("SEND_F", 0, 0, 1), B(0, 0)],
             "rank 0, position 1, 0SEND_F0>1: is not a compute action [rule: compute_only]. "
-            "Yield only F, B, I, W, C, R, OVERLAP_F, G, U, UNSHARD, RESHARD, REDUCE_GRAD; lower() inserts the "
-            "transfers.",
+            "Yield only F, B, I, W, C, R, OVERLAP_F, G, U, OFFLOAD, RELOAD, UNSHARD, RESHARD, REDUCE_GRAD; lower() "
+            "inserts the transfers.",
         ),
         (
             [F(0, 0), B(0, 1)],

@@ -38,10 +38,11 @@ from schedules.drawing.palette import LOOKS, WAIT, shade
 from schedules.drawing.strips import make_strip
 from schedules.drawing.vector import LEFT
 from schedules.errors import ArgumentError, TimelineError
-from schedules.language.actions import COLLECTIVES, KINDS
+from schedules.language.actions import BESIDE, KINDS
 from schedules.playing.outputs import inputs_of, output_of
 from schedules.playing.rows import edit
 from schedules.testing import orders, schedules
+from tests.common.rows import stays_on_the_device
 from tests.common.sizes import sampled
 from tests.common.timelines import NAMES, WAITED, events, timelines
 
@@ -100,7 +101,7 @@ def label(schedule, action):
 
 
 @settings(deadline=None)
-@given(orders())
+@given(orders().filter(stays_on_the_device))
 def test_every_action_is_drawn_once_on_its_rank_at_its_time(case):
     schedule, graph = case
     costs = Costs(G=1 / schedule.slices, U=1 / schedule.slices)
@@ -152,7 +153,7 @@ def test_a_blocked_schedule_is_drawn_up_to_the_block_with_the_reason():
         "rank 0 |F0 B0!|",
         "rank 1 |.  F0 |",
         "rank 0, position 1, 0B0: needs 1B0 or 1I0, which rank 1 never runs [rule: ordered]. Add 1B0 or 1I0 to rank 1.",
-        "This is along a chain of stages. For another stage graph, print connect(schedule, graph).",
+        "This is for a chain of stages. For another stage graph, print connect(schedule, graph).",
     ]
 
 
@@ -239,7 +240,7 @@ def test_any_timelines_make_a_picture_with_a_cell_for_each_action(given_, memory
 
 
 @settings(deadline=None)
-@given(orders())
+@given(orders().filter(stays_on_the_device))
 def test_cells_are_drawn_at_the_simulated_times(case):
     schedule, graph = case
     timeline = list(spans(schedule, Costs(G=1, U=1), graph))
@@ -353,7 +354,7 @@ def test_any_timelines_make_a_trace_with_an_event_for_each_action(given_):
         found = [(e["tid"], e["name"], e["ts"] / 1000, e["dur"] / 1000) for e in complete if e["pid"] == pid]
         below = 1 + max((span.rank for span in timeline), default=0)  # the first thread of collectives
         said = [
-            (rank + below * (action.kind in COLLECTIVES), str(action), start - begin, end - start)
+            (rank + below * (action.kind in BESIDE), str(action), start - begin, end - start)
             for rank, action, start, end in timeline
         ]
         assert sorted(found) == [tuple(map(_close, row)) for row in sorted(said)]

@@ -328,7 +328,7 @@ def test_a_generator_that_never_ends_is_refused_by_all_that_read_it(reader, fact
 
 
 def test_the_error_says_that_the_generator_does_not_end():
-    with pytest.raises(ScheduleError, match=r"rank 1, position 84, 1F0: comes after 84 actions.*\[rule: finite\]. End"):
+    with pytest.raises(ScheduleError, match=r"rank 1, position 92, 1F0: comes after 92 actions.*\[rule: finite\]. End"):
         list(stuttering(ranks=2, microbatches=2).actions(1))
 
 

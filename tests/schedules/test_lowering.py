@@ -23,6 +23,7 @@ from schedules import (
     families,
     forwards,
     gpipe,
+    interleaved_1f1b,
     lower,
     one_f_one_b,
     parse,
@@ -30,6 +31,7 @@ from schedules import (
 )
 from schedules.files.csv import table
 from schedules.language.actions import message_of, receive_of
+from schedules.lowering import program as lowering
 from schedules.lowering.turns import Turns
 from schedules.playing.rows import edit
 from schedules.proof.interpreter import Interpreter, require_whole
@@ -165,6 +167,16 @@ def test_receives_are_posted_a_compute_action_ahead_unless_their_message_depends
             continue
         needless += 1
     assert needless <= 2 * name.startswith("v_"), "a V has circles of circles, of which one rank too many may go on"
+
+
+def test_ranks_that_wait_for_each_other_are_followed_once(monkeypatch):
+    """Not all around the circle whenever one of them goes on: else the cost of an action grows with the ranks."""
+    followed = list[int]()
+    blocker = lowering._Play._blocker
+    monkeypatch.setattr(lowering._Play, "_blocker", lambda play, rank: followed.append(1) or blocker(play, rank))
+    streams = lower(interleaved_1f1b(ranks=64, microbatches=16)).streams(range(64))
+    actions = sum(1 for stream in streams for _ in stream)
+    assert 0 < len(followed) < actions
 
 
 @settings(deadline=None)

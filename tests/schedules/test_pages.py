@@ -36,6 +36,7 @@ from schedules import (
     linear,
     lower,
     memory_over_time,
+    offload,
     one_f_one_b,
     parse,
     pipedream,
@@ -52,12 +53,14 @@ from schedules import (
     zb_v,
 )
 from schedules.drawing import Panel, page, read_trace, sketch, trace
+from schedules.errors import TimelineError
 from schedules.files import read_csv
 from schedules.language.schedule import Limits
 from schedules.playing.rows import edit
 from schedules.testing import orders
 from tests.common.browser import Browser, needs_browser
 from tests.common.command_line import answer
+from tests.common.rows import stays_on_the_device
 from tests.common.sizes import NIGHTLY, few
 from tests.common.timelines import timelines
 
@@ -295,7 +298,7 @@ def test_hover_tells_transfers_and_memory(show):
     x, y = place_of(browser, "0F1")
     below = browser.ask("[lanesOf(panels[0]).work / 2 + 4, view.row - gap() - lanesOf(panels[0]).work / 2 - 3]")
     browser.pointer("mouseMoved", (x, y + below[1]))
-    assert browser.ask("element('tip').textContent") == "rank 0 holds 19 B at 1.5\npeak 19 B at 1, may hold 30 B"
+    assert browser.ask("element('tip').textContent") == "rank 0 holds 19 B at 1.5\npeak 19 B at 1, limit 30 B"
     x = browser.ask("canvas.getBoundingClientRect().x + xOf(panels[0], 1.25)")
     y += browser.ask("view.row")
     browser.pointer("mouseMoved", (x, y + below[0]))
@@ -360,7 +363,7 @@ def test_measured_waits_are_split_from_transfers(show):
     told = "explain(panels[0], panels[0].byText.get('{}'))[0]"
     waits = "waits for the {} of {} from rank {}: {} until it is made, {} in transfer"
     assert browser.ask(told.format("1F0")).endswith(waits.format("value", "0F0", 0, "1 s", "500 ms"))
-    late = waits.format("cotangent", "1B0", 1, "4 s", "250 ms") + ", and 500 ms besides"
+    late = waits.format("cotangent", "1B0", 1, "4 s", "250 ms") + ", and 500 ms for other reasons"
     assert browser.ask(told.format("0B0")).endswith(late)
     assert browser.ask("panels[0].transfers.flat().map((one) => [one.sent, one.here])") == [[5, 5.25], [1, 1.5]]
     assert browser.ask("describe(panels[0], panels[0].byText.get('1B0')).at(2)") == (
@@ -491,9 +494,14 @@ def test_the_page_judges_edits_as_the_checker_does(show, one):
     require_same_verdicts(show({"it": Panel(one, COSTS)}), cases)
 
 
+def test_schedules_that_move_memory_are_refused():
+    with pytest.raises(TimelineError, match="moves memory off the device"):
+        page({"it": Panel(offload(one_f_one_b(4, 8)))})
+
+
 @needs_browser
 @settings(max_examples=few(30))
-@given(orders(ranks=3, stages=5, microbatches=3), st.randoms(use_true_random=False))
+@given(orders(ranks=3, stages=5, microbatches=3).filter(stays_on_the_device), st.randoms(use_true_random=False))
 def test_the_page_judges_edits_of_any_order_as_the_checker_does(browser, tmp_path_factory, drawn, source):
     one, graph = drawn
     browser.open(page({"it": Panel(one, COSTS, graph)}), tmp_path_factory.mktemp("orders") / "page.html")

@@ -3,11 +3,11 @@
 
 import pickle
 from contextlib import suppress
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from math import isfinite
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from schedules import (
@@ -37,13 +37,18 @@ from schedules import (
     eager_1f1b,
     forward_only,
     forwards,
+    from_rows,
+    gis,
     gpipe,
     hanayo,
     interleaved_1f1b,
     interleaved_zero_bubble,
+    linear,
     lower,
+    memory_over_time,
     merge_backward,
     mirror,
+    offload,
     one_f_one_b,
     overlap,
     parse,
@@ -52,6 +57,7 @@ from schedules import (
     schedule,
     seq_1f1b,
     simulate,
+    spans,
     split_backward,
     transform,
 )
@@ -162,7 +168,8 @@ def test_transforms_leave_other_actions_alone(case, room):
     assert rows(split_backward(s), without="IW") == rows(s, without="BIW")
     assert rows(merge_backward(s), without="B") == rows(s, without="BIW")
     assert rows(defer(s, room), without="W") == rows(s, without="W")
-    assert rows(recompute(s), without=("C", "R")) == rows(s, without=("C", "R", "F", "OVERLAP_F"))
+    moves = ("OFFLOAD", "RELOAD")  # of what is recomputed, there is nothing to move
+    assert rows(recompute(s), without=("C", "R", *moves)) == rows(s, without=("C", "R", "F", "OVERLAP_F", *moves))
 
 
 @settings(deadline=None)
@@ -544,3 +551,103 @@ def test_the_text_form_includes_the_whole_graph(graph):
 def test_a_graph_with_other_stages_is_refused(graph):
     with pytest.raises(GraphError, match=r"connect: got .* expected a Graph of 3"):
         connect(gpipe(3, 1), graph)
+
+
+# ------------------------------------------------------------------------------------------------ Moves off the device
+
+
+def moves_of(schedule):
+    return [a for rank in range(schedule.ranks) for a in schedule.actions(rank) if a.kind in ("OFFLOAD", "RELOAD")]
+
+
+@settings(deadline=None, max_examples=30)
+@given(orders(), st.integers(1, 2))
+def test_what_is_moved_stays_correct_and_takes_no_longer(case, passes):
+    """A move takes as long as so many passes, if passes take as long as each other."""
+    s, graph = case
+    assume(not moves_of(s))
+    moved = offload(s, passes=passes)
+    check(moved, graph)
+    prove(moved, graph)
+    assert [[a for a in row if a.kind not in ("OFFLOAD", "RELOAD")] for row in rows(moved)] == rows(s)
+    costs = Costs(F=1, B=1, I=1, W=1, OFFLOAD=passes)
+    before, after = simulate(s, costs, graph), simulate(moved, costs, graph)
+    assert after.makespan == pytest.approx(before.makespan)
+    assert all(a <= b for a, b in zip(after.peak_memory, before.peak_memory, strict=True))
+
+
+def test_moves_are_one_in_one_out():
+    s = offload(interleaved_1f1b(ranks=4, microbatches=16, chunks=2))
+    times = [span for span in spans(s, Costs(F=1, B=2, OFFLOAD=1)) if span.action.kind in ("OFFLOAD", "RELOAD")]
+    assert len(times) == len(moves_of(s)) > 100
+    for rank, kind in product(range(4), ("OFFLOAD", "RELOAD")):
+        mine = [span for span in times if (span.rank, span.action.kind) == (rank, kind)]
+        assert all(a.end <= b.start for a, b in pairwise(mine))
+
+
+@pytest.mark.parametrize(
+    ("how", "peaks", "moved"),
+    [
+        (one_f_one_b(ranks=8, microbatches=32), (8, 7, 6, 5, 4, 3, 2, 1), (3, 3, 3, 3, 3, 3, 2, 1)),
+        (interleaved_1f1b(ranks=4, microbatches=16, chunks=2), (5.5, 4.5, 3.5, 2.5), (1.5, 1.5, 1.5, 1)),
+        (gis(ranks=4, microbatches=16, chunks=2), (4, 3.5, 3, 2.5), (1.5, 1.5, 1, 1)),
+        (gpipe(ranks=4, microbatches=16), (16,) * 4, (3,) * 4),
+    ],
+    ids=repr,
+)
+def test_a_rank_holds_three_stages_activations_if_the_host_is_as_fast_as_a_pass(how, peaks, moved):
+    """One that is computed, one that leaves, one that comes back (arXiv 2503.01328): however many are in flight."""
+    costs = Costs(F=1, B=1, I=1, W=1, OFFLOAD=1)
+    assert simulate(how, costs).peak_memory == peaks
+    assert simulate(offload(how), costs).peak_memory == moved
+    assert simulate(offload(how), costs).makespan == simulate(how, costs).makespan
+
+
+def test_gaps_shorter_than_the_round_trip_are_skipped():
+    s = one_f_one_b(ranks=4, microbatches=8)
+    assert {a.stage for a in moves_of(offload(s))} == {0, 1}
+    assert not moves_of(offload(s, passes=3))
+    assert {a.stage for a in moves_of(offload(s, stages=(1, 3)))} == {1}
+    assert not moves_of(offload(forwards(s)))
+    assert not moves_of(recompute(offload(s)))
+    check(recompute(offload(s), stages=(0,)))
+
+
+def test_moves_take_memory_from_their_start_to_their_end():
+    s = from_rows((parse_all("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1"),), linear(1), microbatches=2)
+    sizes = Sizes(activation=1)
+    assert simulate(s, Costs(F=1, B=1, OFFLOAD=0.5, RELOAD=0.5), sizes=sizes).peak_memory == (2,)
+    slow = list(spans(s, Costs(F=1, B=1, OFFLOAD=2, RELOAD=4)))
+    assert [(str(x.action), x.start, x.end) for x in slow][1:4] == [
+        ("0OFFLOAD0", 1, 3),
+        ("0F1", 1, 2),
+        ("0RELOAD0", 3, 7),
+    ]
+    levels = memory_over_time(slow, s)
+    assert levels == (((0, 1.0), (1, 2.0), (3, 2.0), (8, 1.0), (9, 0.0)),)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("0F0 0OFFLOAD0 0B0", "0B0: comes before 0RELOAD0, and what the forward kept is off the device"),
+        ("0F0 0OFFLOAD0", "end of its actions: 0RELOAD0, with its backward, never runs"),
+        ("0OFFLOAD0 0F0 0RELOAD0 0B0", "0OFFLOAD0: comes before 0F0"),
+        ("0F0 0RELOAD0 0B0", "0RELOAD0: comes before 0OFFLOAD0"),
+        ("0F0 0B0 0OFFLOAD0", "0OFFLOAD0: has already run, or its backward has"),
+    ],
+)
+def test_moves_out_of_place_are_refused(row, message):
+    with pytest.raises(ScheduleError, match=message):
+        check(from_rows((parse_all(row),), linear(1), microbatches=1))
+
+
+def parse_all(text):
+    return tuple(map(parse, text.split()))
+
+
+def test_arguments_of_offload_are_refused():
+    with pytest.raises(SizeError, match="offload: got stages=4, expected a tuple of stages"):
+        offload(gpipe(2, 2), stages=4)
+    with pytest.raises(SizeError, match="offload: got passes=0"):
+        offload(gpipe(2, 2), passes=0)

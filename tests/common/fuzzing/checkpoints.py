@@ -58,8 +58,9 @@ class Checkpoints:
             write_files(home, self.files)
             known = [self._damage(drawn, home, outside) for _ in range(drawn.choice((1, 1, 1, 2, 3)))]
             ways = [self._load, self._load, self._load, self._save]
+            elsewhere = list_entries(outside)  # the damage itself may have gone through a link
             ended = drawn.choice(ways)(home, all(known))
-            assert list_entries(outside) == {"precious": b"mine".hex()}, "a file elsewhere was changed"
+            assert list_entries(outside) == elsewhere, "a file elsewhere was changed"
         return ended
 
     def _damage(self, drawn: Random, home: Path, outside: Path) -> bool:

@@ -24,7 +24,7 @@ import fpipe
 from fpipe.tensors.torch_private import import_tracer
 from schedules import gpipe
 
-late = {"torch._dynamo", "torch.distributed.tensor", "sympy"}
+late = {"torch._dynamo", "torch.distributed.tensor", "torch.distributed._functional_collectives", "sympy"}
 assert not late & {*sys.modules}, late & {*sys.modules}
 
 thread = threading.Thread(target=import_tracer)
