@@ -130,7 +130,7 @@ def pipeline(
         least = find_fewest(schedule) if copies.count == 1 else None
         batchings = make_batchings(example, targets, microbatching, count * copies.pieces, over, least, home)
         batch = batchings[True].split_batch(example, targets)
-        ranks = job.join(schedule.ranks, resolve_group(found.group), home, found.members)
+        ranks = job.join(schedule.ranks, resolve_group(found.group), home, found.members, copies.groups)
     builder = Builder(
         loss, copies.train(schedule), batchings, where, recording, gradients, microbatching, ranks, copies
     )
