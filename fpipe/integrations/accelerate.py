@@ -31,7 +31,9 @@ from fpipe.errors import InputError
 from fpipe.integrations.options import Exclusion, Support, refusing
 from fpipe.integrations.replica import collect_flags, collect_state, compare, find_model, scale_losses
 
-_ONE_REPLICA: Final = "The model is a fpipe.Pipelined, which has its own ranks: pass place=fpipe.Place(mesh=...) to it."
+_ONE_REPLICA: Final = (
+    "The model is an fpipe.Pipelined, which has its own ranks: pass place=fpipe.Place(mesh=...) to it."
+)
 _SAVE: Final = (
     "Call fpipe.save(model.pipe, path, params=dict(model.named_parameters()), buffers=dict(model.named_buffers())) on "
     "every rank, or accelerator.save_model for the weights alone."
@@ -116,7 +118,7 @@ ACCELERATE: Final = (_OPTIONS, LOADERS, _HANDLERS, _METHODS)
 
 @refusing(_METHODS)
 class PipelineAccelerator(Accelerator):
-    """An `Accelerator` that trains a `fpipe.Pipelined` model; everything else is as usual, or refused (`ACCELERATE`).
+    """An `Accelerator` that trains an `fpipe.Pipelined` model; everything else is as usual, or refused (`ACCELERATE`).
 
     Loaders give every process the whole batch, and gathering returns what a process has, once all ranks have agreed
     that they have the same: outputs and losses are. `clip_grad_norm_` clips by the norm over the whole model.
@@ -162,7 +164,7 @@ class PipelineAccelerator(Accelerator):
         return False
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Return the model without a wrapper; raise `InputError` unless it is a `fpipe.Pipelined`."""
+        """Return the model without a wrapper; raise `InputError` unless it is an `fpipe.Pipelined`."""
         if not isinstance(model, Pipelined):
             raise InputError(
                 f"model: got {type(model).__name__}, expected fpipe.Pipelined. Wrap the model before "

@@ -110,7 +110,7 @@ class PipelinePrecision(Precision):
 
 @refusing(_METHODS)
 class PipelineStrategy(SingleDeviceStrategy):
-    """A strategy for a LightningModule that has a `fpipe.Pipelined` as an attribute; everything else is as usual.
+    """A strategy for a LightningModule that has an `fpipe.Pipelined` as an attribute; everything else is as usual.
 
     Pass it with `devices=1`, under torchrun too, and with `enable_checkpointing=False`: each rank holds a part, so save
     with `fpipe.save`. The loss of `training_step` is what the pipelined model returned. `LIGHTNING` is the table.
@@ -127,7 +127,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         models = tuple(one for one in model.modules() if isinstance(one, Pipelined))
         if not models:
             raise InputError(
-                f"model: got {type(model).__name__} without a fpipe.Pipelined, expected one as an attribute. Make it "
+                f"model: got {type(model).__name__} without an fpipe.Pipelined, expected one as an attribute. Make it "
                 "in __init__: self.model = fpipe.Pipelined(...)."
             )
         for one in models:

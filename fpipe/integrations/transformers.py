@@ -32,7 +32,7 @@ _SAVE: Final = "Save with trainer.save_model(path), or with fpipe.save in a call
 _LOSS: Final = "Compute it in the loss of fpipe.Pipelined(model, loss=...)."
 _HALF: Final = "The scaler of float16 sees the gradients of only one rank: use bf16=True."
 _CAST: Final = "It converts the parameters: use bf16=True."
-_RANKS: Final = "The model is a fpipe.Pipelined, which has its own ranks: pass place=fpipe.Place(mesh=...) to it."
+_RANKS: Final = "The model is an fpipe.Pipelined, which has its own ranks: pass place=fpipe.Place(mesh=...) to it."
 _COMPILE: Final = "Compile modules of the model before fpipe.Pipelined(model, ...)."
 _HUB: Final = "Upload the folder that trainer.save_model wrote."
 _DDP: Final = Exclusion("Nothing wraps the model in DDP.", accepted=(None,))
@@ -120,7 +120,7 @@ _METHODS: Final = Support(
     {
         "push_to_hub": Exclusion(_HUB),
         "init_hf_repo": Exclusion(_HUB),
-        "hyperparameter_search": Exclusion("Make a fpipe.Pipelined and a PipelineTrainer for each trial."),
+        "hyperparameter_search": Exclusion("Make an fpipe.Pipelined and a PipelineTrainer for each trial."),
     },
 )
 TRANSFORMERS: Final = (_ARGUMENTS, _OPTIONS, _METHODS)
@@ -146,7 +146,7 @@ def _shifts_by_default(model: nn.Module) -> bool:
 
 @refusing(_METHODS)
 class PipelineTrainer(Trainer):
-    """A `Trainer` of a `fpipe.Pipelined` model whose example is a dict; everything else is as usual.
+    """A `Trainer` of an `fpipe.Pipelined` model whose example is a dict; everything else is as usual.
 
     Losses are weighed as the Trainer does, by tokens, over all accumulated steps: what is trained is the mean of the
     whole batch. If the pipelined model has a `weight`, that counts, and accumulated steps are averaged as equals.

@@ -16,6 +16,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.tensors.torch_private import device_types
+
+MadeThere = TypeVar("MadeThere")
 
 
 def require_reachable(device: torch.device, kinds: Sequence[torch.device], backend: str) -> None:
@@ -88,6 +91,13 @@ def current_index(device: torch.device) -> int | None:
     """Return the number of the current device of this process, if it is of the same kind."""
     kind = torch.accelerator.current_accelerator()
     return None if kind is None or kind.type != device.type else torch.accelerator.current_device_index()
+
+
+def run_on(device: torch.device, make: Callable[[], MadeThere]) -> MadeThere:
+    """Return what `make` returns in a new thread, whose current device is this one."""
+    if current_index(device) is not None:
+        torch.accelerator.set_device_index(device)
+    return make()
 
 
 def require_device(device: torch.device, group: dist.ProcessGroup) -> None:

@@ -36,7 +36,8 @@ from fpipe.errors import Cause
 from fpipe.network.board import PATIENCE, Board, Sign
 from fpipe.network.standing import Situation
 from fpipe.network.trail import Trail
-from fpipe.network.waiting import Awaited, BrokenWaitError, Waitable
+from fpipe.network.waiting import Awaited, BrokenWaitError, Waitable, break_group
+from fpipe.tensors.torch_private import process_groups
 
 SLICE: Final = 0.5  # seconds between two looks
 SILENCE: Final = 4 * SLICE  # a rank without a new sign of life for so long is silent
@@ -93,7 +94,16 @@ class Lookout:
             posted.wait()
         finally:
             self.situation.posted = None
+        if self.trail is not None:
+            self.trail.follow(posted)
         self.require_uncut()
+
+    def break_all(self) -> None:
+        """Break the groups of the pipeline, and all others on which its device may wait, such as those of a mesh."""
+        if self.trail is not None:
+            for group in self.trail.groups & {*process_groups()}:
+                break_group(group)
+        self.release()
 
     def require_uncut(self) -> None:
         """Raise `BrokenWaitError` if the thread has broken the groups: what a device received since is garbage."""
@@ -162,7 +172,7 @@ class Lookout:
         if is_over or self._is_too_long(awaited, now - self.vigil.since):
             self.cut = awaited  # before it breaks: who sees garbage must see this
             posted.give_up()
-            self.release()
+            self.break_all()
 
     def _is_too_long(self, awaited: Awaited, waited: float) -> bool:
         """Report a wait that is long; once it is too long, publish why, and return true."""

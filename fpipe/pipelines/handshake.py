@@ -221,7 +221,7 @@ def _constant_lines(plan: StepPlan) -> Iterator[str]:
 
 def _cut_lines(pipe: Pipeline, plan: StepPlan, variant: Variant, signature: Signature) -> Iterator[str]:
     microbatches = pipe.captures.batchings[variant.loss].split(signature)
-    for assembly in dict(zip(microbatches, plan.assemblies, strict=True)).values():
+    for assembly in dict(zip(microbatches, plan.lasts, strict=True)).values():
         yield f"before units {list(assembly.partition)}"
         yield from map(str, assembly.stages)
 
