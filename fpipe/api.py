@@ -31,6 +31,7 @@ from fpipe.pipelines.merge import Aux, MergeTrees
 from fpipe.pipelines.options import Gradients, Microbatching, Recording, accept_fields
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
+from fpipe.pipelines.slices import require_single_copy
 from fpipe.pipelines.step import ValueAndGrad, agree_to_train, make_evaluation_step, training_variant
 from fpipe.planning.plan import Plan, take_plan
 from fpipe.record.front_ends.parts import as_module
@@ -78,7 +79,9 @@ def pipeline(
       with too few rows run with fewer microbatches.
     - `loss(outputs, targets)` returns a scalar for one microbatch, or `(loss, aux)`, where `aux` is any tree of values.
       Without targets it is `loss(outputs)`, for a model that computes its own: `loss=lambda outputs: outputs.loss`.
-    - `schedule`: for an asynchronous schedule, see `fpipe.train_stream`; for a sliced one, `fpipe.execute`.
+    - `schedule`: for an asynchronous schedule, see `fpipe.train_stream`. One that cuts sequences into slices needs a
+      model with a carry: its forward takes `carry`, which is `None` at the first slice, and returns the pair (outputs,
+      carry); or a causal decoder of transformers, which is called with its cache.
     - `plan`: a plan from `fpipe.plan` for this model, instead of `schedule`, `cuts` and `stages`.
     - `cuts`: where new stages begin, in execution order: module names ("blocks.3.norm"; "norm@1" for the second call),
       or indices of the calls that the model itself makes (of the parts, if the model is a sequence). Given classes or
@@ -122,13 +125,15 @@ def pipeline(
         require_home(module, home)
         found = agree_on_place(job, place, schedule, home)
         copies, count = found.copies, schedule.microbatches
+        require_single_copy(schedule, copies.count)
         over = 1 if microbatching.reduce == "sum" else count * copies.count
         least = find_fewest(schedule) if copies.count == 1 else None
         batchings = make_batchings(example, targets, microbatching, count * copies.pieces, over, least, home)
         batch = batchings[True].split_batch(example, targets)
         ranks = job.join(schedule.ranks, resolve_group(found.group), home, found.members, copies.groups)
-    merge = microbatching.output_dims
-    builder = Builder(loss, copies.train(schedule), batchings, where, recording, gradients, merge, ranks, copies)
+    builder = Builder(
+        loss, copies.train(schedule), batchings, where, recording, gradients, microbatching, ranks, copies
+    )
     return builder.build(module, batch)
 
 

@@ -26,7 +26,7 @@ from fpipe.cutting.balance import Forbidden, Positions, Refusal, balance, refusa
 from fpipe.cutting.calls import Calls, Mark, Selector, describe_selector, is_pattern, selects
 from fpipe.cutting.purity import Purity
 from fpipe.errors import CutError
-from fpipe.record.captured import Call, Captured, Parameter
+from fpipe.record.captured import BatchLeaf, Call, Captured, Parameter
 from fpipe.record.model.places import LOSS
 from fpipe.record.validity import observe
 from fpipe.tensors.arguments import describe_argument
@@ -278,6 +278,38 @@ def cut_at_marks(calls: Calls, stages: Sequence[Sequence[Mark]], what: str) -> P
                 f"training and in evaluation, for every batch.{calls.advise_on_fused(marks)}"
             )
         found.append(place)
+    return tuple(found)
+
+
+def find_slices(captured: Captured, count: int) -> tuple[int, ...]:
+    """Return the positions of the units at which slices after the first begin, in the record of all of them."""
+    calls = [call for call in captured.calls if not call.path]
+    outer = [call for k, call in enumerate(calls) if k == 0 or call.start >= max(one.stop for one in calls[:k])]
+    if len(outer) != count:
+        raise CutError(
+            f"(root): got {len(outer)} calls of the model in the record, expected {count}, one for each slice. Record "
+            'it with the front end "trace".'
+        )
+    found = []
+    for call in outer[1:]:
+        start = call.start
+        while captured.units[start - 1].does.startswith("narrow") and all(
+            isinstance(captured.sources.get(value), BatchLeaf) for value in captured.units[start - 1].reads
+        ):
+            start -= 1
+        found.append(start)
+    return tuple(found)
+
+
+def cut_slices(captured: Captured, model: nn.Module, marks: Sequence[Sequence[Mark]], first: Positions) -> Positions:
+    """Return the positions at which all stages of all slices begin but the very first; `first` are those of slice 0.
+
+    Stages begin at the same calls in each slice. Raise `CutError` if one of them does not take place.
+    """
+    found = [*first]
+    for k, start in enumerate(captured.slices, 1):
+        calls = Calls.of(captured.slice(k), model)
+        found += [start, *(start + position for position in cut_at_marks(calls, marks, f"slice {k}"))]
     return tuple(found)
 
 

@@ -191,6 +191,11 @@ def _require_single_copy(pipe: Pipeline) -> None:
 
 def _require_arguments(pipe: Pipeline, length: int, how: Schedule) -> None:
     require_integer("length", length, least=1)
+    if how.slices > 1:
+        raise InputError(
+            f"schedule: got {describe_argument(how)} of {how.slices} slices, expected whole microbatches: a prompt is "
+            "read in one piece. Pass schedule=, such as gpipe with as many ranks and groups of sequences."
+        )
     if how.placement.homes != pipe.schedule.placement.homes or how.placement.mirrors:
         raise InputError(
             f"schedule: got {describe_argument(how)}, with stages on ranks {quote(how.placement.homes)}, expected one "

@@ -116,21 +116,18 @@ def require_trained(assembly: Assembly, schedule: Schedule) -> None:
 
 def require_runnable(schedule: Schedule) -> None:
     """Raise `InputError` for a schedule that can be checked and simulated, but not run."""
-    repair = (
-        "A pipeline can't run it. Choose a synchronous schedule of whole microbatches, or run pure stages with "
-        "fpipe.execute."
-    )
-    if schedule.slices > 1:
-        raise InputError(
-            f"schedule: got {describe_argument(schedule)} of {schedule.slices} slices, expected whole microbatches. "
-            f"{repair}"
-        )
+    repair = "A pipeline can't run it. Choose a synchronous schedule, or run pure stages with fpipe.execute."
     if schedule.microbatches > MOST_IN_STEP:
         raise InputError(
             f"schedule: got {describe_argument(schedule)} of {schedule.microbatches} microbatches, expected at most "
             f"{MOST_IN_STEP} in a step. Take several steps, and add their gradients up with onto=."
         )
     if updates_in_flight(schedule):  # generated only now: it isn't too long
+        if schedule.slices > 1:
+            raise InputError(
+                f"schedule: got {describe_argument(schedule)} of {schedule.slices} slices, with updates in flight, "
+                "expected whole microbatches or no updates. Choose a synchronous schedule of slices."
+            )
         _require_one_update(schedule)
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
@@ -21,6 +21,7 @@ from fpipe.cutting.calls import Selector
 from fpipe.errors import InputError
 from fpipe.meshes.arguments import Place
 from fpipe.pipelines.argument_checks import require_count, require_reduction
+from fpipe.pipelines.batch import split_evenly
 from fpipe.pipelines.loss_weights import Weight
 from fpipe.record.captured import CaptureFunction, FrontEnd
 from fpipe.stages.backends import Backward
@@ -45,6 +46,10 @@ class Microbatching:
     - `weight(inputs, targets)`: the weight of a microbatch, such as its number of rows or tokens. The loss of a step is
       then the sum of loss * (weight / total), so a mean per row or token is exact however the batch is split. Auxiliary
       losses that the model adds in its forward are scaled the same way.
+    - `slice_dims`: under a schedule that cuts microbatches into slices, the dimension along which tensors are cut;
+      those without it, and those of `None`, are the same for every slice. One for all, or a tree as for `batch_dims`.
+    - `slice_lengths(length, slices)`: returns the lengths of the slices of a sequence; by default they are as even as
+      can be. `fpipe.even_costs` makes slices of the same cost.
     - `reduce`: how losses of microbatches are combined. `"mean"`, for losses that are means: the sum of loss / M; if
       sizes differ, rows of smaller microbatches count for more, unless there is a `weight`. `"sum"`, for losses that
       are sums, as with `reduction="sum"`: the sum over all microbatches of all replicas and shards.
@@ -57,6 +62,8 @@ class Microbatching:
     output_dims: Any = 0
     weight: Weight | None = None
     reduce: str = "mean"
+    slice_dims: Any = 1
+    slice_lengths: Callable[[int, int], Sequence[int]] = split_evenly
 
     def require(self) -> None:
         """Raise `InputError` for a field that can't be."""

@@ -238,7 +238,14 @@ def run_copies(
         else:
             timed = [(plan.parts[copy].timed_programs, given) for copy, given in inputs.items()]
             found = run_recorded(pipe.ranks, timed, pipe.device, record)
+    if plan.slices > 1:
+        found = [{rank: _by_microbatch(one, plan.slices) for rank, one in outcomes.items()} for outcomes in found]
     return dict(zip(inputs, found, strict=True))
+
+
+def _by_microbatch(outcome: Outcome, slices: int) -> Outcome:
+    """Return an outcome with the results by microbatch, which its last slice has returned."""
+    return outcome._replace(results={unit // slices: values for unit, values in outcome.results.items()})
 
 
 def optional_sums(plan: StepPlan, given: Mapping[int, Inputs]) -> frozenset[str]:

@@ -362,6 +362,11 @@ def _make(factory: Schedule | ScheduleFactory, ranks: int, microbatches: int) ->
             f"{microbatches} microbatches. Return one, or raise SizeError where there is none."
         )
     require_runnable(made)
+    if made.slices > 1:
+        raise InputError(
+            f"schedule: got {quote(made)} of {made.slices} slices, expected whole microbatches: a profile "
+            "has no costs of slices. Build a pipeline with it, and measure that."
+        )
     require_backward(made)
     if (made.ranks, made.microbatches) != (ranks, microbatches):
         raise SizeError.of("plan", "schedules", made, f"{ranks} ranks and {microbatches} microbatches", "Drop it.")

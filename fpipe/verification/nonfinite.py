@@ -33,6 +33,7 @@ from fpipe.runtime.contract import StageLike
 from fpipe.runtime.executor import ActionHandler, Execution, Inputs, Instruction, LinkedProgram
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.runtime.transport import Payload, Transport
+from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import ModelStage
 from fpipe.tensors import random
 from fpipe.tensors.names import accept_trees
@@ -184,7 +185,7 @@ class _CheckedExecution(Execution):
 
     def _list_made(self, action: Action, values: Payload) -> Iterator[tuple[str, Any]]:
         """Yield what an action made, with its name: values with a gradient, the loss, cotangents."""
-        stage, assembly = self._stage(action), self.plan.assemblies[action.microbatch]
+        stage, assembly = self._stage(action), self._cut(action)
         paths = {value: unit.path for unit in assembly.captured.units for value in unit.makes}
         if action.kind in FORWARDS:
             differentiable = {(one.source, value) for one in stage.pulled_by for value in one.values}
@@ -208,7 +209,10 @@ class _CheckedExecution(Execution):
                 yield f"grads[{name!r}]", grad
 
     def _stage(self, action: Action) -> ModelStage:
-        return self.plan.assemblies[action.microbatch].stages[action.stage]
+        return self._cut(action).stages[action.stage]
+
+    def _cut(self, action: Action) -> Assembly:
+        return self.plan.assemblies[action.microbatch * self.plan.slices + (action.slice or 0)]
 
     def _order(self, action: Action) -> Order:
         i = self.plan.copy * self.plan.microbatches + action.microbatch

@@ -291,6 +291,11 @@ def _require_here(pipe: Pipeline) -> None:
             "proof needs the computation of all ranks. Build the pipeline again without torch.distributed, with the "
             "same arguments: it computes the same."
         )
+    if pipe.schedule.slices > 1:
+        raise InputError(
+            f"pipe: got one of {pipe.schedule.slices} slices, expected whole microbatches: the loop over slices is not "
+            "an expression of the model. Call fpipe.verify, which compares bits."
+        )
     if pipe.device.type != "cpu":
         raise InputError(
             f"pipe: got one on {pipe.device}, expected one on the CPU: inputs are known by their bytes. Build it again "

@@ -243,6 +243,7 @@ TINY = {
     "mesh": "--steps 2",
     "own_backward": "",
     "pure_stages": "",
+    "slices": "",
     "trainer": "--steps 2 --path {folder}",
 }
 SAME = {  # the lines that must be the same on any number of ranks
@@ -254,6 +255,7 @@ SAME = {  # the lines that must be the same on any number of ranks
     "mesh": r"step|process 0 of \d+: [1-9]\d* parameters equal those of one device, bit for bit",
     "own_backward": "loss .*; 4 of 4 gradients equal those of autograd",
     "pure_stages": "gpipe|one_f_one_b|zb_h1|parameters equal those of the loop under all schedules, bit for bit",
+    "slices": "one_f_one_b|seq_1f1b",
     "trainer": "step|held-out loss .*, with the saved model on one device too",
 }
 LINES = {
@@ -265,6 +267,7 @@ LINES = {
     "custom_schedule": 1,
     "own_backward": 1,
     "pure_stages": 10,
+    "slices": 3,
     "trainer": 3,
 }
 
