@@ -49,6 +49,7 @@ NAMES: Final = (
     "updates",
     "streams",
     "generation",
+    "audits",
 )
 ARGUMENTS: Final = {"searching": ("--seconds", "2")}
 """The arguments of those that would take too long for the page without."""
@@ -87,8 +88,9 @@ def page(found: list[Found]) -> str:
     """Return the whole page."""
     minutes = sum(one.seconds for one in found) / 60
     head = (
-        "# Benchmarks\n\n`make bench` writes this page. The incumbent is `torch.distributed.pipelining` of the same "
-        "torch, in the same run. Where its column is empty, it has nothing to measure. One thread per process."
+        "# Benchmarks\n\n`make bench` writes this page. The column `torch` is `torch.distributed.pipelining` "
+        "of the same version, measured in the same run; it is empty if torch has nothing comparable. One thread per "
+        "process."
         f"\n\n{machine()}."
     )
     took = row("all benchmarks of this page", "minutes", minutes, None, most(MINUTES))

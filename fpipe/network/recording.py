@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 
 from fpipe.network.ranks import Ranks
+from fpipe.network.waiting import has_streams
 from fpipe.runtime.contract import StageLike
 from fpipe.runtime.executor import ActionHandler, Execution, Inputs, LinkedProgram, Outcome
 from fpipe.runtime.transport import Payload, Transport, posted_action
@@ -108,7 +109,7 @@ class DeviceStopwatch:
 
 def stopwatch(device: torch.device, record: RecordSpan) -> Stopwatch:
     """Return the stopwatch for computations on `device`."""
-    if device.type == "cpu":
+    if not has_streams(device):
         return HostStopwatch(record)
 
     def mark() -> StreamEvent:

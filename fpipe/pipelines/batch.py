@@ -470,9 +470,9 @@ class SplitBatch:
         """Raise `InputError` for a leaf that requires a gradient: a step returns none, so it would be lost."""
         for name in self.wanting:
             raise InputError(
-                f"{name}: got a tensor that requires a gradient, expected one that does not: a step returns the "
-                "gradients of parameters only, and this one would be lost. Pass x.detach(), or make what computes it a "
-                "part of the model."
+                f"{name}: got a tensor that requires a gradient, expected one that does not: a step returns only the "
+                "gradients of parameters, and this one would be lost. Pass x.detach(), or move the code that computes "
+                "it into the model."
             )
 
     def take(self, needed: Iterable[int] | None = None) -> dict[int, Sequence[Tensor]]:

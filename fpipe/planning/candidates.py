@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, takewhile
-from math import inf
+from math import ceil, inf
 from time import monotonic
 from typing import Final, TypeAlias
 
@@ -27,6 +27,7 @@ from fpipe.planning.chain import Loads, partition_chain
 from fpipe.planning.plan import Prediction
 from fpipe.planning.profile import Profile
 from schedules import (
+    Costs,
     Graph,
     Placement,
     Problem,
@@ -38,6 +39,7 @@ from schedules import (
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
+    offload,
     one_f_one_b,
     recompute,
     simulate,
@@ -85,6 +87,7 @@ class PlanProblem:
     - `profile`: the costs of the model's blocks.
     - `caps`: the bytes of each rank. `weights`: how often parameters are held, optimizer state included.
     - `places`: the blocks at which a stage may begin; `pinned`: those at which one must.
+    - `host`: the bytes per second at which a rank can move activations to the host; 0 if none may.
     - `end`: when the search has to end, in seconds of `time.monotonic`.
     """
 
@@ -94,14 +97,19 @@ class PlanProblem:
     weights: float
     places: frozenset[int]
     pinned: tuple[int, ...] = ()
+    host: float = 0
     end: float = inf
 
     @classmethod
-    def of(cls, profile: Profile, microbatches: int, caps: tuple[float, ...], weights: float = 4.0) -> PlanProblem:
+    def of(
+        cls, profile: Profile, microbatches: int, caps: tuple[float, ...], weights: float = 4.0, host: float = 0
+    ) -> PlanProblem:
         """Return the problem in which a stage may begin with the call of any module, which a plan can name."""
         starts = (any(mark.path and not mark.end for mark in block.marks) for block in profile.blocks)
         return cls(
-            profile, microbatches, caps, weights, frozenset(k for k, begins in enumerate(starts) if k and begins)
+            *(profile, microbatches, caps, weights),
+            frozenset(k for k, begins in enumerate(starts) if k and begins),
+            host=host,
         )
 
     @property
@@ -118,14 +126,22 @@ class PlanProblem:
         found = self.profile.sizes(cuts, placement)
         return replace(found, weight=tuple(self.weights * of_stage(found.weight, s) for s in range(placement.stages)))
 
+    def costs(self, cuts: Sequence[int]) -> Costs:
+        """Return the costs of the stages, in seconds, with those of moves to the host if there are any."""
+        found = self.profile.costs(cuts)
+        if not self.host:
+            return found
+        ranges = self.profile.ranges.activation
+        return replace(found, OFFLOAD=tuple(float(ranges[stage]) / self.host for stage in self.profile.stages(cuts)))
+
     def pose(self, placement: Placement, cuts: Sequence[int], split: bool, graph: Graph | None = None) -> Problem:
         """Return the problem that an order of these stages solves."""
         memory, sizes = tuple(cap * (1 - MARGIN) for cap in self.caps), self.sizes(placement, cuts)
-        return Problem(self.profile.costs(cuts), placement, self.microbatches, memory, sizes, graph, split)
+        return Problem(self.costs(cuts), placement, self.microbatches, memory, sizes, graph, split)
 
     def try_out(self, schedule: Schedule, cuts: Sequence[int]) -> Candidate:
         """Return a schedule and cuts as a candidate, with the prediction of a step."""
-        timeline = simulate(schedule, self.profile.costs(cuts), sizes=self.sizes(schedule.placement, cuts))
+        timeline = simulate(schedule, self.costs(cuts), sizes=self.sizes(schedule.placement, cuts))
         memory = tuple(int(-(-held // 1)) for held in timeline.peak_memory)
         predicted = Prediction(timeline.makespan + self.profile.step, timeline.bubble, memory)
         return Candidate(self, schedule, tuple(cuts), predicted)
@@ -173,7 +189,8 @@ def _find_blocks(profile: Profile, k: int, stage: StageEnds) -> tuple[int, int]:
     """Return the first block of a stage and the one after its last."""
     if not (isinstance(stage, tuple) and len(stage) == 2 and all(isinstance(name, str | None) for name in stage)):
         raise InputError(
-            f'stages[{k}]: got {stage!r}, expected two names of modules, or None. Pass ("blocks.4", "blocks.8"), say.'
+            f'stages[{k}]: got {stage!r}, expected two names of modules, or None. Pass, for example, ("blocks.4", '
+            '"blocks.8").'
         )
     begin, end = (None if name is None else profile.stages([name])[1][0] for name in stage)
     if begin is not None and end is not None and begin >= end:
@@ -203,7 +220,7 @@ def _best_of(best: Candidate, loads: Loads, cuts: Sequence[tuple[int, ...]]) -> 
 
     If it fits, cuts with which the busiest rank alone works for as long as its step takes are not tried.
     """
-    problem, base = best.problem, _without_recomputation(best.schedule)
+    problem, base = best.problem, _find_base(best.schedule)
     if cuts and best.fits:
         worth = loads.busiest(torch.tensor(cuts, dtype=torch.int64)) < best.predicted.seconds
         cuts = [one for one, yes in zip(cuts, worth.tolist(), strict=True) if yes]
@@ -212,9 +229,24 @@ def _best_of(best: Candidate, loads: Loads, cuts: Sequence[tuple[int, ...]]) -> 
 
 
 def fit_memory(candidate: Candidate) -> Candidate:
-    """Return the candidate with as many stages recomputed as it takes to fit, or with all of them."""
+    """Return the candidate with as many stages recomputed as it takes to fit, or with all of them; or offloaded."""
     if candidate.fits:
         return candidate
+    made = [_fit_by_recomputation(candidate), *([_offload(candidate)] if candidate.problem.host else [])]
+    return min(made, key=lambda one: one.rank_key)
+
+
+def _offload(candidate: Candidate) -> Candidate:
+    """Return the candidate with activations moved to the host, at the rate at which the slowest move keeps up."""
+    problem, schedule = candidate.problem, candidate.schedule
+    costs, stages = problem.costs(candidate.cuts), range(schedule.stages)
+    slowest = max(costs.time("OFFLOAD", s) for s in stages)
+    quickest = min(costs.time(kind, s) for kind in "FB" for s in stages)
+    passes = min(schedule.microbatches, ceil(slowest / quickest)) if quickest else schedule.microbatches
+    return problem.try_out(offload(schedule, passes=max(1, passes)), candidate.cuts)
+
+
+def _fit_by_recomputation(candidate: Candidate) -> Candidate:
     problem, base, stages = candidate.problem, candidate.schedule, frozenset[int]()
     sizes = problem.sizes(base.placement, candidate.cuts)
     for rank, cap in enumerate(problem.caps):
@@ -257,7 +289,7 @@ def _recompute(base: Schedule, stages: frozenset[int]) -> Schedule:
 def improve(candidate: Candidate) -> Iterator[Candidate]:
     """Yield better and better candidates: each moves one cut of the one before, or two, by the step that helps most."""
     problem = candidate.problem
-    loads = Loads(problem.profile, _without_recomputation(candidate.schedule))
+    loads = Loads(problem.profile, _find_base(candidate.schedule))
     listed = loads.list_cuts(problem.places, problem.pinned)[TRIED_AT_START:TRIED_LATER]
     moves: tuple[Callable[[tuple[int, ...]], list[tuple[int, ...]]], ...] = (
         lambda cuts: listed,
@@ -278,20 +310,21 @@ def follow_costs(candidate: Candidate) -> Candidate | None:
     """Return the candidate with the order that its schedule's factory makes for the costs of its stages, if that is
     faster and fits; `None` if not, or if the factory follows no costs.
     """
-    base = _without_recomputation(candidate.schedule)
+    base = _find_base(candidate.schedule)
     given = dict(base.arguments)
     if given.get("costs", candidate) is not None:
         return None
-    found = base.factory(**{**given, "costs": candidate.problem.profile.costs(candidate.cuts)})
+    found = base.factory(**{**given, "costs": candidate.problem.costs(candidate.cuts)})
     if base is not candidate.schedule:
         found = candidate.schedule.factory(**{**dict(candidate.schedule.arguments), "schedule": found})
     followed = candidate.problem.try_out(found, candidate.cuts)
     return followed if followed.rank_key < candidate.rank_key else None
 
 
-def _without_recomputation(schedule: Schedule) -> Schedule:
+def _find_base(schedule: Schedule) -> Schedule:
+    """Return the schedule that was recomputed or offloaded to fit into memory."""
     inner = dict(schedule.arguments).get("schedule")
-    return inner if schedule.factory is recompute and isinstance(inner, Schedule) else schedule
+    return inner if schedule.factory in (recompute, offload) and isinstance(inner, Schedule) else schedule
 
 
 def _neighbors(cuts: tuple[int, ...], problem: PlanProblem) -> Iterator[tuple[int, ...]]:
@@ -329,6 +362,11 @@ def _make(factory: Schedule | ScheduleFactory, ranks: int, microbatches: int) ->
             f"{microbatches} microbatches. Return one, or raise SizeError where there is none."
         )
     require_runnable(made)
+    if made.slices > 1:
+        raise InputError(
+            f"schedule: got {quote(made)} of {made.slices} slices, expected whole microbatches: a profile "
+            "has no costs of slices. Build a pipeline with it, and measure that."
+        )
     require_backward(made)
     if (made.ranks, made.microbatches) != (ranks, microbatches):
         raise SizeError.of("plan", "schedules", made, f"{ranks} ranks and {microbatches} microbatches", "Drop it.")

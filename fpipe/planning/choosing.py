@@ -171,7 +171,7 @@ def _conclude(search: Search, problems: Sequence[PlanProblem]) -> Plan:
         predicted=best.predicted,
         limits=_explain_time(best),
         caps=best.problem.caps,
-        costs=profile.costs(best.cuts),
+        costs=best.problem.costs(best.cuts),
         sizes=best.problem.sizes(best.schedule.placement, best.cuts),
         bound=least.makespan,
         because=least.because,
@@ -193,14 +193,14 @@ def _certify(best: Candidate) -> Certificate | None:
     if how.stages * how.microbatches > MOST_CERTIFIED:
         return None
     try:
-        return certify(how, best.problem.profile.costs(best.cuts), best.problem.sizes(how.placement, best.cuts))
+        return certify(how, best.problem.costs(best.cuts), best.problem.sizes(how.placement, best.cuts))
     except ProgramError:
         return None
 
 
 def _explain_time(candidate: Candidate, most: int = 3) -> str:
     """Return what the step's time consists of: the largest shares of the critical path."""
-    path = critical_path(candidate.schedule, candidate.problem.profile.costs(candidate.cuts))
+    path = critical_path(candidate.schedule, candidate.problem.costs(candidate.cuts))
     whole = sum(share.time for share in path.shares) or 1.0
     return ", ".join(f"{share.what} {100 * share.time / whole:.0f} %" for share in path.shares[:most])
 
@@ -215,8 +215,8 @@ def _require_fitting(search: Search) -> Candidate:
     if not best.fits:
         held, cap = max(zip(best.predicted.memory, best.problem.caps, strict=True), key=lambda pair: pair[0] - pair[1])
         raise InputError(
-            f"memory: got {format_bytes(cap)}, expected at least {format_bytes(held)} ({held} bytes), which is the "
-            f"least that a rank holds of all that was tried ({name_schedule(best.schedule)}). Use more ranks, more "
+            f"memory: got {format_bytes(cap)}, expected at least {format_bytes(held)} ({held} bytes), the least peak "
+            f"of a rank among all plans that were tried ({name_schedule(best.schedule)}). Use more ranks, more "
             "microbatches, or a smaller batch."
         )
     return best
@@ -262,6 +262,6 @@ def _advise(best: Candidate, alone: RunnerUp, copies: RunnerUp) -> str:
     what = "train on one device" if one is alone else "use data parallelism"
     ratio = best.predicted.seconds / one.seconds
     return (
-        f"No pipeline pays here: {what}, in {format_seconds(one.seconds)} per step. The model fits, and this plan "
+        f"No pipeline pays off here: {what}, in {format_seconds(one.seconds)} per step. The model fits, and this plan "
         f"takes {ratio:.2f} times as long."
     )

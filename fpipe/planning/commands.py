@@ -21,7 +21,7 @@ from typing import Any
 from fpipe.errors import InputError
 from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
 from fpipe.planning.choosing import choose, say_progress
-from fpipe.planning.make import parse_caps, plan
+from fpipe.planning.make import parse_bytes, parse_caps, plan
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.tensors.arguments import require_integer
@@ -37,14 +37,15 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "subject", help="file.py:function, which returns the arguments of fpipe.plan, or a profile.json"
     )
-    parser.add_argument("--ranks", type=int, help="how many", metavar="P")
-    parser.add_argument("--microbatches", type=_read_numbers, help="the numbers to choose from", metavar="M,M,...")
-    parser.add_argument("--memory", help="what a rank may hold, such as 80GB", metavar="BYTES")
-    parser.add_argument("--schedules", type=_read_names, help="the schedules to choose from", metavar="NAME,NAME,...")
+    parser.add_argument("--ranks", type=int, help="the number of ranks", metavar="P")
+    parser.add_argument("--microbatches", type=_read_numbers, help="the numbers to try", metavar="M,M,...")
+    parser.add_argument("--memory", help="the memory limit of a rank, such as 80GB", metavar="BYTES")
+    parser.add_argument("--host", help="how fast activations move to the host, such as 25GB", metavar="BYTES/S")
+    parser.add_argument("--schedules", type=_read_names, help="the schedules to try", metavar="NAME,NAME,...")
     parser.add_argument("--cuts", type=_read_names, help="modules at which a stage must begin", metavar="NAME,NAME,...")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long to search at most", metavar="S")
+    parser.add_argument("--seconds", type=float, default=60.0, help="the most time to search", metavar="S")
     parser.add_argument("--save", type=Path, help="write the plan to a file", metavar="FILE")
-    parser.add_argument("--page", type=Path, help="write the predicted step as a page to look at", metavar="FILE")
+    parser.add_argument("--page", type=Path, help="write the predicted step as an interactive page", metavar="FILE")
     parser.set_defaults(run=print_plan)
 
 
@@ -84,6 +85,7 @@ def _make_plan(options: argparse.Namespace) -> Plan:
         "ranks": options.ranks,
         "microbatches": options.microbatches,
         "memory": options.memory,
+        "host": options.host,
         "schedules": options.schedules and [find_factory(name) for name in options.schedules],
         "cuts": options.cuts,
     }
@@ -93,7 +95,7 @@ def _make_plan(options: argparse.Namespace) -> Plan:
         return _plan_profile(Path(options.subject), given, options.seconds)
     arguments = {**call_task(Path(file), function), **given}
     if "ranks" not in arguments:
-        raise InputError("ranks: got none, expected their number. Pass --ranks 4, say.")
+        raise InputError("ranks: got none, expected their number. Pass, for example, --ranks 4.")
     return plan(**{"seconds": options.seconds, **arguments})
 
 
@@ -120,14 +122,16 @@ def _plan_profile(path: Path, given: Mapping[str, Any], seconds: float) -> Plan:
     profile, ranks, numbers = Profile.read(path), given.get("ranks"), given.get("microbatches", ())
     if ranks is None or len(numbers) != 1:
         raise InputError(
-            f"{path}: got ranks={ranks} and microbatches={list(numbers)}, expected one number of each: a profile is of "
-            "microbatches of one size. Pass --ranks 4 --microbatches 8, say."
+            f"{path}: got ranks={ranks} and microbatches={list(numbers)}, expected one number of each: a profile is "
+            "for microbatches of one size. Pass, for example, --ranks 4 --microbatches 8."
         )
     require_integer("ranks", ranks, least=1)
     require_integer("microbatches", numbers[0], least=1)
     if not 0 < seconds < inf:
         raise InputError(f"seconds: got {seconds}, expected a number above 0. Correct it.")
-    problem = PlanProblem.of(profile, numbers[0], parse_caps(given.get("memory"), ranks)).pin(given.get("cuts", ()))
+    host = parse_bytes("host", given["host"]) if "host" in given else 0.0
+    problem = PlanProblem.of(profile, numbers[0], parse_caps(given.get("memory"), ranks), host=host)
+    problem = problem.pin(given.get("cuts", ()))
     factories: tuple[ScheduleFactory, ...] = tuple(given.get("schedules", FACTORIES))
     with showing("plan"):
         return choose([problem], factories, seconds=seconds, report=say_progress, ordered="schedules" not in given)

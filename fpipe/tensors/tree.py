@@ -193,7 +193,7 @@ def broadcast(what: str, prefix: Tree, structure: Structure) -> list[Any]:
     except ValueError as error:
         raise InputError(
             f"{what}: got {prefix!r}, expected one value for all, or a tree such as {_show(structure, '0')}: one value "
-            "for each tensor, or for all tensors of a branch. Give a value for each argument, and one for the targets."
+            "for each tensor, or for all tensors of a branch. Pass a value for each argument, and one for the targets."
         ) from error
     return [value for leaf, value in zip(leaves, said, strict=True) if leaf is tensor]
 

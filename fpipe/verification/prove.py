@@ -10,9 +10,10 @@ Runs when `prove` is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 import optree
@@ -25,22 +26,32 @@ from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.step import training_variant
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.front_ends.parts import as_module
 from fpipe.tensors.placed import require_plain
 from fpipe.tensors.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from fpipe.verification.comparison import Results, list_pairs
+from fpipe.training.optimizers import Optimizer
+from fpipe.training.train_step import Version, train_step
+from fpipe.verification.comparison import Pair, Results, list_pairs
+from fpipe.verification.differences import Unproved, find_difference
 from fpipe.verification.expressions import Expressions
+from fpipe.verification.reference import make_reference_step
 from fpipe.verification.stand_ins import has_no_values, make_stand_ins
-from fpipe.verification.verify import Trial, read_state, verify_steps
+from fpipe.verification.verify import EAGER, PIPELINE, REFERENCE, Trial, gather_state, read_state, verify_steps
+from fpipe.verification.watched_ranks import WatchedRanks
 from schedules.proof.interpreter import prove as prove_program
 from schedules.status import showing
 
 NOISE: Final = 2.0**-10
+LISTED: Final = 4
+"""The most results that a line of the page names."""
 ASSUMED: Final = (
-    "operators are functions of their arguments, of torch's settings, and of the generator's state where they draw",
-    "the batch decides nothing but through operators: shapes, numbers and branches are those of this batch",
-    "equal parts of the batch, and equal integer buffers, are not told apart; parameters and other buffers are",
-    "a message arrives as it was sent, and in every order of arrival the program's order of actions on a rank is kept",
+    "operators depend only on their arguments, on torch's settings, and on the generator's state if they draw",
+    "shapes, numbers in the code, and branches are those of this batch",
+    "equal parts of the batch count as the same input, and so do equal integer buffers; parameters and other buffers "
+    "differ",
+    "messages arrive unchanged, and each rank runs the program's actions in order, whatever the order of arrival",
 )
 
 
@@ -50,16 +61,16 @@ class Proof:
 
     - `reference`, `eager`: the leaves (loss, outputs, gradients, buffers) that are the same expression as in the loop
       on one device over the captured model, and over the user's own module; none there if random numbers are drawn.
-    - `unproved`: per leaf, against which of them, and the operators at which the expressions differ. That is no proof
-      that bits differ.
-    - `operators`, `expressions`: how many ran in all three, and how many different ones there are.
-    - `microbatches`: how many the batch had, and how many the pipeline's schedule has. If these are more, its program
-      is shown to be whole on formulas of its stages, whose functions are those of the fewer ones.
+    - `unproved`: the other leaves, each with the action and the operator at which its expressions begin to differ. The
+      bits may still be equal.
+    - `operators`, `expressions`: the number of operators that ran in all three, and of different expressions.
+    - `microbatches`: the number in the batch, and in the pipeline's schedule. If these are more, the program is checked
+      on formulas of its stages, whose functions are the same.
     """
 
     reference: tuple[str, ...]
     eager: tuple[str, ...]
-    unproved: tuple[tuple[str, str, str], ...]
+    unproved: tuple[Unproved, ...]
     operators: int
     expressions: int
     microbatches: tuple[int, int]
@@ -72,21 +83,30 @@ class Proof:
     def __str__(self) -> str:
         """Return a page: claims, what could not be proved, and assumptions."""
         lines = [
-            f"{len(self.reference)} results of a step are, for every input, those of the captured model on one device",
-            f"{len(self.eager)} of them those of your module run eagerly"
-            + ("" if self.eager or self.unproved else ": it draws random numbers, so it was not compared"),
+            f"{len(self.reference)} results of a step equal those of the captured model on one device, for every input",
+            f"{len(self.eager)} of them also equal those of your module run eagerly"
+            + ("" if self.eager or self.unproved else " (not compared: it draws random numbers)"),
             f"{self.operators} operators ran, of {self.expressions} expressions, in {self._describe_microbatches()}",
-            *[f"not proved: {leaf}, against {other}: {why}" for leaf, other, why in self.unproved],
+            *self._describe_differences(),
             "assumed:",
             *[f"- {one}" for one in ASSUMED],
         ]
         return "\n".join(lines)
 
+    def _describe_differences(self) -> Iterator[str]:
+        """Yield a line for each place and operator at which results begin to differ, with the results."""
+        groups = defaultdict[tuple[str, str, str], list[Unproved]](list)
+        for one in self.unproved:
+            groups[one.against, one.place, one.operator].append(one)
+        for (against, *_), found in groups.items():
+            shown, more = ", ".join(one.leaf for one in found[:LISTED]), len(found) - LISTED
+            yield f"not proved against {against}: {shown}{f' and {more} more' if more > 0 else ''}: {found[0]}"
+
     def _describe_microbatches(self) -> str:
         ran, scheduled = self.microbatches
         if ran == scheduled:
             return f"{ran} microbatches"
-        return f"{ran} microbatches; the program of all {scheduled} is whole on formulas of the same stages"
+        return f"{ran} microbatches; formulas show the same for all {scheduled} microbatches of the program"
 
 
 @showing("prove")
@@ -97,22 +117,26 @@ def prove(
     targets: Any = None,
     *,
     seed: int | None = None,
+    optimizer: Optimizer | None = None,
 ) -> Proof:
     """Prove that a step of the pipeline computes what one device does, for every value of parameters and inputs.
 
-    Loss, outputs, gradients and buffers are compared as expressions: the same operators, of the same operands, sums in
-    the same order, random numbers from the same state of the generator. So biases that two stages exchange are found
-    even where both are zero. The step runs with parameters and buffers close to the model's, all different.
+    Loss, outputs, gradients and buffers are compared as expressions: the same operators on the same operands, sums in
+    the same order, random numbers from the same state of the generator. So it detects biases that two stages have
+    swapped, even if both are zero. The step runs with parameters and buffers close to the model's, all different.
 
-    `print(proof)` is a page with what is proved, what could not be, and what is assumed. Takes a few times as long as
-    `fpipe.verify`, which compares bits; run both.
+    `print(proof)` lists what is proved, what could not be proved, and what is assumed. This takes a few times as long
+    as `fpipe.verify`, which compares bits; run both.
 
     A model on the meta device, of any size, is proved without values: nothing is computed. A batch of a few rows is
-    enough, since a step with fewer microbatches has the same stages; the schedule's own program is then shown to be
-    whole on formulas.
+    enough, because a step with fewer microbatches has the same stages; the schedule's own program is then checked on
+    formulas.
+
+    With an `optimizer`, parameters and its state are compared, too, after each of two training steps
+    (`fpipe.train_step`).
 
     Raise `InputError` for a pipeline whose ranks are other processes, for one on an accelerator or with DTensors, for a
-    model on meta that asks for values, and for what `verify` refuses.
+    model on meta that reads values, and for arguments that `verify` rejects.
 
     >>> import torch, fpipe
     >>> from schedules import zb_h1
@@ -128,24 +152,59 @@ def prove(
         module = as_module(model)
         trial = Trial(pipe, module, (inputs, targets), 0)
         trial.agree(1, seed, True, True)
+        if optimizer is not None:
+            _require_whole(pipe)
     trial, params, buffers, mode = _take_values(trial)
-    ledger, claims = Expressions(mode), ProofLedger()
+    ledger = Expressions(mode)
     leaves: list[Any] = optree.tree_leaves(cast("Any", (params, buffers, trial.batch)))
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if mode is None:  # make all plans; on fakes, nothing of that is taken for a step
         verify_steps(trial._replace(compare=lambda *given: 0), params, buffers, seed, 1)
+    ranks = WatchedRanks(_find_plan(trial), ledger)
+    claims = Claims(ledger, ranks)
     with postpone_collection(), ledger, _refusing_questions():  # expressions are no cycles
         ledger.declare(given)
-        verify_steps(trial._replace(compare=claims.compare(ledger)), params, buffers, seed, 1)
-    proved, unproved = claims.proved, tuple(claims.unproved)
+        told = trial._replace(pipe=replace(trial.pipe, ranks=ranks), compare=claims.compare, side=ledger.on)
+        verify_steps(told, params, buffers, seed, 1)
+        if optimizer is not None:
+            _compare_updates(told, (params, buffers), optimizer, seed, claims)
     return Proof(
-        tuple(proved["the reference"]),
-        tuple(proved.get("the model run eagerly", ())),
-        unproved,
+        tuple(claims.proved[REFERENCE]),
+        tuple(claims.proved[EAGER]),
+        tuple(claims.unproved),
         ledger.operators,
         len(ledger.numbers),
         _prove_rest(trial),
     )
+
+
+def _compare_updates(
+    trial: Trial, start: tuple[State, State], optimizer: Optimizer, seed: int | None, claims: Claims
+) -> None:
+    """Compare parameters and state after each of two training steps, the second of which begins with state."""
+    pipe, (params, buffers) = trial.pipe, start
+    whole, own = gather_state(pipe, trial.module, params, buffers)
+    mine, theirs = (Version(one, optimizer.init(one)) for one in (params, whole))
+    step, reference = train_step(pipe, optimizer), make_reference_step(pipe, training_variant(False, None))
+    for n in (1, 2):
+        with trial.side(PIPELINE):
+            out, new, state, _ = step(mine.params, buffers, mine.state, *trial.batch, seed=seed)
+        with trial.side(REFERENCE):
+            plain, grads = reference(theirs.params, own, *trial.batch, seed=seed)
+            theirs = Version(*optimizer.update(grads, theirs.state, theirs.params))
+        mine, buffers, own = Version(new, state), out.buffers, plain.buffers
+        pairs = [(f"{name} after step {n}", one, other) for name, one, other in _pair_versions(mine, theirs)]
+        claims.compare_pairs(pairs, REFERENCE)
+
+
+def _pair_versions(mine: Version, theirs: Version) -> Iterator[Pair]:
+    """Yield each parameter, and each tensor of its state, on either side."""
+    for name, p in mine.params.items():
+        yield f"parameter {name}", p, theirs.params.get(name)
+        there = theirs.state.get(name, {})
+        for slot, value in mine.state[name].items():
+            if isinstance(value, Tensor):
+                yield f"state {slot} of {name}", value, there.get(slot)
 
 
 def _take_values(trial: Trial) -> tuple[Trial, State, State, FakeTensorMode | None]:
@@ -168,42 +227,48 @@ def _refusing_questions() -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InputError(
             f"model: got one on meta that asks for the values of a tensor ({error}), expected one that does not, or "
-            "one with values. Prove a smaller one of its kind, with values."
+            "one with values. Prove a smaller model of the same kind, with values."
         ) from error
 
 
 def _prove_rest(trial: Trial) -> tuple[int, int]:
     """Return how many microbatches the batch has, and how many the schedule; if more, prove its program on formulas."""
-    pipe, schedule = trial.pipe, trial.pipe.schedule
-    with suspend_autocast(trial.variant) as variant:
-        signature = pipe.batch(variant, *trial.batch).signature
-    if signature.microbatches < schedule.microbatches:
+    pipe, schedule, ran = trial.pipe, trial.pipe.schedule, _find_plan(trial).microbatches
+    if ran < schedule.microbatches:
         prove_program(schedule, pipe.training.assembly.graph)
-    return signature.microbatches, schedule.microbatches
+    return ran, schedule.microbatches
 
 
-class ProofLedger:
+def _find_plan(trial: Trial) -> StepPlan:
+    """Return the plan of the step that is proved."""
+    with suspend_autocast(trial.variant) as variant:
+        return trial.pipe.plan(variant, trial.pipe.batch(variant, *trial.batch).signature)
+
+
+class Claims:
     """The leaves that were compared: those that are proved, by what they were compared with, and the others."""
 
-    def __init__(self) -> None:
-        self.proved: dict[str, list[str]] = {}
-        self.unproved: list[tuple[str, str, str]] = []
+    def __init__(self, ledger: Expressions, ranks: WatchedRanks) -> None:
+        self.ledger, self.ranks = ledger, ranks
+        self.proved: dict[str, list[str]] = {REFERENCE: [], EAGER: []}
+        self.unproved: list[Unproved] = []
 
-    def compare(self, ledger: Expressions) -> Callable[[Results, Results, str, float], int]:
-        """Return the comparison of results by their expressions."""
+    def compare(self, got: Results, expected: Results, against: str, tolerance: float = 0) -> int:
+        """Compare results by their expressions, and gradients that several processes would have, for each of them."""
+        shared = self.ranks.shared() if against == REFERENCE else ()
+        held = [(leaf, one, expected.grads.get(name)) for name, leaf, one in shared]
+        return self.compare_pairs([*list_pairs(got, expected), *held], against)
 
-        def compare(got: Results, expected: Results, against: str, tolerance: float = 0) -> int:
-            same = self.proved.setdefault(against, [])
-            for leaf, mine, theirs in list_pairs(got, expected):
-                if mine is None or theirs is None:
-                    self.unproved.append((leaf, against, "one side has nothing"))
-                elif (a := ledger.value(mine)) == (b := ledger.value(theirs)):
-                    same.append(leaf)
-                else:
-                    self.unproved.append((leaf, against, ledger.difference(a, b)))
-            return len(same)
-
-        return compare
+    def compare_pairs(self, pairs: Iterable[Pair], against: str) -> int:
+        """Compare pairs of tensors by their expressions; return how many leaves are proved."""
+        for leaf, mine, theirs in pairs:
+            if mine is None or theirs is None:
+                self.unproved.append(Unproved(leaf, against, "", "", "one side has nothing"))
+            elif (a := self.ledger.value(mine)) == (b := self.ledger.value(theirs)):
+                self.proved[against].append(leaf)
+            else:
+                self.unproved.append(find_difference(self.ledger, leaf, against, a, b))
+        return len(self.proved[against])
 
 
 def _tell_apart(state: State) -> State:
@@ -222,9 +287,14 @@ def _require_here(pipe: Pipeline) -> None:
     """Raise `InputError` unless all ranks are in this process, and compute on the CPU."""
     if pipe.ranks.processes:
         raise InputError(
-            f"pipe: got one whose ranks are {len(pipe.ranks.processes)} processes, expected all of them in this one: "
-            "what the others compute is not seen here. Build the pipeline again without torch.distributed, with the "
+            f"pipe: got one whose ranks are {len(pipe.ranks.processes)} processes, expected all of them in this one: a "
+            "proof needs the computation of all ranks. Build the pipeline again without torch.distributed, with the "
             "same arguments: it computes the same."
+        )
+    if pipe.schedule.slices > 1:
+        raise InputError(
+            f"pipe: got one of {pipe.schedule.slices} slices, expected whole microbatches: the loop over slices is not "
+            "an expression of the model. Call fpipe.verify, which compares bits."
         )
     if pipe.device.type != "cpu":
         raise InputError(
@@ -232,3 +302,12 @@ def _require_here(pipe: Pipeline) -> None:
             "with fpipe.Place(device='cpu'), and a model and an example there."
         )
     require_plain("prove", pipe.training.placed, "Build the pipeline of the model before it was split.")
+
+
+def _require_whole(pipe: Pipeline) -> None:
+    """Raise `InputError` if parameters are sharded: updates of a shard are other calls than those of the whole."""
+    if pipe.copies.shards > 1:
+        raise InputError(
+            f"optimizer: got one for parameters in {pipe.copies.shards} shards, expected whole ones: a kernel may "
+            "round the last elements of a shard otherwise. Leave out the optimizer; gradients are proved."
+        )

@@ -7,10 +7,11 @@ Runs when `verify` is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from math import inf
+from operator import add
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from fpipe.pipelines.results import Merged, merge_results
 from fpipe.pipelines.step import hold_plain, make_training_step
 from fpipe.record.captured import Tensors
 from fpipe.record.model.snapshot import restore_model
-from fpipe.record.objective import Computed
+from fpipe.record.objective import Computed, Objective
 from fpipe.record.variant import Variant
 from fpipe.tensors import random
 from fpipe.tensors.arguments import require_integer
@@ -45,6 +46,10 @@ from fpipe.verification.comparison import (
 )
 from fpipe.verification.reference import CopySum, find_orders, make_reference_step
 
+WHOLE_SEQUENCES: Final = 1e-4
+"""How far sequences in slices may be from whole ones, as a fraction of a leaf's largest magnitude."""
+PIPELINE, REFERENCE, EAGER = "the pipeline", "the reference", "the model run eagerly"
+"""The sides of a comparison, by name."""
 RATE: Final = 2**-10  # the learning rate between steps; scaling by a power of two is exact
 
 
@@ -52,7 +57,7 @@ class Trial(NamedTuple):
     """The pipeline and module under test, a whole batch (inputs and targets), and the tolerances of the comparisons.
 
     `unsplit`: that of the comparison with the batch in one piece; `None` for no such comparison. `compare`: returns how
-    many leaves are equal, or raises.
+    many leaves are equal, or raises. `side`: returns the context in which each side computes, given its name.
     """
 
     pipe: Pipeline
@@ -61,6 +66,7 @@ class Trial(NamedTuple):
     tolerance: float
     unsplit: float | None = None
     compare: Callable[[Results, Results, str, float], int] = require_equal
+    side: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def agree(self, steps: int, seed: int | None, has_params: bool, has_buffers: bool) -> None:
         """Raise `InputError` unless so many steps can be compared, and `TransportError` if ranks differ."""
@@ -69,7 +75,9 @@ class Trial(NamedTuple):
         how = {"tolerance": self.tolerance, "unsplit": self.unsplit}
         for name, fraction in how.items():
             if fraction is not None and not 0 <= fraction < inf:
-                raise InputError(f"{name}: got {fraction}, expected a finite number of at least 0. Pass 1e-5, say.")
+                raise InputError(
+                    f"{name}: got {fraction}, expected a finite number of at least 0. Pass, for example, 1e-5."
+                )
         given = {"params": has_params, "buffers": has_buffers}
         agree_on_arguments(self.pipe, **given, seed=seed, steps=steps, **how)
 
@@ -103,11 +111,13 @@ def _verify_step(
     """Verify one step; return how much was equal, and the state after it: this process's share, and the whole."""
     pipe, variant, params = trial.pipe, trial.variant, share[0]
     each = Aux.of(list, True) if pipe.copies.is_local else NO_AUX  # else this process has that of its own copy only
-    step, grads = make_training_step(pipe, variant, aux=each)(*share, *trial.batch, seed=seed)
-    got = Results(step.loss, step.outputs, gather_shards(pipe, grads), step.buffers, step.aux)
-    step, every = make_reference_step(pipe, variant, each)(*whole, *trial.batch, seed=seed)
-    wanted = Results(step.loss, step.outputs, every, step.buffers, step.aux).restrict(params)
-    compared = trial.compare(got, wanted, "the reference", trial.tolerance)
+    with trial.side(PIPELINE):
+        step, grads = make_training_step(pipe, variant, aux=each)(*share, *trial.batch, seed=seed)
+        got = Results(step.loss, step.outputs, gather_shards(pipe, grads), step.buffers, step.aux)
+    with trial.side(REFERENCE):
+        step, every = make_reference_step(pipe, variant, each)(*whole, *trial.batch, seed=seed)
+        wanted = Results(step.loss, step.outputs, every, step.buffers, step.aux).restrict(params)
+    compared = trial.compare(got, wanted, REFERENCE, trial.tolerance)
     after = (descend(params, grads), dict(got.buffers)), (descend(whole[0], every), step.buffers)
     eager = _compare_with_eager(trial, params, got)
     if trial.unsplit is not None:
@@ -128,14 +138,35 @@ def _compare_with_eager(trial: Trial, params: State, got: Results) -> int:
     names = [name for name in params if len(orders.get(name, ())) < 2]
     sums = {name: CopySum(plan, by_stage[0]) for name, by_stage in orders.items() if name in names}
     objective = pipe.captures.objective(variant, batch.batching.split(batch.signature)[0])
-    with suspend_autocast(variant), random.preserve_generators(plan.generators):
+    if plan.slices > 1:
+        return _compare_with_whole_sequences(trial, params, got, objective)
+    with trial.side(EAGER), suspend_autocast(variant), random.preserve_generators(plan.generators):
         before = random.states(plan.generators)
         count, parts = len(plan.assemblies), batch.take()
         merge, skips = partial(merge_results, plan), find_skips(batch)
         eager = run_eagerly(trial.module, objective, count, parts, sums, merge, skips).restrict(names)
         if not all(map(torch.equal, before, random.states(plan.generators))):
             return 0
-    return trial.compare(got.restrict(names), eager, "the model run eagerly", trial.tolerance)
+    return trial.compare(got.restrict(names), eager, EAGER, trial.tolerance)
+
+
+def _compare_with_whole_sequences(trial: Trial, params: State, got: Results, sliced: Objective) -> int:
+    """Return the number of leaves that are near those of the module run eagerly on sequences that are not cut.
+
+    They differ in rounding only, unless a token depends on later ones.
+    """
+    assert sliced.slicing is not None, "there are slices"
+    objective = replace(sliced, slicing=replace(sliced.slicing, count=1))
+    batch = trial.pipe.batch(trial.variant, *trial.batch)
+
+    def merge(results: Mapping[int, Tensors]) -> Merged:
+        return Merged(reduce(add, [results[i][0] for i in sorted(results)]))
+
+    with suspend_autocast(trial.variant):
+        eager = run_eagerly(trial.module, objective, batch.batching.microbatches, batch.take(), {}, merge)
+    mine = got._replace(outputs=None, aux=None)
+    against = "the model run eagerly on sequences that are not cut"
+    return trial.compare(mine, eager.restrict(params), against, max(trial.tolerance, WHOLE_SEQUENCES))
 
 
 def _compare_with_whole_batch(trial: Trial, params: State, got: Results, fraction: float) -> None:

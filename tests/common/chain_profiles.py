@@ -50,10 +50,11 @@ def problem_of(
     microbatches: int = 4,
     caps: float | tuple[float, ...] = inf,
     pinned: tuple[int, ...] = (),
+    host: float = 0,
 ) -> PlanProblem:
     """The problem in which stages may begin at any block; a single cap is that of every rank."""
     caps = caps if isinstance(caps, tuple) else (caps,) * ranks
-    return PlanProblem(profile, microbatches, caps, 1.0, frozenset(range(1, len(profile.blocks))), pinned)
+    return PlanProblem(profile, microbatches, caps, 1.0, frozenset(range(1, len(profile.blocks))), pinned, host)
 
 
 def find_plan(

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of this process that say, to a ledger of expressions, whose action computes.
+
+An execution knows its instruction; a rank runs until it waits. So whoever runs is noted before, and forgotten after.
+
+Runs when `prove` is called.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe.network.ranks import Ranks
+from fpipe.pipelines.results import collect_gradients
+from fpipe.pipelines.step_plan import StepPlan
+from fpipe.runtime.executor import Execution, Outcome
+from fpipe.runtime.transport import Transport
+from fpipe.verification.expressions import Expressions
+
+
+class WatchedRanks(Ranks):
+    """All ranks of a plan in this process, whose actions a ledger learns; `outcomes` are those of the last run."""
+
+    def __init__(self, plan: StepPlan, ledger: Expressions) -> None:
+        super().__init__(plan.placement.ranks)
+        self.plan, self.ledger = plan, ledger
+        self.outcomes: list[dict[int, Outcome]] = []
+
+    def run(self, copies: Sequence[Callable[[int, Transport], Execution]]) -> list[dict[int, Outcome]]:
+        """Do what `Ranks.run` does; see there."""
+        told = [partial(self._watch, k if len(copies) > 1 else None, one) for k, one in enumerate(copies)]
+        self.outcomes = super().run(told)
+        return self.outcomes
+
+    def shared(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the gradients that several processes would return, as each would: the name, and the name with where.
+
+        In this process they are one result, so nobody else looks at each. Those of shards are put together.
+        """
+        shards, held = self.plan.copies.shards, defaultdict[tuple[str, str], list[Tensor]](list)
+        for copy, outcomes in zip(self.plan.parts, self.outcomes, strict=True):
+            for rank, outcome in outcomes.items():
+                where = f" on rank {rank}" + f" of replica {copy // shards}" * (self.plan.copies.count > 1)
+                found = collect_gradients(replace(self.plan.parts[copy], ranks=(rank,)), {rank: outcome})
+                for name, grad in found.items():
+                    held[name, f"gradient {name}{where}"].append(grad)
+        holders = Counter(name for name, _ in held)
+        for (name, leaf), pieces in held.items():
+            if holders[name] > 1:
+                yield name, leaf, pieces[0] if shards == 1 else torch.cat(pieces)
+
+    def _watch(
+        self, copy: int | None, start: Callable[[int, Transport], Execution], rank: int, transport: Transport
+    ) -> Execution:
+        return WatchedExecution(start(rank, transport), copy, self.ledger)
+
+
+class WatchedExecution(Execution):
+    """An execution that runs in the place of another, with its state, and says when it computes."""
+
+    def __init__(self, other: Execution, copy: int | None, ledger: Expressions) -> None:
+        vars(self).update(vars(other))
+        self.copy, self.ledger = copy, ledger
+
+    def __str__(self) -> str:
+        at = "" if self.at is None else f", position {self.at.position}, {self.at.action}"
+        return f"copy {self.copy}, rank {self.rank}{at}" if self.copy is not None else f"rank {self.rank}{at}"
+
+    def run(self) -> Generator[Any, None, Outcome]:
+        """Interpret the program, and be the one that computes until the next wait."""
+        running = super().run()
+        while True:
+            self.ledger.running = self
+            try:
+                handle = next(running)
+            except StopIteration as stop:
+                outcome: Outcome = stop.value
+                return outcome
+            finally:
+                self.ledger.running = None
+            yield handle
