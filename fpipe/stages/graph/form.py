@@ -28,12 +28,12 @@ from fpipe.tensors.effects import storage_id
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import OpOverload
 
-Form: TypeAlias = tuple[Hashable, ...]
-FUNCTIONS = ACTING | {getitem, number_in, random.state_of, ARGUMENT, CONSTANT}
-PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+GraphForm: TypeAlias = tuple[Hashable, ...]
+CALLED = ACTING | {getitem, number_in, random.state_of, ARGUMENT, CONSTANT}
+COMPARED = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def form_of(joint: Joint) -> Form | None:
+def form_of(joint: Joint) -> GraphForm | None:
     """Return the form of a graph; `None` if it calls or is given something that cannot be compared.
 
     Constants are in it by id: it holds as long as the graph is alive.
@@ -64,7 +64,7 @@ def form_of(joint: Joint) -> Form | None:
 
 def _call(node: Node, name: Callable[[Node], Hashable], memories: dict[int, int]) -> Hashable:
     """Return what a node calls, and its metadata; raise `TypeError` for what cannot be compared."""
-    if not (isinstance(node.target, OpOverload) or node.target in FUNCTIONS):
+    if not (isinstance(node.target, OpOverload) or node.target in CALLED):
         raise TypeError
     return node.target, _compare(node.args, name), _compare(node.kwargs, name), *_metadata(node, memories)
 
@@ -82,7 +82,7 @@ def _compare(one: Any, name: Callable[[Node], Hashable]) -> Hashable:
     kind = type(one)
     if kind is Node:
         return kind, name(one)
-    if kind in PLAIN:
+    if kind in COMPARED:
         return kind, one
     if kind is float:
         return kind, one.hex()
