@@ -30,7 +30,7 @@ from fpipe.tensors.torch_private import OpOverload
 
 GraphForm: TypeAlias = tuple[Hashable, ...]
 CALLED = ACTING | {getitem, number_in, random.state_of, ARGUMENT, CONSTANT}
-COMPARED = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+COMPARABLE = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def form_of(joint: Joint) -> GraphForm | None:
@@ -82,7 +82,7 @@ def _compare(one: Any, name: Callable[[Node], Hashable]) -> Hashable:
     kind = type(one)
     if kind is Node:
         return kind, name(one)
-    if kind in COMPARED:
+    if kind in COMPARABLE:
         return kind, one
     if kind is float:
         return kind, one.hex()
