@@ -198,6 +198,13 @@ def test_a_function_that_is_wrong_once_is_named(name, function, s, what, call):
     require_found(pipe, pipe.init(model), batch, action, what, "All later runs agree, so the first was wrong")
 
 
+def test_a_wrong_buffer_is_named():
+    pipe, model, *batch = build(ZOO["normalised"], SCHEDULES["gpipe"], 8)
+    (stage, _) = pipe.training.assembly.stages
+    plant(stage, "forward", 1, lambda made: (made[0], flip_some(made[1], 1), made[2]))
+    require_found(pipe, pipe.init(model), batch, parse("0F1"), "got other bits in buffer 1 from")
+
+
 def test_a_wrong_sum_of_replicas_is_named():
     how = SCHEDULES["replicas"]
     pipe, model, *batch = build(ZOO["mlp"], how, 8)
