@@ -82,8 +82,9 @@ def page(found: list[Found]) -> str:
     """Return the whole page."""
     minutes = sum(one.seconds for one in found) / 60
     head = (
-        "# Benchmarks\n\n`make bench` writes this page. The incumbent is `torch.distributed.pipelining` of the same "
-        "torch, in the same run. Where its column is empty, it has nothing to measure. One thread per process."
+        "# Benchmarks\n\n`make bench` writes this page. The column `torch` is `torch.distributed.pipelining` "
+        "of the same version, measured in the same run; it is empty if torch has nothing comparable. One thread per "
+        "process."
         f"\n\n{machine()}; {minutes:.0f} minutes in all."
     )
     table = "\n".join([HEADER, *(one.rows for one in found)])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of working with large schedules, compared with torch.distributed.pipelining in the same run.
 
-    python -m benchmarks.planning              # ours in full; the incumbent at a sixteenth of the microbatches
-    python -m benchmarks.planning --incumbent  # the incumbent in full, too: minutes
+    python -m benchmarks.planning              # ours in full; torch at a sixteenth of the microbatches
+    python -m benchmarks.planning --incumbent  # torch in full, too: minutes
 
 1. Generate, check, lower and simulate interleaved 1F1B for 256 ranks x 2 chunks x 1024 microbatches: 1.05 million
-   compute actions, on one core. The incumbent generates, lowers and simulates the same schedule.
+   compute actions, on one core. Torch generates, lowers and simulates the same schedule.
 2. Simulate 1F1B for 1,024 ranks, streaming, and measure the memory as the number of microbatches grows.
 """
 
@@ -58,7 +58,7 @@ def ours(schedule: Schedule) -> dict[str, float]:
 
 
 def incumbents(ranks: int, chunks: int, microbatches: int, simulated: bool) -> dict[str, float]:
-    """Return the seconds the incumbent takes to generate and lower the same schedule, and to simulate it if asked."""
+    """Return the seconds torch takes to generate and lower the same schedule, and to simulate it if asked."""
     from torch.distributed.pipelining import schedules as theirs
 
     made: dict[int, Any] = {}
@@ -121,7 +121,7 @@ def streaming(ranks: int, microbatches: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--incumbent", action="store_true", help="the incumbent at full size too")
+    parser.add_argument("--incumbent", action="store_true", help="torch at full size too")
     whole = parser.parse_args().incumbent
     rows, actions = {}, {}
 
@@ -134,7 +134,7 @@ def main() -> None:
         add(f"ours, {microbatches} microbatches", microbatches, ours(made))
     for microbatches in (small, *((MICROBATCHES,) if whole else ())):
         found = incumbents(RANKS, CHUNKS, microbatches, simulated=microbatches == small)
-        add(f"incumbent, {microbatches} microbatches", microbatches, found)
+        add(f"torch, {microbatches} microbatches", microbatches, found)
     mine, other = (list(rows)[k] for k in (1, -1))
     for step in ("generate", "lower"):
         both = [rows[name][step] / actions[name] * 1e6 for name in (mine, other)]

@@ -6,7 +6,7 @@
 A model of twelve square layers, 201 MB in float32, in one process that computes with one thread; on two cores, the
 other is left to the thread that writes. Rounds alternate: steps alone, then a save begins, and as many steps run as fit
 into its writing. The figure is the median of the ratios of the rounds, each of two medians. It depends on the disk, and
-on whatever else the machine does. `begin_save` copies the values before it returns; the incumbent of that row is a copy
+on whatever else the machine does. `begin_save` copies the values before it returns; torch of that row is a copy
 of the same tensors by `torch.Tensor.clone`.
 """
 

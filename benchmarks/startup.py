@@ -8,9 +8,9 @@ building the model to the end of the first step of 1F1B, on the slowest rank. It
 connecting and the step itself. Also the time from the start of the processes, imports included. Medians of several
 starts.
 
-The incumbent is measured twice. With its own front end it does what fpipe does: `pipeline(model, mb_args, split_spec)`
-traces an unedited model and splits it at the same blocks; that is the time to beat. With stages cut by hand it captures
-nothing and knows nothing about the model in advance; that is the least a first step can take.
+Torch is measured twice. With its own front end it does what fpipe does: `pipeline(model, mb_args, split_spec)`
+traces an unedited model and splits it at the same blocks; that is the time to beat. With stages cut by hand it traces
+nothing; that is the least time that a first step can take.
 
 Each process imports one of the libraries, and `torch._dynamo`, which all of them end up importing.
 """
@@ -50,8 +50,8 @@ class Side(NamedTuple):
 
 SIDES: Final = {
     "fpipe": Side("fpipe", ours),
-    "front end": Side(PIPELINING, traced, "beside the incumbent's front end"),
-    "by hand": Side(PIPELINING, incumbents, "beside stages cut by hand", captures=False),
+    "front end": Side(PIPELINING, traced, "compared with torch's front end"),
+    "by hand": Side(PIPELINING, incumbents, "compared with stages cut by hand", captures=False),
 }
 PARTS = {
     "all": ("first step after start", most(1, of="ratio")),

@@ -10,8 +10,8 @@ stage is updated once its gradient is complete (`schedules.update_weights`). Thr
 takes as long as two forwards; the first stage is frozen; the last one, with a large head, takes four times as long as
 the others. Medians.
 
-The rank that finishes last has nothing to hide its update behind. So equal stages gain nothing, and what is gained
-otherwise is the difference between the longest update and that of the rank that finishes last.
+The rank that finishes last can't hide its update. So equal stages gain nothing; otherwise the gain is the difference
+between the longest update and that of the rank that finishes last.
 """
 
 from __future__ import annotations
