@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The time that an audit adds to steps, and how many actions it runs again.
 
-    python -m benchmarks.audits
+    python -m benchmarks.audits [SCHEDULE ...]
 
-Every rank is a process, over Gloo. Blocks of steps with an audit and without take turns, each with an untimed step
-first; a block lasts until all ranks are done. The ratio is that of the medians of the blocks' times. The audit is the
-default, `fpipe.Audit()`: each rank draws one action in each step.
+Every rank is a process, over Gloo. Steps with an audit and without take turns, and between two of them all ranks meet
+in a call of fpipe. A step lasts from one meeting to the next. The audit is the default, `fpipe.Audit()`: each rank
+draws one action in each step. Steps are not timed until ranks know where they are idle.
 
-Two kinds of stages: some that sleep, on more ranks than this machine has cores, and a GPT on as many as it has. Actions
-run again in a day are extrapolated from those in the benchmark. A fault that spoils one result in so many is found, on
-average, after as many actions have been run again. A flip that happens once is found with the probability with which
-its action is run again.
+Two kinds of stages: some that sleep, on more ranks than this machine has cores, and a GPT on as many as it has. On a
+machine with other work, a GPT's ranks are not idle where they wait: others compute there. Then only the time counts
+that the audit knows to have added, of all ranks together.
 
-A checksum reads a tensor once: in the caches it takes a few microseconds per MiB, from memory as long as memory takes.
+Actions run again in a day are extrapolated from those in the benchmark. A fault that spoils one result in so many is
+found, on average, after as many actions have been run again. A flip that happens once is found with the probability
+with which its action is run again.
+
+A checksum reads a tensor once: in the caches that takes some ten microseconds per MiB, from memory as long as memory
+takes.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -32,18 +37,18 @@ import fpipe
 import schedules
 from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
-from benchmarks.common.rows import most, row
+from benchmarks.common.rows import Reach, most, row
 from benchmarks.common.sleeping import WIDTH, Times, sleeping_model, weights_may_rest
 from fpipe.audits.checksum import checksum
 
 UNIT: Final = 0.010  # seconds
-BLOCK, ROUNDS, WARM_UP, DAY = 6, 7, 6, 86400
+TURNS: Final = {"sleeping": 30, "GPT": 100}
+WARM_UP, DAY = 8, 86400
 SLEEPING: Final = ("one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v")
 RANKS, MICROBATCHES, ROWS = 4, 12, 12
-GPT: Final[dict[str, int]] = {"blocks": 4, "width": 256, "heads": 8, "words": 512, "length": 128}
-GPT_ROWS, GPT_MICROBATCHES = 32, 8
-
-Step = Callable[[Any], object]
+GPT: Final[dict[str, int]] = {"blocks": 4, "width": 192, "heads": 6, "words": 512, "length": 64}
+GPT_ROWS, GPT_MICROBATCHES = 16, 8
+SIDES: Final = ("plain", "audited")
 
 
 def sleeping(name: str) -> tuple[fpipe.Pipeline, Any, Any]:
@@ -67,32 +72,28 @@ def training(name: str) -> tuple[fpipe.Pipeline, Any, Any]:
     return pipe, pipe.init(model), ((tokens,), targets)
 
 
-def timed(step: Callable[[], object]) -> float:
-    """Return the seconds of a step on all ranks, from those of a block."""
-    step()
-    dist.barrier()
+def timed(pipe: fpipe.Pipeline, step: Callable[[], object]) -> float:
+    """Return the seconds of a step, from the last meeting of all ranks to the next."""
     start = time.perf_counter()
-    for _ in range(BLOCK):
-        step()
-    return ranks.makespan(start, time.perf_counter()) / BLOCK
+    step()
+    fpipe.require_same(pipe)
+    return time.perf_counter() - start
 
 
-def measured(pipe: fpipe.Pipeline, state: Any, batch: Any) -> dict[str, Any]:
-    """Return this rank's seconds per step with an audit and without, by block, and what was drawn."""
+def measured(turns: int, pipe: fpipe.Pipeline, state: Any, batch: Any) -> dict[str, Any]:
+    """Return this rank's seconds of steps with an audit and without, and what was drawn and run again."""
     told: list[fpipe.Rerun] = []
-    plain, audited = fpipe.value_and_grad(pipe), fpipe.value_and_grad(pipe, audit=fpipe.Audit(report=told.append))
-    for _ in range(WARM_UP):
-        plain(*state, *batch)
-        audited(*state, *batch)
-    told.clear()
-    times: dict[str, list[float]] = {"plain": [], "audited": []}
-    for _ in range(ROUNDS):
-        times["plain"].append(timed(lambda: plain(*state, *batch)))
-        times["audited"].append(timed(lambda: audited(*state, *batch)))
-    actions = len([a for a in pipe.schedule.actions(*pipe.ranks.ranks) if a.kind in "FBIW"])
-    steps = ROUNDS * (BLOCK + 1)
+    audited = fpipe.value_and_grad(pipe, audit=fpipe.Audit(report=told.append))
+    sides = {"plain": fpipe.value_and_grad(pipe), "audited": audited}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(WARM_UP + turns):
+        for name in [*sides][:: (-1) ** turn]:
+            found = timed(pipe, partial(sides[name], *state, *batch))
+            times[name] += [found] * (turn >= WARM_UP)
+    told = [one for one in told if one.number >= WARM_UP]
     again = Counter(one.action.kind for one in told if one.seconds is not None)
-    return {**times, "drawn": len(told), "again": again, "actions": actions, "steps": steps}
+    count = len([a for a in pipe.schedule.actions(*pipe.ranks.ranks) if a.kind in "FBIW"])
+    return {**times, "drawn": len(told), "again": again, "actions": count, "added": sum(one.added for one in told)}
 
 
 def rank(name: str, kind: str) -> None:
@@ -100,30 +101,33 @@ def rank(name: str, kind: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with weights_may_rest():
-        ranks.report(measured(*(sleeping if kind == "sleeping" else training)(name)))
+        ranks.report(measured(TURNS[kind], *(sleeping if kind == "sleeping" else training)(name)))
     dist.destroy_process_group()
 
 
 def show(name: str, kind: str, count: int) -> None:
     """Run the ranks, and print the rows of one schedule."""
     found = ranks.start("benchmarks.audits", count, name, kind)
-    plain, audited = (statistics.median(found[0][side]) for side in ("plain", "audited"))
-    again = [sum(one["again"].values()) for one in found]
-    shares = [n / (one["steps"] * one["actions"]) for n, one in zip(again, found, strict=True)]
-    kinds = sum((Counter(one["again"]) for one in found), Counter[str]())
     where = f"{name}, {count} ranks, {kind}"
-    print(row(f"a step with an audit over one without, {where}", "ratio", audited / plain, None, most(1.01)))
-    print(row(f"a step without an audit, {where}", "ms", plain * 1e3, None))
-    print(row(f"a step with an audit, {where}", "ms", audited * 1e3, None))
-    drawn = sum(one["drawn"] for one in found)
-    print(row(f"drawn actions that were run again, {where}", "%", 100 * sum(again) / max(1, drawn), None))
-    print(row(f"actions that were run again, {where}", "%", 100 * statistics.mean(shares), None))
-    print(row(f"the same, on the rank with the fewest, {where}", "%", 100 * min(shares), None))
-    day = sum(again) / found[0]["steps"] / audited * DAY
-    per_action = day / sum(one["actions"] for one in found)
-    print(row(f"actions that are run again in a day, {where}", "", day, None))
-    print(row(f"the same for each action of a step, {where}", "", per_action, None))
-    print(f"<!-- {where}: {dict(kinds)}, by rank {again} -->", flush=True)
+    of = {side: [max(times) for times in zip(*[one[side] for one in found], strict=True)] for side in SIDES}
+    plain, audited = (statistics.median(of[side]) for side in SIDES)
+    added = sum(one["added"] for one in found) / sum(of["audited"])
+    again, drawn = (sum(sum(one["again"].values()) for one in found), sum(one["drawn"] for one in found))
+    actions = sum(one["actions"] for one in found)
+    day = DAY / audited / TURNS[kind]
+    lines: list[tuple[str, str, float, Reach | None]] = [
+        ("a step without an audit", "ms", plain * 1e3, None),
+        ("a step with one over that", "ratio", audited / plain, most(1.01)),
+        ("the same, of the means", "ratio", statistics.mean(of["audited"]) / statistics.mean(of["plain"]), None),
+        ("time that it knows to have added, all ranks together", "%", 100 * added, most(1)),
+        ("actions that were drawn", "%", 100 * drawn / TURNS[kind] / actions, None),
+        ("those that were run again", "%", 100 * again / max(1, drawn), None),
+        ("actions run again in a day", "", again * day, None),
+        ("the same for each action of a step", "", again * day / actions, None),
+    ]
+    for what, unit, value, reach in lines:
+        print(row(f"{what}, {where}", unit, value, None, reach), flush=True)
+    print(f"{where}: " + "; ".join(str(one["again"]) for one in found), file=sys.stderr)
 
 
 def sums() -> None:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
@@ -114,6 +115,7 @@ def bits() -> Iterator[Finding]:
         "GPT, 1F1B": (work.model, given, schedules.one_f_one_b(**two), "graph", None),
         "GPT, 1F1B, by autograd": (work.model, given, schedules.one_f_one_b(**two), "autograd", None),
         "GPT, ZB-H1": (work.model, given, schedules.zb_h1(**two), "graph", None),
+        "GPT, GPipe, moved to the host": (work.model, given, schedules.offload(schedules.gpipe(**two)), "graph", None),
         "GPT, ZB-V, under autocast": (work.model, given, schedules.zb_v(**two), "graph", low),
         "GPT with dropout, interleaved": (dropping(work), given, schedules.interleaved_1f1b(**two), "graph", None),
         "GPT in bfloat16, 1F1B": (task().model.bfloat16(), given, schedules.one_f_one_b(**two), "graph", None),
@@ -270,6 +272,24 @@ def memory() -> Iterator[Finding]:
         before = now
 
 
+def moves() -> Iterator[Finding]:
+    """Measure what moving activations to the host saves, and what it costs."""
+    work, plain = task(), schedules.gpipe(dist.get_world_size(), MICROBATCHES)
+    batch: dict[str, Any] = {"example": (work.tokens,), "targets": work.targets, "loss": work.loss}
+    for name, how in {"kept": plain, "moved": schedules.offload(plain)}.items():
+        graph = fpipe.Gradients(backward="graph")
+        pipe = fpipe.pipeline(work.model, schedule=how, cuts=work.cuts(how.stages), gradients=graph, **batch)
+        (params, buffers), step = pipe.init(work.model), fpipe.value_and_grad(pipe)
+        call = partial(step, params, buffers, (work.tokens,), work.targets)
+        if DEVICE.type == "cuda":
+            call()
+            torch.cuda.reset_peak_memory_stats()
+        _, whole = seconds(call)
+        most = f", {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB at most" if DEVICE.type == "cuda" else ""
+        yield Finding(f"a step of GPipe, activations {name}", f"{1e3 * whole:.2f} ms{most}")
+        pipe.close()
+
+
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
@@ -380,6 +400,7 @@ PARTS: Final = {
     "gaps": Part(2, gaps),
     "waits": Part(2, waits),
     "memory": Part(4, memory),
+    "moves": Part(2, moves),
     "faults": Part(2, faults),
     "spin": Part(1, spin),
     "tests": Part(1, tests),

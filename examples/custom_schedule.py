@@ -4,8 +4,8 @@
     python examples/custom_schedule.py                                         # three ranks in this process
     torchrun --standalone --nproc-per-node 4 examples/custom_schedule.py       # one process per rank, over Gloo
 
-1F1B keeps the activations of as many microbatches on the first rank as there are ranks. Where that does not fit, a
-limit helps, and costs time. The table shows how much; then a pipeline with limit 2 trains as one device does.
+1F1B keeps the activations of as many microbatches on the first rank as there are ranks. If they do not fit, a limit
+helps, but takes time. The table shows how much; then a pipeline with limit 2 trains as one device does.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def train(ranks: int) -> str:
     how = limited_1f1b(ranks=ranks, microbatches=MICROBATCHES, limit=2)
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=nn.functional.mse_loss, schedule=how)
     found = fpipe.verify(pipe, model, (x,), y, steps=3)
-    return f"{found.reference} tensors are those of one device, {found.eager} those of the module, bit for bit"
+    return f"{found.reference} tensors equal those of one device, {found.eager} those of the module, bit for bit"
 
 
 def main() -> None:
-    """Do all of it, on one process or several."""
+    """Check, compare and train, in one process or several."""
     torch.set_num_threads(1)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")

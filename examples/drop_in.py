@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training script for one device, on many: the lines with a comment are all that changed.
+"""A training script for one device, on many: only the lines with a comment have changed.
 
     torchrun --standalone --nproc-per-node 4 examples/drop_in.py    # one process per rank, over Gloo
     python examples/drop_in.py                                      # all ranks in this process
 
-Both print the same losses, to the last digit: those of a plain loop over the same microbatches. Dropout is the same,
-too, as the seed is.
+Both print the same losses, to the last digit, as a plain loop over the same microbatches. Dropout is the same, too,
+because the seed is.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_batch() -> tuple[Tensor, Tensor]:
 
 
 def train(steps: int) -> None:
-    """Train, print losses, and print how often the trained model counts right."""
+    """Train, print losses, and print how often the trained model counts correctly."""
     torch.manual_seed(0)
     model = Counter()
     x, y = make_batch()

@@ -5,7 +5,7 @@
     python examples/functional_loop.py                                      # two ranks in this process
 
 It accumulates gradients over two batches, clips them, and warms up. A progress bar shows loss, tokens per second, and
-the bubble with the times just measured. `--logs FOLDER` writes them for TensorBoard, where that is installed.
+the bubble with the times just measured. `--logs FOLDER` writes them for TensorBoard, if it is installed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def build_model() -> nn.Module:
 
 
 def make_batch(number: int) -> tuple[tuple[Tensor], Tensor]:
-    """Return rows that count, and what comes next; they follow from the number alone."""
+    """Return rows that count, and what comes next; they depend only on the number."""
     starts = torch.randint(WORDS, (ROWS, 1), generator=torch.Generator().manual_seed(number))
     rows = (starts + torch.arange(LENGTH + 1)) % WORDS
     return (rows[:, :-1],), rows[:, 1:]

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/generate.py    # one process per rank, over Gloo
     python examples/generate.py                         # both ranks in one process
 
-The model is small and untrained, so its words mean nothing. What counts is that both commands print the same tokens,
-and that every rank finds them equal to a plain loop over the whole model with the same cache. Needs no download.
+The model is small and untrained, so its text is meaningless. But both commands print the same tokens, and every rank
+checks that they equal those of a plain loop over the whole model with the same cache. Needs no download.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> None:
     if rank == 0:
         print(f"likeliest {tokens[0, :12].tolist()}")
         print(f"drawn     {drawn[0, :12].tolist()}")
-        print(f"all {tokens.numel()} tokens are those of the plain loop; {milliseconds:.1f} ms per step")
+        print(f"all {tokens.numel()} tokens equal those of the plain loop; {milliseconds:.1f} ms per step")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do late gradients cost, and what wins it back? A small language model under schedules that update in flight.
+"""Measure what late gradients cost, and which corrections help, with a small language model.
 
     python examples/late_weights.py [BATCHES] [SEEDS]
 
-Prints the mean loss of the last third of the batches: of plain steps, of PipeDream on 2, 4 and 8 ranks, of 2BW, and of
-each correction. All ranks run in this process. The reference gives the same bits (`fpipe.reference_stream`); the first
-line checks that. Where matplotlib is installed, a plot of all losses goes to `late_weights.png`.
+Prints the mean loss of the last third of the batches: with plain steps, with PipeDream on 2, 4 and 8 ranks, with 2BW,
+and with each correction. All ranks run in this process. The reference computes the same bits
+(`fpipe.reference_stream`); the first line checks that. If matplotlib is installed, a plot of all losses goes to
+`late_weights.png`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def build_model() -> nn.Module:
 
 
 def make_batch(step: int) -> tuple[dict[str, Any], Tensor]:
-    """Return inputs and targets: rows that count from numbers that follow from the step's."""
+    """Return inputs and targets: rows that count from numbers that depend only on the step."""
     starts = torch.randint(WORDS, (ROWS, 1), generator=torch.Generator().manual_seed(step))
     ids = (starts + torch.arange(LENGTH)) % WORDS
     return {"input_ids": ids, "use_cache": False}, ids

@@ -5,7 +5,7 @@
     python examples/mesh.py                                      # the whole mesh in this process
 
 Each copy trains on half of the rows, and the schedule reduces gradients over the copies. Losses, norms and parameters
-are the same either way. With `shard` instead of `dp`, it holds shards, as `fully_shard` does.
+are the same either way. With `shard` instead of `dp`, processes hold shards, as with `fully_shard`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def build_model() -> nn.Module:
 
 
 def make_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return a whole batch, which follows from the step's number; every copy takes its rows."""
+    """Return a whole batch, which depends only on the step; every copy takes its rows."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
     return x, x.roll(1, 1).sin()
 
@@ -65,7 +65,7 @@ def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor,
 
 
 def train(pipe: fpipe.Pipeline, steps: int) -> None:
-    """Train both; raise unless all that this process has is what the plain module has."""
+    """Train both; raise unless the values of this process equal those of the plain module."""
     params, buffers = pipe.init(build_model())
     step, adam = fpipe.value_and_grad(pipe), fpipe.optimizer(torch.optim.AdamW, lr=0.01)
     state, plain = adam.init(params), build_model()
@@ -80,7 +80,7 @@ def train(pipe: fpipe.Pipeline, steps: int) -> None:
         if RANK == 0:
             print(f"step {i:4}  loss {out.loss:.6f}  norm {norm:.6f}", flush=True)
     assert all(torch.equal(p, plain.get_parameter(name)) for name, p in params.items())
-    print(f"process {RANK} of {SIZE}: {len(params)} parameters are those of one device, bit for bit", flush=True)
+    print(f"process {RANK} of {SIZE}: {len(params)} parameters equal those of one device, bit for bit", flush=True)
 
 
 def main() -> None:

@@ -3,9 +3,8 @@
 
     python examples/own_backward.py
 
-A stage may keep what it likes for its backward, and split it as it likes. This one keeps its input alone, computes the
-activation again, and leaves the product for the weight half, so that a zero-bubble schedule has something to fill its
-bubbles with.
+A stage may keep any values for its backward, and split it in any way. This one keeps only its input, computes the
+activation again, and leaves the product for the weight half, with which a zero-bubble schedule fills its gaps.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def main() -> None:
             h = torch.tanh(h @ weight)
         (loss(leaves[3], (h, targets)) / 8).backward()
     close = [torch.allclose(g, leaf.grad, rtol=1e-4, atol=1e-6) for g, leaf in zip(grads, leaves, strict=True)]
-    print(f"loss {out.loss:.4f}; {sum(close)} of {len(close)} gradients are those of autograd, up to rounding")
+    print(f"loss {out.loss:.4f}; {sum(close)} of {len(close)} gradients equal those of autograd, up to rounding")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let fpipe plan a pipeline, run the plan, and look at the timeline beside the prediction.
+"""Plan a pipeline, run the plan, and compare the measured timeline with the prediction.
 
     torchrun --standalone --nproc-per-node 2 examples/plan_and_look.py    # one process per rank, over Gloo
     python examples/plan_and_look.py                                      # both ranks in this process
 
-The layers are uneven, so stages of equally many layers are not the best. The plan is saved, and a page that shows the
-measured step over its prediction, for a browser. In one process the ranks take turns, so there it takes longer.
+The layers are uneven, so stages with the same number of layers are not the best. The script saves the plan, and a page
+for a browser that shows the measured step above its prediction. In one process the ranks take turns, so a step takes
+longer there.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def run(pipe: fpipe.Pipeline, x: Tensor, y: Tensor, steps: int) -> list[fpipe.Me
 
 
 def look(pipe: fpipe.Pipeline, timelines: list[fpipe.MeasuredTimeline], page: Path) -> list[str]:
-    """Return what a simulation with measured costs shows, beside the shortest step; write that one as a page."""
+    """Return the shortest step and its simulation with measured costs, as text; write the step as a page."""
     how, graph, costs = pipe.schedule, pipe.program.graph, fpipe.costs(pipe, *timelines)
     shortest = min(timelines, key=lambda timeline: max(span.end for span in timeline))
     shortest.page(page)
@@ -88,7 +89,7 @@ def main() -> None:
     timelines = run(pipe, x, y, options.steps)
     if RANK == 0:
         print(plan, *look(pipe, timelines, options.path / "step.html"), sep="\n")
-        print(f"{found.reference} tensors are those of one device, bit for bit")
+        print(f"{found.reference} tensors equal those of one device, bit for bit")
     if SIZE > 1:
         dist.destroy_process_group()
 

@@ -4,8 +4,8 @@
     python examples/pure_stages.py                                         # four ranks in this process
     torchrun --standalone --nproc-per-node 4 examples/pure_stages.py       # one process per rank, over Gloo
 
-There is no module. Two of the four stages are the same function of other parameters. The embedding is read twice, by
-the first block and by the head; its cotangents are added in the order of one device.
+There is no module. Two of the four stages are the same function with different parameters. The embedding is read twice,
+by the first block and by the head; its cotangents are added in the order of one device.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
         pairs = [optree.tree_leaves([tree[s] for s in transport.ranks]) for tree in (params, wanted)]
         assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True)), how
     if 0 in transport.ranks:
-        print("parameters are those of the loop under all schedules, bit for bit")
+        print("parameters equal those of the loop under all schedules, bit for bit")
     transport.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py    # one process per rank, over Gloo
     python examples/resume.py                                                       # both ranks in this process
 
-Kill any rank (`kill -9`) at any moment: torchrun starts all again from the newest checkpoint that is whole. Or send
-SIGTERM: all save after the same step and end, until the command is started again. The final parameters are bit for bit
-those of an undisturbed run, on any number of ranks: batch and dropout follow from the step, the rest is saved.
+Kill any rank (`kill -9`) at any moment: torchrun restarts all from the newest checkpoint that is whole. Or send
+SIGTERM: all save after the same step and exit, and the next start continues. The final parameters equal those of an
+uninterrupted run bit for bit, on any number of ranks: batch and dropout depend only on the step, and the rest is saved.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ WIDTH, ROWS, MICROBATCHES, KEPT = 16, 32, 4, 3
 
 
 def build_model() -> nn.Module:
-    """A network with all that a checkpoint must not forget; the same in every process."""
+    """A network with every kind of state that a checkpoint holds; the same in every process."""
     torch.manual_seed(0)
     blocks = [[nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1)] for _ in range(4)]
     return nn.Sequential(*(layer for block in blocks for layer in block), nn.Linear(WIDTH, 1))
 
 
 def make_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of a step; it follows from the step's number alone."""
+    """Return the batch of a step; it depends only on the step's number."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
     return x, x.square().mean(1, keepdim=True)
 
 
 def connect() -> None:
-    """Join the other ranks. Each start has a prefix to itself in torchrun's store, which still has keys of the dead."""
+    """Join the other ranks. Each start uses its own prefix in torchrun's store, which still has keys of dead
+    processes."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     prefix, rank, size = (os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
     dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), rank=int(rank), world_size=int(size))
@@ -54,7 +55,7 @@ def begin(pipe: fpipe.Pipeline, path: Path) -> fpipe.Checkpoint:
 
 
 def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
-    """Run what is left of the steps, or stop after a signal, and save the run every so many steps, and at the end."""
+    """Run the remaining steps, or stop after a signal; save the run regularly and at the end."""
     params, buffers, state, done, _ = begin(pipe, path)
     step, (init, update) = fpipe.value_and_grad(pipe), fpipe.optimizer(torch.optim.AdamW, lr=0.01)
     state = init(params) if state is None else state

@@ -5,8 +5,8 @@
     python examples/train_gpt.py                         # all four ranks in one process
 
 First, a step is proved to be that of one device, for every batch. Both print the same losses, to the last digit. During
-the first steps, every rank also trains the whole model on its own in a plain PyTorch loop; the job fails unless loss,
-gradients and parameters agree bit for bit.
+the first steps, every rank also trains the whole model in a plain PyTorch loop; the job fails unless loss, gradients and
+parameters agree bit for bit.
 
 It takes about two minutes on two cores and needs no GPU and no download. `--help` lists the options.
 """
@@ -148,7 +148,7 @@ def train(args: argparse.Namespace) -> None:
 
             if i < args.checks:
                 one_device.step(i, tokens, targets, out.loss, grads, params)
-            del grads  # or they would stay alive until the next step has made new ones
+            del grads  # free these gradients before the next step makes new ones
             if i >= args.steps - MEASURED:
                 timelines.append(fpipe.timeline(pipe, recorded))
             if i % args.every == 0 or i == args.steps - 1:
@@ -247,8 +247,8 @@ class OneDevice:
             raise fpipe.MismatchError(f"parameters on all ranks together: got {held.sum()}, expected {len(held)}.")
         ways = "fpipe.reference" if self.args.dropout else "a plain PyTorch loop and of fpipe.reference"
         return (
-            f"first {min(self.args.checks, self.args.steps)} steps: loss, all {len(held)} gradients and parameters are "
-            f"bit for bit those of {ways}, on every rank"
+            f"first {min(self.args.checks, self.args.steps)} steps: loss, all {len(held)} gradients and parameters "
+            f"equal, bit for bit, those of {ways}, on every rank"
         )
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script with the Trainer of transformers, as a pipeline: the lines with a comment are all that changed.
+"""A script with the Trainer of transformers, as a pipeline: only the lines with a comment have changed.
 
     torchrun --standalone --nproc-per-node 2 examples/trainer.py    # one process per rank, over Gloo
     python examples/trainer.py                                      # both ranks in this process
 
 Both print the same losses. The model is small and random, so nothing is downloaded. At the end, `from_pretrained` reads
-what the Trainer has saved, on one device, and the loss must be the same, to the last digit.
+the saved model on one device, and the loss must be the same, to the last digit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def make_data(rows: int) -> list[dict[str, Tensor]]:
 
 
 def train(folder: Path, steps: int) -> None:
-    """Train, evaluate, save, and compare with what one device reads."""
+    """Train, evaluate, save, and compare with the saved model on one device."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, use_cache=False, **SIZES))
     data, held_out = make_data(256), make_data(ROWS)

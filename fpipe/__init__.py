@@ -45,6 +45,7 @@ with postpone_collection():
     from fpipe.pipelines.options import Gradients, Microbatching, Recording
     from fpipe.pipelines.pipeline import Pipeline
     from fpipe.pipelines.results import Step
+    from fpipe.pipelines.slices import even_costs
     from fpipe.planning.make import plan
     from fpipe.planning.plan import Plan
     from fpipe.planning.profile import Profile
@@ -126,6 +127,7 @@ __all__ = [
     "delays",
     "error_feedback",
     "evaluate",
+    "even_costs",
     "execute",
     "export",
     "find_nonfinite",

@@ -46,7 +46,7 @@ def _run(arguments: list[str] | None) -> int:
 
 _USE = """Prepare a pipeline from a shell.
 
-  doctor SUBJECT       can the model be a pipeline? if not, why not; if so, where it is cut and what a GPU needs
+  doctor SUBJECT       check whether the model can be a pipeline: what is rejected, or the cuts and what a GPU needs
   plan SUBJECT         choose cuts, schedule, recomputation and number of microbatches, and print the plan
   prove SUBJECT        prove that a step computes what one device does, for every input
 

@@ -31,6 +31,7 @@ from fpipe.pipelines.merge import Aux, MergeTrees
 from fpipe.pipelines.options import Gradients, Microbatching, Recording, accept_fields
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
+from fpipe.pipelines.slices import require_single_copy
 from fpipe.pipelines.step import ValueAndGrad, agree_to_train, make_evaluation_step, training_variant
 from fpipe.planning.plan import Plan, take_plan
 from fpipe.record.front_ends.parts import as_module
@@ -71,15 +72,17 @@ def pipeline(
       an nn.Sequential, each called with what the previous one returned. It may be on the meta device. If
       `parallelize_module` has split it over another dimension of the mesh, its parameters are DTensors in all calls.
     - `example`, `targets`: one whole batch. `example` is a tuple of positional or a dict of keyword arguments;
-      `targets` is whatever tree `loss` takes. They provide shapes and dtypes. Where the model branches on values of the
-      batch alone, such as whether a mask is full, they also select the branch (an example without values answers no and
-      zero). Later batches may have other sizes, take other branches, and have other flags and numbers in their
-      non-tensor leaves: the model is captured again for each kind of batch, at its first step. Those with too few rows
-      for all microbatches have fewer of them.
-    - `loss(outputs, targets)` returns a scalar for one microbatch, or `(loss, aux)` with a tree of values beside it.
+      `targets` is whatever tree `loss` takes. They provide shapes and dtypes. If the model branches on values of the
+      batch alone, such as whether a mask is full, they also select the branch (an example without values selects the
+      branch for false and zero). Later batches may have other sizes, take other branches, and have other flags and
+      numbers in their non-tensor leaves: the model is captured again for each kind of batch, at its first step. Batches
+      with too few rows run with fewer microbatches.
+    - `loss(outputs, targets)` returns a scalar for one microbatch, or `(loss, aux)`, where `aux` is any tree of values.
       Without targets it is `loss(outputs)`, for a model that computes its own: `loss=lambda outputs: outputs.loss`.
-    - `schedule`: an asynchronous or sliced schedule can be checked and simulated, but not run yet.
-    - `plan`: a plan that `fpipe.plan` has made for this model, in place of `schedule`, `cuts` and `stages`.
+    - `schedule`: for an asynchronous schedule, see `fpipe.train_stream`. One that cuts sequences into slices needs a
+      model with a carry: its forward takes `carry`, which is `None` at the first slice, and returns the pair (outputs,
+      carry); or a causal decoder of transformers, which is called with its cache.
+    - `plan`: a plan from `fpipe.plan` for this model, instead of `schedule`, `cuts` and `stages`.
     - `cuts`: where new stages begin, in execution order: module names ("blocks.3.norm"; "norm@1" for the second call),
       or indices of the calls that the model itself makes (of the parts, if the model is a sequence). Given classes or
       patterns instead, the model is cut where calls of matching modules begin, balanced by parameter count; in
@@ -87,9 +90,9 @@ def pipeline(
       within a tenth, where fewer values cross.
     - `stages`: the number of stages, if `cuts` has no names or indices. Defaults to the schedule's.
     - `microbatching`: how batches are split, merged and weighted (`fpipe.Microbatching`).
-    - `place`: where ranks, copies and shards are, and the device (`fpipe.Place`). By default, all processes are the
-      ranks, or this one plays all of them if torch.distributed is not initialized.
-    - `recording`: how the model is recorded, and what stays in one piece (`fpipe.Recording`).
+    - `place`: where ranks, copies and shards are, and the device (`fpipe.Place`). By default, each process is a rank,
+      or this one runs all ranks if torch.distributed is not initialized.
+    - `recording`: how the model is recorded, and which modules are never cut (`fpipe.Recording`).
     - `gradients`: how stages are differentiated (`fpipe.Gradients`).
 
     Every step uses the parameters, the buffers and the batch, with its numbers and flags, that it is passed. The
@@ -122,13 +125,15 @@ def pipeline(
         require_home(module, home)
         found = agree_on_place(job, place, schedule, home)
         copies, count = found.copies, schedule.microbatches
+        require_single_copy(schedule, copies.count)
         over = 1 if microbatching.reduce == "sum" else count * copies.count
         least = find_fewest(schedule) if copies.count == 1 else None
         batchings = make_batchings(example, targets, microbatching, count * copies.pieces, over, least, home)
         batch = batchings[True].split_batch(example, targets)
-        ranks = job.join(schedule.ranks, resolve_group(found.group), home, found.members)
-    merge = microbatching.output_dims
-    builder = Builder(loss, copies.train(schedule), batchings, where, recording, gradients, merge, ranks, copies)
+        ranks = job.join(schedule.ranks, resolve_group(found.group), home, found.members, copies.groups)
+    builder = Builder(
+        loss, copies.train(schedule), batchings, where, recording, gradients, microbatching, ranks, copies
+    )
     return builder.build(module, batch)
 
 
@@ -155,25 +160,25 @@ def value_and_grad(
     them if their shapes are those of the example, or else tensors on the meta device that carry the shapes:
     `x.to("meta")`.
 
-    Three more arguments say what a step must know beforehand:
+    A step takes three more arguments:
 
     - `onto`: gradients that an earlier step returned, which this one adds to, in place, and returns. So K steps of M
-      microbatches give the same bits as one plain loop over K * M. They are donated: don't use them again.
-    - `total`: what the loss is averaged over, if that is more than this step: the number of microbatches of all
-      accumulated steps and replicas, or with `weight`, their weight. With `reduce="sum"`, the sum is divided by it.
+      microbatches compute the same bits as one plain loop over K * M. They are donated: don't use them again.
+    - `total`: what the loss is averaged over, if more than this step: the number of microbatches of all accumulated
+      steps and replicas, or with `weight`, their weight. With `reduce="sum"`, the sum is divided by it.
     - `scale`: the cotangent of the loss, a number, for gradients that would underflow. The loss is not scaled.
 
     `sums` is the dtype in which gradients are added over microbatches, such as `torch.float32` for parameters in
-    bfloat16; each gradient has it, where it is more precise than the parameter. By default it is the parameter's.
+    bfloat16. Gradients have this dtype if it is more precise than the parameter's, which is the default.
 
     With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span`, in seconds of
     `time.perf_counter`, for every compute action of this process and every transfer that it waited for; on an
     accelerator after the step, with the device's times. `fpipe.timeline` merges those of all ranks.
 
-    A loss may return `(loss, aux)`, where `aux` is any tree: counts, accuracies, statistics. It changes no bit of the
-    rest. `Step.aux` is the tree with the values of all microbatches, detached: its tensors and numbers stacked along a
-    new first dimension of size M, or what `aux(parts)` makes of the sequence of all trees. It is on every rank that
-    asks; a rank that passes `aux=False` gets `None`.
+    A loss may return `(loss, aux)`, where `aux` is any tree: counts, accuracies, statistics. It does not change other
+    bits. `Step.aux` is the tree with the values of all microbatches, detached: its tensors and numbers stacked along a
+    new first dimension of size M, or the result of `aux(parts)` for the sequence of all trees. It is on every rank; a
+    rank that passes `aux=False` gets `None`.
 
     `audit`, an `fpipe.Audit`, runs drawn actions of each step again where this process would wait, and compares the
     bits. A difference raises `CorruptionError` here, and `RankError` on all other ranks. It changes no bit of the rest,
@@ -213,8 +218,8 @@ def evaluate(
     pass the targets if there are any. `record` and `aux` are as in `value_and_grad`. Raise `InputError` as that
     function does.
 
-    With `outputs=False` it returns the loss alone, and needs memory for the outputs of one microbatch, as a plain loop
-    does; otherwise all of them are kept, and again as they are merged.
+    With `outputs=False` it returns only the loss, and needs memory for the outputs of one microbatch, as a plain loop
+    does; otherwise all of them are kept, and a merged copy.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe
@@ -278,19 +283,19 @@ def verify(
     are restored afterwards.
 
     `steps` is the number of steps of plain gradient descent, with seeds `seed`, `seed + 1` and so on: more than one
-    finds models that change what they do after some calls, which a capture can't see. With a `tolerance`, a leaf may
+    detects models that change their behavior after some calls, which a capture can't. With a `tolerance`, a leaf may
     differ by that fraction of its largest magnitude: for compiled stages, and for accelerators with nondeterministic
     kernels.
 
     These loops split the batch as the pipeline does. With `unsplit`, such as 1e-5, each step also runs the module once
     on the whole batch, in one piece, and compares the loss, the gradients, and the outputs that are concatenated: each
-    may differ by that fraction of the largest magnitude among its kind. So it finds leaves that `batch_dims` splits
-    wrongly, and losses and layers that mean something else on microbatches: sums, BatchNorm, means over unequal numbers
-    of tokens without a `weight`. Raise `InputError` if the model draws random numbers.
+    may differ by that fraction of the largest magnitude among its kind. This detects leaves that `batch_dims` splits
+    wrongly, and losses and layers that compute something else on microbatches: sums, BatchNorm, means over unequal
+    numbers of tokens without a `weight`. Raise `InputError` if the model draws random numbers.
 
     Under torch.distributed, every rank must call this, with the whole model and batch, and compares what it holds.
-    Raise `MismatchError` naming the first leaf that differs, or that is nan on both sides and so proves nothing. Each
-    step costs two more steps, on one device.
+    Raise `MismatchError` naming the first leaf that differs, or that is nan on both sides, which shows nothing. Each
+    step takes two more steps, on one device.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe

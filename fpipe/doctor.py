@@ -39,9 +39,9 @@ REJECTED: Final = 1
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Add the options of `doctor`."""
     parser.add_argument("subject", help="file.py:function, which returns the arguments of fpipe.plan")
-    parser.add_argument("--ranks", type=int, help="how many; by default 4", metavar="P")
-    parser.add_argument("--memory", help="what a GPU has, such as 80GB", metavar="BYTES")
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long to search at most", metavar="S")
+    parser.add_argument("--ranks", type=int, help="the number of ranks; by default 4", metavar="P")
+    parser.add_argument("--memory", help="the memory of a GPU, such as 80GB", metavar="BYTES")
+    parser.add_argument("--seconds", type=float, default=10.0, help="the most time to search", metavar="S")
     parser.set_defaults(run=print_diagnosis)
 
 
@@ -60,7 +60,7 @@ def print_diagnosis(options: argparse.Namespace) -> int:
         with showing("doctor"):
             text = diagnose({**task, **given}, options.seconds)
     except (CaptureError, CutError, GraphError) as error:
-        print(f"{options.subject} can't be a pipeline as it is:\n")
+        print(f"{options.subject} can't be a pipeline without changes:\n")
         print(_fold(f"{type(error).__name__}: {error}"))
         return REJECTED
     print(f"{options.subject} can be a pipeline.\n")
@@ -77,7 +77,7 @@ def diagnose(task: dict[str, Any], seconds: float) -> str:
     found = plan(**{**assumed, **{name: value for name, value in task.items() if value is not None}})
     pipe = pipeline(plan=found, **{name: task[name] for name in BUILDING if name in task})
     most = max(found.predicted.memory)
-    need = f"A GPU needs {format_bytes(most)} for this, beside what torch and its libraries take."
+    need = f"A GPU needs {format_bytes(most)} for this, in addition to what torch and its libraries use."
     return f"{_fold(str(found))}\n\n{need}\n\n{pipe}"
 
 

@@ -34,8 +34,7 @@ __all__ = [
 class CaptureError(PipelineError):
     """The model can't be captured without losing something.
 
-    Raised by `pipeline`, before anything runs. The message names the module, what would be lost, and which front end or
-    change keeps it.
+    Raised by `pipeline`, before anything runs. The message names the module, what would be lost, and the repair.
     """
 
 
@@ -57,19 +56,19 @@ class InputError(PipelineError, ValueError):
 class TransportError(PipelineError, RuntimeError):
     """Ranks differ, or a channel carried a message other than the expected one.
 
-    Raised on every rank, before anything is computed, if ranks differ in what they are about to do or one of them
-    refuses it. Also raised while a transport is set up; for an unexpected message; after a step that failed midway; and
-    for a second thread, if ranks are processes.
+    Raised on every rank, before anything is computed, if the ranks' calls differ or one of them rejects its arguments.
+    Also raised while a transport is set up; for an unexpected message; after a step that failed midway; and for a
+    second thread, if ranks are processes.
     """
 
 
 class Cause(NamedTuple):
     """The first failure of a call that ranks make together.
 
-    - `rank`: the rank that failed; `None` if it was the process that keeps the store of the process group.
-    - `place`: the call, and the position and action, if they are known. Those of a rank that died are not; then it is
-      what the others did not get from it.
-    - `problem`: the exception, or how the rank fell silent.
+    - `rank`: the rank that failed; `None` if it was the process that holds the store of the process group.
+    - `place`: the call, and the position and action, if they are known. If the rank died, it is what the others did not
+      get from it.
+    - `problem`: the exception, or how the rank stopped answering.
 
     >>> print(Cause(3, "a step (call 2), position 4, 3F1", "ValueError: got a negative loss"))
     rank 3, a step (call 2), position 4, 3F1: ValueError: got a negative loss
@@ -84,11 +83,11 @@ class Cause(NamedTuple):
 
 
 class RankError(TransportError):
-    """Another rank failed, died or fell silent, so this one can't go on.
+    """Another rank failed, died or stopped answering, so this one can't continue.
 
-    Raised on every rank that is left, in place of the transport's own error. The rank that failed raises its own error
-    instead. `rank` and `place` say who raises this and where, `awaited` what it waited for and from whom, and `cause`
-    is the first failure, as the ranks have told each other.
+    Raised on every remaining rank, instead of the transport's error. The rank that failed raises its own error. `rank`
+    and `place` are those of the rank that raises this, `awaited` is what it waited for and from which rank, and `cause`
+    is the first failure, on which all ranks agree.
 
     >>> cause = Cause(3, "a step (call 2), position 4, 3F1", "ValueError: got a negative loss")
     >>> raise RankError(0, "a step (call 2), position 5, 0B0", "1SEND_B0>0 from rank 1", cause)

@@ -27,8 +27,8 @@ UNPROVED: Final = 1
 def add_prove(parser: argparse.ArgumentParser) -> None:
     """Add the options of `prove`."""
     parser.add_argument("subject", help="file.py:function, which returns the arguments of fpipe.plan")
-    parser.add_argument("--ranks", type=int, default=4, help="how many; by default 4", metavar="P")
-    parser.add_argument("--microbatches", type=int, default=8, help="how many; by default 8", metavar="M")
+    parser.add_argument("--ranks", type=int, default=4, help="the number of ranks; by default 4", metavar="P")
+    parser.add_argument("--microbatches", type=int, default=8, help="their number; by default 8", metavar="M")
     parser.add_argument(
         "--schedule", default="zb_h1", help="a schedule of the gallery; by default zb_h1", metavar="NAME"
     )

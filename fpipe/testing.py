@@ -32,14 +32,14 @@ def check_stage(
     *,
     tolerance: float = 1e-5,
 ) -> None:
-    """Raise `AssertionError` unless a stage keeps the contract, for these arguments.
+    """Raise `AssertionError` unless a stage fulfills the contract, for these arguments.
 
     - It is pure: no argument is modified, and what it returns is the same bit for bit when it runs again, as in a
       recomputation; its gradients are, too.
     - New buffers, cotangents and gradients have the structures of buffers, inputs and parameters.
-    - Both halves of its backward give the bits of the whole.
+    - Both halves of its backward compute the bits of the unsplit backward.
     - In float64, gradients and cotangents agree with a finite difference of the outputs, up to the relative
-      `tolerance`, in a direction drawn from a generator of its own. So pass arguments at which it is smooth.
+      `tolerance`, in a random direction from a separate generator. So pass arguments at which it is smooth.
 
     The error names the first leaf that is wrong, with got and expected.
 
@@ -94,7 +94,7 @@ class _Checked:
         outputs, buffers, residuals = self.stage.forward(params, state, inputs, self.key)
         self._same("its arguments after the forward", given, self.arguments, "Compute new tensors.")
         again, new, _ = self.forward()
-        repair = "A forward may depend on its arguments only: keep no state, and draw from the key."
+        repair = "A forward may depend only on its arguments: keep no state, and draw from the key."
         self._same("outputs and buffers of a second run", (again, new), (outputs, buffers), repair)
         self._like("new buffers", buffers, self.arguments[1], "Return all of them, changed or not.")
         if not self.stage.is_differentiable:
@@ -116,7 +116,7 @@ class _Checked:
         cotangents = self._directions(outputs)
         whole = self.whole(residuals, cotangents)
         halves = self.halves(self.forward()[2], cotangents)
-        self._same("both halves of the backward", halves, whole, "The halves must add up to the whole.")
+        self._same("both halves of the backward", halves, whole, "The halves must add up to the unsplit backward.")
 
     def require_slope(self, tolerance: float) -> None:
         """Raise `AssertionError` unless the backward agrees with a finite difference."""

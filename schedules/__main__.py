@@ -62,16 +62,16 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
         "audit": report_audit,
     }
 )
-_USE = """Look at pipeline schedules.
+_USE = """Draw, check, simulate and search pipeline schedules.
 
   list                 the built-in schedules and transforms, with their parameters
   show NAME            draw the timeline
-  check NAME           is the schedule correct? if not, why not, and what leads to the violation
-  simulate NAME        how long it takes, what each rank does and holds, what to shorten first
-  compare NAME NAME    schedules side by side, all doing the same work
-  page NAME            write a page to look at: zoom, search, why a rank waits, and an editor for the order
-  audit NAME           what holds of a schedule of others, how far from the bound, and what would be faster
-  search NAME          the fastest order of the same stages in the same memory, and how far it can be from the best
+  check NAME           check it, and draw the actions up to a violation
+  simulate NAME        time it: what each rank does and holds, and what to shorten first
+  compare NAME NAME    compare schedules that do the same work
+  page NAME            write an interactive page: zoom, search, why a rank waits, and an editor for the order
+  audit NAME           check a schedule of another framework: errors, a certificate, and what would be faster
+  search NAME          find a faster order of the same stages in the same memory, and bound the distance to the best
 
 Each command has its own help: show --help. For example:
 
@@ -102,7 +102,7 @@ def _make_parsers() -> dict[str, argparse.ArgumentParser]:
             add_costs(parser)
         if name not in ("list", "check", "audit", "page"):
             add_files(parser, csv=name != "compare")
-    device = "also refuse a program that may hang on an accelerator"
+    device = "also reject a program that may hang on an accelerator"
     parsers["check"].add_argument("--device", action="store_true", help=device)
     brief = "leave out the critical path, which keeps all actions in memory"
     parsers["simulate"].add_argument("--brief", action="store_true", help=brief)

@@ -7,7 +7,7 @@ the programs of all ranks, and accepts a claim only if it follows, in time linea
 - **Right.** Every stage runs every microbatch once, forward before backward, with its inputs there; every message that
   the stage graph asks for is sent, received and waited for once, by the right ranks.
 - **No wait for ever.** There is an order of all actions in which each rank follows its program, and both ends of each
-  message are neighbors. So there is no circle of waits, under any timing: not if sends wait for their receives, and not
+  message are neighbors. So there is no cycle of waits, under any timing: not if sends wait for their receives, and not
   on devices that do one thing at a time, in the order in which it was posted.
 - **Sums, memory, time.** The order in which each rank adds the gradients of each stage; the most that each rank holds,
   and where; the makespan for the costs in the file, computed exactly; and a lower bound: no order of these actions on

@@ -91,9 +91,9 @@ def certify(program: Program | Schedule, costs: Costs = Costs(), sizes: Sizes = 
     >>> from schedules import Costs, certify, zb_h1
     >>> found = certify(zb_h1(ranks=4, microbatches=8), Costs(F=1, B=2))
     >>> print(found)
-    4 ranks, 4 stages, 8 microbatches, 240 actions: all of this holds
-      right     every action and message once, on its rank, with its inputs there
-      ends      no circle of waits: sends may wait for receives, and devices do one thing at a time
+    4 ranks, 4 stages, 8 microbatches, 240 actions: all claims are true
+      right     every action and message once, on its rank, after its inputs
+      ends      no cycle of waits, even if sends wait for receives and devices do one thing at a time
       sums      in ascending order of microbatches
       memory    at most 4, on rank 0 at position 6
       time      27
@@ -154,7 +154,7 @@ def _require_covered(program: Program, programs: Sequence[Sequence[Action]], cos
     if got:
         raise ProgramError(
             f"certify: got {got}, expected a program that a certificate covers: forwards, backwards, their halves, "
-            "recomputation and sums of replicas, with costs that are not drawn. Certify it without them."
+            "recomputation and sums of replicas, with costs that are not random. Certify it without them."
         )
 
 
@@ -181,7 +181,7 @@ def _order(program: Program, programs: Sequence[Sequence[Action]]) -> Iterator[i
     if left:
         stuck = next(rank for rank, place in enumerate(places) if place < len(programs[rank]))
         raise ProgramError(
-            f"rank {stuck}, position {places[stuck]}: got {programs[stuck][places[stuck]]}, which waits for ever if "
+            f"rank {stuck}, position {places[stuck]}: got {programs[stuck][places[stuck]]}, which waits forever if "
             "sends wait for their receives, expected an order that ends on any network. Lower the schedule "
             "(schedules.lower), or post it later."
         )
@@ -221,13 +221,13 @@ def _describe(job: certificate.Job, claims: certificate.Claims) -> str:
     most = max(range(job.ranks), key=lambda one: claims.peaks[one][0])
     peak, where = claims.peaks[most]
     ascends = all(order == sorted(order) for stage in claims.sums for order in stage)
-    order = f"in {'ascending order' if ascends else 'orders of their own'} of microbatches"
+    order = f"in {'ascending order' if ascends else 'other orders'} of microbatches"
     actions = sum(map(len, job.programs))
     return "\n".join(
         [
-            f"{job.ranks} ranks, {job.stages} stages, {job.count} microbatches, {actions} actions: all of this holds",
-            "  right     every action and message once, on its rank, with its inputs there",
-            "  ends      no circle of waits: sends may wait for receives, and devices do one thing at a time",
+            f"{job.ranks} ranks, {job.stages} stages, {job.count} microbatches, {actions} actions: all claims are true",
+            "  right     every action and message once, on its rank, after its inputs",
+            "  ends      no cycle of waits, even if sends wait for receives and devices do one thing at a time",
             f"  sums      {order}",
             f"  memory    at most {_plain(peak)}, on rank {most} at position {where}",
             f"  time      {_plain(claims.makespan)}",

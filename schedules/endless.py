@@ -85,8 +85,8 @@ class EndlessProgram:
                 return count
             count *= 2
         check(lengthen(self.schedule, most), self.graph)
-        problem = f"is not alike for every batch, as far as {most} batches show"
-        repair = "Let a rank's order for some microbatches be the beginning of its order for more."
+        problem = f"is not the same for every batch, in {most} batches"
+        repair = "With more microbatches, a rank's order must begin with its order for fewer."
         raise ScheduleError("repeating", 0, 0, None, problem, repair)
 
     @cached_property
@@ -144,7 +144,7 @@ def _require_ascending(schedule: Schedule) -> None:
     versions = [] if schedule.version is None else [schedule.version(i) for i in range(schedule.microbatches)]
     for i, (before, version) in enumerate(pairwise(versions), 1):
         if version < before:
-            problem = f"declares version {version} for microbatch {i} after {before}, so none could ever be dropped"
+            problem = f"declares version {version} for microbatch {i} after {before}, so no version could ever be freed"
             raise ScheduleError("repeating", 0, 0, None, problem, "Declare versions that do not descend.")
 
 
@@ -171,7 +171,7 @@ def _split(rank: int, actions: Iterable[Action], batches: int, each: int, schedu
             expected = (len(windows) + 1) * each - 1
             if action.microbatch != expected or action.stage in updated:
                 problem = f"is not the one update of a batch of {each} microbatches, after microbatch {expected}"
-                repair = "Let a batch be what one update applies: as many microbatches as come before it."
+                repair = "Each update must apply one batch: choose as many microbatches as come before it."
                 raise ScheduleError("repeating", rank, position, action, problem, repair)
             updated.add(action.stage)
     windows.append(tuple(window))

@@ -6,8 +6,9 @@ every rank idle for a part of each step.
 
 Idea. The executor yields the handles that it must wait for, and an audited execution sits between it and its driver,
 as a recorded one does. Before the rank waits, drawn actions that take less time than it will wait are run again
-(`fpipe.audits.idle`). What is left at the end of a step is run again then: for free if the other ranks are still busy,
-as the next agreement shows, or else as far as the allowance goes. If all ranks are in this process, none is ever idle.
+(`fpipe.audits.idle`). So are they before it waits for the results of other ranks. What is left when it has them is run
+again then: for free if the other ranks are still busy, as the next agreement shows, or else as far as the allowance
+goes. If all ranks are in this process, none is ever idle.
 
 Only handlers of drawn actions are wrapped, in the program of one step. All others cost nothing.
 
@@ -17,11 +18,12 @@ Runs in every step that is audited.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from time import perf_counter
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from fpipe.audits.audit import Audit, Rerun, find_chain, list_drawable
@@ -33,7 +35,7 @@ from fpipe.runtime.executor import ActionHandler, Execution, Inputs, LinkedProgr
 from fpipe.runtime.transport import Payload, Transport
 from schedules import Action
 
-AFTER: Final = "the end of the step"
+RESULTS, AFTER = "the results of a step", "the next agreement"
 
 
 class HasPrograms(Protocol):
@@ -57,7 +59,8 @@ class Auditor:
 
     - `noting`, `running`: the time that may be added, to note actions and to run them again.
     - `tables`: by plan and rank. `replays`: the drawn actions of this step, with their ranks.
-    - `after`: how long this process was idle after its steps; `used`: how much of that was used last.
+    - `idle`: how long this process waited at the end of its steps, for `RESULTS` and `AFTER` them; `used`: how much of
+      that was used last.
     """
 
     def __init__(self, audit: Audit, ranks: Ranks) -> None:
@@ -66,13 +69,12 @@ class Auditor:
         self.noting, self.running = Allowance(share), Allowance(share)
         self.numbers = count()
         self.tables: WeakKeyDictionary[HasPrograms, dict[int, Timetable]] = WeakKeyDictionary()
-        self.after = IdleTimes()
-        self.used: float | None = None
+        self.idle, self.used = IdleTimes(), dict[str, float]()
 
     def run(self, parts: Mapping[int, HasPrograms], inputs: Mapping[int, Inputs]) -> list[dict[int, Outcome]]:
         """Run a step of each copy of the pipeline that this process plays; return their outcomes."""
-        if self.used is not None:
-            self.after.add(AFTER, self.used, self.ranks.idle)
+        if AFTER in self.used:
+            self.idle.add(AFTER, self.used[AFTER], self.ranks.idle)
         self.number, self.start = next(self.numbers), perf_counter()
         self.replays: list[tuple[int, Replay]] = []
 
@@ -83,7 +85,20 @@ class Auditor:
                 tables[rank] = Timetable(part.programs[rank])
             return self._prepare(copy, rank, part.programs[rank], tables[rank], transport, inputs[copy])
 
-        return self.ranks.run([partial(execution, copy) for copy in inputs])
+        outcomes = self.ranks.run([partial(execution, copy) for copy in inputs])
+        self.used[RESULTS] = run_again([one for _, one in self.replays], self._predict(RESULTS))
+        return outcomes
+
+    def _predict(self, place: str) -> float:
+        """Return for how many seconds this process will be idle at the end of a step."""
+        return self.idle.predict(place) if self.ranks.processes else 0.0
+
+    @contextmanager
+    def watch_results(self) -> Iterator[None]:
+        """Return the context in which this process waits for the results of other ranks."""
+        start = perf_counter()
+        yield
+        self.idle.add(RESULTS, self.used[RESULTS], perf_counter() - start)
 
     def _prepare(
         self, copy: int, rank: int, program: LinkedProgram, table: Timetable, transport: Transport, inputs: Inputs
@@ -91,7 +106,7 @@ class Auditor:
         """Return the execution of a rank, whose drawn actions are noted."""
         replays, around = [], defaultdict[int, list[Replay]](list)
         # A step without an allowance to note anything still learns how long the rank is idle.
-        drawn = self.audit.draw(self.number, copy, rank, table.drawable) if self.noting.is_left else []
+        drawn = self.audit.draw(self.number, copy, rank, table.drawable) if self.noting.allows() else []
         for position in drawn:
             replays.append(Replay(program.instructions[position].action))
             for k in find_chain(program, position):
@@ -105,13 +120,15 @@ class Auditor:
 
         Call it when the other ranks wait for nothing of this step any more from this one.
         """
-        free, self.used = self.after.predict(AFTER) if self.ranks.processes else 0.0, 0.0
-        for _, one in self.replays:
-            if one.is_ready and (one.seconds * SLOWER <= free - self.used or self.running.is_left):
-                self.used += one.compare(free - self.used)
+        replays, free = [one for _, one in self.replays], self._predict(AFTER)
+        used = run_again(replays, free)
+        for one in replays:
+            if one.is_ready and self.running.allows(one.seconds):
+                used += one.compare(free - used)
                 self.running.spend(one.paid)
+        self.used[AFTER] = used
         passed = perf_counter() - self.start
-        self.noting.spend(sum(one.noting for _, one in self.replays))
+        self.noting.spend(sum(one.noting for one in replays))
         self.noting.earn(passed)
         self.running.earn(passed)
         for rank, one in self.replays:
@@ -149,18 +166,19 @@ class AuditedExecution(Execution):
                 outcome: Outcome = stop.value
                 return outcome
             place = handle.end, handle.message
-            used = self._use(idle.predict(place))
+            used = run_again(self.replays, idle.predict(place))
             start = perf_counter()
             yield handle
             idle.add(place, used, perf_counter() - start)
 
-    def _use(self, free: float) -> float:
-        """Run those actions again that take less than `free` seconds together; return how many they took."""
-        used = 0.0
-        for one in self.replays:
-            if one.is_ready and one.seconds * SLOWER <= free - used:
-                used += one.compare(free - used)
-        return used
+
+def run_again(replays: Sequence[Replay], free: float) -> float:
+    """Run those actions again that take less than `free` seconds together; return how many they took."""
+    used = 0.0
+    for one in replays:
+        if one.is_ready and one.seconds * SLOWER <= free - used:
+            used += one.compare(free - used)
+    return used
 
 
 def add_notes(program: LinkedProgram, around: Mapping[int, Sequence[Replay]]) -> LinkedProgram:

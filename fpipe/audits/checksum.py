@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of the bits of tensors, nearly as fast as memory is read.
+"""Checksums of the bits of tensors, as fast as memory is read.
 
 Idea. The words of a tensor are laid out in rows, and the rows are added up, modulo 2**64; the sums of the columns are
 hashed. The rows have a prime number of words: whoever swaps two pieces of a tensor, of some power of two bytes, moves
-their words to other columns. The first bits of words, of which such a sum keeps no more than whether they are even, are
-added up once more by themselves.
+their words to other columns. The last row is never full, so there are columns with an odd number of words: a sum keeps
+of the first bits of its words only whether they are even, and so tells if the signs of all of them change.
 
 Invariant: a change within one word of 8 bytes always gives other sums, and so does any one flipped bit.
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 WORD: Final = 8
-WIDTH: Final = 1021
+WIDTHS: Final = (1021, 1019, 1013, 1009)
 HASHED: Final = 4096  # bytes, up to which Python's own hash is faster than calls of torch
 
 Checksums: TypeAlias = tuple[int, ...]
@@ -57,16 +57,11 @@ def checksum(tensor: Tensor) -> int:
     data = data.view(torch.uint8)
     if data.numel() <= HASHED:
         return hash(data.numpy(force=True).tobytes())
-    count = data.numel() // WORD // WORD * WORD
+    count = data.numel() // WORD
     words, tail = data[: WORD * count].view(torch.int64), data[WORD * count :]
-    signs = (words < 0).view(torch.int64)
-    return hash((_add_rows(words), _add_rows(signs), bytes(tail.tolist())))
-
-
-def _add_rows(words: Tensor) -> bytes:
-    """Return the sums of the columns."""
-    rows = len(words) // WIDTH
-    columns = words[: rows * WIDTH].view(rows, WIDTH).sum(0)
-    rest = words[rows * WIDTH :]
+    width = next(one for one in WIDTHS if count % one)
+    rows = count // width
+    columns = words[: rows * width].view(rows, width).sum(0)
+    rest = words[rows * width :]
     columns[: len(rest)] += rest
-    return columns.numpy(force=True).tobytes()
+    return hash((columns.numpy(force=True).tobytes(), bytes(tail.tolist())))

@@ -57,16 +57,29 @@ class IdleTimes:
 
 
 class Allowance:
-    """Time that may be spent: a share of the time that has passed. What is spent once may exceed what is left."""
+    """Time that may be spent: a share of the time that has passed.
+
+    - `left`: what may be spent now. `most`: the most that was spent, or asked for, at once. Nothing is spent unless as
+      much as that is left: else cheap actions would never leave enough for expensive ones.
+
+    >>> time = Allowance(0.25)
+    >>> time.earn(8.0)
+    >>> time.allows(3.0), time.allows(1.0)
+    (False, False)
+    >>> time.earn(8.0)
+    >>> time.allows(1.0)
+    True
+    """
 
     def __init__(self, share: float) -> None:
         self.share = share
         self.left = share if share == float("inf") else 0.0
+        self.most = 0.0
 
-    @property
-    def is_left(self) -> bool:
-        """True if something is left."""
-        return self.left > 0
+    def allows(self, seconds: float = 0.0) -> bool:
+        """Return whether so much may be spent; by default, whether something may."""
+        self.most = max(self.most, seconds)
+        return self.left > 0 and self.left >= self.most
 
     def earn(self, seconds: float) -> None:
         """Add what `seconds` of steps allow."""
@@ -75,3 +88,4 @@ class Allowance:
     def spend(self, seconds: float) -> None:
         """Subtract what was spent."""
         self.left -= seconds
+        self.most = max(self.most, seconds)

@@ -31,6 +31,8 @@ from fpipe.runtime.transport import Payload
 from fpipe.stages.stage import ModelStage
 from schedules import Action
 
+SUMMING: Final = ("B", "W", "G")
+"""The kinds of actions that change a sum of gradients."""
 REPEATS: Final = 3
 """How often an action is run once more if its second run differs from the first."""
 
@@ -87,8 +89,8 @@ class Replay:
         self.run = run
         self.begin = Beginning.of(run, call.action) if self.begin is None else self.begin
         self.calls.append(call)
-        if call.action == self.drawn:
-            self.sums = copy_tensors(run.grads[call.action.stage])
+        if call.action == self.drawn and self.drawn.kind in SUMMING:
+            self.sums = copy_tensors(run.grads[self.drawn.stage])
         self.noting += perf_counter() - start
 
     def after(self, run: Execution, action: Action, values: Payload, seconds: float) -> None:
@@ -144,10 +146,10 @@ class Replay:
             # Buffers that it passes on as they are were not made by it.
             pairs = zip(run.buffers[i][s], self.begin.buffers, strict=True)
             made["buffer"] = sum_up([new for new, old in pairs if new is not old])
-        elif kind == "I":
-            made["tensor for the weight half"] = sum_up(run.deferred.get((s, i)))
-        else:
+        elif kind in SUMMING:
             made["sum of gradients"] = sum_up(run.grads[s])
+        else:
+            made["tensor for the weight half"] = sum_up(run.deferred.get((s, i)))
         return made
 
     def _raise_difference(self, again: Mapping[str, Checksums]) -> None:

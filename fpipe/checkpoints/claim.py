@@ -138,8 +138,8 @@ class Claim:
             return
         if self.lock is None:
             raise InputError(
-                f"{self.folder}: got a save that failed before, expected one that goes on: its files were removed. "
-                "Begin another."
+                f"{self.folder}: got a save that has failed, expected one in progress: its files were removed. Begin "
+                "another save."
             )
         require_sidecars(self.folder, manifest.shards)
         with alone_in(self.home):
@@ -168,14 +168,14 @@ class Claim:
         if not now.token.startswith(f"{_job()}-"):
             raise InputError(
                 f"{self.home}: got save {now.save} of step {now.step}, which another job finished after this one had "
-                f"begun save {self.number}, expected one job at a time. That checkpoint is whole, and this save was "
-                "dropped. Stop one of the jobs, or give each a path of its own."
+                f"begun save {self.number}, expected one job at a time. That checkpoint is complete, and this save was "
+                "dropped. Stop one of the jobs, or use a different path for each."
             )
         if now.save > self.number:
             raise InputError(
-                f"{self.home}: got save {now.save}, which began after save {self.number} and was finished first, "
-                "expected them in order. The later one is the checkpoint, and the earlier one was dropped. Finish "
-                "saves in the order in which they began."
+                f"{self.home}: got save {now.save}, which began after save {self.number} but finished first, expected "
+                "them in order. The later save is the checkpoint, and the earlier one was dropped. Finish saves in the "
+                "order in which they began."
             )
 
     def drop(self) -> None:
@@ -291,7 +291,7 @@ def alone_in(home: Path) -> Iterator[None]:
                 if time.monotonic() > until:
                     raise InputError(
                         f"{home}: got another job that has been finishing a save for {LONGEST_COMMIT:.0f} seconds, "
-                        "expected one job at a time. Stop it, or give each job a path of its own."
+                        "expected one job at a time. Stop it, or use a different path for each job."
                     ) from None
                 time.sleep(0.01)
                 continue

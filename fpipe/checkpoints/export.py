@@ -46,13 +46,13 @@ EXPORTED: Final = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetenso
 def export(pipe: Pipeline, path: str | os.PathLike[str], params: State, buffers: State | None = None) -> None:
     """Write the model's weights into the directory `path`, in the format of `from_pretrained`; every rank calls this.
 
-    The directory then has one safetensors file for each rank, and `model.safetensors.index.json`. It holds what the
-    model's state dict has, each tied parameter once. `fpipe.safetensors(path)` reads it, and so does `from_pretrained`
-    of a Hugging Face model, once `model.config.save_pretrained(path)` has put the configuration beside it.
+    The directory then has one safetensors file for each rank, and `model.safetensors.index.json`. It holds the model's
+    state dict, each tied parameter once. `fpipe.safetensors(path)` reads it, and so does `from_pretrained` of a Hugging
+    Face model, after `model.config.save_pretrained(path)` has added the configuration.
 
     Weights that `export` has written there before are replaced in one atomic operation. Raises `InputError`, naming the
     leaf, for values that do not fit the pipeline, and for a directory that has other weights; if only some ranks fail,
-    `TransportError` on the others. What was at `path` is then intact.
+    `TransportError` on the others. Files at `path` then stay intact.
 
     >>> import tempfile, torch, fpipe
     >>> from schedules import gpipe
@@ -94,9 +94,9 @@ def require_no_other_weights(home: Path) -> None:
     others = sorted(name for name in files if not EXPORTED.fullmatch(name))
     if others or home.is_file():
         raise InputError(
-            f"{home}: got {others[:5] or 'a file'}, expected a directory without weights but those of an earlier "
-            "export, or none. Choose another path, or remove them first: a mixture of two models would be loaded "
-            "without a word."
+            f"{home}: got {others[:5] or 'a file'}, expected a directory with no weights but those of an earlier "
+            "export, or none. Choose another path, or remove them first: otherwise the weights of two models would be "
+            "mixed."
         )
 
 
@@ -133,7 +133,7 @@ def _replace(home: Path, index: Mapping[str, Any]) -> None:
         if missing:
             raise InputError(
                 f"{home}: got no {missing[:5]}, expected the files of all ranks. Export to a file system that they "
-                "share, and to a path to which no other job exports."
+                "share, and to a path that no other job uses."
             )
         text = json.dumps(index, indent=2)
         try:

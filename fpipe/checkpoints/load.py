@@ -59,15 +59,15 @@ class Checkpoint(NamedTuple):
 def load(pipe: Pipeline, path: AnyPath | Sequence[AnyPath]) -> Checkpoint:
     """Return this process's share of the checkpoint at `path`; every rank calls this.
 
-    Of several paths, it is the one with the most steps among those that are whole, by sizes and checksums. So a run
-    that saves to two paths in turn goes on although its last checkpoint was damaged.
+    If you pass several paths, it is the one with the most steps among those that are whole, by sizes and checksums. So
+    a run that saves to two paths in turn can continue if its last checkpoint is damaged.
 
     The pipeline may have other ranks, cuts and another schedule than the one that saved it. A parameter that several
-    ranks hold is read by each. From here on, the run goes on bit for bit as it would have without the interruption.
-    Values are moved to the pipeline's device, and are not cast.
+    ranks hold is read by each. The run then continues bit for bit as without the interruption. Values are moved to the
+    pipeline's device, and are not cast.
 
     Raises `InputError`, on every rank, before any value is read: if there is no finished checkpoint at `path`, if a
-    file is missing, cut off or altered, and, naming the leaf, if names, shapes or dtypes are not those of the model.
+    file is missing, truncated or altered, and, naming the leaf, if names, shapes or dtypes are not those of the model.
 
     See `save` for an example.
     """
@@ -181,7 +181,7 @@ def _choose(pipe: Pipeline, paths: Sequence[Path]) -> _Saved:
             return saved
     raise InputError(
         f"path: got {len(paths)} paths, expected at least one with a checkpoint that is whole on every rank. Start "
-        f"anew, or repair one of these: {' '.join(errors)}"
+        f"from the beginning, or repair one of these: {' '.join(errors)}"
     )
 
 

@@ -68,17 +68,18 @@ def save(
     - `params`, `buffers`: this process's, as `pipe.init` and the steps return them.
     - `state`: the optimizer's, `{parameter name: {slot: tensor or number}}`, as `fpipe.optimizer` has it; `None` saves
       none.
-    - `step`, `data`: whatever else the run needs to go on: a number, and a tree of dicts, lists, tuples, tensors,
-      numbers, strings and `None`. They must be the same on every rank.
+    - `step`, `data`: anything else that the run needs: a number, and a tree of dicts, lists, tuples, tensors, numbers,
+      strings and `None`. They must be the same on every rank.
 
     The checkpoint is a directory, on a file system that all ranks share. Its names are the model's, so any pipeline of
-    the same model loads it: other ranks, cuts, schedules. It has no pickles. A checkpoint that is already at `path` is
-    replaced in one atomic operation, so whenever a process is killed, the old one or the new one is there. Every rank
-    needs host memory for a copy of what it owns. Sharded tensors are gathered, one at a time, and saved whole.
+    the same model loads it: other ranks, cuts, schedules. It has no pickles. An existing checkpoint at `path` is
+    replaced in one atomic operation, so even if a process is killed, `path` has either the old one or the new one.
+    Every rank needs host memory for a copy of what it owns. Sharded tensors are gathered, one at a time, and saved
+    whole.
 
     Raises `InputError`, naming the leaf, for values that do not fit the pipeline or that a checkpoint can't hold, and
-    for a `path` where something else is; if only some ranks fail, `TransportError` on the others. What was at `path`
-    is then intact.
+    for a `path` with other files; if only some ranks fail, `TransportError` on the others. An existing checkpoint at
+    `path` then stays intact.
 
     >>> import tempfile, torch, fpipe
     >>> from schedules import gpipe, one_f_one_b
@@ -108,11 +109,11 @@ def begin_save(
 ) -> Callable[[], None]:
     """Begin to save as `save` does, and return the function that finishes it; every rank calls both.
 
-    Values are copied to host memory at once and written by a thread while training goes on; they may change after this
-    returns. The checkpoint exists once the function returned has been called, which waits for the files of all ranks:
-    call it some steps later, or right before the next save.
+    Values are copied to host memory at once, so they may change afterwards, and a thread writes them while training
+    continues. Call the returned function some steps later, or right before the next save: it waits for the files of all
+    ranks, and then the checkpoint exists.
 
-    Raises what `save` raises: at once for bad arguments, when it is finished for what can't be written.
+    Raises what `save` raises: at once for wrong arguments, and from the returned function if files can't be written.
 
     >>> import tempfile, torch, fpipe
     >>> from schedules import gpipe
@@ -254,7 +255,7 @@ def require_whole_state(pipe: Pipeline, params: State, buffers: State | None) ->
     expected: Mapping[str, Spec] = pipe.training.assembly.buffers
     if buffers is None and expected:
         raise InputError(
-            f"buffers: got none, expected {list(expected)[:5]}: the model does not compute the same without them. Pass "
+            f"buffers: got none, expected {list(expected)[:5]}: without them, the model computes something else. Pass "
             "those of the last step, as in buffers=out.buffers."
         )
     buffers = {} if buffers is None else buffers

@@ -27,7 +27,7 @@ from fpipe.pipelines.pipeline import Pipeline
 
 @contextmanager
 def catch_signals(pipe: Pipeline, signals: Sequence[int] = (signal.SIGTERM,)) -> Iterator[Callable[[], bool]]:
-    """Note these signals inside a `with`, and yield a function that returns whether any rank has got one.
+    """Catch these signals inside a `with`, and yield a function that returns whether any rank has received one.
 
     Every rank enters the `with`, in its main thread, and calls the function after the same steps: it returns the same
     on all of them, and costs one small message. So all save after the same step, and stop:
@@ -39,10 +39,10 @@ def catch_signals(pipe: Pipeline, signals: Sequence[int] = (signal.SIGTERM,)) ->
                     fpipe.save(pipe, path, params=params, buffers=buffers, state=state, step=i + 1)
                     break
 
-    Afterwards, the handlers are those of before. If a signal came that the function did not tell, it is sent again
-    then, unless an exception ends the `with`.
+    At the end, the previous handlers are restored. If a signal came that the function has not reported, it is then sent
+    again, unless an exception ends the `with`.
 
-    Raise `InputError`, on every rank, outside of the main thread, and for a signal that can't be caught.
+    Raise `InputError`, on every rank, outside the main thread, and for a signal that can't be caught.
 
     >>> import signal, torch, fpipe
     >>> from schedules import gpipe
@@ -84,8 +84,8 @@ def _require_main_thread() -> None:
     thread = threading.current_thread()
     if thread is not threading.main_thread():
         raise InputError(
-            f"catch_signals: got the thread {thread.name!r}, expected the main thread, which is the only one that "
-            "Python tells of signals. Enter the with there, around the loop."
+            f"catch_signals: got the thread {thread.name!r}, expected the main thread: Python delivers signals only to "
+            "that one. Enter the with statement there, around the loop."
         )
 
 

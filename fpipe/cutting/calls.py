@@ -118,8 +118,8 @@ class Calls:
         """Return what helps if a mark is inside a call that torch runs as a single operator here; else nothing."""
         inside = [call for call in self.fused if any(mark.path.startswith(f"{call.path}.") for mark in marks)]
         return "".join(
-            f" Without gradients, torch runs {call.path!r} ({call.kind.__name__}) as one operator: cut outside of it, "
-            "or call torch.backends.mha.set_fastpath_enabled(False) before you build the pipeline."
+            f" Without gradients, torch runs {call.path!r} ({call.kind.__name__}) as one operator: cut outside it, or "
+            "call torch.backends.mha.set_fastpath_enabled(False) before you build the pipeline."
             for call in inside[:1]
         )
 
@@ -144,7 +144,7 @@ class Calls:
             return found[int(ordinal or 0)]
         if found:
             raise CutError(
-                f"cuts: got {name!r}, expected a call that takes place. {path!r} is called {len(found)} times; "
+                f"cuts: got {name!r}, expected a call that happens. {path!r} is called {len(found)} times; "
                 f"{call_name(path, 1)!r} is the second call."
             )
         if self.first.get(path, path) != path:
@@ -154,7 +154,7 @@ class Calls:
                 f"{call_name(first, 1)!r} for the second call."
             )
         raise CutError(
-            f"cuts: got {name!r}, a module that runs no operation of its own, expected one that does. (A no_grad or "
+            f"cuts: got {name!r}, a module that runs no operations itself, expected one that does. (A no_grad or "
             "autocast region is one operation of the module around it.) Name the module that runs next."
         )
 

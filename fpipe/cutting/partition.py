@@ -26,7 +26,7 @@ from fpipe.cutting.balance import Forbidden, Positions, Refusal, balance, refusa
 from fpipe.cutting.calls import Calls, Mark, Selector, describe_selector, is_pattern, selects
 from fpipe.cutting.purity import Purity
 from fpipe.errors import CutError
-from fpipe.record.captured import Call, Captured, Parameter
+from fpipe.record.captured import BatchLeaf, Call, Captured, Parameter
 from fpipe.record.model.places import LOSS
 from fpipe.record.validity import observe
 from fpipe.tensors.arguments import describe_argument
@@ -112,7 +112,7 @@ class Cuts(NamedTuple):
         sealed = [Barrier(call, call.sealed) for call in calls.sealed]
         for where, selectors in (("unsplittable", self.unsplittable), ("whole", self.whole)):
             named = [call for one in selectors if one != LOSS for call in calls.select(where, one)]
-            sealed += [Barrier(call, f"it stays whole, because of {where}") for call in named]
+            sealed += [Barrier(call, f"it can't be cut, because of {where}") for call in named]
         return sealed
 
 
@@ -281,6 +281,38 @@ def cut_at_marks(calls: Calls, stages: Sequence[Sequence[Mark]], what: str) -> P
     return tuple(found)
 
 
+def find_slices(captured: Captured, count: int) -> tuple[int, ...]:
+    """Return the positions of the units at which slices after the first begin, in the record of all of them."""
+    calls = [call for call in captured.calls if not call.path]
+    outer = [call for k, call in enumerate(calls) if k == 0 or call.start >= max(one.stop for one in calls[:k])]
+    if len(outer) != count:
+        raise CutError(
+            f"(root): got {len(outer)} calls of the model in the record, expected {count}, one for each slice. Record "
+            'it with the front end "trace".'
+        )
+    found = []
+    for call in outer[1:]:
+        start = call.start
+        while captured.units[start - 1].does.startswith("narrow") and all(
+            isinstance(captured.sources.get(value), BatchLeaf) for value in captured.units[start - 1].reads
+        ):
+            start -= 1
+        found.append(start)
+    return tuple(found)
+
+
+def cut_slices(captured: Captured, model: nn.Module, marks: Sequence[Sequence[Mark]], first: Positions) -> Positions:
+    """Return the positions at which all stages of all slices begin but the very first; `first` are those of slice 0.
+
+    Stages begin at the same calls in each slice. Raise `CutError` if one of them does not take place.
+    """
+    found = [*first]
+    for k, start in enumerate(captured.slices, 1):
+        calls = Calls.of(captured.slice(k), model)
+        found += [start, *(start + position for position in cut_at_marks(calls, marks, f"slice {k}"))]
+    return tuple(found)
+
+
 def _places(calls: Calls, among: Sequence[Selector]) -> list[int]:
     """Return the positions at which stages after the first may begin, ascending."""
     starts = {call.start for selector in among for call in calls.select("cuts", selector)}
@@ -291,7 +323,7 @@ def _places(calls: Calls, among: Sequence[Selector]) -> list[int]:
 def _too_few(where: Evenly, count: int, barriers: Sequence[Barrier], refused: str = "") -> str:
     shown = [*map(str, barriers[:3]), *["..."] * (len(barriers) > 3)]
     why = f" No stage may begin inside {'; '.join(shown)}." if barriers else ""
-    why += f" The last choice was refused. {refused}" if refused else ""
+    why += f" The last choice was rejected. {refused}" if refused else ""
     if where.among:
         names = " and ".join(map(describe_selector, where.among))
         return (

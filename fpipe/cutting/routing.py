@@ -21,9 +21,9 @@ Runs when a plan is made: once per kind of batch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 
 from torch import Tensor
 
@@ -110,8 +110,9 @@ def route(
     """Cut the units at `partition`, and route every value; `results` leave from the last stage.
 
     `summed` are the parameters whose gradients are summed over stages. `repetitions` are what each stage repeats; by
-    default, nothing. `ranks` are equal for stages that are on the same rank for every microbatch; by default, each
-    stage is on its own. Raise `ClashError` if an in-place write would change what another stage sees.
+    default, nothing. Stages are numbered through all slices of the record. `ranks` are equal for stages that are on the
+    same rank for every microbatch; by default, each stage is on its own. Raise `ClashError` if an in-place write would
+    change what another stage sees.
     """
     bounds = list(pairwise([0, *partition, len(captured.units)]))
     repetitions = repetitions or [Repetition() for _ in bounds]
@@ -206,23 +207,44 @@ def _routes(
     parameters shared.
     """
     gives, later, shares = (defaultdict[int, dict[int, list[Value]]](lambda: defaultdict(list)) for _ in range(3))
+    count = len(ranks) // (1 + len(captured.slices))
     for value in sorted(users, key=lambda one: (one in captured.sources, one)):
         source = captured.sources.get(value)
         if source is None:
-            chain = [homes[value], *[s for s in users[value] if s > homes[value]]]
-            latest = {ranks[chain[0]]: chain[0]}  # by rank, the last stage so far that has the value
-            for a, b in pairwise(chain):
-                later[a][b].append(value)
-                gives[latest.get(ranks[b], a)][b].append(value)
-                latest[ranks[b]] = b
+            for chain in _chains(homes[value], [s for s in users[value] if s > homes[value]], count):
+                latest = {ranks[chain[0]]: chain[0]}  # by rank, the last stage so far that has the value
+                for a, b in pairwise(chain):
+                    later[a][b].append(value)
+                    gives[latest.get(ranks[b], a)][b].append(value)
+                    latest[ranks[b]] = b
         elif isinstance(source, Parameter) and source.name in captured.trainable:
-            owners = users[value] if source.name in summed else users[value][:1]
-            for a, b in pairwise(users[value]) if source.name not in summed else ():
-                later[a][b].append(value)
-            for owner, holder in product(owners, users[value]):
-                if owner != holder:
-                    shares[owner][holder].append(value)
+            for _, own in groupby(users[value], lambda s: s // count):
+                readers = [*own]
+                for a, b in pairwise(readers) if source.name not in summed else ():
+                    later[a][b].append(value)
+                for owner, holder in product(readers if source.name in summed else readers[:1], readers):
+                    if owner != holder:
+                        shares[owner][holder].append(value)
     return gives, later, shares
+
+
+def _chains(home: int, users: Sequence[int], count: int) -> Iterator[Sequence[int]]:
+    """Yield the ways of a value from its maker: along its users in the same slice, and from slice to slice.
+
+    Stages are numbered through all slices, with `count` in each. Raise `CutError` for a user in a later slice that is
+    another stage.
+    """
+    own, carried = [s for s in users if s // count == home // count], [s for s in users if s // count > home // count]
+    yield [home, *own]
+    for s in carried:
+        if s % count != home % count:
+            raise CutError(
+                f"stage {s % count}: got a value in slice {s // count} that slice {home // count} made in stage "
+                f"{home % count}, expected a carry to be made and read by the same stage. Move the cut so that what "
+                "hands it on is within one stage, or compute it again in each slice."
+            )
+    if carried:
+        yield range(home, carried[-1] + 1, count)
 
 
 def _reverse(table: _Table, end: int) -> Routes:
@@ -289,7 +311,7 @@ def _refuse_stale_views(stage: int, units: Sequence[Unit], observed: Observed, l
         stale = [v for v in stale if any(observed.storage[v] == observed.storage[w] for w in used - {v})]
         if stale:
             raise ClashError(
-                "got a view for another stage, taken before its memory was modified in place, expected it to be taken "
+                "got a view for another stage, taken before its memory was modified in place, expected one taken "
                 "after the change, because others use the memory, too. Move the cut, or take the view later.",
                 stage,
                 stale[0],

@@ -90,21 +90,21 @@ class Delivery:
         if self.is_late:
             raise InputError(
                 "loss.backward(): got the loss of an earlier forward, perhaps as a part of a sum, expected that of the "
-                "last one: its gradients would be sums of their own, and adding those to others rounds differently. "
+                "last one: its gradients would be summed separately, and adding them to others rounds differently. "
                 "Call loss.backward() before the next forward, which adds to what is in .grad."
             )
         if self.grads is None:
             raise InputError(
-                "loss.backward(): got a second call for the same loss, expected one: its gradients have been handed "
-                "over. Call the model again."
+                "loss.backward(): got a second call for the same loss, expected one: its gradients have been added to "
+                ".grad. Call the model again."
             )
         self._require_as_left()
         factor = self._find_factor(float(cotangent))
         if self.borrowed and factor != self.factor:
             raise InputError(
                 f"loss.backward(): got a cotangent of {float(cotangent):g}, expected {self.factor * self.scale:g}, as "
-                "in the backward before: the forward has added to what is in .grad. Scale all losses whose gradients "
-                "are accumulated alike, or pass scale= to the model."
+                "in the previous backward: the forward has added to what is in .grad. Scale all losses whose gradients "
+                "are accumulated by the same number, or pass scale= to the model."
             )
         for name in self.borrowed:
             self.params[name].grad = None
@@ -129,7 +129,7 @@ class Delivery:
                 )
             if p.grad is not None and name in self.used and is_stored_in(p.grad, self.used[name]) and p.grad.any():
                 raise InputError(
-                    f"{name}: got a .grad that an optimizer has used and nobody has cleared, expected none. Call "
+                    f"{name}: got a .grad that an optimizer has used but that was not cleared, expected none. Call "
                     "zero_grad() before loss.backward()."
                 )
 
@@ -138,11 +138,11 @@ class Delivery:
         factor = cotangent / self.scale if self.scale else math.nan
         if factor == 1 or (not self.is_half and math.isfinite(factor) and abs(math.frexp(factor)[0]) == 0.5):
             return factor
-        why = "in float16, small numbers are lost" if self.is_half else "only a power of two times that rounds nothing"
+        why = "in float16, small numbers are lost" if self.is_half else "only a power of two does not round"
         raise InputError(
-            f"loss.backward(): got a cotangent of {cotangent:g}, expected {self.scale:g}: the forward has computed the "
-            f"gradients, and {why}. Tell the forward: model(..., scale={cotangent:g}), or model(..., steps=3) for the "
-            "mean over 3 accumulated steps."
+            f"loss.backward(): got a cotangent of {cotangent:g}, expected {self.scale:g}: the forward has already "
+            f"computed the gradients, and {why}. Pass it to the forward: model(..., scale={cotangent:g}), or "
+            "model(..., steps=3) for the mean over 3 accumulated steps."
         )
 
 

@@ -53,9 +53,10 @@ class WholeNorm:
         if _identify(given) != _identify(grads.values()):
             raise InputError(
                 f"torch.nn.utils: got {len(given)} gradients to take the norm of, which are not all {len(grads)} of a "
-                "fpipe.Pipelined and no others, expected these: a rank holds a share, and one that holds nothing of a "
-                "part would not call. Call model.clip_grad_norm_(1.0) for the whole model. For a part, call on every "
-                'rank fpipe.clip(model.pipe, grads, 1.0, names="head.*", donate=True), with all grads by name.'
+                "fpipe.Pipelined and no others, expected these: each rank holds a share, and a rank that holds nothing "
+                "of a part would not make this call. Call model.clip_grad_norm_(1.0) for the whole model. For a part, "
+                'call on every rank fpipe.clip(model.pipe, grads, 1.0, names="head.*", donate=True), with all grads by '
+                "name."
             )
         total = norm(pipe, grads, norm_type)
         if error_if_nonfinite and not total.isfinite():

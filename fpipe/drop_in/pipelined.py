@@ -60,8 +60,8 @@ class Pipelined(nn.Module):
       `fpipe.pipeline`.
     - `weights`: where the values come from, as for `pipe.init`; by default the model. It may be on the meta device if
       `weights` are given.
-    - `aux`: as in `fpipe.value_and_grad`: whether this rank gets what a loss returns beside itself, and how the values
-      of microbatches are merged.
+    - `aux`: as in `fpipe.value_and_grad`: whether this rank gets the `aux` of the loss, and how the values of
+      microbatches are merged.
     - `audit`: as in `fpipe.value_and_grad`, of the steps in train mode.
 
     Under a launcher such as torchrun, each process is one rank and holds its share of the parameters and buffers, under
@@ -70,22 +70,22 @@ class Pipelined(nn.Module):
     **In train mode**, `model(*inputs, targets=y)` runs a whole step and returns the loss, on every rank. Inputs are all
     positional or all keyword, as in `example`. `loss.backward()` adds the gradients to `.grad`, once per loss.
 
-    - `steps`: the loss is one of so many whose gradients are accumulated; all of them are averaged. Returns this
-      loss divided by `steps`.
+    - `steps`: the number of losses whose gradients are accumulated and averaged. The loss that is returned is divided
+      by `steps`.
     - `total`: the weight of all accumulated microbatches, if the pipeline has a `weight`.
     - `scale`: the cotangent that `backward` will get, if it is not a power of two (`(loss / 3).backward()`), or if
       float16 is used (`scaler.scale(loss).backward()`).
-    - `seed`: for random numbers. By default it is drawn from torch's generator, once per step and only if the model
-      draws: `torch.manual_seed` in the script decides.
+    - `seed`: for random numbers. By default it is drawn from torch's generator, which `torch.manual_seed` in the script
+      seeds, once per step and only if the model draws.
 
     If the loss returns `(loss, aux)`, `model.last_aux` is the aux of the last forward that computed a loss: token
     counts, accuracies, or the outputs themselves.
 
     **In eval mode**, it returns the loss if targets are passed, otherwise the outputs, without a graph, on every rank.
 
-    What the model's code reads of the modules of this one may change: frozen parameters, modes, hooks, configs and
-    other attributes. The next forward builds a pipeline for the new setting, or takes one that it built before. A
-    change in the original `model`, of globals or of what the loss reads is refused.
+    You may change the modules of this one: freeze parameters, set modes, hooks, configs and other attributes. The next
+    forward builds a pipeline for the new setting, or reuses one. A change in the original `model`, in globals, or in
+    what the loss reads raises an error.
 
     Raise `InputError`, before anything is sent and on every rank, for arguments that do not fit, gradients in the wrong
     state, or changes that can't be followed.
@@ -149,7 +149,7 @@ class Pipelined(nn.Module):
 
     @property
     def last_aux(self) -> Any:
-        """The values that the loss of the last forward with one returned beside itself, as `Step.aux`; else `None`."""
+        """The `aux` that the loss of the last forward with a loss returned, as in `Step.aux`; otherwise `None`."""
         return self._aux
 
     def forward(
@@ -162,7 +162,7 @@ class Pipelined(nn.Module):
         seed: int | None = None,
         **keywords: Any,
     ) -> Any:
-        """Return the loss, or in eval mode without targets the outputs, as the class says."""
+        """Return the loss, or in eval mode without targets the outputs; see the class."""
         pipe = self.pipe
         with pipe.ranks.enter_call("the model"):
             batch = _join_inputs(inputs, keywords)
@@ -176,7 +176,7 @@ class Pipelined(nn.Module):
         return self._train(batch, targets, seed, whole, 1.0 if scale is None else scale, adds)
 
     def weigh(self, weight: Weight) -> None:
-        """Weigh the losses of microbatches from now on, as by the argument `weight` of `fpipe.pipeline`.
+        """Weight the losses of microbatches from now on, like the argument `weight` of `fpipe.Microbatching`.
 
         It takes as long as a capture, and every rank must call it.
         """
@@ -192,7 +192,7 @@ class Pipelined(nn.Module):
         return clip(self.pipe, grads, max_norm, norm_type, donate=True)[1]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, those of a forward that had no backward among them."""
+        """Clear all gradients, including those of a forward without a backward."""
         super().zero_grad(set_to_none)
         if self._delivery is not None and self._delivery.is_overdue:
             self._delivery = None
@@ -221,9 +221,9 @@ class Pipelined(nn.Module):
             return _without_modules(value, root) if is_method else value
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters here; if none of a rank's requires a gradient, an empty one that does, and has one.
+        """Yield this process's parameters; if none of a rank's requires a gradient, also an empty one that does.
 
-        For torch's optimizers and `clip_grad_value_` refuse an empty list, and other ranks have some to train.
+        Torch's optimizers and `clip_grad_value_` reject an empty list, and other ranks have parameters to train.
         """
         yield from super().parameters(recurse)
         if recurse and self._is_share and not any(p.requires_grad for p in super().parameters()):
@@ -358,7 +358,7 @@ def _require_parameters_everywhere(pipe: Pipeline) -> None:
         if not any((*s.parameters, *s.unused) for s in here):
             raise InputError(
                 f"rank {rank}: got stages {[s.index for s in here]} without parameters, expected some on every rank: "
-                "torch's optimizers refuse an empty list. Choose other cuts=, or fewer ranks."
+                "torch's optimizers reject an empty list. Choose other cuts=, or fewer ranks."
             )
 
 
@@ -402,7 +402,7 @@ def _require_eval_mode(module: nn.Module) -> None:
     found = [name for name, one in module.named_modules() if one.training]
     if found:
         raise InputError(
-            f"{found[0]}: got train mode in a model in eval mode, expected eval mode everywhere. Call model.eval() "
+            f"{found[0]}: got train mode inside a model in eval mode, expected eval mode everywhere. Call model.eval() "
             "last, or evaluate with the plain model."
         )
 
@@ -442,9 +442,9 @@ def _without_modules(method: MethodType, root: nn.Module) -> Callable[..., Any]:
 
     def refuse(why: object) -> InputError:
         return InputError(
-            f"{method.__name__}: got {why}, expected a method that runs none of the model's modules and uses none of "
-            "its tensors: this process holds a part of them. Call the fpipe.Pipelined itself; to generate tokens, call "
-            "fpipe.generate(model.pipe, ...); to save weights, fpipe.export."
+            f"{method.__name__}: got {why}, expected a method that does not run the model's modules or use its "
+            "tensors: this process holds only a part of them. Call the fpipe.Pipelined itself; to generate tokens, "
+            "call fpipe.generate(model.pipe, ...); to save weights, fpipe.export."
         )
 
     def require_none(module: nn.Module, args: Any) -> None:

@@ -52,14 +52,14 @@ def require_independent(optimizer: Optimizer) -> None:
     found = is_independent(optimizer)
     if found is None:
         _LOG.warning(
-            "%s: this optimizer could not be tried. If it combines parameters, as by a norm of all gradients, ranks "
-            "compute other numbers than one device: each updates its own share.",
+            "%s: this optimizer could not be tested. If it combines parameters, for example in a norm of all "
+            "gradients, results differ from those of one device, because each rank updates only its share.",
             cls.__name__,
         )
     elif not found:
         raise InputError(
-            f"optimizer.step(): got {cls.__name__}, which updates a parameter otherwise if there are others, expected "
+            f"optimizer.step(): got {cls.__name__}, whose update of a parameter depends on other parameters, expected "
             "an optimizer that updates each from its own gradient and state: each rank updates its share of the "
-            "parameters. Turn off what combines them (a norm: call model.clip_grad_norm_ before), or choose "
-            "another optimizer."
+            "parameters. Turn off the option that combines them (for a norm, call model.clip_grad_norm_ first), or "
+            "choose another optimizer."
         )

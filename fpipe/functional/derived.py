@@ -147,8 +147,8 @@ class Derived:
             require_primal(f"stage {self.name!r}, {what}", dict(enumerate(tensors)))
         if current_casts():
             raise InputError(
-                f"stage {self.name!r}: got autocast around it, expected none: what was recorded without it would run "
-                "under it. Enter torch.autocast inside of the function."
+                f"stage {self.name!r}: got autocast around it, expected none: operators that were recorded without it "
+                "would run under it. Enter torch.autocast inside the function."
             )
         shapes = of_params, of_buffers, of_inputs
         if shapes not in self.plans:
@@ -254,7 +254,7 @@ class Derived:
         else:
             returned = made[:count], made[count:], [got[k] for k in pulls], [got[k] for k in trained]
             joint = _joint(tape, arguments, (params, buffers), cotangents, forward, returned)
-            functions = GraphRequest(AS_GRAPH, (0,), needed=True).make(eager, joint, optional=False)
+            functions = GraphRequest(AS_GRAPH, (0,), needed=True, made={}).make(eager, joint, optional=False)
         return DerivedFunctions(
             functions,
             outputs,
@@ -278,9 +278,9 @@ class Derived:
         for (name, spec), leaf in zip(of, leaves, strict=True):
             if storage_id(leaf) in effects.written:
                 raise InputError(
-                    f"stage {self.name!r}: got a function that modifies {spec} of its {name}, expected a pure one: its "
-                    "arguments belong to the caller, and to other microbatches. Compute a new tensor (clone it first), "
-                    "and return it; for buffers, as the second result."
+                    f"stage {self.name!r}: got a function that modifies {spec} of its {name}, expected a pure one: the "
+                    "caller and other microbatches also use its arguments. Compute a new tensor (clone it first), and "
+                    "return it; for buffers, as the second result."
                 )
         (tensors, outputs), (_, new) = TreeShape.of(made), TreeShape.of(state)
         if not tensors:

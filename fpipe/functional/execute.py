@@ -60,7 +60,7 @@ def execute(
 ) -> tuple[Executed, Any]:
     """Apply a program to stages; return the results, and the gradients in the structure of the parameters.
 
-    In the place of a parameter without a gradient, or of another rank, is `None`; dicts by name lack it.
+    The gradient is `None` for a parameter without one, or of another rank; dicts by name lack it.
 
     - `program`: a schedule, lowered for the graph of the stages: `schedules.lower(schedule, stages.graph)`.
     - `stages`: what `fpipe.cut` or `fpipe.connect_stages` returned, or a sequence for `fpipe.connect_stages`.
@@ -68,18 +68,18 @@ def execute(
     - `inputs`, `targets`: the whole batch. Its tensors are split along their first dimension, all other leaves are the
       same for every microbatch.
     - `seed`: for stages that draw random numbers, a new one for each step.
-    - `split(tree, M)`: returns the M microbatches of inputs and of targets, instead.
+    - `split(tree, M)`: returns the M microbatches of inputs and of targets, instead of that rule.
     - `slicing(tree, n)`: returns the n slices of a microbatch, for a schedule that has them. By default its tensors are
       split along their second dimension, and those without one are the same for every slice.
-    - `transport`: to run one rank of many, what `fpipe.processes` returns, or a transport of your own. By default all
-      ranks run in this process.
+    - `transport`: to run one rank of many, the result of `fpipe.processes`, or your own transport. By default all ranks
+      run in this process.
 
     The loss is the mean of what the last stage returns for each microbatch, or of the first of a pair, whose second is
     `aux`. Gradients are bit for bit those of a loop that adds `(loss / M).backward()`. No argument is modified.
 
-    If the schedule cuts microbatches into slices, all this is for each of them. What a slice leaves for the next one is
-    the carry of a stage (see `fpipe.Stage`); its cotangent comes back from the next slice. Gradients are those of a
-    loop that runs the slices of a microbatch forward in order, and backward from the last one to the first.
+    If the schedule cuts microbatches into slices, all this applies to each slice. A slice passes the carry of a stage
+    to the next one (see `fpipe.Stage`); its cotangent comes back from the next slice. Gradients are those of a loop
+    that runs the slices of a microbatch forward in order, and backward from the last one to the first.
 
     Inside `grad`, `vjp` and `jacrev` of torch.func the loss can be differentiated once, with respect to parameters; all
     other results are constants there. Inside `vmap` the program is executed once for each element: parameters, buffers,
@@ -148,8 +148,8 @@ def processes(
 ) -> Ranks:
     """Return the transport of `fpipe.execute` between processes of torch.distributed, one for each rank.
 
-    - `ranks`: how many. `group`: their processes, by default all of the job; or one dimension of a mesh.
-    - `device`: the one whose tensors travel; its backend must have point-to-point messages.
+    - `ranks`: their number. `group`: their processes, by default all of the job; or one dimension of a mesh.
+    - `device`: the device of the tensors; its backend must support point-to-point messages.
 
     Every process of the job must call it at the same time. Its `close()` releases the connections. Without
     torch.distributed, all ranks run in this process.

@@ -94,7 +94,7 @@ def _require_arguments(stages: Stages, schedule: Schedule, params: Any, buffers:
             got = f"{len(given)} trees" if isinstance(given, Sequence) else type(given).__name__
             raise InputError(
                 f"{what}: got {got}, expected a sequence with one tree for each of {len(stages)} stages. Pass () for a "
-                "stage that has none."
+                "stage without any."
             )
     for s in range(len(stages)):
         if schedule.backward and not stages[s].is_differentiable:

@@ -54,10 +54,10 @@ class Stages(Sequence[Stage]):
     """Pure stages and the edges between them, made by `fpipe.connect_stages`. The last one returns the loss.
 
     - `stages`: in an order in which one device could run them.
-    - `names`: theirs. `said`: per stage, what it reads, as written.
+    - `names`: the names of the stages. `said`: per stage, what it reads, as written.
     - `reads`: per stage, what it reads, in the order of its inputs; what several read goes from each to the next.
     - `carried`: per stage, its result and its carry among what its function returns; no carry for most.
-    - `plans`: what `execute` has found out for programs and shapes.
+    - `plans`: what `execute` has computed for programs and shapes.
     """
 
     stages: tuple[Stage, ...]
@@ -88,12 +88,12 @@ class Stages(Sequence[Stage]):
 def connect_stages(stages: Sequence[Stage] | Mapping[str, tuple[Stage, Sequence[str]]], targets: bool = True) -> Stages:
     """Return stages with the edges between them.
 
-    - `stages`: a sequence, of which each reads all of the output of the one before it; the first reads the inputs, the
-      last one also the targets, unless `targets` is false. Or a dict from names to pairs of a stage and what it reads:
-      `"inputs"`, `"targets"`, the name of an earlier stage, or one of their members, such as `"encoder.skip"` or
-      `"inputs.0"`. A tuple of inputs that is read whole is passed as several.
+    - `stages`: a sequence, in which each stage reads all outputs of the previous one; the first reads the inputs, and
+      the last one also the targets, unless `targets` is false. Or a dict from names to pairs of a stage and what it
+      reads: `"inputs"`, `"targets"`, the name of an earlier stage, or one of their members, such as `"encoder.skip"` or
+      `"inputs.0"`. If a stage reads a whole tuple of inputs, it gets them separately.
 
-    A function in the place of a stage is made one by `fpipe.stage`. Raise `GraphError` for a name that is not there.
+    A function is made a stage by `fpipe.stage`. Raise `GraphError` for an unknown name.
 
     >>> import fpipe
     >>> def double(params, inputs):

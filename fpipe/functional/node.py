@@ -140,8 +140,8 @@ class StageNode:
         """Return what crosses in the layout in which it is sent."""
         if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
             raise InputError(
-                f"stage {self.name!r}: got an output {Spec.of(tensor)}, expected {spec}, as on fake tensors: the ranks "
-                "know what crosses before it is sent. Return shapes that follow from those of the inputs."
+                f"stage {self.name!r}: got an output {Spec.of(tensor)}, expected {spec}, as on fake tensors: ranks "
+                "agree on shapes before they send. Return shapes that depend only on those of the inputs."
             )
         return spec.like(tensor.detach())
 
@@ -226,7 +226,7 @@ class StageNode:
             got = f"{len(found)} of them" if isinstance(found, tuple) else type(found).__name__
             raise InputError(
                 f"stage {self.name!r}, its backward: got {got} as the cotangents of its {len(kept.origins)} inputs, "
-                "expected a tuple with one for each. Return None in the place of one that there is none of."
+                "expected a tuple with one for each. Return None for an input without a cotangent."
             )
         pairs, carried = [*zip(kept.origins, found, strict=True)], list[Any]()
         for s in self.sources:

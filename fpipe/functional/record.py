@@ -64,8 +64,8 @@ from schedules.status import showing
 class ModelRecord:
     """A recording of what a model and its loss compute for one microbatch, made by `fpipe.capture`.
 
-    Its stages are cut by `fpipe.cut`. Printed, it lists the modules, what is held, and what runs as Python. Two records
-    are equal if they make the same torch calls with the same values, in the same order, for the same microbatch.
+    `fpipe.cut` cuts it into stages. `print` lists its modules, what it holds, and what runs as Python. Two records are
+    equal if they make the same torch calls with the same values, in the same order, for the same microbatch.
     """
 
     captures: Captures
@@ -123,10 +123,11 @@ def capture(
     recording: Recording = Recording(),
     gradients: Gradients = Gradients(),
 ) -> ModelRecord:
-    """ModelRecord what a model and its loss compute for one microbatch.
+    """Record what a model and its loss compute for one microbatch.
 
     - `model`, `loss`, `recording`, `gradients`: as for `fpipe.pipeline`.
-    - `example`, `targets`: one microbatch; it provides shapes and dtypes. Other shapes are recorded when they come.
+    - `example`, `targets`: one microbatch; it provides shapes and dtypes. Other shapes are recorded when they first
+      appear.
     - `microbatching`: how `fpipe.execute` splits a batch, by its `batch_dims`.
 
     Without a loss, the record is of an evaluation. Raise `CaptureError` or `InputError`.
@@ -158,7 +159,8 @@ def capture(
 def cut(record: ModelRecord, at: CutsArgument = None, *, stages: int = 1) -> ModelStages:
     """Cut a record into stages, each a set of pure functions.
 
-    - `at`: as `cuts` of `fpipe.pipeline`: names, or classes and patterns. `stages`: how many, if `at` has no names.
+    - `at`: like `cuts` of `fpipe.pipeline`: names, or classes and patterns. `stages`: their number, if `at` has no
+      names.
 
     Raise `CutError`.
 
@@ -182,11 +184,11 @@ def cut(record: ModelRecord, at: CutsArgument = None, *, stages: int = 1) -> Mod
     ([2, 8], [2, 8], ['2.weight', '2.bias'])
     """
     if not isinstance(record, ModelRecord):
-        raise InputError(f"record: got {type(record).__name__}, expected what fpipe.capture returned. Pass that.")
+        raise InputError(f"record: got {type(record).__name__}, expected the result of fpipe.capture. Pass it.")
     captures, known = record.captures, record.captures.cuts
     cuts = parse_places(at, known.unsplittable, stages, known.whole)
     if stages != 1 and not isinstance(cuts.where, Evenly):
-        raise CutError("at, stages: got both, expected one of them. Drop stages; the names determine it.")
+        raise CutError("at, stages: got both, expected one of them. Remove stages: the names determine their number.")
     with torch.inference_mode(False), suspend_autocast(_variant(captures.loss is not None)):
         first = replace(captures, cuts=cuts, memo=captures.memo.without_stages())
         marked = Cuts(Marked(first.marks()), known.unsplittable, known.whole)
@@ -209,9 +211,9 @@ class ModelStages(Sequence[Stage]):
     """The stages of a model, cut by `fpipe.cut`: pure functions, and the graph between them.
 
     Stage `s` takes `params[s]` and `buffers[s]`, dicts by the model's own names, and tensors: the leaves of the batch
-    that it reads, targets after inputs, then what it gets from earlier stages. It returns its result, if it computes
-    the loss, and what later stages get: a tensor, or a tuple of several. Two are equal if their records are, and their
-    cuts.
+    that it reads, targets after inputs, then the values from earlier stages. It returns its result, if it computes the
+    loss, and the values for later stages: a tensor, or a tuple of several. Two are equal if their records and their
+    cuts are.
     """
 
     record: ModelRecord
@@ -395,8 +397,8 @@ def view(one: stages.ModelStage, assembly: Assembly) -> Stage:
         expected = count + sum(len(crossing.specs) for crossing in one.gets)
         if len(inputs) != expected:
             raise InputError(
-                f"stage {one.index}: got {len(inputs)} inputs, expected {expected}: {count} of the batch, then what it "
-                f"gets from earlier stages. Pass a tuple of them. {one}"
+                f"stage {one.index}: got {len(inputs)} inputs, expected {expected}: {count} of the batch, then the "
+                f"values from earlier stages. Pass a tuple of them. {one}"
             )
         own = Feed(one.prologue, [tuple(inputs[:count])], state)(0)
         return one.leaves(params), state, (*own, *inputs[count:])

@@ -32,18 +32,18 @@ Forward = Callable[[Any, Any, tuple[Any, ...], int], tuple[Any, Any, Any]]
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of your own: its forward, and its backward as a whole, in halves, or both.
+    """A stage made from your functions: its forward, and its backward, unsplit, in halves, or both.
 
-    Without halves, a schedule that splits backwards runs the whole one in the place of the input half. Without a whole,
-    the halves run one after the other. A backward that is not given is refused when a schedule has one.
+    Without halves, a schedule that splits backwards runs the unsplit backward instead of the input half. Without an
+    unsplit backward, the halves run one after the other. Without either, schedules with backwards are rejected.
 
     - `forward(params, buffers, inputs, key)` returns outputs, new buffers and residuals.
     - `backward(residuals, cotangents)` returns the cotangents of the inputs, and the gradients.
     - `backward_input(residuals, cotangents)` returns the cotangents of the inputs, and what the weight half needs.
     - `backward_weight(deferred)` returns the gradients.
-    - `name`: how errors and pictures call it. `derived`: set by `fpipe.stage`.
-    - `carries`: true for a stage with a carry: the last of its inputs is what the slice before left, `None` at
-      the first slice of a microbatch, and it returns outputs as a pair of these and what it leaves for the next slice.
+    - `name`: its name in errors and pictures. `derived`: set by `fpipe.stage`.
+    - `carries`: true for a stage with a carry: the last of its inputs is the carry of the previous slice, `None` at the
+      first slice of a microbatch, and it returns outputs as a pair of these and the carry for the next slice.
 
     >>> import fpipe
     >>> def forward(weight, buffers, inputs, key):
@@ -91,15 +91,15 @@ def stage(forward: Callable[..., Any], name: str = "", carries: bool = False) ->
 
     - `forward`: `forward(params, inputs)`, which returns outputs, or `forward(params, buffers, inputs, key)`, which
       returns outputs and new buffers. All are pytrees of tensors and constants; `inputs` is a tuple. It gets a gradient
-      for each floating-point tensor in `params`, and a cotangent for each in `inputs`. What must get none belongs in
-      `buffers`. Torch's default generators are seeded from the key before it runs, so dropout needs nothing else.
-    - `name`: how errors and pictures call the stage; by default the function's name.
+      for each floating-point tensor in `params`, and a cotangent for each in `inputs`. Put tensors without a gradient
+      into `buffers`. Torch's default generators are seeded from the key before it runs, so dropout works.
+    - `name`: the stage's name in errors and pictures; by default the function's name.
     - `carries`: true if the last of `inputs` is the carry, and the outputs are a pair of the outputs and the carry for
       the next slice, as in `fpipe.Stage`.
 
-    For each new structure and shapes of its arguments it is recorded on fake tensors, forward and backward; from then
-    on only the recorded operators run. So it should be pure: its Python runs only while recording. A function that
-    can't be recorded (it reads values of tensors, or its `key`) runs as it is, and its backward is not split.
+    For each new structure and shapes of its arguments, the function is recorded on fake tensors, forward and backward;
+    then only the recorded operators run. So it must be pure: its Python runs only while it is recorded. A function that
+    can't be recorded, because it reads values of tensors or its `key`, runs as Python, and its backward is not split.
 
     Raise `InputError` when it is first called with arguments that it modifies, or outputs that are not tensors.
 

@@ -120,7 +120,7 @@ def _make_cache(model: nn.Module, length: int) -> Any:
         if type(layer) is not StaticLayer:
             raise InputError(
                 f"{type(model).__name__}, layer {k}: got a cache of {type(layer).__name__}, expected StaticLayer: keys "
-                "and values of all tokens, in tensors of a fixed size. Pass a decoder of your own, decoder=make."
+                "and values of all tokens, in tensors of a fixed size. Pass your own decoder, decoder=make."
             )
     return cache
 

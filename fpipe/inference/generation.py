@@ -62,10 +62,10 @@ def generate(
 ) -> Callable[..., Tensor]:
     """Return the function that continues prompts with the model of a pipeline.
 
-    - `length`: how many tokens the cache holds for each sequence, those of the prompt included. Attention reads all of
-      them at every token, so make it no longer than necessary.
+    - `length`: the number of tokens that the cache holds for each sequence, including the prompt. Attention reads all
+      of them at every token, so make it no longer than necessary.
     - `choose`: chooses each token from the logits: `fpipe.choose_likeliest`, `fpipe.sample(temperature, top)`, or your
-      own, as described in `fpipe.inference.sampling`.
+      own function, as described in `fpipe.inference.sampling`.
     - `decoder`: adds a cache to the model. The default is for causal language models of Hugging Face's transformers;
       `fpipe.inference.decoders` says how to write another.
     - `schedule`: only its forwards run; it must place stages on ranks as the pipeline's does. Its microbatches are the
@@ -79,7 +79,7 @@ def generate(
     - `prompts`: int64 [sequences, T], the same on every rank; the groups must be of the same size.
     - `count`: how many tokens to generate: T + `count` - 1 may be at most `length`, since the last is not read again.
     - `mask`: bool [sequences, T], true for tokens and false for padding, which must be on the left. Prompts of other
-      widths are captured anew, so pad them to few widths.
+      widths are captured again, so pad them to few widths.
     - `end`: a token that ends its sequence; all later ones are `end`, too. Once every sequence has ended, generation
       stops, so there may be fewer than `count` tokens.
     - `seed`: an integer, if `choose` draws tokens; the same seed draws the same tokens on any ranks.
@@ -191,11 +191,16 @@ def _require_single_copy(pipe: Pipeline) -> None:
 
 def _require_arguments(pipe: Pipeline, length: int, how: Schedule) -> None:
     require_integer("length", length, least=1)
+    if how.slices > 1:
+        raise InputError(
+            f"schedule: got {describe_argument(how)} of {how.slices} slices, expected whole microbatches: a prompt is "
+            "read in one piece. Pass schedule=, such as gpipe with as many ranks and groups of sequences."
+        )
     if how.placement.homes != pipe.schedule.placement.homes or how.placement.mirrors:
         raise InputError(
             f"schedule: got {describe_argument(how)}, with stages on ranks {quote(how.placement.homes)}, expected one "
-            f"with each stage on one rank, {quote(pipe.schedule.placement.homes)}, where the pipeline has it. Pass one "
-            "with the pipeline's placement, such as its own with another number of microbatches."
+            f"with each stage on one rank, {quote(pipe.schedule.placement.homes)}, as in the pipeline. Pass one with "
+            "the pipeline's placement, such as its own schedule with another number of microbatches."
         )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, agree_to_step, call_together
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.merge import join_slices
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import broadcast_results, gather, merge_results, spread_results
@@ -37,9 +38,9 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
 
     The function takes parameters and buffers as `pipe.init` returns them, the inputs of a whole batch, and a `seed` if
     the model draws random numbers even in eval mode. It returns what the model returns, bit for bit, with microbatches
-    merged in their order. Every rank receives all outputs, on a mesh those of all copies of the pipeline if it is
-    passed whole batches; where only the rank of the last stage needs them,
-    `fpipe.evaluate` sends nothing.
+    merged in their order. A batch may lack inputs that the example has, such as labels: leave them out, or pass `None`.
+    Every rank receives all outputs, on a mesh those of all copies of the pipeline if it is
+    passed whole batches. If only the rank of the last stage needs them, call `fpipe.evaluate`, which sends nothing.
 
     Under torch.distributed every rank must call this, and then the function, in the same order. Raise `InputError` for
     arguments that don't fit the pipeline, before anything is sent.
@@ -67,7 +68,7 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
 
 
 def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., Tensor | None]:
-    """Return the function that computes outputs in eval mode, and passes on those of each microbatch at once.
+    """Return the function that computes outputs in eval mode, and passes on those of each microbatch immediately.
 
     `take(i, outputs)` is called with the number of a microbatch and the model's outputs for it, on the rank that
     computes them, as soon as they exist: with one rank for the last stage, in the order of the schedule's forwards. On
@@ -105,13 +106,15 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., Te
             first = 0 if known.loss is None else 1 + len(known.aux)
             losses: dict[int, dict[int, Tensors]] = {copy: {} for copy in given}
 
-            def deliver(copy: int, i: int, values: Tensors) -> None:
+            def deliver(copy: int, unit: int, values: Tensors) -> None:
+                i = unit // plan.slices
                 losses[copy][i] = values[:first]
                 if errors:
                     return
                 try:
-                    structure = plan.parts[copy].assemblies[i].captured.structure
-                    take(copy * plan.microbatches + i, structure.unflatten(list(values[first:])))
+                    outputs = plan.parts[copy].lasts[i].captured.structure.unflatten(list(values[first:]))
+                    outputs = outputs if plan.slices == 1 else join_slices(outputs)
+                    take(copy * plan.microbatches + i, outputs)
                 except Exception as error:
                     errors.append(error)
 

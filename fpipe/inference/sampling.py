@@ -97,8 +97,8 @@ class Choice:
             raise error
         if packed[-1]:
             raise TransportError(
-                f"token {number}: got an error from choose on rank {source}, expected tokens. Its error says what to "
-                "repair."
+                f"token {number}: got an error from choose on rank {source}, expected tokens. See the error of that "
+                "rank."
             )
         return packed[:-1]
 

@@ -31,7 +31,9 @@ from fpipe.errors import InputError
 from fpipe.integrations.options import Exclusion, Support, refusing
 from fpipe.integrations.replica import collect_flags, collect_state, compare, find_model, scale_losses
 
-_ONE_REPLICA: Final = "The model is a fpipe.Pipelined, which has its own ranks: pass place=fpipe.Place(mesh=...) to it."
+_ONE_REPLICA: Final = (
+    "The model is an fpipe.Pipelined, which has its own ranks: pass place=fpipe.Place(mesh=...) to it."
+)
 _SAVE: Final = (
     "Call fpipe.save(model.pipe, path, params=dict(model.named_parameters()), buffers=dict(model.named_buffers())) on "
     "every rank, or accelerator.save_model for the weights alone."
@@ -39,7 +41,7 @@ _SAVE: Final = (
 _SHARDS: Final = Exclusion(_ONE_REPLICA, accepted=(None,))
 _COMPILE: Final = "Compile modules of the model before fpipe.Pipelined(model, ...)."
 _HALF: Final = Exclusion(
-    "The scaler of float16 sees the gradients of one rank: use bf16.", accepted=(None, "no", "bf16")
+    "The scaler of float16 sees the gradients of only one rank: use bf16.", accepted=(None, "no", "bf16")
 )
 
 _OPTIONS: Final = Support(
@@ -63,7 +65,11 @@ LOADERS: Final = Support(
         *("split_batches", "even_batches", "use_seedable_sampler", "data_seed", "non_blocking"),
         "use_stateful_dataloader",
     ),
-    {"dispatch_batches": Exclusion("It deals rows out; every rank takes the whole batch.", accepted=(None, False))},
+    {
+        "dispatch_batches": Exclusion(
+            "It sends different rows to each rank; here every rank takes the whole batch.", accepted=(None, False)
+        )
+    },
 )
 _HANDLERS: Final = Support(
     "kwargs_handlers",
@@ -100,7 +106,10 @@ _METHODS: Final = Support(
     {
         **dict.fromkeys(("save_state", "load_state", "register_for_checkpointing"), Exclusion(_SAVE)),
         **dict.fromkeys(("register_save_state_pre_hook", "register_load_state_pre_hook"), Exclusion(_SAVE)),
-        "lomo_backward": Exclusion("Gradients exist before the backward: use an optimizer that takes steps."),
+        "lomo_backward": Exclusion(
+            "It updates during the backward, but the forward has already computed the gradients: use an optimizer "
+            "with a step."
+        ),
         "deepspeed_ulysses_dl_adapter": Exclusion(_ONE_REPLICA),
     },
 )
@@ -109,7 +118,7 @@ ACCELERATE: Final = (_OPTIONS, LOADERS, _HANDLERS, _METHODS)
 
 @refusing(_METHODS)
 class PipelineAccelerator(Accelerator):
-    """An `Accelerator` that trains a `fpipe.Pipelined` model; everything else is as usual, or refused (`ACCELERATE`).
+    """An `Accelerator` that trains an `fpipe.Pipelined` model; everything else is as usual, or refused (`ACCELERATE`).
 
     Loaders give every process the whole batch, and gathering returns what a process has, once all ranks have agreed
     that they have the same: outputs and losses are. `clip_grad_norm_` clips by the norm over the whole model.
@@ -155,7 +164,7 @@ class PipelineAccelerator(Accelerator):
         return False
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Return the model without a wrapper; raise `InputError` unless it is a `fpipe.Pipelined`."""
+        """Return the model without a wrapper; raise `InputError` unless it is an `fpipe.Pipelined`."""
         if not isinstance(model, Pipelined):
             raise InputError(
                 f"model: got {type(model).__name__}, expected fpipe.Pipelined. Wrap the model before "

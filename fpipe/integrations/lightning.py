@@ -30,7 +30,7 @@ from fpipe.integrations.options import Exclusion, Support, refusing
 from fpipe.integrations.replica import broadcast_value, collect_flags, compare, find_model, scale_losses
 
 _SAVE: Final = (
-    "Each rank holds a part. Call fpipe.save(model.pipe, path, ...) on every rank, as in on_train_epoch_end, and "
+    "Each rank holds only a part. Call fpipe.save(model.pipe, path, ...) on every rank, as in on_train_epoch_end, and "
     "fpipe.load."
 )
 
@@ -47,14 +47,14 @@ _OPTIONS: Final = Support(
     ),
     {
         "devices": Exclusion("Start a process per rank with torchrun.", accepted=(1, "auto")),
-        "num_nodes": Exclusion("torchrun knows the nodes.", accepted=(1,)),
+        "num_nodes": Exclusion("torchrun sets the number of nodes.", accepted=(1,)),
         "precision": Exclusion(
-            "The scaler of float16 sees the gradients of one rank; for a model in another dtype, convert it before "
-            "fpipe.Pipelined(model, ...).",
+            "The scaler of float16 sees the gradients of only one rank; for a model in another dtype, convert it "
+            "before fpipe.Pipelined(model, ...).",
             accepted=(None, "32-true", "bf16-mixed"),
         ),
         "enable_checkpointing": Exclusion(_SAVE, accepted=(False,)),
-        "plugins": Exclusion("A plugin would replace what the strategy does.", accepted=(None,)),
+        "plugins": Exclusion("A plugin would replace a part of the strategy.", accepted=(None,)),
         "sync_batchnorm": Exclusion("There is one replica, with the whole batch.", accepted=(False,)),
     },
 )
@@ -110,7 +110,7 @@ class PipelinePrecision(Precision):
 
 @refusing(_METHODS)
 class PipelineStrategy(SingleDeviceStrategy):
-    """A strategy for a LightningModule that has a `fpipe.Pipelined` as an attribute; everything else is as usual.
+    """A strategy for a LightningModule that has an `fpipe.Pipelined` as an attribute; everything else is as usual.
 
     Pass it with `devices=1`, under torchrun too, and with `enable_checkpointing=False`: each rank holds a part, so save
     with `fpipe.save`. The loss of `training_step` is what the pipelined model returned. `LIGHTNING` is the table.
@@ -127,7 +127,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         models = tuple(one for one in model.modules() if isinstance(one, Pipelined))
         if not models:
             raise InputError(
-                f"model: got {type(model).__name__} without a fpipe.Pipelined, expected one as an attribute. Make it "
+                f"model: got {type(model).__name__} without an fpipe.Pipelined, expected one as an attribute. Make it "
                 "in __init__: self.model = fpipe.Pipelined(...)."
             )
         for one in models:

@@ -30,9 +30,9 @@ from fpipe.integrations.options import Exclusion, Support, refusing
 
 _SAVE: Final = "Save with trainer.save_model(path), or with fpipe.save in a callback."
 _LOSS: Final = "Compute it in the loss of fpipe.Pipelined(model, loss=...)."
-_HALF: Final = "The scaler of float16 sees the gradients of one rank: use bf16=True."
+_HALF: Final = "The scaler of float16 sees the gradients of only one rank: use bf16=True."
 _CAST: Final = "It converts the parameters: use bf16=True."
-_RANKS: Final = "The model is a fpipe.Pipelined, which has its own ranks: pass place=fpipe.Place(mesh=...) to it."
+_RANKS: Final = "The model is an fpipe.Pipelined, which has its own ranks: pass place=fpipe.Place(mesh=...) to it."
 _COMPILE: Final = "Compile modules of the model before fpipe.Pipelined(model, ...)."
 _HUB: Final = "Upload the folder that trainer.save_model wrote."
 _DDP: Final = Exclusion("Nothing wraps the model in DDP.", accepted=(None,))
@@ -72,7 +72,7 @@ _ARGUMENTS: Final = Support(
         "use_liger_kernel": Exclusion(
             "It replaces modules: apply it before fpipe.Pipelined(model, ...).", accepted=(False,)
         ),
-        "auto_find_batch_size": Exclusion("Each rank would find its own.", accepted=(False,)),
+        "auto_find_batch_size": Exclusion("Each rank would find a different size.", accepted=(False,)),
         "load_best_model_at_end": Exclusion(_SAVE, accepted=(False,)),
         "resume_from_checkpoint": Exclusion("Pass weights=fpipe.load(...) to fpipe.Pipelined.", accepted=(None,)),
         "enable_jit_checkpoint": Exclusion(_SAVE, accepted=(False,)),
@@ -83,7 +83,7 @@ _ARGUMENTS: Final = Support(
         **dict.fromkeys(("ddp_broadcast_buffers", "ddp_static_graph"), _DDP),
         "debug": Exclusion("Call fpipe.find_nonfinite(model.pipe).", accepted=([],)),
         "optim": Exclusion(
-            "It updates in the backward, before which the gradients exist.",
+            "It updates during the backward, but the forward has already computed the gradients.",
             refused=(
                 *("lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise"),
                 *("galore_adafactor_layerwise", "apollo_adamw_layerwise"),
@@ -120,7 +120,7 @@ _METHODS: Final = Support(
     {
         "push_to_hub": Exclusion(_HUB),
         "init_hf_repo": Exclusion(_HUB),
-        "hyperparameter_search": Exclusion("Make a fpipe.Pipelined and a PipelineTrainer for each trial."),
+        "hyperparameter_search": Exclusion("Make an fpipe.Pipelined and a PipelineTrainer for each trial."),
     },
 )
 TRANSFORMERS: Final = (_ARGUMENTS, _OPTIONS, _METHODS)
@@ -146,7 +146,7 @@ def _shifts_by_default(model: nn.Module) -> bool:
 
 @refusing(_METHODS)
 class PipelineTrainer(Trainer):
-    """A `Trainer` of a `fpipe.Pipelined` model whose example is a dict; everything else is as usual.
+    """A `Trainer` of an `fpipe.Pipelined` model whose example is a dict; everything else is as usual.
 
     Losses are weighed as the Trainer does, by tokens, over all accumulated steps: what is trained is the mean of the
     whole batch. If the pipelined model has a `weight`, that counts, and accumulated steps are averaged as equals.

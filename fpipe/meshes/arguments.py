@@ -32,9 +32,9 @@ class Sharded:
     """A dimension of the mesh over which parameters, gradients and optimizer state are sharded.
 
     - `dim`: the name of the dimension.
-    - `gathered`: the number of stages of a rank whose weights are gathered at once. By default all of them, so each is
-      gathered once per step: ZeRO-2 (arXiv 1910.02054). With fewer, weights are freed between passes to make room:
-      ZeRO-3. `schedules.repeat` then groups microbatches so that weights are gathered less often.
+    - `gathered`: the number of stages of a rank whose weights are gathered at the same time. By default all of them, so
+      each is gathered once per step: ZeRO-2 (arXiv 1910.02054). With fewer, weights are freed between passes: ZeRO-3.
+      To gather less often, group microbatches with `schedules.repeat`.
 
     >>> Sharded("fsdp", gathered=1)
     Sharded(dim='fsdp', gathered=1)
@@ -59,20 +59,20 @@ class Dimensions(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place where a pipeline runs: its ranks, the copies of them, and the device of this process.
+    """The place of a pipeline: its ranks, their copies, and the device of this process.
 
     - `group`: if torch.distributed is initialized, the processes that are the ranks, one each: a process group, or one
       dimension of a device mesh, `mesh["pp"]`; defaults to all. Every process of the job must then build its pipeline
       at the same time, and all groups must have the same size. If torch.distributed is not initialized, all ranks run
       in this process.
     - `mesh`: instead of a group, a `DeviceMesh` with named dimensions, or their sizes by name, `{"pp": 4, "dp": 2}`.
-      The pipeline runs along `pp`. If torch.distributed is not initialized, this process plays all of the mesh.
-    - `dp`: the dimension of replicas. Each trains on rows of its own, cut into the schedule's number of microbatches.
-    - `shard`: the dimension over which parameters, gradients and optimizer state are sharded, as by `fully_shard`, or
-      a `fpipe.Sharded`. Shards train on rows of their own, too. Parameters are DTensors.
-    - `rows`: `"whole"` if every process is passed whole batches, `"own"` if only the rows that it trains on.
-    - `device`: where this process computes. By default that of the first tensor of the example that has values. Later
-      batches must be there, or on meta where a rank does not need their values; lengths and the like may be on the CPU.
+      The pipeline runs along `pp`. If torch.distributed is not initialized, this process runs the whole mesh.
+    - `dp`: the dimension of replicas. Each trains on its own rows, split into the schedule's number of microbatches.
+    - `shard`: the dimension over which parameters, gradients and optimizer state are sharded, as by `fully_shard`, or a
+      `fpipe.Sharded`. Shards train on their own rows, too. Parameters are DTensors.
+    - `rows`: `"whole"` if you pass every process whole batches, `"own"` if you pass it only the rows that it trains on.
+    - `device`: the device of this process. By default that of the first tensor of the example that has values. Later
+      batches must be there, or on meta if a rank does not need their values; lengths and the like may be on the CPU.
       The model may be there, on the CPU or on meta.
 
     >>> Place(mesh={"pp": 4, "dp": 2}, dp="dp").rows
@@ -141,7 +141,7 @@ def find_place(
     if replicas * shards > MOST_STAGES:
         raise InputError(
             f"mesh: got {replicas} replicas of {shards} shards, expected at most {MOST_STAGES} copies of a pipeline. "
-            "Pass the sizes of a mesh that there is."
+            "Pass the sizes of an existing mesh."
         )
     copies = PipelineCopies(
         replicas,
@@ -251,8 +251,8 @@ def _require_dimensions(sizes: Mapping[str, int], dims: Dimensions) -> None:
         other = next((one for one, same in used.items() if same == name and one != what), None)
         if other is not None:
             raise InputError(
-                f"{what}: got {name!r}, as for {other}, expected another dimension of {list(sizes)}: parameters can't "
-                "be replicated, or sharded, over a dimension that has another use. Choose another for one of the two."
+                f"{what}: got {name!r}, as for {other}, expected another dimension of {list(sizes)}: each dimension "
+                "has one use. Choose another for one of the two."
             )
 
 
@@ -268,8 +268,8 @@ def _require_playable(sizes: Mapping[str, int], dims: Dimensions) -> None:
     others = {name: size for name, size in sizes.items() if name not in dims and size > 1}
     if others:
         raise InputError(
-            f"mesh: got the dimensions {others} in one process, expected 'pp', 'dp' and 'shard' dimensions only: "
-            "modules that compute together need processes of their own. Start them with torchrun, or leave these out."
+            f"mesh: got the dimensions {others} in one process, expected only 'pp', 'dp' and 'shard' dimensions: "
+            "modules that compute together need separate processes. Start them with torchrun, or leave these out."
         )
 
 

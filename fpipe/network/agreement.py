@@ -110,8 +110,8 @@ def _raise_difference(rank: int, gather: Gather, call: str, fields: Sequence[Fie
         told = exchange_texts(gather, "")
         said = [f"- rank {r}: {told[r][: 3 * WIDTH]}" for r, row in enumerate(rows) if row[REFUSED]]
         raise TransportError(
-            f"rank {rank}, {call}: got errors on some ranks, expected a call that works on every rank. Nothing was "
-            "computed on any rank. Repair these and call it again:\n" + "\n".join(said)
+            f"rank {rank}, {call}: got errors on some ranks, expected a call that works on every "
+            "rank. Nothing was computed on any rank. Fix these errors and call it again:\n" + "\n".join(said)
         )
     digests = _exchange_digests(gather, call, fields)
     if len({row[0] for row in digests}) > 1:

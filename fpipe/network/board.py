@@ -152,7 +152,7 @@ class Board:
             return None
         died, stopped = "it died, or left: the store is gone", "it is stopped: the store does not answer"
         problem = stopped if self.trouble.error is None else died
-        return Cause(self.keeper, "which keeps the store of the process group", problem)
+        return Cause(self.keeper, "which holds the store of the process group", problem)
 
     def linger(self) -> None:
         """Wait until all ranks that are left know the cause, but not for long.

@@ -74,7 +74,10 @@ class SharedCalls:
                 yield
                 self.lookout.require_uncut()
             except BrokenWaitError as error:
-                raise self._learn(error.awaited) from error.__cause__
+                if (own := self._find_own(error)) is None:
+                    raise self._learn(error.awaited) from error.__cause__
+                self._tell(own)
+                raise own from None
             except BaseException as error:
                 self._share(error)
                 if isinstance(error, SystemExit) and not error.code:
@@ -147,6 +150,15 @@ class SharedCalls:
         order = "the first failure; the other ranks were told" if first == mine else f"after the first failure: {first}"
         error.add_note(f"rank {mine.rank}, {mine.place}: {order}")
 
+    def _find_own(self, error: BrokenWaitError) -> BaseException | None:
+        """Return the transport's own error, if that is the first failure, and nobody else's.
+
+        NCCL raises only where something is posted: it does not notice that another process is gone. Gloo does.
+        """
+        group = error.awaited.group
+        is_told = self.lookout.cut is not None or self.lookout.board.read() is not None or self.lookout.board.is_lost
+        return None if is_told or dist.get_backend(group) == "gloo" or list_closed(error.awaited) else error.__cause__
+
     def _learn(self, awaited: Awaited) -> RankError:
         """Return the error of this rank, for which something did not come; find out why, and tell the others."""
         lookout, board = self.lookout, self.lookout.board
@@ -163,7 +175,7 @@ class SharedCalls:
     def _end(self, why: str) -> None:
         """Refuse later calls, end all waits of this process, and wait until all ranks that are left know why."""
         self.situation.fail(why)
-        self.lookout.release()
+        self.lookout.break_all()
         self.lookout.board.linger()
         with self.situation.looking:  # the lookout may be about to break them, too
             destroy_groups(self.owned())

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -37,16 +37,12 @@ from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.network.fingerprint import digest
-from fpipe.network.groups import Creator
+from fpipe.network.groups import Creator, retire_groups
 from fpipe.network.trail import Arrived, Trail, make_trail
 from fpipe.network.waiting import (
     Awaited,
     BrokenWaitError,
-    PendingWorks,
-    Waitable,
     break_group,
-    destroy_groups,
-    reporting,
 )
 from fpipe.runtime.transport import Payload, Route
 from fpipe.tensors.spec import Spec
@@ -144,9 +140,9 @@ class Envelope:
         same = "" if about == expected else ", with tensors of other shapes or dtypes"
         wanted = receive_of(self.message)
         raise TransportError(
-            f"a message: got {said} of {length} bytes{same}, expected that of {wanted} of {mine} bytes. "
-            "It was not used. The ranks run different programs: end the processes, and build the pipeline from the "
-            "same arguments on every rank."
+            f"a message: got {said} of {length} bytes{same}, expected that of {wanted} of {mine} bytes. It was not "
+            "used. The ranks run different programs: stop the processes, and build the pipeline from the same "
+            "arguments on every rank."
         )
 
 
@@ -284,6 +280,8 @@ class DistributedTransport:
 
     `replicas` lists the processes of every pipeline of the job: all of them take part in creating every group, since
     torch.distributed names a group by the number of groups created so far.
+
+    - `groups`: those of the channels that begin or end here, in the order in which they were created.
     """
 
     def __init__(
@@ -293,6 +291,7 @@ class DistributedTransport:
         self.rank, self.world = dist.get_rank(group), dist.get_process_group_ranks(group)
         self.backend = dist.get_backend(group)
         self.channels: dict[Route, DistributedChannel] = {}
+        self.groups: list[dist.ProcessGroup] = []
         self.trail = make_trail(device)
 
     def setup(self, channels: Iterable[Route], creator: Creator) -> None:
@@ -307,20 +306,13 @@ class DistributedTransport:
                 group, self.world[source], self.world[target], self.device, self.trail
             )
             if self.rank in (source, target):
-                self._warm_up(self.channels[source, target], self.rank == source, creator.wait)
+                self._warm_up(self.channels[source, target], self.rank == source, creator)
 
-    def _warm_up(self, channel: DistributedChannel, sends: bool, wait: Callable[[Waitable], None]) -> None:
+    def _warm_up(self, channel: DistributedChannel, sends: bool, creator: Creator) -> None:
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        awaited = Awaited("first byte of a channel", (channel.ends[sends],), channel.group)
-        with reporting(awaited):
-            post, end = (channel.group.send, channel.target) if sends else (channel.group.recv, channel.source)
-            works = [post([byte], end, 0)]
-        wait(PendingWorks(works, awaited))
-
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        """The groups of the channels that begin or end here."""
-        return [channel.group for ends, channel in list(self.channels.items()) if self.rank in ends]
+        post, end = (channel.group.send, channel.target) if sends else (channel.group.recv, channel.source)
+        first = partial(post, [byte], end, 0)
+        creator.post_first(first, "first byte of a channel", channel.ends, channel.group, self.device)
 
     def channel(self, source: int, target: int) -> DistributedChannel:
         """Return the channel, which must have been set up."""
@@ -337,8 +329,9 @@ class DistributedTransport:
             break_group(group)
 
     def close(self) -> None:
-        """Destroy the groups of all channels; drop what is cached."""
-        destroy_groups(self.groups)
+        """Destroy the groups of all channels, and wait for nobody; drop what is cached."""
+        retire_groups([*self.groups], self.device)
+        self.groups.clear()
         self.channels.clear()
         if self.trail is not None:
             self.trail.clear()

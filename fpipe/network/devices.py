@@ -16,6 +16,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.tensors.torch_private import device_types
+
+MadeThere = TypeVar("MadeThere")
 
 
 def require_reachable(device: torch.device, kinds: Sequence[torch.device], backend: str) -> None:
@@ -36,8 +39,8 @@ def require_reachable(device: torch.device, kinds: Sequence[torch.device], backe
         )
     if backend in ("mpi", "fake"):
         raise TransportError(
-            f"group: got the backend {backend!r}, expected one whose transfers can be posted ahead and broken: "
-            '"nccl" for GPUs, "gloo" for CPUs. Initialize torch.distributed with one of them.'
+            f'group: got the backend {backend!r}, expected one whose transfers can be posted ahead and aborted: "nccl" '
+            'for GPUs, "gloo" for CPUs. Initialize torch.distributed with one of them.'
         )
 
 
@@ -50,7 +53,7 @@ def require_selected(device: torch.device, current: int | None, bound: torch.dev
         hint = " init_process_group(device_id=...) does not select it." if bound == device else ""
         raise TransportError(
             f"device: got a pipeline on {device}, while the current device of this process is {device.type}:{current}, "
-            f"expected the same: kernels and groups take the current one where none is named.{hint} Call "
+            f"expected the same: kernels and groups without an explicit device use the current one.{hint} Call "
             f"torch.{device.type}.set_device({device.index}) before init_process_group."
         )
     if bound is not None and bound.type == device.type and bound != device:
@@ -72,8 +75,7 @@ def require_distinct(device: torch.device, gather: Callable[[Tensor], Sequence[T
             raise TransportError(
                 f"device: got processes {rows.index(row)} and {k} of the job on one device ({own}, on this process), "
                 f"expected one for each. Call torch.{device.type}.set_device(int(os.environ['LOCAL_RANK'])) first, and "
-                "look at CUDA_VISIBLE_DEVICES. To share a device on purpose, give each process an NCCL_HOSTID of its "
-                "own."
+                "look at CUDA_VISIBLE_DEVICES. To share a device on purpose, give each process a different NCCL_HOSTID."
             )
 
 
@@ -89,6 +91,13 @@ def current_index(device: torch.device) -> int | None:
     """Return the number of the current device of this process, if it is of the same kind."""
     kind = torch.accelerator.current_accelerator()
     return None if kind is None or kind.type != device.type else torch.accelerator.current_device_index()
+
+
+def run_on(device: torch.device, make: Callable[[], MadeThere]) -> MadeThere:
+    """Return what `make` returns in a new thread, whose current device is this one."""
+    if current_index(device) is not None:
+        torch.accelerator.set_device_index(device)
+    return make()
 
 
 def require_device(device: torch.device, group: dist.ProcessGroup) -> None:

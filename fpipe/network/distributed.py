@@ -28,7 +28,7 @@ from fpipe.network.calls import SharedCalls
 from fpipe.network.channels import DistributedTransport
 from fpipe.network.groups import GRACE, RESULTS, Control, Creator, choose_timeout, share_group
 from fpipe.network.ranks import Fields, Ranks, claim_turn, require_at_rest, require_unclosed
-from fpipe.network.waiting import Line, PendingWorks, Waitable, await_all, reporting
+from fpipe.network.waiting import Line, PendingWorks, Waitable, await_all, has_streams, reporting
 from fpipe.runtime.executor import Execution, Milestone, Outcome
 from fpipe.runtime.transport import Route, Transport, exhaust
 from fpipe.tensors.spec import Spec
@@ -62,13 +62,13 @@ class DistributedRanks(Ranks):
         (members,) = [one for one in everyone if dist.get_rank() in one]
         self.control = Control.of(members, everyone, timeout + GRACE, creator)
         self.places = tuple(self.control.processes.index(process) for process in self.processes)
-        on_device = timeout + GRACE, dist.get_backend(group), device, creator
-        if device.type == "cpu":
-            self.results = Control.of([*self.processes], replicas, timeout + GRACE, creator).group
-            self.everyone = self.control.group
-        else:
+        if has_streams(device):
+            on_device = timeout + GRACE, dist.get_backend(group), device, creator
             self.results = share_group(RESULTS, [*self.processes], replicas, *on_device)
             self.everyone = share_group(RESULTS, members, everyone, *on_device)
+        else:
+            self.results = Control.of([*self.processes], replicas, timeout + GRACE, creator).group
+            self.everyone = self.control.group
         self.own_groups = [*dict.fromkeys((self.control.group, self.results, self.everyone))]
         self.transport = DistributedTransport(group, device, replicas, timeout + GRACE)
         release = partial(self.transport.release, self.own_groups)
@@ -134,7 +134,8 @@ class DistributedRanks(Ranks):
     def connect(self, channels: Iterable[Route]) -> None:
         """Set up channels; every rank must pass the same ones."""
         self.calls.begin()
-        self.transport.setup(channels, Creator(self.calls.lookout.wait, self.control.group))
+        keep = self.transport.groups.append
+        self.transport.setup(channels, Creator(self.calls.lookout.wait, self.control.group, keep))
         self.calls.decide()
 
     def forget_layouts(self) -> None:
@@ -148,7 +149,7 @@ class DistributedRanks(Ranks):
         if situation.failure:
             raise TransportError(
                 f"rank {self.control.rank}, {what}: got a pipeline that failed midway ({situation.failure}), expected "
-                "one whose ranks are in step: messages would no longer match. Restart all processes from a checkpoint."
+                "one whose ranks agree: messages would no longer match. Restart all processes from a checkpoint."
             )
 
     def run(self, copies: Sequence[Callable[[int, Transport], Execution]]) -> list[dict[int, Outcome]]:
@@ -215,28 +216,28 @@ class DistributedRanks(Ranks):
         return self.calls.exchange_text(text, about)
 
     def measure_clock_offset(self) -> float:
-        """Return how many seconds this process's clock is ahead of the first rank's; every rank must call this."""
-        with self._hold_line("its clock") as line:
+        """Return how many seconds this process's clock is ahead of the first one's; every process must call this."""
+        with self._hold_line("its clock", self.control.group, torch.device("cpu")) as line:
             return measurements.measure_offset(line)
 
     def measure_transfers(self, sizes: Sequence[int]) -> Tensor:
         """Return how long messages take between any two ranks; every rank must call this with the same sizes."""
         self.agree(about="transfers to measure")
-        with self._hold_line("a message to measure") as line:
+        with self._hold_line("a message to measure", self.results, self.device) as line:
             rows = measurements.measure_transfers(line, sizes)
         return torch.cat(self.gather_rows(rows))
 
     def measure_posting(self) -> float:
         """Return how long this process takes to post a send and a receive; every rank must call this."""
         self.agree(about="messages to post")
-        with self._hold_line("a message to measure") as line:
+        with self._hold_line("a message to measure", self.results, self.device) as line:
             return measurements.measure_posting(line)
 
     @contextmanager
-    def _hold_line(self, what: str) -> Iterator[Line]:
+    def _hold_line(self, what: str, group: dist.ProcessGroup, device: torch.device) -> Iterator[Line]:
         """Return the context in which ranks exchange messages of their own; afterwards they decide on what follows."""
         self.calls.begin()
-        yield Line(self.results, self.device, f"{what} in {self.calls.situation.call}", self.calls.lookout.wait)
+        yield Line(group, device, f"{what} in {self.calls.situation.call}", self.calls.lookout.wait)
         self.calls.decide()
 
     def gather_rows(self, rows: Tensor) -> list[Tensor]:

@@ -8,7 +8,9 @@ Idea. Torch is called in a thread. The rank waits for the thread as for everythi
 can give it up. Meanwhile it looks whether a process that it waits for is gone. What comes after it was given up is
 destroyed. Until then, the thread may hold the connection to the job's store, so that the next group gets another.
 
-On an accelerator, torch is called without a thread: it may use the current device, which is each thread's own.
+On an accelerator, creation takes more: a group may be a split of the whole job, in which all processes take part, and
+its first message connects its ends. Both block the host, so a thread does both. To destroy a group that was not broken
+waits there for its messages and for its other ends: that is a thread's, too.
 
 Ranks agree over a group of their own, `Control`, which gathers small host tensors from every rank to all. It is always
 a Gloo group, whichever backend carries the rest: the host reads its messages, which must neither wait for a device nor
@@ -33,13 +35,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fpipe.network.devices import run_on
 from fpipe.network.waiting import (
     Awaited,
     BrokenWaitError,
     PendingWorks,
     Waitable,
     await_all,
+    break_group,
     destroy_groups,
+    has_streams,
     list_closed,
     reporting,
 )
@@ -47,6 +52,7 @@ from fpipe.tensors.torch_private import process_groups, renew_store, timeout_of
 
 Made = TypeVar("Made")
 LOOK: Final = 0.5  # seconds between two looks at the connections
+GLIMPSE: Final = 0.01  # and between two at a device
 NAME: Final = "fpipe creation"
 
 
@@ -122,10 +128,12 @@ class Creator(NamedTuple):
 
     - `wait`: waits in sight of the lookout.
     - `group`: a group of all these processes, whose connections end if one of them is gone.
+    - `keep`: is passed each group that this process is in, once it is made: if anything fails later, it is broken.
     """
 
     wait: Callable[[Waitable], None]
     group: dist.ProcessGroup
+    keep: Callable[[dist.ProcessGroup], None]
 
     def create(self, make: Callable[[], Made], what: str, members: Sequence[int], device: torch.device) -> Made:
         """Return what torch makes as soon as all `members`, by their numbers in the job, ask for it.
@@ -136,9 +144,9 @@ class Creator(NamedTuple):
         others = tuple(member for member in members if member != mine)
         if any(thread.name == NAME for thread in threading.enumerate()):
             renew_store()
-        if device.type != "cpu" or mine not in members or not others:
+        if mine not in members or not others:
             return make()
-        creation = Creation(make, Awaited(what, others, self.group))
+        creation = Creation(partial(run_on, device, make), Awaited(what, others, self.group))
         self.wait(creation)
         return cast("Made", creation.made)
 
@@ -147,14 +155,46 @@ class Creator(NamedTuple):
     ) -> dist.ProcessGroup:
         """Return what `dist.new_group` returns; see `create`. Every process of the job must call this."""
         make = partial(dist.new_group, members, timeout=timeout, backend=backend, group_desc=name)
-        group: dist.ProcessGroup = self.create(make, f"process group of {members}", members, device)
+        taking_part = dist.get_process_group_ranks(self.group) if has_streams(device) else members
+        group: dist.ProcessGroup = self.create(make, f"process group of {members}", taking_part, device)
+        if dist.get_rank() in members:
+            self.keep(group)
         return group
+
+    def post_first(
+        self,
+        post: Callable[[], dist.Work],
+        what: str,
+        members: Sequence[int],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """Post the first message of a group, which connects those `members` on an accelerator, and wait for it."""
+        mine = dist.get_rank()
+        awaited = Awaited(what, tuple(member for member in members if member != mine), group)
+        with reporting(awaited):
+            work = self.create(post, what, members, device) if has_streams(device) else post()
+        self.wait(PendingWorks([work], awaited))
 
 
 def _discard(made: object) -> None:
-    """Destroy a group, or those of a mesh, but the one of the whole job."""
-    groups = made.get_all_groups() if isinstance(made, DeviceMesh) else [made]
-    destroy_groups(cast("dist.ProcessGroup", one) for one in groups if one is not dist.group.WORLD)
+    """Destroy a group, or those of a mesh, but the one of the whole job; their other ends may never be made."""
+    groups = {*(made.get_all_groups() if isinstance(made, DeviceMesh) else [made])} & {*process_groups()}
+    for group in groups - {dist.group.WORLD}:
+        break_group(group)
+        destroy_groups([group])
+
+
+def retire_groups(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Destroy groups that work, in the order in which all processes have created them; return at once.
+
+    On an accelerator, each waits for its other ends, in a thread: the order is the same everywhere, so none waits for
+    ever if all processes do this.
+    """
+    if has_streams(device) and groups:
+        Thread(target=run_on, args=(device, partial(destroy_groups, groups)), name="fpipe end", daemon=True).start()
+    else:
+        destroy_groups(groups)
 
 
 CONTROL, RESULTS = "control group", "group of results"
@@ -275,6 +315,25 @@ class UnbreakableWorks(PendingWorks):
         """Do nothing: the wait ends as the description of this module says."""
 
 
+class WatchedWorks(PendingWorks):
+    """Works of a device over the user's group: the host looks now and then whether they are done, until it gives up."""
+
+    def __init__(self, works: Sequence[dist.Work], awaited: Awaited) -> None:
+        super().__init__(works, awaited)
+        self.over = Event()
+
+    def wait(self) -> None:
+        """Block until all works are done; raise `BrokenWaitError` once they are given up."""
+        while not all(work.is_completed() for work in self.works):
+            if self.over.wait(GLIMPSE):
+                raise BrokenWaitError(self.awaited)
+        super().wait()
+
+    def give_up(self) -> None:
+        """End the wait; the group stays whole."""
+        self.over.set()
+
+
 class World(NamedTuple):
     """The default group of the user, over which processes agree until the job has a control group."""
 
@@ -295,9 +354,14 @@ class World(NamedTuple):
         """Return the tensor that each process passes, in order; all must have the same shape and dtype."""
         sent = mine.to(self.device)
         rows, awaited = [torch.empty_like(sent) for _ in self.processes], await_all(f"agreement on {call}", self.group)
-        with reporting(awaited):
-            work = dist.all_gather(rows, sent, async_op=True)
-        wait(UnbreakableWorks([work], awaited))
+        post = partial(dist.all_gather, rows, sent, async_op=True)
+        if has_streams(self.device):  # the first one connects all processes
+            wait(posting := Creation(partial(run_on, self.device, post), awaited))
+            wait(WatchedWorks([cast("dist.Work", posting.made)], awaited))
+        else:
+            with reporting(awaited):
+                works = [post()]
+            wait(UnbreakableWorks(works, awaited))
         return [row.cpu() for row in rows]
 
     def compare(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor] | int:
@@ -335,12 +399,16 @@ def share_group(
         return known
     made = [creator.create_group(one, timeout, backend, device, _describe(kind, one, replicas)) for one in replicas]
     group = made[replicas.index(world)]
-    if device.type != "cpu":  # its first collective waits for all of them: now, when all are here
-        byte, awaited = torch.zeros(1, dtype=torch.uint8, device=device), await_all(f"first byte of a {kind}", group)
-        with reporting(awaited):
-            work = dist.broadcast(byte, src=world[0], group=group, async_op=True)
-        creator.wait(PendingWorks([work], awaited))
+    connect_all(group, kind, device, creator)
     return group
+
+
+def connect_all(group: dist.ProcessGroup, kind: str, device: torch.device, creator: Creator) -> None:
+    """Let the first collective of a group on an accelerator, which connects its processes, come now: all are here."""
+    if has_streams(device):
+        members, byte = dist.get_process_group_ranks(group), torch.zeros(1, dtype=torch.uint8, device=device)
+        post = partial(dist.broadcast, byte, src=members[0], group=group, async_op=True)
+        creator.post_first(post, f"first byte of a {kind}", members, group, device)
 
 
 def _find_group(kind: str, world: list[int], replicas: list[list[int]]) -> dist.ProcessGroup | None:

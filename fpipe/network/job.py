@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Final, TypeAlias
@@ -33,10 +33,10 @@ from fpipe.errors import InputError, TransportError
 from fpipe.network.calls import SharedCalls
 from fpipe.network.devices import identify, require_device, require_distinct
 from fpipe.network.distributed import DistributedRanks
-from fpipe.network.groups import GRACE, Control, Creator, Made, World
+from fpipe.network.groups import GRACE, Control, Creator, Made, World, connect_all
 from fpipe.network.lookout import SLICE
 from fpipe.network.ranks import Fields, Ranks, claim_turn
-from fpipe.network.waiting import break_group
+from fpipe.network.waiting import break_group, has_streams
 from fpipe.tensors.torch_private import count_groups, device_types, name_groups_from, timeout_of
 
 _LOG: Final = logging.getLogger(__name__)
@@ -61,14 +61,13 @@ class DistributedJob:
         name_groups_from(max(counts))
         self.calls.begin()
         timeout, every = timeout_of(self.world.group, self.world.device) + GRACE, [*self.world.processes]
-        self.calls.table = control = Control.of(every, [every], timeout, self._creator)
-        self.own[:] = [control.group]
+        self.calls.table = Control.of(every, [every], timeout, self._creator)
         self.calls.decide()
 
     def require_device(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Raise `TransportError` on all processes unless each has a device of its own that the group reaches."""
         require_device(device, self.world.group if group is None else group)
-        if device.type != "cpu":
+        if has_streams(device):
             self.calls.agree(about="its devices")
             require_distinct(device, self.calls.gather, identify(device))
 
@@ -81,14 +80,20 @@ class DistributedJob:
 
     @property
     def _creator(self) -> Creator:
-        return Creator(self.calls.lookout.wait, self.calls.table.group)
+        return Creator(self.calls.lookout.wait, self.calls.table.group, self.own.append)
 
     def join(
-        self, ranks: int, group: dist.ProcessGroup | None, device: torch.device, members: Sequence[int] = ()
+        self,
+        ranks: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        members: Sequence[int] = (),
+        groups: Iterable[dist.ProcessGroup | None] = (),
     ) -> Ranks:
         """Return this process's rank in the group, by default all; every process must call this after it has agreed.
 
-        `members` are all processes that agree on every call: those of a mesh, by default the group's.
+        `members` are all processes that agree on every call: those of a mesh, by default the group's. `groups` are
+        those of the mesh over which a step sends messages, too.
         """
         group = self.world.group if group is None else group
         _require_size(group, ranks)
@@ -96,6 +101,9 @@ class DistributedJob:
         everyone = list_replicas(list(members), self.calls) if members else replicas
         self.calls.begin()
         joined = DistributedRanks(group, device, replicas, everyone, self._creator)
+        for one in groups:
+            if one is not None:
+                connect_all(one, "group of the mesh", device, self._creator)
         self.calls.decide()
         self.calls.agree(about="the groups of its pipelines")  # until then, all look at the board of the job
         return joined
@@ -155,7 +163,12 @@ class LocalJob:
         return make()
 
     def join(
-        self, ranks: int, group: dist.ProcessGroup | None, device: torch.device, members: Sequence[int] = ()
+        self,
+        ranks: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        members: Sequence[int] = (),
+        groups: Iterable[dist.ProcessGroup | None] = (),
     ) -> Ranks:
         """Return all ranks; raise `TransportError` if a launcher has started other processes."""
         require_process_group(os.environ)
@@ -213,8 +226,7 @@ def require_process_group(environment: Mapping[str, str]) -> None:
             f"torch.distributed: got no process group, though a launcher has started {size} processes (WORLD_SIZE), "
             "expected one: otherwise each process runs all ranks by itself. Call "
             "torch.distributed.init_process_group() before pipeline(), and destroy_process_group() only after the last "
-            "step; or, to run all ranks in every "
-            'process, remove it first: del os.environ["WORLD_SIZE"].'
+            'step; or, to run all ranks in every process, remove the variable first: del os.environ["WORLD_SIZE"].'
         )
     for name in TASKS:
         count = environment.get(name, "")

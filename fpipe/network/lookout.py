@@ -36,7 +36,8 @@ from fpipe.errors import Cause
 from fpipe.network.board import PATIENCE, Board, Sign
 from fpipe.network.standing import Situation
 from fpipe.network.trail import Trail
-from fpipe.network.waiting import Awaited, BrokenWaitError, Waitable
+from fpipe.network.waiting import Awaited, BrokenWaitError, Waitable, break_group
+from fpipe.tensors.torch_private import process_groups
 
 SLICE: Final = 0.5  # seconds between two looks
 SILENCE: Final = 4 * SLICE  # a rank without a new sign of life for so long is silent
@@ -93,7 +94,16 @@ class Lookout:
             posted.wait()
         finally:
             self.situation.posted = None
+        if self.trail is not None:
+            self.trail.follow(posted)
         self.require_uncut()
+
+    def break_all(self) -> None:
+        """Break the groups of the pipeline, and all others on which its device may wait, such as those of a mesh."""
+        if self.trail is not None:
+            for group in self.trail.groups & {*process_groups()}:
+                break_group(group)
+        self.release()
 
     def require_uncut(self) -> None:
         """Raise `BrokenWaitError` if the thread has broken the groups: what a device received since is garbage."""
@@ -162,7 +172,7 @@ class Lookout:
         if is_over or self._is_too_long(awaited, now - self.vigil.since):
             self.cut = awaited  # before it breaks: who sees garbage must see this
             posted.give_up()
-            self.release()
+            self.break_all()
 
     def _is_too_long(self, awaited: Awaited, waited: float) -> bool:
         """Report a wait that is long; once it is too long, publish why, and return true."""
@@ -228,12 +238,12 @@ def find_cause(before: Mapping[int, Sign | None], now: Mapping[int, Sign | None]
     busy = [rank for rank, sign in now.items() if sign is not None and not sign.peers]
     rank = next(iter([*silent, *busy, *now]), None)
     sign = None if rank is None else now[rank]
-    place = "outside of fpipe, or stopped" if sign is None else sign.doing
+    place = "outside fpipe, or stopped" if sign is None else sign.doing
     if rank in silent or rank is None:
         return Cause(rank, place, f"no sign of life from it since, within the timeout of {timeout}")
     if rank in busy:
         return Cause(rank, place, f"it is alive, but was not done within the timeout of {timeout}")
-    return Cause(rank, place, f"it waited for others, and they for it, until the timeout of {timeout}")
+    return Cause(rank, place, f"it and others waited for each other until the timeout of {timeout}")
 
 
 @contextmanager

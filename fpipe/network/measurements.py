@@ -25,7 +25,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.network.waiting import Line
+from fpipe.network.waiting import Line, has_streams
 
 WARM_UP, ROUND_TRIPS, POSTED = 2, 11, 25
 PAUSE: Final = 2e-3
@@ -67,7 +67,7 @@ def measure_posting(line: Line) -> float:
     """
     rank = line.group.rank()
     partners = {one: other for pair in next(pair_up(line.group.size())) for one, other in (pair, pair[::-1])}
-    if line.device.type != "cpu" or rank not in partners:
+    if has_streams(line.device) or rank not in partners:
         return 0.0
     return _measure_posting(line, partners[rank])
 

@@ -24,9 +24,10 @@ from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.network.waiting import Awaited, break_group
+from fpipe.network.waiting import Awaited, Waitable, break_group, has_streams
 
 PER_LAP: Final = 8
 """How many messages go together."""
@@ -56,38 +57,59 @@ PostCopy: TypeAlias = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Reach
 """Posts copies of tensors into the host's memory; returns them, and the event after which they are there."""
 
 
-class Lap:
-    """Some messages, in the order in which they were taken, their headers on the host, and the event after these.
+class StreamPoint:
+    """A point of a device's stream: an event, and what the device waits for last before it."""
 
-    `awaited`: what the device waits for last.
-    """
-
-    def __init__(
-        self, messages: Sequence[Arrived], headers: Sequence[Tensor], event: Reached, awaited: Awaited
-    ) -> None:
-        self.messages, self.headers, self.event, self.awaited = messages, headers, event, awaited
+    def __init__(self, event: Reached, awaited: Awaited) -> None:
+        self.event, self.awaited = event, awaited
 
     def wait(self) -> None:
-        """Block until the device is done with these messages, or until their group is broken."""
+        """Block until the device has come to it, or until the group is broken."""
         self.event.synchronize()
-
-    def compare(self) -> None:
-        """Raise `TransportError` if one of the messages, which must have arrived, is not the expected one."""
-        for message, header in zip(self.messages, self.headers, strict=True):
-            message.require(header)
 
     def give_up(self) -> None:
         """Break the group of what the device waits for last."""
         break_group(self.awaited.group)
 
 
+class Lap(StreamPoint):
+    """Some messages, in the order in which they were taken, their headers on the host, and the event after these."""
+
+    def __init__(
+        self, messages: Sequence[Arrived], headers: Sequence[Tensor], event: Reached, awaited: Awaited
+    ) -> None:
+        super().__init__(event, awaited)
+        self.messages, self.headers = messages, headers
+
+    def compare(self) -> None:
+        """Raise `TransportError` if one of the messages, which must have arrived, is not the expected one."""
+        for message, header in zip(self.messages, self.headers, strict=True):
+            message.require(header)
+
+
 class Trail:
-    """The messages of a rank whose headers the host has not compared: `open`, and those in `laps`, oldest first."""
+    """The messages of a rank whose headers the host has not compared: `open`, and those in `laps`, oldest first.
+
+    - `points`: where the device waits for other processes, oldest first, as long as it may not have come there.
+    - `groups`: all groups on which it was made to wait.
+    """
 
     def __init__(self, copy: PostCopy) -> None:
         self.copy = copy
         self.open: list[Arrived] = []
         self.laps: deque[Lap] = deque()
+        self.points: deque[StreamPoint] = deque()
+        self.groups = set[dist.ProcessGroup]()
+
+    def follow(self, posted: Waitable) -> None:
+        """Note that the device waits for something from here on, unless it is the host that has waited for it."""
+        awaited = posted.awaited
+        if isinstance(posted, StreamPoint) or dist.get_backend(awaited.group) == "gloo":
+            return
+        while self.points and self.points[0].event.query():
+            self.points.popleft()
+        self.points.append(StreamPoint(self.copy(())[1], awaited))
+        self.groups.add(awaited.group)
 
     def add(self, message: Arrived) -> None:
         """Add a message that was taken."""
@@ -100,9 +122,9 @@ class Trail:
         messages, self.open = self.open, []
         self.laps.append(Lap(messages, *self.copy([one.header for one in messages]), awaited))
 
-    def find_unfinished(self) -> Lap | None:
-        """Return the first lap that the device has not passed; any thread may ask."""
-        return next((lap for lap in [*self.laps] if not lap.event.query()), None)
+    def find_unfinished(self) -> StreamPoint | None:
+        """Return the first point that the device has not come to; any thread may ask."""
+        return next((point for point in [*self.points, *self.laps] if not point.event.query()), None)
 
     def find_overdue(self) -> Lap | None:
         """Return what the host must wait for before it goes on, and drop it; `None` if it may go on."""
@@ -117,11 +139,12 @@ class Trail:
         """Drop what was not compared."""
         self.open.clear()
         self.laps.clear()
+        self.points.clear()
 
 
 def make_trail(device: torch.device) -> Trail | None:
     """Return a new trail for a rank's device; `None` for a CPU, where headers are compared at once."""
-    return None if device.type == "cpu" else Trail(partial(post_copy, device))
+    return Trail(partial(post_copy, device)) if has_streams(device) else None
 
 
 def post_copy(device: torch.device, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Reached]:

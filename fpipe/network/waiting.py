@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,11 @@ from fpipe.tensors.torch_private import destroy_group, has_gloo, process_groups
 NEVER_SENT: Final = 2**20
 """A tag on which nothing is sent."""
 AT_ONCE: Final = timedelta(milliseconds=1)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether a device waits for messages in the place of the host, which goes on: an accelerator does."""
+    return device.type != "cpu"
 
 
 class Awaited(NamedTuple):
@@ -104,13 +109,20 @@ class Line(NamedTuple):
         """Post a send, and return it."""
         awaited = self._awaited(other)
         with reporting(awaited):
-            return PendingWorks([self.group.send([tensor], other, 0)], awaited)
+            return PendingWorks(self._post(dist.isend, tensor, other), awaited)
 
     def post_receive(self, tensor: Tensor, other: int) -> PendingWorks:
         """Post a receive, and return it."""
         awaited = self._awaited(other)
         with reporting(awaited):
-            return PendingWorks([self.group.recv([tensor], other, 0)], awaited)
+            return PendingWorks(self._post(dist.irecv, tensor, other), awaited)
+
+    def _post(self, kind: Callable[..., Any], tensor: Tensor, other: int) -> Sequence[dist.Work]:
+        """Post a batch of one: over NCCL, a message by itself would get a communicator of its two processes."""
+        if has_streams(self.device):
+            return dist.batch_isend_irecv([dist.P2POp(kind, tensor, group=self.group, group_peer=other)])
+        post = self.group.send if kind is dist.isend else self.group.recv
+        return [post([tensor], other, 0)]
 
     def _awaited(self, other: int) -> Awaited:
         return Awaited(self.what, (dist.get_global_rank(self.group, other),), self.group)
@@ -149,9 +161,10 @@ def break_group(group: dist.ProcessGroup) -> None:
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroy those of the groups that are not destroyed yet, in this process; return at once."""
-    for group in {*groups} & {*process_groups()}:
-        destroy_group(group)
+    """Destroy those of the groups that are not destroyed yet, in this process; return at once if they are broken."""
+    for group in dict.fromkeys(groups):
+        if group in {*process_groups()}:
+            destroy_group(group)
 
 
 def list_closed(awaited: Awaited) -> list[int]:

@@ -104,30 +104,30 @@ def require_trained(assembly: Assembly, schedule: Schedule) -> None:
     if lost is not None:
         raise CaptureError(
             f"module {lost}: got a reentrant checkpoint whose inputs require no gradient, expected gradients for some "
-            f"of {trainable[:3]}{more}: torch gives none to the parameters inside then. Pass use_reentrant=False to "
-            "checkpoint()."
+            f"of {trainable[:3]}{more}: in that case, torch computes none for the parameters inside. Pass "
+            "use_reentrant=False to checkpoint()."
         )
     raise CaptureError(
         f"loss: got one without a gradient for any parameter, expected gradients for some of {trainable[:3]}{more}, "
         "which require them. Return the loss itself: don't detach it, copy it into a new tensor, or compute it under "
-        "no_grad. If nothing is to be trained, freeze the model."
+        "no_grad. To train nothing, freeze the model."
     )
 
 
 def require_runnable(schedule: Schedule) -> None:
     """Raise `InputError` for a schedule that can be checked and simulated, but not run."""
-    repair = "It can be checked and simulated, but not run yet. To run, choose a synchronous one of whole microbatches."
-    if schedule.slices > 1:
-        raise InputError(
-            f"schedule: got {describe_argument(schedule)} of {schedule.slices} slices, expected whole microbatches. "
-            f"{repair}"
-        )
+    repair = "A pipeline can't run it. Choose a synchronous schedule, or run pure stages with fpipe.execute."
     if schedule.microbatches > MOST_IN_STEP:
         raise InputError(
             f"schedule: got {describe_argument(schedule)} of {schedule.microbatches} microbatches, expected at most "
             f"{MOST_IN_STEP} in a step. Take several steps, and add their gradients up with onto=."
         )
     if updates_in_flight(schedule):  # generated only now: it isn't too long
+        if schedule.slices > 1:
+            raise InputError(
+                f"schedule: got {describe_argument(schedule)} of {schedule.slices} slices, with updates in flight, "
+                "expected whole microbatches or no updates. Choose a synchronous schedule of slices."
+            )
         _require_one_update(schedule)
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):

@@ -33,6 +33,7 @@ from fpipe.pipelines.options import Gradients, Microbatching, Recording
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.resolver import Resolver
+from fpipe.pipelines.slices import find_slicing
 from fpipe.record.captured import Captured, Unit, Value
 from fpipe.record.exchanges import require_joined_hooks
 from fpipe.record.front_ends.parts import as_module
@@ -69,7 +70,7 @@ def make_batchings(
     of_inputs = (dims[0], None) if isinstance(dims, tuple) else dims
     return {
         True: Batching.of(example, targets, dims, microbatches, how.weight, divisor, least, home),
-        False: Batching.of(example, None, of_inputs, microbatches, least=least, home=home),
+        False: Batching.of(example, None, of_inputs, microbatches, least=least, home=home, may_lack=True),
     }
 
 
@@ -88,7 +89,7 @@ class Builder:
     """A builder of pipelines, for one model and its later versions, from the same arguments of `fpipe.pipeline`.
 
     - `batchings`: how batches are split, with the loss and without.
-    - `output_dims`: how outputs are merged. `returned`: as in `Pipeline`, for all of them.
+    - `microbatching`: how slices are cut, and outputs merged. `returned`: as in `Pipeline`, for all of them.
     """
 
     loss: Loss | None
@@ -97,7 +98,7 @@ class Builder:
     cuts: Cuts
     recording: Recording
     gradients: Gradients
-    output_dims: Any
+    microbatching: Microbatching
     ranks: Ranks
     copies: PipelineCopies = ALONE
     returned: WeakValueDictionary[int, Tensor] = field(default_factory=WeakValueDictionary)
@@ -125,7 +126,8 @@ class Builder:
         captures = captures.with_example(answers.resolve())
         kept = example if captures.batchings[True].example.answers else example.without_values()
         sums, backend = parameters_to_sum(self.gradients.tied, module), backend_of(self.gradients.backward)
-        planner = Planner(self.schedule, captures, self.output_dims, self.ranks.ranks, sums, backend, self.copies)
+        merge = self.microbatching.output_dims
+        planner = Planner(self.schedule, captures, merge, self.ranks.ranks, sums, backend, self.copies)
         pipe = Pipeline(planner, self.ranks, partial(self._rebuild, example=kept), prepare_steps, self.returned)
         require_exact_hooks(captures.hooks, sums)
         pipe.holdings.require_rows()
@@ -144,7 +146,8 @@ class Builder:
     def _captures(self, module: nn.Module) -> Captures:
         loss, trains = self.loss, self.schedule.backward
         captures = make_captures(module, loss, self.batchings, self.cuts, self.recording, trains)
-        return replace(captures, ranks_of=self.ranks.ranks_of)
+        slicing = find_slicing(module, self.batchings[True], self.schedule, self.microbatching, self.recording)
+        return replace(captures, ranks_of=self.ranks.ranks_of, slicing=slicing)
 
 
 def make_captures(

@@ -23,7 +23,7 @@ from torch import nn
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls, Mark
 from fpipe.errors import CaptureError
-from fpipe.pipelines.batch import Batching, Microbatch, SplitBatch
+from fpipe.pipelines.batch import Batching, Microbatch, SplitBatch, name_leaf
 from fpipe.pipelines.memo import KnownMicrobatch, Memo, MicrobatchKind
 from fpipe.record.captured import Captured, CaptureFunction, Hooks
 from fpipe.record.front_ends.registry import is_eager, is_tracer, reads_bytecode
@@ -34,6 +34,7 @@ from fpipe.record.objective import Loss, Objective, Way, WayError
 from fpipe.record.questions import Answer, Ask, Question, refuse_questions
 from fpipe.record.reads.accesses import Reads, record_reads
 from fpipe.record.reads.watch import Watch, Watcher
+from fpipe.record.slicing import Slicing
 from fpipe.record.validity import name_of, require_valid
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.tensors.fake import fake_mode
@@ -60,7 +61,7 @@ class Streak:
             _LOG.warning(
                 "%s: the model was recorded %d times in a row because of it, which takes as long as many steps: each "
                 "new value is another program. If it changes in every step, pass it as a tensor, only compute with it "
-                "(no int(), range(), shape or index follows from it), or take it out of the forward.",
+                "(without int(), range(), shapes or indices), or move it out of the forward.",
                 reason,
                 self.count,
             )
@@ -75,7 +76,7 @@ class Captures:
     - `backward`: whether gradients are ever computed. `hooks`: the hooks on gradients of parameters.
     - `watching`: makes the watch on a capture's assumptions.
     - `streak`: warns of captures in a row for the same reason.
-    - `ranks_of`: as in `Captured`.
+    - `ranks_of`: as in `Captured`. `slicing`: as in `Objective`.
     """
 
     model: nn.Module
@@ -89,6 +90,7 @@ class Captures:
     memo: Memo = field(default_factory=Memo)
     streak: Streak = field(default_factory=Streak)
     ranks_of: Mapping[int, int] = field(default_factory=dict)
+    slicing: Slicing | None = None
 
     def with_example(self, example: SplitBatch) -> Captures:
         """Return the same captures with the signature of `example`, which includes its answers."""
@@ -160,7 +162,7 @@ class Captures:
         question = self.memo.microbatches.get((variant, replace(new, answers=new.answers[:number])))
         if not isinstance(question, Question):
             return ""
-        leaves = ", ".join(self.batchings[True].leaf_name(leaf) for leaf in question.leaves)
+        leaves = ", ".join(name_leaf(new.structure, leaf) for leaf in question.leaves)
         return f"{question.where}, which asks for the value of something computed from {leaves}"
 
     def record(self, variant: Variant, microbatch: Microbatch, ask: Ask, way: Way) -> tuple[Captured, Reads]:
@@ -192,14 +194,15 @@ class Captures:
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
         """Return the computation to capture for such a microbatch."""
         loss = self.loss if variant.loss else None
-        return Objective(loss, microbatch.structure, microbatch.divisor, casts=variant.casts, ranks_of=self.ranks_of)
+        whole = Objective(loss, microbatch.structure, microbatch.divisor, casts=variant.casts, ranks_of=self.ranks_of)
+        return replace(whole, slicing=self.slicing)
 
     def _with_plain_numbers(self, objective: Objective, tensors: int) -> Objective:
         """Return the objective with Python numbers in its batch, which are a question about the batch."""
         batch = objective.batch
         leaves = tuple(range(tensors, tensors + len(batch.numbers)))
         if leaves:
-            names = ", ".join(self.batchings[True].leaf_name(leaf) for leaf in leaves)
+            names = ", ".join(name_leaf(batch, leaf) for leaf in leaves)
             where = f"the model, given {names}"
             question = Question(where, leaves, lambda found: Answer.of([one.item() for one in found]), None)
             batch = batch.with_numbers(objective.ask(question).result())
@@ -217,16 +220,27 @@ class Captures:
         with torch.inference_mode(False), torch.set_grad_enabled(backward), mode:
             captured = self.front_end(self.model, objective, leaves)
             require_valid(captured, name_of(self.front_end), self.model, objective, leaves)
-        return replace(captured, backward=backward, hooks=self.hooks, ranks_of=self.ranks_of)
+        slices = () if self.slices == 1 else partition.find_slices(captured, self.slices)
+        return replace(captured, backward=backward, hooks=self.hooks, ranks_of=self.ranks_of, slices=slices)
+
+    @property
+    def slices(self) -> int:
+        """The number of slices of a microbatch."""
+        return 1 if self.slicing is None else self.slicing.count
 
     def positions(self, variant: Variant, microbatch: Microbatch) -> tuple[int, ...]:
         """Return the positions of the units at which new stages begin: at the same modules for all microbatches.
 
         For all but the example's first one in training, those are where that one is cut.
         """
-        if (variant.capture, microbatch) == self._first:
-            return self._first_positions
         captured = self.of(variant, microbatch).captured
+        is_first = (variant.capture, microbatch) == self._first
+        if captured.slices:
+            what = f"slices of microbatches of {microbatch}"
+            own = partition.cut_at_marks(Calls.of(captured.slice(0), self.model), self.marks(), what)
+            return partition.cut_slices(captured, self.model, self.marks(), self._first_positions if is_first else own)
+        if is_first:
+            return self._first_positions
         if isinstance(self.cuts.where, partition.Marked):
             return self.cuts.positions(captured, self.model)
         what = f"{'in training' if variant.training else 'in eval mode'} with microbatches of {microbatch}"
@@ -234,7 +248,7 @@ class Captures:
 
     def marks(self) -> tuple[tuple[Mark, ...], ...]:
         """Return, for each stage but the first, the calls that begin or end where it begins in the example."""
-        calls = Calls.of(self.of(*self._first).captured, self.model)
+        calls = Calls.of(self.of(*self._first).captured.slice(0), self.model)
         return tuple(calls.marks(position) for position in self._first_positions)
 
     @cached_property
@@ -244,4 +258,4 @@ class Captures:
 
     @cached_property
     def _first_positions(self) -> tuple[int, ...]:
-        return self.cuts.positions(self.of(*self._first).captured, self.model)
+        return self.cuts.positions(self.of(*self._first).captured.slice(0), self.model)

@@ -169,7 +169,7 @@ def name_schedule(schedule: Schedule) -> str:
     text = repr(schedule)
     if len(text) <= LONGEST:
         return text
-    return f"an order of its own ({schedule.stages} stages, {schedule.microbatches} microbatches)"
+    return f"a custom order ({schedule.stages} stages, {schedule.microbatches} microbatches)"
 
 
 def describe_channels(channels: Collection[Route]) -> str:

@@ -62,7 +62,7 @@ def require_sums(
     pair = find_overlap({**{f"onto[{n!r}]": t for n, t in onto.items()}, **{f"params[{n!r}]": params[n] for n in onto}})
     if pair is not None:
         raise InputError(
-            f"{pair[0]}: got memory that it shares with {pair[1]}, expected memory of its own: the step adds to it in "
+            f"{pair[0]}: got memory that it shares with {pair[1]}, expected separate memory: the step adds to it in "
             "place. Pass a clone."
         )
 

@@ -120,12 +120,12 @@ def _pipeline_lines(pipe: Pipeline) -> list[str]:
 
 
 SETTINGS_REPAIR: Final = (
-    "Set torch alike in every process, before pipeline(), as with torch.set_num_threads(1) or OMP_NUM_THREADS=1: other "
-    "settings give results with other bits."
+    "Use the same settings of torch in every process, before pipeline(), for example torch.set_num_threads(1) or "
+    "OMP_NUM_THREADS=1: with other settings, results have other bits."
 )
 PROCESSOR_REPAIR: Final = (
     "Start every process with ATEN_CPU_CAPABILITY=avx2, or what all machines have, or use machines of one kind: "
-    "kernels for other vectors give results with other bits."
+    "kernels for other vector instructions compute other bits."
 )
 
 
@@ -151,7 +151,7 @@ _cached_digest = lru_cache(maxsize=8)(digest)
 
 def _batch_lines(batching: Batching, signature: Signature) -> list[str]:
     """Return the lines of a batch's signature, one for each leaf and for each other field."""
-    pairs = zip(batching.leaves, signature.leaves, strict=True)
+    pairs = zip(batching.of_inputs(signature.halves[0]).leaves, signature.leaves, strict=True)
     found = [f"{leaf.name}: {', '.join(map(_describe_spec, specs))}" for leaf, specs in pairs]
     others = [one.name for one in dataclasses.fields(signature) if one.compare and one.name != "leaves"]
     for name in others:
@@ -221,7 +221,7 @@ def _constant_lines(plan: StepPlan) -> Iterator[str]:
 
 def _cut_lines(pipe: Pipeline, plan: StepPlan, variant: Variant, signature: Signature) -> Iterator[str]:
     microbatches = pipe.captures.batchings[variant.loss].split(signature)
-    for assembly in dict(zip(microbatches, plan.assemblies, strict=True)).values():
+    for assembly in dict(zip(microbatches, plan.lasts, strict=True)).values():
         yield f"before units {list(assembly.partition)}"
         yield from map(str, assembly.stages)
 
@@ -272,9 +272,8 @@ def agree_on_aux(pipe: Pipeline, aux: bool | MergeTrees, **arguments: object) ->
 def require_same(pipe: Pipeline, /, **values: Any) -> None:
     """Raise `TransportError`, on every rank, unless all ranks pass the same values, by the same names.
 
-    Steps compare what they are passed. What only your script knows of, an optimizer that updates outside of
-    `fpipe.train_step` for one, can be compared here, once or as often as you like: it costs one small message. Every
-    rank must call this.
+    Steps compare only their arguments. Use this for other values of your script, such as an optimizer outside
+    `fpipe.train_step`. It takes one small message. Every rank must call this.
 
     Numbers, strings, containers and tensors are compared by value, optimizers, functions and modules by their code and
     what they hold, other objects by their class.

@@ -41,7 +41,7 @@ def scatter(
     `params` are the plain tensors of that copy; `links` are its groups, if there are others. Raise `InputError` if
     anything is missing or wrong.
     """
-    local, count = plan.local_stages, plan.microbatches
+    local, slices = plan.local_stages, plan.slices
     try:
         weights = Weights(plan, params)
         own = {stage.index: tuple([buffers[name] for name in stage.buffers]) for stage in local}
@@ -51,8 +51,8 @@ def scatter(
     rows, skips = feed_stages(plan, buffers, batch)
     return Inputs(
         params=[weights.by_cut[cut] for cut in plan.assemblies],
-        buffers=[own] * count,
-        batch=lambda stage, i: rows[i][stage](i),
+        buffers=[own] * len(plan.assemblies),
+        batch=lambda stage, unit: rows[unit][stage](unit // slices),
         keys=make_keys(plan, seed),
         skips=skips,
         group=None if links is None else weights.exchange(links),
@@ -157,8 +157,8 @@ def make_keys(plan: StepPlan, seed: int | None) -> list[int]:
         raise InputError(
             "seed: got none, expected an integer: the model draws random numbers. Pass seed=step, a new one each step."
         )
-    count = len(plan.assemblies)
+    count, slices = len(plan.assemblies), plan.slices
     if seed is None or not plan.generators:
         return [random.Unseeded()] * count
     first = plan.copy * plan.microbatches
-    return [random.key(seed, first + i) for i in range(count)]
+    return [random.key(seed, first + unit // slices) for unit in range(count)]

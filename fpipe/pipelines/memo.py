@@ -66,7 +66,7 @@ class KnownMicrobatch:
     captured: Captured
     watch: Watch
     way: Way
-    assemblies: dict[Variant, Assembly] = field(default_factory=dict)
+    assemblies: dict[Variant, tuple[Assembly, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fpipe.errors import InputError
 from fpipe.tensors.arguments import describe_argument
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.tree import Structure, broadcast, flatten_all
+from fpipe.tensors.tree import NAMESPACE, Structure, broadcast, flatten_all
 from schedules.arguments import takes
 
 MergeTrees: TypeAlias = Callable[[Sequence[Any]], Any]
@@ -27,25 +27,30 @@ MergeDim: TypeAlias = int | Callable[[Sequence[Tensor]], Any] | None
 
 @dataclass(frozen=True)
 class Merge:
-    """The rules for merging a tree of outputs; `dims` has one entry for each tensor."""
+    """The rules for merging a tree of outputs; `dims` has one entry for each tensor.
+
+    If microbatches are cut into slices, the tree is a tuple with the outputs of each of them.
+    """
 
     structure: Structure
     dims: tuple[MergeDim, ...]
+    slices: int = 1
 
     @classmethod
-    def of(cls, structure: Structure, dims: Any, parts: Sequence[Sequence[Spec]]) -> Merge:
+    def of(cls, structure: Structure, dims: Any, parts: Sequence[Sequence[Spec]], slices: int = 1) -> Merge:
         """Return the rules for outputs whose microbatches have the specs `parts`; `dims` is a prefix of their tree.
 
         Raise `InputError` for a dimension along which they can't be merged.
         """
-        found = broadcast("output_dims", dims, structure)
+        found = broadcast("output_dims", dims if slices == 1 else (dims,) * slices, structure)
         for path, dim, specs in zip(structure.names, found, parts, strict=True):
             _require_joinable(f"outputs{path}", dim, specs)
-        return cls(structure, tuple(found))
+        return cls(structure, tuple(found), slices)
 
     def apply(self, columns: Sequence[Sequence[Tensor]]) -> Any:
         """Return the tree of merged outputs, given the microbatches of each tensor."""
-        return self.structure.unflatten([merge(column, dim) for column, dim in zip(columns, self.dims, strict=True)])
+        merged = self.structure.unflatten([merge(column, dim) for column, dim in zip(columns, self.dims, strict=True)])
+        return merged if self.slices == 1 else join_slices(merged)
 
 
 def merge(parts: Sequence[Tensor], dim: MergeDim = 0) -> Any:
@@ -59,6 +64,19 @@ def merge(parts: Sequence[Tensor], dim: MergeDim = 0) -> Any:
     if callable(dim):
         return dim(parts)
     return torch.cat(tuple(parts), dim) if parts[0].dim() else torch.stack(tuple(parts))
+
+
+def join_slices(parts: Sequence[Any]) -> Any:
+    """Return the outputs of a sequence, given those of its slices: tensors are concatenated along their dimension 1.
+
+    Of what has no such dimension, and of other leaves, that of the last slice is returned.
+    """
+
+    def join(*leaves: Any) -> Any:
+        is_cut = isinstance(leaves[0], Tensor) and leaves[0].dim() > 1
+        return torch.cat(leaves, 1) if is_cut else leaves[-1]
+
+    return optree.tree_map(join, *parts, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def stack(parts: Sequence[Any]) -> Any:

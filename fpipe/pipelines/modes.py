@@ -43,7 +43,7 @@ def require_gradients() -> None:
     if torch.is_inference_mode_enabled():
         raise InputError(
             "a step: got torch.inference_mode around it, expected grad mode: a training step computes gradients. Call "
-            "it outside of inference mode, or call evaluate(pipe)."
+            "it outside inference mode, or call evaluate(pipe)."
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
@@ -21,6 +21,7 @@ from fpipe.cutting.calls import Selector
 from fpipe.errors import InputError
 from fpipe.meshes.arguments import Place
 from fpipe.pipelines.argument_checks import require_count, require_reduction
+from fpipe.pipelines.batch import split_evenly
 from fpipe.pipelines.loss_weights import Weight
 from fpipe.record.captured import CaptureFunction, FrontEnd
 from fpipe.stages.backends import Backward
@@ -33,7 +34,7 @@ _Returned = TypeVar("_Returned")
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatching:
-    """The way from a batch to microbatches, and from their outputs and losses to those of a step.
+    """Options for splitting a batch into microbatches, and for combining their outputs and losses.
 
     - `batch_dims`: how tensors are split into microbatches: a dimension, along which `torch.tensor_split` splits them,
       `None` to give every microbatch the whole tensor, or a function `f(tensor, M)` that returns M tensors. Either one
@@ -45,9 +46,13 @@ class Microbatching:
     - `weight(inputs, targets)`: the weight of a microbatch, such as its number of rows or tokens. The loss of a step is
       then the sum of loss * (weight / total), so a mean per row or token is exact however the batch is split. Auxiliary
       losses that the model adds in its forward are scaled the same way.
-    - `reduce`: how losses of microbatches make that of a step. `"mean"`, for means: the sum of loss / M; if sizes
-      differ, rows of smaller microbatches count for more, unless there is a `weight`. `"sum"`, for losses that are
-      sums, as with `reduction="sum"`: over all microbatches of all replicas and shards.
+    - `slice_dims`: under a schedule that cuts microbatches into slices, the dimension along which tensors are cut;
+      those without it, and those of `None`, are the same for every slice. One for all, or a tree as for `batch_dims`.
+    - `slice_lengths(length, slices)`: returns the lengths of the slices of a sequence; by default they are as even as
+      can be. `fpipe.even_costs` makes slices of the same cost.
+    - `reduce`: how losses of microbatches are combined. `"mean"`, for losses that are means: the sum of loss / M; if
+      sizes differ, rows of smaller microbatches count for more, unless there is a `weight`. `"sum"`, for losses that
+      are sums, as with `reduction="sum"`: the sum over all microbatches of all replicas and shards.
 
     >>> Microbatching(batch_dims=((0, None), 0)).reduce
     'mean'
@@ -57,6 +62,8 @@ class Microbatching:
     output_dims: Any = 0
     weight: Weight | None = None
     reduce: str = "mean"
+    slice_dims: Any = 1
+    slice_lengths: Callable[[int, int], Sequence[int]] = split_evenly
 
     def require(self) -> None:
         """Raise `InputError` for a field that can't be."""
@@ -66,17 +73,16 @@ class Microbatching:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """The way in which a model is recorded, and what of it stays in one piece.
+    """Options for recording a model, and for modules that are never cut.
 
-    - `front_end`: `"trace"`, `"export"`, `"dynamo"`, `"fx"`, `"modules"`, or a function of your own
-      (`fpipe.front_ends`).
+    - `front_end`: `"trace"`, `"export"`, `"dynamo"`, `"fx"`, `"modules"`, or your own function (`fpipe.front_ends`).
     - `unsplittable`: names, classes or patterns of modules inside whose calls no stage may begin. With the default
-      front end, their control flow may depend on data as long as shapes do not; so may the loss's, named "loss".
-    - `whole`: names, classes or patterns of modules that every step calls as Python, because what they do besides their
-      torch calls matters: they print, count or log. They are unsplittable, too.
-    - `plans`: how many step plans are kept for kinds of batches other than the example, in train and eval mode
-      together. A new kind of batch is captured and planned, which takes about as long as building the pipeline, and
-      forgets the step plan that has not been used for longest.
+      front end, their control flow may depend on data if shapes do not; the same goes for the loss, named "loss".
+    - `whole`: names, classes or patterns of modules that every step calls as Python, because their side effects matter:
+      they print, count or log. They are unsplittable, too.
+    - `plans`: the number of step plans that are kept for kinds of batches other than the example, in train and eval
+      mode together. A new kind of batch is captured and planned, which takes about as long as building the pipeline,
+      and replaces the least recently used step plan.
 
     >>> Recording(unsplittable="blocks.*.attention").front_end
     'trace'
@@ -95,14 +101,14 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """The way in which stages are differentiated, and gradients of a parameter that several use are combined.
+    """Options for differentiating stages, and for combining gradients of a shared parameter.
 
     - `backward`: `"graph"`: stages are recorded once, then run operator by operator: the same bits with less Python.
-      `"autograd"`: whole backwards by autograd, for every microbatch; if the schedule splits backwards, the same as
+      `"autograd"`: unsplit backwards by autograd, for every microbatch; if the schedule splits backwards, the same as
       `"graph"`. `"inductor"`, or another backend of `torch.compile`, by name or as a callable: recorded and compiled,
-      which is close but not bit for bit. A recording always repeats what was recorded. A stage that can't be recorded,
-      or runs faster without, is left to autograd, and its backward is not split (`print(pipe)` says why). So are all
-      stages in a step with saved-tensor hooks or anomaly detection around it.
+      which is close but not bit for bit. A recording always repeats what was recorded. If a stage can't be recorded, or
+      runs faster without, autograd differentiates it, and its backward is not split (`print(pipe)` shows the reason).
+      The same goes for all stages in a step with saved-tensor hooks or anomaly detection around it.
     - `tied`: `"exact"`: through cotangents sent in every microbatch, bit for bit as on one device. `"sum"`: the stages'
       own gradients are added once, at the end of the step. Or a dict from parameter name (any of its names) to one of
       these; parameters not in it are exact.
@@ -154,7 +160,7 @@ def gather_fields(function: Callable[..., Any], given: Mapping[str, Any]) -> dic
     if twice is not None:
         raise InputError(f"{twice}: got it besides {homes[twice]}, expected it in that. Write {said}.")
     warnings.warn(
-        f"{function.__name__}: got {', '.join(loose)} as keywords, which are fields now; the next version refuses "
+        f"{function.__name__}: got {', '.join(loose)} as keywords, which are fields now; the next version will reject "
         f"them. Write {said}.",
         FutureWarning,
         stacklevel=1 + sum(1 for _ in _frames_of_ours()),

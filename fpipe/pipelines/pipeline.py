@@ -54,13 +54,13 @@ class Pipeline:
 
     - `planner`: the schedule, the captured model, and everything else that determines how a batch is run.
     - `ranks`: the pipeline ranks that this process runs: one under torch.distributed, else all.
-    - `rebuild`: makes a pipeline of another model from the same arguments, or with another weight. `plan_ahead`: makes
+    - `rebuild`: makes a pipeline of another model with the same arguments, or with another weight. `plan_ahead`: makes
       plans for examples.
     - `returned`: the trainable parameters that `init` and `initialise` returned, by id; of those rebuilt, too.
     - `norm_tables`: where norms of gradients are exchanged, by the digests of all ranks' lists of gradients.
     - `compared`: the kind of batch of the first step, when ranks have compared the tensors that several of them hold.
     - `rechecks`: when to record the model again.
-    - `twins`: what steps watch besides the model: that of a drop-in module, which a script changes in its place.
+    - `twins`: what steps watch in addition to the model: the copy in a drop-in module, which a script changes instead.
     """
 
     planner: Planner
@@ -156,7 +156,7 @@ class Pipeline:
         - `source`: a model, or a mapping from the model's names to tensors: a state dict, or `fpipe.safetensors(path)`,
           of which only this process's share is read. A parameter with several names may be under any of them in
           `source`; it is returned under the first. Values are moved to the pipeline's device and are not cast.
-        - `fill(module)`: initializes the non-persistent buffers, which no state dict has, if `source` lacks them;
+        - `fill(module)`: initializes the non-persistent buffers, which no state dict has, if `source` lacks them; it is
           called like the function of `initialise`, with seed 0.
         - `strict`: if true, raise for names that the model does not have; otherwise ignore them.
 
@@ -185,7 +185,7 @@ class Pipeline:
 
         The function is called as by `model.apply`, children first, on a copy of the model: for each module that owns
         leaves of this process (these are materialized, all other tensors are on meta), and for the modules around it.
-        What it draws depends on the seed and on names only. The default calls `reset_parameters`, which torch's own
+        Its random numbers depend only on the seed and on names. The default calls `reset_parameters`, which torch's own
         modules have; for a Hugging Face model, pass `model._init_weights`. Raise `InputError` for leaves that it does
         not set, and for a model with DTensors.
 
@@ -219,7 +219,7 @@ class Pipeline:
     def module(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
         """Return a copy of the model that holds `params` and `buffers`, without copying them, and else `None`.
 
-        It is for `state_dict`, averaged models and optimizers. A tied parameter is there under all of its names. Raise
+        Use it for `state_dict`, averaged models and optimizers. A tied parameter appears under all of its names. Raise
         `InputError` for names that the model does not have.
 
         >>> import torch, fpipe
@@ -315,9 +315,9 @@ class Pipeline:
     def recheck(self) -> None:
         """Record the model again, and compare the record with the one that steps run; every rank must call this.
 
-        It takes about as long as a capture for each kind of batch so far. Steps do the same now and then, in at most
-        half a percent of their time; so do `fpipe.save` and `close` if the steps since then took longer than that.
-        Raise `InputError`, naming the module and the call, if the model or its loss does something else by now.
+        It takes about as long as a capture for each kind of batch so far. Steps do the same from time to time, in at
+        most half a percent of their time; so do `fpipe.save` and `close` if the steps since then took longer than that.
+        Raise `InputError`, naming the module and the call, if the model or its loss now behaves differently.
 
         >>> import itertools, torch, fpipe
         >>> from schedules import gpipe
@@ -336,11 +336,12 @@ class Pipeline:
             self.ranks.agree(about="its record")
 
     def close(self) -> None:
-        """Release the plans and captures, and this process's connections to other ranks, which need not wait for it.
+        """Release the plans and captures, and this process's connections to other ranks, which need not call it
+        together.
 
         Process groups that you passed stay. Later calls of the pipeline's functions raise `InputError`; so do those of
-        pipelines rebuilt from it, since they share its connections. Closing again does nothing. A pipeline to which
-        nothing refers closes itself; in a `with` statement, the end of it does.
+        pipelines rebuilt from it, because they share its connections. Closing again does nothing. A pipeline is also
+        closed when Python frees it, and at the end of a `with` statement.
 
         >>> import torch, fpipe
         >>> from schedules import gpipe

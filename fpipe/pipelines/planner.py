@@ -105,7 +105,7 @@ class Planner:
     def _plan(self, variant: Variant, signature: Signature) -> StepPlan:
         microbatches = self._microbatches(variant, signature)
         by_shape = {one: self._cached_assembly(variant, one) for one in dict.fromkeys(microbatches)}
-        assemblies = widen([by_shape[one] for one in microbatches])
+        assemblies = widen([cut for one in microbatches for cut in by_shape[one]])
         require_alike(assemblies)
         schedule, graph = self.schedule, assemblies[0].graph
         if signature.microbatches < self.captures.batchings[variant.loss].microbatches:
@@ -118,12 +118,13 @@ class Planner:
             _require_one_state(stage, schedule.placement.replicas(stage.index), self.copies)
             require_ascending(stage, schedule)
         first = len(assemblies[0].captured.aux) + variant.loss
-        merge = _output_merge(assemblies, self.output_dims, first) if variant.outputs else None
+        lasts = assemblies[self.captures.slices - 1 :: self.captures.slices]  # whose last stage returns the results
+        merge = _output_merge(lasts, self.output_dims, first) if variant.outputs else None
         watch = self.captures.watch(variant, microbatches)
         return StepPlan(assemblies, lower(schedule, graph), self.ranks, merge, watch, self.copies)
 
-    def _cached_assembly(self, variant: Variant, microbatch: Microbatch) -> Assembly:
-        """Return the stages for a microbatch, cached: different batches may contain the same microbatches."""
+    def _cached_assembly(self, variant: Variant, microbatch: Microbatch) -> tuple[Assembly, ...]:
+        """Return the stages for each slice of a microbatch, cached: different batches may contain the same ones."""
         found = self.captures.of(variant, microbatch)
         if variant not in found.assemblies:
             made = {**found.assemblies, variant: self._assemble(variant, microbatch)}
@@ -141,13 +142,14 @@ class Planner:
         first = self._microbatches(TRAINING, self.captures.batchings[True].example)[0]
         if (variant, microbatch) == (TRAINING, first):
             return None
-        return self._cached_assembly(TRAINING, first).extra_buffers
+        return tuple(names for cut in self._cached_assembly(TRAINING, first) for names in cut.extra_buffers)
 
-    def _assemble(self, variant: Variant, microbatch: Microbatch) -> Assembly:
+    def _assemble(self, variant: Variant, microbatch: Microbatch) -> tuple[Assembly, ...]:
         placement = self.schedule.placement
         captured, extra = self.captures.of(variant, microbatch).captured, self._extra_buffers(variant, microbatch)
         positions = self.captures.positions(variant, microbatch)
-        held = {s for rank in self.ranks for s in placement.stages_on(rank)}
+        here = {s for rank in self.ranks for s in placement.stages_on(rank)}
+        held = {k * placement.stages + s for k in range(self.captures.slices) for s in here}
         request = GraphRequest.of(self.backend, held, variant.training and needs_graphs(self.schedule))
         return assemble(captured, positions, variant, placement, self.summed, request, extra)
 
@@ -186,4 +188,5 @@ def require_ascending(stage: ModelStage, schedule: Schedule) -> None:
 def _output_merge(assemblies: Sequence[Assembly], dims: Any, first: int) -> Merge:
     """Return the merge of the outputs, which are the last stage's results from index `first` on."""
     columns = zip(*[cut.stages[-1].results[first:] for cut in assemblies], strict=True)
-    return Merge.of(assemblies[0].captured.structure, dims, list(columns))
+    captured = assemblies[0].captured
+    return Merge.of(captured.structure, dims, list(columns), 1 + len(captured.slices))

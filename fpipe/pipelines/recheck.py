@@ -90,9 +90,9 @@ def require_same_records(captures: Captures, model: nn.Module) -> None:
         difference = "other questions" if left else compare_captures(known.captured, new)
         if difference:
             raise InputError(
-                f"{difference}, as when the model was recorded: its Python code, or that of its loss, does something "
-                "else by now, because of a value that nobody sees change. Steps run what was recorded. Pass what "
-                "changes with the batch, name the module in whole, or make a new pipeline with pipe.rebuilt(model)."
+                f"{difference}, as when the model was recorded: its Python code, or that of its loss, now behaves "
+                "differently, because of a change that was not detected. Steps run the recorded calls. Pass values "
+                "that change with the batch, name the module in whole, or make a new pipeline with pipe.rebuilt(model)."
             )
 
 

@@ -105,6 +105,6 @@ class Resolver:
             return question.assumed
         names = [self.batch.batching.leaf_name(leaf) for leaf in question.leaves]
         raise InputError(
-            f"microbatch {i}: got no values of {', '.join(names)}, expected them on at least one rank: "
-            f"{question.where} decides by them what the model does. Pass the values on some rank."
+            f"microbatch {i}: got no values of {', '.join(names)}, expected them on at least one rank: they decide "
+            f"what the model does, in {question.where}. Pass the values on some rank."
         )

@@ -34,8 +34,8 @@ class Step(NamedTuple):
     - `outputs`: the model's outputs, merged in microbatch order, if requested and on the ranks of the last stage;
       otherwise `None`. On a mesh, those of the rows that this process trained on.
     - `buffers`: this process's buffers after the step.
-    - `aux`: what the loss returned beside itself, of the microbatches of which this process would have the outputs;
-      stacked, or merged by a function. `None` if it returned nothing else, or this process did not ask.
+    - `aux`: the `aux` of the loss, for the microbatches whose outputs this process would have; stacked, or merged by a
+      function. `None` if the loss returns none, or this process did not ask for it.
     """
 
     loss: Tensor | None
@@ -97,7 +97,7 @@ def _gather_one(plan: StepPlan, ranks: Ranks, outcomes: Mapping[int, Outcome], b
     results = broadcast_results(plan, ranks, outcomes) if len(last) > 1 else _list_results(outcomes)
     merged = merge_results(plan, results) if results else Merged()
     if len(last) == 1 and plan.assembly.captured.loss is not None:
-        merged = merged._replace(loss=ranks.broadcast(merged.loss, stages[-1].results[0], last[0]))
+        merged = merged._replace(loss=ranks.broadcast(merged.loss, plan.lasts[0].stages[-1].results[0], last[0]))
         if sends_aux and plan.assembly.captured.aux_structure != NOTHING and len(ranks.ranks) < plan.placement.ranks:
             merged = merged._replace(aux=_spread_aux(plan, ranks, results, last[0]))
     return merged._replace(outputs=merged.outputs if outcomes.keys() & last else None).with_buffers(new)
@@ -105,10 +105,10 @@ def _gather_one(plan: StepPlan, ranks: Ranks, outcomes: Mapping[int, Outcome], b
 
 def _spread_aux(plan: StepPlan, ranks: Ranks, results: Mapping[int, Tensors], home: int) -> list[Any]:
     """Return the aux of every microbatch on all ranks, sent from the rank `home` in one message."""
-    cuts = plan.assemblies
+    cuts = plan.lasts
     specs = [cut.stages[-1].results[1 : 1 + len(cut.captured.aux)] for cut in cuts]
     flat = [spec for row in specs for spec in row]
-    sizes, device = [spec.buffer().numel() for spec in flat], plan.assembly.stages[-1].results[0].device
+    sizes, device = [spec.buffer().numel() for spec in flat], cuts[0].stages[-1].results[0].device
     mine = None
     if results:
         tensors = [tensor for i, row in enumerate(specs) for tensor in results[i][1 : 1 + len(row)]]
@@ -123,7 +123,7 @@ def _spread_aux(plan: StepPlan, ranks: Ranks, results: Mapping[int, Tensors], ho
 def broadcast_results(plan: StepPlan, ranks: Ranks, outcomes: Mapping[int, Outcome]) -> dict[int, Tensors]:
     """Return the results of every microbatch of a copy, on each of its ranks; maybe without outputs."""
     results = _list_results(outcomes)
-    lasts = [cut.stages[-1] for cut in plan.assemblies]
+    lasts = [cut.stages[-1] for cut in plan.lasts]
     most = None if plan.merge is not None else 1 + len(plan.assembly.captured.aux)
     return {
         i: tuple(
@@ -143,7 +143,7 @@ def spread_results(plan: StepPlan, ranks: Ranks, found: Mapping[int, Mapping[int
     if copies.is_local:
         return {copy * count + i: values for copy, own in found.items() for i, values in own.items()}
     results = {}
-    for i, cut in enumerate(plan.assemblies):
+    for i, cut in enumerate(plan.lasts):
         copy, k = divmod(i, count)
         mine, specs = found.get(copy), cut.stages[-1].results
         values: Sequence[Tensor | None] = [None] * len(specs) if mine is None else mine[k]
@@ -187,7 +187,7 @@ def merge_results(plan: StepPlan, results: Mapping[int, Tensors]) -> Merged:
         loss = reduce(add, [_add_up(losses[k : k + count]) for k in range(0, len(losses), count)])
         beside, columns = columns[: len(captured.aux)], columns[len(captured.aux) :]
         if captured.aux_structure != NOTHING:
-            structures = [plan.assemblies[i].captured.aux_structure for i in sorted(results)]
+            structures = [plan.lasts[i].captured.aux_structure for i in sorted(results)]
             aux = [one.unflatten([column[k] for column in beside]) for k, one in enumerate(structures)]
     return Merged(loss, None if plan.merge is None else plan.merge.apply(columns), aux)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from sys import float_info
@@ -237,7 +238,14 @@ def run_copies(
         else:
             timed = [(plan.parts[copy].timed_programs, given) for copy, given in inputs.items()]
             found = run_recorded(pipe.ranks, timed, pipe.device, record)
+    if plan.slices > 1:
+        found = [{rank: _by_microbatch(one, plan.slices) for rank, one in outcomes.items()} for outcomes in found]
     return dict(zip(inputs, found, strict=True))
+
+
+def _by_microbatch(outcome: Outcome, slices: int) -> Outcome:
+    """Return an outcome with the results by microbatch, which its last slice has returned."""
+    return outcome._replace(results={unit // slices: values for unit, values in outcome.results.items()})
 
 
 def optional_sums(plan: StepPlan, given: Mapping[int, Inputs]) -> frozenset[str]:
@@ -260,7 +268,8 @@ def finish_step(
     no other rank waits for this one any more.
     """
     grads = join_gradients(pipe, plan, held.onto, outcomes, optional)
-    step = gather(plan, pipe.ranks, outcomes, held.buffers, aux.is_sent)
+    with nullcontext() if auditor is None else auditor.watch_results():
+        step = gather(plan, pipe.ranks, outcomes, held.buffers, aux.is_sent)
     ordered = {name: grads[name] for name in held.params if name in grads}
     if auditor is not None:
         with random.preserve_generators(plan.generators), plan.context():

@@ -38,7 +38,7 @@ from schedules import Action, Placement, Program, check, connect, lower, update_
 class StepPlan:
     """Stages, the program that drives them, and what this process needs to run them.
 
-    - `assemblies`: per microbatch, the model cut into stages; the same object for the same shapes.
+    - `assemblies`: per microbatch, or slice of one, the model cut into stages; the same object for the same shapes.
     - `ranks`: the ranks of this process.
     - `merge`: how the model's outputs are merged; `None` if they are not requested.
     - `watch`: the assumptions of the captures, which must still hold when the plan runs.
@@ -57,6 +57,16 @@ class StepPlan:
     def microbatches(self) -> int:
         """The number of microbatches of each copy."""
         return self.program.schedule.microbatches
+
+    @property
+    def slices(self) -> int:
+        """The number of slices of each microbatch."""
+        return self.program.schedule.slices
+
+    @property
+    def lasts(self) -> tuple[Assembly, ...]:
+        """The assembly of each microbatch, or of its last slice, whose last stage returns the results."""
+        return self.assemblies[self.slices - 1 :: self.slices]
 
     @property
     def parts(self) -> Mapping[int, StepPlan]:
@@ -117,7 +127,8 @@ class StepPlan:
     @property
     def local_units(self) -> list[tuple[ModelStage, ...]]:
         """The stages of this process's ranks, for each microbatch of a copy, or slice of one."""
-        return [self.local_stages] * self.microbatches
+        here = [stage.index for stage in self.local_stages]
+        return [tuple([cut.stages[s] for s in here]) for cut in self.parts[self.copy].assemblies]
 
     @cached_property
     def below_autograd(self) -> bool:
@@ -252,7 +263,7 @@ class StepPlan:
             if cut is not self.assembly
         }
         usual = {s: self._shard_shares(self.assembly.stages[s]) for s in homes}
-        return link(actions, usual, self.placement, uneven, self.copies.phases)
+        return link(actions, usual, self.placement, uneven, self.copies.phases, self.slices)
 
     def _shard_shares(self, stage: ModelStage) -> ModelStage:
         """Return the stage; if gradients are sharded, it shares its shards of them."""

@@ -189,7 +189,8 @@ def _find_blocks(profile: Profile, k: int, stage: StageEnds) -> tuple[int, int]:
     """Return the first block of a stage and the one after its last."""
     if not (isinstance(stage, tuple) and len(stage) == 2 and all(isinstance(name, str | None) for name in stage)):
         raise InputError(
-            f'stages[{k}]: got {stage!r}, expected two names of modules, or None. Pass ("blocks.4", "blocks.8"), say.'
+            f'stages[{k}]: got {stage!r}, expected two names of modules, or None. Pass, for example, ("blocks.4", '
+            '"blocks.8").'
         )
     begin, end = (None if name is None else profile.stages([name])[1][0] for name in stage)
     if begin is not None and end is not None and begin >= end:
@@ -361,6 +362,11 @@ def _make(factory: Schedule | ScheduleFactory, ranks: int, microbatches: int) ->
             f"{microbatches} microbatches. Return one, or raise SizeError where there is none."
         )
     require_runnable(made)
+    if made.slices > 1:
+        raise InputError(
+            f"schedule: got {quote(made)} of {made.slices} slices, expected whole microbatches: a profile "
+            "has no costs of slices. Build a pipeline with it, and measure that."
+        )
     require_backward(made)
     if (made.ranks, made.microbatches) != (ranks, microbatches):
         raise SizeError.of("plan", "schedules", made, f"{ranks} ranks and {microbatches} microbatches", "Drop it.")

@@ -215,8 +215,8 @@ def _require_fitting(search: Search) -> Candidate:
     if not best.fits:
         held, cap = max(zip(best.predicted.memory, best.problem.caps, strict=True), key=lambda pair: pair[0] - pair[1])
         raise InputError(
-            f"memory: got {format_bytes(cap)}, expected at least {format_bytes(held)} ({held} bytes), which is the "
-            f"least that a rank holds of all that was tried ({name_schedule(best.schedule)}). Use more ranks, more "
+            f"memory: got {format_bytes(cap)}, expected at least {format_bytes(held)} ({held} bytes), the least peak "
+            f"of a rank among all plans that were tried ({name_schedule(best.schedule)}). Use more ranks, more "
             "microbatches, or a smaller batch."
         )
     return best
@@ -262,6 +262,6 @@ def _advise(best: Candidate, alone: RunnerUp, copies: RunnerUp) -> str:
     what = "train on one device" if one is alone else "use data parallelism"
     ratio = best.predicted.seconds / one.seconds
     return (
-        f"No pipeline pays here: {what}, in {format_seconds(one.seconds)} per step. The model fits, and this plan "
+        f"No pipeline pays off here: {what}, in {format_seconds(one.seconds)} per step. The model fits, and this plan "
         f"takes {ratio:.2f} times as long."
     )

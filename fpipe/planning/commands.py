@@ -37,15 +37,15 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "subject", help="file.py:function, which returns the arguments of fpipe.plan, or a profile.json"
     )
-    parser.add_argument("--ranks", type=int, help="how many", metavar="P")
-    parser.add_argument("--microbatches", type=_read_numbers, help="the numbers to choose from", metavar="M,M,...")
-    parser.add_argument("--memory", help="what a rank may hold, such as 80GB", metavar="BYTES")
+    parser.add_argument("--ranks", type=int, help="the number of ranks", metavar="P")
+    parser.add_argument("--microbatches", type=_read_numbers, help="the numbers to try", metavar="M,M,...")
+    parser.add_argument("--memory", help="the memory limit of a rank, such as 80GB", metavar="BYTES")
     parser.add_argument("--host", help="how fast activations move to the host, such as 25GB", metavar="BYTES/S")
-    parser.add_argument("--schedules", type=_read_names, help="the schedules to choose from", metavar="NAME,NAME,...")
+    parser.add_argument("--schedules", type=_read_names, help="the schedules to try", metavar="NAME,NAME,...")
     parser.add_argument("--cuts", type=_read_names, help="modules at which a stage must begin", metavar="NAME,NAME,...")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long to search at most", metavar="S")
+    parser.add_argument("--seconds", type=float, default=60.0, help="the most time to search", metavar="S")
     parser.add_argument("--save", type=Path, help="write the plan to a file", metavar="FILE")
-    parser.add_argument("--page", type=Path, help="write the predicted step as a page to look at", metavar="FILE")
+    parser.add_argument("--page", type=Path, help="write the predicted step as an interactive page", metavar="FILE")
     parser.set_defaults(run=print_plan)
 
 
@@ -95,7 +95,7 @@ def _make_plan(options: argparse.Namespace) -> Plan:
         return _plan_profile(Path(options.subject), given, options.seconds)
     arguments = {**call_task(Path(file), function), **given}
     if "ranks" not in arguments:
-        raise InputError("ranks: got none, expected their number. Pass --ranks 4, say.")
+        raise InputError("ranks: got none, expected their number. Pass, for example, --ranks 4.")
     return plan(**{"seconds": options.seconds, **arguments})
 
 
@@ -122,8 +122,8 @@ def _plan_profile(path: Path, given: Mapping[str, Any], seconds: float) -> Plan:
     profile, ranks, numbers = Profile.read(path), given.get("ranks"), given.get("microbatches", ())
     if ranks is None or len(numbers) != 1:
         raise InputError(
-            f"{path}: got ranks={ranks} and microbatches={list(numbers)}, expected one number of each: a profile is of "
-            "microbatches of one size. Pass --ranks 4 --microbatches 8, say."
+            f"{path}: got ranks={ranks} and microbatches={list(numbers)}, expected one number of each: a profile is "
+            "for microbatches of one size. Pass, for example, --ranks 4 --microbatches 8."
         )
     require_integer("ranks", ranks, least=1)
     require_integer("microbatches", numbers[0], least=1)

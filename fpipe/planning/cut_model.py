@@ -80,7 +80,7 @@ class ModelArguments:
             parse_places(None, self.recording.unsplittable, 1, self.recording.whole),
             replace(self.recording, plans=1),
         )
-        builder = Builder(loss, schedule, batchings, cuts, recording, self.gradients, 0, Ranks(1))
+        builder = Builder(loss, schedule, batchings, cuts, recording, self.gradients, Microbatching(), Ranks(1))
         return builder.build(module, batchings[True].split_batch(example, targets))
 
 
@@ -90,6 +90,11 @@ def take_alone(pipe: Pipeline, example: Any, targets: Any) -> Pipeline:
     Captures are shared with `pipe`; plans are not.
     """
     variant, known, captures = training_variant_here(), pipe.planner, pipe.captures
+    if captures.slices > 1:
+        raise InputError(
+            f"pipe: got one of {captures.slices} slices, expected whole microbatches: slices of a sequence differ in "
+            "what they cost. Build the pipeline with a schedule of whole microbatches to measure it."
+        )
     pipe.plan(variant, pipe.batch(variant, example, targets).signature)
     schedule = one_f_one_b(ranks=1, microbatches=captures.batchings[True].microbatches)
     cuts, memo = captures.cuts._replace(where=Explicit(())), captures.memo.without_stages()
@@ -133,7 +138,7 @@ class CutModel:
         how = how or two_at_a_time(ranks=min(2, stages), microbatches=MICROBATCHES, stages=stages)
         with isolate(self.variant):
             request = GraphRequest.of(self.planner.backend, range(stages), False)
-            assembly = assemble(self.captured, positions, self.variant, how.placement, self.planner.summed, request)
+            (assembly,) = assemble(self.captured, positions, self.variant, how.placement, self.planner.summed, request)
             check(how, assembly.graph)
             program = lower(how, assembly.graph)
         return StepPlan((assembly,) * how.microbatches, program, tuple(range(how.ranks)), None)

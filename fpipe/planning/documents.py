@@ -107,7 +107,7 @@ class Format:
         if checksum not in (None, expected):
             raise InputError(
                 f"crc32: got {quote(checksum)}, expected {expected}: the {self.kind} was altered after it was written. "
-                f"{self.repair} If you altered it on purpose, remove crc32."
+                f"{self.repair} If you edited it on purpose, remove crc32."
             )
         return made
 

@@ -68,25 +68,26 @@ def plan(
     """Choose cuts, schedule, recomputation and number of microbatches for a model; return the `Plan`.
 
     The model is measured by `fpipe.profile`, once for each number of microbatches; then schedules are simulated. In one
-    process, where no links are measured, transfers take no time unless `link` says otherwise.
+    process, no links are measured, and transfers take no time unless you pass `link`.
 
     - `model`, `example`, `targets`, `loss`: as for `fpipe.pipeline`. The batch is that of a whole step.
     - `ranks`: their number, or a mesh whose dimension `pp` has so many.
-    - `memory`: the bytes of a rank, or of each, such as "80GB"; without it, memory is not limited. A plan holds the
-      limit at every moment. `weights`: how often parameters are held: 4 for themselves, gradients and AdamW's moments.
-    - `host`: the bytes per second at which a rank can move activations to its host and back, such as "25GB"; then a
-      plan may do that where memory is short (`schedules.offload`). Stages are recorded for it, all of them have to be.
-    - `microbatches`: the numbers to choose from; by default 1, 2, 4 and 8 per rank, as far as the batch has rows.
-    - `schedules`: what to choose from: factories `(ranks, microbatches) -> Schedule`, and schedules as they are.
+    - `memory`: the limit in bytes of a rank, or of each, such as "80GB"; without it, memory is not limited. A plan
+      stays below the limit at every moment. `weights`: how often parameters are held: 4 for parameters, gradients and
+      AdamW's moments.
+    - `host`: the bytes per second at which a rank can move activations to its host and back, such as "25GB"; a plan may
+      then offload if memory is short (`schedules.offload`). All stages have to be recorded.
+    - `microbatches`: the numbers to try; by default 1, 2, 4 and 8 per rank, if the batch has enough rows.
+    - `schedules`: the schedules to try: factories `(ranks, microbatches) -> Schedule`, or schedules.
     - `cuts`: names of modules at which a stage must begin. `stages`: pairs of names, for stages that must be: each
       begins at the first module and ends before the second. `None` stands for the beginning or end of the model.
     - `profile`: measured before, of this model, for one number of microbatches.
-    - `seconds`: about how long to search at most; `progress` is called with a `PlanProgress` after every candidate. A
-      KeyboardInterrupt ends the search, and the best plan by then is returned.
+    - `seconds`: about the most time to search; `progress` is called with a `PlanProgress` after every candidate. A
+      KeyboardInterrupt ends the search, and the best plan so far is returned.
     - `options`: more arguments of `fpipe.profile`, such as `recording`, `gradients`, `device`, `link` and `group`.
 
-    Under torch.distributed, every rank must call this, and all return the same plan, unless time runs out: pass a plan
-    that one of them saved to the others then.
+    Under torch.distributed, every rank must call this, and all return the same plan, unless time runs out: so let one
+    rank save its plan and the others read it.
 
     Raise `InputError` if nothing fits into the memory (it says how much would), and for arguments that contradict one
     another; otherwise as `fpipe.profile` does.
@@ -115,8 +116,8 @@ def plan(
         _require_positive("seconds", seconds)
         if profile is not None and len(numbers) != 1:
             raise InputError(
-                f"microbatches: got {numbers} with a profile, expected one number: a profile is of microbatches of one "
-                "size. Pass the number that it was measured for."
+                f"microbatches: got {numbers} with a profile, expected one number: a profile is for microbatches of "
+                "one size. Pass the number that it was measured for."
             )
         same = {"ranks": count, "memory": caps, "microbatches": numbers, "schedules": listed}
         same |= {"weights": weights, "host": speed, "seconds": seconds}
@@ -136,7 +137,7 @@ def _require_options(options: Mapping[str, Any]) -> None:
         if name not in signature(measure).parameters:
             raise InputError(
                 f"{name}: got an argument that neither fpipe.plan nor fpipe.profile has, expected one of theirs. "
-                "Drop it, or correct its name."
+                "Remove it, or correct its name."
             )
 
 
@@ -165,7 +166,7 @@ def _list_schedules(schedules: Any, ranks: int) -> Sequence[Schedule | ScheduleF
         if not isinstance(one, Schedule) and not takes(one, 2):
             raise InputError(
                 f"schedules[{k}]: got {one!r}, expected a schedule or a function (ranks, microbatches) that makes one. "
-                "Pass one_f_one_b, say."
+                "Pass, for example, one_f_one_b."
             )
         if isinstance(one, Schedule) and one.ranks != ranks:
             raise InputError(
@@ -174,7 +175,7 @@ def _list_schedules(schedules: Any, ranks: int) -> Sequence[Schedule | ScheduleF
             )
     if not listed:
         raise InputError(
-            "schedules: got none, expected at least one. Leave the argument out to try all that are built in."
+            "schedules: got none, expected at least one. Leave out the argument to try all built-in schedules."
         )
     return listed
 

@@ -50,7 +50,7 @@ class RunnerUp:
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to run a model on several ranks, and what to expect of it. Made by `fpipe.plan`.
+    """A way to run a model on several ranks, and its predicted time and memory. Made by `fpipe.plan`.
 
     - `model`, `microbatch`, `device`: what was measured, and where.
     - `cuts`: the names of the modules at which stages after the first begin; `schedule`: the order, with what it
@@ -60,7 +60,7 @@ class Plan:
     - `costs`, `sizes`: the seconds and bytes of the stages, with which `schedules.simulate` makes the prediction.
     - `bound`: no plan takes fewer seconds; `because`: the argument that proves it.
     - `others`: the best of other schedules. `alone`, `copies`: one device, and data parallelism over as many.
-    - `advice`: what to do instead, if a pipeline does not pay; otherwise empty.
+    - `advice`: what to do instead, if a pipeline does not pay off; otherwise empty.
     - `complete`: false if the search was stopped early.
     - `certificate`: what holds of the schedule's program for a chain of these stages, with a bound for this order's
       actions, for `schedules/certificate.py` to check; `None` for actions that certificates do not cover.
@@ -95,9 +95,10 @@ class Plan:
         PLAN_FORMAT.save(path, self)
 
     def page(self, path: AnyPath, beside: Plan | None = None) -> None:
-        """Write the predicted step as a page to look at (`schedules.drawing.page`), perhaps with that of another plan.
+        """Write the predicted step as an interactive page (`schedules.drawing.page`), optionally with that of another
+        plan.
 
-        Raise `InputError` for a plan without times, and if there can be no file at this path.
+        Raise `InputError` for a plan without times, and if the file can't be written.
         """
         require_arguments(Plan.page, locals())
         others = {} if beside is None else {f"beside: {name_schedule(beside.schedule)}": beside._panel()}
@@ -193,13 +194,13 @@ def _describe_time(plan: Plan) -> list[str]:
     return [
         f"  a step      {step} predicted, bubble {100 * plan.predicted.bubble:.1f} %",
         f"  limited by  {plan.limits}",
-        f"  bound       {format_seconds(plan.bound)}, so at most {100 * plan.gap:.1f} % from the best: {plan.because}",
+        f"  bound       {format_seconds(plan.bound)}, at most {100 * plan.gap:.1f} % below: {plan.because}",
     ]
 
 
 def _describe_certificate(certificate: Certificate) -> str:
-    share = f", at most {100 * certificate.gap:.1f} % above the least for these actions" if certificate.makespan else ""
-    return f"  certified   right, ends on any network, takes {format_seconds(float(certificate.makespan))}{share}"
+    share = f", at most {100 * certificate.gap:.1f} % above the bound for these actions" if certificate.makespan else ""
+    return f"  certified   correct, can't hang, takes {format_seconds(float(certificate.makespan))}{share}"
 
 
 def _describe(plan: Plan) -> list[str]:

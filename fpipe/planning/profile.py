@@ -261,8 +261,8 @@ class Profile:
     def merge(self, *others: Profile) -> Profile:
         """Return the profile in which each time is the largest of these profiles, and so that of the slowest device.
 
-        A schedule moves at the pace of its slowest rank, so a plan made for the slowest device holds on all of them.
-        The profiles must be of the same model, cut at the same places. Raise `InputError`, naming what differs first.
+        A schedule is as fast as its slowest rank, so a plan made for the slowest device is valid for all of them. The
+        profiles must be of the same model, cut at the same places. Raise `InputError`, naming what differs first.
         """
         for k, other in enumerate(others):
             _require_same_model(other, self, f"others[{k}]")

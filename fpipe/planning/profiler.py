@@ -89,13 +89,13 @@ def profile(
     - `link`: the time of transfers between ranks, if it is known; the bytes in it are ignored.
     - `group`: under torch.distributed, the processes that profile a model together; by default all. A pipeline has its
       own.
-    - `seconds`: about how long actions are timed. Each runs a few times in any case.
+    - `seconds`: about how long to time actions. Each runs a few times in any case.
     - Other arguments are those of `fpipe.pipeline`, for a model; a pipeline has its own.
 
     The batch is cut into microbatches, and the first one is measured. Times are those of one process that runs alone on
     its device. They include what the executor adds to each action, and adding gradients to earlier ones; not the
-    update, nor collectives of a mesh. The whole model must fit on the device, with the activations of two
-    microbatches; otherwise estimate.
+    update, nor collectives of a mesh. The whole model must fit on the device, with the activations of two microbatches;
+    otherwise, pass `device` to estimate times.
 
     Under torch.distributed, every rank must call this at the same time. Each measures on its own device, and the time
     of transfers between any two is measured, too. All return the same profile, in which the slowest rank counts.

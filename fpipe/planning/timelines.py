@@ -52,7 +52,7 @@ class MeasuredTimeline(tuple[Span, ...]):
         return made
 
     def page(self, path: AnyPath) -> None:
-        """Write the step over its prediction as a page to look at (`schedules.drawing.page`).
+        """Write the step above its prediction as an interactive page (`schedules.drawing.page`).
 
         The prediction is the simulation with the costs that were measured, as of `fpipe.costs`. Raise `TimelineError`
         for a stage without a forward or a backward, and for more than one step.
@@ -102,7 +102,7 @@ def timeline(pipe: Pipeline, spans: Iterable[Span]) -> MeasuredTimeline:
     >>> simulated = spans(pipe.schedule, fpipe.costs(pipe, measured), pipe.program.graph)
     >>> picture = drawing.svg({"measured": measured, "simulated": simulated})
 
-    `measured.page("step.html")` writes it as a page to look at, over its prediction.
+    `measured.page("step.html")` writes it as an interactive page, above its prediction.
     """
     with call_together(timeline, locals()):
         mine = list(read_spans(spans))
@@ -119,8 +119,8 @@ def timeline(pipe: Pipeline, spans: Iterable[Span]) -> MeasuredTimeline:
 def costs(pipe: Pipeline, *timelines: Sequence[Span]) -> Costs:
     """Return the costs measured in timelines of training steps, in seconds, for simulating the pipeline's schedule.
 
-    They are computed by `schedules.estimate`. If all ranks are in this process, transfers cost nothing: a rank that
-    waits is waiting for its turn. Raise `TimelineError` for a stage without spans.
+    They are computed by `schedules.estimate`. If all ranks are in this process, transfers cost nothing, because a rank
+    that waits only waits for its turn. Raise `TimelineError` for a stage without spans.
     """
     require_arguments(costs, locals())
     return estimate_costs(pipe.schedule, len(pipe.ranks.ranks) == pipe.schedule.ranks, timelines)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Final, NamedTuple, NewType, Protocol, TypeAlias
@@ -359,9 +359,10 @@ class Captured:
     - `hooks`: hooks on the gradients of parameters, by name.
     - `reassigned`: buffers that the model replaces by assignment, and the values that it assigns.
     - `moved`: places in the modules' Python state that only the first run changes, as text.
-    - `observers`: what code of the model does besides computing, which steps do not do, as text.
+    - `observers`: side effects of the model's code, which steps do not repeat, as text.
     - `placed`: how the values that are DTensors are placed; outside of stages, they are plain local tensors.
       `arrivals`: how their gradients are.
+    - `slices`: the positions of the units at which slices after the first begin; empty for a whole microbatch.
     - `ranks_of`: the rank of a pipeline that each process of the job is; empty if this process is all of them.
     - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
       In evaluation they are not, but the parameters still require one, because kernel selection depends on it.
@@ -389,6 +390,20 @@ class Captured:
     placed: Mapping[Value, Placed] = field(default_factory=dict)
     arrivals: Arrivals = field(default_factory=Arrivals)
     ranks_of: Mapping[int, int] = field(default_factory=dict)
+    slices: tuple[int, ...] = ()
+
+    def slice(self, k: int) -> Captured:
+        """Return the units and calls of slice `k` alone; the record itself if it is of a whole microbatch."""
+        if not self.slices:
+            return self
+        start, stop = [0, *self.slices, len(self.units)][k : k + 2]
+        calls = [call for call in self.calls if start <= call.start and call.stop <= stop]
+        shifted = tuple([call._replace(start=call.start - start, stop=call.stop - start) for call in calls])
+        units = self.units[start:stop]
+        known = {*self.sources, *(value for unit in units for value in unit.makes)}
+        outputs, aux = (tuple([value for value in some if value in known]) for some in (self.outputs, self.aux))
+        loss = self.loss if self.loss in known else None
+        return replace(self, units=units, calls=shifted, loss=loss, outputs=outputs, aux=aux, slices=())
 
 
 class CaptureFunction(Protocol):
@@ -403,7 +418,7 @@ class CaptureFunction(Protocol):
 
 
 class FrontEnd(Protocol):
-    """A function that reads a model, and returns a module to record in its place."""
+    """A function that reads a model, and returns a module to record instead."""
 
     def __call__(self, model: nn.Module, inputs: Any, /) -> nn.Module:
         """Return a module that is called like the model, and has its names of parameters and buffers.

@@ -42,10 +42,10 @@ def require_joined(
         places = ", ".join(f"{process} (rank {rank})" for process, rank in found.items())
         raise CaptureError(
             f"{here()}: got a collective or message ({operator_name(func)}{current_line()}) between the processes "
-            f"{places}, expected processes that are the same rank of a pipeline: each stage runs on some of the "
-            "processes only, so the others would never join in. Use a group of processes that run the same stage, such "
-            'as mesh.get_group("tp"). Or do it outside of the step: count tokens before, and pass a weight; what a '
-            "step returns is the same on all ranks."
+            f"{places}, expected processes that are the same rank of a pipeline: each stage runs only on some of the "
+            "processes, so the others would never join. Use a group of processes that run the same stage, such as "
+            'mesh.get_group("tp"). Or do it outside the step: count tokens before it, and pass a weight; the results '
+            "of a step are the same on all ranks."
         )
 
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from fpipe.errors import CaptureError, InputError
 from fpipe.record.numbers import to_python
 from fpipe.record.questions import Ask, refuse_questions
+from fpipe.record.slicing import Slicing
 from fpipe.record.variant import Casts
-from fpipe.tensors.tree import Structure
+from fpipe.tensors.tree import Structure, flatten
 
 Loss: TypeAlias = Callable[..., Tensor | tuple[Tensor, Any]]
 """A function of outputs and targets that returns a scalar, maybe with a tree of values to return beside it."""
@@ -110,7 +111,8 @@ class Objective:
     the `divisor`: the number of microbatches in all. `ask` answers the model's questions about the microbatch's values
     during a capture. Model and loss run under the autocast `casts`. The numbers in `batch` are replaced by those in the
     tensors that follow its tensor leaves; if they are plain, there are none. `way`: how to record it. `ranks_of`: as in
-    `Captured`.
+    `Captured`. `slicing`: for a model with a carry, how the microbatch is cut into slices. With several, outputs and
+    aux are tuples of those of each.
     """
 
     loss: Loss | None
@@ -120,6 +122,7 @@ class Objective:
     casts: Casts = ()
     way: Way = USUAL
     ranks_of: Mapping[int, int] = field(default_factory=dict, compare=False)
+    slicing: Slicing | None = None
 
     def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> Computed:
         """Return the results for the leaves of `batch`."""
@@ -133,8 +136,37 @@ class Objective:
         with ExitStack() as stack:
             for kind, dtype in self.casts:
                 stack.enter_context(torch.autocast(kind, dtype))
+            if self.slicing is not None:
+                return self._slice_by_slice(model, inputs, targets, scale, self.slicing)
             outputs = call_model(model, inputs)
             if self.loss is None:
                 return Computed(None, outputs)
             loss, aux = scale_loss(self.loss, outputs, targets, scale, self.divisor)
             return Computed(loss, outputs, aux)
+
+    def _slice_by_slice(
+        self, model: Callable[..., Any], inputs: Any, targets: Any, scale: Tensor | None, slicing: Slicing
+    ) -> Computed:
+        """Call the model for one slice after the other; add up their losses.
+
+        A slice of the targets is cut off where its loss is computed, so that it is in the same stage.
+        """
+        (first, of_inputs), (rest, of_targets) = flatten(inputs), flatten(targets)
+        carry: Any = None
+        total: Tensor | None = None
+        parts = list[tuple[Any, Any]]()
+        for k in range(slicing.count):
+            given = of_inputs.unflatten(slicing.cut(k, first))
+            outputs, carry = slicing.call(model, given, inputs, carry)
+            if self.loss is None:
+                parts.append((outputs, None))
+                continue
+            wanted = of_targets.unflatten(slicing.cut(k, rest, len(first)))
+            divisor = self.divisor / slicing.share(k, [*first, *rest])
+            value, aux = scale_loss(self.loss, outputs, wanted, scale, divisor)
+            total = value if total is None else total + value
+            parts.append((outputs, aux))
+        if slicing.count == 1:
+            return Computed(total, *parts[0])
+        every, beside = zip(*parts, strict=True)
+        return Computed(total, every, None if all(aux is None for aux in beside) else beside)

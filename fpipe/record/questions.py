@@ -46,8 +46,8 @@ class Answer(NamedTuple):
         if len(text) > LONGEST_ANSWER:
             raise InputError(
                 f"a question about the batch: got an answer of {len(text)} characters, expected at most "
-                f"{LONGEST_ANSWER}: every answer is captured separately. Ask for less (a count, a maximum), or compute "
-                "it before the step and pass it as an argument that is not a tensor."
+                f"{LONGEST_ANSWER}: every answer is captured separately. Read less (a count, a maximum), or compute it "
+                "before the step and pass it as an argument that is not a tensor."
             )
         return cls(text)
 
@@ -71,7 +71,7 @@ def _encode(result: Any) -> Any:
         return result
     raise InputError(
         f"a question about the batch: got {type(result).__name__} for an answer, expected numbers, strings, tensors, "
-        "or lists and tuples of them. Ask for a number, with .item() say."
+        "or lists and tuples of them. Read a number, for example with .item()."
     )
 
 
@@ -134,7 +134,7 @@ def refuse_questions(question: Question) -> Answer:
     """Raise `CaptureError`; used where every answer should be known already."""
     raise CaptureError(
         f"{question.where}: got a question about the batch that was not asked before, expected a model that asks the "
-        "same whenever it is run on the same batch. Take out of it what changes from call to call."
+        "same questions whenever it runs on the same batch. Move code that changes from call to call out of it."
     )
 
 

@@ -33,9 +33,9 @@ def unregistered_write_error(where: str) -> CaptureError:
     """Return the error for an in-place change of an unregistered tensor, which would be lost."""
     if where.partition(".")[0] in ("module loss", "the loss"):
         return CaptureError(
-            f"{where}: got an in-place change of a tensor, expected a loss that keeps nothing: it would be lost, also "
-            "if it is a buffer of the loss. Return the new value beside the loss, as (loss, aux), and keep it in the "
-            "training loop; or let the model keep it."
+            f"{where}: got an in-place change of a tensor, expected a loss that keeps nothing: the change would be "
+            "lost, even in a buffer of the loss. Return the new value with the loss, as (loss, aux), and keep it in "
+            "the training loop; or let the model keep it."
         )
     return CaptureError(
         f"{where}: got an in-place change of a tensor that is neither a parameter nor a buffer, expected changes of "

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 
 from fpipe.cutting.repetition import ExtraBuffers, Repetition, choose_repetitions
 from fpipe.cutting.routing import Section, route
-from fpipe.record.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Parameter, Value
+from fpipe.errors import CutError
+from fpipe.record.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Observed, Parameter, Value
 from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.validity import observe
 from fpipe.record.variant import Variant
@@ -41,7 +43,7 @@ from schedules.status import say
 
 @dataclass(frozen=True, eq=False)
 class Assembly:
-    """A model cut into stages.
+    """A model cut into stages; one slice of it, if microbatches are cut into slices.
 
     `build_whole()` makes `whole`. `graph` is what schedules see. `devices` are those on which random numbers are drawn,
     `undecided` those on which they may be drawn, depending on data. `sections` are the stages' units and values,
@@ -114,8 +116,11 @@ def assemble(
     summed: frozenset[str],
     request: GraphRequest | None = None,
     extra: ExtraBuffers | None = None,
-) -> Assembly:
-    """Return the assembly of a captured model, cut before the units at `partition`, for a variant.
+) -> tuple[Assembly, ...]:
+    """Return the assembly of each slice of a captured model, cut before the units at `partition`, for a variant.
+
+    A whole microbatch is one slice. The record has the calls for all slices, one after the other, so it is cut into the
+    stages of the first slice, those of the second, and so on, which are on the same ranks.
 
     `summed` are the parameters whose gradients are summed over stages. `request` says which stages are recorded as
     graphs; autograd differentiates the others. `extra` are the buffers that stages may hold for the units that they
@@ -132,6 +137,10 @@ def assemble(
     results = (*loss, *captured.aux, *(captured.outputs if variant.outputs else ()))
     observed = observe(captured)
     repetitions = choose_repetitions(captured, observed, partition, results, extra)
+    count, slices = placement.stages, 1 + len(captured.slices)
+    if slices > 1:
+        require_unmodified(captured, observed)
+        placement = Placement(placement.ranks, placement.homes * slices, tuple(m * slices for m in placement.mirrors))
     ranks = [*zip(*placement.routes, strict=True)]
     sections = route(captured, observed, partition, results, summed, repetitions, ranks)
     functions = [captured.fuse(section.units, observed.random, section.inputs, section.outputs) for section in sections]
@@ -142,6 +151,7 @@ def assemble(
     )
     devices = dict.fromkeys(device for keyed in observed.random.values() for device in keyed.devices)
 
+    @cache
     def whole() -> ModelStage:
         with hide_fakes():  # once: what is inside enters it again and again, which is free
             again, section, function = build_whole(
@@ -150,17 +160,56 @@ def assemble(
             (stage,), _ = _stages(again, [section], [function], linear(ranks=1), variant, None)
         return stage
 
-    return Assembly(
-        captured,
-        stages,
-        whole,
-        graph,
-        tuple(devices),
-        observed.undecided,
-        sections,
-        repetitions,
-        tuple(partition),
+    return tuple(
+        Assembly(
+            captured,
+            tuple([_number_within_slice(stage, count) for stage in stages[first : first + count]]),
+            whole,
+            _graph_of_slice(graph, range(first, first + count)),
+            tuple(devices),
+            observed.undecided,
+            sections[first : first + count],
+            repetitions[first : first + count],
+            tuple(partition),
+        )
+        for first in range(0, len(stages), count)
     )
+
+
+def require_unmodified(captured: Captured, observed: Observed) -> None:
+    """Raise `CutError` if a forward modifies a buffer, which each slice would do once."""
+    written = {storage for unit in captured.units for storage in observed.written[unit]}
+    for value, source in captured.sources.items():
+        if isinstance(source, Buffer) and (value in captured.reassigned or observed.storage[value] in written):
+            raise CutError(
+                f"buffer {source.name}: got one that a forward modifies, expected none: each slice of a microbatch "
+                "would modify it once. Return what the next slice needs as the carry, or choose a schedule of whole "
+                "microbatches."
+            )
+
+
+def _number_within_slice(stage: ModelStage, count: int) -> ModelStage:
+    """Return a stage with the number that it has in its slice; what crosses from it to itself is its carry."""
+    names = ("gets", "gives", "pulls", "pulled_by", "shares", "shared_by")
+    if stage.index < count and not any(one.target >= count for one in (*stage.gives, *stage.pulled_by)):
+        return stage
+    crossings: dict[str, Any] = {
+        name: tuple(
+            [one._replace(source=one.source % count, target=one.target % count) for one in getattr(stage, name)]
+        )
+        for name in names
+    }
+    return replace(stage, index=stage.index % count, **crossings)
+
+
+def _graph_of_slice(graph: Graph, stages: range) -> Graph:
+    """Return the stage graph of one slice, given that of all of them."""
+    first = stages[0]
+    values, cotangents, gradients = (
+        frozenset((s - first, t - first) for s, t in edges if s in stages and t in stages)
+        for edges in (graph.values, graph.cotangents, graph.gradients)
+    )
+    return Graph(len(stages), values=values, cotangents=cotangents, gradients=gradients)
 
 
 def _add_prologue(captured: Captured, stage: ModelStage, section: Section, repetition: Repetition) -> ModelStage:
@@ -209,7 +258,7 @@ class _Builder:
             index=s,
             parameters=names_of(captured, section.parameters),
             buffers=names_of(captured, section.buffers),
-            unused=self._unused_names() if s == 0 else (),
+            unused=() if s % (len(self.sections) // (1 + len(captured.slices))) else self._unused_names(),
             batch=tuple(source.leaf for source in sources if isinstance(source, BatchLeaf)),
             results=results,
             gets=_to(s, crossings.values),

@@ -36,14 +36,22 @@ def _widen(assembly: Assembly, graph: Graph) -> Assembly:
     stages = [
         replace(
             stage,
-            gets=_widen_crossings(stage.gets, [(p, s) for p in graph.fed_by[s]]),
-            gives=_widen_crossings(stage.gives, [(s, t) for t in graph.feeds[s]]),
-            pulls=_widen_crossings(stage.pulls, [(s, p) for p in graph.pulls[s]]),
-            pulled_by=_widen_crossings(stage.pulled_by, [(t, s) for t in graph.pulled_by[s]]),
+            gets=(*_carry(stage.gets), *_widen_crossings(stage.gets, [(p, s) for p in graph.fed_by[s]])),
+            gives=(*_widen_crossings(stage.gives, [(s, t) for t in graph.feeds[s]]), *_carry(stage.gives)),
+            pulls=(*_carry(stage.pulls), *_widen_crossings(stage.pulls, [(s, p) for p in graph.pulls[s]])),
+            pulled_by=(
+                *_widen_crossings(stage.pulled_by, [(t, s) for t in graph.pulled_by[s]]),
+                *_carry(stage.pulled_by),
+            ),
         )
         for s, stage in enumerate(assembly.stages)
     ]
     return replace(assembly, stages=tuple(stages), graph=graph)
+
+
+def _carry(crossings: Iterable[StageCrossing]) -> list[StageCrossing]:
+    """Return the carry between slices among these crossings: earlier slices come first, and later ones last."""
+    return [one for one in crossings if one.source == one.target]
 
 
 def _widen_crossings(crossings: Iterable[StageCrossing], edges: Iterable[tuple[int, int]]) -> tuple[StageCrossing, ...]:
@@ -53,7 +61,7 @@ def _widen_crossings(crossings: Iterable[StageCrossing], edges: Iterable[tuple[i
 
 
 def require_alike(assemblies: Sequence[Assembly]) -> None:
-    """Raise `InputError` unless one program can drive these assemblies, one for each microbatch."""
+    """Raise `InputError` unless one program can drive these assemblies, one for each microbatch or slice."""
     first = assemblies[0]
     for i, other in enumerate(assemblies):
         if other is first:
@@ -95,5 +103,6 @@ def _holds(stage: ModelStage) -> tuple[object, ...]:
 def _unlike(i: int, what: str, got: object, expected: object) -> InputError:
     return InputError(
         f"microbatch {i}: got other {what} than for microbatch 0, {got}, expected {expected}. The model takes another "
-        "path for it. Make all microbatches alike, in size and in what the model asks about them, or cut elsewhere."
+        "path for it. Give all microbatches the same size and the same answers to the model's questions, or cut "
+        "elsewhere."
     )

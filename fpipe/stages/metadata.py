@@ -407,8 +407,8 @@ def _grads(
     except TypeError as error:  # of fake tensors: a module's own tensor is not there
         raise CaptureError(
             f"stage {s}, its backward{traceback_line(error.__traceback__)}: got code that uses a parameter or buffer "
-            "which no forward of its module reads, expected one that uses what a forward reads: a stage holds "
-            "nothing else. Pass the tensor to the function in the forward, or keep it in a closure of the hook."
+            "which no forward of its module reads, expected one that uses only tensors that a forward reads: a stage "
+            "holds no others. Pass the tensor to the function in the forward, or keep it in a closure of the hook."
         ) from error
     except RuntimeError as error:
         raise CaptureError(
@@ -420,8 +420,8 @@ def _grads(
     run.watch.note(answers)
     if effects.drawn and not function.redraws:
         raise CaptureError(
-            f"stage {s}: got a backward that draws random numbers, expected only forwards to draw them, since they "
-            "follow from the step's seed. Draw them in the forward of the custom autograd function, and save them."
+            f"stage {s}: got a backward that draws random numbers, expected only forwards to draw them, because they "
+            "depend on the step's seed. Draw them in the forward of the custom autograd function, and save them."
         )
     return found
 
@@ -446,8 +446,8 @@ def _require_unwritten(s: int, run: FakeRun, effects: Effects, captured: Capture
             name = source.name if isinstance(source, Parameter | Buffer) else "a tensor of the batch"
             raise CaptureError(
                 f"stage {s}: got a backward (a hook, or a custom autograd function) that writes to {name}, expected "
-                "one that only reads it: buffers go from forward to forward, and later microbatches have been forward "
-                "by then. Write it in the forward, or return the value and write it between steps."
+                "one that only reads it: buffers pass from forward to forward, and forwards of later microbatches have "
+                "already run. Write it in the forward, or return the value and write it between steps."
             )
 
 

@@ -34,11 +34,12 @@ def build_whole(
     repetitions: Sequence[Repetition],
 ) -> tuple[Captured, Section, Function]:
     """Return the captured model with the copies among its sources, the whole model's section, and its function."""
+    slices, captured = 1 + len(captured.slices), replace(captured, slices=())
     (section,) = route(captured, observed, (), results)
-    copies = _copies(captured, stages, summed)
+    copies = _copies(captured, stages, summed, len(stages) // slices)
     if not copies:
         return captured, section, captured.fuse(section.units, observed.random, section.inputs, section.outputs)
-    sources = {copy: captured.sources[value] for (_, value), copy in copies.items()}
+    sources = {copy: captured.sources[value] for (_, value), copy in copies.items()}  # in the order of the groups
     fakes = {copy: captured.fakes[value] for (_, value), copy in copies.items()}
     captured = replace(captured, sources={**captured.sources, **sources}, fakes={**captured.fakes, **fakes})
     section = replace(section, parameters=(*section.parameters, *sources))
@@ -46,12 +47,21 @@ def build_whole(
     return captured, section, _compose(section, stages, functions, copies, repeats)
 
 
-def _copies(captured: Captured, stages: Sequence[Section], summed: frozenset[str]) -> Copies:
-    """Return a new value for each later stage that reads a summed parameter, by parameter and then in stage order."""
+def _copies(captured: Captured, stages: Sequence[Section], summed: frozenset[str], each: int) -> Copies:
+    """Return a new value for each later stage that reads a summed parameter, by parameter and then in stage order.
+
+    A slice has `each` stages; those of a later slice that read any other parameter that is trained share a new value.
+    """
     fresh = count(1 + max((*captured.sources, *(value for unit in captured.units for value in unit.makes))))
-    shared = [v for v, source in captured.sources.items() if isinstance(source, Parameter) and source.name in summed]
-    readers = {value: [s for s, section in enumerate(stages) if value in section.parameters] for value in shared}
-    return {(s, value): Value(next(fresh)) for value in shared for s in readers[value][1:]}
+    found = dict[tuple[int, Value], Value]()
+    for value, source in captured.sources.items():
+        if not isinstance(source, Parameter) or source.name not in captured.trainable | summed:
+            continue
+        readers = [s for s, section in enumerate(stages) if value in section.parameters]
+        groups = [(s,) if source.name in summed else (s // each,) for s in readers]
+        made = {group: Value(next(fresh)) for group in dict.fromkeys(groups) if group != groups[0]}
+        found |= {(s, value): made[group] for s, group in zip(readers, groups, strict=True) if group in made}
+    return found
 
 
 def _repeat(captured: Captured, repetition: Repetition) -> Operation:

@@ -69,19 +69,18 @@ def _gradients(
     captured: Captured, sections: Sequence[Section], metadata: Metadata, placement: Placement
 ) -> Iterator[StageCrossing]:
     """Yield the gradients of shared parameters that are sent to holders on other ranks, once to each rank."""
+    count = len(sections) // (1 + len(captured.slices))
     for s, section in enumerate(sections):
+        slice_of = range(s - s % count, s - s % count + count)
         for t, parameters in section.shares.items():
             sent = [
                 value
                 for value in parameters
-                if value in metadata.grads[s] and needs_gradient(placement, s, t, _stages_with(sections, value))
+                if value in metadata.grads[s]
+                and needs_gradient(placement, s, t, [r for r in slice_of if value in sections[r].parameters])
             ]
             if sent:
                 yield StageCrossing(s, t, names_of(captured, sent), tuple(metadata.totals[s, value] for value in sent))
-
-
-def _stages_with(sections: Sequence[Section], parameter: Value) -> list[int]:
-    return [s for s, section in enumerate(sections) if parameter in section.parameters]
 
 
 def names_of(captured: Captured, values: Iterable[Value]) -> tuple[str, ...]:

@@ -60,7 +60,8 @@ def delays(pipe: Pipeline) -> dict[str, int]:
 
 
 def error_feedback(optimizer: Optimizer, strength: float = 1.0) -> Optimizer:
-    """Return an optimizer that adds to each update what it differs from the last: `p -= u + strength * (u - last)`.
+    """Return an optimizer that adds to each update its difference from the previous one:
+    `p -= u + strength * (u - last)`.
 
     The first update of a parameter is not changed. The state has one tensor more per parameter. Source: update-level
     error feedback, arXiv 2606.30634.
@@ -82,7 +83,7 @@ def error_feedback(optimizer: Optimizer, strength: float = 1.0) -> Optimizer:
 
 
 def predict_weights(delays: Mapping[str, int]) -> LookAhead:
-    """Return the function that says what weights will be, if the coming updates are like the last: `p - delay * u`.
+    """Return the function that predicts weights, as if the next updates were like the last one: `p - delay * u`.
 
     Pass it to `train_stream` as `look_ahead`: forwards then use predicted weights. With momentum SGD that is SpecTrain
     (arXiv 1809.02839), with Adam XPipe (arXiv 1911.04610).
@@ -160,8 +161,8 @@ def _remember(optimizer: Optimizer, correct: Callable[[str, Tensor, Tensor, Tens
         made, kept = optimizer.update(grads, given, params, **options)
         if any(made[name] is params[name] for name in grads):
             raise InputError(
-                "optimizer: got one that updates in place, expected one that leaves what it is passed as it is: a "
-                "correction needs the weights before the update. Leave out donate=True."
+                "optimizer: got one that updates in place, expected one that does not modify its arguments: a "
+                "correction needs the weights from before the update. Leave out donate=True."
             )
         new = dict(made)
         for name, before in old.items():

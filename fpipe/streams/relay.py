@@ -56,8 +56,8 @@ class LossRelay:
         if theirs > (total or theirs) or count > (other or count):
             raise InputError(
                 f"batches: got {count if total is None else total} on this rank, and "
-                f"{theirs}{' or more' if other is None else ''} on rank {self.home}, expected as many on every rank. "
-                "Pass the same number of batches everywhere."
+                f"{theirs}{' or more' if other is None else ''} on rank {self.home}, expected the same number on every "
+                "rank. Pass the same number of batches on each."
             )
         return self.spec.unpack(data[:size].clone()).to(device)
 

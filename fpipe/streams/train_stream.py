@@ -60,7 +60,7 @@ class StreamResult(NamedTuple):
 
 
 class Stream:
-    """The losses of a stream, one per batch, on every rank; computed as they are taken.
+    """An iterator over the losses of a stream, one per batch, on every rank; each is computed when you take it.
 
     After the last one, `end` has the parameters, buffers and state.
     """
@@ -92,14 +92,15 @@ class Stream:
         return self._end
 
     def close(self) -> None:
-        """Leave the stream; what is in flight is lost. If ranks are processes, the pipeline is broken then."""
+        """Leave the stream; microbatches in flight are lost. If ranks are processes, the pipeline can't be used
+        afterwards."""
         self._losses.close()
 
     def finish(self) -> StreamResult:
-        """Take no more batches than are needed, drain the pipeline, and return the parameters, buffers and state.
+        """Take only the batches that are needed, drain the pipeline, and return the parameters, buffers and state.
 
-        Call it on every rank, after the same loss. The batches in flight are finished, and as many more are taken as it
-        needs for all ranks to end with the same one.
+        Call it on every rank, after the same loss. It finishes the batches in flight, and takes more batches until all
+        ranks end with the same one.
         """
         self._stop()
         for _ in self:
@@ -119,19 +120,19 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | N
     It returns a `Stream`: iterate over it to get the loss of each batch, on every rank; afterwards, `stream.end` has
     the parameters, buffers and state. To stop early, call `stream.finish()` on every rank, after the same loss.
 
-    A batch is what one update applies: `pipedream(ranks, microbatches=1)` updates by each microbatch,
-    `pipedream_2bw(ranks, m, accumulate=m)` by m of them. The schedule says which version of the weights each microbatch
-    uses; as many versions are kept in memory. Each stage's share of the optimizer's state exists once.
+    Each update applies one batch: `pipedream(ranks, microbatches=1)` updates after each microbatch,
+    `pipedream_2bw(ranks, m, accumulate=m)` after m of them. The schedule sets the version of the weights that each
+    microbatch uses; these versions are kept in memory. The optimizer's state is kept once.
 
     `look_ahead(new, old)` returns the weights that forwards use after an update, given those after and before it, as
     `fpipe.predict_weights` does. By default forwards use the weights themselves.
 
-    The optimizer's update must depend on each parameter's own gradient and state only, and update nothing in place.
-    Norms of all gradients do not exist at any one time, so there is no clipping by norm.
+    The optimizer's update of a parameter must depend only on its own gradient and state, and update nothing in place.
+    The gradients of all stages never exist at the same time, so there is no clipping by norm.
 
-    Under torch.distributed every rank must call this, and then the function, with as many batches, and take the losses
-    in step. All batches must be like the example. Until the stream has ended, the pipeline's other functions raise.
-    Raise `InputError` for a schedule without updates, for a mesh, for parameters that stages share, and for what
+    Under torch.distributed every rank must call this, and then the function, with the same number of batches, and take
+    the same losses. All batches must be like the example. Until the stream has ended, the pipeline's other functions
+    raise. Raise `InputError` for a schedule without updates, for a mesh, for parameters that stages share, and for what
     `value_and_grad` refuses.
 
     >>> import torch, fpipe
@@ -290,14 +291,14 @@ class StreamRun:
         if replace(split.signature, answers=()) != replace(self.example.signature, answers=()):
             raise InputError(
                 f"batches[{number}]: {self.pipe.captures.batchings[True].difference(split.signature)}, expected a "
-                "batch like the first one: batches of a stream do not wait for each other. Pad it, or leave it out."
+                "batch like the first one: ranks of a stream do not agree before each batch. Pad it, or leave it out."
             )
         self.plan.watch.require_unchanged()
         rows, skips = feed_stages(self.plan, self.held.buffers, split)
         if skips:
             raise InputError(
                 f"batches[{number}]: got microbatches {list(skips)} of weight 0, expected a positive one for each: "
-                "their backward is left out, of which other ranks do not know in a stream. Leave out such rows."
+                "their backward is skipped, and in a stream other ranks would not know. Leave out such rows."
             )
         return BegunBatch(rows, make_keys(self.plan, None if self.seed is None else self.seed + number))
 
@@ -378,5 +379,5 @@ def _require_untied(plan: StepPlan) -> None:
         raise InputError(
             f"{name!r}: got a parameter that stages {s} and {t} share, expected one stage for each: their gradients of "
             "a batch are not complete at the same time. Cut the model so that one stage has all its uses, or give each "
-            "stage a parameter of its own."
+            "stage a separate parameter."
         )

@@ -141,7 +141,7 @@ def require_primal(what: str, tensors: Mapping[str, Tensor] | Mapping[int, Tenso
         if is_transformed(tensor):
             raise InputError(
                 f"{where}: got a tensor inside a transform of torch.func, expected a plain one: a step would lose it. "
-                "Call the step outside of torch.func; it returns the gradients itself."
+                "Call the step outside torch.func; it returns the gradients itself."
             )
         if unpack(tensor).tangent is not None:
             raise InputError(

@@ -319,8 +319,8 @@ def refuse_marks() -> Iterator[None]:
         if name in vars(tensor).get(MARKS, ()):
             raise CaptureError(
                 f"a parameter or buffer of shape {list(tensor.shape)}: got a forward that reads its attribute "
-                f"{name!r}, expected one that reads its values only: stages get tensors without attributes of their "
-                "own. Keep it in an attribute of the module."
+                f"{name!r}, expected one that reads only its values: stages get tensors without such attributes. Keep "
+                "it in an attribute of the module."
             )
         raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}")
 

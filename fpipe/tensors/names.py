@@ -58,7 +58,7 @@ def by_name(tree: Tree) -> dict[str, Tensor]:
 
 
 def as_tree(values: Mapping[str, Any], like: Tree) -> Tree:
-    """Return values by name as a tree of the structure of `like`, with `None` where `values` has none.
+    """Return values by name as a tree with the structure of `like`, with `None` for missing values.
 
     >>> import torch, fpipe
     >>> params = {"layer": {"weight": torch.ones(2), "bias": torch.zeros(1)}}

@@ -193,7 +193,7 @@ def broadcast(what: str, prefix: Tree, structure: Structure) -> list[Any]:
     except ValueError as error:
         raise InputError(
             f"{what}: got {prefix!r}, expected one value for all, or a tree such as {_show(structure, '0')}: one value "
-            "for each tensor, or for all tensors of a branch. Give a value for each argument, and one for the targets."
+            "for each tensor, or for all tensors of a branch. Pass a value for each argument, and one for the targets."
         ) from error
     return [value for leaf, value in zip(leaves, said, strict=True) if leaf is tensor]
 
@@ -224,6 +224,22 @@ def require_same_tree(what: str, got: Structure, expected: Structure) -> None:
         f"the same places in every batch.{' Pass targets apart from inputs, as targets.' if targets else ''} For "
         "batches of another structure, build another pipeline."
     )
+
+
+def list_lacking(got: Structure, expected: Structure) -> frozenset[int]:
+    """Return the numbers of those tensors of a tree that another lacks, if there is no other difference.
+
+    >>> def tree(**leaves):
+    ...     return flatten({name: torch.ones(1) if leaf else leaf for name, leaf in leaves.items()})[1]
+    >>> list_lacking(tree(b=1), tree(a=1, b=1, c=1)), list_lacking(tree(a=None, b=1), tree(a=1, b=1))
+    (frozenset({0, 2}), frozenset({0}))
+    >>> list_lacking(tree(d=1), tree(a=1, b=1)), list_lacking(tree(a=1), tree(a=1))
+    (frozenset(), frozenset())
+    """
+    mine, theirs = _list_leaves(got), _list_leaves(expected)
+    apart = {path for path in {**theirs, **mine} if mine.get(path) != theirs.get(path)}
+    absent = {path for path in apart if path in expected.names and mine.get(path, "None") == "None"}
+    return frozenset([k for k, path in enumerate(expected.names) if path in absent]) if absent == apart else frozenset()
 
 
 class _Shown:

@@ -40,13 +40,13 @@ def clip(
 ) -> tuple[State, Tensor]:
     """Return the gradients, scaled so that their norm over the whole model is at most `max_norm`, and the norm before.
 
-    Bit for bit what `torch.nn.utils.clip_grad_norm_` computes on one device, on any ranks, cuts and schedules. On one
-    rank's parameters alone, that function would take the norm of its share, and a tied parameter would differ between
-    its ranks.
+    The bits are those of `torch.nn.utils.clip_grad_norm_` on one device, on any ranks, cuts and schedules. If you call
+    torch's function on one rank's parameters, it uses the norm of that rank's share, and copies of a tied parameter
+    drift apart.
 
     - `max_norm`, `order`: as in `torch.nn.utils.clip_grad_norm_`.
-    - `names`: a pattern or patterns; only matching gradients count and are scaled, all others are returned as they
-      are. To clip groups by norms of their own, call this once per group.
+    - `names`: a pattern or patterns; only matching gradients count and are scaled, all others are returned unchanged.
+      To clip groups by separate norms, call this once per group.
     - `donate`: scale in place; the same tensors are returned, and no second set of gradients is held.
 
     Under torch.distributed every rank must call this with the same arguments. Raise as `fpipe.norm` does.
@@ -77,8 +77,8 @@ def scale_to_norm(grads: State, max_norm: float, total: Tensor) -> State:
 def clip_value(grads: State, value: float, donate: bool = False) -> State:
     """Return the gradients with every element clamped to [-value, value], as `torch.nn.utils.clip_grad_value_` does.
 
-    It needs nothing of other ranks. With `donate`, the gradients are clamped in place and the same tensors returned.
-    Raise `InputError` for a negative value.
+    It does not communicate. With `donate`, the gradients are clamped in place and the same tensors returned. Raise
+    `InputError` for a negative value.
 
     >>> import torch, fpipe
     >>> fpipe.clip_value({"bias": torch.tensor([-3.0, 0.5])}, 1.0)
@@ -102,7 +102,7 @@ def require_bound(what: str, value: Any) -> float:
         number = math.nan
     if not number >= 0:
         raise InputError(
-            f"{what}: got {describe_argument(value)}, expected a number that is not negative. Pass how large it may be."
+            f"{what}: got {describe_argument(value)}, expected a number of at least 0. Pass the largest allowed value."
         )
     return number
 

@@ -123,6 +123,6 @@ def require_match(pattern: str, names: Sequence[str], where: str) -> None:
     close = difflib.get_close_matches(pattern, names, n=3) or list(names)[:3]
     raise InputError(
         f"{where}: got the pattern {pattern!r}, which matches none of the model's {len(names)} parameters, expected it "
-        f"to match one. The star stands for any text, dots included, and a tied parameter goes by the first of its "
-        f"names. Parameters are named {close}, say."
+        "to match one. A star matches any text, including dots, and a tied parameter has the first of its names. Some "
+        f"parameters are {close}."
     )

@@ -46,14 +46,14 @@ SPREAD = 1e-3  # of the norms of equal gradients, which other kernels may round 
 def norm(pipe: Pipeline, grads: State, order: float = 2.0, names: str | Iterable[str] = "*") -> Tensor:
     """Return the norm of all gradients of the model, a tensor without dimensions, on every rank.
 
-    Bit for bit what `torch.nn.utils.get_total_norm` returns on one device, for the gradients of the whole model in the
-    order of `model.named_parameters()`. If they are sharded, what it returns for the DTensors of the whole model. (If
-    the model's modules are split, too, torch rounds the norms of parameters that are not once more.)
+    The bits are those of `torch.nn.utils.get_total_norm` on one device, for the gradients of the whole model in the
+    order of `model.named_parameters()`; if they are sharded, for the DTensors of the whole model. (If the model's
+    modules are also split, torch rounds the norms of unsplit parameters once more.)
 
     - `grads`: this process's gradients by name, as the step returned them. Parameters without one are left out.
-    - `order`: of the norm, such as 2, 1 or `float("inf")`. For sparse gradients, which torch refuses, it must be above
-      0: the norm is that of the numbers that they store.
-    - `names`: a pattern or patterns; only matching parameters count. A star stands for any text, dots included.
+    - `order`: of the norm, such as 2, 1 or `float("inf")`. For sparse gradients, which torch rejects, it must be above
+      0; the norm is that of the stored numbers.
+    - `names`: a pattern or patterns; only matching parameters count. A star matches any text, including dots.
 
     Under torch.distributed every rank must call this, with the same `order` and `names`. Raise `InputError` for
     gradients that are not this pipeline's, or for a pattern that matches no parameter of the model; `TransportError`,
@@ -202,7 +202,7 @@ def _require_equal_tensors(pipe: Pipeline, grads: State) -> None:
             raise InputError(
                 f"grads[{name!r}]: got plain tensors of norms {sorted(set(same))} on processes that hold the same "
                 "stages of one copy, expected equal tensors, which count once. Reduce them over the other dimensions "
-                "of the mesh first; or, if each process has parameters of its own, as experts are, make them DTensors."
+                "of the mesh first; or, if each process has different parameters, such as experts, make them DTensors."
             )
 
 

@@ -58,27 +58,27 @@ def optimizer(
     donate: bool = False,
     **options: Any,
 ) -> Optimizer:
-    """Return an optimizer of `torch.optim`, or of a library that follows it, as a pair of pure functions.
+    """Return an optimizer of `torch.optim`, or of a library with the same interface, as a pair of pure functions.
 
     - `cls`: the class, such as `torch.optim.AdamW`; `options`: those that it takes, such as `lr`.
-    - `groups`: options of some parameters, by pattern, as in `{"*.bias": {"weight_decay": 0.0}}`. A star stands for any
-      text, dots included. A parameter is in one group at most.
-    - `names`: all names of the model's parameters, `pipe.names`. A process sees its own parameters only, so under
-      torch.distributed a pattern that matches nothing is noticed only if they are given.
+    - `groups`: options of some parameters, by pattern, as in `{"*.bias": {"weight_decay": 0.0}}`. A star matches any
+      text, including dots. A parameter is in one group at most.
+    - `names`: all names of the model's parameters, `pipe.names`. A process sees only its own parameters, so under
+      torch.distributed a pattern that matches nothing is detected only if you pass them.
     - `donate`: update in place. Parameters, state and gradients that are passed are consumed, and the same tensors are
       returned; else nothing that is passed is modified.
 
     Then `init, update = fpipe.optimizer(...)`. `update(grads, state, params)` computes, bit for bit, what the class
-    computes in its `step`. A parameter without a gradient is returned as it is, and so is its state. Parameters are
+    computes in its `step`. A parameter without a gradient is returned unchanged, with its state. Parameters are
     returned as leaves, with the flags that they had.
 
-    Options may change from update to update, so a schedule is a function of the step: `update(..., lr=schedule(i))`.
-    The rule is that of `fpipe.optimizer` itself: options by name are for all parameters whose group has no value of its
-    own, and `groups={pattern: {...}}` are for a group.
+    Options may change from update to update, so a learning-rate schedule is a function of the step:
+    `update(..., lr=schedule(i))`. As in `fpipe.optimizer`, options by name apply to all parameters whose group does not
+    set them, and `groups={pattern: {...}}` set them for a group.
 
-    The update needs nothing of other ranks. Ranks that hold no parameters call it like all others. So ranks do not
-    notice if they have different optimizers: compare them with `fpipe.require_same`, or use `fpipe.train_step`, which
-    does.
+    The update does not communicate, so it does not detect ranks with different optimizers: compare them with
+    `fpipe.require_same`, or use `fpipe.train_step`, which compares them. Ranks without parameters call it like all
+    others.
 
     Raise `InputError` for a class that combines parameters or keeps state elsewhere (LBFGS does both), for options
     that it doesn't have, for patterns that overlap or match nothing, and for state of another optimizer.
@@ -231,7 +231,7 @@ def _require_gradient(name: str, grad: object, p: Tensor) -> None:
         got, want = (f"a gradient on {one.device}" for one in (grad, p) if isinstance(one, Tensor))
     raise InputError(
         f"grads[{name!r}]: got {got}, expected {want}, as the parameter. Pass the gradients that a step returned; for "
-        "gradients in float32 of parameters in less, see fpipe.masters."
+        "float32 gradients of parameters in lower precision, see fpipe.masters."
     )
 
 
@@ -243,7 +243,7 @@ def _require_own_slots(cls: str, name: str, slots: Mapping[str, Any], p: Tensor,
         expected = " or ".join(str(sorted(one)) for one in sorted(traits.slots, key=sorted))
         raise InputError(
             f"{where}: got {sorted(slots)}, expected {expected}, as {cls} keeps with these options. Pass the state of "
-            "this optimizer; to begin with none, call init(params)."
+            "this optimizer; to begin, call init(params)."
         )
     for slot, value in slots.items():
         if slot in traits.alike and isinstance(value, Tensor) and value.shape != p.shape:

@@ -42,7 +42,7 @@ class LossScale:
     """The scale of a loss, and how it changes.
 
     - `scale`: the factor of the loss. Pass it to the step.
-    - `growth`: by what it is multiplied after `interval` good steps in a row; `backoff`: after one that was not good.
+    - `growth`: the factor after `interval` good steps in a row; `backoff`: the factor after a step that was not good.
     - `good`: the number of good steps in a row so far.
 
     Bit for bit as `torch.amp.GradScaler` does on one device:
@@ -55,7 +55,7 @@ class LossScale:
     >>> loss_scale.scale, loss_scale.next(torch.tensor(False)).scale
     (2048.0, 1024.0)
 
-    Raise `InputError` for numbers with which the scale would not stay positive, grow and shrink.
+    Raise `InputError` for numbers with which the scale could not stay positive, grow and shrink.
     """
 
     scale: float = 2.0**16
@@ -81,7 +81,7 @@ class LossScale:
     def unscale(self, grads: State, donate: bool = False) -> State:
         """Return the gradients divided by the scale; in place, if `donate`.
 
-        Ask `fpipe.all_finite` before: a gradient that overflowed stays infinite.
+        Call `fpipe.all_finite` first: a gradient that overflowed stays infinite.
         """
         require_arguments(LossScale.unscale, locals())
         require_tensors("grads", grads)
@@ -114,11 +114,11 @@ MASTER = "master"
 def masters(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
     """Return an optimizer that updates parameters of lower precision through master copies of `dtype`.
 
-    The state of such a parameter has the slot `master`, from `init` on. Gradients are converted to `dtype`; they may
-    have it already. Parameters of `dtype`, and of more, are updated as they are. Bit for bit what a plain loop computes
+    The state of such a parameter has the slot `master`, from `init` on. Gradients are converted to `dtype` if
+    necessary. Parameters of `dtype` or of higher precision are updated directly. The bits are those of a plain loop
     that keeps `master = p.float()`, steps the optimizer on the masters, and copies them back.
 
-    What is donated is as for `optimizer`: if it updates in place, so does this.
+    If `optimizer` updates in place, so does the result.
 
     Raise `InputError` for a `dtype` that isn't of floating-point numbers, and for state without masters.
 

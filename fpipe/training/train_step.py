@@ -79,9 +79,9 @@ def train_step(
     parameters, the new state, and the norm of all gradients before clipping, which is `None` without `max_norm`. They
     are, bit for bit, those of `value_and_grad`, then `clip`, then `optimizer.update`.
 
-    - `optimizer`: a pair `(init, update)`, as `fpipe.optimizer` returns. The update of a parameter must depend on its
-      own gradient and state only, and all ranks must pass the same pair: they compare classes, options and groups, and
-      what the functions of a pair of your own hold.
+    - `optimizer`: a pair `(init, update)`, as returned by `fpipe.optimizer`. The update of a parameter must depend only
+      on its own gradient and state, and all ranks must pass the same pair: they compare classes, options and groups,
+      and the closures of your own functions.
     - `max_norm`: as in `fpipe.clip`. Stages are updated before the norm is known. If it turns out to exceed the limit,
       or isn't finite, all ranks do their updates again, with clipped gradients.
     - `outputs`, `record`, `aux`, `audit`: as in `value_and_grad`; the spans include those of updates, and updates are
@@ -93,8 +93,8 @@ def train_step(
 
     Under torch.distributed every rank must call this, and then the function, in the same order and with the same
     options. Raise what `value_and_grad` raises; and `InputError`, before anything is sent, for state or options that
-    the update refuses, or if it updates in place (`donate=True`) and there is a `max_norm`: it could not be undone. Nor
-    does an audit take updates in place, since it runs actions again with the old parameters.
+    the update rejects, or if it updates in place (`donate=True`) and there is a `max_norm`, because it could not be
+    undone. An audit does not take updates in place either, because it runs actions again with the old parameters.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe
@@ -233,8 +233,8 @@ class Updater(NamedTuple):
         new, _ = self.optimizer.update({name: torch.zeros_like(p)}, {name: slots}, {name: p}, **self.options)
         if kept is not None and new[name] is p:
             raise InputError(
-                "optimizer: got one that updates in place, expected one that leaves what it is passed as it is: "
-                f"{kept}. Leave out donate=True, or that."
+                f"optimizer: got one that updates in place, expected one that does not modify its arguments: {kept}. "
+                "Leave out donate=True, or that."
             )
 
 

@@ -119,8 +119,8 @@ def _require_optimizer(cls: object) -> None:
     needs = _list_needs(cls)
     if needs:
         raise InputError(
-            f"cls: got {cls.__name__}, whose step needs {needs}, expected an optimizer that updates from gradients "
-            "alone: it would run the model again inside of its step, and combine all parameters, which are on several "
+            f"cls: got {cls.__name__}, whose step needs {needs}, expected an optimizer that updates only from "
+            "gradients: it would run the model again inside its step, and combine all parameters, which are on several "
             "ranks. Choose a first-order optimizer, such as torch.optim.AdamW."
         )
 
@@ -162,11 +162,11 @@ def _require_independent(
     changed = [key for key in after if before.get(key) != after[key]]
     reason = ""
     if changed:
-        reason = f"changes its {changed[0]} in a step, which would be forgotten"
+        reason = f"changes its {changed[0]} in a step, which would be lost"
     elif {id(holder) for holder in instance.state} - {id(probe) for probe in probes}:
-        reason = "keeps state outside of parameters, which would be forgotten"
+        reason = "keeps state outside parameters, which would be lost"
     elif not same:
-        reason = "updates a parameter otherwise if there are others, of which a rank holds only some"
+        reason = "updates a parameter in a way that depends on others, and a rank holds only some of them"
     if reason:
         raise InputError(
             f"cls: got {type(instance).__name__}, which {reason}, expected an optimizer that updates each parameter "

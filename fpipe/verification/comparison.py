@@ -31,9 +31,9 @@ from fpipe.verification.reference import CopySum
 Pair: TypeAlias = tuple[str, Tensor | None, Tensor | None]
 """A leaf's name, and its value on either side."""
 SPLIT: Final = (
-    "See whether batch_dims splits every leaf into rows that belong together, whether the loss is a mean over equally "
-    "many rows or tokens in each microbatch (else choose weight or reduce of fpipe.Microbatching), and whether a layer "
-    "combines rows, as BatchNorm does."
+    "Check that batch_dims splits every leaf into rows that belong together, that the loss is a mean over the same "
+    "number of rows or tokens in each microbatch (if not, set weight or reduce of fpipe.Microbatching), and that no "
+    "layer combines rows, as BatchNorm does."
 )
 ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
 
@@ -41,9 +41,9 @@ ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
 class Verification(NamedTuple):
     """The number of leaves that `verify` found equal to the reference's, and to those of the user's module run eagerly.
 
-    `eager` is 0 if the model draws random numbers: eager dropout draws different ones. Gradients that are summed over
-    stages (`tied="sum"`) are compared with the reference only, since the eager model adds in another order. The
-    numbers are sums over all steps.
+    `eager` is 0 if the model draws random numbers, because eager dropout draws different ones. Gradients that are
+    summed over stages (`tied="sum"`) are compared only with the reference, because the eager model adds in another
+    order. The numbers are sums over all steps.
     """
 
     reference: int
@@ -159,7 +159,8 @@ def require_equal(got: Results, expected: Results, against: str, tolerance: floa
         if name.startswith("gradient ") and _layout(mine) != _layout(theirs):
             raise MismatchError(
                 f"{name}: got strides {mine.stride()}, expected {theirs.stride()}, as in {against}: sums over it, such "
-                "as its norm, may have other bits. Report this; until then, call .contiguous() on gradients."
+                "as its norm, may have other bits. Report this as a bug; until it is fixed, call .contiguous() on "
+                "gradients."
             )
     return count
 
@@ -177,7 +178,7 @@ def require_near(got: Results, whole: Results, outputs: Iterable[Pair], fraction
         largest = max([_magnitude(theirs) for *_, theirs in pairs if theirs is not None], default=0.0)
         for name, mine, theirs in pairs:
             if mine is None or theirs is None:
-                raise MismatchError(f"{name}: got it from microbatches or from the whole batch only. {SPLIT}")
+                raise MismatchError(f"{name}: got it only from microbatches, or only from the whole batch. {SPLIT}")
             same = mine.shape == theirs.shape
             far = _difference(mine, theirs) if same else float("nan")
             if not far <= fraction * largest:
@@ -206,8 +207,8 @@ def require_numbers(results: Results) -> None:
         values = None if tensor is None or isinstance(tensor, FakeTensor) else stored_values(tensor)
         if values is not None and values.is_floating_point() and values.numel() and bool(values.isnan().all()):
             raise MismatchError(
-                f"{name}: got nan on both sides, expected numbers: nan is nan however it was computed, so nothing was "
-                "compared. Pass parameters and a batch for which the loss is a number."
+                f"{name}: got nan on both sides, expected numbers: comparing nan with nan shows nothing. Pass "
+                "parameters and a batch for which the loss is a number."
             )
 
 

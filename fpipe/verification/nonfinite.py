@@ -33,6 +33,7 @@ from fpipe.runtime.contract import StageLike
 from fpipe.runtime.executor import ActionHandler, Execution, Inputs, Instruction, LinkedProgram
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.runtime.transport import Payload, Transport
+from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import ModelStage
 from fpipe.tensors import random
 from fpipe.tensors.names import accept_trees
@@ -48,8 +49,9 @@ Order: TypeAlias = tuple[int, ...]
 class NonFinite(NamedTuple):
     """The first thing in a step that is not finite.
 
-    - `rank`, `action`: who made it. The action is `None` for a parameter or a tensor of the batch, which come first.
-    - `leaf`: what it is: the loss, a value that leaves a stage, by the module that made it, or a gradient.
+    - `rank`, `action`: where it was made. The action is `None` for a parameter or a tensor of the batch, which come
+      first.
+    - `leaf`: the loss, a value that leaves a stage, by the module that made it, or a gradient.
     - `got`: `"nan"` or `"inf"`.
     """
 
@@ -64,9 +66,9 @@ class NonFinite(NamedTuple):
 
 
 def find_nonfinite(pipe: Pipeline) -> Callable[..., NonFinite | None]:
-    """Return the function that replays a step, and returns what first became infinite or nan in it.
+    """Return the function that replays a step, and returns the first infinite or nan value in it.
 
-    Call it once `fpipe.all_finite` has said no, or the loss is nan, with the arguments of that step: `params` and
+    If `fpipe.all_finite` returned false, or the loss is nan, call it with the arguments of that step: `params` and
     `buffers` as they were before it, the batch, `seed`, `scale` and `total`. It returns the same `NonFinite` on every
     rank, or `None` if loss and gradients of this step, without those of earlier ones, are finite. Under
     torch.distributed every rank must call this, and then the function. It costs one step, and modifies nothing.
@@ -183,7 +185,7 @@ class _CheckedExecution(Execution):
 
     def _list_made(self, action: Action, values: Payload) -> Iterator[tuple[str, Any]]:
         """Yield what an action made, with its name: values with a gradient, the loss, cotangents."""
-        stage, assembly = self._stage(action), self.plan.assemblies[action.microbatch]
+        stage, assembly = self._stage(action), self._cut(action)
         paths = {value: unit.path for unit in assembly.captured.units for value in unit.makes}
         if action.kind in FORWARDS:
             differentiable = {(one.source, value) for one in stage.pulled_by for value in one.values}
@@ -207,7 +209,10 @@ class _CheckedExecution(Execution):
                 yield f"grads[{name!r}]", grad
 
     def _stage(self, action: Action) -> ModelStage:
-        return self.plan.assemblies[action.microbatch].stages[action.stage]
+        return self._cut(action).stages[action.stage]
+
+    def _cut(self, action: Action) -> Assembly:
+        return self.plan.assemblies[action.microbatch * self.plan.slices + (action.slice or 0)]
 
     def _order(self, action: Action) -> Order:
         i = self.plan.copy * self.plan.microbatches + action.microbatch

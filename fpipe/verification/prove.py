@@ -49,10 +49,11 @@ NOISE: Final = 2.0**-10
 LISTED: Final = 4
 """The most results that a line of the page names."""
 ASSUMED: Final = (
-    "operators are functions of their arguments, of torch's settings, and of the generator's state where they draw",
-    "the batch decides nothing but through operators: shapes, numbers and branches are those of this batch",
-    "equal parts of the batch, and equal integer buffers, are not told apart; parameters and other buffers are",
-    "a message arrives as it was sent, and in every order of arrival the program's order of actions on a rank is kept",
+    "operators depend only on their arguments, on torch's settings, and on the generator's state if they draw",
+    "shapes, numbers in the code, and branches are those of this batch",
+    "equal parts of the batch count as the same input, and so do equal integer buffers; parameters and other buffers "
+    "differ",
+    "messages arrive unchanged, and each rank runs the program's actions in order, whatever the order of arrival",
 )
 
 
@@ -62,11 +63,11 @@ class Proof:
 
     - `reference`, `eager`: the leaves (loss, outputs, gradients, buffers) that are the same expression as in the loop
       on one device over the captured model, and over the user's own module; none there if random numbers are drawn.
-    - `unproved`: the other leaves, each with the action and the operator at which its expressions begin to differ. That
-      is no proof that bits differ.
-    - `operators`, `expressions`: how many ran in all three, and how many different ones there are.
-    - `microbatches`: how many the batch had, and how many the pipeline's schedule has. If these are more, its program
-      is shown to be whole on formulas of its stages, whose functions are those of the fewer ones.
+    - `unproved`: the other leaves, each with the action and the operator at which its expressions begin to differ. The
+      bits may still be equal.
+    - `operators`, `expressions`: the number of operators that ran in all three, and of different expressions.
+    - `microbatches`: the number in the batch, and in the pipeline's schedule. If these are more, the program is checked
+      on formulas of its stages, whose functions are the same.
     """
 
     reference: tuple[str, ...]
@@ -84,9 +85,9 @@ class Proof:
     def __str__(self) -> str:
         """Return a page: claims, what could not be proved, and assumptions."""
         lines = [
-            f"{len(self.reference)} results of a step are, for every input, those of the captured model on one device",
-            f"{len(self.eager)} of them those of your module run eagerly"
-            + ("" if self.eager or self.unproved else ": it draws random numbers, so it was not compared"),
+            f"{len(self.reference)} results of a step equal those of the captured model on one device, for every input",
+            f"{len(self.eager)} of them also equal those of your module run eagerly"
+            + ("" if self.eager or self.unproved else " (not compared: it draws random numbers)"),
             f"{self.operators} operators ran, of {self.expressions} expressions, in {self._describe_microbatches()}",
             *self._describe_differences(),
             "assumed:",
@@ -107,7 +108,7 @@ class Proof:
         ran, scheduled = self.microbatches
         if ran == scheduled:
             return f"{ran} microbatches"
-        return f"{ran} microbatches; the program of all {scheduled} is whole on formulas of the same stages"
+        return f"{ran} microbatches; formulas show the same for all {scheduled} microbatches of the program"
 
 
 @showing("prove")
@@ -122,16 +123,16 @@ def prove(
 ) -> Proof:
     """Prove that a step of the pipeline computes what one device does, for every value of parameters and inputs.
 
-    Loss, outputs, gradients and buffers are compared as expressions: the same operators, of the same operands, sums in
-    the same order, random numbers from the same state of the generator. So biases that two stages exchange are found
-    even where both are zero. The step runs with parameters and buffers close to the model's, all different.
+    Loss, outputs, gradients and buffers are compared as expressions: the same operators on the same operands, sums in
+    the same order, random numbers from the same state of the generator. So it detects biases that two stages have
+    swapped, even if both are zero. The step runs with parameters and buffers close to the model's, all different.
 
-    `print(proof)` is a page with what is proved, what could not be, and what is assumed. Takes a few times as long as
-    `fpipe.verify`, which compares bits; run both.
+    `print(proof)` lists what is proved, what could not be proved, and what is assumed. This takes a few times as long
+    as `fpipe.verify`, which compares bits; run both.
 
     A model on the meta device, of any size, is proved without values: nothing is computed. A batch of a few rows is
-    enough, since a step with fewer microbatches has the same stages; the schedule's own program is then shown to be
-    whole on formulas.
+    enough, because a step with fewer microbatches has the same stages; the schedule's own program is then checked on
+    formulas.
 
     With an `optimizer`, parameters and its state are compared, too, after each of two training steps
     (`fpipe.train_step`).
@@ -140,7 +141,7 @@ def prove(
     agreement on what was proved; a message arrives as it was sent, by assumption.
 
     Raise `InputError` for a mesh of processes, for a pipeline on an accelerator or with DTensors, for a model on meta
-    that asks for values, and for what `verify` refuses.
+    that reads values, for slices, and for arguments that `verify` rejects.
 
     >>> import torch, fpipe
     >>> from schedules import zb_h1
@@ -239,7 +240,7 @@ def _refusing_questions() -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InputError(
             f"model: got one on meta that asks for the values of a tensor ({error}), expected one that does not, or "
-            "one with values. Prove a smaller one of its kind, with values."
+            "one with values. Prove a smaller model of the same kind, with values."
         ) from error
 
 
@@ -314,7 +315,12 @@ def _play_here(pipe: Pipeline) -> Pipeline:
 
 
 def _require_provable(pipe: Pipeline) -> None:
-    """Raise `InputError` unless the pipeline computes on the CPU, on plain tensors."""
+    """Raise `InputError` unless the pipeline computes whole microbatches on the CPU, on plain tensors."""
+    if pipe.schedule.slices > 1:
+        raise InputError(
+            f"pipe: got one of {pipe.schedule.slices} slices, expected whole microbatches: the loop over slices is not "
+            "an expression of the model. Call fpipe.verify, which compares bits."
+        )
     if pipe.device.type != "cpu":
         raise InputError(
             f"pipe: got one on {pipe.device}, expected one on the CPU: inputs are known by their bytes. Build it again "

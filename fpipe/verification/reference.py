@@ -12,7 +12,7 @@ Runs in every step of the function that `reference` returns, and when `verify` i
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from operator import add
@@ -69,38 +69,52 @@ def run_on_one_device(
     whole = plan.assembly.whole
     state, last = tuple(buffers[name] for name in whole.buffers), params[0]
     leaves = whole.leaves(last)
-    stated = {name: iter(by_stage) for name, by_stage in (orders or find_orders(plan)).items()}
-    alone = plan.copies.count == 1
+    alone, slices = plan.copies.count == 1, plan.slices
     earlier = dict(onto) if alone else {}
-    sums = [CopySum(plan, next(stated[name]), earlier.pop(name, None), first.get(name)) for name in whole.grads]
+    sums = {
+        name: [CopySum(plan, order, earlier.pop(name, None), first.get(name)) for order in by_stage]
+        for name, by_stage in (orders or find_orders(plan)).items()
+    }
+    places = _places_of_terms(whole.grads, sums)
     results = {}
-    for i, cut in enumerate(plan.assemblies):
+    for i, cut in enumerate(plan.lasts):
         if params[i] is not last:
             last, leaves = params[i], whole.leaves(params[i])
         inputs = tuple(batch[leaf][i] for leaf in cut.whole.batch)
         results[i], state, residuals = cut.whole.forward(leaves, state, inputs, keys[i])
         nothing = (None,) * len(whole.grads)
         grads = nothing if i in skips else cut.whole.backward(residuals, start)[1]
-        for terms, grad in zip(sums, grads, strict=True):
-            terms.add(i, grad)
-    totals = defaultdict[str, list[Tensor]](list)
-    for name, terms in zip(whole.grads, sums, strict=True):
-        total = terms.total()
-        if total is not None:
-            totals[name].append(total)
-    return results, state, {name: reduce(add, by_stage) for name, by_stage in totals.items()}
+        for (terms, k), grad in zip(places, grads, strict=True):
+            terms.add(i * slices + k, grad)
+    totals = {
+        name: [total for one in by_stage if (total := one.total()) is not None] for name, by_stage in sums.items()
+    }
+    return results, state, {name: reduce(add, totals[name]) for name in dict.fromkeys(whole.grads) if totals[name]}
+
+
+def _places_of_terms(names: Sequence[str], sums: Mapping[str, Sequence[CopySum]]) -> list[tuple[CopySum, int]]:
+    """Return the sum that each gradient of the uncut model is a term of, and the slice that it is of.
+
+    A name comes once for each sum of its gradients over stages, and then again for each later slice.
+    """
+    found, seen = list[tuple[CopySum, int]](), Counter[str]()
+    for name in names:
+        k, number = divmod(seen[name], len(sums[name]))
+        found.append((sums[name][number], k))
+        seen[name] += 1
+    return found
 
 
 class CopySum:
     """A sum over the copies of a pipeline: over the replicas of each copy, the shards of each group, then groups."""
 
     def __init__(self, plan: StepPlan, orders: Orders, onto: Tensor | None = None, first: Tensor | None = None) -> None:
-        self.count, self.shards = plan.microbatches, plan.copies.shards
+        self.count, self.shards = plan.microbatches * plan.slices, plan.copies.shards
         starts = [first if onto is None else onto, *[first] * (len(orders) - 1)]
         self.parts = [list(map(OrderedSum, orders, starts)) for _ in range(plan.copies.count)]
 
     def add(self, i: int, term: Tensor | None) -> None:
-        """Add the term of microbatch `i` of the whole batch, or `None` for no term."""
+        """Add the term of microbatch `i` of the whole batch, or slice of one, or `None` for no term."""
         copy, own = divmod(i, self.count)
         next(part for part in self.parts[copy] if own in part.order).add(own, term)
 
@@ -147,19 +161,20 @@ def _add(total: Tensor | None, term: Tensor | None) -> Tensor | None:
 
 
 def find_orders(plan: StepPlan, schedule: Schedule | None = None, batch: int = 0) -> dict[str, list[Orders]]:
-    """Return the order in which microbatches are added to each gradient.
+    """Return the order in which microbatches, or slices of them, are added to each gradient.
 
-    Per parameter, for each stage that computes a gradient of it, and each replica of that stage: the microbatches of a
-    copy in order. If the plan is for one `batch` of many, `schedule` is that of all.
+    Per parameter, for each stage that computes a gradient of it, and each replica of that stage: the units of a copy in
+    order. If the plan is for one `batch` of many, `schedule` is that of all.
     """
     schedule = schedule or plan.program.schedule
+    slices = plan.slices
     first, count = batch * plan.microbatches, plan.microbatches
     rows = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
     found = defaultdict[str, list[Orders]](list)
     for stage in plan.assembly.stages:
         order = [
             [
-                a.microbatch - first
+                (a.microbatch - first) * slices + (a.slice or 0)
                 for a in rows[rank]
                 if a.stage == stage.index and KINDS[a.kind].after == "done" and 0 <= a.microbatch - first < count
             ]
@@ -205,11 +220,11 @@ def make_reference_step(pipe: Pipeline, variant: Variant, aux: Aux = NO_AUX) -> 
             parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
             whole = plan.assembly.whole
             skips = find_skips(batch)
-            begins = what.sums is not None or len(skips) == len(plan.assemblies)
+            begins = what.sums is not None or len(skips) == len(plan.lasts)
             first = dict(zip(whole.grads, map(negative_zeros, whole.totals), strict=True)) if begins else {}
-            keys, start = make_keys(plan, seed), start_backward([[whole]], scale).get((0, 0), ())
+            keys, start = make_keys(plan, seed)[:: plan.slices], start_backward([[whole]], scale).get((0, 0), ())
             with wait_for_turn(), random.preserve_generators(plan.generators):
-                whole_params = [params] * len(plan.assemblies)
+                whole_params = [params] * len(plan.lasts)
                 results, state, made = run_on_one_device(
                     plan, whole_params, buffers, parts, keys, skips, sums, first, start
                 )
@@ -227,7 +242,7 @@ def require_whole_batches(pipe: Pipeline) -> None:
     """Raise `InputError` for a pipeline whose processes are passed the rows of their own copy only."""
     if pipe.copies.own_rows and pipe.copies.count > 1:
         raise InputError(
-            "pipe: got rows='own', expected rows='whole': one device runs the whole batch, which no process is passed. "
+            "pipe: got rows='own', expected rows='whole': one device runs the whole batch, but no process gets it. "
             "Build it with fpipe.Place(rows='whole') to compare."
         )
 

@@ -40,9 +40,10 @@ from schedules.endless import lengthen
 def reference_stream(
     pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | None = None
 ) -> Callable[..., Stream]:
-    """Return what `train_stream` returns, on one device: a plain loop over the captured, uncut model, as late.
+    """Return what `train_stream` returns, on one device: a plain loop over the captured, uncut model, with the same
+    delays.
 
-    On any rank, the function takes all parameters and buffers of the model and the whole batches, which it lists before
+    On any rank, the function takes all parameters and buffers of the model and the whole batches, which it reads before
     it begins. Raise `InputError` for other arguments.
 
     >>> import torch, fpipe

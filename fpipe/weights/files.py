@@ -44,8 +44,8 @@ def as_path(path: AnyPath) -> Path:
         pass  # it may be made, or nothing is there
     except (OSError, UnicodeError) as error:
         raise InputError(
-            f"path: got {quote(path)}, which no file can have ({type(error).__name__}), expected the path of one. "
-            "Correct it."
+            f"path: got {quote(path)}, which is not a valid path ({type(error).__name__}), expected the path of a "
+            "file. Correct it."
         ) from error
     return Path(path)
 
@@ -140,7 +140,7 @@ def join_inside(home: Path, name: object, where: str) -> Path:
     parts = PurePosixPath(name).parts if isinstance(name, str) and "\0" not in name and "\\" not in name else ()
     if not parts or ".." in parts or PurePosixPath(*parts).is_absolute():
         raise InputError(
-            f"{where}: got the file name {quote(name)}, expected one inside of {home}. Fetch the files again, or name "
+            f"{where}: got the file name {quote(name)}, expected one inside {home}. Download the files again, or name "
             "them yourself."
         )
     return home.joinpath(*parts)

@@ -108,8 +108,8 @@ def read_index(path: Path) -> Mapping[str, object]:
     found = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(found, dict):
         raise InputError(
-            f"{path}: got {quote(index)}, expected an index with a weight_map, a dict from names to files. Fetch the "
-            "file again."
+            f"{path}: got {quote(index)}, expected an index with a weight_map, a dict from names to files. Download "
+            "the file again."
         )
     return found
 
@@ -188,8 +188,8 @@ def require_savable(where: str, tensor: Tensor) -> None:
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
         kind = "a nested tensor" if tensor.is_nested else f"a tensor on {tensor.device} of layout {tensor.layout}"
         raise InputError(
-            f"{where}: got {kind}, expected a dense one with values. "
-            "Pass tensor.to_dense(), and make what is on the meta device first."
+            f"{where}: got {kind}, expected a dense one with values. Pass tensor.to_dense(); give tensors on the meta "
+            "device values first."
         )
 
 
@@ -223,5 +223,5 @@ def wrap_read_errors(path: Path) -> Iterator[None]:
         got = printable(str(error).partition("\n")[0])
         raise InputError(
             f"{path}: got {type(error).__name__}: {got}, expected a complete safetensors file or index. Check the "
-            "path, and fetch the file again if it is cut off."
+            "path, and download the file again if it is truncated."
         ) from error

@@ -99,8 +99,8 @@ def require_state_names(wanted: Iterable[str], params: dict[str, Tensor], buffer
     missing = [name for name in wanted if name not in params and name not in buffers]
     if missing:
         raise InputError(
-            f"params, buffers: got none of {missing}, expected them: in eval mode, stages of this rank read them, in "
-            "train mode those of another. Cut the model where both modes call the same modules."
+            f"params, buffers: got none of {missing}, expected them: in eval mode, stages of this rank read them, but "
+            "in train mode, stages of another rank do. Cut the model where both modes call the same modules."
         )
 
 
@@ -162,7 +162,7 @@ def require_recordable(leaves: Mapping[str, object], what: str = "") -> None:
             where = f"{what}[{name!r}]" if what else name
             raise InputError(
                 f"{where}: got a tensor that was made in torch.inference_mode, expected a plain one: a training step "
-                "keeps it for the backward. Make it outside of inference mode, or pass its clone()."
+                "keeps it for the backward. Make it outside inference mode, or pass its clone()."
             )
 
 

@@ -69,9 +69,9 @@ def _complete_times(stage: int, times: Times, backward: bool) -> Times:
     whole = times.get("B", halves)
     if forward is None or (whole is None and backward):
         raise TimelineError(
-            f"stage {stage}: got spans of {sorted(times) or 'nothing'}, expected a forward"
-            f"{' and a backward' if backward else ''} of every stage. Pass one timeline of all ranks, as "
-            "fpipe.timeline makes it from what each of them recorded in a step."
+            f"stage {stage}: got spans of {sorted(times) or 'nothing'}, expected a "
+            f"forward{' and a backward' if backward else ''} of every stage. Pass one timeline of all ranks, as "
+            "returned by fpipe.timeline."
         )
     if whole is None:
         return {"F": forward, **times}

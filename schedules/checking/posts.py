@@ -80,5 +80,8 @@ def _explain_deadlock(rank: _Poster, other: Callable[[_Poster], _Poster]) -> Sch
     at = next((k for k, one in enumerate(cycle) if one.action != one.message), 0)
     rank, waits = cycle[at], [f"rank {one.rank} at {one.action}" for one in [*cycle[at:], *cycle[:at]]]
     problem = f"would never end on a device that does one thing at a time: {', '.join(waits)} wait for each other"
-    repair = "Post it after what its message depends on, and the transfers of all ranks in one order, as lower() does."
+    repair = (
+        "Post it after the actions that its message depends on, and the transfers of all ranks in one order, as "
+        "lower() does."
+    )
     return ScheduleError("posts", rank.rank, rank.position, rank.action, problem, repair)

@@ -92,8 +92,8 @@ def _describe_device(one: Subject, schedule: Schedule) -> str:
     try:
         check(one.program or lower(schedule, schedule.graph), device=True)
     except ScheduleError as violation:
-        return f"every rule holds, but it may hang on an accelerator: {violation}"
-    return "every rule holds, and it ends on accelerators, too"
+        return f"correct, but it may hang on an accelerator: {violation}"
+    return "correct, and it can't hang on an accelerator"
 
 
 def _find_faster(schedule: Schedule, costs: Costs) -> Iterator[list[str]]:

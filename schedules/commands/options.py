@@ -42,7 +42,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
             default = _FOLLOWS.get(field.name, "that of F") if field.default is None else field.default
             words = f"{KINDS[field.name].meaning}; default {default}"
             costs.add_argument(f"--{field.name}", type=_parse_cost, metavar="TIME", help=words)
-    lengths = "how many times as long the passes of each microbatch take: 4,2,1,1"
+    lengths = "relative times of the microbatches: 4,2,1,1"
     costs.add_argument("--lengths", type=_parse_cost, metavar="TIMES", help=lengths)
     links = parser.add_argument_group("transfers between ranks: a time, or latency + bytes / bandwidth")
     for name in ("comm", *LINK):
@@ -60,11 +60,11 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 def add_files(parser: argparse.ArgumentParser, csv: bool = True) -> None:
     """Add the options for files to write."""
     parser.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
-    parser.add_argument("--pdf", metavar="FILE", help="write that picture for print")
+    parser.add_argument("--pdf", metavar="FILE", help="write that picture for printing")
     parser.add_argument("--tikz", metavar="FILE", help="write it for LaTeX")
     style = parser.add_argument_group("the style of these pictures")
     style.add_argument(
-        "--window", type=_parse_window, default=(0.0, inf), metavar="BEGIN,END", help="show this time only"
+        "--window", type=_parse_window, default=(0.0, inf), metavar="BEGIN,END", help="show only this part of the time"
     )
     style.add_argument("--labels", choices=("full", "microbatch", "none"), default="full")
     style.add_argument("--palette", choices=("color", "gray"), default="color")
@@ -87,7 +87,7 @@ def subject_of(options: argparse.Namespace) -> Subject:
         raise UsageError(f"got {names}, expected one schedule. Use compare for several.")
     if options.words[0].endswith(".csv"):
         for size in _sizes(options):
-            raise UsageError(f"got --{size}, expected no sizes: {options.words[0]} has its own. Drop it.")
+            raise UsageError(f"got --{size}, expected no sizes: {options.words[0]} has its own. Remove it.")
     return found[0]
 
 

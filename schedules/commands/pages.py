@@ -25,7 +25,7 @@ def add_page(parser: argparse.ArgumentParser) -> None:
     """Add the options of `page`."""
     parser.add_argument("--output", default="schedule.html", metavar="FILE", help="default schedule.html")
     parser.add_argument(
-        "--memory", type=parse_number, default=inf, metavar="X", help="the most that a rank may hold, drawn as a line"
+        "--memory", type=parse_number, default=inf, metavar="X", help="the memory limit of a rank, drawn as a line"
     )
     measured = "a trace of a step, written with microseconds=1e6; without times, the prediction uses the measured ones"
     parser.add_argument("--measured", metavar="FILE", help=measured)

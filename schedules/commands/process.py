@@ -40,7 +40,7 @@ def run_command(name: str, work: Callable[[], int]) -> int:
         where = _find_users_line(error)
         if where is None:
             raise
-        return _complain(name, f"{where}: got {describe_error(error)}, expected a file that runs. Repair it.")
+        return _complain(name, f"{where}: got {describe_error(error)}, expected a file that runs. Fix it.")
 
 
 def _complain(name: str, text: str, code: int = 2) -> int:

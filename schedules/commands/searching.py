@@ -21,7 +21,7 @@ from schedules.status import say, showing
 def add_search(parser: argparse.ArgumentParser) -> None:
     """Add the options for `report_search`."""
     limits = parser.add_argument_group("search")
-    memory = "the most that a rank may hold, in the units of `peak memory`; default: what the schedule holds"
+    memory = "the memory limit of a rank, in the units of `peak memory`; default: the peak of the schedule"
     limits.add_argument("--memory", type=parse_number, metavar="X", help=memory)
     limits.add_argument("--whole", action="store_true", help="do not split backwards")
     limits.add_argument("--seconds", type=parse_number, default=60.0, metavar="X", help="default 60")
@@ -61,12 +61,8 @@ def _require_comparable(schedule: Schedule) -> None:
     """Raise `SizeError` for a schedule with slices or recomputation: what is found could not be compared with it."""
     kinds = {action.kind for rank in range(schedule.ranks) for action in schedule.actions(rank)}
     if schedule.slices > 1 or "R" in kinds:
-        expected = (
-            "one with neither slices nor recomputation, which a search does not know and its bound does not cover"
-        )
-        raise SizeError.of(
-            "search", "NAME", schedule, expected, "Name it without, and say how much memory: --memory X."
-        )
+        expected = "one without slices and recomputation, which the search and its bound do not support"
+        raise SizeError.of("search", "NAME", schedule, expected, "Leave them out, and pass the memory: --memory X.")
 
 
 def _say_progress(progress: SearchProgress) -> None:

@@ -75,7 +75,7 @@ def text(
     )
 
 
-_CHAIN = "\nThis is along a chain of stages. For another stage graph, print connect(schedule, graph)."
+_CHAIN = "\nThis is for a chain of stages. For another stage graph, print connect(schedule, graph)."
 
 
 def texts(timelines: Mapping[str, Iterable[Span]], columns: int | None = None, paint: Paint = plain) -> str:
@@ -107,7 +107,9 @@ def _choose_columns(function: str, columns: int | None) -> int:
         is_terminal = sys.stdout is not None and sys.stdout.isatty()
         return max(1, get_terminal_size().columns) if is_terminal else sys.maxsize
     if columns < 1:
-        raise SizeError.of(function, "columns", columns, "an integer of at least 1", "Leave it out for those that fit.")
+        raise SizeError.of(
+            function, "columns", columns, "an integer of at least 1", "Leave it out to use the width that fits."
+        )
     return columns
 
 
@@ -188,7 +190,7 @@ def _draw_timeline(drawn: Strip, grid: _Grid, error: ScheduleError | None) -> li
     if cells > MOST_CELLS:
         raise TimelineError(
             f"got a timeline of {drawn.duration / grid.unit:g} cells for each of {drawn.ranks} ranks, expected at most "
-            f"{MOST_CELLS} in all. Choose costs of one order of magnitude, or draw an SVG."
+            f"{MOST_CELLS} in all. Choose costs of the same order of magnitude, or draw an SVG."
         )
     for rank, row in enumerate(drawn.spans):
         lines = _draw_rank(drawn, row, grid)

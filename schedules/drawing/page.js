@@ -601,8 +601,8 @@ function showControls() {
   const legend = {
     kind: Object.entries(KINDS).filter(([kind]) => used.has(kind)).map(([, one]) => [one.color, one.name, one.letter]),
     stage: [[STAGES[0], "one hue per stage, dark backwards"]],
-    change: [[EARLIER, "earlier than in the other"], [SAME, "as early"], [LATER, "later"],
-      [INK, "below: after another action"]],
+    change: [[EARLIER, "earlier than in the other"], [SAME, "at the same time"], [LATER, "later"],
+      [INK, "bar below: after a different action"]],
   }[view.color];
   const add = (shown, ...entry) => shown && legend.push(entry);
   add(view.color === "kind" && panels.some((panel) => panel.several), "#ffffff", "lighter: a later stage of the rank");
@@ -610,7 +610,7 @@ function showControls() {
   add(view.transfers, FLIGHT, "waits for a transfer");
   add(view.memory, HELD, "memory held; the mark is its peak, the line its cap");
   add(view.path, DATA.marked, "critical path");
-  add(panels.some((panel) => panel.plan.bound), BOUND, "dashed: no order takes less");
+  add(panels.some((panel) => panel.plan.bound), BOUND, "dashed: the lower bound");
   element("legend").replaceChildren(...legend.map(([color, words, letter = ""]) => {
     const entry = document.createElement("span"), sample = document.createElement("i");
     sample.style.background = color;
@@ -692,11 +692,11 @@ function explain(panel, a) {
   const idle = a.start - ready, least = ROUNDING * Math.abs(a.start), lines = [], { by, what } = cause;
   const late = Math.max(0, Math.min(cause.sent, a.start) - ready);
   const flight = Math.max(0, cause.here - Math.max(cause.sent, ready)), rest = idle - late - flight;
-  if (idle > least && !what) lines.push(`idle ${show(idle)} before it, and nothing that it waits for`);
+  if (idle > least && !what) lines.push(`idle ${show(idle)} before it, without waiting for anything`);
   if (idle > least && what) {
     const awaited = PAYLOAD[what] ? `the ${PAYLOAD[what]} of ${by.text} from rank ${by.rank}` : by.text;
     lines.push(`idle ${show(idle)} before it: waits for ${awaited}: ${show(late)} until it is made, ` +
-      `${show(flight)} in transfer${rest > least ? `, and ${show(rest)} besides` : ""}`);
+      `${show(flight)} in transfer${rest > least ? `, and ${show(rest)} for other reasons` : ""}`);
   }
   panel.chain(a, 7).reverse().slice(0, 6).forEach((one, k) => {
     const why = one.cause, more = k === 5 && why?.by.cause ? ", and so on" : "";
@@ -714,12 +714,12 @@ function describeHit({ panel, a, gap: next, transfer, rank, time }) {
     return [`${PAYLOAD[what]} of ${by.text}: rank ${by.rank} to rank ${to.rank}, for ${to.text}`,
       `${show(sent - panel.begin)} to ${show(here - panel.begin)}, takes ${show(here - sent)}`];
   }
-  if (time === undefined && !next) return [`rank ${rank} has nothing left to do`];
+  if (time === undefined && !next) return [`rank ${rank} has finished`];
   if (time === undefined) return [`rank ${rank} is idle`, ...explain(panel, next)];
   const { times, levels, peak, at } = panel.memory[rank], cap = panel.plan.caps[rank];
   const held = levels[times.findLastIndex((one) => one <= time)] ?? panel.plan.weights[rank];
   return [`rank ${rank} holds ${hold(held)} at ${show(time - panel.begin)}`,
-    `peak ${hold(peak)} at ${show(at - panel.begin)}${cap === null ? "" : `, may hold ${hold(cap)}`}`];
+    `peak ${hold(peak)} at ${show(at - panel.begin)}${cap === null ? "" : `, limit ${hold(cap)}`}`];
 }
 
 function showTip(x, y) {

@@ -105,7 +105,9 @@ def draw(
     """
     require_types(draw, locals())
     if width is not None and not 0 < width < inf:
-        raise SizeError.of("draw", "width", width, "a number of pixels above 0", "Leave it out for one that fits.")
+        raise SizeError.of(
+            "draw", "width", width, "a number of pixels above 0", "Leave it out to use a width that fits."
+        )
     strips = {name: make_strip(spans) for name, spans in timelines.items()}
     begin, end = style.window
     duration = min(end, max((drawn.duration for drawn in strips.values()), default=0)) - begin
@@ -265,7 +267,7 @@ def _draw_legend(
     if any(len(stages) > 1 for drawn in strips for stages in drawn.stages):
         entries.append(("", ("", 0), f"{'longer bar' if gray else 'lighter'}: a later stage of the rank"))
     if memory:
-        entries.append((HELD, ("", 0), "memory held, and the most of it"))
+        entries.append((HELD, ("", 0), "memory held, and its peak"))
     x, y, drawn = 0.0, 0.0, list[Drawn]()
     for color, frame, words in entries:
         wide = 18 + 24 + len(words) * GLYPH * 11

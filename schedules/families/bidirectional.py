@@ -23,7 +23,7 @@ from schedules.playing.board import sum_replicas
 def _require_even(factory: str) -> Callable[..., None]:
     def require(ranks: int, microbatches: int) -> None:
         if ranks % 2:
-            reason = "an even number: with an odd one, the two directions need every rank at the same times"
+            reason = "an even number: with an odd one, both directions would need every rank at the same time"
             raise SizeError.of(factory, "ranks", ranks, reason, f"Choose ranks={ranks + 1}.")
 
     return require

@@ -67,7 +67,9 @@ def _gis_memory(rank: int, ranks: int, microbatches: int, chunks: int, group: in
 def _require_group(ranks: int, microbatches: int, chunks: int, group: int) -> None:
     if not is_size(group, (ranks + 1) // 2):
         expected = f"an integer of at least {(ranks + 1) // 2}: half of the ranks, so that none waits forever"
-        raise SizeError.of("gis", "group", group, expected, f"Choose group={ranks}, which makes ranks idle least.")
+        raise SizeError.of(
+            "gis", "group", group, expected, f"Choose group={ranks}, with which ranks are idle the least."
+        )
 
 
 @schedule(placement=looped, limits=Limits(memory=_interleaved_memory))

@@ -53,7 +53,9 @@ def spell_call(schedule: Schedule) -> dict[str, Any]:
     {'schedule': 'one_f_one_b', 'arguments': {'ranks': 2, 'microbatches': 4}}
     """
     if schedule.graph is not None:
-        raise TableError(f"schedule: got one for {schedule.graph}, expected the chain of stages. Save its graph apart.")
+        raise TableError(
+            f"schedule: got one for {schedule.graph}, expected the chain of stages. Save its graph separately."
+        )
     name = schedule.factory.__name__
     if _factories().get(name) is not schedule.factory:
         rows = tuple(own(schedule, rank) for rank in range(schedule.ranks))

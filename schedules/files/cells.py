@@ -192,5 +192,5 @@ def _write_cell(rank: int, action: Action) -> str:
     return f"{stage}{kind.replace('WAIT', 'WAIT_SEND')}{microbatch}"
 
 
-_NO_WORD = "torch.distributed.pipelining cannot read it. Write it in our own notation."
+_NO_WORD = "torch.distributed.pipelining cannot read it. Write it in the notation `own`."
 _LONE = re.compile(r"[0-9]+OVERLAP_F[0-9]+")

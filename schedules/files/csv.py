@@ -77,7 +77,7 @@ def _infer_placement(ranks: int, homes: Homes) -> Placement:
     for rank in range(ranks):
         if rank not in busy:
             raise TableError(
-                f"line {rank + 1}: got no action, expected at least one: every rank holds a stage. Drop the line."
+                f"line {rank + 1}: got no action, expected at least one: every rank holds a stage. Remove the line."
             )
     stages = sorted({stage for stage, _ in homes})
     for stage, found in enumerate(stages):
@@ -277,8 +277,8 @@ def _open_text(file: File) -> AbstractContextManager[TextIO]:
     if isinstance(file, str | os.PathLike):
         if not stat.S_ISREG(os.stat(file).st_mode) and not os.path.isdir(file):
             raise TableError(
-                f"{printable(os.fspath(file))}: got what is no regular file, expected one: a pipe may never end. Check "
-                "the path, or pass an open file."
+                f"{printable(os.fspath(file))}: got something other than a regular file, expected one: a pipe may "
+                "never end. Check the path, or pass an open file."
             )
         return open(file, encoding="ascii", errors="backslashreplace", newline="")
     return nullcontext(file)

@@ -61,7 +61,8 @@ def layout_schedule(layout: str, ranks: int, microbatches: int) -> Schedule:
     stages = read_layout(layout)
     if ranks < 1 or len(stages) % ranks:
         raise TableError(
-            f"layout: got {len(stages)} stages for {ranks} ranks, expected as many for each rank. Add or drop a bar."
+            f"layout: got {len(stages)} stages for {ranks} ranks, expected the same number for each rank. Add or "
+            "remove a bar."
         )
     chunks = len(stages) // ranks
     if chunks == 1:

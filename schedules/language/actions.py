@@ -60,10 +60,10 @@ class Kind(NamedTuple):
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "F": Kind("forward", "", "forward", "F", True),
-        "B": Kind("full backward: gradients of inputs and of weights", "forward", "done", "B", True),
+        "B": Kind("unsplit backward: gradients of inputs and of weights", "forward", "done", "B", True),
         "I": Kind("input half of the backward: gradients of inputs", "forward", "halved", "B", True),
         "W": Kind("weight half of the backward: gradients of weights", "halved", "done"),
-        "C": Kind("checkpointed forward: keeps its inputs only", "", "kept", "F", True),
+        "C": Kind("checkpointed forward: keeps only its inputs", "", "kept", "F", True),
         "R": Kind("recomputation of a checkpointed forward, for its backward", "kept", "forward", reads=True),
         "OVERLAP_F": Kind("forward, overlapped with the backward after it", "", "forward", "F", True),
         "G": Kind("sum of the gradients of all replicas of the stage, each up to its last microbatch"),

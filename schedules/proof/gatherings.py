@@ -28,7 +28,7 @@ class Gatherings:
         expected = next(islice(numbers, self.gathered[s, rank], None))
         if self._current(s, rank) or (s, rank) in self.whole or number != expected:
             repair = "Gather a stage before its first pass, and only while it is not gathered; count its gatherings."
-            raise self.store.error(rank, "gathers weights that are there, or has the wrong number", repair)
+            raise self.store.error(rank, "gathers weights that are already gathered, or has the wrong number", repair)
         self.gathered[s, rank] += 1
         self.store.put(rank, formula("weights", s), Parcel("weights", s, s, number))
 
@@ -36,7 +36,9 @@ class Gatherings:
         """Take the weights away. Raise `ProgramError` if they are not there."""
         parcel = Parcel("weights", action.stage, action.stage, action.microbatch)
         if parcel not in self.store.parcels[rank]:
-            raise self.store.error(rank, "frees weights that are not there", "Free each gathering once, by its number.")
+            raise self.store.error(
+                rank, "frees weights that are not gathered", "Free each gathering once, by its number."
+            )
         del self.store.parcels[rank][parcel]
 
     def read(self, rank: int, s: int) -> None:
@@ -44,7 +46,7 @@ class Gatherings:
         if not self.gathered[s, rank]:
             self.whole.add((s, rank))
         elif not self._current(s, rank):
-            raise self.store.error(rank, "reads weights that are not there", "Gather them before it.")
+            raise self.store.error(rank, "reads weights that are not gathered", "Gather them before it.")
 
     def write(self, rank: int, s: int) -> None:
         """Update the shards. Raise `ProgramError` if that leaves gathered weights out of date."""

@@ -241,7 +241,9 @@ class Interpreter:
                     yield parcel
         self.weights.write(rank, t)
         if not self.sums.update(action.stage, rank, action.microbatch):
-            problem = "applies gradients that are not there, a part of a reduced sum, or gradients that were applied"
+            problem = (
+                "applies gradients that do not exist, a part of a reduced sum, or gradients that were already applied"
+            )
             repair = "Update once, after the backwards of these microbatches; once, with all, if they are reduced."
             raise self.store.error(rank, problem, repair)
 

@@ -39,7 +39,7 @@ class Transfers:
             self.store.put(rank, gradient, parcel)
         if parcel not in parcels or action in self.sent[rank]:
             repair = "Send each value once, after the action that makes it."
-            raise self.store.error(rank, "sends what is not there, or sends it again", repair)
+            raise self.store.error(rank, "sends a value that does not exist, or sends it again", repair)
         self.sent[rank].add(action)
         self._deliver(self.links.send((rank, self._find_target(rank, parcel)), action, parcels.pop(parcel)))
 

@@ -65,8 +65,8 @@ class SearchResult:
     def __str__(self) -> str:
         state = "" if self.complete else ", stopped early"
         return (
-            f"makespan {self.makespan:g}, at most {100 * self.gap:.2f} % above the best possible, from {self.origin}"
-            f"{state}\nno schedule takes less than {self.bound.makespan:g}: {self.bound.because}"
+            f"makespan {self.makespan:g}, at most {100 * self.gap:.2f} % above the best possible, from "
+            f"{self.origin}{state}\nno schedule takes less than {self.bound.makespan:g}: {self.bound.because}"
         )
 
 
@@ -227,7 +227,7 @@ def _no_room(problem: Problem, instance: Instance) -> SizeError:
     """Return the error if not even one microbatch at a time fits: branches of a graph may have to take turns."""
     one = spell(instance, take_turns(instance).orders, problem.costs, problem.graph)
     held = simulate(one, problem.costs, problem.graph, problem.sizes).peak_memory
-    expected = f"at least {held}, what ranks hold with one microbatch at a time: no order was found that holds less"
+    expected = f"at least {held}, which ranks hold with one microbatch at a time: no order was found that holds less"
     return SizeError.of("search", "memory", problem.memory, expected, "Choose more memory, or smaller stages.")
 
 

@@ -43,8 +43,8 @@ def cp_sat(instance: Instance, contender: Contender, seconds: float, seed: int) 
         from ortools.sat.python import cp_model
     except ImportError as error:
         raise SolverError(
-            "solver: got cp_sat, expected OR-Tools to be installed. Run pip install 'fpipe-torch[solver]', or drop "
-            "solver=."
+            "solver: got cp_sat, expected OR-Tools to be installed. Run pip install 'fpipe-torch[solver]', or leave "
+            "out solver=."
         ) from error
     model = IntegerModel(cp_model.CpModel(), instance, contender)
     solver = cp_model.CpSolver()

@@ -66,7 +66,7 @@ def test_a_cable_that_is_pulled_is_an_error_on_both_ranks(tmp_path):
     assert "The first failure: rank 1" in first
     assert "no sign of life from it since, within the timeout of 6 s" in first
     assert second.startswith("RankError after "), second
-    assert "The first failure: rank 0, which keeps the store" in second
+    assert "The first failure: rank 0, which holds the store" in second
 
 
 @by_night

@@ -25,7 +25,7 @@ DEMO = shlex.split(
     "--steps 4 --every 1 --checks 2 --layers 2 --width 16 --heads 2 --context 16 --batch 8 --microbatches 4"
 )
 TORCHRUN = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 2")
-EQUAL = "first 2 steps: loss, all 28 gradients and parameters are bit for bit those of "
+EQUAL = "first 2 steps: loss, all 28 gradients and parameters equal, bit for bit, those of "
 BROKEN = """
 import os, sys
 import torch
@@ -243,17 +243,19 @@ TINY = {
     "mesh": "--steps 2",
     "own_backward": "",
     "pure_stages": "",
+    "slices": "",
     "trainer": "--steps 2 --path {folder}",
 }
 SAME = {  # the lines that must be the same on any number of ranks
-    "custom_schedule": "42 tensors are those of one device, 42 those of the module",
+    "custom_schedule": "42 tensors equal those of one device, 42 those of the module",
     "drop_in": "step|.* of the next words",
     "functional_loop": "step",
-    "generate": "likeliest|drawn|all 16 tokens are those of the plain loop",
+    "generate": "likeliest|drawn|all 16 tokens equal those of the plain loop",
     "lora": "step|final loss .* on one device too",
-    "mesh": r"step|process 0 of \d+: [1-9]\d* parameters are those of one device, bit for bit",
-    "own_backward": "loss .*; 4 of 4 gradients are those of autograd",
-    "pure_stages": "gpipe|one_f_one_b|zb_h1|parameters are those of the loop under all schedules, bit for bit",
+    "mesh": r"step|process 0 of \d+: [1-9]\d* parameters equal those of one device, bit for bit",
+    "own_backward": "loss .*; 4 of 4 gradients equal those of autograd",
+    "pure_stages": "gpipe|one_f_one_b|zb_h1|parameters equal those of the loop under all schedules, bit for bit",
+    "slices": "one_f_one_b|seq_1f1b",
     "trainer": "step|held-out loss .*, with the saved model on one device too",
 }
 LINES = {
@@ -265,6 +267,7 @@ LINES = {
     "custom_schedule": 1,
     "own_backward": 1,
     "pure_stages": 10,
+    "slices": 3,
     "trainer": 3,
 }
 
@@ -336,7 +339,7 @@ def test_more_ranks_print_the_same(name, ranks, run_alone, tmp_path):
 def test_an_invented_schedule_runs_on_three_ranks():
     code, out, err = run_under_torchrun(FOLDER / "custom_schedule.py", ranks=3)
     assert code == 0, err
-    assert re.search(r"^[1-9]\d* tensors are those of one device, [1-9]\d* those of the module", out, re.MULTILINE)
+    assert re.search(r"^[1-9]\d* tensors equal those of one device, [1-9]\d* those of the module", out, re.MULTILINE)
 
 
 def test_every_example_but_the_demo_and_the_experiment_fits_on_a_page():
@@ -382,7 +385,7 @@ def require_looked_at(folder, printed):
     assert printed.startswith(str(plan))
     assert re.search(r"^simulated with measured costs\nrank 0 \|", printed, re.MULTILINE)
     assert re.search(r"^step: \d+\.\d ms measured, \d+\.\d ms predicted", printed, re.MULTILINE)
-    assert re.search(r"^[1-9]\d* tensors are those of one device, bit for bit", printed, re.MULTILINE)
+    assert re.search(r"^[1-9]\d* tensors equal those of one device, bit for bit", printed, re.MULTILINE)
     page = (folder / "step.html").read_text()
     assert page.startswith("<!DOCTYPE html>")
     assert page.index('"measured"') < page.index('"predicted"')

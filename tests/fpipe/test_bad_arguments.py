@@ -277,7 +277,7 @@ def test_a_stage_may_begin_at_a_module_that_runs_nothing():
     ]
     with pytest.raises(fpipe.CutError) as caught:
         pipeline(model=model, cuts=["1"], recording=fpipe.Recording(front_end="export"))
-    assert "'1', a module that runs no operation of its own" in str(caught.value)
+    assert "'1', a module that runs no operations itself" in str(caught.value)
     assert "runs next" in str(caught.value)
 
 

@@ -432,7 +432,7 @@ def test_a_search_in_too_little_memory_says_how_much_it_takes(capsys):
 def test_a_search_is_refused_where_its_bound_does_not_hold(capsys, words):
     code, out, err = answer(capsys, "search", *words)
     assert (code, out) == (2, "")
-    assert "expected one with neither slices nor recomputation" in err
+    assert "expected one without slices and recomputation" in err
 
 
 # ----------------------------------- `python -m schedules` reads schedules from tables, and writes tables and pictures
@@ -522,7 +522,7 @@ def test_an_error_of_a_users_file_is_one_line_that_says_where(capsys, tmp_path, 
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith(f"python -m schedules: {file}, line ")
     assert words in err
-    assert err.endswith("Repair it.\n")
+    assert err.endswith("Fix it.\n")
 
 
 def test_a_task_that_fails_is_one_line(capsys, tmp_path):
@@ -606,7 +606,7 @@ def test_a_schedule_of_others_is_audited(tmp_path, capsys):
     write_csv(lower(schedules.one_f_one_b(4, 8)), table)
     assert main(["audit", str(table), "--F", "1", "--B", "2", "--save", str(saved)]) == 0
     out = capsys.readouterr().out
-    assert "right: every rule holds, and it ends on accelerators, too" in out
+    assert "right: correct, and it can't hang on an accelerator" in out
     assert "bound     33, so it is 0.00 % above it: rank 3 waits 3, works 24, and leaves 6" in out
     assert re.search(r"zb_h1\(ranks=4, microbatches=8\) +27 +-18.2%", out)
     assert schedules.Certificate.read(saved).makespan == 33

@@ -101,8 +101,8 @@ def test_a_receive_that_is_posted_before_what_its_message_depends_on_is_refused(
         check(program, device=True)
     assert str(caught.value) == (
         "rank 0, position 0, 0RECV_B0<1: would never end on a device that does one thing at a time: rank 0 at "
-        "0RECV_B0<1, rank 1 at 1RECV_F0<0 wait for each other [rule: posts]. Post it after what its message depends "
-        "on, and the transfers of all ranks in one order, as lower() does."
+        "0RECV_B0<1, rank 1 at 1RECV_F0<0 wait for each other [rule: posts]. Post it after the actions that its "
+        "message depends on, and the transfers of all ranks in one order, as lower() does."
     )
     run_on_device(program, Device())
     for device in (Device(blocks=True, eager=True), Device(slots=1), Device(synchronizes=frozenset({(0, 0)}))):

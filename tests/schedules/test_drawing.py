@@ -153,7 +153,7 @@ def test_a_blocked_schedule_is_drawn_up_to_the_block_with_the_reason():
         "rank 0 |F0 B0!|",
         "rank 1 |.  F0 |",
         "rank 0, position 1, 0B0: needs 1B0 or 1I0, which rank 1 never runs [rule: ordered]. Add 1B0 or 1I0 to rank 1.",
-        "This is along a chain of stages. For another stage graph, print connect(schedule, graph).",
+        "This is for a chain of stages. For another stage graph, print connect(schedule, graph).",
     ]
 
 

@@ -118,11 +118,11 @@ def to_and_fro(rank, ranks, microbatches):
 
 def test_what_does_not_repeat_is_refused():
     for how, problem in (
-        (slower_and_slower(1, 1), "is not alike for every batch"),
+        (slower_and_slower(1, 1), "is not the same for every batch"),
         (pipedream(2, 4), "is not the one update of a batch of 4 microbatches, after microbatch 3"),
         (update_weights(gpipe(2, 4)), "is not the one update of a batch"),
         (gpipe(2, 4), "ends in window 1 of 2, with updates of 0 of its 1 stages"),
-        (to_and_fro(2, 1), "declares version 0 for microbatch 2 after 0|after .*, so none could ever be dropped"),
+        (to_and_fro(2, 1), "declares version 0 for microbatch 2 after 0|after .*, so no version could ever be freed"),
     ):
         with pytest.raises(ScheduleError, match=problem):
             EndlessProgram(how, chain(how.stages)).known  # noqa: B018

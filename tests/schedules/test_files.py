@@ -525,7 +525,7 @@ def test_a_hundred_thousand_lines_are_read_in_about_a_second():
 
 def test_a_pipe_in_place_of_a_table_is_refused(tmp_path):
     os.mkfifo(tmp_path / "a.csv")
-    with pytest.raises(TableError, match="no regular file, expected one"):
+    with pytest.raises(TableError, match="other than a regular file, expected one"):
         read_csv(tmp_path / "a.csv")
 
 

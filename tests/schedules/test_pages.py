@@ -298,7 +298,7 @@ def test_hover_tells_transfers_and_memory(show):
     x, y = place_of(browser, "0F1")
     below = browser.ask("[lanesOf(panels[0]).work / 2 + 4, view.row - gap() - lanesOf(panels[0]).work / 2 - 3]")
     browser.pointer("mouseMoved", (x, y + below[1]))
-    assert browser.ask("element('tip').textContent") == "rank 0 holds 19 B at 1.5\npeak 19 B at 1, may hold 30 B"
+    assert browser.ask("element('tip').textContent") == "rank 0 holds 19 B at 1.5\npeak 19 B at 1, limit 30 B"
     x = browser.ask("canvas.getBoundingClientRect().x + xOf(panels[0], 1.25)")
     y += browser.ask("view.row")
     browser.pointer("mouseMoved", (x, y + below[0]))
@@ -363,7 +363,7 @@ def test_measured_waits_are_split_from_transfers(show):
     told = "explain(panels[0], panels[0].byText.get('{}'))[0]"
     waits = "waits for the {} of {} from rank {}: {} until it is made, {} in transfer"
     assert browser.ask(told.format("1F0")).endswith(waits.format("value", "0F0", 0, "1 s", "500 ms"))
-    late = waits.format("cotangent", "1B0", 1, "4 s", "250 ms") + ", and 500 ms besides"
+    late = waits.format("cotangent", "1B0", 1, "4 s", "250 ms") + ", and 500 ms for other reasons"
     assert browser.ask(told.format("0B0")).endswith(late)
     assert browser.ask("panels[0].transfers.flat().map((one) => [one.sent, one.here])") == [[5, 5.25], [1, 1.5]]
     assert browser.ask("describe(panels[0], panels[0].byText.get('1B0')).at(2)") == (

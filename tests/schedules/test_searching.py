@@ -210,7 +210,7 @@ def test_memory_is_asked_for_if_no_order_is_found():
     links = frozenset({(0, 1), (0, 2), (1, 3), (2, 4)})
     problem = Problem(EQUAL, linear(1, 5), 4, memory=3, sizes=Sizes(), graph=Graph(5, links, links))
     with pytest.raises(
-        SizeError, match=r"got memory=3, expected at least \(4\.0,\), what ranks hold with one microbatch"
+        SizeError, match=r"got memory=3, expected at least \(4\.0,\), which ranks hold with one microbatch"
     ):
         search(problem, tries=50)
 

@@ -2,7 +2,7 @@
 """Replay one case of the simulation from its seed, or run many.
 
 python -m tests.simulation --seed 17
-python -m tests.simulation --seed 0 --cases 1000
+python -m tests.simulation --seed 0 --cases 1000 --device
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
 from fpipe.pipelines.modes import postpone_collection
-from tests.common.world.drawing import draw
+from tests.common.world.drawing import Case, draw, draw_on_device
 from tests.common.world.verdicts import Simulator, simulate
 
 SHOWN = 12
@@ -31,24 +32,26 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--cases", type=int, default=1, help="how many seeds")
+    parser.add_argument("--device", action="store_true", help="let processes compute on devices")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("fpipe").setLevel(logging.ERROR)
+    chosen = draw_on_device if arguments.device else draw
     if arguments.cases == 1:
-        print(draw(arguments.seed))
-        print(f"  ended: {simulate(arguments.seed)}")
+        print(chosen(arguments.seed))
+        print(f"  ended: {simulate(arguments.seed, chosen)}")
         return 0
-    return run_many(range(arguments.seed, arguments.seed + arguments.cases))
+    return run_many(range(arguments.seed, arguments.seed + arguments.cases), chosen)
 
 
-def run_many(seeds: range) -> int:
+def run_many(seeds: range, draw: Callable[[int], Case]) -> int:
     """Run the cases of these seeds until Ctrl-C; print failures, and now and then how cases have ended."""
     began, ends, failed, simulator = time.process_time(), Counter[str](), list[int](), Simulator()
     gc.freeze()
     with postpone_collection(), suppress(KeyboardInterrupt):
         for seed in seeds:
             try:
-                ends[simulator.simulate(seed).ended] += 1
+                ends[simulator.simulate(seed, draw).ended] += 1
             except Exception as error:
                 failed.append(seed)
                 print(draw(seed))

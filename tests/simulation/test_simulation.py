@@ -6,27 +6,33 @@ from unittest import mock
 
 import pytest
 
+from fpipe.network import channels, job
 from fpipe.network.calls import SharedCalls
+from fpipe.network.groups import Creator
+from fpipe.network.lookout import Lookout
+from fpipe.network.trail import Trail
+from fpipe.network.waiting import destroy_groups
 from fpipe.runtime import instructions
 from fpipe.runtime.handlers import HANDLERS
 from tests.common.sizes import NIGHTLY, by_night, sampled
-from tests.common.world.drawing import BLOCK, draw
+from tests.common.world.drawing import BLOCK, draw, draw_on_device
 from tests.common.world.network import Room
 from tests.common.world.verdicts import Simulator, simulate
 
 FIRST, CASES = int(os.environ.get("SIMULATION_SEED", "0")), int(os.environ.get("SIMULATION_CASES", "2000"))
 CHUNK = BLOCK
 BY_DAY = (18, 60, 98, 105, 119, 4566)
+BY_DAY_ON_DEVICES = (36, 94, 130, 172, 189)
 
 
-def find_broken(seeds):
+def find_broken(seeds, draw=draw):
     """Yield the command that replays each case that does not end as promised, with what was wrong."""
-    simulator = Simulator()
+    simulator, where = Simulator(), " --device" * (draw is draw_on_device)
     for seed in seeds:
         try:
-            simulator.simulate(seed)
+            simulator.simulate(seed, draw)
         except Exception as error:
-            yield f"python -m tests.simulation --seed {seed}", f"{type(error).__name__}: {error}"
+            yield f"python -m tests.simulation --seed {seed}{where}", f"{type(error).__name__}: {error}"
 
 
 @sampled(1)
@@ -39,6 +45,18 @@ def test_a_simulated_run_ends_as_promised(seed):
 @pytest.mark.parametrize("first", range(FIRST, FIRST + (CASES if NIGHTLY else 1), CHUNK))
 def test_many_simulated_runs_end_as_promised(first):
     assert not [*find_broken(range(first, min(first + CHUNK, FIRST + CASES)))]
+
+
+@sampled(1)
+@pytest.mark.parametrize("seed", BY_DAY_ON_DEVICES)
+def test_a_simulated_run_on_devices_ends_as_promised(seed):
+    simulate(seed, draw_on_device)
+
+
+@by_night
+@pytest.mark.parametrize("first", range(FIRST, FIRST + (CASES if NIGHTLY else 1), CHUNK))
+def test_many_simulated_runs_on_devices_end_as_promised(first):
+    assert not [*find_broken(range(first, min(first + CHUNK, FIRST + CASES)), draw_on_device)]
 
 
 @by_night
@@ -83,6 +101,26 @@ BROKEN = {
     "a recomputation starts from newer buffers": mock.patch.object(instructions, "HANDLERS", {**HANDLERS, "R": rerun}),
     "a gradient is dropped": mock.patch.object(instructions, "HANDLERS", {**HANDLERS, "B": lose_last}),
 }
+
+
+BROKEN_ON_DEVICES = {
+    "garbage is not noticed": (mock.patch.object(Lookout, "require_uncut", return_value=None), 23),
+    "nobody notes what a device waits for": (mock.patch.object(Trail, "follow", return_value=None), 36),
+    "groups of a mesh are not broken": (mock.patch.object(Lookout, "break_all", lambda one: one.release()), 47),
+    "groups of a mesh connect in a step": (mock.patch.object(job, "connect_all", return_value=None), 96),
+    "groups are made outside of waits": (mock.patch.object(Creator, "create", lambda one, make, *others: make()), 504),
+    "an error of NCCL is a peer's": (mock.patch.object(SharedCalls, "_find_own", return_value=None), 99),
+    "who drops groups waits": (mock.patch.object(channels, "retire_groups", lambda all_, _: destroy_groups(all_)), 94),
+}
+"""What could be wrong where processes have devices, and a seed that sees it."""
+
+
+@sampled(1)
+@pytest.mark.parametrize("name", BROKEN_ON_DEVICES)
+def test_an_fpipe_that_is_broken_on_devices_is_seen(name):
+    broken, first = BROKEN_ON_DEVICES[name]
+    with broken:
+        assert next(find_broken([first], draw_on_device), None)
 
 
 SEEN_BY = {"a recomputation starts from newer buffers": 10714}

@@ -143,8 +143,8 @@ def check_valid(valid: Tensor) -> bool:
         report_read(valid)
     elif not torch_is_all_true(valid):
         raise ValueError(
-            "got arguments or samples that a distribution does not allow, expected such as its constraints say. Run "
-            "the module eagerly to see which, or pass validate_args=False."
+            "got arguments or samples that violate the constraints of a distribution, expected valid ones. Run the "
+            "module eagerly to see which, or pass validate_args=False."
         )
     return True
 

@@ -73,8 +73,8 @@ def drawing_error(drawing: Drawing) -> CaptureError:
     return CaptureError(
         f"{drawing.where}: got a forward that draws from {drawing.generator}, expected torch's random operations, "
         "which follow the step's seed: the numbers of the build would be used in every step. Draw with torch, or turn "
-        "this off; in transformers that is mostly SpecAugment, config.apply_spec_augment = False. If another thread "
-        "draws all the time, give it a generator of its own (random.Random(), numpy.random.default_rng())."
+        "this off; in transformers it is mostly SpecAugment, config.apply_spec_augment = False. If another thread "
+        "draws all the time, give it a separate generator (random.Random(), numpy.random.default_rng())."
     )
 
 

@@ -245,8 +245,9 @@ def _require_as_traced(seen: object, made: object, where: str, name: str) -> Non
     """Raise `CaptureError`, at capture, if a node makes another kind of tensor than its tracer saw."""
     if seen is not None and isinstance(made, FakeTensor) and _spec(made) != seen:
         raise CaptureError(
-            f"{where}: got {_spec(made)} from {name}, expected {seen}, as the front end saw it: it traced something "
-            'else than the model does (it ignored autocast, say). Choose front_end="trace", which runs the model.'
+            f"{where}: got {_spec(made)} from {name}, expected {seen}, as in the front end: it traced something other "
+            'than what the model does (for example, it ignored autocast). Choose front_end="trace", which runs the '
+            "model."
         )
 
 

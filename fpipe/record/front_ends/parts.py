@@ -59,7 +59,7 @@ class Part:
 
     Strings among the arguments, at any depth, name an input of the graph or another part, optionally with an item or
     attribute of it: `"vision"`, `"vision[0]"`, `"vision['features']"`, `"vision.last_hidden_state"`. Anything else is
-    passed as it is.
+    passed unchanged.
 
     >>> import torch
     >>> Part(torch.add, "text", "vision['features']", alpha=2)
@@ -224,7 +224,7 @@ def _require_used(known: Sequence[str], read: set[str], outputs: Any) -> None:
     unused = [name for name in known if name not in read | {one.name for one in _references(outputs)}]
     if unused:
         raise GraphError(
-            f"parts: got {unused}, which neither a part nor the outputs use, expected every name to be used. Drop "
+            f"parts: got {unused}, which neither a part nor the outputs use, expected every name to be used. Remove "
             "them, or return them."
         )
 
@@ -296,6 +296,6 @@ def modules(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) ->
     if not isinstance(model, Chain | ModuleGraph):
         raise CaptureError(
             f"model: got {type(model).__name__}, expected a list of modules or functions, an nn.Sequential, or a "
-            'ModuleGraph. Hand the parts in as one of these, or use front_end="trace".'
+            'ModuleGraph. Pass the parts as one of these, or use front_end="trace".'
         )
     return trace_model(model, objective, leaves, parts=tuple(model._modules))

@@ -88,28 +88,28 @@ def advise_on_values(where: str, unsplittable: Collection[str] = ()) -> str:
     modules that run as is.
     """
     if re.match(r"module \S+ \(", where) is None:
-        where, loss = "module loss (loss)", "pass fpipe.Recording(unsplittable=['loss']), and it runs as it is."
+        where, loss = "module loss (loss)", "pass fpipe.Recording(unsplittable=['loss']), and it runs as Python."
         out = "Take control flow and shapes that depend on data out of the loss; or, if shapes do not depend on it,"
         return advise_on_values(where, unsplittable) if LOSS in unsplittable else f"{out} {loss}"
     path = where.split(" ")[1]
     if any(f"{path}.".startswith(f"{name or '(root)'}.") for name in unsplittable):
         return (
-            "It runs as it is already, as unsplittable says, and may ask for values there, but shapes may not follow "
-            "from them: take shapes that depend on data out of it."
+            "It already runs as Python, because unsplittable names it, and may read values, but shapes may not depend "
+            "on them: move such shapes out of it."
         )
     outside = "Take control flow and shapes that depend on data out of the model; or, if shapes do not depend on it, "
     if path == "(root)":
         return (
-            f"{outside}put that part into a separate module, and name this in unsplittable: the model itself cannot "
-            "be, since it is to be split."
+            f"{outside}put that part into a separate module, and name this in unsplittable (not the model "
+            "itself, which has to be cut)."
         )
-    return f"{outside}name the module in unsplittable, and it runs as it is."
+    return f"{outside}name the module in unsplittable, and it runs as Python."
 
 
 def advise_on_errors() -> str:
     """Return the repair for an exception that missing values do not explain, such as a failed lookup."""
     return (
-        "Call the model with the example: what it raises there too is its own. What it raises here only comes of "
-        "looking up something of the original's, by id, in a closure or a global: reach that through self. Or of "
-        "handing tensors to another library, which wants their values: do that before the step, and pass the result."
+        "Call the model with the example: if it raises the same error, the cause is in the model. If not, the model "
+        "may look up an object of the original, by id, in a closure or a global: access it through self. Or it passes "
+        "tensors to another library, which reads their values: do that before the step, and pass the result."
     )

@@ -168,14 +168,15 @@ def require_plain_tensors(model: nn.Module) -> None:
         if tensor.layout is not torch.strided:
             raise CaptureError(
                 f"{name}: got a tensor of layout {tensor.layout}, expected one of layout {torch.strided}: ranks hold, "
-                "send and load dense ones. Register its indices and values, and make it of them in the forward; or, if "
-                "it never changes, keep it in a plain attribute."
+                "send and load dense ones. Register its indices and values, and make it from them in the forward; or, "
+                "if it never changes, keep it in a plain attribute."
             )
         if hasattr(tensor, "__tensor_flatten__"):
             raise CaptureError(
                 f"{name}: got a tensor of class {type(tensor).__name__}, which holds other tensors, expected a plain "
-                "one: ranks hold, send and load tensors by their memory, and this one has none of its own. Register "
-                "the tensors that it holds, as buffers if they are frozen, and make the weight of them in the forward."
+                "one: ranks hold, send and load tensors by their memory, and this one has no memory itself. Register "
+                "the tensors that it holds, as buffers if they are frozen, and make the weight from them in the "
+                "forward."
             )
         if tensor.device.type == "meta" or not tensor.numel():
             continue

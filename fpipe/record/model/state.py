@@ -118,9 +118,9 @@ def require_unchanged(before: Mapping[str, Structure], after: Mapping[str, Struc
     for where in {**before, **after}:
         if where not in before or where not in after or not _is_same(before[where], after[where]):
             raise CaptureError(
-                f"{where}: got a forward that changes it, expected one without state of its own but buffers: each "
-                "microbatch would see another value. Make it a buffer that is changed in place, or fill it before the "
-                "pipeline is built."
+                f"{where}: got a forward that changes it, expected one with no state but buffers: each microbatch "
+                "would see another value. Make it a buffer that is changed in place, or fill it before the pipeline is "
+                "built."
             )
 
 
@@ -149,16 +149,16 @@ def collect_gradient_hooks(model: nn.Module) -> Hooks:
             )
         if found[name] and is_dtensor(parameter):
             raise CaptureError(
-                f"parameter {name}: got a gradient hook on a DTensor, expected none: a stage has local tensors only, "
+                f"parameter {name}: got a gradient hook on a DTensor, expected none: a stage has only local tensors, "
                 "and would call it with one of these. Apply what it does to the gradients that the step returns."
             )
         for hook in found[name]:
             if any(id(one) in own for one in _parts(hook)):
                 raise CaptureError(
                     f"parameter {name}: got the gradient hook {getattr(hook, '__qualname__', hook)!r}, which holds a "
-                    "parameter, buffer or module of the model, expected one of the gradient alone: it would see what "
-                    "the model held when the pipeline was built. Apply what it does to the gradients that the step "
-                    "returns."
+                    "parameter, buffer or module of the model, expected one that uses only the gradient: it would see "
+                    "the tensors that the model held when the pipeline was built. Apply what it does to the gradients "
+                    "that the step returns."
                 )
     return {name: hooks for name, hooks in found.items() if hooks}
 
@@ -167,8 +167,8 @@ def require_exact_hooks(hooks: Hooks, summed: frozenset[str]) -> None:
     """Raise `CaptureError` if a hook is on a parameter in `summed`: no stage has its full gradient of a microbatch."""
     for name in sorted(hooks.keys() & summed):
         raise CaptureError(
-            f"parameter {name}: got a gradient hook and tied={{{name!r}: 'sum'}}, expected one or the other: no stage "
-            "has the gradient of a microbatch that the hook is called with. Drop 'sum', or the hook."
+            f"parameter {name}: got a gradient hook and tied={{{name!r}: 'sum'}}, expected one or the other: with "
+            "'sum', no stage has the whole gradient of a microbatch. Remove 'sum', or the hook."
         )
 
 

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.record.captured import Operation, Tensors
 from fpipe.record.fakes.recurrent import pack
+from fpipe.record.fakes.sizes import SIZED, read_sizes
 from fpipe.record.questions import Answer, Sample
 from fpipe.record.trace.branching import report_read
 from fpipe.tensors.torch_private import PACK, FakeTensor
@@ -56,6 +57,9 @@ class _AnswerMode(TorchFunctionMode):
         self.answers, self.calls = answers, Counter[Any]()
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SIZED:
+            with self:
+                args, kwargs = read_sizes(func, args, kwargs or {})
         answer = self.answers.get((func, self.calls[func]))
         self.calls[func] += 1
         if answer is None:

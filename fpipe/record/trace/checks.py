@@ -57,20 +57,20 @@ def require_answerable(function: Any, args: Sequence[Any], name: Callable[[Any],
     """
     if function is Tensor.data_ptr and not _is_called_by_torch():
         raise CaptureError(
-            f"{here()}: got a forward that asks for the address of a tensor, expected one that does not depend on "
-            "it. In every step, other tensors are at other addresses. Compare tensors with `is`, or drop the call."
+            f"{here()}: got a forward that asks for the address of a tensor, expected one that does not depend on it. "
+            "Addresses differ in every step. Compare tensors with `is`, or remove the call."
         )
     if function in GATHERING and any(isinstance(arg, list | tuple) and _contains_fakes(arg) for arg in args):
         raise CaptureError(
-            f"{here()}: got {function.__name__}() of a list with tensors in it{current_line()}, expected a list "
-            "of numbers, because it copies values where fpipe cannot see it. Write torch.stack() or torch.cat(), or do "
-            "it before the step and pass the result."
+            f"{here()}: got {function.__name__}() of a list with tensors in it{current_line()}, expected a list of "
+            "numbers, because it copies values in a way that fpipe can't record. Write torch.stack() or torch.cat(), "
+            "or do it before the step and pass the result."
         )
     if function not in UNANSWERABLE or not name(args[0]) or _is_called_by_torch():
         return
     raise CaptureError(
         f"{here()}: got a forward in which the .grad of parameter {name(args[0])} {UNANSWERABLE[function]}, expected "
-        "one that does not use gradients. A step returns them, and does not keep them. Use those that it returns."
+        "one that does not use gradients. A step returns them and keeps none. Use those that it returns."
     )
 
 
@@ -97,7 +97,7 @@ def find_fake_error(function: Any, error: Exception, here: Callable[[], str]) ->
         return None
     return CaptureError(
         f"{here()}: got {type(error).__name__}: {error}, which the forward caught, expected a forward that needs no "
-        "values. In a step, this call would not raise. Take it out of the try block, or, if shapes do not depend on "
+        "values. In a step, this call would not raise. Move it out of the try block, or, if shapes do not depend on "
         "it, name the module in unsplittable."
     )
 
@@ -114,8 +114,8 @@ def require_no_barrier(operator: str, here: Callable[[], str]) -> None:
     """Raise if an operator of torch.distributed is a barrier."""
     if operator.endswith("barrier"):
         raise CaptureError(
-            f"{here()}: got a barrier of torch.distributed, expected none, because each stage runs on some of the "
-            "processes only. Call it outside of the model."
+            f"{here()}: got a barrier of torch.distributed, expected none, because each stage runs only on some of the "
+            "processes. Call it outside the model."
         )
 
 
@@ -124,8 +124,8 @@ def require_kept(is_lost: bool, collective: str, here: Callable[[], str]) -> Non
     if is_lost:
         raise CaptureError(
             f"{here()}: got a collective ({collective}) that writes to a parameter, a buffer or a tensor from outside "
-            "of the module, expected one that writes to a tensor created in the module. The change would be lost. Pass "
-            "it a clone, and use the clone, or copy it back with copy_()."
+            "the module, expected one that writes to a tensor created in the module. The change would be lost. Pass it "
+            "a clone, and use the clone, or copy it back with copy_()."
         )
 
 
@@ -172,11 +172,11 @@ def require_own_attributes(model: nn.Module, record: Record) -> None:
     for where, function in (*_module_hooks(model), *_backward_code(record)) if assigned else ():
         for name in sorted(code_names(function) & assigned):
             raise CaptureError(
-                f"{where}: got {function.__qualname__}, which runs in the backward and reads {name!r}, which "
-                "a forward assigns, expected one that reads what a forward leaves alone: microbatches are under way "
-                "together, so the attribute may be that of another. Save the tensor with save_for_backward() of a "
-                "custom autograd function, or register the hook in the forward, on a tensor, as a function that closes "
-                "over the value."
+                f"{where}: got {function.__qualname__}, which runs in the backward and reads {name!r}, which a forward "
+                "assigns, expected one that reads only attributes that no forward changes: several microbatches are in "
+                "flight, so the value may belong to another one. Save the tensor with save_for_backward() of a custom "
+                "autograd function, or register the hook in the forward, on a tensor, as a function that closes over "
+                "the value."
             )
 
 
@@ -221,8 +221,8 @@ def require_same_variables(frames: Iterable[Frame]) -> None:
         for name in (name for name in before if now.get(name) is not before[name]):
             raise CaptureError(
                 f"module {frame.path or '(root)'}: got a checkpointed function that closes over {name!r}, which "
-                "changes after the call, expected one that does the same when the backward runs it again. Pass it as "
-                "an argument of checkpoint(), or bind it, as in functools.partial."
+                "changes after the call, expected one that behaves the same when the backward runs it again. Pass it "
+                "as an argument of checkpoint(), or bind it, as in functools.partial."
             )
 
 
@@ -255,8 +255,8 @@ def require_own_parameters(record: Record) -> None:
             if isinstance(source, Parameter) and record.values.tensors[value].requires_grad:
                 raise CaptureError(
                     f"module {frame.path or '(root)'}: got a reentrant checkpoint that uses the parameter "
-                    f"{source.name!r}, which is also used outside of it, expected uses on one side only. The sum of "
-                    f"its gradients would have other bits than on one device. {USE_OTHER}"
+                    f"{source.name!r}, which is also used outside it, expected uses either inside or outside. The sum "
+                    f"of its gradients would have other bits than on one device. {USE_OTHER}"
                 )
 
 

@@ -106,8 +106,8 @@ def require_same_run(first: Recorder, second: Recorder) -> None:
     if created or assigned or first_difference(new, old, is_same):
         where = next((f"module {path or '(root)'}" for path, _ in created), "model")
         raise CaptureError(
-            f"{where}: got a forward that does something else when it is called again, expected one that keeps "
-            "nothing from one call to the next except in buffers. Move what it does only once out of the forward."
+            f"{where}: got a forward that behaves differently when it is called again, expected one that keeps nothing "
+            "between calls except in buffers. Move code that runs only once out of the forward."
         )
 
 
@@ -400,10 +400,9 @@ def require_same_reruns(record: Record, whole: WholeCalls, changes: bool, rehear
     for together in ([*forward, *reversed(again)], *([frame] for frame in again)) if again else ():
         for frame, found in rehearse(together).differing.items():
             raise CaptureError(
-                f"module {frame.path or '(root)'}: got a checkpointed function that does something else when the "
-                f"backward runs it again ({found}), expected the same. The forward has changed Python "
-                "state that the function reads. Pass it as an argument, or let the schedule recompute the stage "
-                "(schedules.recompute)."
+                f"module {frame.path or '(root)'}: got a checkpointed function that behaves differently when the "
+                f"backward runs it again ({found}), expected the same. The forward has changed Python state that the "
+                "function reads. Pass it as an argument, or let the schedule recompute the stage (schedules.recompute)."
             )
 
 

@@ -128,9 +128,9 @@ class DrawKeys(TorchFunctionMode):
             if self.calls[function] != expected:
                 raise InputError(
                     f"{where}: got {self.calls[function]} calls of {getattr(function, '__name__', function)} outside "
-                    f"of the modules named in unsplittable, expected {expected} as at capture: these modules return "
-                    "something other than tensors that decides what is drawn after them. Name this module in "
-                    "unsplittable too."
+                    f"the modules named in unsplittable, expected {expected} as at capture: these modules return "
+                    "values other than tensors that decide which random numbers are drawn later. Name this module in "
+                    "unsplittable, too."
                 )
 
 

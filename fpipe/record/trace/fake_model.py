@@ -169,9 +169,9 @@ class FakeModel:
         if differentiates(error.__traceback__):
             return CaptureError(
                 f"{module}: got {type(error).__name__}: {error}{traceback_line(error.__traceback__)}, expected "
-                "gradients with respect to what is computed there. A gradient with respect to inputs, as a gradient "
-                "penalty has, goes through all stages: compute it in the forward of the model, on a copy of the input "
-                "that requires a gradient, and return it for the loss. That module stays whole, on one rank."
+                "gradients with respect to what is computed there. A gradient with respect to inputs, as in a gradient "
+                "penalty, goes through all stages: compute it in the forward of the model, on a copy of the input that "
+                "requires a gradient, and return it for the loss. That module can't be cut."
             )
         may_lack_values = not isinstance(error, LookupError | NameError | ImportError)
         repair = advise_on_values(module, self.opaque) if may_lack_values else advise_on_errors()

@@ -248,9 +248,9 @@ class Replacements:
 
     def _refuse_objects(self, *_: object) -> None:
         raise CaptureError(
-            f"{self.stack.here()}: got an exchange of Python objects between processes{current_line()}, expected "
-            "tensors only: steps would go on with the objects of when the model was recorded. Exchange them before the "
-            "step, and pass what follows from them."
+            f"{self.stack.here()}: got an exchange of Python objects between processes{current_line()}, expected only "
+            "tensors: steps would always use the objects from the recording. Exchange them before the step, and pass "
+            "values that depend on them."
         )
 
     def _from_numpy(self, from_numpy: Any, array: Any) -> Any:

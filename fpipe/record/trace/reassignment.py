@@ -175,8 +175,8 @@ class Reassignments:
                 raise CaptureError(
                     f"module {frame.path or '(root)'}: got a checkpointed function that uses or assigns a buffer that "
                     f"the forward reassigns ({', '.join(names)}), expected none. The backward would rerun the function "
-                    "on the new value. Assign the buffer outside of the checkpoint, and pass what the function uses of "
-                    "it as an argument."
+                    "on the new value. Assign the buffer outside the checkpoint, and pass what the function uses of it "
+                    "as an argument."
                 )
 
 

@@ -426,8 +426,8 @@ class Provenance:
         asks = f"{where}, {getattr(function, '__name__', function)}"
         if self.obstacle:
             raise CaptureError(
-                f"{asks}: got a question about values that depend on {self.obstacle}, expected one that constants or "
-                f"the batch alone decide. Other values are not known before the step runs. {advise_on_values(where)}"
+                f"{asks}: got a question about values that depend on {self.obstacle}, expected one that depends only "
+                f"on constants or the batch. Other values are not known before the step runs. {advise_on_values(where)}"
             )
         compute_reads = self.function(reads)
 

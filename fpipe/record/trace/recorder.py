@@ -41,6 +41,7 @@ from fpipe.record.fakes.assumed_values import (
 )
 from fpipe.record.fakes.generators import Generators
 from fpipe.record.fakes.recurrent import call_function
+from fpipe.record.fakes.sizes import SIZED, read_sizes
 from fpipe.record.model.places import current_line, current_place, places
 from fpipe.record.numbers import (
     READERS,
@@ -257,18 +258,6 @@ class RunningCall:
         self.used.update(dict.fromkeys(values))
 
 
-SIZED: Final[Mapping[Any, int]] = MappingProxyType(
-    {
-        **dict.fromkeys((Tensor.view, Tensor.reshape, Tensor.expand, Tensor.repeat, Tensor.unflatten), 1),
-        **dict.fromkeys((Tensor.as_strided, Tensor.split, Tensor.unfold, torch.reshape, torch.split), 1),
-        **dict.fromkeys((Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full), 1),
-        **dict.fromkeys((torch.zeros, torch.ones, torch.empty), 0),
-    }
-)
-"""Torch calls that read sizes from tensors without dimensions, and where their sizes begin."""
-SIZE_TYPES: Final = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
-
-
 class Recorder(TorchFunctionMode):
     """Records the run made while it is entered, inside a fake mode.
 
@@ -339,10 +328,9 @@ class Recorder(TorchFunctionMode):
             if self.is_in_torch_call or not takes_numbers(func, args, kwargs):
                 with self:
                     args, kwargs = learn_all((args, kwargs))
-        if func in SIZED and any(map(_is_size, _flat((*args[SIZED[func] :], *kwargs.values())))):
+        if func in SIZED:
             with self:
-                args = (*args[: SIZED[func]], *[_read_sizes(one) for one in args[SIZED[func] :]])
-                kwargs = {name: _read_sizes(one) for name, one in kwargs.items()}
+                args, kwargs = read_sizes(func, args, kwargs)
         require_answerable(func, args, self.values.parameter, self.stack.here)
         try:
             if func is Tensor.item and self._can_extract(args[0]):
@@ -657,19 +645,3 @@ def _is_data(leaf: object) -> bool:
 def _describe_data(leaf: Any) -> Any:
     """Return a number or string itself, or a digest of an array's elements."""
     return leaf if isinstance(leaf, bool | int | float | str) else blake2b(leaf.tobytes(), digest_size=8).hexdigest()
-
-
-def _flat(sizes: Iterable[Any]) -> Iterator[Any]:
-    for one in sizes:
-        yield from one if isinstance(one, tuple | list) else (one,)
-
-
-def _is_size(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and not leaf.dim() and leaf.dtype in SIZE_TYPES
-
-
-def _read_sizes(argument: Any) -> Any:
-    """Return an argument with sizes in the place of tensors that hold them, as torch would read them."""
-    if isinstance(argument, tuple | list):
-        return type(argument)([_read_sizes(one) for one in argument])
-    return int(argument) if _is_size(argument) else argument

@@ -119,7 +119,7 @@ class InnerOutputs:
         if one.leaf not in leaves:
             raise InputError(
                 f"module {one.path}: got no tensor at leaf {one.leaf} of the result of its call {one.call}, expected "
-                "one as at capture, because code outside of the module uses it. Call the module every time, and return "
+                "one as at capture, because code outside the module uses it. Call the module every time, and return "
                 "the same structure."
             )
         return leaves[one.leaf]

@@ -65,7 +65,8 @@ def bound(problem: Problem) -> Bound:
     """
     require_types(bound, locals())
     if problem.costs.microbatches:
-        expected, repair = "microbatches that cost the same", "Leave them out, at the cost of the least."
+        expected = "microbatches that cost the same"
+        repair = "Leave them out, with the costs of the cheapest microbatch."
         raise SizeError.of("bound", "costs.microbatches", problem.costs.microbatches, expected, repair)
     network = _connect(problem)
     return _sort([*find_rough_bounds(problem), *_find_fine_bounds(problem, network)])

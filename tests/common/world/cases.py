@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -19,6 +21,7 @@ import fpipe
 from fpipe.tensors.placed import local_part
 from tests.common.comparison import Result
 from tests.common.options import grouped
+from tests.common.world.device import Device
 from tests.common.world.drawing import OPTIMIZERS, RAISED, TIMEOUT, Case, Fault
 from tests.common.world.fibers import Process, World
 from tests.common.world.network import Network
@@ -50,6 +53,32 @@ class Script:
     states: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
     final: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
     saved: int = 0
+    devices: dict[int, Device] = field(default_factory=dict)
+    unsure: dict[int, list[Callable[[], None]]] = field(default_factory=lambda: defaultdict(list))
+    read: dict[int, list[Callable[[], None]]] = field(default_factory=lambda: defaultdict(list))
+
+    def note(self, rank: int, keep: Callable[[], None]) -> None:
+        """Keep a result: at once, or on a device once it was read, and a later call knows of no failure."""
+        if rank in self.devices:
+            self.unsure[rank].append(keep)
+        else:
+            keep()
+
+    def confirm(self, rank: int) -> None:
+        """Keep what was read before a call that has just returned."""
+        while self.read[rank]:
+            self.read[rank].pop()()
+
+    def forget(self, rank: int) -> None:
+        """Forget what nobody has confirmed."""
+        self.unsure.pop(rank, None)
+        self.read.pop(rank, None)
+
+    def wait(self, rank: int) -> None:
+        """Read what was computed so far, as a user does with a loss."""
+        if rank in self.devices:
+            self.devices[rank].synchronize()
+            self.read[rank] += self.unsure.pop(rank, [])
 
     def build(self) -> tuple[Any, Any, Any]:
         """Return the model, its batch, and its pipeline."""
@@ -85,7 +114,8 @@ class Script:
         else:
             params, buffers = pipe.init(model)
             state, first = init(params), 0
-        self.loop(rank, pipe, (step, update), batch, (params, buffers, state, first), between)
+        with self.devices[rank].used() if rank in self.devices else nullcontext():
+            self.loop(rank, pipe, (step, update), batch, (params, buffers, state, first), between)
 
     def optimizer(self) -> Any:
         """Return the functions of the optimizer."""
@@ -98,7 +128,11 @@ class Script:
         params, buffers, state, first = start
         for i in range(first, case.steps):
             out, grads = step(params, buffers, *batch, seed=i)
-            self.results[rank, i] = Result(out.loss, out.outputs, take_parts(dict(grads)), out.buffers)
+            self.confirm(rank)
+            result = Result(out.loss, out.outputs, take_parts(dict(grads)), out.buffers)
+            self.note(rank, partial(self.results.__setitem__, (rank, i), result))
+            if self.case.reads:
+                self.wait(rank)
             buffers = out.buffers
             if case.setup.clips:
                 grads, _ = fpipe.clip(pipe, grads, 0.1)
@@ -112,16 +146,25 @@ class Script:
                 self.save(i, pipe, finish, {"params": params, "buffers": buffers, "state": state})
         while finish:
             finish.pop()()
+        if rank in self.devices:
+            self.wait(rank)
+            fpipe.require_same(pipe)
+            self.confirm(rank)
+            pipe.close()
         self.final[rank] = take_parts((params, buffers, state))
 
     def look(self, rank: int, i: int, pipe: Any, params: Any, buffers: Any, batch: Any) -> None:
         """Compute what a user wants to know after a step."""
         if rank < 0 or self.case.looks == "evaluation":
             got = fpipe.evaluate(pipe)(params, buffers, *batch, seed=i)
-            self.looked[rank, i] = "evaluation", Result(got.loss, got.outputs, {}, {})
+            looked: tuple[str, Result] = "evaluation", Result(got.loss, got.outputs, {}, {})
         elif self.case.looks == "prediction":
             got = fpipe.predict(pipe)(params, buffers, batch[0], seed=i)
-            self.looked[rank, i] = "prediction", Result(None, got, {}, {})
+            looked = "prediction", Result(None, got, {}, {})
+        else:
+            return
+        self.confirm(rank)
+        self.note(rank, partial(self.looked.__setitem__, (rank, i), looked))
 
     def save(self, i: int, pipe: Any, finish: list[Callable[[], None]], held: dict[str, Any]) -> None:
         """Save the run after a step, in the way of the case."""
@@ -195,9 +238,11 @@ class Trial:
         self.world = World(random)
         processes = self.case.setup.processes
         limit = timedelta(seconds=TIMEOUT)
-        self.network = Network(self.world, processes, limit, self.case.is_kept, self.delay)
+        self.network = Network(self.world, processes, limit, self.case.is_kept, self.delay, self.case.manners)
         self.world.on_step = self.on_step
         self.armed = [False] * processes
+        kinds = {fault.kind for fault in faults if not fault.builds} | {"die" for fault in faults if fault.builds}
+        self.rebuilds, self.survived = self.case.rebuilds and kinds <= {"raise", "fail"}, dict[int, BaseException]()
         self.ended: dict[int, float] = {}
 
     @property
@@ -223,7 +268,12 @@ class Trial:
             self.world.sleep(self.random.random() * self.case.delay)
         for one in self.strikes:
             fault = one.fault
-            if fault.kind in ("lose", "leave") or fault.rank != process.rank or fault.what not in ("any", what):
+            if (
+                one.time is not None
+                or fault.kind in ("lose", "leave")
+                or fault.rank != process.rank
+                or fault.what not in ("any", what)
+            ):
                 continue
             if fault.builds == self.armed[process.rank] or (fault.kind in RAISED and not self.world.is_main):
                 continue
@@ -241,7 +291,12 @@ class Trial:
             pause = NAP if kind == "nap" else 6 * TIMEOUT
             world.at(world.now + pause, partial(setattr, process, "is_stopped", False))
         else:
-            raise {"raise": InjectedError("injected"), "interrupt": KeyboardInterrupt(), "exit": SystemExit(0)}[kind]
+            raise {
+                "raise": InjectedError("injected"),
+                "fail": torch.distributed.DistBackendError("NCCL error: Failed to CUDA calloc"),
+                "interrupt": KeyboardInterrupt(),
+                "exit": SystemExit(0),
+            }[kind]
 
     def between(self, rank: int, i: int) -> bool:
         """Return whether a rank's script goes on after a step."""
@@ -255,17 +310,27 @@ class Trial:
         """Run it; return how each rank's script ended."""
 
         def main(rank: int) -> None:
+            if self.case.manners is not None:
+                self.script.devices[rank] = self.network.devices[self.world.process]
             try:
                 self.script.train(rank, lambda: self.arm(rank), partial(self.between, rank))
+            except (fpipe.RankError, InjectedError, torch.distributed.DistBackendError) as error:
+                if not self.rebuilds:
+                    raise
+                self.survived[rank] = error.with_traceback(None)
             finally:
                 self.ended[rank] = self.world.now
+            if rank in self.survived:
+                self.script.forget(rank)
+                self.script.train(rank, lambda: None, lambda i: True)
 
         with inhabit(self.network):
             mains = [
                 self.world.start(process, "script", partial(main, process.rank)) for process in self.world.processes
             ]
             self.world.run(mains)
-        return [fiber.error for fiber in mains]
+        self.again = [fiber.error for fiber in mains]
+        return [self.survived.get(rank, error) for rank, error in enumerate(self.again)]
 
     def arm(self, rank: int) -> None:
         """Note that a rank has built its pipeline."""

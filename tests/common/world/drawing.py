@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 
 import schedules
 from schedules import KINDS as ACTIONS
-from schedules import Schedule, SizeError, recompute, split_backward
+from schedules import Schedule, SizeError, offload, recompute, split_backward
 from schedules.files.csv import table
 from tests.common.cases import Case as Model
 from tests.common.random_models import GRAPH_NESTS, KINDS, NESTS, Again, Description, Leaf, Nest, Part, case_of
+from tests.common.world.network import Manners
 from tests.common.zoo import ZOO
 
 # -------------------------- Draw a setup: a model, and the pipeline that trains it, from one seed; many cases share it
@@ -80,7 +81,7 @@ class Setup:
 
 def draw_setup(random: Random) -> Setup:
     """Return a model and its pipeline."""
-    how = draw_schedule(random)
+    how = move_some(draw_schedule(random))
     backward = random.choice(["autograd", "autograd", "autograd", "graph"])
     dtype = random.choice([torch.float32] * 4 + [torch.float64, torch.bfloat16])
     model: Description | str = draw_model(random, how.stages, dtype, backward)
@@ -123,6 +124,14 @@ def draw_schedule(random: Random) -> Schedule:
             continue
         if how.stages <= 5:
             return how
+
+
+def move_some(how: Schedule) -> Schedule:
+    """Return the schedule, in one of three cases with what forwards keep moved off the device.
+
+    The schedule decides which, so that nothing else of a seed depends on it.
+    """
+    return offload(how) if Random(repr(how)).random() < 1 / 3 else how
 
 
 def numbers_of(made: Any) -> list[str]:
@@ -220,8 +229,8 @@ APART = 0.01
 class Fault:
     """One thing that goes wrong.
 
-    - `kind`: an exception (`raise`, `interrupt`, `exit`), a death, a long stop, a short one (`nap`), a lost message, a
-      script that ends early (`leave`), or a death while files are written (`disk`).
+    - `kind`: an exception (`raise`, `interrupt`, `exit`, or of NCCL, `fail`), a death, a long stop, a short one
+      (`nap`), a lost message, a script that ends early (`leave`), or a death while files are written (`disk`).
     - `builds`: it strikes while the pipeline is built, instead of later.
     - `rank`, `what`, `count`: it strikes this process at its step number `count` of this sort; a lost message counts
       all messages.
@@ -250,6 +259,8 @@ class Case:
     - `looks`: what else is computed after each step: nothing (""), an evaluation or a prediction.
     - `delay`: the seconds that a message takes, on average. `is_kept`: rank 0 keeps the store.
     - `runs`: the faults of each run of the job but the last, which nothing disturbs.
+    - `manners`: those of devices, if processes have them. `reads`: each loss is read. `rebuilds`: processes that have
+      all survived a failure build their pipelines again.
     """
 
     seed: int
@@ -262,6 +273,9 @@ class Case:
     is_kept: bool
     delay: float
     runs: tuple[tuple[Fault, ...], ...]
+    manners: Manners | None = None
+    reads: bool = False
+    rebuilds: bool = False
 
     @property
     def schedule(self) -> Schedule:
@@ -299,6 +313,20 @@ def draw(seed: int) -> Case:
         random.choice([1e-5, 1e-3, 0.03]),
         runs,
     )
+
+
+def draw_on_device(seed: int) -> Case:
+    """Return the case of a seed, whose processes have devices."""
+    random = Random(f"device {seed}")
+    manners, case = Manners(*(random.random() < 0.5 for _ in Manners._fields)), draw(seed)
+
+    def redraw(fault: Fault) -> Fault:
+        """Let what is posted on a device fail, instead of what computes."""
+        is_posted = fault.kind == "raise" and not fault.builds and random.random() < 0.4
+        return replace(fault, kind="fail", what="launch", count=random.randrange(40)) if is_posted else fault
+
+    runs = tuple(tuple(redraw(fault) for fault in run) for run in case.runs)
+    return replace(case, manners=manners, reads=random.random() < 0.5, runs=runs, rebuilds=random.random() < 0.5)
 
 
 def draw_faults(random: Random, setup: Setup, steps: int) -> tuple[Fault, ...]:

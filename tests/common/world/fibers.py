@@ -63,6 +63,11 @@ class Fiber:
         self.is_over = True
         self.world.leave(self)
 
+    @property
+    def can_run(self) -> bool:
+        """False while its process is stopped, which does not stop its device."""
+        return not self.process.is_stopped or self.process.is_dead or self.name == "device"
+
 
 class World:
     """Processes, fibers, clock, and the random numbers that decide everything."""
@@ -121,7 +126,7 @@ class World:
     def _choose(self) -> Fiber:
         """Return one of the fibers that can run; while there is none, let time pass until the next event."""
         while True:
-            able = [fiber for fiber in self.ready if not fiber.process.is_stopped or fiber.process.is_dead]
+            able = [fiber for fiber in self.ready if fiber.can_run]
             if able:
                 self.switches += 1
                 if self.switches > LIMIT:

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.common.world.device import Device, DeviceGroup, Fabric
 from tests.common.world.fibers import Process, Signal, World
 
 HALF_AN_HOUR = timedelta(minutes=30)  # the timeout of groups of a mesh, whatever that of the job
@@ -157,7 +158,7 @@ class Group:
 
     def get_group_store(self) -> Store:
         """Return the store."""
-        return Store(self.room.network)
+        return self.room.network.open_store()
 
 
 class Mesh(DeviceMesh):
@@ -177,7 +178,7 @@ class Mesh(DeviceMesh):
         groups = {}
         for dim, name in enumerate(names):
             rows = grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()
-            made = [network.create(row, HALF_AN_HOUR, f"mesh_{name}") for row in rows]
+            made = [network.create(row, HALF_AN_HOUR, f"mesh_{name}", network.backend) for row in rows]
             groups[name] = next(group for group in made if group is not None)
         return cls(rank, grid, groups)
 
@@ -252,9 +253,22 @@ class Store:
         return all(key in self.values for key in keys)
 
 
+class Manners(NamedTuple):
+    """How the devices of a world behave, where NCCL leaves it open.
+
+    - `is_bound`: groups are made at once, as splits of the job, instead of at their first messages.
+    - `is_eager`: a send is over before its receive. `has_gloo`: groups have Gloo beside NCCL.
+    """
+
+    is_bound: bool
+    is_eager: bool
+    has_gloo: bool
+
+
 class Network:
     """All rooms and the store of a world.
 
+    - `manners`: those of its devices; `None` if processes compute on the host. `devices`: the device of each process.
     - `delay(ends, tag)` returns how long a message takes, or `None` if it is lost; `arrived(work)` is told of each.
     - `is_kept`: whether process 0 keeps the store; `aborted`: who was sent a message of the wrong size.
     """
@@ -266,15 +280,38 @@ class Network:
         timeout: timedelta,
         is_kept: bool,
         delay: Callable[[tuple[int, int], Any], float | None],
+        manners: Manners | None = None,
     ) -> None:
         self.world, self.size, self.timeout, self.is_kept, self.delay = world, size, timeout, is_kept, delay
         self.arrived: Callable[[Work], None] = lambda work: None
         self.values: dict[str, Any] = {}
         self.rooms: dict[Any, Room] = {}
         self.aborted: list[int] = []
+        self.manners, self.fabrics = manners, dict[Any, Fabric]()
         world.processes = [Process(rank) for rank in range(size)]
         world.on_death.append(self._close_all)
-        self.all = {process: self._enter(process, -1, tuple(range(size)), timeout, "") for process in world.processes}
+        self.devices = {process: Device(world, process) for process in world.processes}
+        self.whole = Fabric(self, tuple(range(size)))
+        self.all = {process: self._begin(process) for process in world.processes}
+
+    @property
+    def backend(self) -> str:
+        """The backend of the job's group."""
+        if self.manners is None:
+            return "gloo"
+        return "cpu:gloo,cuda:nccl" if self.manners.has_gloo else "nccl"
+
+    def _begin(self, process: Process) -> Group | DeviceGroup:
+        """Return a process's end of the group of the job, whose collectives go over Gloo, if it has that."""
+        if self.manners is None or self.manners.has_gloo:
+            return self._enter(process, -1, self.whole.ranks, self.timeout, "")
+        group = DeviceGroup(self.whole, self.devices[process], self.timeout, "")
+        process.open.append(group)
+        return group
+
+    def open_store(self) -> Store:
+        """Return a connection to the store."""
+        return Store(self)
 
     def _close_all(self, process: Process) -> None:
         for room in self.rooms.values():
@@ -292,12 +329,24 @@ class Network:
     def _find_room(self, number: int, ranks: tuple[int, ...], timeout: timedelta) -> Room:
         return self.rooms.setdefault((number, ranks), Room(self, ranks, timeout))
 
-    def create(self, ranks: Sequence[int], timeout: timedelta | None, desc: str) -> Group | None:
+    def create(self, ranks: Sequence[int], timeout: timedelta | None, desc: str, backend: str) -> Any:
         """Return the running process's end of a new group, which all processes create, and its members wait for."""
         process = self.world.process
         process.groups += 1
+        number, seconds = process.groups, (timeout or self.timeout).total_seconds()
+        is_on_device = self.manners is not None and backend != "gloo"
+        if self.manners is not None and is_on_device and self.manners.is_bound:
+            self.whole.meet(("split", number), process.rank, self.whole.ranks, seconds)
         if process.rank not in ranks:
             return None
-        place = process.groups, tuple(sorted(ranks)), timeout or self.timeout
-        self._find_room(*place).gather(process.rank)
-        return self._enter(process, *place, desc)
+        place = number, tuple(sorted(ranks)), timeout or self.timeout
+        if backend != "nccl":
+            self._find_room(*place).gather(process.rank)
+        if not is_on_device:
+            return self._enter(process, *place, desc)
+        gloo = self._enter(process, *place, desc) if self.manners is not None and self.manners.has_gloo else None
+        if gloo is not None:
+            process.open.remove(gloo)
+        fabric = self.fabrics.setdefault(place[:2], Fabric(self, place[1]))
+        process.open.append(group := DeviceGroup(fabric, self.devices[process], place[2], desc, gloo))
+        return group

@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from fpipe.checkpoints import manifest, save
 from fpipe.meshes import arguments, exchange, holdings
-from fpipe.network import board, devices, distributed, groups, job, lookout, ranks, standing, waiting
+from fpipe.network import board, channels, devices, distributed, groups, job, lookout, ranks, standing, waiting
+from fpipe.network.trail import Trail
 from fpipe.pipelines import builder
 from fpipe.runtime import executor
+from tests.common.world.device import DeviceGroup
 from tests.common.world.fibers import Lock, Queue, Signal, World
 from tests.common.world.network import Group, Mesh, Network, Works
 
@@ -57,23 +59,33 @@ class Distributed:
     def get_group_rank(self, group: Group, rank: int) -> int:
         return group.room.ranks.index(rank)
 
-    def get_backend(self, group: Group) -> str:
-        return "gloo"
+    def get_backend(self, group: Any) -> str:
+        return self.network.backend if group is self._default or isinstance(group, DeviceGroup) else "gloo"
 
     def new_group(
         self, ranks: Sequence[int], timeout: Any = None, backend: str = "gloo", group_desc: str | None = None
     ) -> Any:
-        return self.network.create(ranks, timeout, group_desc or "")
+        return self.network.create(ranks, timeout, group_desc or "", backend)
 
     def destroy_process_group(self, group: Group) -> None:
         self.world.step("destroy")
+        if isinstance(group, DeviceGroup):
+            group.destroy()
         group.process.open.remove(group)
-        group.room.close(group.process.rank)
+        gloo = group.gloo if isinstance(group, DeviceGroup) else group
+        if gloo is not None:
+            gloo.room.close(group.process.rank)
 
     def all_gather(self, rows: list[Tensor], mine: Tensor, group: Group | None = None, async_op: bool = False) -> Any:
         group = group or self._default
         group.collectives += 1
         tag, me, works = ("all_gather", group.collectives), group.rank(), []
+        if isinstance(group, DeviceGroup):
+            rows[me].copy_(mine)
+            others = [other for other in range(len(rows)) if other != me]
+            sends = [group.part(mine, other, tag, True) for other in others]
+            work = group.post([*sends, *(group.part(rows[other], other, tag, False) for other in others)])
+            return work if async_op else work.wait()
         for other, row in enumerate(rows):
             if other == me:
                 row.copy_(mine)
@@ -87,6 +99,9 @@ class Distributed:
     isend, irecv = "send", "recv"
 
     def batch_isend_irecv(self, operations: Sequence[Any]) -> list[Any]:
+        _, _, whole, _ = operations[0]
+        if isinstance(whole, DeviceGroup):
+            return [whole.post([whole.part(data, peer, "p2p", kind == "send") for kind, data, _, peer in operations])]
         return [getattr(group, kind)([data], peer, "p2p") for kind, data, group, peer in operations]
 
     def gather_flat(self, rows: Tensor, mine: Tensor, group: Group) -> Works:
@@ -109,6 +124,9 @@ class Distributed:
     def broadcast(self, data: Tensor, src: int, group: Group, async_op: bool = True) -> Works:
         group.collectives += 1
         tag, me, root = ("broadcast", group.collectives), group.rank(), group.room.ranks.index(src)
+        if isinstance(group, DeviceGroup):
+            others = [other for other in range(group.size()) if other != me] if me == root else [root]
+            return Works([group.post([group.part(data, other, tag, me == root) for other in others])])
         if me == root:
             return Works([group.send([data], other, tag) for other in range(group.size()) if other != me])
         return Works([group.recv([data], root, tag)])
@@ -182,6 +200,25 @@ class Files:
         self.world.step("fsync")
 
 
+PLAYED = torch.device("cpu", 0)
+"""The device that a simulated process plays, in contrast to its host, which has no number."""
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether it is the played device."""
+    return device.index is not None
+
+
+def has_gloo(group: Any) -> bool:
+    """Return whether the host's bytes go over a group."""
+    return not isinstance(group, DeviceGroup) or group.gloo is not None
+
+
+def device_types(group: Any) -> list[torch.device]:
+    """Return the devices whose tensors a group moves."""
+    return [torch.device("cpu") if has_gloo(group) else PLAYED]
+
+
 def users() -> list[Any]:
     """Return the modules of fpipe that know `torch.distributed` as `dist`."""
     found = [module for name, module in sys.modules.items() if name.startswith("fpipe.")]
@@ -193,6 +230,19 @@ def inhabit(network: Network) -> Iterator[None]:
     """Return the context in which fpipe's ranks live in the world of a network."""
     world = network.world
     one = Distributed(network)
+
+    def make_trail(device: torch.device) -> Trail | None:
+        return Trail(network.devices[world.process].copy) if has_streams(device) else None
+
+    def on_device(method: Any) -> Any:
+        """Return a method of a job with the played device in place of the host's."""
+
+        def call(*given: Any) -> Any:
+            played = [PLAYED if isinstance(value, torch.device) else value for value in given]
+            return method(*(given if network.manners is None else played))
+
+        return call
+
     replaced: list[tuple[Any, str, Any]] = [(module, "dist", one) for module in users()]
     replaced += [(ranks, "TURN", mock.MagicMock())]
     for module in (board, groups, lookout, standing):
@@ -203,20 +253,22 @@ def inhabit(network: Network) -> Iterator[None]:
     replaced += [
         (board, "Event", lambda: Signal(world)),
         (groups, "Event", lambda: Signal(world)),
-        (waiting, "has_gloo", lambda group: True),
+        (waiting, "has_gloo", has_gloo),
+        *((module, "has_streams", has_streams) for module in (distributed, groups, job)),
+        *((job.DistributedJob, name, on_device(vars(job.DistributedJob)[name])) for name in ("join", "create")),
+        (channels, "make_trail", make_trail),
         (groups, "renew_store", lambda: None),
         (board, "SimpleQueue", lambda: Queue(world)),
         (board, "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)),
         (lookout, "monotonic", lambda: world.now),
         (lookout, "socket", SimpleNamespace(socketpair=lambda: (Bell(world), Bell(world)), socket=object)),
-        (distributed, "process_groups", lambda: list(world.process.open)),
-        (groups, "process_groups", lambda: list(world.process.open)),
+        *((module, "process_groups", lambda: list(world.process.open)) for module in (groups, lookout, waiting)),
+        (waiting, "destroy_group", one.destroy_process_group),
         (groups, "timeout_of", lambda group, device: group.room.timeout),
         (job, "timeout_of", lambda group, device: group.room.timeout),
         (job, "count_groups", lambda: world.process.groups),
         (job, "name_groups_from", lambda count: setattr(world.process, "groups", count)),
-        (job, "device_types", lambda group: [torch.device("cpu")]),
-        (devices, "device_types", lambda group: [torch.device("cpu")]),
+        *((module, "device_types", device_types) for module in (devices, job)),
         (arguments, "init_device_mesh", one.init_device_mesh),
         (holdings, "get_rank", one.get_rank),
         (holdings, "get_process_group_ranks", one.get_process_group_ranks),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import optree
 from torch import Tensor
+from torch.distributed import DistBackendError
 
 import fpipe
 from fpipe.checkpoints.manifest import read_manifest
@@ -29,8 +30,11 @@ from tests.common.world.sharing import Shelf
 
 SILENT = ("stop", "lose")
 """Faults of which others learn by a timeout."""
+UNSEEN = (*SILENT, "die", "disk", "leave")
+"""The same where processes compute on devices."""
 OWN: dict[str, type[BaseException]] = {
     "raise": InjectedError,
+    "fail": DistBackendError,
     "interrupt": KeyboardInterrupt,
     "exit": fpipe.TransportError,
     "stop": fpipe.TransportError,
@@ -38,7 +42,7 @@ OWN: dict[str, type[BaseException]] = {
     "disk": Killed,
 }
 """What the rank raises that a fault strikes."""
-NAMED = {"raise": "InjectedError", "interrupt": "KeyboardInterrupt", "exit": "SystemExit"}
+NAMED = {"raise": "InjectedError", "fail": "DistBackendError", "interrupt": "KeyboardInterrupt", "exit": "SystemExit"}
 """What the others say of it."""
 
 
@@ -60,8 +64,10 @@ def require_ends(trial: Trial, errors: list[BaseException | None]) -> str:
         require_time(trial, rank)
     require_causes(trial, [error.cause for error in others.values() if isinstance(error, fpipe.RankError)])
     for one in struck:
-        if one.fault.kind != "lose":
-            require_victim(one, errors[one.fault.rank])
+        error = None if one.fault.kind == "lose" else errors[one.fault.rank]
+        is_told = one.fault.kind == "fail" and len(struck) > 1 and isinstance(error, fpipe.RankError)
+        if one.fault.kind != "lose" and not is_told:  # what is posted after another's failure fails anyway
+            require_victim(one, error)
     return " and ".join(f"{one.fault.kind}{' in a build' * one.fault.builds}" for one in struck)
 
 
@@ -87,7 +93,8 @@ def require_time(trial: Trial, rank: int) -> None:
     """Raise unless a rank that waits learns of a fault soon, or, if it is silent, once the timeout is over."""
     struck = trial.struck
     last = max(one.time for one in struck if one.time is not None and one.time <= trial.ended[rank])
-    silent = any(one.fault.kind in SILENT for one in struck)
+    kinds = SILENT if trial.case.manners is None else UNSEEN
+    silent = any(one.fault.kind in kinds for one in struck)
     naps = sum(one.time is not None and one.fault.kind == "nap" for one in trial.strikes)
     limit = PROMPT + NAP * naps + 2 * TIMEOUT * silent
     if trial.ended[rank] - last > limit:
@@ -122,7 +129,8 @@ def is_named(one: Strike, cause: fpipe.Cause) -> bool:
     if cause.rank != one.fault.rank:
         return False
     named = NAMED.get(one.fault.kind)
-    is_placed = one.fault.builds or cause.place.endswith(one.place)  # a build has no positions
+    is_free = one.fault.builds or one.fault.kind == "fail"  # a build has no positions
+    is_placed = is_free or cause.place.endswith(one.place)
     return named is None or (cause.problem.startswith(named) and is_placed)
 
 
@@ -150,7 +158,7 @@ class Simulator:
     def __init__(self) -> None:
         self.block, self.shelves = -1, dict[Setup, Shelf]()
 
-    def simulate(self, seed: int) -> Verdict:
+    def simulate(self, seed: int, draw: Callable[[int], Case] = draw) -> Verdict:
         """Run the case of a seed; raise `Finding`, or whatever was raised, unless it ends as promised."""
         case = draw(seed)
         if seed // BLOCK != self.block:
@@ -164,9 +172,9 @@ class Simulator:
             return judge(case, Path(folder), shelf)
 
 
-def simulate(seed: int) -> Verdict:
+def simulate(seed: int, draw: Callable[[int], Case] = draw) -> Verdict:
     """Run the case of a seed alone; see `Simulator`."""
-    return Simulator().simulate(seed)
+    return Simulator().simulate(seed, draw)
 
 
 def run_alone(case: Case, shelf: Shelf) -> Script | str:
@@ -198,7 +206,11 @@ def judge(case: Case, folder: Path, shelf: Shelf) -> Verdict:
         if list_versions(shelf) != untouched:
             raise Finding("a rank has written to the user's batch")
         require_results(script, alone)
-        ended.append(require_ends(trial, errors))
+        if len(trial.survived) == layout.setup.processes:
+            require_again(trial, alone)
+        for rank in trial.survived:
+            script.final.pop(rank, None)  # how its first attempt ended is left to judge
+        ended.append(require_ends(trial, errors) + ", rebuilt" * bool(trial.survived))
         first = min((i for _, i in script.results), default=least)
         if first < least:
             raise Finding(f"run {k}: got step {first}, expected to go on from {least}, which was saved")
@@ -212,6 +224,14 @@ def judge(case: Case, folder: Path, shelf: Shelf) -> Verdict:
         layout = replace(case, setup=setup)
     switches, seconds = sum(world.switches for world in worlds), sum(world.now for world in worlds)
     return Verdict(", ".join(ended), len(ended), switches, seconds)
+
+
+def require_again(trial: Trial, alone: Script) -> None:
+    """Raise unless processes that have built their pipelines again have trained to the end."""
+    for rank, error in enumerate(trial.again):
+        if error is not None:
+            raise Finding(f"rank {rank}: got {error!r} after all have survived, expected that they go on") from error
+    require_final(trial.script, alone)
 
 
 def list_versions(shelf: Shelf) -> list[int]:

@@ -626,7 +626,12 @@ def other_bits_on_one_rank(rank, size):
             if rank == size - 1:
                 change()
             try:
-                with raises(fpipe.TransportError, "- settings: got on rank", word, "Set torch alike in every process"):
+                with raises(
+                    fpipe.TransportError,
+                    "- settings: got on rank",
+                    word,
+                    "Use the same settings of torch in every process",
+                ):
                     step(*state, inputs, targets) if in_step else build(ZOO["mlp"], how, 8)
             finally:
                 restore()

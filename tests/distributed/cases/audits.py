@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 import fpipe
@@ -84,3 +86,17 @@ def the_drop_in_module_is_audited_on_every_rank(rank, size):
         dropped.clip_grad_norm_(1.0)
         optimizer.step()
     assert [one.number for one in told] == [*range(6)]
+
+
+@case(sizes=[2])
+def whoever_waits_for_others_after_a_step_knows_for_how_long(rank, size):
+    pipe, *_ = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    fpipe.require_same(pipe)
+    pipe.ranks.watch_idle()
+    if rank == 0:
+        time.sleep(0.5)
+    fpipe.require_same(pipe)
+    known = pipe.ranks.idle
+    fpipe.require_same(pipe)
+    assert pipe.ranks.idle == known
+    assert rank == 0 or known > 0.25

@@ -320,7 +320,7 @@ def an_optimizer_that_combines_parameters_is_refused(rank, size):
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = Clipped(model.parameters(), lr=0.1)
     for _ in range(2):
-        with raises(fpipe.InputError, "got Clipped, which updates a parameter otherwise if there are others"):
+        with raises(fpipe.InputError, "got Clipped, whose update of a parameter depends on other parameters"):
             optimizer.step()
     assert all(map(same_bits, before, [p.detach() for p in model.parameters()]))
     Halved(model.parameters(), lr=0.1).step()

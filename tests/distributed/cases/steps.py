@@ -26,6 +26,9 @@ from tests.common.masks import DECODER, decoder_batch
 from tests.common.options import grouped
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import NIGHTLY
+from tests.common.sliced_models import loop as slice_loop
+from tests.common.sliced_models import make_model
+from tests.common.sliced_models import word_loss as sliced_loss
 from tests.common.updates import require_same_updates, require_training_of_a_plain_loop
 from tests.common.waits import Clock
 from tests.common.zoo import ZOO
@@ -599,6 +602,22 @@ def slices_of_sequences_have_the_bits_of_one_process(rank, size):
         assert all(same_bits(got[rank][name], grads[rank][name]) for name in params[rank])
         assert rank == 0 or same_bits(out.loss, want.loss)
         transport.close()
+
+
+@case(sizes=[2])
+def a_pipeline_of_slices_has_the_bits_of_a_loop_over_slices(rank, size):
+    """The first rank has the inputs, the last the targets, and what a slice leaves stays where it was made."""
+    model, x, y = make_model(tied=True)
+    for how, lengths in ((seq_1f1b(2, 3, slices=2), [5, 4]), (split_backward(seq_1f1b(2, 3, slices=3)), [3, 3, 3])):
+        pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=sliced_loss, schedule=how, cuts=["blocks.2"])
+        loss, outputs, wanted = slice_loop(model, x, y, 3, lengths)
+        given = (x,) if rank == 0 else (x.to("meta"),), y if rank == size - 1 else y.to("meta")
+        out, grads = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), *given)
+        assert same_bits(out.loss, loss)
+        assert rank == 0 or same_bits(out.outputs, outputs)
+        assert grads
+        assert all(same_bits(grads[name], wanted[name]) for name in grads)
+        pipe.close()
 
 
 def hidden(params, inputs):

@@ -117,6 +117,21 @@ def test_copies_on_a_mesh_are_audited(shape):
     assert len(told) == 8 * SHAPES[shape][0] * SHAPES[shape][1]
 
 
+@pytest.mark.parametrize("name", ["1F1B", "ZB-H1", "recomputed"])
+def test_microbatches_that_count_for_nothing_and_shorter_ones_are_audited(name):
+    x, y = torch.randn(7, 4), torch.randn(7, 4)
+    y[2:4] = 0
+    weight = fpipe.Microbatching(weight=lambda inputs, targets: float(targets.abs().sum() > 0))
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    given = {"example": (x,), "targets": y, "loss": nn.functional.mse_loss, "schedule": SCHEDULES[name]}
+    pipe = fpipe.pipeline(model, microbatching=weight, **given)
+    for rows in (7, 4):
+        got, told = run_audited(pipe, model, (x[:rows],), y[:rows])
+        assert_same(got, run(pipe, model, (x[:rows],), y[:rows]))
+        assert told
+        assert all(one.seconds is not None for one in told)
+
+
 def test_sums_are_added_to_with_the_same_bits():
     pipe, model, inputs, targets = build(ZOO["mlp"], SCHEDULES["1F1B"], 8)
     state, (step, _) = pipe.init(model), audited(pipe)
@@ -181,6 +196,13 @@ def test_a_function_that_is_wrong_once_is_named(name, function, s, what, call):
     plant(stage, function, call, flip_some)
     action = calls_of(how, function, s)[call]
     require_found(pipe, pipe.init(model), batch, action, what, "All later runs agree, so the first was wrong")
+
+
+def test_a_wrong_buffer_is_named():
+    pipe, model, *batch = build(ZOO["normalised"], SCHEDULES["gpipe"], 8)
+    (stage, _) = pipe.training.assembly.stages
+    plant(stage, "forward", 1, lambda made: (made[0], flip_some(made[1], 1), made[2]))
+    require_found(pipe, pipe.init(model), batch, parse("0F1"), "got other bits in buffer 1 from")
 
 
 def test_a_wrong_sum_of_replicas_is_named():

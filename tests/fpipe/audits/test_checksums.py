@@ -41,7 +41,7 @@ def test_pieces_that_change_places_are_seen(power, rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("size", [4096, 2 * 1021 * 16])
+@pytest.mark.parametrize("size", [4096, 2 * 1021 * 16, 4 * 1021 * 1019])
 def test_signs_that_change_all_at_once_are_seen(dtype, size):
     tensor = torch.randn(size).abs().to(dtype)
     assert checksum(tensor) != checksum(-tensor)

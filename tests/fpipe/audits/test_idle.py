@@ -28,20 +28,32 @@ def test_whoever_is_late_does_not_use_the_place_again_for_a_while(used, waited):
     assert times.predict("here") == 0.0
 
 
-@given(st.floats(1e-3, 1), st.lists(st.floats(0, 10), max_size=20), st.floats(0, 1))
-def test_an_allowance_spends_at_most_its_share_and_one_action(share, steps, cost):
-    allowance, spent = Allowance(share), 0.0
-    for seconds in steps:
+@given(st.floats(1e-3, 1), st.lists(st.tuples(st.floats(0, 10), st.floats(0, 1)), max_size=20))
+def test_an_allowance_never_spends_more_than_its_share(share, steps):
+    allowance, spent, passed = Allowance(share), 0.0, 0.0
+    for seconds, cost in steps:
         allowance.earn(seconds)
-        if allowance.is_left:
+        passed += seconds
+        if allowance.allows(cost):
             allowance.spend(cost)
             spent += cost
-    assert spent <= share * sum(steps) + cost + 1e-9
+        assert spent <= share * passed + 1e-9
+
+
+def test_cheap_actions_leave_enough_for_expensive_ones():
+    allowance, spent = Allowance(0.01), []
+    for k in range(1000):
+        allowance.earn(1.0)
+        cost = 2.0 if k % 2 else 0.01
+        if allowance.allows(cost):
+            allowance.spend(cost)
+            spent.append(cost)
+    assert 3 <= spent.count(2.0) <= 5
 
 
 def test_nothing_is_left_at_first_and_everything_without_a_limit():
-    assert not Allowance(0.5).is_left
+    assert not Allowance(0.5).allows()
     endless = Allowance(float("inf"))
     endless.earn(0.1)
     endless.spend(1e9)
-    assert endless.is_left
+    assert endless.allows(1e9)

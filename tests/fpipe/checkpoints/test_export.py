@@ -74,7 +74,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     assert not [*tmp_path.iterdir()]
     for name in ("model.safetensors", "model.safetensors.index.json"):
         (tmp_path / name).write_text("{}")
-        with pytest.raises(fpipe.InputError, match=rf"got \['{name}'\], .*without weights.*mixture"):
+        with pytest.raises(fpipe.InputError, match=rf"got \['{name}'\], .*with no weights.*mixed"):
             fpipe.export(pipe, tmp_path, params, buffers)
         assert [entry.name for entry in tmp_path.iterdir()] == [name]
         (tmp_path / name).unlink()
@@ -129,6 +129,6 @@ def test_of_two_jobs_that_export_at_once_one_is_told(tmp_path, monkeypatch):
         fpipe.export(pipe, tmp_path, params, buffers)
 
     monkeypatch.setattr("fpipe.checkpoints.export.write_safetensors", write_late)
-    with pytest.raises(fpipe.InputError, match=r"got no \['model-.*no other job exports"):
+    with pytest.raises(fpipe.InputError, match=r"got no \['model-.*no other job uses"):
         fpipe.export(pipe, tmp_path, {name: p + 1 for name, p in params.items()}, buffers)
     assert all(same_bits(fpipe.safetensors(tmp_path)[name], p.detach()) for name, p in params.items())

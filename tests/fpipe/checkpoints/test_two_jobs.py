@@ -60,7 +60,7 @@ def test_the_first_to_finish_is_the_checkpoint_and_the_other_is_told(pipe, tmp_p
         match=r"got save 2 of step 2, which another job finished after this one had begun save 1, expected one job at",
     ):
         first()
-    with pytest.raises(fpipe.InputError, match="got a save that failed before"):
+    with pytest.raises(fpipe.InputError, match="got a save that has failed"):
         first()
     assert found(pipe, tmp_path) == 2
     assert {*os.listdir(tmp_path)} == {"checkpoint.json", "save-2"}
@@ -81,7 +81,7 @@ def test_a_save_that_is_finished_leaves_what_another_job_writes(pipe, tmp_path):
 def test_saves_of_one_job_are_finished_in_order(pipe, tmp_path):
     first, second = begin(pipe, tmp_path, "a", 1), begin(pipe, tmp_path, "a", 2)
     second()
-    with pytest.raises(fpipe.InputError, match=r"got save 2, which began after save 1 and was finished first.*order"):
+    with pytest.raises(fpipe.InputError, match=r"got save 2, which began after save 1 but finished first.*order"):
         first()
     first, second = begin(pipe, tmp_path, "a", 3), begin(pipe, tmp_path, "a", 4)
     first()

@@ -90,7 +90,7 @@ def test_stages_begin_where_the_arguments_say(where, first):
             {"unsplittable": Net},
             "the number of modules that run one after the other, the loss among them. No stage may",
         ),
-        ({"unsplittable": Net}, "No stage may begin inside the model (Net): it stays whole, because of unsplittable"),
+        ({"unsplittable": Net}, "No stage may begin inside the model (Net): it can't be cut, because of unsplittable"),
         (
             {"cuts": [1, 2, 5]},
             "got 5, expected an index below 5, counted from zero: the model itself calls first",
@@ -133,7 +133,7 @@ def test_even_cuts_avoid_places_that_cannot_be_cut():
         pipeline(model, x, cuts=["layers.1", "layers.2", "layers.3"])
     with pytest.raises(
         CutError,
-        match=r"refused. stage \d: got a value from another stage that is modified in place",
+        match=r"rejected. stage \d: got a value from another stage that is modified in place",
     ):
         pipeline(model, x, cuts="layers.*")
 

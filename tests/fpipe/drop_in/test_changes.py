@@ -260,7 +260,7 @@ def test_state_that_nothing_compares_is_found_by_recording_again():
     del net
     train(model)
     model.block.scales[0] = 3.0
-    with pytest.raises(InputError, match="does something else by now"):
+    with pytest.raises(InputError, match="now behaves differently"):
         model.pipe.recheck()
 
 

@@ -63,7 +63,7 @@ def test_another_cotangent_than_the_sums_had():
     model = make()
     (model(X, targets=Y) / 2).backward()
     loss = model(X, targets=Y)
-    with pytest.raises(InputError, match=r"got a cotangent of 1, expected 0.5, as in the backward before"):
+    with pytest.raises(InputError, match=r"got a cotangent of 1, expected 0.5, as in the previous backward"):
         loss.backward()
     (loss / 2).backward()
 
@@ -117,7 +117,7 @@ def test_gradients_that_an_optimizer_has_used():
     model(X, targets=Y).backward()
     optimizer.step()
     loss = model(X, targets=Y)
-    with pytest.raises(InputError, match=r"0.weight: got a .grad that an optimizer has used and nobody has cleared"):
+    with pytest.raises(InputError, match=r"0.weight: got a .grad that an optimizer has used but that was not cleared"):
         loss.backward()
     optimizer.zero_grad(set_to_none=False)
     loss.backward()
@@ -190,7 +190,7 @@ FORWARDS = {
     ),
     "of a model in eval mode with a submodule in train mode": (
         evaluate_in_part,
-        "3: got train mode in a model in eval mode",
+        "3: got train mode inside a model in eval mode",
     ),
     "after a hook on a gradient": (hook, r"0.weight: got a hook on its gradient, .*expected none"),
     "after a module was replaced": (replace_module, r"module 3 of the model.*: got GELU, expected ReLU"),
@@ -234,7 +234,7 @@ def test_an_optimizer_that_combines_parameters():
     model = make()
     model(X, targets=Y).backward()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(InputError, match="got Clipped, which updates a parameter otherwise if there are others"):
+    with pytest.raises(InputError, match="got Clipped, whose update of a parameter depends on other parameters"):
         Clipped(model.parameters(), lr=0.1).step()
     assert all(map(torch.equal, before, [p.detach() for p in model.parameters()]))
     torch.optim.AdamW(model.parameters()).step()

@@ -164,7 +164,7 @@ def test_a_dead_store_means_that_its_process_failed_first(keeper, named):
     assert zero.lost_cause is None
     assert zero.read() is None
     assert zero.publish(SECOND) == zero.lost_cause
-    assert str(zero.lost_cause).startswith(f"{named}, which keeps the store")
+    assert str(zero.lost_cause).startswith(f"{named}, which holds the store")
     zero.linger()  # returns at once
 
 

@@ -6,13 +6,14 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe import TransportError
 from fpipe.network.channels import LINE, ON_DEVICE, SMALL_BYTES, DistributedChannel, Envelope, order_in_rounds
 from fpipe.network.trail import AHEAD, PER_LAP, Trail
-from fpipe.network.waiting import Awaited
+from fpipe.network.waiting import Awaited, PendingWorks
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
 from schedules import chimera, dualpipe, interleaved_1f1b, lower, one_f_one_b, parse, zb_v
@@ -165,6 +166,23 @@ def test_what_a_device_has_not_passed_is_known():
     assert trail.find_unfinished().awaited == END
     last.reached = True
     assert trail.find_unfinished() is None
+
+
+def test_what_a_device_waits_for_is_known_before_a_lap_is_over(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend", lambda group: group)
+    clock = Clock()
+    trail = Trail(clock.copy)
+    first, second = (END._replace(what=what, group="nccl") for what in "ab")
+    host = END._replace(group="gloo")
+    for awaited in (first, host, second):
+        trail.follow(PendingWorks([], awaited))
+    trail.follow(trail.find_unfinished())
+    assert (len(clock.events), trail.groups) == (2, {"nccl"}), "the host has waited for the others itself"
+    assert trail.find_unfinished().awaited == first
+    clock.events[0].reached = True
+    assert trail.find_unfinished().awaited == second
+    trail.follow(PendingWorks([], second))
+    assert len(trail.points) == 2, "what a device has passed is dropped"
 
 
 def test_a_wrong_message_is_refused_when_the_host_waits_for_its_device():

@@ -137,7 +137,7 @@ def test_any_question_is_answered_as_on_one_device_or_refused(setting, kinds):
 
 REFUSED = {  # with the words of the reason
     "a counter of its own": "got a question about values",
-    "its first call": "does something else when it is called again",
+    "its first call": "behaves differently when it is called again",
     "how often it was called": "attribute 'calls'",
     "keeps what it saw first": "that an earlier call created and kept",
     "remembers the last batch": "that an earlier call created and kept",

@@ -32,7 +32,7 @@ def test_an_order_of_its_own_makes_a_plan_faster_and_is_saved_with_it(tmp_path):
     check(after.schedule)
     assert before.bound * (1 - 1e-9) <= after.predicted.seconds < before.predicted.seconds
     assert max(after.predicted.memory) <= caps[0]
-    assert "an order of its own (" in str(after)
+    assert "a custom order (" in str(after)
     after.save(tmp_path / "plan.json")
     read = Plan.read(tmp_path / "plan.json")
     assert replace(read, schedule=after.schedule) == after

@@ -127,6 +127,16 @@ class Packed(nn.Module):
         return self.last(out)
 
 
+def test_a_packed_sequence_is_exact():
+    torch.manual_seed(0)
+    model, x = Packed(nn.LSTM(WIDTH, WIDTH, batch_first=True)), torch.randn(4, 4, WIDTH)
+    batch, y = (x, torch.tensor([4, 2, 4, 3])), torch.randn(4, 4, WIDTH)
+    model(*batch)
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=batch, targets=y, loss=mse_loss, schedule=how, cuts=["last"])
+    assert fpipe.verify(pipe, model, batch, y).eager
+
+
 @by_night
 @covering(kind=[nn.LSTM, nn.GRU, nn.RNN], way=["autograd", "graph", "halves"])
 def test_the_lengths_of_packed_sequences_come_with_the_batch(kind, way):

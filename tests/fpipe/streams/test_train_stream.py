@@ -18,6 +18,7 @@ from schedules import (
     from_rows,
     linear,
     list_versions,
+    offload,
     one_f_one_b,
     pipedream,
     pipedream_2bw,
@@ -42,6 +43,8 @@ SCHEDULES = {
     "2bw of more": pipedream_2bw(2, 5, accumulate=5),
     "zero bubble": split_backward(pipedream(2, 1)),
     "recomputed": recompute(pipedream(2, 1)),
+    "moved": offload(pipedream(4, 1)),
+    "moved 2bw": offload(pipedream_2bw(4, 4, accumulate=4)),
     "one rank": pipedream(1, 1),
 }
 UNTIED = [name for name, case in ZOO.items() if not case.random and name not in ("gpt", "tied_sequence", "chained")]

@@ -254,8 +254,8 @@ REFUSED = [
     (lambda: fpipe.optimizer(optim.LBFGS), "cls: got LBFGS, whose step needs ['closure']"),
     (lambda: fpipe.optimizer(Counting), "cls: got Counting, which changes its attribute 'count' in a step"),
     (lambda: fpipe.optimizer(Growing), "cls: got Growing, which changes its option 'lr' in a step"),
-    (lambda: fpipe.optimizer(Global), "cls: got Global, which keeps state outside of parameters"),
-    (lambda: fpipe.optimizer(Normed), "cls: got Normed, which updates a parameter otherwise if there are others"),
+    (lambda: fpipe.optimizer(Global), "cls: got Global, which keeps state outside parameters"),
+    (lambda: fpipe.optimizer(Normed), "cls: got Normed, which updates a parameter in a way that depends on others"),
     (lambda: fpipe.optimizer(nn.Linear), "expected a class of optimizers"),
     (lambda: fpipe.optimizer(optim.SGD([torch.ones(1)])), "expected a class of optimizers"),
     # options, when the optimizer is made

@@ -131,8 +131,8 @@ def test_a_batch_of_a_schedule_that_updates_in_flight_is_what_an_update_applies(
         build(made(ranks=2, microbatches=4))
 
 
-def test_a_sliced_schedule_is_refused():
-    with pytest.raises(fpipe.InputError, match=r"expected whole microbatches.*be checked"):
+def test_a_sliced_schedule_is_refused_for_a_model_without_a_carry():
+    with pytest.raises(fpipe.InputError, match=r"whose forward takes no carry.*schedule of whole microbatches"):
         build(seq_1f1b(ranks=2, microbatches=4))
 
 

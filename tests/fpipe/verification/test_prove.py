@@ -54,9 +54,9 @@ def test_a_proof_is_a_page():
     page = str(found)
     assert found.is_complete
     assert page.startswith(
-        "10 results of a step are, for every input, those of the captured model on one device\n10 of "
+        "10 results of a step equal those of the captured model on one device, for every input\n10 of "
     )
-    assert "assumed:\n- operators are functions of their arguments" in page
+    assert "assumed:\n- operators depend only on their arguments" in page
     assert "it draws random numbers" in str(prove("dropping", one_f_one_b(2, 4)))
 
 
@@ -464,7 +464,7 @@ def test_few_rows_prove_the_stages_and_formulas_the_program(monkeypatch):
     found = fpipe.prove(pipe, model, (x[:2],))
     assert found.is_complete
     assert found.microbatches == (2, 64)
-    assert "in 2 microbatches; the program of all 64 is whole on formulas" in str(found)
+    assert "in 2 microbatches; formulas show the same for all 64 microbatches" in str(found)
     monkeypatch.setattr(type(pipe.schedule), "actions", skipping(type(pipe.schedule).actions))
     with pytest.raises(ProgramError):
         fpipe.prove(pipe, model, (x[:2],))

@@ -146,7 +146,7 @@ def test_balanced_stages_begin_outside_of_what_runs_as_one_operator_in_evaluatio
 
 def test_an_evaluation_cut_inside_of_what_runs_as_one_operator_is_refused():
     pipe, model, x = build_encoder(2, cuts=["0.layers.1.norm2"])
-    with pytest.raises(fpipe.CutError, match=r"torch runs '0\.layers\.1' .* as one operator: cut outside of it, or"):
+    with pytest.raises(fpipe.CutError, match=r"torch runs '0\.layers\.1' .* as one operator: cut outside it, or"):
         fpipe.predict(pipe)(*pipe.init(model), (x,))
     torch.backends.mha.set_fastpath_enabled(False)
     try:

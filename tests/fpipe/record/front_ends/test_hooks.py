@@ -143,11 +143,11 @@ def deciding(outputs: Tensor, targets: Tensor) -> Tensor:
     [
         (nn.Sequential(Block(), Deciding()), {}, "name the module in unsplittable", "of its own"),
         (Deciding(), {}, "put that part into a separate module, and name this in unsplittable", "name the module"),
-        (nn.Sequential(Block(), Ragged()), {"unsplittable": Ragged}, "shapes that depend on data out of", "name the"),
+        (nn.Sequential(Block(), Ragged()), {"unsplittable": Ragged}, "move such shapes out of", "name the"),
         (
             Stack(),
             {"loss": deciding},
-            "pass fpipe.Recording(unsplittable=['loss']), and it runs as it is",
+            "pass fpipe.Recording(unsplittable=['loss']), and it runs as Python",
             "name the module",
         ),
     ],

@@ -320,7 +320,7 @@ REFUSED = [
     (draw, "fx", LAYER, "random numbers that do not depend on an input", ""),
     (branch_on_a_size, "fx", LAYER, "the front end fx could not read it: symbolically traced variables", TRACE),
     (cast, "fx", LINEAR, "autocast to", ""),
-    (cast, "dynamo", "module 2.linear", "(torch.bfloat16", "as the front end saw it"),  # it ignores autocast
+    (cast, "dynamo", "module 2.linear", "(torch.bfloat16", "as in the front end"),  # it ignores autocast
     (set_data, "fx", LAYER, "an assignment to .data", ""),
     (double_a_constant, "fx", "", UNKEPT, ""),
     (add_to_a_constant, "fx", "", UNKEPT, ""),

@@ -549,7 +549,7 @@ REFUSED = {
         read_in_a_checkpoint,
         r"module 0.*checkpointed function that uses or assigns a buffer.*\(mean\)",
     ),
-    "first time only": (first_time_only, "does something else when it is called again"),
+    "first time only": (first_time_only, "behaves differently when it is called again"),
 }
 
 

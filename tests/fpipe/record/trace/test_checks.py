@@ -185,7 +185,7 @@ class Turning(nn.Module):
 
 def test_a_module_whose_later_calls_use_other_weights_is_refused():
     model, x = nn.Sequential(nn.Linear(4, 4), Turning()), torch.randn(6, 4)
-    with pytest.raises(fpipe.CaptureError, match="does something else when it is called again"):
+    with pytest.raises(fpipe.CaptureError, match="behaves differently when it is called again"):
         fpipe.pipeline(model, example=(x,), loss=torch.sum, schedule=HOW, cuts=["1"])
 
 

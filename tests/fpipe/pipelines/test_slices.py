@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines of sequences in slices: the bits of a loop over slices, and whole sequences but for rounding."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from fpipe.pipelines.inputs import scatter
+from fpipe.record.variant import TRAINING
+from fpipe.runtime.executor import Execution
+from fpipe.runtime.local import LocalTransport, drive
+from fpipe.tensors.tree import same_bits
+from schedules import (
+    B,
+    F,
+    U,
+    looped,
+    recompute,
+    schedule,
+    seq_1f1b,
+    simulate,
+    split_backward,
+)
+from schedules.families.one_forward_one_backward import alternate
+from tests.common.sliced_models import LanguageModel, loop, make_model, word_loss
+
+
+@schedule(placement=looped)
+def sliced_chunks(rank, ranks, microbatches, chunks=2, slices=2):
+    """Seq1F1B with chunks, as in the gallery."""
+    stages, parts, n = range(rank, ranks * chunks, ranks), range(slices), -(-ranks // slices)
+    rounds = [range(first, min(first + n, microbatches)) for first in range(0, microbatches, n)]
+    forwards = (F(s, i, k) for each in rounds for s in stages for i in each for k in parts)
+    backwards = (B(s, i, k) for each in rounds for s in reversed(stages) for i in each for k in reversed(parts))
+    return alternate((chunks - 1) * n * slices + 2 * (ranks - 1 - rank) + slices - 1, forwards, backwards)
+
+
+def build(model, x, y, how, **options):
+    return fpipe.pipeline(model, example=(x,), targets=y, loss=word_loss, schedule=how, **options)
+
+
+def require_loop(model, x, y, how, lengths, **options):
+    """Raise unless a step has the bits of the loop, and of the reference."""
+    pipe = build(model, x, y, how, **options)
+    state = pipe.init(model)
+    out, grads = fpipe.value_and_grad(pipe, outputs=True)(*state, (x,), y)
+    loss, outputs, wanted = loop(model, x, y, how.microbatches, lengths)
+    assert same_bits(out.loss, loss)
+    assert same_bits(out.outputs, outputs)
+    assert grads.keys() == wanted.keys()
+    assert not [name for name in wanted if not same_bits(grads[name], wanted[name])]
+    reference, others = fpipe.reference(pipe)(*state, (x,), y)
+    assert same_bits(reference.loss, loss)
+    assert not [name for name in wanted if not same_bits(others[name], wanted[name])]
+
+
+LENGTHS = {1: [9], 2: [5, 4], 3: [3, 3, 3], 4: [3, 2, 2, 2]}
+
+
+@pytest.mark.parametrize("slices", LENGTHS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_slices_have_the_bits_of_a_loop_over_slices(slices, tied):
+    model, x, y = make_model(tied=tied)
+    require_loop(model, x, y, seq_1f1b(2, 3, slices=slices), LENGTHS[slices], cuts=["blocks.2"])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        split_backward(seq_1f1b(2, 3, slices=2)),
+        recompute(seq_1f1b(2, 3, slices=2)),
+        seq_1f1b(1, 2, slices=2),
+        sliced_chunks(2, 4),
+    ],
+    ids=["split", "recomputed", "one rank", "chunks"],
+)
+def test_other_schedules_of_slices_have_them_too(how):
+    model, x, y = make_model()
+    require_loop(model, x, y, how, LENGTHS[2])
+
+
+@pytest.mark.parametrize("backward", ["graph", "autograd"])
+def test_recorded_stages_have_them_too(backward):
+    model, x, y = make_model()
+    options = {"gradients": fpipe.Gradients(backward=backward)}
+    require_loop(model, x, y, seq_1f1b(2, 3, slices=2), LENGTHS[2], cuts=["blocks.1"], **options)
+
+
+def test_lengths_may_be_of_even_costs():
+    lengths = fpipe.even_costs(linear=1, quadratic=1)
+    assert [*lengths(9, 2)] == [6, 3]
+    model, x, y = make_model()
+    how = fpipe.Microbatching(slice_lengths=lengths)
+    require_loop(model, x, y, seq_1f1b(2, 3, slices=2), [6, 3], cuts=["blocks.2"], microbatching=how)
+
+
+def test_costs_are_even_to_a_token():
+    for linear, quadratic in ((1, 0), (0, 1), (3, 0.5), (100, 1)):
+        lengths = fpipe.even_costs(linear, quadratic)(4000, 8)
+        assert (sum(lengths), len(lengths)) == (4000, 8)
+        ends = [sum(lengths[:k]) for k in range(9)]
+        costs = [linear * x + quadratic * x**2 / 2 for x in ends]
+        largest = linear + quadratic * 4000
+        assert all(abs(costs[k] - k / 8 * costs[-1]) <= largest for k in range(9))
+    assert fpipe.even_costs(0, 1)(3, 3) == [1, 1, 1]
+    with pytest.raises(fpipe.InputError, match="even_costs: got linear=0 and quadratic=0, expected"):
+        fpipe.even_costs(0, 0)
+
+
+def test_dropout_is_that_of_the_reference():
+    model, x, y = make_model(dropout=0.3)
+    pipe = build(model, x, y, seq_1f1b(2, 3, slices=3), cuts=["blocks.2"])
+    state = pipe.init(model)
+    out, grads = fpipe.value_and_grad(pipe)(*state, (x,), y, seed=3)
+    reference, wanted = fpipe.reference(pipe)(*state, (x,), y, seed=3)
+    assert same_bits(out.loss, reference.loss)
+    assert all(same_bits(grads[name], wanted[name]) for name in wanted)
+    assert not same_bits(out.loss, fpipe.reference(pipe)(*state, (x,), y, seed=4)[0].loss)
+
+
+def test_verify_compares_with_whole_sequences():
+    model, x, y = make_model()
+    pipe = build(model, x, y, seq_1f1b(2, 3, slices=3), cuts=["blocks.2"])
+    assert fpipe.verify(pipe, model, (x,), y).eager > 10
+
+
+class Averaging(nn.Module):
+    """Each token sees the mean of its whole slice: not causal, though it takes a carry."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, ids, carry=None):
+        x = self.first(ids)
+        return self.last(x + x.mean(1, keepdim=True)), None
+
+
+def test_verify_sees_that_tokens_depend_on_later_ones():
+    _, x, y = make_model()
+    torch.manual_seed(0)
+    model = Averaging()
+    pipe = build(model, x, y, seq_1f1b(2, 3, slices=3), cuts=["last"])
+    with pytest.raises(fpipe.MismatchError, match="the model run eagerly on sequences that are not cut"):
+        fpipe.verify(pipe, model, (x,), y)
+
+
+def test_other_lengths_and_fewer_rows_are_other_batches():
+    model, x, y = make_model()
+    pipe = build(model, x, y, seq_1f1b(2, 3, slices=2), cuts=["blocks.2"])
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+    for rows, length, lengths in ((6, 5, [3, 2]), (2, 9, [5, 4])):
+        out, grads = step(*state, (x[:rows, :length],), y[:rows, :length])
+        loss, _, wanted = loop(model, x[:rows, :length], y[:rows, :length], min(3, rows), lengths)
+        assert same_bits(out.loss, loss)
+        assert all(same_bits(grads[name], wanted[name]) for name in wanted)
+
+
+def test_evaluations_predictions_and_training_go_slice_by_slice():
+    model, x, y = make_model()
+    pipe = build(model, x, y, seq_1f1b(2, 3, slices=2), cuts=["blocks.2"])
+    params, buffers = pipe.init(model)
+    loss, outputs, _ = loop(model, x, y, 3, LENGTHS[2])
+    out = fpipe.evaluate(pipe)(params, buffers, (x,), y)
+    assert same_bits(out.loss, loss)
+    assert same_bits(out.outputs, outputs)
+    assert same_bits(fpipe.predict(pipe)(params, buffers, (x,)), outputs)
+    seen = {}
+    fpipe.stream(pipe, seen.__setitem__)(params, buffers, (x,))
+    assert same_bits(torch.cat([seen[i] for i in range(3)]), outputs)
+
+
+def test_training_steps_update_as_loops_over_slices_do():
+    model, x, y = make_model(tied=True)
+    pipe = build(model, x, y, seq_1f1b(2, 3, slices=2), cuts=["blocks.2"])
+    adam = fpipe.optimizer(torch.optim.AdamW, lr=0.1)
+    params, buffers = pipe.init(model)
+    state, step, one = adam.init(params), fpipe.train_step(pipe, adam, max_norm=0.5), copy.deepcopy(model)
+    theirs = torch.optim.AdamW(one.parameters(), lr=0.1)
+    for _ in range(3):
+        loss, _, grads = loop(one, x, y, 3, LENGTHS[2])
+        for name, p in one.named_parameters():
+            p.grad = grads[name]
+        nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+        theirs.step()
+        out, params, state, _ = step(params, buffers, state, (x,), y)
+        assert same_bits(out.loss, loss)
+        assert all(same_bits(params[name].detach(), p.detach()) for name, p in one.named_parameters())
+
+
+def test_the_drop_in_module_trains_slice_by_slice():
+    model, x, y = make_model()
+    one, how = copy.deepcopy(model), seq_1f1b(2, 3, slices=2)
+    pipelined = fpipe.Pipelined(model, loss=word_loss, example=(x,), targets=y, schedule=how)
+    loss = pipelined(x, targets=y)
+    loss.backward()
+    wanted, _, grads = loop(one, x, y, 3, LENGTHS[2])
+    assert same_bits(loss.detach(), wanted)
+    assert all(same_bits(p.grad, grads[name]) for name, p in pipelined.named_parameters())
+
+
+@pytest.mark.parametrize("slices", LENGTHS)
+def test_as_many_slices_are_held_as_simulated(slices):
+    model, x, y = make_model()
+    how, most = seq_1f1b(3, 3, slices=slices), {}
+    pipe = build(model, x, y, how, cuts=["blocks.1", "blocks.2"])
+    given = scatter(pipe.training, *pipe.init(model), pipe.batch(TRAINING, (x,), y), None)
+    transport = LocalTransport()
+
+    def counted(one):
+        def handler(run, *arguments):
+            made = one.handler(run, *arguments)
+            most[run.rank] = max(most.get(run.rank, 0), len(run.residuals))
+            return made
+
+        return one._replace(handler=handler)
+
+    drive(
+        [
+            Execution(rank, program._replace(instructions=tuple(map(counted, program.instructions))), transport, given)
+            for rank, program in pipe.training.programs.items()
+        ]
+    )
+    assert [most[rank] / slices for rank in range(3)] == pytest.approx(list(simulate(how).peak_memory))
+
+
+def refusals():
+    """What can't be cut into slices: the changed arguments, the error, and the repair."""
+    _, x, y = make_model()
+    plain = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
+    return {
+        "no carry": ({"model": plain, "cuts": ["1"]}, "model: got Sequential, whose forward takes no carry"),
+        "weight": (
+            {"microbatching": fpipe.Microbatching(weight=lambda i, t: 1)},
+            "weight: got a function for 2 slices",
+        ),
+        "no sequence": ({"microbatching": fpipe.Microbatching(slice_dims=None)}, "slice_dims: got None, a dimension"),
+        "too short": ({"example": (x[:, :1],), "targets": y[:, :1]}, "slice_lengths: got .* for 2 slices of 1"),
+        "front end": ({"recording": fpipe.Recording(front_end="export")}, "front_end: got 'export' for 2 slices"),
+        "updates": ({"schedule": updating(2, 2)}, "2 slices, with updates in flight"),
+    }
+
+
+@schedule(placement=looped)
+def updating(rank, ranks, microbatches, chunks=1, slices=2):
+    for i in range(microbatches):
+        yield from (F(rank, i, k) for k in range(slices))
+        yield from (B(rank, i, k) for k in reversed(range(slices)))
+        yield U(rank, i)
+
+
+@pytest.mark.parametrize("what", refusals())
+def test_what_cannot_be_cut_is_refused_with_the_repair(what):
+    changed, message = refusals()[what]
+    model, x, y = make_model()
+    given = {"model": model, "example": (x,), "targets": y, "loss": word_loss, "schedule": seq_1f1b(2, 2, slices=2)}
+    given = {**given, "cuts": ["blocks.2"], **changed}
+    with pytest.raises(fpipe.InputError, match=message):
+        fpipe.pipeline(given.pop("model"), **given)
+
+
+def test_a_carry_that_crosses_stages_is_refused():
+    class Crossing(LanguageModel):
+        def forward(self, ids, carry=None):
+            x, _ = super().forward(ids, None)
+            return x, x.mean() + (0 if carry is None else carry)
+
+    class Reading(LanguageModel):
+        def forward(self, ids, carry=None):
+            x = self.embedding(ids) + (0 if carry is None else carry)
+            for block in self.blocks:
+                x, _ = block(x, None)
+            return self.head(x), x.mean()
+
+    torch.manual_seed(0)
+    _, x, y = make_model()
+    build(Crossing(), x, y, seq_1f1b(2, 2, slices=2), cuts=["blocks.2"])
+    with pytest.raises(
+        fpipe.CutError, match="in slice 1 that slice 0 made in stage 1, expected a carry to be made and"
+    ):
+        build(Reading(), x, y, seq_1f1b(2, 2, slices=2), cuts=["blocks.2"])
+
+
+def test_a_buffer_that_changes_is_refused():
+    class Counting(LanguageModel):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, ids, carry=None):
+            self.seen += 1
+            return super().forward(ids, carry)
+
+    _, x, y = make_model()
+    with pytest.raises(fpipe.CutError, match="buffer seen: got one that a forward modifies"):
+        build(Counting(), x, y, seq_1f1b(2, 2, slices=2), cuts=["blocks.2"])
+
+
+def test_a_model_that_returns_no_pair_is_refused():
+    class Single(LanguageModel):
+        def forward(self, ids, carry=None):
+            return super().forward(ids, carry)[0]
+
+    _, x, y = make_model()
+    for n in (1, 2):
+        with pytest.raises(fpipe.CaptureError, match=r"expected the pair \(outputs, carry\)"):
+            build(Single(), x, y, seq_1f1b(2, 2, slices=n), cuts=["blocks.2"])
+
+
+def test_proofs_and_generation_refuse_slices():
+    model, x, y = make_model()
+    pipe = build(model, x, y, seq_1f1b(2, 2, slices=2), cuts=["blocks.2"])
+    with pytest.raises(fpipe.InputError, match="pipe: got one of 2 slices, expected whole microbatches"):
+        fpipe.prove(pipe, model, (x,), y)
+    with pytest.raises(fpipe.InputError, match="of 2 slices, expected whole microbatches: a prompt"):
+        fpipe.generate(pipe, 12)
