@@ -5,8 +5,8 @@
     python examples/train_gpt.py                         # all four ranks in one process
 
 First, a step is proved to be that of one device, for every batch. Both print the same losses, to the last digit. During
-the first steps, every rank also trains the whole model in a plain PyTorch loop; the job fails unless loss, gradients and
-parameters agree bit for bit.
+the first steps, every rank also trains the whole model in a plain PyTorch loop; the job fails unless loss, gradients
+and parameters agree bit for bit.
 
 It takes about two minutes on two cores and needs no GPU and no download. `--help` lists the options.
 """
