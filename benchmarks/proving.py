@@ -12,7 +12,6 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from typing import Final
 
 import torch
 
@@ -23,7 +22,6 @@ from benchmarks.common.rows import row
 from schedules import zb_h1
 
 RANKS, MICROBATCHES, LENGTH, LAYERS = 16, 64, 1024, 61
-EXPERTS: Final = {"inner": 2048, "experts": 256, "chosen": 8, "capacity": 64}  # twice an even share
 
 
 def main() -> None:
@@ -47,8 +45,8 @@ def main() -> None:
 
 
 def make_mixture(layers: int) -> Mixture:
-    """Return the model; its experts are narrower than its dense layers."""
-    return Mixture(layers=layers, **EXPERTS)
+    """Return the model, with room for twice an even share of the tokens in each expert."""
+    return Mixture(layers=layers, inner=2048, experts=256, chosen=8, capacity=64)
 
 
 if __name__ == "__main__":
