@@ -4,7 +4,8 @@
     python -m benchmarks.generation
 
 A Llama of 8 layers and width 256, 8 prompts of 32 tokens in 4 groups, a `StaticCache` of 128 positions, the likeliest
-tokens. The incumbent is a plain loop over the same model, cache and groups, which continues one group after the other.
+tokens. The column `torch` is a plain loop over the same model, cache and groups, which continues one group after the
+other.
 One process plays both ranks in turn, so its row is the cost of running the stages; on 2 ranks over Gloo the stages run
 at the same time. Stages of `backward="autograd"` call the model's modules and functions from Python; those of
 `backward="graph"` run recorded operators. The first call makes two captures, one for the width of the prompts and one
@@ -26,11 +27,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import fpipe
 from benchmarks.common import ranks
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from schedules import one_f_one_b
 
 LAYERS, WIDTH, PROMPTS, GROUPS, CONTEXT, LENGTH, SHORT, LONG = 8, 256, 8, 4, 32, 128, 8, 72
-ROUNDS: Final = 5
+ROUNDS: Final = rounds(5)
 WAYS: Final = ("autograd", "graph")
 
 

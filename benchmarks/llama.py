@@ -6,7 +6,7 @@
 Eight layers of width 256 with 8 heads, pairs of which share keys and values; 64 tokens, one thread. First the CPU time
 of a whole step in one process over that of a plain loop over microbatches, with no mask and with a mask of ones;
 interleaved, medians; freed memory stays with the process, as in `benchmarks/throughput.py`. Then steps per second of
-1F1B on 2 and on 4 ranks, measured as there: fpipe cuts the unedited model, and the incumbent gets stages cut by hand,
+1F1B on 2 and on 4 ranks, measured as there: fpipe cuts the unedited model, and torch gets stages cut by hand,
 each of which computes its own rotary tables.
 """
 
@@ -26,15 +26,16 @@ from benchmarks import throughput
 from benchmarks.common import ranks
 from benchmarks.common.contests import Task
 from benchmarks.common.models import cross_entropy
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from benchmarks.common.turns import medians
 
 LAYERS, WIDTH, HEADS, GROUPS, WORDS, LENGTH = 8, 256, 8, 4, 256, 64
-ROWS, MICROBATCHES, ROUNDS = 16, 4, 25
+ROWS, MICROBATCHES, ROUNDS = 16, 4, rounds(20)
 BACKWARDS: Final[tuple[Literal["autograd", "graph"], ...]] = ("autograd", "graph")
 
 
-def llama() -> Any:
+def llama(layers: int = LAYERS) -> Any:
     """Return the model, the same in every process."""
     import transformers
 
@@ -43,7 +44,7 @@ def llama() -> Any:
         vocab_size=WORDS,
         hidden_size=WIDTH,
         intermediate_size=688,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=GROUPS,
         use_cache=False,

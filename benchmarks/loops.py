@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The share of a training step outside of forward and backward, and how many sets of gradients are held at most.
+"""The share of a training step outside forward and backward, and how many sets of gradients are held at most.
 
     python -m benchmarks.loops
 
@@ -7,7 +7,7 @@ A GPT of 6.5 million parameters under 1F1B on 2 ranks over Gloo, batches of 16 s
 gradients, clips them by their norm over all ranks, and updates parameters by fused AdamW, with `donate=True`. Times are
 CPU times of a rank, since ranks may share cores: what the clipping takes besides, such as waiting for the other rank,
 would be waited for in the next step as well. The update is that of `torch.optim.AdamW`; its share is the same in a
-plain loop, which the row of the incumbent shows: an instance of it that is kept, on one rank's parameters.
+plain loop, which the row of torch shows: an instance of it that is kept, on one rank's parameters.
 
 Sets of gradients are counted in one process, by the bytes of living tensors that have the shape of a parameter and are
 none, over the bytes of all parameters: after every action of a step, and after each part of the loop.
@@ -28,11 +28,12 @@ from torch import Tensor
 import fpipe
 from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from schedules import Schedule, one_f_one_b
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH, ROWS, MICROBATCHES = 8, 256, 8, 256, 64, 16, 8
-ROUNDS, RANKS = 15, 2
+ROUNDS, RANKS = rounds(15), 2
 
 
 def build(how: Schedule) -> tuple[fpipe.Pipeline, Any, tuple[Tensor, Tensor]]:
@@ -128,7 +129,7 @@ def main() -> None:
     for what, ours, theirs in lines:
         print(row(what, "ms", 1e3 * ours, None if theirs is None else 1e3 * theirs), flush=True)
     share = 100 * (found["clip"] + found["update"] - found["plain update"]) / whole
-    print(row("share of a training step outside of forward, backward and AdamW itself", "%", share, None, most(3)))
+    print(row("share of a training step outside forward, backward and AdamW itself", "%", share, None, most(3)))
     print(row("the same with AdamW", "%", 100 * (found["clip"] + found["update"]) / whole, None, most(3)))
     for what, count in gradient_sets().items():
         print(row(f"sets of gradients held after {what}, at most", "1", count, None, most(1.01)), flush=True)

@@ -4,14 +4,14 @@
     python -m benchmarks.meshes [SCHEDULE ...]
 
 A GPT on 2 x 2 processes, one thread each: two copies of a pipeline of two ranks, whose weights are sharded over the
-copies, or replicated. The incumbent is put together as torchtitan does it: each layer of each stage, and the stage, is
+copies, or replicated. Torch is put together as torchtitan does it: each layer of each stage, and the stage, is
 wrapped in `fully_shard` that keeps gathered weights until the end of the step, or in the `replicate` that is built on
 it. Both libraries cut the same model into the same stages, and each process is passed the rows of its copy. A step is
 forward and backward with fresh gradients and their reduction; both must compute the same gradients. Sides take turns in
 processes of their own, as in `benchmarks/throughput.py`; medians of all timed steps.
 
 Then the collectives of one step are counted in every process, with the bytes that it sends in them; the table has the
-maximum over processes. Bytes are those of a ring or of pairs. Gloo's reduce-scatter, which only the incumbent uses,
+maximum over processes. Bytes are those of a ring or of pairs. Gloo's reduce-scatter, which only torch uses,
 really sends twice as many, as an all-reduce does: with sharded weights, part of our lead comes from that.
 
 Last, how often weights are gathered if each rank has room for those of one stage: in the order of interleaved 1F1B, and
@@ -38,6 +38,7 @@ from benchmarks.common import ranks
 from benchmarks.common.contests import CONTESTS, Contest, Step
 from benchmarks.common.jobs import taken, turns
 from benchmarks.common.models import cross_entropy, gpt, parts, starts
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import figure, least, most, row
 from benchmarks.common.traffic import Traffic, measure_traffic
 from benchmarks.common.traffic import most as most_traffic
@@ -56,7 +57,7 @@ from schedules import (
 
 PIPELINE, COPIES = 2, 2
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 4, 256, 8, 256, 64
-ROWS, MICROBATCHES, WARM_UP, TURNS, TIMED = 8, 8, 1, 4, 2
+ROWS, MICROBATCHES, WARM_UP, TURNS, TIMED = 8, 8, 1, rounds(4), 2
 NAMES: Final = ("1F1B", "interleaved", "ZB-V")
 LAYOUTS: Final = {"shard": "sharded over 2", "dp": "replicated 2 times"}
 ORDERS: Final = {
@@ -89,7 +90,7 @@ def ours(contest: Contest, layout: str, mesh: DeviceMesh, backward: Literal["aut
 
 def run_schedule(how: Schedule, mesh: DeviceMesh, copy: int, **options: Any) -> Step:
     """Return a step in fpipe with these options of `fpipe.pipeline`."""
-    import fpipe  # here, so that the incumbent's processes do not import it
+    import fpipe  # here, so that torch's processes do not import it
 
     model, tokens, targets = task(copy)
     cuts = [str(layer) for layer in starts(BLOCKS, how.stages)]
@@ -108,7 +109,7 @@ def run_schedule(how: Schedule, mesh: DeviceMesh, copy: int, **options: Any) -> 
 
 
 def incumbents(contest: Contest, layout: str, mesh: DeviceMesh) -> Step:
-    """Return this process's step in the incumbent, which returns gradients."""
+    """Return this process's step in torch, which returns gradients."""
     from torch.distributed import pipelining
 
     model, tokens, targets = task(mesh.get_local_rank(layout))

@@ -7,8 +7,8 @@ A compute action is a forward, a backward or half of one, of one stage of Linear
 in this process, with one thread. Medians of many interleaved rounds, per compute action:
 
 - the executor: the time beyond that of a bare loop that calls the same stage functions in the same order and
-  accumulates gradients. For the incumbent, the loop calls the same modules and the `.backward()` of each. Every value
-  of ours goes through the transport; the incumbent holds all stages on one rank, since its transport needs a process
+  accumulates gradients. For torch, the loop calls the same modules and the `.backward()` of each. Every value
+  of ours goes through the transport; torch holds all stages on one rank, since its transport needs a process
   per rank, and sends nothing.
 - in total: a whole step divided by its number of actions.
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import fpipe
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import figure, most, row
 from benchmarks.common.turns import Function, device, medians
 from fpipe.network.ranks import Ranks
@@ -41,7 +42,7 @@ from fpipe.runtime.transport import Transport
 from fpipe.stages.backends import Backward
 from schedules import Action, B, F, Schedule, Span, gpipe, interleaved_1f1b, lower, one_f_one_b, zb_h1
 
-STAGES, MICROBATCHES, WIDTH, ROUNDS = 4, 32, 8, 60
+STAGES, MICROBATCHES, WIDTH, ROUNDS = 4, 32, 8, rounds(40)
 COMPUTE = ("F", "B", "I", "W")
 SCHEDULES = {
     "1F1B": one_f_one_b(ranks=STAGES, microbatches=MICROBATCHES),
@@ -212,7 +213,7 @@ def step(backward: Backward = "autograd") -> Function:
 
 
 def incumbents() -> dict[str, Function]:
-    """Return steps of the incumbent's two runtimes, all stages in this process, and bare loops of their modules."""
+    """Return steps of torch's two runtimes, all stages in this process, and bare loops of their modules."""
     modules, (x, y) = layers(), batch()
     single = Schedule1F1B(PipelineStage(modules[0], 0, 1, device()), MICROBATCHES, loss_fn=mean_square)
     stages: list[Any] = [PipelineStage(module, s, STAGES, device()) for s, module in enumerate(modules)]
@@ -265,7 +266,7 @@ def main() -> None:
     general = (times["incumbent, general"] - times["incumbent, general, bare"]) / actions
     for name, how in SCHEDULES.items():
         over = (times[f"{name}, run"] - times[f"{name}, bare"]) / count(how)
-        what = f"executor per compute action, {name}, {how.ranks} ranks; incumbent: general runtime"
+        what = f"executor per compute action, {name}, {how.ranks} ranks; torch: general runtime"
         print(row(what, "us", over, general, most(5)))
     whole = times["incumbent, general"] / actions
     for name, title in (("step", "autograd"), ("step, graph", "graph")):
@@ -287,8 +288,8 @@ def details(times: dict[str, float], actions: int, general: float) -> None:
     run, loop = (times[f"empty, {part}"] / actions for part in ("run", "bare"))
     print(f"| 1F1B, empty stages | {figure(run - loop)} | {figure(run - loop)} | {figure(loop)} |")
     bares = times["incumbent, single, bare"] / (2 * MICROBATCHES), times["incumbent, general, bare"] / actions
-    print(f"| incumbent, 1F1B, one stage | {figure(single)} | {figure(single)} | {figure(bares[0])} |")
-    print(f"| incumbent, general runtime, 1 rank | {figure(general)} | {figure(general)} | {figure(bares[1])} |")
+    print(f"| torch, 1F1B, one stage | {figure(single)} | {figure(single)} | {figure(bares[0])} |")
+    print(f"| torch, general runtime, 1 rank | {figure(general)} | {figure(general)} | {figure(bares[1])} |")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of working with large schedules, compared with torch.distributed.pipelining in the same run.
 
-    python -m benchmarks.planning              # ours in full; the incumbent at a sixteenth of the microbatches
-    python -m benchmarks.planning --incumbent  # the incumbent in full, too: minutes
+    python -m benchmarks.planning              # ours in full; torch at a sixteenth of the microbatches
+    python -m benchmarks.planning --incumbent  # torch in full, too: minutes
 
 1. Generate, check, lower and simulate interleaved 1F1B for 256 ranks x 2 chunks x 1024 microbatches: 1.05 million
-   compute actions, on one core. The incumbent generates, lowers and simulates the same schedule.
+   compute actions, on one core. Torch generates, lowers and simulates the same schedule.
 2. Simulate 1F1B for 1,024 ranks, streaming, and measure the memory as the number of microbatches grows.
 """
 
@@ -20,7 +20,7 @@ from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.common.rows import figure, row
+from benchmarks.common.rows import figure, most, row
 from schedules import (
     Costs,
     Schedule,
@@ -58,7 +58,7 @@ def ours(schedule: Schedule) -> dict[str, float]:
 
 
 def incumbents(ranks: int, chunks: int, microbatches: int, simulated: bool) -> dict[str, float]:
-    """Return the seconds the incumbent takes to generate and lower the same schedule, and to simulate it if asked."""
+    """Return the seconds torch takes to generate and lower the same schedule, and to simulate it if asked."""
     from torch.distributed.pipelining import schedules as theirs
 
     made: dict[int, Any] = {}
@@ -121,8 +121,8 @@ def streaming(ranks: int, microbatches: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--incumbent", action="store_true", help="the incumbent at full size too")
-    whole = parser.parse_args().incumbent
+    parser.add_argument("--incumbent", action="store_true", help="torch at full size too")
+    is_whole = parser.parse_args().incumbent
     rows, actions = {}, {}
 
     def add(name: str, microbatches: int, found: dict[str, float]) -> None:
@@ -132,14 +132,15 @@ def main() -> None:
     for microbatches in (small, MICROBATCHES):
         made = interleaved_1f1b(ranks=RANKS, microbatches=microbatches, chunks=CHUNKS)
         add(f"ours, {microbatches} microbatches", microbatches, ours(made))
-    for microbatches in (small, *((MICROBATCHES,) if whole else ())):
+    for microbatches in (small, *((MICROBATCHES,) if is_whole else ())):
         found = incumbents(RANKS, CHUNKS, microbatches, simulated=microbatches == small)
-        add(f"incumbent, {microbatches} microbatches", microbatches, found)
+        add(f"torch, {microbatches} microbatches", microbatches, found)
     mine, other = (list(rows)[k] for k in (1, -1))
     for step in ("generate", "lower"):
         both = [rows[name][step] / actions[name] * 1e6 for name in (mine, other)]
         print(row(f"{step} interleaved 1F1B, {RANKS} ranks, per action", "us", both[0], both[1]))
-    print(row(f"generate, check, lower and simulate, {actions[mine]:,} actions", "s", sum(rows[mine].values()), None))
+    whole = sum(rows[mine].values())
+    print(row(f"generate, check, lower and simulate, {actions[mine]:,} actions", "s", whole, None, most(1.5)))
     details(rows, actions)
     streaming(1024, 1024)
 

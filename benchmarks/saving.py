@@ -6,7 +6,7 @@
 A model of twelve square layers, 201 MB in float32, in one process that computes with one thread; on two cores, the
 other is left to the thread that writes. Rounds alternate: steps alone, then a save begins, and as many steps run as fit
 into its writing. The figure is the median of the ratios of the rounds, each of two medians. It depends on the disk, and
-on whatever else the machine does. `begin_save` copies the values before it returns; the incumbent of that row is a copy
+on whatever else the machine does. `begin_save` copies the values before it returns; torch of that row is a copy
 of the same tensors by `torch.Tensor.clone`.
 """
 
@@ -24,11 +24,12 @@ import torch
 from torch import nn
 
 import fpipe
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from schedules import one_f_one_b
 
 WIDTH: Final = "2048"
-LAYERS, ROWS, ROUNDS, ALONE = 12, 64, 7, 4
+LAYERS, ROWS, ROUNDS, ALONE = 12, 64, rounds(7), rounds(4)
 
 
 def time_once(call: Callable[[], object]) -> float:

@@ -26,7 +26,7 @@ Step = Callable[[], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Contest:
-    """A schedule: our factory and the incumbent's class; `single` is true if that class takes one stage, not a list."""
+    """A schedule: our factory and torch's class; `single` is true if that class takes one stage, not a list."""
 
     name: str
     factory: Callable[..., Schedule]
@@ -99,7 +99,7 @@ def ours(contest: Contest, task: Task, backward: Literal["autograd", "graph"] = 
 
 
 def incumbents(contest: Contest, task: Task) -> Step:
-    """Return this rank's step in the incumbent with stages cut by hand, which returns gradients."""
+    """Return this rank's step in torch with stages cut by hand, which returns gradients."""
     from torch.distributed import pipelining
 
     how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
@@ -112,7 +112,7 @@ def incumbents(contest: Contest, task: Task) -> Step:
 
 
 def traced(contest: Contest, task: Task) -> Step:
-    """Return the same with stages made by the incumbent's own front end."""
+    """Return the same with stages made by torch's own front end."""
     from torch.distributed import pipelining
 
     how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
@@ -126,7 +126,7 @@ def traced(contest: Contest, task: Task) -> Step:
 
 
 def _theirs(contest: Contest, task: Task, stages: list[Any], named: dict[str, nn.Parameter]) -> Step:
-    """Return the incumbent's step with these stages of this rank, and their parameters by name."""
+    """Return torch's step with these stages of this rank, and their parameters by name."""
     from torch.distributed import pipelining
 
     made: Any = getattr(pipelining, contest.incumbent)

@@ -92,9 +92,11 @@ class Format:
             checksum = document.pop("crc32", None) if isinstance(document, dict) else None
             expected = zlib.crc32(json.dumps(document).encode())
         except (ValueError, RecursionError) as error:
-            raise InputError(f"got {error}, expected a {self.kind} saved by fpipe, as JSON. Make it again.") from error
+            raise InputError(
+                f"got {error}, expected a {self.kind} that fpipe saved, as JSON. Make it again."
+            ) from error
         if not isinstance(document, dict) or document.pop("kind", None) != f"fpipe {self.kind}":
-            raise InputError(f"got {quote(document)[:80]}, expected a {self.kind} saved by fpipe. Check the path.")
+            raise InputError(f"got {quote(document)[:80]}, expected a {self.kind} that fpipe saved. Check the path.")
         version = document.pop("version", None)
         if version != self.version:
             raise InputError(

@@ -572,7 +572,7 @@ def rows() -> Iterator[Fault]:
         "REDUCE_GRAD",
         got(lambda x: (*x[:1], *each(zero, x[1:]))),
         mesh="shard",
-        handler="take_reduced",
+        handler="_take_reduced",
         later=True,
     )
     yield Fault(
@@ -580,7 +580,7 @@ def rows() -> Iterator[Fault]:
         "REDUCE_GRAD",
         got(lambda x: (require(x), x[::-1])[1]),
         mesh="three",
-        handler="take_reduced",
+        handler="_take_reduced",
     )
     yield Fault(
         "a replica reduced twice",
@@ -594,18 +594,18 @@ def rows() -> Iterator[Fault]:
         "REDUCE_GRAD",
         got(lambda x: each(zero, x)),
         mesh="dp",
-        handler="take_reduced",
+        handler="_take_reduced",
         later=True,
     )
     yield Fault(
-        "weights gathered in another order", "UNSHARD", got(swapped), mesh="shard", handler="enter_weights", later=True
+        "weights gathered in another order", "UNSHARD", got(swapped), mesh="shard", handler="_enter_weights", later=True
     )
     yield Fault(
         "weights of which a shard is lost",
         "UNSHARD",
         got(lambda x: (*x[:1], *each(zero, x[1:]))),
         mesh="shard",
-        handler="enter_weights",
+        handler="_enter_weights",
         later=True,
     )
     yield Fault("an update from half a sum", "U", updating(lambda x: x * 0.5))

@@ -55,7 +55,7 @@ bound breadth_first chain check chimera connect cp_sat critical_path dag defer_w
 eager_1f1b estimate forward_only forwards from_rows gis gpipe group_passes
 hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear list_versions looped lower
 memory_over_time merge_backward merge_in_order mirror one_f_one_b overlap parse pipedream
-pipedream_2bw play prefer recompute schedule
+offload pipedream_2bw play prefer recompute schedule
 search seq_1f1b
 reduce_gradients repeat run_on_device shard
 TimelineError
