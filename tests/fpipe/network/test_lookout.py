@@ -132,7 +132,7 @@ def test_a_failure_elsewhere_ends_the_wait_of_a_device_after_a_call(stuck):
 def test_a_device_that_waits_too_long_after_a_call_is_freed(stuck):
     lookout, posted, _ = stuck(timedelta(seconds=0.5))
     assert posted.given_up.wait(5)
-    assert lookout.board.found == (1, "outside of fpipe, or stopped", SILENT.format(0.5))
+    assert lookout.board.found == (1, "outside fpipe, or stopped", SILENT.format(0.5))
 
 
 def test_once_a_device_is_done_nobody_asks_the_store(stuck):
@@ -216,7 +216,7 @@ def test_the_one_who_keeps_all_waiting_is_given_up(start):
     with lookout.on_duty("a step (call 1)"), pytest.raises(BrokenWaitError):
         lookout.wait(posted)
     over.set()
-    assert lookout.board.found == (2, "outside of fpipe, or stopped", SILENT.format(0.5))
+    assert lookout.board.found == (2, "outside fpipe, or stopped", SILENT.format(0.5))
 
 
 def test_control_c_ends_a_wait(start):
