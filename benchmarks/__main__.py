@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run all benchmarks and write one table of their measurements, with date, machine and versions.
 
-    python -m benchmarks                        # all, into docs/benchmarks.md: about forty minutes
+    python -m benchmarks                        # all, into docs/benchmarks.md
     python -m benchmarks splitting throughput   # some, printed
+    python -m benchmarks --quick                # all, with fewer rounds, printed: rough figures in a few minutes
 
 Each is a separate program that prints rows of the table, and may print more tables under a heading. Its docstring says
 what it measures. If one fails, the others still run; the table says so, and the run ends with an error.
@@ -10,6 +11,7 @@ what it measures. If one fails, the others still run; the table says so, and the
 
 from __future__ import annotations
 
+import argparse
 import ast
 import os
 import subprocess
@@ -19,7 +21,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from benchmarks.common.machine import machine
-from benchmarks.common.rows import HEADER
+from benchmarks.common.rounds import QUICK
+from benchmarks.common.rows import HEADER, missed, most, row
 
 FOLDER: Final = Path(__file__).parent
 PAGE: Final = FOLDER.parent / "docs" / "benchmarks.md"
@@ -48,6 +51,9 @@ NAMES: Final = (
     "generation",
     "audits",
 )
+ARGUMENTS: Final = {"searching": ("--seconds", "2")}
+"""The arguments of those that would take too long for the page without."""
+MINUTES: Final = 15
 
 
 class Found(NamedTuple):
@@ -63,7 +69,7 @@ class Found(NamedTuple):
 def run(name: str) -> Found:
     """Run one benchmark."""
     start = time.perf_counter()
-    command, here = [sys.executable, "-m", f"benchmarks.{name}"], FOLDER.parent
+    command, here = [sys.executable, "-m", f"benchmarks.{name}", *ARGUMENTS.get(name, ())], FOLDER.parent
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=here, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     rows, _, details = done.stdout.partition("\n## ")
@@ -85,20 +91,28 @@ def page(found: list[Found]) -> str:
         "# Benchmarks\n\n`make bench` writes this page. The column `torch` is `torch.distributed.pipelining` "
         "of the same version, measured in the same run; it is empty if torch has nothing comparable. One thread per "
         "process."
-        f"\n\n{machine()}; {minutes:.0f} minutes in all."
+        f"\n\n{machine()}."
     )
-    table = "\n".join([HEADER, *(one.rows for one in found)])
-    details = [one.details for one in found if one.details]
-    return "\n\n".join([head, table, *details, "## What was measured", *(notes(one.name) for one in found)]) + "\n"
+    took = row("all benchmarks of this page", "minutes", minutes, None, most(MINUTES))
+    table = "\n".join([HEADER, *(one.rows for one in found), took])
+    behind = missed(table)
+    goals = f"Goals not met, {len(behind)}: {'; '.join(behind)}." if behind else "All goals are met."
+    parts = [head, goals, table, *[one.details for one in found if one.details], "## What was measured"]
+    return "\n\n".join([*parts, *(notes(one.name) for one in found)]) + "\n"
 
 
 def main() -> int:
-    names = sys.argv[1:] or NAMES
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="the benchmarks to run; by default, all")
+    parser.add_argument("--quick", action="store_true", help="run fewer rounds")
+    options = parser.parse_args()
+    if options.quick:
+        os.environ[QUICK] = "1"
     found = []
-    for name in names:
+    for name in options.names or NAMES:
         found.append(run(name))
         print(f"{name}: {found[-1].seconds:.0f} s", *found[-1][1:3], sep="\n", flush=True)
-    if not sys.argv[1:]:
+    if not (options.names or options.quick):
         PAGE.write_text(page(found))
         print(f"written to {PAGE}")
     return max(one.failed for one in found)

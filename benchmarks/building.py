@@ -6,21 +6,29 @@
 A Hugging Face Llama of 8 layers, 4 stages in one process, one thread; the least of several turns. Recorded stages
 (the default), and those of ZB-H1, which splits backwards, beside stages that autograd differentiates. Then the steps
 after which recorded stages have saved what they cost to build.
+
+Then Llamas of more and more layers, all alike: the processor time of the build and the first step, over that of one
+eager forward and backward on fake tensors of the same shapes; and of the first step with batches of another length.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import statistics
+from collections.abc import Iterator
+from typing import Any, Final
 
 import torch
+from torch._subclasses import FakeTensorMode
 
 import fpipe
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from benchmarks.common.turns import seconds, without_collection
 from benchmarks.llama import LENGTH, MICROBATCHES, ROWS, WORDS, llama
 from schedules import Schedule, one_f_one_b, zb_h1
 
-RANKS, TURNS, STEPS = 4, 7, 3
+COUNTS: Final = (8, 32, 80)
+RANKS, TURNS, STEPS = 4, rounds(5), rounds(3)
 
 
 def measure(model: Any, ids: torch.Tensor, how: Schedule, backward: str) -> tuple[float, float]:
@@ -39,6 +47,45 @@ def measure(model: Any, ids: torch.Tensor, how: Schedule, backward: str) -> tupl
     return built, min(times)
 
 
+def start(layers: int) -> tuple[float, float, float]:
+    """Return the seconds of an eager step on fake tensors, of a build with its first step, and of another length."""
+    with FakeTensorMode():
+        fake, given = llama(layers), torch.zeros(ROWS // MICROBATCHES, LENGTH, dtype=torch.int64)
+        begin = seconds()
+        fake(input_ids=given, labels=given).loss.backward()
+        eager = seconds() - begin
+    model, ids = llama(layers), torch.randint(WORDS, (ROWS, LENGTH))
+    batches: list[dict[str, Any]] = [{"input_ids": one, "labels": one} for one in (ids, ids[:, : LENGTH - 8])]
+    begin = seconds()
+    how = one_f_one_b(RANKS, MICROBATCHES)
+    pipe = fpipe.pipeline(model, example=batches[0], loss=lambda out: out.loss, schedule=how)
+    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    times = []
+    for batch in (batches[0], *batches):
+        step(*state, batch)
+        times.append(seconds() - begin)
+        begin = seconds()
+    first, again, other = times
+    return eager, first, other - again
+
+
+def layered() -> Iterator[str]:
+    """Yield the rows for models of more and more layers of one kind."""
+    beyond = {}
+    for layers in COUNTS:
+        eager, first, length = (
+            statistics.median(some) for some in zip(*(start(layers) for _ in range(STEPS)), strict=True)
+        )
+        beyond[layers] = first - eager
+        title = f"processor time of build and first step, beside an eager step on fake tensors, {layers} layers"
+        yield row(title, "s", first, eager)
+        yield row(f"a new length, {layers} layers", "s", length, None, most(0.1) if layers == COUNTS[0] else None)
+    growth = beyond[COUNTS[-1]] / beyond[COUNTS[0]]
+    yield row(
+        f"what build and first step take beyond it, {COUNTS[-1]} over {COUNTS[0]} layers", "", growth, None, most(3)
+    )
+
+
 def main() -> None:
     torch.set_num_threads(1)
     model, ids = llama(), torch.randint(WORDS, (ROWS, LENGTH))
@@ -54,6 +101,8 @@ def main() -> None:
     for name, what in (("graph", "recorded stages"), ("split", "recorded stages, ZB-H1")):
         title = f"build of a Llama of 8 layers, {what}, beside autograd stages"
         print(row(title, "s", least[name][0], plain, most(1.3, of="ratio")))
+    for line in layered():
+        print(line, flush=True)
     built, faster = least["graph"]
     print(f"\nRecorded stages have paid for their build after {(built - plain) / max(step - faster, 1e-9):.0f} steps.")
 

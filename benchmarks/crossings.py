@@ -26,6 +26,7 @@ import torch
 import transformers as hf
 
 import fpipe
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from benchmarks.common.turns import medians
 from fpipe.cutting.repetition import Repetition
@@ -35,7 +36,7 @@ from fpipe.stages.assembly import Assembly
 from fpipe.tensors.spec import Spec
 from schedules import one_f_one_b
 
-LAYERS, STAGES, MICROBATCHES, ROUNDS = 8, 4, 4, 25
+LAYERS, STAGES, MICROBATCHES, ROUNDS = 8, 4, 4, rounds(20)
 MIB: Final = 2**20
 
 

@@ -27,11 +27,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import fpipe
 from benchmarks.common import ranks
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from schedules import one_f_one_b
 
 LAYERS, WIDTH, PROMPTS, GROUPS, CONTEXT, LENGTH, SHORT, LONG = 8, 256, 8, 4, 32, 128, 8, 72
-ROUNDS: Final = 5
+ROUNDS: Final = rounds(5)
 WAYS: Final = ("autograd", "graph")
 
 

@@ -26,15 +26,16 @@ from benchmarks import throughput
 from benchmarks.common import ranks
 from benchmarks.common.contests import Task
 from benchmarks.common.models import cross_entropy
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from benchmarks.common.turns import medians
 
 LAYERS, WIDTH, HEADS, GROUPS, WORDS, LENGTH = 8, 256, 8, 4, 256, 64
-ROWS, MICROBATCHES, ROUNDS = 16, 4, 25
+ROWS, MICROBATCHES, ROUNDS = 16, 4, rounds(20)
 BACKWARDS: Final[tuple[Literal["autograd", "graph"], ...]] = ("autograd", "graph")
 
 
-def llama() -> Any:
+def llama(layers: int = LAYERS) -> Any:
     """Return the model, the same in every process."""
     import transformers
 
@@ -43,7 +44,7 @@ def llama() -> Any:
         vocab_size=WORDS,
         hidden_size=WIDTH,
         intermediate_size=688,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=GROUPS,
         use_cache=False,

@@ -19,12 +19,13 @@ from typing import Final
 import torch
 
 import fpipe
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from benchmarks.parameters import Many
 from schedules import gpipe
 
 COUNTS: Final = ("1250", "5000")
-NAMES, ROUNDS = 4, 5
+NAMES, ROUNDS = 4, rounds(5)
 
 
 def measure(count: int, path: Path) -> float:

@@ -28,11 +28,12 @@ from torch import Tensor
 import fpipe
 from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from schedules import Schedule, one_f_one_b
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH, ROWS, MICROBATCHES = 8, 256, 8, 256, 64, 16, 8
-ROUNDS, RANKS = 15, 2
+ROUNDS, RANKS = rounds(15), 2
 
 
 def build(how: Schedule) -> tuple[fpipe.Pipeline, Any, tuple[Tensor, Tensor]]:

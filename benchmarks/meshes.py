@@ -38,6 +38,7 @@ from benchmarks.common import ranks
 from benchmarks.common.contests import CONTESTS, Contest, Step
 from benchmarks.common.jobs import taken, turns
 from benchmarks.common.models import cross_entropy, gpt, parts, starts
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import figure, least, most, row
 from benchmarks.common.traffic import Traffic, measure_traffic
 from benchmarks.common.traffic import most as most_traffic
@@ -56,7 +57,7 @@ from schedules import (
 
 PIPELINE, COPIES = 2, 2
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 4, 256, 8, 256, 64
-ROWS, MICROBATCHES, WARM_UP, TURNS, TIMED = 8, 8, 1, 4, 2
+ROWS, MICROBATCHES, WARM_UP, TURNS, TIMED = 8, 8, 1, rounds(4), 2
 NAMES: Final = ("1F1B", "interleaved", "ZB-V")
 LAYOUTS: Final = {"shard": "sharded over 2", "dp": "replicated 2 times"}
 ORDERS: Final = {

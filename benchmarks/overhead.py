@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import fpipe
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import figure, most, row
 from benchmarks.common.turns import Function, device, medians
 from fpipe.network.ranks import Ranks
@@ -41,7 +42,7 @@ from fpipe.runtime.transport import Transport
 from fpipe.stages.backends import Backward
 from schedules import Action, B, F, Schedule, Span, gpipe, interleaved_1f1b, lower, one_f_one_b, zb_h1
 
-STAGES, MICROBATCHES, WIDTH, ROUNDS = 4, 32, 8, 60
+STAGES, MICROBATCHES, WIDTH, ROUNDS = 4, 32, 8, rounds(40)
 COMPUTE = ("F", "B", "I", "W")
 SCHEDULES = {
     "1F1B": one_f_one_b(ranks=STAGES, microbatches=MICROBATCHES),

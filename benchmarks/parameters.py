@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from schedules import one_f_one_b
 
 COUNTS: Final = ("1000", "20000")
-STEPS: Final = 10
+STEPS: Final = rounds(10)
 
 
 class Many(nn.Module):

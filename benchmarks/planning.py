@@ -20,7 +20,7 @@ from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.common.rows import figure, row
+from benchmarks.common.rows import figure, most, row
 from schedules import (
     Costs,
     Schedule,
@@ -122,7 +122,7 @@ def streaming(ranks: int, microbatches: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--incumbent", action="store_true", help="torch at full size too")
-    whole = parser.parse_args().incumbent
+    is_whole = parser.parse_args().incumbent
     rows, actions = {}, {}
 
     def add(name: str, microbatches: int, found: dict[str, float]) -> None:
@@ -132,14 +132,15 @@ def main() -> None:
     for microbatches in (small, MICROBATCHES):
         made = interleaved_1f1b(ranks=RANKS, microbatches=microbatches, chunks=CHUNKS)
         add(f"ours, {microbatches} microbatches", microbatches, ours(made))
-    for microbatches in (small, *((MICROBATCHES,) if whole else ())):
+    for microbatches in (small, *((MICROBATCHES,) if is_whole else ())):
         found = incumbents(RANKS, CHUNKS, microbatches, simulated=microbatches == small)
         add(f"torch, {microbatches} microbatches", microbatches, found)
     mine, other = (list(rows)[k] for k in (1, -1))
     for step in ("generate", "lower"):
         both = [rows[name][step] / actions[name] * 1e6 for name in (mine, other)]
         print(row(f"{step} interleaved 1F1B, {RANKS} ranks, per action", "us", both[0], both[1]))
-    print(row(f"generate, check, lower and simulate, {actions[mine]:,} actions", "s", sum(rows[mine].values()), None))
+    whole = sum(rows[mine].values())
+    print(row(f"generate, check, lower and simulate, {actions[mine]:,} actions", "s", whole, None, most(1.5)))
     details(rows, actions)
     streaming(1024, 1024)
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import fpipe
 import schedules
 from benchmarks.common import ranks
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from fpipe.pipelines.inputs import scatter
 from fpipe.record.variant import TRAINING
@@ -40,7 +41,7 @@ from schedules import Costs, Schedule, simulate
 
 UNIT: Final = 0.020  # seconds
 COSTS: Final[dict[str, Any]] = {"F": UNIT, "B": 2 * UNIT, "I": UNIT, "W": UNIT}
-WIDTH, ROUNDS, PINGS = 8, 3, 50
+WIDTH, ROUNDS, PINGS = 8, rounds(2), rounds(50)
 FAMILIES: Final = (
     *("gpipe", "one_f_one_b", "eager_1f1b", "kfkb", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble"),
     *("zb_h1", "zb_h2", "zb_auto", "zb_v", "v_half", "v_min", "v_schedule", "v_1f1b", "dualpipe_v", "dualpipe"),
@@ -148,7 +149,7 @@ def rank(*names: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     count, found, comm, late = dist.get_world_size(), {}, transfer(), lateness()
-    for name in names or FAMILIES:
+    for name in names:
         how = getattr(schedules, name)(ranks=count, microbatches=2 * count)
         simulated = simulate(how, Costs(**COSTS, comm=comm)).makespan
         found[name] = measured(how, late), simulated
@@ -157,8 +158,8 @@ def rank(*names: str) -> None:
 
 
 def main() -> None:
-    counts = [int(word) for word in sys.argv[1:] if word.isdigit()] or [4, 8]
-    names = [word for word in sys.argv[1:] if not word.isdigit()]
+    counts = [int(word) for word in sys.argv[1:] if word.isdigit()] or [4, 8][: rounds(2)]
+    names = [word for word in sys.argv[1:] if not word.isdigit()] or [*FAMILIES][: rounds(len(FAMILIES))]
     reports = {count: ranks.start("benchmarks.prediction", count, *names)[0] for count in counts}
     for count, report in reports.items():
         ratios = {name: step / simulated for name, (step, simulated) in report["found"].items()}
@@ -173,7 +174,7 @@ def main() -> None:
     print(f"{unit}; twice as many microbatches as ranks. A transfer, measured: {comms}. Milliseconds.\n")
     print("| schedule |" + "".join(f" {count} ranks: measured | simulated | ratio |" for count in counts))
     print("|---|" + "---|---|---|" * len(counts))
-    for name in names or FAMILIES:
+    for name in names:
         cells = [report["found"][name] for report in reports.values()]
         print(f"| `{name}` |" + "".join(f" {a * 1e3:.1f} | {b * 1e3:.1f} | {a / b:.3f} |" for a, b in cells))
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import fpipe
 from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from benchmarks.common.turns import timed, without_collection
 from fpipe.network.recording import RecordSpan
@@ -40,7 +41,7 @@ from fpipe.tensors import random
 from schedules import Span, one_f_one_b
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 4, 256, 8, 256, 64
-ROWS, WARM_UP, TURNS = 16, 2, 30
+ROWS, WARM_UP, TURNS = 16, 2, rounds(24)
 OFF, ON = 1.02, 1.05  # upper limits
 Step = Callable[[], object]
 

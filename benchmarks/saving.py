@@ -24,11 +24,12 @@ import torch
 from torch import nn
 
 import fpipe
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from schedules import one_f_one_b
 
 WIDTH: Final = "2048"
-LAYERS, ROWS, ROUNDS, ALONE = 12, 64, 7, 4
+LAYERS, ROWS, ROUNDS, ALONE = 12, 64, rounds(7), rounds(4)
 
 
 def time_once(call: Callable[[], object]) -> float:

@@ -23,6 +23,7 @@ from math import inf
 from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from schedules import (
     Costs,
@@ -216,10 +217,11 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=60.0, help="for each search; default 60")
     options = parser.parse_args()
     print("\n## Searched schedules")
+    drawn = rounds(60)
     literature = print_cells("Published costs", published(options.seconds))
     print_cells("Uneven stages", uneven(options.seconds))
-    small = compare_small("Small problems", draw_small, 60, min(options.seconds, 5.0))
-    tight = compare_small("Small problems in little memory", draw_tight, 60, min(options.seconds, 5.0))
+    small = compare_small("Small problems", draw_small, drawn, min(options.seconds, 5.0))
+    tight = compare_small("Small problems in little memory", draw_tight, drawn, min(options.seconds, 5.0))
     best = slow_links(options.seconds)
     worst = max(one.found.makespan / one.makespan for one in literature)
     print()
@@ -231,4 +233,4 @@ if __name__ == "__main__":
     for name, answers in (("small problems", small), ("small problems in little memory", tight)):
         worst, unproved = max(one.ratio for one in answers), sum(not one.is_proved for one in answers)
         print(row(f"{name}, worst of {len(answers)} against CP-SAT", "ratio", round(worst, 9), None, most(1.0)))
-        print(row(f"{name} that the search does not prove", "of 60", unproved, None, most(3)))
+        print(row(f"{name} that the search does not prove", f"of {drawn}", unproved, None, most(3)))

@@ -23,6 +23,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 import fpipe
 from benchmarks.common.models import Block
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import figure, most, row
 from benchmarks.common.turns import device, seconds, without_collection
 from schedules import one_f_one_b
@@ -137,7 +138,7 @@ def least(layers: nn.Sequential, x: Tensor) -> int:
     return sum(tensor.nbytes for tensor in seen)
 
 
-def measure(layers: nn.Sequential, x: Tensor, rounds: int) -> dict[str, tuple[dict[str, float], int]]:
+def measure(layers: nn.Sequential, x: Tensor, repeats: int) -> dict[str, tuple[dict[str, float], int]]:
     """Return medians in microseconds and bytes kept between the halves, for us and the incumbent."""
     sides: dict[str, Ours | Theirs] = {"graph stages": Ours(layers, x), "incumbent": Theirs(layers, x)}
     times: dict[str, Times] = {name: {"B": [], "I": [], "W": []} for name in sides}
@@ -145,7 +146,7 @@ def measure(layers: nn.Sequential, x: Tensor, rounds: int) -> dict[str, tuple[di
     for side in sides.values():  # warm up
         side.halves({"I": [], "W": []})
     with without_collection():
-        for _ in range(rounds):
+        for _ in range(repeats):
             for name, side in sides.items():
                 side.whole(times[name])
                 kept[name] = side.halves(times[name])
@@ -159,9 +160,9 @@ def measure(layers: nn.Sequential, x: Tensor, rounds: int) -> dict[str, tuple[di
 
 
 STAGES = {
-    "4 GPT blocks, width 256, 4 x 128 tokens": (4, lambda: Block(256, HEADS), (4, 128, 256), 41, most(1.02)),
-    "16 GPT blocks, width 64, 4 x 32 tokens": (16, lambda: Block(64, HEADS), (4, 32, 64), 101, most(1.1)),
-    "Linear(8, 8), 4 rows": (1, lambda: nn.Linear(8, 8), (4, 8), 3001, most(1.3)),
+    "4 GPT blocks, width 256, 4 x 128 tokens": (4, lambda: Block(256, HEADS), (4, 128, 256), rounds(41), most(1.02)),
+    "16 GPT blocks, width 64, 4 x 32 tokens": (16, lambda: Block(64, HEADS), (4, 32, 64), rounds(101), most(1.1)),
+    "Linear(8, 8), 4 rows": (1, lambda: nn.Linear(8, 8), (4, 8), rounds(3001), most(1.3)),
 }
 
 
@@ -169,10 +170,10 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     memory, details = [], []
-    for title, (count, make, shape, rounds, reach) in STAGES.items():
+    for title, (count, make, shape, repeats, reach) in STAGES.items():
         layers = nn.Sequential(*[make() for _ in range(count)]).to(device())
         x = torch.randn(shape, device=device())
-        needed, found = least(layers, x), measure(layers, x, rounds)
+        needed, found = least(layers, x), measure(layers, x, repeats)
         ours, theirs = ((times["I"] + times["W"]) / times["B"] for times, _ in found.values())
         print(row(f"(I + W) / full backward, {title}", "", ours, theirs, reach), flush=True)
         ours, theirs = (kept / needed for _, kept in found.values())

@@ -5,8 +5,9 @@
 
 Four fresh processes over Gloo, for each side in turn: the time from after the imports, `init_process_group` and
 building the model to the end of the first step of 1F1B, on the slowest rank. It covers capture, checks, lowering,
-connecting and the step itself. Also the time from the start of the processes, imports included. Medians of several
-starts.
+connecting and the step itself, and the processor time of a rank for the same, since ranks may share cores. Also the
+time from the start of the processes, imports included. Medians of several starts. Then the processor time to import
+fpipe in a process that has imported torch.
 
 Torch is measured twice. With its own front end it does what fpipe does: `pipeline(model, mb_args, split_spec)`
 traces an unedited model and splits it at the same blocks; that is the time to beat. With stages cut by hand it traces
@@ -20,6 +21,7 @@ from __future__ import annotations
 import compileall
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,10 +34,11 @@ import torch.distributed as dist
 
 from benchmarks.common import ranks
 from benchmarks.common.contests import CONTESTS, Contest, Step, Task, incumbents, ours, traced
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from benchmarks.throughput import task
 
-RANKS, STARTS = 4, 3
+RANKS, STARTS = 4, rounds(3)
 PIPELINING = "torch.distributed.pipelining"
 
 
@@ -54,10 +57,11 @@ SIDES: Final = {
     "by hand": Side(PIPELINING, incumbents, "compared with stages cut by hand", captures=False),
 }
 PARTS = {
-    "all": ("first step after start", most(1, of="ratio")),
-    "whole": ("the same from the start of the processes, imports included", None),
-    "built": ("of it until there is a step function", None),
-    "second": ("the second step", None),
+    "all": ("first step after start", most(1, of="ratio"), most(1.2, of="ratio")),
+    "processor": ("processor time of a rank until then", None, most(1.2, of="ratio")),
+    "whole": ("the same from the start of the processes, imports included", None, None),
+    "built": ("of it until there is a step function", None, None),
+    "second": ("the second step", None, None),
 }
 
 
@@ -75,14 +79,24 @@ def rank(side: str, schedule: str) -> None:
     dist.init_process_group("gloo")
     work = task()
     dist.barrier()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     step = SIDES[side].step(CONTESTS[schedule], work)
     built = time.perf_counter()
     step()
-    end, whole = time.perf_counter(), since_start()
+    end, busy, whole = time.perf_counter(), time.process_time() - busy, since_start()
     step()
-    ranks.report({"built": built - start, "all": end - start, "whole": whole, "second": time.perf_counter() - end})
+    second = time.perf_counter() - end
+    ranks.report({"built": built - start, "all": end - start, "processor": busy, "whole": whole, "second": second})
     dist.destroy_process_group()
+
+
+def importing() -> float:
+    """Return the least processor time of several fresh processes to import fpipe after torch."""
+    script = (
+        "import time, torch, torch.distributed; t = time.process_time(); import fpipe; print(time.process_time() - t)"
+    )
+    command = [sys.executable, "-c", script]
+    return min(float(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(STARTS))
 
 
 def main() -> None:
@@ -93,11 +107,12 @@ def main() -> None:
     for _ in range(STARTS):
         for side, starts in found.items():
             starts.append(ranks.maxima(ranks.start("benchmarks.startup", RANKS, side, schedule)))
-    for part, (what, reach) in PARTS.items():
+    for part, (what, reach, by_hand) in PARTS.items():
         mine, *others = [statistics.median(one[part] for one in starts) for starts in found.values()]
         for rival, other in zip([*SIDES.values()][1:], others, strict=True):
             name = f"{what}, {CONTESTS[schedule].title}, {RANKS} ranks, {rival.told}"
-            print(row(name, "s", mine, other, reach if rival.captures else None), flush=True)
+            print(row(name, "s", mine, other, reach if rival.captures else by_hand), flush=True)
+    print(row("processor time to import fpipe, after torch", "s", importing(), None, most(0.3)))
 
 
 if __name__ == "__main__":

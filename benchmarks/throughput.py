@@ -32,10 +32,11 @@ from benchmarks.common import ranks
 from benchmarks.common.contests import CONTESTS, Contest, Step, Task, incumbents, ours, require_equal, sequence
 from benchmarks.common.jobs import taken, turns
 from benchmarks.common.models import gpt
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import least, row
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 8, 256, 8, 256, 64
-ROWS, MICROBATCHES, WARM_UP, TURNS, TIMED, STARTS = 16, 8, 2, 5, 3, 3
+ROWS, MICROBATCHES, WARM_UP, TURNS, TIMED, STARTS = 16, 8, 2, rounds(3), 3, rounds(2)
 KEPT: Final = {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_THRESHOLD_": str(2**33)}
 SIDES: Final[dict[str, Callable[[Contest, Task], Step]]] = {
     "autograd": ours,
@@ -90,7 +91,7 @@ def rank(work: Task, what: str, *names: str) -> None:
 
 def rows(module: str, model: str, names: Sequence[str]) -> Iterator[str]:
     """Run the contests of a model, whose ranks run `python -m module`, and yield a row for each."""
-    for count in (2, 4):
+    for count in (2, 4)[: rounds(2)]:
         ranks.start(module, count, "agreed", *names)
         times = defaultdict[tuple[str, str], list[float]](list)
         for _ in range(STARTS):

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import fpipe
 import schedules
 from benchmarks.common import ranks
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from benchmarks.prediction import COSTS, UNIT, WIDTH, Sleeping, hurry, lateness
 from fpipe.pipelines.inputs import scatter
@@ -38,7 +39,7 @@ from fpipe.runtime.instructions import link
 from fpipe.runtime.transport import Transport
 from schedules import Costs, Program, Schedule, simulate, update_weights
 
-ROUNDS: Final = 3
+ROUNDS: Final = rounds(3)
 FAMILIES: Final = ("one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe")
 Times = tuple[float, ...]
 

@@ -50,6 +50,15 @@ def row(what: str, unit: str, ours: float, theirs: float | None, reach: Reach | 
     return f"| {' | '.join(cells)} |"
 
 
+def missed(table: str) -> list[str]:
+    """Return what the rows of a table are about that miss their goal.
+
+    >>> missed(row("a step", "s", 1.0, 2.0, most(0.4, of="ratio")))
+    ['a step']
+    """
+    return [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.endswith("| no |")]
+
+
 def figure(value: float | None) -> str:
     """Return a number to three digits, or an empty text for `None`."""
     if value is None:

@@ -254,7 +254,7 @@ class Derived:
         else:
             returned = made[:count], made[count:], [got[k] for k in pulls], [got[k] for k in trained]
             joint = _joint(tape, arguments, (params, buffers), cotangents, forward, returned)
-            functions = GraphRequest(AS_GRAPH, (0,), needed=True).make(eager, joint, optional=False)
+            functions = GraphRequest(AS_GRAPH, (0,), needed=True, made={}).make(eager, joint, optional=False)
         return DerivedFunctions(
             functions,
             outputs,

@@ -30,6 +30,7 @@ from fpipe.network.ranks import Ranks
 from fpipe.network.waiting import has_streams
 from fpipe.runtime.contract import StageLike
 from fpipe.runtime.executor import ActionHandler, Execution, Inputs, LinkedProgram, Outcome
+from fpipe.runtime.handlers import TAKERS
 from fpipe.runtime.transport import Payload, Transport, posted_action
 from schedules import Action, Span
 from schedules.language.actions import wait_of
@@ -173,11 +174,13 @@ def _ignore(span: Span) -> None:
 def add_timers(program: LinkedProgram) -> LinkedProgram:
     """Return the program with timed handlers of compute actions, for a `RecordedExecution`; reuse it in every step.
 
-    Transfers aren't timed: they only post, which takes negligible time.
+    Transfers aren't timed: they only post, which takes negligible time. Nor is what takes the result of an action that
+    posts something: the action is recorded once, when it posts.
     """
-    wrapped = cache(_add_timer)
+    wrapped, takers = cache(_add_timer), frozenset(TAKERS.values())
     instructions = (
-        one._replace(handler=wrapped(one.handler)) if one.action.peer is None else one for one in program.instructions
+        one if one.action.peer is not None or one.handler in takers else one._replace(handler=wrapped(one.handler))
+        for one in program.instructions
     )
     return program._replace(instructions=tuple(instructions))
 

@@ -38,7 +38,15 @@ from fpipe.record.questions import Answer
 from fpipe.tensors.arguments import require_primal
 from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.tree import Structure, broadcast, flatten, is_plain_number, number_leaves, require_same_tree
+from fpipe.tensors.tree import (
+    Structure,
+    broadcast,
+    flatten,
+    is_plain_number,
+    list_lacking,
+    number_leaves,
+    require_same_tree,
+)
 
 CPU = torch.device("cpu")
 
@@ -255,6 +263,8 @@ class Batching:
     - `microbatches`: the number of microbatches; `least`: how many a batch has that has not a row for each.
     - `weight`: the function that weighs a microbatch; `None` if all weigh the same.
     - `home`: the device of the pipeline, on which batches are that come on the meta device.
+    - `may_lack`: whether a batch may lack inputs that the example has, such as labels where no loss is computed.
+    - `lacking`: the names of the inputs that these batches lack; they are not among the leaves.
     """
 
     leaves: tuple[Leaf, ...]
@@ -264,6 +274,8 @@ class Batching:
     least: int
     weight: Weight | None
     home: torch.device
+    may_lack: bool = False
+    lacking: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -276,12 +288,13 @@ class Batching:
         divisor: int | None = None,
         least: int | None = None,
         home: torch.device | None = None,
+        may_lack: bool = False,
     ) -> Batching:
         """Return the rules for splitting batches like an example along `dims`, a prefix of the tree (inputs, targets).
 
         `divisor` is the number of microbatches that losses are averaged over, by default these; 1 to sum them. Smaller
         batches have `least` microbatches or more, by default as many. `home` is the device of the pipeline, by default
-        the example's. Raise `InputError` if the example can't be split.
+        the example's. They may lack inputs if `may_lack`. Raise `InputError` if the example can't be split.
         """
         tensors, structure = flatten((inputs, targets))
         home = find_home(inputs, targets) if home is None else home
@@ -296,21 +309,13 @@ class Batching:
         halves = flatten(inputs)[1], flatten(targets)[1]
         over = microbatches if divisor is None else divisor
         example = Signature(tuple(map(Leaf.specs, leaves, known)), _program(halves), halves, over, microbatches)
-        batching = cls(tuple(leaves), tuple(together), example, microbatches, microbatches, weight, home)
+        batching = cls(tuple(leaves), tuple(together), example, microbatches, microbatches, weight, home, may_lack)
         batching._require_pieces(example)
         return batching if least is None else replace(batching, least=least)
 
     def leaf_name(self, number: int) -> str:
         """Return the name of a leaf, or of the scale, for error messages."""
-        if number < len(self.leaves):
-            return self.leaves[number].name
-        number -= len(self.leaves)
-        if self.weight is not None and number == 0:
-            return "the scale of the loss"
-        halves = zip(("inputs", "targets"), self.example.halves, strict=True)
-        names = [f"{what}{half.paths[leaf]}" for what, half in halves for leaf, _ in half.numbers]
-        number -= self.weight is not None
-        return names[number] if number < len(names) else "a number in the batch"
+        return name_leaf(self._structure(self.example), number)
 
     @property
     def scale(self) -> Spec | None:
@@ -322,10 +327,27 @@ class Batching:
         """True if there are targets, even if they are an empty tree."""
         return self.example.halves[1].spec != flatten(None)[1].spec
 
+    def of_inputs(self, inputs: Structure) -> Batching:
+        """Return the rules for batches with these inputs: as these, without the leaves that the inputs lack."""
+        whole, targets = self.example.halves
+        if not self.may_lack or inputs.spec == whole.spec:
+            return self
+        absent = list_lacking(inputs, whole)
+        kept = [k for k in range(len(self.leaves)) if k not in absent]
+        together = [tuple(kept.index(k) for k in group if k in kept) for group in self.together]
+        leaves, specs = (
+            zip(*[(self.leaves[k], self.example.leaves[k]) for k in kept], strict=True) if kept else ((), ())
+        )
+        lacking = tuple([self.leaves[k].name for k in sorted(absent)])
+        halves = (inputs, targets) if absent else self.example.halves
+        example = replace(self.example, leaves=specs, program=_program(halves, lacking), halves=halves)
+        return replace(self, leaves=leaves, together=tuple(filter(None, together)), example=example, lacking=lacking)
+
     def split(self, signature: Signature) -> list[Microbatch]:
         """Return the microbatches of batches with this signature."""
         structure, count = self._structure(signature), signature.microbatches
-        columns = [leaf.part_specs(specs, count) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)]
+        leaves = self.of_inputs(signature.halves[0]).leaves
+        columns = [leaf.part_specs(specs, count) for leaf, specs in zip(leaves, signature.leaves, strict=True)]
         scale = () if self.scale is None else (self.scale,)
         numbers = [Spec((), (), DTYPES[type(number)], CPU) for number in signature.numbers]
         rows = [(*[column[i] for column in columns], *scale, *numbers) for i in range(count)]
@@ -346,6 +368,9 @@ class Batching:
         else meta tensors. A leaf in another memory layout is copied. Raise `InputError`, naming the leaf, if it can't
         be split or does not match the example.
         """
+        rules = self if inputs is None else self.of_inputs(flatten(inputs)[1])
+        if rules.lacking != self.lacking:
+            return rules.split_batch(inputs, targets, total)
         halves, given = [], list[Tensor | None]()
         for what, tree, expected in zip(("inputs", "targets"), (inputs, targets), self.example.halves, strict=True):
             tensors, structure = (None, expected) if tree is None else flatten(tree)
@@ -366,7 +391,7 @@ class Batching:
         ]
         both = (halves[0], halves[1])
         divisor = few.divisor if total is None or self.weight is not None else total
-        signature = Signature(tuple(specs), _program(both), both, divisor, few.microbatches)
+        signature = Signature(tuple(specs), _program(both, self.lacking), both, divisor, few.microbatches)
         if signature.leaves != self.example.leaves:
             few._require_pieces(signature)
         memories = [
@@ -400,6 +425,9 @@ class Batching:
 
     def difference(self, signature: Signature) -> str:
         """Return a description of what differs from the example, for error messages."""
+        lacking = self.of_inputs(signature.halves[0]).lacking
+        if lacking:
+            return f"{', '.join(lacking)}: got nothing, where the example has a tensor"
         for leaf, specs, example in zip(self.leaves, signature.leaves, self.example.leaves, strict=True):
             if specs != example:
                 got, had = (", ".join(map(str, some)) for some in (specs, example))
@@ -585,10 +613,18 @@ def _tree(half: Structure, leaves: list[Tensor | None]) -> Any:
     return None if leaves and leaves[0] is None else half.unflatten(leaves)
 
 
-def _program(halves: tuple[Structure, Structure]) -> str:
-    return repr([[type(value) if is_plain_number(value) else value for _, value in half.constants] for half in halves])
+def _program(halves: tuple[Structure, Structure], lacking: Sequence[str] = ()) -> str:
+    kinds = [[type(value) if is_plain_number(value) else value for _, value in half.constants] for half in halves]
+    return f"{kinds!r} without {', '.join(lacking)}" if lacking else repr(kinds)
+
+
+def name_leaf(structure: Structure, number: int) -> str:
+    """Return the name of a leaf of a microbatch: a tensor, or a number, which come after the tensors."""
+    paths = [*structure.names, *[structure.paths[leaf] for leaf, _ in structure.numbers]]
+    return _name_leaf(paths[number]) if number < len(paths) else "a number in the batch"
 
 
 def _name_leaf(path: str) -> str:
-    """Return a leaf's name in errors: `[0][1]` in the tree (inputs, targets) is `inputs[1]`."""
-    return ("inputs" if path.startswith("[0]") else "targets") + path[3:]
+    """Return a leaf's name in errors: `[0][1]` in the tree (inputs, targets, scale) is `inputs[1]`."""
+    part = path[:3]
+    return "the scale of the loss" if part == "[2]" else ("inputs" if part == "[0]" else "targets") + path[3:]

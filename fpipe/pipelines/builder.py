@@ -70,7 +70,7 @@ def make_batchings(
     of_inputs = (dims[0], None) if isinstance(dims, tuple) else dims
     return {
         True: Batching.of(example, targets, dims, microbatches, how.weight, divisor, least, home),
-        False: Batching.of(example, None, of_inputs, microbatches, least=least, home=home),
+        False: Batching.of(example, None, of_inputs, microbatches, least=least, home=home, may_lack=True),
     }
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls, Mark
 from fpipe.errors import CaptureError
-from fpipe.pipelines.batch import Batching, Microbatch, SplitBatch
+from fpipe.pipelines.batch import Batching, Microbatch, SplitBatch, name_leaf
 from fpipe.pipelines.memo import KnownMicrobatch, Memo, MicrobatchKind
 from fpipe.record.captured import Captured, CaptureFunction, Hooks
 from fpipe.record.front_ends.registry import is_eager, is_tracer, reads_bytecode
@@ -162,7 +162,7 @@ class Captures:
         question = self.memo.microbatches.get((variant, replace(new, answers=new.answers[:number])))
         if not isinstance(question, Question):
             return ""
-        leaves = ", ".join(self.batchings[True].leaf_name(leaf) for leaf in question.leaves)
+        leaves = ", ".join(name_leaf(new.structure, leaf) for leaf in question.leaves)
         return f"{question.where}, which asks for the value of something computed from {leaves}"
 
     def record(self, variant: Variant, microbatch: Microbatch, ask: Ask, way: Way) -> tuple[Captured, Reads]:
@@ -202,7 +202,7 @@ class Captures:
         batch = objective.batch
         leaves = tuple(range(tensors, tensors + len(batch.numbers)))
         if leaves:
-            names = ", ".join(self.batchings[True].leaf_name(leaf) for leaf in leaves)
+            names = ", ".join(name_leaf(batch, leaf) for leaf in leaves)
             where = f"the model, given {names}"
             question = Question(where, leaves, lambda found: Answer.of([one.item() for one in found]), None)
             batch = batch.with_numbers(objective.ask(question).result())

@@ -91,7 +91,9 @@ class _StageText:
         for given in stage.gives:
             back = [spec for other in stage.pulled_by if other.source == given.target for spec in other.specs]
             cotangents = f"{_size(back)} of cotangents back" if back else "no cotangents back"
-            yield f"outputs     to stage {given.target}: {_size(given.specs)} per microbatch, {cotangents}"
+            # Of slices, the first one is described; what it passes to its own stage is the carry.
+            to = "the next slice" if given.target == stage.index else f"stage {given.target}"
+            yield f"outputs     to {to}: {_size(given.specs)} per microbatch, {cotangents}"
             yield from _shorten(list(self._values(given)), "              ... {} more")
         targets = {given.target for given in stage.gives}
         for pulled in stage.pulled_by:

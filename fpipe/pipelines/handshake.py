@@ -151,7 +151,7 @@ _cached_digest = lru_cache(maxsize=8)(digest)
 
 def _batch_lines(batching: Batching, signature: Signature) -> list[str]:
     """Return the lines of a batch's signature, one for each leaf and for each other field."""
-    pairs = zip(batching.leaves, signature.leaves, strict=True)
+    pairs = zip(batching.of_inputs(signature.halves[0]).leaves, signature.leaves, strict=True)
     found = [f"{leaf.name}: {', '.join(map(_describe_spec, specs))}" for leaf, specs in pairs]
     others = [one.name for one in dataclasses.fields(signature) if one.compare and one.name != "leaves"]
     for name in others:

@@ -16,9 +16,9 @@ Runs when a pipeline is built (`backend_of`) and when a plan is made (`record_st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, TypeAlias, cast
 
 from fpipe.errors import InputError
@@ -26,6 +26,7 @@ from fpipe.record.fakes.recurrent import RecurrentForward
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.graph.codegen import PhaseFunction, generate_adding, generate_function
 from fpipe.stages.graph.compiler import Compiler, compile_adding, compile_phase
+from fpipe.stages.graph.form import form_of
 from fpipe.stages.graph.joint import Joint, Node
 from fpipe.stages.graph.phases import Phase, divide
 from fpipe.stages.interface import StageFunctions
@@ -77,17 +78,19 @@ def splits(schedule: Schedule) -> bool:
 class GraphRequest(NamedTuple):
     """The stages that are recorded as graphs, and the backend that makes functions of a graph.
 
-    `needed`: whether the schedule needs graphs.
+    - `needed`: whether the schedule needs graphs.
+    - `made`: what was made of the first graph of each form, which is kept, too, and of what else matters.
     """
 
     backend: Backend
     stages: Collection[int]
     needed: bool
+    made: dict[Hashable, tuple[Joint, Recorded]]
 
     @classmethod
     def of(cls, backend: Backend | None, stages: Collection[int], needed: bool) -> GraphRequest | None:
         """Return the request; `None` without a backend, unless the schedule needs graphs."""
-        return None if backend is None and not needed else cls(backend or AS_GRAPH, stages, needed)
+        return None if backend is None and not needed else cls(backend or AS_GRAPH, stages, needed, {})
 
     def make(self, eager: Autograd, joint: Joint | str, optional: bool) -> StageFunctions:
         """Return the functions of a stage made from its joint graph; `eager`, with a remark, if that fails.
@@ -96,12 +99,22 @@ class GraphRequest(NamedTuple):
         """
         reason = joint if isinstance(joint, str) else ""
         try:
-            made = self.backend(eager, joint) if isinstance(joint, Joint) else None
+            made = self._differentiate(eager, joint) if isinstance(joint, Joint) else None
         except Exception as error:  # whatever compilers reject, autograd can run
             made, reason = None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if made is None:
             return replace(eager, remark=f"by autograd: as a graph it raises {reason}")
         return skip_absent(made, eager.wiring) if optional else made
+
+    def _differentiate(self, eager: Autograd, joint: Joint) -> Recorded:
+        """Return the functions made of a graph, or of an earlier one of its form in a stage of the same wiring."""
+        form = form_of(joint)
+        if form is None:
+            return self.backend(eager, joint)
+        same = form, eager.wiring, len(eager.constants)
+        if same not in self.made:
+            self.made[same] = joint, self.backend(eager, joint)
+        return replace(self.made[same][1], eager=eager)
 
 
 def record_stage(
@@ -120,10 +133,10 @@ def record_stage(
         views=generate_function(phases.views),
         forward=run(phases.forward),
         makers={
-            "evaluate": partial(run, phases.evaluation),
-            "backward": partial(add, phases.backward),
-            "backward_input": partial(run, phases.input),
-            "backward_weight": partial(add, phases.weight),
+            "evaluate": _once(run, phases.evaluation),
+            "backward": _once(add, phases.backward),
+            "backward_input": _once(run, phases.input),
+            "backward_weight": _once(add, phases.weight),
         },
         undeferred=phases.early,
         below_autograd=run is generate_function
@@ -132,6 +145,11 @@ def record_stage(
         eager=eager,
         movable=_find_movable(joint, eager, phases.forward.gives[-1] or ()),
     )
+
+
+def _once(make: Callable[[Phase], PhaseFunction], phase: Phase) -> Callable[[], PhaseFunction]:
+    """Return a function that makes a phase's function at its first call, for all stages that share it."""
+    return cache(partial(make, phase))
 
 
 def _find_movable(joint: Joint, eager: Autograd, kept: Sequence[Node]) -> tuple[int, ...]:

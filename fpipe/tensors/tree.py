@@ -226,6 +226,22 @@ def require_same_tree(what: str, got: Structure, expected: Structure) -> None:
     )
 
 
+def list_lacking(got: Structure, expected: Structure) -> frozenset[int]:
+    """Return the numbers of those tensors of a tree that another lacks, if there is no other difference.
+
+    >>> def tree(**leaves):
+    ...     return flatten({name: torch.ones(1) if leaf else leaf for name, leaf in leaves.items()})[1]
+    >>> list_lacking(tree(b=1), tree(a=1, b=1, c=1)), list_lacking(tree(a=None, b=1), tree(a=1, b=1))
+    (frozenset({0, 2}), frozenset({0}))
+    >>> list_lacking(tree(d=1), tree(a=1, b=1)), list_lacking(tree(a=1), tree(a=1))
+    (frozenset(), frozenset())
+    """
+    mine, theirs = _list_leaves(got), _list_leaves(expected)
+    apart = {path for path in {**theirs, **mine} if mine.get(path) != theirs.get(path)}
+    absent = {path for path in apart if path in expected.names and mine.get(path, "None") == "None"}
+    return frozenset([k for k, path in enumerate(expected.names) if path in absent]) if absent == apart else frozenset()
+
+
 class _Shown:
     """A leaf that is shown as a word."""
 

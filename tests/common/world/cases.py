@@ -69,6 +69,11 @@ class Script:
         while self.read[rank]:
             self.read[rank].pop()()
 
+    def forget(self, rank: int) -> None:
+        """Forget what nobody has confirmed."""
+        self.unsure.pop(rank, None)
+        self.read.pop(rank, None)
+
     def wait(self, rank: int) -> None:
         """Read what was computed so far, as a user does with a loss."""
         if rank in self.devices:
@@ -236,6 +241,8 @@ class Trial:
         self.network = Network(self.world, processes, limit, self.case.is_kept, self.delay, self.case.manners)
         self.world.on_step = self.on_step
         self.armed = [False] * processes
+        kinds = {fault.kind for fault in faults if not fault.builds} | {"die" for fault in faults if fault.builds}
+        self.rebuilds, self.survived = self.case.rebuilds and kinds <= {"raise", "fail"}, dict[int, BaseException]()
         self.ended: dict[int, float] = {}
 
     @property
@@ -261,7 +268,12 @@ class Trial:
             self.world.sleep(self.random.random() * self.case.delay)
         for one in self.strikes:
             fault = one.fault
-            if fault.kind in ("lose", "leave") or fault.rank != process.rank or fault.what not in ("any", what):
+            if (
+                one.time is not None
+                or fault.kind in ("lose", "leave")
+                or fault.rank != process.rank
+                or fault.what not in ("any", what)
+            ):
                 continue
             if fault.builds == self.armed[process.rank] or (fault.kind in RAISED and not self.world.is_main):
                 continue
@@ -298,19 +310,27 @@ class Trial:
         """Run it; return how each rank's script ended."""
 
         def main(rank: int) -> None:
+            if self.case.manners is not None:
+                self.script.devices[rank] = self.network.devices[self.world.process]
             try:
-                if self.case.manners is not None:
-                    self.script.devices[rank] = self.network.devices[self.world.process]
                 self.script.train(rank, lambda: self.arm(rank), partial(self.between, rank))
+            except (fpipe.RankError, InjectedError, torch.distributed.DistBackendError) as error:
+                if not self.rebuilds:
+                    raise
+                self.survived[rank] = error.with_traceback(None)
             finally:
                 self.ended[rank] = self.world.now
+            if rank in self.survived:
+                self.script.forget(rank)
+                self.script.train(rank, lambda: None, lambda i: True)
 
         with inhabit(self.network):
             mains = [
                 self.world.start(process, "script", partial(main, process.rank)) for process in self.world.processes
             ]
             self.world.run(mains)
-        return [fiber.error for fiber in mains]
+        self.again = [fiber.error for fiber in mains]
+        return [self.survived.get(rank, error) for rank, error in enumerate(self.again)]
 
     def arm(self, rank: int) -> None:
         """Note that a rank has built its pipeline."""

@@ -187,7 +187,7 @@ class Launches(TorchDispatchMode):
             try:
                 found = func(*inner, **named)
                 for room, value in zip(rooms, found if isinstance(found, tuple | list) else (found,), strict=False):
-                    if room is not None and value.numel():  # some leave out what their backward does not read
+                    if room is not None:
                         room.copy_(value)
             except Exception as error:
                 if not device.is_broken:  # else it has computed with garbage
@@ -202,7 +202,7 @@ class Launches(TorchDispatchMode):
         """Return shape, strides and dtype of each new result; `None` for one that is an argument, or no tensor."""
         key = func, _describe(args), tuple((name, _describe(value)) for name, value in kwargs.items())
         if key not in self.known:
-            found = func(*swap(args, _meta), **{name: swap(value, _meta) for name, value in kwargs.items()})
+            found = func(*swap(args, _stand_in), **{name: swap(value, _stand_in) for name, value in kwargs.items()})
             flat = found if isinstance(found, tuple | list) else (found,)
             returns = func._schema.returns
             aliases = [one.alias_info is not None for one in returns] if len(returns) == len(flat) else [False] * 99
@@ -252,8 +252,8 @@ def _alias(tensor: Tensor) -> Tensor:
     return tensor.data
 
 
-def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _stand_in(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
 
 
 def _describe(value: Any) -> Any:

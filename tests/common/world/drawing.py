@@ -259,6 +259,8 @@ class Case:
     - `looks`: what else is computed after each step: nothing (""), an evaluation or a prediction.
     - `delay`: the seconds that a message takes, on average. `is_kept`: rank 0 keeps the store.
     - `runs`: the faults of each run of the job but the last, which nothing disturbs.
+    - `manners`: those of devices, if processes have them. `reads`: each loss is read. `rebuilds`: processes that have
+      all survived a failure build their pipelines again.
     """
 
     seed: int
@@ -273,6 +275,7 @@ class Case:
     runs: tuple[tuple[Fault, ...], ...]
     manners: Manners | None = None
     reads: bool = False
+    rebuilds: bool = False
 
     @property
     def schedule(self) -> Schedule:
@@ -323,7 +326,7 @@ def draw_on_device(seed: int) -> Case:
         return replace(fault, kind="fail", what="launch", count=random.randrange(40)) if is_posted else fault
 
     runs = tuple(tuple(redraw(fault) for fault in run) for run in case.runs)
-    return replace(case, manners=manners, reads=random.random() < 0.5, runs=runs)
+    return replace(case, manners=manners, reads=random.random() < 0.5, runs=runs, rebuilds=random.random() < 0.5)
 
 
 def draw_faults(random: Random, setup: Setup, steps: int) -> tuple[Fault, ...]:

@@ -84,7 +84,8 @@ class Distributed:
             rows[me].copy_(mine)
             others = [other for other in range(len(rows)) if other != me]
             sends = [group.part(mine, other, tag, True) for other in others]
-            return group.post([*sends, *(group.part(rows[other], other, tag, False) for other in others)])
+            work = group.post([*sends, *(group.part(rows[other], other, tag, False) for other in others)])
+            return work if async_op else work.wait()
         for other, row in enumerate(rows):
             if other == me:
                 row.copy_(mine)

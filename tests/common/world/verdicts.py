@@ -206,7 +206,11 @@ def judge(case: Case, folder: Path, shelf: Shelf) -> Verdict:
         if list_versions(shelf) != untouched:
             raise Finding("a rank has written to the user's batch")
         require_results(script, alone)
-        ended.append(require_ends(trial, errors))
+        if len(trial.survived) == layout.setup.processes:
+            require_again(trial, alone)
+        for rank in trial.survived:
+            script.final.pop(rank, None)  # how its first attempt ended is left to judge
+        ended.append(require_ends(trial, errors) + ", rebuilt" * bool(trial.survived))
         first = min((i for _, i in script.results), default=least)
         if first < least:
             raise Finding(f"run {k}: got step {first}, expected to go on from {least}, which was saved")
@@ -220,6 +224,14 @@ def judge(case: Case, folder: Path, shelf: Shelf) -> Verdict:
         layout = replace(case, setup=setup)
     switches, seconds = sum(world.switches for world in worlds), sum(world.now for world in worlds)
     return Verdict(", ".join(ended), len(ended), switches, seconds)
+
+
+def require_again(trial: Trial, alone: Script) -> None:
+    """Raise unless processes that have built their pipelines again have trained to the end."""
+    for rank, error in enumerate(trial.again):
+        if error is not None:
+            raise Finding(f"rank {rank}: got {error!r} after all have survived, expected that they go on") from error
+    require_final(trial.script, alone)
 
 
 def list_versions(shelf: Shelf) -> list[int]:

@@ -155,3 +155,42 @@ def test_bad_arguments_are_refused():
             call({}, buffers, inputs)
         with pytest.raises(fpipe.InputError, match="inputs"):
             call(params, buffers, (inputs[0][:, :2],))
+
+
+class Optional(nn.Module):
+    """A model that may take a shift, and labels of the same shape; with labels, it computes a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, shift=None, labels=None):
+        out = self.last(self.first(x) if shift is None else self.first(x) + shift)
+        return {"out": out} if labels is None else {"out": out, "loss": (out - labels).square().mean()}
+
+
+def test_predictions_need_no_inputs_that_the_loss_alone_needs():
+    """Leaves of one shape, so that only what is lacking tells batches apart."""
+    model, x = Optional(), torch.randn(4, 4)
+    whole = {"x": x, "shift": torch.randn(4, 4), "labels": torch.randn(4, 4)}
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=whole, loss=lambda out: out["loss"], schedule=how)
+    params, buffers = pipe.init(model)
+    run = fpipe.predict(pipe)
+    for names in (["x", "shift"], ["x", "labels"], ["x"], ["x", "shift", "labels"]):
+        batch = {name: whole[name] for name in names}
+        got = run(params, buffers, batch)["out"]
+        assert same_bits(
+            got, torch.cat([model(**{n: one[k : k + 2] for n, one in batch.items()})["out"] for k in (0, 2)])
+        )
+        assert same_bits(got, run(params, buffers, batch | dict.fromkeys(set(whole) - set(names)))["out"])
+    labeled = {"x": x, "labels": whole["labels"]}
+    for function in (fpipe.value_and_grad(pipe), fpipe.evaluate(pipe)):
+        with pytest.raises(fpipe.InputError, match=r"got nothing at \['shift'\], expected a tensor at \['shift'\]"):
+            function(params, buffers, labeled)
+    with pytest.raises(fpipe.InputError, match=r"got nothing at \['labels'\], a tensor at \['mask'\]"):
+        run(params, buffers, {"x": x, "shift": x, "mask": x})
+    with pytest.raises(
+        fpipe.InputError, match=r"inputs\['labels'\], inputs\['x'\]: got nothing, where the example has"
+    ):
+        run(params, buffers, {"shift": x})

@@ -9,7 +9,19 @@ from torch import nn
 
 import fpipe
 from fpipe.stages.moving import Mover, Restoration
-from schedules import Action, Costs, chimera, gis, gpipe, interleaved_1f1b, offload, one_f_one_b, recompute, simulate
+from schedules import (
+    Action,
+    Costs,
+    chimera,
+    gis,
+    gpipe,
+    interleaved_1f1b,
+    offload,
+    one_f_one_b,
+    recompute,
+    simulate,
+    summarize,
+)
 from schedules import zb_h1 as zero_bubble
 from tests.common.cases import WIDTH, mse, rows_of
 from tests.common.running import build, require_exact, require_loop
@@ -130,3 +142,14 @@ def test_the_proof_of_a_pipeline_holds_with_moves():
     model, ((x,), y) = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]), rows_of()(12)
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=MOVED[0], cuts=["1", "2", "3"])
     assert fpipe.prove(pipe, model, (x,), y).is_complete
+
+
+def test_each_move_is_recorded_once():
+    how = offload(one_f_one_b(ranks=4, microbatches=6))
+    pipe, model, inputs, targets = build(ZOO["mlp"], how, 12)
+    spans = []
+    fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
+    for rank in range(4):
+        done = [span.action for span in spans if span.rank == rank and not span.waits]
+        assert done == [*how.actions(rank)]
+    assert summarize(spans, how).peak_memory == simulate(how).peak_memory

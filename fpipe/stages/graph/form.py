@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The form of a joint graph: everything that the functions made of it depend on.
+
+Problem. A model has many blocks of one kind, and so stages that compute the same with other parameters. Each would be
+simplified, cut into phases, and compiled for itself.
+
+Idea. Number a graph's nodes in their order: two graphs are of one form if the same operators read nodes of the same
+numbers, whose tensors have the same metadata and lie in the same memories of each graph. What is recorded decides, and
+no name of a class or module. Seeds of random numbers are arguments of nodes, and constants are compared by identity:
+stages that draw differ, and so do those that hold other constants.
+
+Invariant: functions made of one graph compute, bit for bit, what those made of another of its form do.
+
+Runs when a plan is made, if stages are recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from operator import getitem
+from typing import Any, TypeAlias
+
+import torch
+
+from fpipe.stages.graph.joint import ACTING, ARGUMENT, CONSTANT, Joint, Node, number_in
+from fpipe.tensors import random
+from fpipe.tensors.effects import storage_id
+from fpipe.tensors.spec import Spec
+from fpipe.tensors.torch_private import OpOverload
+
+GraphForm: TypeAlias = tuple[Hashable, ...]
+CALLED = ACTING | {getitem, number_in, random.state_of, ARGUMENT, CONSTANT}
+COMPARABLE = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def form_of(joint: Joint) -> GraphForm | None:
+    """Return the form of a graph; `None` if it calls or is given something that cannot be compared.
+
+    Constants are in it by id: it holds as long as the graph is alive.
+    """
+    taken = (*joint.params, *joint.buffers, *joint.inputs, joint.key, *joint.cotangents)
+    number = {node: k for k, node in enumerate(dict.fromkeys((*taken, *joint.nodes)))}
+    memories: dict[int, int] = {}
+
+    def name(node: Node) -> Hashable:
+        """Return the number of a node; a constant, which is in no list, gets one when it is first read."""
+        if node in number:
+            return number[node]
+        number[node] = len(number)
+        return (number[node], id(node.held), *_metadata(node, memories))
+
+    groups = joint.params, joint.buffers, joint.inputs, joint.cotangents
+    returned = joint.outputs, joint.updated, joint.outgoing, joint.grads
+    try:
+        return (
+            tuple(map(len, groups)),
+            tuple([_call(node, name, memories) for node in [*number]]),
+            tuple([node in joint.forward for node in joint.nodes]),
+            tuple([tuple(map(name, group)) for group in returned]),
+        )
+    except TypeError:
+        return None
+
+
+def _call(node: Node, name: Callable[[Node], Hashable], memories: dict[int, int]) -> Hashable:
+    """Return what a node calls, and its metadata; raise `TypeError` for what cannot be compared."""
+    if not (isinstance(node.target, OpOverload) or node.target in CALLED):
+        raise TypeError
+    return node.target, _compare(node.args, name), _compare(node.kwargs, name), *_metadata(node, memories)
+
+
+def _metadata(node: Node, memories: dict[int, int]) -> tuple[Hashable, ...]:
+    """Return a tensor's metadata, and the number of its memory in the order in which memories are met."""
+    value = node.value
+    if value is None:
+        return ()
+    return Spec.of(value), value.storage_offset(), memories.setdefault(storage_id(value), len(memories))
+
+
+def _compare(one: Any, name: Callable[[Node], Hashable]) -> Hashable:
+    """Return an argument as a value that is equal only for arguments of the same kinds and bits."""
+    kind = type(one)
+    if kind is Node:
+        return kind, name(one)
+    if kind in COMPARABLE:
+        return kind, one
+    if kind is float:
+        return kind, one.hex()
+    if kind in (list, tuple):
+        return kind, tuple([_compare(each, name) for each in one])
+    if kind is dict:
+        return kind, tuple([(key, _compare(each, name)) for key, each in one.items()])
+    raise TypeError
