@@ -17,7 +17,9 @@ from schedules import (
     B,
     F,
     U,
+    gpipe,
     looped,
+    lower,
     recompute,
     schedule,
     seq_1f1b,
@@ -225,6 +227,17 @@ def test_as_many_slices_are_held_as_simulated(slices):
         ]
     )
     assert [most[rank] / slices for rank in range(3)] == pytest.approx(list(simulate(how).peak_memory))
+
+
+def test_the_parts_as_values_call_a_model_with_its_carry():
+    model, x, y = make_model()
+    record = fpipe.capture(model, example=(x[:2],), targets=y[:2], loss=word_loss)
+    stages = fpipe.cut(record, ["blocks.2"])
+    state = stages.init(model)
+    out, grads = fpipe.execute(lower(gpipe(2, 3), stages.graph), stages, *state, (x,), y)
+    loss, _, wanted = loop(model, x, y, 3, [9])
+    assert same_bits(out.loss, loss)
+    assert all(same_bits(grad, wanted[name]) for part in grads for name, grad in part.items())
 
 
 def test_a_pipeline_says_what_slices_hand_on_and_hold():
