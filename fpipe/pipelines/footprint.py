@@ -71,6 +71,21 @@ def measure_sizes(assembly: Assembly, placement: Placement) -> Sizes:
     )
 
 
+def join_sizes(slices: Sequence[Sizes]) -> Sizes:
+    """Return the sizes of whole microbatches, given those of their slices, which have the same weights.
+
+    >>> join_sizes([Sizes(activation=(3, 1), weight=(5, 5)), Sizes(activation=(4, 1), weight=(5, 5))]).activation
+    (7, 2)
+    """
+    if len(slices) == 1:
+        return slices[0]
+    rows = {name: [getattr(one, name) for one in slices] for name in ("activation", "inputs", "residual")}
+    sums = {
+        name: tuple(map(sum, zip(*found, strict=True))) for name, found in rows.items() if isinstance(found[0], tuple)
+    }
+    return replace(slices[0], **sums)
+
+
 def shard_sizes(sizes: Sizes, shards: int) -> Sizes:
     """Return the sizes of stages whose parameters are sharded: each rank holds its share, and gathers the rest.
 

@@ -29,7 +29,7 @@ from fpipe.network.ranks import Ranks, require_unclosed, wait_for_turn
 from fpipe.pipelines.batch import Signature, SplitBatch
 from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.description import describe, name_schedule
-from fpipe.pipelines.footprint import measure_sizes, shard_sizes
+from fpipe.pipelines.footprint import join_sizes, measure_sizes, shard_sizes
 from fpipe.pipelines.memo import BatchKind, Memo
 from fpipe.pipelines.norm_table import NormTable
 from fpipe.pipelines.planner import Planner
@@ -126,7 +126,9 @@ class Pipeline:
         ((64, 64), (160, 36))
         """
         with wait_for_turn(), hide_fakes():
-            return shard_sizes(measure_sizes(self.training.assembly, self.schedule.placement), self.copies.shards)
+            slices = self.training.assemblies[: self.training.slices]
+            each = [measure_sizes(cut, self.schedule.placement) for cut in slices]
+            return shard_sizes(join_sizes(each), self.copies.shards)
 
     def batch(
         self,

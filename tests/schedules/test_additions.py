@@ -33,6 +33,7 @@ from schedules import (
     lower,
     merge_backward,
     mirror,
+    offload,
     one_f_one_b,
     overlap,
     pipedream,
@@ -56,7 +57,7 @@ from tests.common.sizes import sampled
 
 EVERY = [getattr(families, name) for name in families.__all__]
 FAMILIES = [factory for factory in EVERY if not factory.__name__.startswith("pipedream")]
-TRANSFORMS = [split_backward, merge_backward, recompute, overlap, mirror]
+TRANSFORMS = [split_backward, merge_backward, recompute, offload, overlap, mirror]
 TIED = replace(chain(4), gradients=frozenset({(0, 3)}))
 
 

@@ -23,6 +23,7 @@ from schedules import (
     forwards,
     lower,
     mirror,
+    offload,
     one_f_one_b,
     overlap,
     recompute,
@@ -39,6 +40,7 @@ FAMILIES = [getattr(families, name) for name in families.__all__]
 TRANSFORMS = [
     split_backward,
     recompute,
+    offload,
     overlap,
     forwards,
     mirror,

@@ -121,7 +121,7 @@ def test_correct_schedules_stay_correct(case, room, data):
 
 
 FAMILIES = [one_f_one_b, gpipe, eager_1f1b, interleaved_1f1b, interleaved_zero_bubble, seq_1f1b, pipedream]
-TRANSFORMS = [split_backward, merge_backward, recompute, overlap, mirror, lambda s: defer(s, 3)]
+TRANSFORMS = [split_backward, merge_backward, recompute, offload, overlap, mirror, lambda s: defer(s, 3)]
 
 
 @settings(deadline=None)

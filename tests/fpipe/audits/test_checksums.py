@@ -23,6 +23,13 @@ def test_every_flipped_bit_gives_another_checksum(dtype, size, place, bit, offse
     assert checksum(tensor) == checksum(tensor.clone())
 
 
+@pytest.mark.parametrize("more", range(1, 8))
+def test_a_last_word_that_is_not_full_counts(more):
+    tensor = torch.zeros(8000 + more, dtype=torch.uint8)
+    for place in range(8000 - 1, 8000 + more):
+        assert checksum(tensor) != checksum(flip(tensor, place, 3))
+
+
 @given(st.sampled_from(SIZES), st.integers(0, 2**20))
 def test_bits_count_and_strides_do_not(size, seed):
     tensor = torch.randn(size, 4, generator=torch.Generator().manual_seed(seed))

@@ -344,6 +344,7 @@ def programs(draw):
     outputs = tuple(draw(st.lists(st.sampled_from(sorted(storage)[5:]), max_size=2, unique=True)))
     new = draw(st.sampled_from([None, *sorted(storage)[5:]]))
     return SimpleNamespace(
+        slices=(),
         units=tuple(units),
         sources=SOURCES,
         loss=None,

@@ -227,6 +227,28 @@ def test_as_many_slices_are_held_as_simulated(slices):
     assert [most[rank] / slices for rank in range(3)] == pytest.approx(list(simulate(how).peak_memory))
 
 
+def test_a_pipeline_says_what_slices_hand_on_and_hold():
+    model, x, y = make_model()
+    pipes = {n: build(model, x, y, seq_1f1b(2, 3, slices=n), cuts=["blocks.2"]) for n in (1, 3)}
+    assert "gives       the next slice: 448 B per microbatch, 448 B of cotangents back" in str(pipes[3])
+    assert "the next slice" not in str(pipes[1])
+    whole, sliced = (pipes[n].sizes.activation for n in (1, 3))
+    assert all(0.8 * a < b < 1.5 * a for a, b in zip(whole, sliced, strict=True))
+
+
+def test_recorded_spans_and_bad_numbers_are_of_slices():
+    model, x, y = make_model()
+    pipe, spans = build(model, x, y, seq_1f1b(2, 3, slices=3), cuts=["blocks.2"]), []
+    params, buffers = pipe.init(model)
+    fpipe.value_and_grad(pipe, record=spans.append)(params, buffers, (x,), y)
+    done = [span.action for span in spans if span.action.kind in ("F", "B")]
+    assert sorted(done) == sorted(action for rank in range(2) for action in pipe.schedule.actions(rank))
+    assert fpipe.find_nonfinite(pipe)(params, buffers, (x,), y) is None
+    params = {name: p.detach().clone() for name, p in params.items()}
+    params["blocks.3.norm.weight"][0] = torch.inf
+    assert "blocks.3.norm.weight" in str(fpipe.find_nonfinite(pipe)(params, buffers, (x,), y))
+
+
 def refusals():
     """What can't be cut into slices: the changed arguments, the error, and the repair."""
     _, x, y = make_model()

@@ -19,6 +19,7 @@ from schedules import (
     forward_only,
     merge_backward,
     mirror,
+    offload,
     overlap,
     pipedream,
     pipedream_2bw,
@@ -35,7 +36,7 @@ from tests.common.sizes import few
 IN_FLIGHT = (pipedream, pipedream_2bw)
 OTHERS = (*IN_FLIGHT, seq_1f1b, forward_only)
 SYNCHRONOUS = [made for made in vars(families).values() if isinstance(made, Factory) and made not in OTHERS]
-TRANSFORMS = [split_backward, merge_backward, recompute, mirror, overlap]
+TRANSFORMS = [split_backward, merge_backward, recompute, offload, mirror, overlap]
 
 
 @st.composite
