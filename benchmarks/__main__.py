@@ -96,8 +96,8 @@ def page(found: list[Found]) -> str:
     took = row("all benchmarks of this page", "minutes", minutes, None, most(MINUTES))
     table = "\n".join([HEADER, *(one.rows for one in found), took])
     behind = missed(table)
-    reaches = f"Not reached, {len(behind)}: {'; '.join(behind)}." if behind else "Everything is within its reach."
-    parts = [head, reaches, table, *[one.details for one in found if one.details], "## What was measured"]
+    goals = f"Goals not met, {len(behind)}: {'; '.join(behind)}." if behind else "All goals are met."
+    parts = [head, goals, table, *[one.details for one in found if one.details], "## What was measured"]
     return "\n\n".join([*parts, *(notes(one.name) for one in found)]) + "\n"
 
 

@@ -37,12 +37,13 @@ import fpipe
 import schedules
 from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
+from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import Reach, most, row
 from benchmarks.common.sleeping import WIDTH, Times, sleeping_model, weights_may_rest
 from fpipe.audits.checksum import checksum
 
 UNIT: Final = 0.010  # seconds
-TURNS: Final = {"sleeping": 30, "GPT": 100}
+TURNS: Final = {"sleeping": rounds(30), "GPT": rounds(100)}
 WARM_UP, DAY = 8, 86400
 SLEEPING: Final = ("one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v")
 RANKS, MICROBATCHES, ROWS = 4, 12, 12

@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py    # one process per rank, over Gloo
     python examples/resume.py                                                       # both ranks in this process
 
-Kill any rank (`kill -9`) at any moment: torchrun restarts all from the newest checkpoint that is whole. Or send
-SIGTERM: all save after the same step and exit, and the next start continues. The final parameters equal those of an
-uninterrupted run bit for bit, on any number of ranks: batch and dropout depend only on the step, and the rest is saved.
+Kill any rank (`kill -9`) at any moment: torchrun restarts all from the newest checkpoint that is whole. After SIGTERM,
+all save after the same step and exit, and the next start continues. The final parameters equal those of an
+uninterrupted run bit for bit, on any ranks: batch and dropout depend only on the step, and the rest is saved.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def make_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def connect() -> None:
-    """Join the other ranks. Each start uses its own prefix in torchrun's store, which still has keys of dead
-    processes."""
+    """Join the other ranks. Each start has its own prefix in torchrun's store, which keeps keys of dead processes."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     prefix, rank, size = (os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
     dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), rank=int(rank), world_size=int(size))

@@ -51,7 +51,7 @@ def row(what: str, unit: str, ours: float, theirs: float | None, reach: Reach | 
 
 
 def missed(table: str) -> list[str]:
-    """Return what the rows of a table are about that are not within their reach.
+    """Return what the rows of a table are about that miss their goal.
 
     >>> missed(row("a step", "s", 1.0, 2.0, most(0.4, of="ratio")))
     ['a step']

@@ -78,7 +78,7 @@ class _StageText:
         self.makers = {value: k for k, unit in enumerate(assembly.captured.units) for value in unit.makes}
 
     def stage(self, stage: ModelStage) -> Iterator[str]:
-        """Yield lines about what one stage runs, holds, gives and gets."""
+        """Yield lines about what one stage runs, holds, outputs and receives."""
         assembly, names = self.assembly, (*stage.parameters, *stage.unused)
         yield from _wrap("modules     ", [*self._modules(stage.index), *self._others(stage.index)])
         yield f"parameters  {_describe_leaves(names, assembly.parameters, assembly.captured.trainable, '')}"
@@ -91,14 +91,14 @@ class _StageText:
         for given in stage.gives:
             back = [spec for other in stage.pulled_by if other.source == given.target for spec in other.specs]
             cotangents = f"{_size(back)} of cotangents back" if back else "no cotangents back"
-            # Of slices, the first one is described; what it gives to its own stage is the carry.
+            # Of slices, the first one is described; what it passes to its own stage is the carry.
             to = "the next slice" if given.target == stage.index else f"stage {given.target}"
-            yield f"gives       {to}: {_size(given.specs)} per microbatch, {cotangents}"
+            yield f"outputs     to {to}: {_size(given.specs)} per microbatch, {cotangents}"
             yield from _shorten(list(self._values(given)), "              ... {} more")
         targets = {given.target for given in stage.gives}
         for pulled in stage.pulled_by:
             if pulled.source not in targets:
-                yield f"gets        stage {pulled.source}: {_size(pulled.specs)} of cotangents per microbatch"
+                yield f"receives    from stage {pulled.source}: {_size(pulled.specs)} of cotangents per microbatch"
 
     def _modules(self, s: int) -> list[str]:
         """Return the names of a stage's modules, with consecutive numbers merged."""

@@ -81,6 +81,8 @@ def is_scattered(tensor: Tensor) -> bool:
 
 def find_around(known: Sequence[ByteRange], tensor: Tensor) -> ByteRange | None:
     """Return the range that holds all of a tensor; `None` if several do."""
+    if len(known) == 1:
+        return known[0]
     first, end = first_byte(tensor), end_byte(tensor)
     return next((one for one in known if one.start <= first < end <= one.end), None)
 

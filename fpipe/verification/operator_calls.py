@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import string_at
 from functools import cache
 from typing import Any, Final, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
@@ -104,7 +103,7 @@ class OperatorCall(NamedTuple):
             written,
             known.outs,
             known.defaults,
-            known.draws,
+            known.draws and given.get("dropout_p", known.defaults.get("dropout_p")) != 0,
             known.name == "add" and alike and given.get("alpha", 1) == 1,
             rounds and a is not None and a.itemsize <= 4,
         )
@@ -138,9 +137,15 @@ def round_number(described: Any) -> Any:
     return described
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in a tree."""
-    return [leaf for leaf in optree.tree_leaves(value) if isinstance(leaf, Tensor)]
+def tensors_in(value: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors in nested lists and tuples, in order."""
+    found = list[Tensor]()
+    for one in value:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple):
+            found += tensors_in(one)
+    return found
 
 
 def read_generator(given: Mapping[str, Any]) -> bytes:

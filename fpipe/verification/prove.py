@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from fpipe.collector import postpone_collection
 from fpipe.errors import InputError
-from fpipe.pipelines.handshake import call_together
+from fpipe.network.ranks import Ranks
+from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
+from fpipe.pipelines.memo import KnownMicrobatch
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import training_variant
@@ -135,8 +137,11 @@ def prove(
     With an `optimizer`, parameters and its state are compared, too, after each of two training steps
     (`fpipe.train_step`).
 
-    Raise `InputError` for a pipeline whose ranks are other processes, for one on an accelerator or with DTensors, for a
-    model on meta that reads values, and for arguments that `verify` rejects.
+    If ranks are processes, each plays all of them, with the stages of its own record, and nothing is sent but an
+    agreement on what was proved; a message arrives as it was sent, by assumption.
+
+    Raise `InputError` for a mesh of processes, for a pipeline on an accelerator or with DTensors, for a model on meta
+    that reads values, for slices, and for arguments that `verify` rejects.
 
     >>> import torch, fpipe
     >>> from schedules import zb_h1
@@ -148,12 +153,20 @@ def prove(
     (True, ('loss', 'outputs', 'gradient 0.weight', 'gradient 0.bias', 'gradient 2.weight', 'gradient 2.bias'))
     """
     with call_together(prove, locals()):
-        _require_here(pipe)
-        module = as_module(model)
+        _require_provable(pipe)
+        here, module = _play_here(pipe), as_module(model)
         trial = Trial(pipe, module, (inputs, targets), 0)
         trial.agree(1, seed, True, True)
         if optimizer is not None:
             _require_whole(pipe)
+    proof = _prove_here(trial._replace(pipe=here), seed, optimizer)
+    with pipe.ranks.enter_call("the proof"):
+        agree_on_arguments(pipe, proved=proof.reference, unproved=[str(one) for one in proof.unproved])
+    return proof
+
+
+def _prove_here(trial: Trial, seed: int | None, optimizer: Optimizer | None) -> Proof:
+    """Return the proof of a pipeline whose ranks are all in this process."""
     trial, params, buffers, mode = _take_values(trial)
     ledger = Expressions(mode)
     leaves: list[Any] = optree.tree_leaves(cast("Any", (params, buffers, trial.batch)))
@@ -283,14 +296,26 @@ def _tell_apart(state: State) -> State:
     return found
 
 
-def _require_here(pipe: Pipeline) -> None:
-    """Raise `InputError` unless all ranks are in this process, and compute on the CPU."""
-    if pipe.ranks.processes:
+def _play_here(pipe: Pipeline) -> Pipeline:
+    """Return the pipeline with all of its ranks in this process, and stages of this process's own record."""
+    if not pipe.ranks.processes:
+        return pipe
+    if pipe.copies.count > 1:
         raise InputError(
-            f"pipe: got one whose ranks are {len(pipe.ranks.processes)} processes, expected all of them in this one: a "
-            "proof needs the computation of all ranks. Build the pipeline again without torch.distributed, with the "
-            "same arguments: it computes the same."
+            f"pipe: got one on {pipe.copies.count} processes for each rank, expected one: a process is passed its own "
+            "rows and shards. Build it again without torch.distributed: one process plays the whole mesh."
         )
+    ranks, known = Ranks(pipe.schedule.ranks), pipe.memo.microbatches
+    recorded = {
+        kind: replace(one, assemblies={}) if isinstance(one, KnownMicrobatch) else one for kind, one in known.items()
+    }
+    captures = replace(pipe.captures, memo=replace(pipe.memo, batches={}, microbatches=recorded))
+    planner = replace(pipe.planner, captures=captures, ranks=ranks.ranks)
+    return Pipeline(planner, ranks, pipe.rebuild, pipe.plan_ahead)
+
+
+def _require_provable(pipe: Pipeline) -> None:
+    """Raise `InputError` unless the pipeline computes whole microbatches on the CPU, on plain tensors."""
     if pipe.schedule.slices > 1:
         raise InputError(
             f"pipe: got one of {pipe.schedule.slices} slices, expected whole microbatches: the loop over slices is not "

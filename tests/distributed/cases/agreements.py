@@ -274,10 +274,11 @@ LOCAL = frozenset(
         "cut",
         "execute",
         "processes",
+        "prove",
         "stage",
         "train_stream",
     }  # tested where they are, and in `steps` and `streams`
-    | {"delays", "error_feedback", "pipemare", "predict_weights", "prove", "reference_stream"}
+    | {"delays", "error_feedback", "pipemare", "predict_weights", "reference_stream"}
     | {"sample", "save"}  # which is `begin_save`, and its end
 )
 """Public functions that need nothing of other ranks."""

@@ -630,3 +630,14 @@ def error(weight, inputs):
 
 def on_meta(tree):
     return optree.tree_map(lambda one: one.to("meta"), tree)
+
+
+@case(sizes=[2, 4], day=[2])
+def every_rank_proves_the_step(rank, size):
+    """Each plays all ranks with the stages of its own record, and all have proved the same."""
+    for name in ("chained", "dropping"):
+        pipe, model, inputs, targets = build(ZOO[name], zb_h1(size, 4), 8, capture="trace")
+        found = fpipe.prove(pipe, model, inputs, targets, seed=3)
+        assert found.is_complete
+        assert {one.reference for one in gather(found)} == {found.reference}
+        run(pipe, model, inputs, targets, seed=3)

@@ -243,7 +243,7 @@ def test_the_parts_as_values_call_a_model_with_its_carry():
 def test_a_pipeline_says_what_slices_hand_on_and_hold():
     model, x, y = make_model()
     pipes = {n: build(model, x, y, seq_1f1b(2, 3, slices=n), cuts=["blocks.2"]) for n in (1, 3)}
-    assert "gives       the next slice: 448 B per microbatch, 448 B of cotangents back" in str(pipes[3])
+    assert "outputs     to the next slice: 448 B per microbatch, 448 B of cotangents back" in str(pipes[3])
     assert "the next slice" not in str(pipes[1])
     whole, sliced = (pipes[n].sizes.activation for n in (1, 3))
     assert all(0.8 * a < b < 1.5 * a for a, b in zip(whole, sliced, strict=True))

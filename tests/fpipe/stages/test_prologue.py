@@ -174,5 +174,5 @@ def test_printed():
         "  computes    100 B once a step, 50 B per microbatch, from inputs[1]",
         "                float32[5, 5]  as in the model itself, once a step",
         "                bool[2, 5, 5]  as in the model itself, per microbatch",
-        "  gives       stage 2: 160 B per microbatch, 160 B of cotangents back",
+        "  outputs     to stage 2: 160 B per microbatch, 160 B of cotangents back",
     ]

@@ -21,10 +21,13 @@ FORWARDS = {
     "a branch": ("Python's random", lambda x: x if random.random() < 2 else -x),
     "an array": ("numpy.random", lambda x: x * torch.from_numpy(np.random.rand(4).astype("float32"))),
     "a span": ("numpy.random", lambda x: torch.cat([x[:, :2], x[:, 2:] * torch.tensor(np.random.randint(2))], 1)),
-    "numpy's own generator": ("something else", lambda x: x * torch.tensor(OWN.random())),
-    "arrays of numpy's own generator": ("something else", lambda x: x * torch.tensor(OWN.random(4, dtype="float32"))),
-    "Python's own generator": ("something else", lambda x: x * torch.tensor(PYTHONS.random())),
-    "time": ("something else", lambda x: x * torch.tensor(time.perf_counter())),
+    "numpy's own generator": ("behaves differently", lambda x: x * torch.tensor(OWN.random())),
+    "arrays of numpy's own generator": (
+        "behaves differently",
+        lambda x: x * torch.tensor(OWN.random(4, dtype="float32")),
+    ),
+    "Python's own generator": ("behaves differently", lambda x: x * torch.tensor(PYTHONS.random())),
+    "time": ("behaves differently", lambda x: x * torch.tensor(time.perf_counter())),
 }
 
 

@@ -330,7 +330,7 @@ def hidden(model, block, x):
 @pytest.mark.parametrize(
     ("around", "words"),
     [
-        (shared, ["'gain'", "used outside of it", "use_reentrant=False"]),
+        (shared, ["'gain'", "used outside it", "use_reentrant=False"]),
         (hidden, ["closure", "use_reentrant=False"]),
         (lambda m, b, x: reentrant(b, x, preserve_rng_state=False), ["preserve_rng_state"]),
     ],
