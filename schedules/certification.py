@@ -84,9 +84,10 @@ class Certificate:
 def certify(program: Program | Schedule, costs: Costs = Costs(), sizes: Sizes = UNITS) -> Certificate:
     """Return a certificate of a program, or of a schedule's program for a chain of stages, for these costs and sizes.
 
-    It covers one or two routes, recomputation, split backwards and fused pairs. Raise `ProgramError` for slices,
-    updates in flight and collectives, for gradients that are summed over stages, for costs that are drawn, and for a
-    program in which ranks wait for each other if sends wait for their receives.
+    A program may be of any stage graph, so that values skip stages. It covers one or two routes, recomputation, split
+    backwards and fused pairs. Raise `ProgramError` for slices, updates in flight and collectives, for gradients that
+    are summed over stages, for costs that are drawn, and for a program in which ranks wait for each other if sends wait
+    for their receives.
 
     >>> from schedules import Costs, certify, zb_h1
     >>> found = certify(zb_h1(ranks=4, microbatches=8), Costs(F=1, B=2))

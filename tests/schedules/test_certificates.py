@@ -50,6 +50,27 @@ def test_every_family_is_certified_and_the_claims_are_those_of_the_simulation(ho
         assert Certificate.parse(found.text) == found
 
 
+SKIPS = frozenset({(0, 1), (1, 2), (2, 3), (0, 2), (0, 3), (1, 3)})
+
+
+@pytest.mark.parametrize(
+    "how",
+    [schedules.zb_h1(4, 6), schedules.recompute(schedules.one_f_one_b(4, 6)), schedules.dualpipe(4, 8)],
+    ids=["zb_h1", "recomputed", "dualpipe"],
+)
+def test_values_that_skip_stages_are_certified(how):
+    program = lower(how, schedules.dag(4, SKIPS))
+    found, timeline = certify(program, SLOW, SIZES), simulate(how, SLOW, program.graph, sizes=SIZES)
+    assert math.isclose(found.makespan, timeline.makespan)
+    assert found.bound <= found.makespan
+    document = json.loads(found.text)
+    for what in ("values", "cotangents"):
+        for edge in document[what]:
+            less = {**document, what: [one for one in document[what] if one != edge]}
+            with pytest.raises(schedules.TableError):
+                Certificate.parse(json.dumps(less))
+
+
 @settings(max_examples=few(30))
 @given(st.sampled_from(COVERED), st.data())
 def test_times_are_exact_for_drawn_costs(how, data):
