@@ -37,6 +37,7 @@ from fpipe.pipelines.options import Gradients, Microbatching, Recording, accept_
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.resolver import Resolver, own_text
 from fpipe.pipelines.results import collect_gradients
+from fpipe.pipelines.slices import find_slicing
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Captured, Constant, Source, Value
 from fpipe.record.fakes.eager_types import hide_fakes
@@ -143,12 +144,13 @@ def capture(
     for options in (microbatching, recording, gradients):
         options.require()
     module, training = as_module(model), loss is not None
-    require_buildable(module, example, loss, gpipe(1, 1) if training else forward_only(1, 1))
+    whole = require_buildable(module, example, loss, gpipe(1, 1) if training else forward_only(1, 1))
     cuts = parse_places(None, recording.unsplittable, 1, recording.whole)
     batchings = make_batchings(example, targets, microbatching, 1, 1)
     batch = batchings[training].split_batch(example, targets if training else None)
     with torch.inference_mode(False), suspend_autocast(_variant(training)) as variant, wait_for_turn():
         captures = make_captures(module, loss, batchings, cuts, recording, training)
+        captures = replace(captures, slicing=find_slicing(module, batchings[True], whole, microbatching, recording))
         answers = Resolver(captures, variant, batch, own_text, example=True).resolve()
         captures = captures.with_example(answers) if training else captures
         made = ModelRecord(captures, backend_of(gradients.backward), microbatching)

@@ -74,7 +74,7 @@ class Device:
         self.filled.set()
 
     def _run(self) -> None:
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowAutograd():
             while True:
                 while not self.stream:
                     self.filled = Signal(self.world)
@@ -164,6 +164,9 @@ class Launches(TorchDispatchMode):
         if not PLAIN.issuperset(types):
             return NotImplemented if DTensor in types else func(*args, **kwargs)
         tensors = [*list_tensors((*args, *kwargs.values()))]
+        if device.is_late(tensors) and func._can_decompose():  # such as `contiguous`, which is a view or a copy
+            with self:
+                return func.decompose(*args, **kwargs)
         if not device.is_late(tensors) or func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         if func in READS or TAGS & {*func.tags} or any(one.device.type != "cpu" for one in tensors):
@@ -172,7 +175,7 @@ class Launches(TorchDispatchMode):
         return self._post(func, args, kwargs, tensors)
 
     def _post(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        device = self.device
+        device, has_grad = self.device, torch.is_grad_enabled()
         try:
             rows = self._find_results(func, args, kwargs)
         except (RuntimeError, NotImplementedError):  # it has no rule for that
@@ -185,7 +188,8 @@ class Launches(TorchDispatchMode):
 
         def run() -> None:
             try:
-                found = func(*inner, **named)
+                with torch.set_grad_enabled(has_grad):  # on which kernels of recurrent layers depend
+                    found = func(*inner, **named)
                 for room, value in zip(rooms, found if isinstance(found, tuple | list) else (found,), strict=False):
                     if room is not None:
                         room.copy_(value)
@@ -200,7 +204,12 @@ class Launches(TorchDispatchMode):
 
     def _find_results(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """Return shape, strides and dtype of each new result; `None` for one that is an argument, or no tensor."""
-        key = func, _describe(args), tuple((name, _describe(value)) for name, value in kwargs.items())
+        key = (
+            func,
+            torch.is_grad_enabled(),
+            _describe(args),
+            tuple((name, _describe(value)) for name, value in kwargs.items()),
+        )
         if key not in self.known:
             found = func(*swap(args, _stand_in), **{name: swap(value, _stand_in) for name, value in kwargs.items()})
             flat = found if isinstance(found, tuple | list) else (found,)

@@ -29,6 +29,8 @@ from schedules import (
     overlap,
     parse,
     recompute,
+    seq_1f1b,
+    split_backward,
     zb_h1,
     zb_v,
 )
@@ -39,6 +41,7 @@ from tests.common.random_models import case_of, descriptions, places
 from tests.common.random_pipelines import build_unless_refused, schedules_of
 from tests.common.running import build, run
 from tests.common.sizes import covering, few, sampled
+from tests.common.sliced_models import make_model, word_loss
 from tests.common.zoo import ZOO
 
 INF = float("inf")
@@ -131,6 +134,32 @@ def test_microbatches_that_count_for_nothing_and_shorter_ones_are_audited(name):
         assert_same(got, run(pipe, model, (x[:rows],), y[:rows]))
         assert told
         assert all(one.seconds is not None for one in told)
+
+
+SLICED = {
+    "whole backwards": seq_1f1b(2, 3, slices=2),
+    "halves": split_backward(seq_1f1b(2, 3, slices=2)),
+    "recomputed": recompute(seq_1f1b(2, 3, slices=2)),
+}
+
+
+@pytest.mark.parametrize("how", SLICED.values(), ids=list(SLICED))
+def test_slices_of_sequences_are_audited(how):
+    model, x, y = make_model()
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=word_loss, schedule=how, cuts=["blocks.2"])
+    got, told = run_audited(pipe, model, (x,), y)
+    assert_same(got, run(pipe, model, (x,), y))
+    drawable = [a for r in range(how.ranks) for a in how.actions(r) if a.kind in DRAWN_KINDS]
+    assert Counter(one.action for one in told) == Counter(drawable)
+
+
+def test_a_wrong_slice_is_named():
+    model, x, y = make_model()
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=y, loss=word_loss, schedule=SLICED["whole backwards"], cuts=["blocks.2"]
+    )
+    plant(pipe.training.assembly.stages[1], "forward", 1, flip_some)  # the stage of first slices, which are longer
+    require_found(pipe, pipe.init(model), ((x,), y), parse("1F1.0"))
 
 
 def test_sums_are_added_to_with_the_same_bits():

@@ -17,7 +17,9 @@ from schedules import (
     B,
     F,
     U,
+    gpipe,
     looped,
+    lower,
     recompute,
     schedule,
     seq_1f1b,
@@ -227,10 +229,21 @@ def test_as_many_slices_are_held_as_simulated(slices):
     assert [most[rank] / slices for rank in range(3)] == pytest.approx(list(simulate(how).peak_memory))
 
 
+def test_the_parts_as_values_call_a_model_with_its_carry():
+    model, x, y = make_model()
+    record = fpipe.capture(model, example=(x[:2],), targets=y[:2], loss=word_loss)
+    stages = fpipe.cut(record, ["blocks.2"])
+    state = stages.init(model)
+    out, grads = fpipe.execute(lower(gpipe(2, 3), stages.graph), stages, *state, (x,), y)
+    loss, _, wanted = loop(model, x, y, 3, [9])
+    assert same_bits(out.loss, loss)
+    assert all(same_bits(grad, wanted[name]) for part in grads for name, grad in part.items())
+
+
 def test_a_pipeline_says_what_slices_hand_on_and_hold():
     model, x, y = make_model()
     pipes = {n: build(model, x, y, seq_1f1b(2, 3, slices=n), cuts=["blocks.2"]) for n in (1, 3)}
-    assert "gives       the next slice: 448 B per microbatch, 448 B of cotangents back" in str(pipes[3])
+    assert "outputs     to the next slice: 448 B per microbatch, 448 B of cotangents back" in str(pipes[3])
     assert "the next slice" not in str(pipes[1])
     whole, sliced = (pipes[n].sizes.activation for n in (1, 3))
     assert all(0.8 * a < b < 1.5 * a for a, b in zip(whole, sliced, strict=True))
