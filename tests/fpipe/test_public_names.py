@@ -102,7 +102,7 @@ SIGNATURES = {
     "predict": "pipe",
     "stream": "pipe take",
     "reference": "pipe outputs=False sums=None aux=True",
-    "prove": "pipe model inputs targets=None *seed=None",
+    "prove": "pipe model inputs targets=None *seed=None *optimizer=None",
     "reference_stream": "pipe optimizer look_ahead=None",
     "train_stream": "pipe optimizer look_ahead=None",
     "delays": "pipe",
