@@ -157,6 +157,7 @@ class SharedCalls:
         """
         group = error.awaited.group
         is_told = self.lookout.cut is not None or self.lookout.board.read() is not None or self.lookout.board.is_lost
+        is_told = is_told or isinstance(error.__cause__, TransportError)  # of a creation that was given up
         return None if is_told or dist.get_backend(group) == "gloo" or list_closed(error.awaited) else error.__cause__
 
     def _learn(self, awaited: Awaited) -> RankError:

@@ -242,7 +242,8 @@ class Trial:
         self.world.on_step = self.on_step
         self.armed = [False] * processes
         kinds = {fault.kind for fault in faults if not fault.builds} | {"die" for fault in faults if fault.builds}
-        self.rebuilds, self.survived = self.case.rebuilds and kinds <= {"raise", "fail"}, dict[int, BaseException]()
+        self.rebuilds = self.case.rebuilds and len(faults) == 1 and kinds <= {"raise", "fail"}
+        self.survived, self.again = dict[int, BaseException](), list[BaseException | None]()
         self.ended: dict[int, float] = {}
 
     @property
