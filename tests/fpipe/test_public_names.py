@@ -76,7 +76,9 @@ SIGNATURES = {
         "model *example *loss *schedule=None *plan=None *targets=None *cuts=None *stages=None "
         "*microbatching=Microbatching() *place=Place() *recording=Recording() *gradients=Gradients()"
     ),
-    "Microbatching": "*batch_dims=0 *output_dims=0 *weight=None *reduce='mean' *slice_dims=1 *slice_lengths=split_evenly",
+    "Microbatching": (
+        "*batch_dims=0 *output_dims=0 *weight=None *reduce='mean' *slice_dims=1 *slice_lengths=split_evenly"
+    ),
     "Place": "*group=None *mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *device=None",
     "Recording": "*front_end='trace' *unsplittable=() *whole=() *plans=32",
     "Gradients": "*backward='graph' *tied='exact'",
@@ -203,9 +205,10 @@ def test_public_signatures_do_not_change(name):
 
 
 def test_generate_keeps_its_signature():
-    found = text(fpipe.generate)
-    assert found.startswith("pipe length *choose=<function choose_likeliest at ")
-    assert found.endswith("> *decoder=<class 'fpipe.inference.decoders.StaticDecoder'> *schedule=None")
+    shown = (
+        "pipe length *choose=choose_likeliest *decoder=<class 'fpipe.inference.decoders.StaticDecoder'> *schedule=None"
+    )
+    assert text(fpipe.generate) == shown
 
 
 def test_functions_called_in_every_step_keep_their_signatures():
@@ -236,8 +239,7 @@ def test_results_keep_their_fields():
 def test_a_pipeline_keeps_its_attributes():
     pipe = pipeline()
     assert text(pipe.init) == "source *fill=None *strict=True"
-    assert text(pipe.initialise).startswith("function=<function reset_parameters at ")
-    assert text(pipe.initialise).endswith("> *seed")
+    assert text(pipe.initialise) == "function=reset_parameters *seed"
     assert {"init", "initialise", "stages", "schedule", "program", "plan"} <= set(dir(pipe))
 
 
