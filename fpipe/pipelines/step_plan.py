@@ -128,7 +128,8 @@ class StepPlan:
     def local_units(self) -> list[tuple[ModelStage, ...]]:
         """The stages of this process's ranks, for each microbatch of a copy, or slice of one."""
         here = [stage.index for stage in self.local_stages]
-        return [tuple([cut.stages[s] for s in here]) for cut in self.parts[self.copy].assemblies]
+        part = next(iter(self.parts.values()))  # whichever copy this process plays
+        return [tuple([cut.stages[s] for s in here]) for cut in part.assemblies]
 
     @cached_property
     def below_autograd(self) -> bool:
