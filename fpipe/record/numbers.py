@@ -25,7 +25,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import optree
 import torch
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fpipe.tensors.patching import current, replace
-from fpipe.tensors.torch_private import DataDependentOutputException, FakeTensor
+from fpipe.tensors.torch_private import DataDependentOutputException, FakeTensor, list_dispatch_modes
 from fpipe.tensors.tree import NAMESPACE
 
 PythonNumber: TypeAlias = int | float
@@ -71,10 +71,24 @@ def _overridable(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@runtime_checkable
+class NamesNumbers(Protocol):
+    """A dispatch mode that records operators, and tells a number of the batch by its name: a number used nowhere else.
+
+    It is no torch function mode: none is in force where a backward runs a checkpointed function again.
+    """
+
+    def name_number(self, tensor: Tensor) -> PythonNumber:
+        """Return the name of the number in a tensor."""
+
+
 @_overridable
 def to_python(tensor: Tensor) -> Any:
-    """Return the Python number in a tensor; for a fake tensor, a `Number` in a recording, and a probe elsewhere."""
-    return PROBES[tensor.dtype] if isinstance(tensor, FakeTensor) else tensor.item()
+    """Return the Python number in a tensor; for a fake tensor, a `Number` in a recording, its name, or a probe."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor.item()
+    naming = next((mode for mode in reversed(list_dispatch_modes()) if isinstance(mode, NamesNumbers)), None)
+    return PROBES[tensor.dtype] if naming is None else naming.name_number(tensor)
 
 
 def _read(tensor: Tensor) -> Any:

@@ -101,6 +101,7 @@ NAMES: Final[Paths] = {
     "seeing operators, and telling them from functions": [
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._python_dispatch._get_current_dispatch_mode",
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
         "torch._ops.OpOverload",
     ],
     "computing for real during a capture": [
@@ -291,7 +292,12 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils import checkpoint
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
 
 # tensors without values
 FAKE_ERRORS: Final = fake_tensor.__name__
@@ -308,6 +314,7 @@ PARAMETER_MARK: Final = "_is_param"
 # modes
 without_modes: Any = _disable_current_modes
 current_dispatch_mode: Any = _get_current_dispatch_mode
+list_dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 DisableTorchFunction: Any = torch._C.DisableTorchFunction
 set_grad_enabled: Any = torch._C._set_grad_enabled

@@ -34,7 +34,6 @@ from torch.overrides import TorchFunctionMode
 from fpipe.errors import CaptureError
 from fpipe.record.fakes.assumed_values import check_all
 from fpipe.record.fakes.recurrent import RecurrentBackward, RecurrentCall, RecurrentForward
-from fpipe.record.numbers import to_python
 from fpipe.tensors import random
 from fpipe.tensors.effects import is_collective, is_random, random_devices, written_arguments
 from fpipe.tensors.layouts import aten
@@ -409,7 +408,7 @@ def note_on(tape: Tape | None) -> Iterator[None]:
 
 
 class _Functions(TorchFunctionMode):
-    """A function mode that notes what is not an operator: checks of values, `.data = `, and numbers of the batch."""
+    """A function mode that notes what is not an operator: checks of values, and `.data = `."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -420,6 +419,4 @@ class _Functions(TorchFunctionMode):
             self.tape.call(check_all, args)
         elif func == SET_DATA:
             self.tape.fail(CaptureError("got an assignment to .data, expected operators of torch only. Use copy_()."))
-        elif func is to_python and not self.tape.failure:
-            return self.tape.name_number(args[0])
         return func(*args, **(kwargs or {}))

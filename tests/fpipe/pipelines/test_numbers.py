@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.record.numbers import compute, number_of
@@ -61,6 +62,14 @@ def _tensors(h, n, f, x):
     return h[:, index] + torch.full_like(h, n) + (torch.arange(4) > n) + (torch.arange(4) * f).to(h.dtype)
 
 
+def _nonlinear(h, n, f):
+    return (h * f + n).sin() * f
+
+
+def _again(h, n, f):
+    return checkpoint(_nonlinear, h, n, f + 1, use_reentrant=False) * n
+
+
 COMPUTING = {
     "operators": lambda h, n, f, x: (f - h * n + f) / (n + 1) - n / (h.abs() + f),
     "remainders": lambda h, n, f, x: h % (n + 1.5) + h.detach() // (f + 1),
@@ -75,6 +84,9 @@ COMPUTING = {
     "a flag": lambda h, n, f, x: h * 2 if n > 100 else h * n,
     "an integer from the batch": lambda h, n, f, x: h / ((x > 0).sum().item() + 1),
     "a float from the batch": lambda h, n, f, x: h / x.abs().max().item() * (1 - f),
+    "a checkpoint": lambda h, n, f, x: (
+        checkpoint(_nonlinear, h, n, f, use_reentrant=False) + checkpoint(_again, h, n, f, use_reentrant=False)
+    ),
     "types": lambda h, n, f, x: h * n if type(n) is int and isinstance(f, float) else h,
 }
 
@@ -84,6 +96,13 @@ COMPUTING = {
 @pytest.mark.parametrize("name", COMPUTING)
 def test_numbers_that_code_only_computes_with_are_inputs_of_the_record(name, how):
     assert steps(COMPUTING[name], how) == 1
+
+
+def test_numbers_are_those_of_the_step_where_a_backward_runs_a_function_again():
+    assert steps(COMPUTING["a checkpoint"], BACKWARDS[2]) == 1
+    assert (
+        steps(lambda h, n, f, x: checkpoint(_nonlinear, h, n, f, use_reentrant=True), BACKWARDS[2]) == 4
+    )  # whole calls
 
 
 @sampled(2)
