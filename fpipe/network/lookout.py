@@ -232,7 +232,7 @@ def find_cause(before: Mapping[int, Sign | None], now: Mapping[int, Sign | None]
     >>> print(find_cause({1: None, 2: None}, {1: waits, 2: works}, "4 s"))
     rank 2, a step (call 2): it is alive, but was not done within the timeout of 4 s
     >>> print(find_cause({}, {2: None}, "4 s"))
-    rank 2, outside of fpipe, or stopped: no sign of life from it since, within the timeout of 4 s
+    rank 2, outside fpipe, or stopped: no sign of life from it since, within the timeout of 4 s
     """
     silent = find_silent(before, now)
     busy = [rank for rank, sign in now.items() if sign is not None and not sign.peers]

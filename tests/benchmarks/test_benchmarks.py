@@ -84,5 +84,5 @@ def test_weight_halves_sleep_by_themselves_and_layers_that_last_as_long_are_alik
 
 def test_it_counts_the_bytes_that_are_kept():
     layers, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8)
-    found = measure(layers, x, rounds=1)
+    found = measure(layers, x, repeats=1)
     assert {name: kept for name, (_, kept) in found.items()} == dict.fromkeys(found, least(layers, x))

@@ -261,6 +261,7 @@ LOCAL = frozenset(
         "choose_likeliest",
         "clip_value",
         "costs",
+        "even_costs",
         "is_checkpoint",
         "masters",
         "optimizer",
