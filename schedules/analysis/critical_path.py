@@ -8,6 +8,7 @@ action by a little saves that much for each time it is on the chain, as long as 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -100,13 +101,13 @@ class _SpanIndex:
         self.sums: dict[tuple[int, int], Span] = {}  # its sum over replicas, if it has several
         self.collectives: dict[tuple[str, int, int], Span] = {}  # the last of its kind, on a stage and rank
         self.moves: dict[tuple[int, int, int | None], Span] = {}  # the last move of a unit's memory
-        self.awaited: dict[Action, Span] = {}  # what went on beside, and whose result an action uses
+        self.awaited = defaultdict[Action, list[Span]](list)  # what went on beside, and whose results an action uses
         last: dict[int, Span] = {}
         lane: dict[tuple[int, str], Span] = {}  # the last action of a rank's lane
         for span in self.all:
             (kind, stage, i, _, part), rank = span.action, span.rank
             if (stage, i, part) in self.moves and KINDS[kind].before in ("forward", "hosted"):
-                self.awaited[span.action] = self.moves[stage, i, part]
+                self.awaited[span.action].append(self.moves[stage, i, part])
             if kind in LASTING:
                 self._add_beside(span, last.get(rank), lane)
                 continue
@@ -116,7 +117,7 @@ class _SpanIndex:
             last[rank] = span
             used = "REDUCE_GRAD" if kind == "U" else "UNSHARD" if KINDS[kind].reads else ""
             if (used, stage, rank) in self.collectives:
-                self.awaited[span.action] = self.collectives[used, stage, rank]
+                self.awaited[span.action].append(self.collectives[used, stage, rank])
             opener = self.previous.get(span.action)
             for action in (span.action, *([opener.action] if opener and opener.action.kind == "OVERLAP_F" else ())):
                 word = KINDS[action.kind]
@@ -148,9 +149,9 @@ class _SpanIndex:
         if previous is not None and previous.end >= span.start:
             return previous, 0.0
         for action in (span.action, *self._find_partner(span.action)):
-            awaited = self.awaited.get(action)
-            if awaited is not None and awaited.end >= span.start:
-                return awaited, 0.0
+            for awaited in self.awaited.get(action, ()):
+                if awaited.end >= span.start:
+                    return awaited, 0.0
         for maker, what, stage in self._inputs(span.action):
             transfer = costs.transfer(what, stage, maker.rank, span.rank)
             if maker.end + transfer >= span.start and self.order[maker.action] < self.order[span.action]:

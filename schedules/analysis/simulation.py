@@ -156,7 +156,8 @@ def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None 
         if action.kind in BESIDE and KINDS[action.kind].after:
             insort(moves[rank], (start if growth > 0 else end, growth), key=itemgetter(0))
             continue
-        while moves[rank] and moves[rank][0][0] <= (start if growth > 0 else end):
+        # A collective ends later than actions that come after it, and must not end their moves.
+        while moves[rank] and action.kind not in BESIDE and moves[rank][0][0] <= (start if growth > 0 else end):
             held[rank] += moves[rank].pop(0)[1]
             peak[rank] = max(peak[rank], held[rank])
         held[rank] += growth
