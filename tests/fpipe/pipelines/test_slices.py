@@ -27,6 +27,7 @@ from schedules import (
     split_backward,
 )
 from schedules.families.one_forward_one_backward import alternate
+from tests.common.sizes import sampled
 from tests.common.sliced_models import LanguageModel, loop, make_model, word_loss
 
 
@@ -62,6 +63,7 @@ def require_loop(model, x, y, how, lengths, **options):
 LENGTHS = {1: [9], 2: [5, 4], 3: [3, 3, 3], 4: [3, 2, 2, 2]}
 
 
+@sampled(4)
 @pytest.mark.parametrize("slices", LENGTHS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_slices_have_the_bits_of_a_loop_over_slices(slices, tied):
@@ -69,6 +71,7 @@ def test_slices_have_the_bits_of_a_loop_over_slices(slices, tied):
     require_loop(model, x, y, seq_1f1b(2, 3, slices=slices), LENGTHS[slices], cuts=["blocks.2"])
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     "how",
     [
@@ -204,6 +207,7 @@ def test_the_drop_in_module_trains_slice_by_slice():
     assert all(same_bits(p.grad, grads[name]) for name, p in pipelined.named_parameters())
 
 
+@sampled(2)
 @pytest.mark.parametrize("slices", LENGTHS)
 def test_as_many_slices_are_held_as_simulated(slices):
     model, x, y = make_model()

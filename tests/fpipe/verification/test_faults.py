@@ -71,7 +71,7 @@ def test_a_planted_fault_is_named(fault):
     raise AssertionError("the fault strikes nowhere")
 
 
-@settings(max_examples=few(60), deadline=None)
+@settings(max_examples=few(24), deadline=None)
 @given(st.sampled_from([*FAULTS.values()]), st.integers(4, 6), st.integers(0, 1000), st.sampled_from(BACKWARDS))
 def test_a_fault_drawn_at_random_is_named(fault, microbatches, k, backward):
     try:

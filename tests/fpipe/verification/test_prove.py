@@ -395,7 +395,7 @@ def test_lemmas_are_those_that_are_stated():
     assert not numbers & {mine for mine, _ in found}
 
 
-@settings(max_examples=few(100), deadline=None)
+@settings(max_examples=few(45), deadline=None)
 @given(descriptions(), st.data())
 def test_what_is_proved_of_drawn_pipelines_has_equal_bits(description, data):
     """Models, cuts and schedules at random: where a proof is complete, a step has the bits of one device."""
