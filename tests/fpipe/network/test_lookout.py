@@ -50,7 +50,7 @@ def start(quick):
 
     def begin(timeout=HOUR, trail=None):
         posted, store = Posted(), dist.HashStore()
-        lookout = Lookout(Board(lambda: store, 0, 3, 0), (10, 11, 12), timeout, lambda: None, trail)
+        lookout = Lookout(Board(lambda: store, 0, 3, 0), (10, 11, 12), None, timeout, lambda: None, trail)
         started.append(lookout)
         return lookout, posted, store
 
