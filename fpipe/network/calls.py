@@ -31,7 +31,7 @@ from fpipe.network.lookout import Lookout
 from fpipe.network.ranks import Fields
 from fpipe.network.standing import Standing
 from fpipe.network.trail import Trail
-from fpipe.network.waiting import Awaited, BrokenWaitError, destroy_groups
+from fpipe.network.waiting import Awaited, BrokenWaitError, destroy_groups, is_on_host
 from schedules.errors import describe_error
 
 
@@ -153,7 +153,7 @@ class SharedCalls:
         lookout, awaited = self.lookout, error.awaited
         is_told = lookout.cut is not None or lookout.board.read() is not None or lookout.board.is_lost
         is_told = is_told or isinstance(error.__cause__, TransportError)  # of a creation that was given up
-        is_others = is_told or dist.get_backend(awaited.group) == "gloo" or lookout.list_gone(awaited)
+        is_others = is_told or is_on_host(awaited.group) or lookout.list_gone(awaited)
         return None if is_others else error.__cause__
 
     def _learn(self, awaited: Awaited) -> RankError:

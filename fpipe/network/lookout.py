@@ -39,7 +39,7 @@ from fpipe.errors import Cause
 from fpipe.network.board import PATIENCE, Board, Sign
 from fpipe.network.standing import Situation
 from fpipe.network.trail import Trail
-from fpipe.network.waiting import Awaited, BrokenWaitError, Waitable, break_group, list_closed
+from fpipe.network.waiting import Awaited, BrokenWaitError, Waitable, break_group, is_on_host, list_closed
 from fpipe.tensors.torch_private import process_groups
 
 SLICE: Final = 0.5  # seconds between two looks
@@ -194,7 +194,7 @@ class Lookout:
 
     def _is_left_alone(self, awaited: Awaited, waited: float) -> bool:
         """Return true, once published, if a device is long at one place, and a process that it awaits is gone."""
-        if waited < LONG or dist.get_backend(awaited.group) == "gloo":  # Gloo notices by itself
+        if waited < LONG or is_on_host(awaited.group):
             return False
         gone = self.list_gone(awaited)
         if gone:
