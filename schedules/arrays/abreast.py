@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules.arrays.codes import CODES, END, PASSES, Codes, Numbers
+from schedules.arrays.codes import CODE_OF, ROW_END, PASSES, Codes, Numbers
 from schedules.arrays.lives import Lives
 from schedules.language.schedule import Schedule
 from schedules.playing.costs import Costs
@@ -35,7 +35,7 @@ class Totals(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What actions wait for: per number, the number of one maker, and the time of the transfer."""
+    """Makers that actions wait for: per number, the number of one maker, and the time of the transfer."""
 
     makers: Numbers
     delays: Floats
@@ -82,13 +82,13 @@ def _list_wires(schedule: Schedule, wires: Wires) -> Iterator[tuple[int, Wire]]:
     """Yield every wire with its place in such a table."""
     width = schedule.stages * len(schedule.placement.routes)
     for rows in wires:
-        for name, code in CODES.items():
+        for name, code in CODE_OF.items():
             yield from ((code * width + key, wire) for key, wire in rows[name].items())
 
 
 def _read_costs(schedule: Schedule, codes: Codes, wires: Wires, costs: Costs) -> tuple[Floats, Floats]:
     """Return the time and the growth of memory of each number."""
-    times, growth = np.zeros((2, (END + 1) * schedule.stages * len(schedule.placement.routes)))
+    times, growth = np.zeros((2, (ROW_END + 1) * schedule.stages * len(schedule.placement.routes)))
     for place, wire in _list_wires(schedule, wires):
         times[place], growth[place] = wire.time, wire.grows
     places = _number_wires(schedule, codes)
@@ -102,10 +102,10 @@ def _list_needs(schedule: Schedule, codes: Codes, lives: Lives, wires: Wires) ->
     """Return all that actions wait for, as many arrays as the neediest has makers."""
     S, units, n = schedule.stages, lives.done.shape[1], len(codes.kinds)
     delay_of = {id(one): delay for _, wire in _list_wires(schedule, wires) for one, delay in wire.gives}
-    fused = np.append(codes.kinds == CODES["OVERLAP_F"], False)  # what a fused forward makes leaves with its partner
+    fused = np.append(codes.kinds == CODE_OF["OVERLAP_F"], False)  # what a fused forward makes leaves with its partner
     makers = np.concatenate([(lives.values + fused[lives.values]).ravel(), lives.cotangents.ravel(), np.full(units, n)])
     columns = max(1, *(len(wire.takes) for _, wire in _list_wires(schedule, wires)))
-    sources = np.full((columns, (END + 1) * S * len(schedule.placement.routes)), 2 * S * units)
+    sources = np.full((columns, (ROW_END + 1) * S * len(schedule.placement.routes)), 2 * S * units)
     delays = np.zeros(sources.shape)
     for place, wire in _list_wires(schedule, wires):
         for column, one in enumerate(wire.takes):
@@ -127,7 +127,7 @@ def _list_needs(schedule: Schedule, codes: Codes, lives: Lives, wires: Wires) ->
 def _add_sums(schedule: Schedule, codes: Codes, lives: Lives, wires: Wires, needs: list[Needs]) -> None:
     """Let sums of gradients wait for the last backward of every other replica."""
     placement, R = schedule.placement, len(schedule.placement.routes)
-    for k in np.flatnonzero(codes.kinds == CODES["G"]).tolist():
+    for k in np.flatnonzero(codes.kinds == CODE_OF["G"]).tolist():
         s, i = int(codes.stages[k]), int(codes.units[k]) // schedule.slices
         for column, one in enumerate(wires[placement.home(s, i)]["G"][s * R + i % R].takes):
             done = lives.done[s].reshape(-1, schedule.slices)[placement.route(s, one.producer) :: R]

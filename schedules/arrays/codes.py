@@ -29,13 +29,13 @@ from schedules.language.schedule import Schedule
 
 Numbers: TypeAlias = NDArray[np.intp]
 PASSES = tuple(kind for kind, word in KINDS.items() if word.after and kind not in BESIDE)
-CODES: Mapping[str, int] = MappingProxyType({kind: code for code, kind in enumerate((*PASSES, "G"))})
+CODE_OF: Mapping[str, int] = MappingProxyType({kind: code for code, kind in enumerate((*PASSES, "G"))})
 """The kinds that have a code: passes, then the sum of gradients."""
-END: Final = len(CODES)
+ROW_END: Final = len(CODE_OF)
 """The code of what comes after the last action of a rank."""
-MOST_PASSES: Final = 4
+MOST_OF_UNIT: Final = 4
 """The most passes of a unit on its stage: a checkpointed forward, its recomputation, and the halves of a backward."""
-AT_ONCE: Final = 512
+READ_AT_ONCE: Final = 512
 """So many actions stay in the processor's cache, and out of the garbage collector's way."""
 
 
@@ -64,7 +64,7 @@ def encode(schedule: Schedule) -> Codes | None:
                 for column, more in zip((stages, microbatches, slices), some[1:], strict=True):
                     column.extend(more)
             ends.append(len(kinds))
-            kinds.append(END)
+            kinds.append(ROW_END)
             for column in (stages, microbatches, slices):
                 column.append(0)
     if len(ends) < schedule.ranks:
@@ -76,9 +76,9 @@ def encode(schedule: Schedule) -> Codes | None:
 
 def _chunks(schedule: Schedule, rank: int) -> Iterator[list[Action]]:
     """Yield the actions of a rank, some at a time; no more than there may be."""
-    most = len(schedule.placement.stages_on(rank)) * (MOST_PASSES * schedule.microbatches * schedule.slices + 1)
+    most = len(schedule.placement.stages_on(rank)) * (MOST_OF_UNIT * schedule.microbatches * schedule.slices + 1)
     actions = islice(schedule.actions(rank), most + 1)
-    while chunk := [*islice(actions, AT_ONCE)]:
+    while chunk := [*islice(actions, READ_AT_ONCE)]:
         yield chunk
 
 
@@ -94,7 +94,7 @@ def _read(chunk: list[Action], sliced: bool) -> tuple[bytes, tuple[int, ...], tu
         types |= {*map(type, slices)} - {type(None)}
     if types != {int} or peers.count(None) < len(chunk) or (not sliced and slices.count(None) < len(chunk)):
         raise TypeError
-    return bytes(map(CODES.__getitem__, names)), stages, microbatches, cuts
+    return bytes(map(CODE_OF.__getitem__, names)), stages, microbatches, cuts
 
 
 def _are_placed(schedule: Schedule, codes: Codes) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where arrays replace the loops over actions: in large schedules, if NumPy is installed.
+"""The place where arrays replace the loops over actions: in large schedules, if NumPy is installed.
 
 Arrays only ever say that all is well, or what it takes. Of anything else they say nothing, and the loops decide: they
 name what is wrong, and serve schedules that have no codes. So there is one meaning, that of the loops, and nobody needs
@@ -8,12 +8,11 @@ NumPy.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
-from schedules.playing.costs import FREE, UNITS, Costs
+from schedules.playing.costs import NO_COSTS, UNITS, Costs
 from schedules.playing.dependencies import Wires, wires
 
 if TYPE_CHECKING:
@@ -27,25 +26,27 @@ MOST_UNITS: Final = 2**22
 
 
 def is_large(schedule: Schedule) -> bool:
-    """Return whether arrays pay for a schedule, and NumPy is there."""
+    """Return whether arrays pay for a schedule."""
     units = schedule.stages * schedule.microbatches * schedule.slices
-    return schedule.ranks >= LEAST_RANKS and LEAST_UNITS <= units <= MOST_UNITS and find_spec("numpy") is not None
+    return schedule.ranks >= LEAST_RANKS and LEAST_UNITS <= units <= MOST_UNITS
 
 
 def is_surely_correct(schedule: Schedule, graph: Graph) -> bool:
     """Return whether arrays show that a schedule is correct; if not, `check` has to look."""
-    return is_large(schedule) and play_large(schedule, wires(schedule, graph, FREE, UNITS), FREE) is not None
+    return is_large(schedule) and play_large(schedule, wires(schedule, graph, NO_COSTS, UNITS), NO_COSTS) is not None
 
 
 def play_large(schedule: Schedule, wires: Wires, costs: Costs) -> Totals | None:
-    """Return the totals of a large schedule; `None` if it is not, if it is not plainly correct, or if there is jitter.
+    """Return the totals of a schedule, those of `replay` to the last bit.
 
-    They are those of `replay`, to the last bit.
+    Return `None` if it is not large, has no codes or breaks a rule, if there is jitter, or without NumPy.
     """
     if not is_large(schedule) or costs.jitter:
         return None
-    from schedules.arrays.abreast import play_abreast
-    from schedules.arrays.lives import read_lives
-
+    try:
+        from schedules.arrays.abreast import play_abreast
+        from schedules.arrays.lives import read_lives
+    except ImportError:
+        return None
     found = read_lives(schedule)
     return None if found is None else play_abreast(schedule, *found, wires, costs)

@@ -17,13 +17,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules.arrays.codes import CODES, PASSES, Codes, encode
+from schedules.arrays.codes import CODE_OF, PASSES, Codes, encode
 from schedules.language.actions import KINDS
 from schedules.language.schedule import Schedule
 from schedules.playing.costs import ROUNDING, UNITS
 
 STATES = ("", *dict.fromkeys(KINDS[name].after for name in PASSES))
-BACK = [CODES[name] for name in PASSES if KINDS[name].crosses == "B"]
+BACK = [CODE_OF[name] for name in PASSES if KINDS[name].crosses == "B"]
 
 
 class Lives(NamedTuple):
@@ -63,7 +63,7 @@ def find_lives(schedule: Schedule, codes: Codes) -> Lives | None:
     S, units, n = schedule.stages, schedule.microbatches * schedule.slices, len(codes.kinds)
     passes = np.flatnonzero(codes.kinds < len(PASSES))
     kinds, place = codes.kinds[passes], codes.stages[passes] * np.intp(units) + codes.units[passes]
-    if not schedule.backward and (kinds != CODES["F"]).any():
+    if not schedule.backward and (kinds != CODE_OF["F"]).any():
         return None
     before, after = (np.array([STATES.index(state) for state in states]) for states in _list_states(schedule.backward))
     start, end = (states[kinds] * (S * units) + place for states in (before, after))
@@ -91,7 +91,7 @@ def _list_states(backward: bool) -> tuple[list[str], list[str]]:
 
 def _are_fused(schedule: Schedule, codes: Codes) -> bool:
     """Return whether each fused forward is followed by what may overlap with it."""
-    k = np.flatnonzero(codes.kinds == CODES["OVERLAP_F"])
+    k = np.flatnonzero(codes.kinds == CODE_OF["OVERLAP_F"])
     same = codes.stages[k] == codes.stages[k + 1]
     same &= codes.units[k] // schedule.slices == codes.units[k + 1] // schedule.slices
     return bool((np.isin(codes.kinds[k + 1], BACK) & ~same).all())
@@ -115,7 +115,7 @@ def _are_summed(schedule: Schedule, codes: Codes, lives: Lives) -> bool:
         if len(placement.replicas(s)) > 1
         for route in range(R)
     }
-    sums = np.flatnonzero(codes.kinds == CODES["G"])
+    sums = np.flatnonzero(codes.kinds == CODE_OF["G"])
     found = [(int(codes.stages[k]), int(codes.units[k]) // schedule.slices) for k in sums]
     is_late = all(last < k for one, k in zip(found, sums, strict=True) if (last := expected.get(one)) is not None)
     return is_late and sorted(found) == sorted(expected)
@@ -125,7 +125,7 @@ def _fits(schedule: Schedule, codes: Codes) -> bool:
     """Return whether every rank stays within the schedule's limit of memory. What one rank holds, it frees again."""
     if schedule.limits.memory is None:
         return True
-    growth = np.array([*(int(UNITS.growth(name, 0, schedule.backward)) for name in CODES), 0])
+    growth = np.array([*(int(UNITS.growth(name, 0, schedule.backward)) for name in CODE_OF), 0])
     most = np.maximum.reduceat(np.cumsum(growth[codes.kinds]), codes.firsts)
     unit = schedule.slices * schedule.stages / schedule.ranks
     return all(held <= schedule.memory(rank) * unit + ROUNDING for rank, held in enumerate(most.tolist()))

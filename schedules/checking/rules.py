@@ -25,7 +25,7 @@ from schedules.language.graph import Graph
 from schedules.language.membership import require_compute_only, require_placed
 from schedules.language.schedule import Actions, Schedule, graph_of
 from schedules.lowering.program import lower
-from schedules.playing.costs import FREE, ROUNDING, UNITS
+from schedules.playing.costs import NO_COSTS, ROUNDING, UNITS
 from schedules.playing.dependencies import wires
 from schedules.playing.engine import replay
 
@@ -273,7 +273,7 @@ def _require_rules(schedule: Schedule, graph: Graph) -> None:
     """Raise `ScheduleError` unless all rules are obeyed."""
     books = [Progress(schedule, rank, graph) for rank in range(schedule.ranks)]
     streams = [_apply_rules(book) for book in books]
-    for _ in replay(schedule, streams, wires(schedule, graph, FREE, UNITS), FREE, spans=False):
+    for _ in replay(schedule, streams, wires(schedule, graph, NO_COSTS, UNITS), NO_COSTS, spans=False):
         pass
     require_updates_everywhere(books)
     require_reductions_everywhere(books)
