@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules.arrays.codes import CODE_OF, ROW_END, PASSES, Codes, Numbers
+from schedules.arrays.codes import CODE_OF, PASSES, ROW_END, Codes, Numbers
 from schedules.arrays.lives import Lives
 from schedules.language.schedule import Schedule
 from schedules.playing.costs import Costs
