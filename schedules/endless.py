@@ -37,7 +37,7 @@ from schedules.lowering.program import Program, lower
 from schedules.playing.rows import edit, from_rows
 
 Window = tuple[Action, ...]
-LONGEST = 4
+LONGEST_PERIOD = 4
 """The longest period that is looked for, in batches."""
 
 
@@ -109,7 +109,7 @@ class EndlessProgram:
         most = 4 * self.schedule.stages + 8
         count = 2
         while count <= most:
-            for period in range(1, min(LONGEST, count) + 1):
+            for period in range(1, min(LONGEST_PERIOD, count) + 1):
                 if all(self._repeats(rank, count, period) for rank in range(self.schedule.ranks)):
                     longest = lengthen(self.schedule, count + 2 * period)
                     check(longest, values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stages exchange with every batch of a stream beside values and cotangents: gradients of shared parameters.
+"""Stages that exchange gradients of shared parameters with every batch of a stream.
 
 Idea. `schedules.endless` adds stages for that, which give and take as others do. Here they get their part: which
 tensors cross, and what a rank does with them.
@@ -27,7 +27,8 @@ from fpipe.tensors.spec import Spec
 from schedules import Action
 from schedules.endless import EndlessProgram
 
-NOTHING: tuple[Any, ...] = ()
+
+EMPTY: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,7 @@ class ExchangeStage:
     gives: tuple[StageCrossing, ...]
     gets: tuple[StageCrossing, ...]
     act: Callable[[int, Payload], Payload]
-    results = totals = pulls = pulled_by = shares = shared_by = NOTHING
+    results = totals = pulls = pulled_by = shares = shared_by = EMPTY
 
 
 def forward(run: Execution, action: Action, stage: Any, arrived: Payload) -> Payload:
