@@ -27,7 +27,6 @@ from fpipe.tensors.spec import Spec
 from schedules import Action
 from schedules.endless import EndlessProgram
 
-
 EMPTY: tuple[Any, ...] = ()
 
 
