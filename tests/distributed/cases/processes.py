@@ -604,7 +604,7 @@ def dies_in_the_middle(rank, size):
 
 @case(sizes=[])
 def dies_while_another_waits_for_its_device(rank, size):
-    """Rank 1 exits without notice; the device that waits for it does not notice, but the rank does, without a timeout."""
+    """Rank 1 exits without notice. A device that waits for it does not notice, but its rank does, before a timeout."""
     with late_device() as device:
         pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
         last = list(pipe.schedule.actions(1))[3]
