@@ -15,6 +15,7 @@ from fpipe.network.trail import Trail
 from fpipe.network.waiting import destroy_groups
 from fpipe.runtime import instructions
 from fpipe.runtime.handlers import HANDLERS
+from fpipe.streams.versions import Versions
 from tests.common.sizes import NIGHTLY, by_night, sampled
 from tests.common.world.drawing import BLOCK, draw, draw_on_device, draw_stream
 from tests.common.world.network import Room
@@ -156,3 +157,18 @@ def test_a_broken_fpipe_is_seen_within_a_few_seeds(name):
     with BROKEN[name]:
         first = SEEN_BY.get(name, 5000)
         assert next(find_broken(range(first, first + 100)), None)
+
+
+def take_newest(self, s, slot):
+    """Take the newest weights, whatever the schedule declares."""
+    self.rule = None
+    return TAKE(self, s, slot)
+
+
+TAKE = Versions.take
+
+
+@sampled(1)
+def test_a_stream_that_takes_other_weights_is_seen():
+    with mock.patch.object(Versions, "take", take_newest):
+        assert next(find_broken(range(500), draw_stream), None)
