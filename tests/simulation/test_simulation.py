@@ -134,6 +134,7 @@ BROKEN_ON_DEVICES = {
     "groups of a mesh connect in a step": (mock.patch.object(job, "connect_all", return_value=None), 96),
     "groups are made outside of waits": (mock.patch.object(Creator, "create", lambda one, make, *others: make()), 504),
     "an error of NCCL is a peer's": (mock.patch.object(SharedCalls, "_find_own", return_value=None), 99),
+    "nobody notices a death": (mock.patch.object(Lookout, "_is_left_alone", return_value=False), 35),
     "who drops groups waits": (mock.patch.object(channels, "retire_groups", lambda all_, _: destroy_groups(all_)), 94),
 }
 """What could be wrong where processes have devices, and a seed that sees it."""
