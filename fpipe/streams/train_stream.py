@@ -158,6 +158,7 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | N
         program = find_program(pipe.schedule, plan)
         for stage in plan.assembly.stages:
             require_ascending(stage, program.program.schedule)
+        pipe.ranks.connect(program.program.channels)
         ring = Ring.of(program)
         return StreamFunction(pipe, optimizer, look_ahead, variant, program, ring)
 
