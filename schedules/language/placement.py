@@ -5,7 +5,8 @@ Placements are made by functions `(ranks, chunks) -> Placement`, where `chunks` 
 one to `@schedule(placement=...)`, or write your own.
 
 In a bidirectional schedule every stage lives on two ranks, and the microbatch alone determines which replica runs it:
-microbatch `i` takes route `i mod R` of `R` routes, where a route assigns one rank to every stage. So stage and
+microbatch `i` takes route `i mod R` of `R` routes, where a route assigns one rank to every stage. There may be any
+number of routes, and the same route several times: `(a, a, b)` sends every third microbatch another way. So stage and
 microbatch still identify an action, and a transfer's text still determines both of its ends.
 """
 
@@ -21,14 +22,16 @@ from schedules.errors import SizeError
 
 @dataclass(frozen=True)
 class Placement:
-    """A map from stages to ranks: stage `s` is on rank `homes[s]`, and for a second route on rank `mirrors[0][s]`.
+    """A map from stages to ranks: stage `s` is on rank `homes[s]`, and on the routes after the first on `mirrors[k][s]`.
 
-    Raise `SizeError` for a rank that does not exist, or more than two routes.
+    Raise `SizeError` for a rank that does not exist.
 
     >>> vee(ranks=3, chunks=2).homes
     (0, 1, 2, 2, 1, 0)
     >>> [bidirectional(ranks=3).home(0, i) for i in range(4)]
     [0, 2, 0, 2]
+    >>> [Placement(2, (0, 1), ((0, 1), (1, 0))).home(0, i) for i in range(6)]
+    [0, 0, 1, 0, 0, 1]
     """
 
     ranks: int
@@ -39,10 +42,8 @@ class Placement:
         if not is_size(self.ranks):
             expected = "an integer of at least 1"
             raise SizeError.of("Placement", "ranks", self.ranks, expected, "Choose the number of ranks.")
-        if not isinstance(self.mirrors, tuple) or len(self.mirrors) > 1:
-            raise SizeError.of(
-                "Placement", "mirrors", self.mirrors, "at most one, in a tuple", "Use at most two routes."
-            )
+        if not isinstance(self.mirrors, tuple):
+            raise SizeError.of("Placement", "mirrors", self.mirrors, "routes, in a tuple", "Write ((1, 0),).")
         for homes in self.routes:
             if not self._has_homes(homes):
                 count = len(self.homes) if isinstance(self.homes, tuple) else "the"
@@ -76,9 +77,13 @@ class Placement:
         """
         return tuple(dict.fromkeys(route[stage] for route in self.routes))
 
-    def route(self, stage: int, rank: int) -> int:
-        """Return the first route on which `rank` holds `stage`."""
-        return [homes[stage] for homes in self.routes].index(rank)
+    def last(self, stage: int, rank: int, microbatches: int) -> int:
+        """Return the last of so many microbatches that `rank` runs through `stage`.
+
+        >>> bidirectional(ranks=3).last(0, rank=0, microbatches=6)
+        4
+        """
+        return next(i for i in reversed(range(microbatches)) if self.home(stage, i) == rank)
 
     @cached_property
     def _stages_by_rank(self) -> tuple[tuple[int, ...], ...]:

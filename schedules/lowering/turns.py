@@ -89,13 +89,25 @@ class Turns:
 
 
 def target_of(message: Message, placement: Placement) -> int:
-    """Return the rank a message goes to: the target stage's, or that of the stage's other replica."""
-    _, s, i, t, _ = message
+    """Return the rank a message goes to: the target stage's, or that of another replica of the stage."""
+    _, s, i, t, part = message
     assert t is not None, "a message has a target stage"
     if s != t:
         return placement.home(t, i)
-    source = placement.home(s, i)
-    return next((rank for rank in placement.replicas(s) if rank != source), source)
+    source, replicas = placement.home(s, i), placement.replicas(s)
+    others = [rank for rank in replicas if rank != source]
+    targets = dict[int | None, int](enumerate(replicas)) if len(others) > 1 else dict.fromkeys([None], *others)
+    return targets.get(part, source)
+
+
+def message_to_replica(placement: Placement, s: int, source: int, target: int, microbatches: int) -> Message:
+    """Return the message in which one replica of a stage sends another its part of the gradient.
+
+    If there are more than two, the slice says which of them gets it.
+    """
+    replicas = placement.replicas(s)
+    part = replicas.index(target) if len(replicas) > 2 else None
+    return Action("SEND_G", s, placement.last(s, source, microbatches), s, part)
 
 
 class GradientExchange:
@@ -114,7 +126,7 @@ class GradientExchange:
 
     def __init__(self, schedule: Schedule, graph: Graph, rank: int, peers: Set[int]) -> None:
         self.schedule, self.graph, self.rank, self.peers = schedule, graph, rank, peers
-        self.placement, self.routes = schedule.placement, schedule.placement.routes
+        self.placement = schedule.placement
         self.backwards_left = {s: self._count_units(s) for s in self.placement.stages_on(rank)}
         self.received = set[int]()
         self.completers = {
@@ -131,9 +143,8 @@ class GradientExchange:
             self.received.add(s)
             yield from self._from_sharing_stages(s)
         if kind == "G":
-            for route, home in self._replicas(s):
-                if home in self.peers:
-                    yield Action("SEND_G", s, self._last_microbatch(route), s)
+            for home in self._replicas(s):
+                yield message_to_replica(self.placement, s, home, self.rank, self.schedule.microbatches)
 
     def left_to_receive(self) -> Iterator[Message]:
         """Yield the gradients that no update has waited for: their stages use them at the end of the step."""
@@ -155,39 +166,33 @@ class GradientExchange:
             yield from self._to_sharing_stages(s)
 
     def _to_replicas(self, s: int) -> Iterator[Message]:
-        last = self._last_microbatch(self.placement.route(s, self.rank))
-        for _, home in self._replicas(s):
-            if home in self.peers:
-                yield Action("SEND_G", s, last, s)
+        for home in self._replicas(s):
+            yield message_to_replica(self.placement, s, self.rank, home, self.schedule.microbatches)
 
     def _to_sharing_stages(self, s: int) -> Iterator[Message]:
-        for i, homes in self._last_microbatches(s):
-            yield from (Action("SEND_G", s, i, t) for t in self.graph.shares[s] if homes[t] in self.peers)
+        for t in self.graph.shares[s]:
+            pairs = self._last_microbatches(s, t).items()
+            yield from (Action("SEND_G", s, i, t) for (a, b), i in pairs if a == self.rank and b in self.peers)
 
     def _from_sharing_stages(self, t: int) -> Iterator[Message]:
-        for i, homes in self._last_microbatches(t) if self.schedule.backward else ():
-            yield from (Action("SEND_G", s, i, t) for s in self.graph.shared_by[t] if homes[s] in self.peers)
+        for s in self.graph.shared_by[t] if self.schedule.backward else ():
+            pairs = self._last_microbatches(s, t).items()
+            yield from (Action("SEND_G", s, i, t) for (a, b), i in pairs if b == self.rank and a in self.peers)
 
-    def _last_microbatches(self, s: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield what names the messages of each route with stage `s` on this rank, and the ranks of its stages."""
-        pairs = enumerate(self.routes)
-        return ((self._last_microbatch(route), homes) for route, homes in pairs if homes[s] == self.rank)
+    def _last_microbatches(self, s: int, t: int) -> dict[tuple[int, int], int]:
+        """Return, for each pair of ranks that run two stages for the same microbatches, the last of these."""
+        M, home = self.schedule.microbatches, self.placement.home
+        return {(home(s, i), home(t, i)): i for i in range(max(0, M - len(self.placement.routes)), M)}
 
-    def _replicas(self, s: int) -> Iterator[tuple[int, int]]:
-        """Yield each route on which another rank runs stage `s`, with that rank."""
-        return ((route, homes[s]) for route, homes in enumerate(self.routes) if homes[s] != self.rank)
+    def _replicas(self, s: int) -> Iterator[int]:
+        """Yield the peers that hold stage `s`, too."""
+        return (rank for rank in self.placement.replicas(s) if rank in self.peers)
 
     def _is_replicated(self, s: int) -> bool:
-        return any(self._replicas(s))
+        return len(self.placement.replicas(s)) > 1
 
     def _count_units(self, s: int) -> int:
         """Return how many microbatches, or slices of them, `rank` runs through stage `s`."""
-        mine = [route for route, homes in enumerate(self.routes) if homes[s] == self.rank]
-        return sum(len(self._microbatches(route)) for route in mine) * self.schedule.slices
-
-    def _microbatches(self, route: int) -> range:
-        return range(route, self.schedule.microbatches, len(self.routes))
-
-    def _last_microbatch(self, route: int) -> int:
-        """Return the last microbatch of a route, which names the messages sent once per step."""
-        return self._microbatches(route)[-1]
+        M, routes = self.schedule.microbatches, self.placement.routes
+        mine = [route for route, homes in enumerate(routes) if homes[s] == self.rank]
+        return sum(len(range(route, M, len(routes))) for route in mine) * self.schedule.slices
