@@ -2,12 +2,13 @@
 """The messages that a rank exchanges with other ranks, action by action.
 
 Values and cotangents cross the edges of the stage graph with every microbatch: for each kind of action and stage, they
-are looked up in a table that is built once. Gradients travel once per step (`GradientExchange`).
+are found once. Gradients travel once per step (`GradientExchange`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from functools import cache
 from typing import NamedTuple
 
 from schedules.language.actions import KINDS, SENDS, Action, Message, new_tuple
@@ -44,14 +45,12 @@ class Turns:
         self.peers = {*range(schedule.ranks)} - {rank} if peers is None else peers
         self.routes = schedule.placement.routes
         self.gradients = GradientExchange(schedule, graph, rank, self.peers)
-        self.exchanges: dict[str, dict[int, _Exchange]] = {kind: {} for kind, word in KINDS.items() if not word.does}
-        for route, homes in enumerate(self.routes):
-            for s in (s for s in schedule.placement.stages_on(rank) if homes[s] == rank):
-                for kind, exchanges in self.exchanges.items():
-                    exchanges[s * len(self.routes) + route] = self._exchange(kind, s, homes)
+        self.exchange = cache(self._exchange)
 
-    def _exchange(self, kind: str, s: int, homes: tuple[int, ...]) -> _Exchange:
-        word, graph = KINDS[kind], self.graph
+    def _exchange(self, kind: str, s: int, route: int) -> _Exchange:
+        word, graph, homes = KINDS[kind], self.graph, self.routes[route]
+        if word.does or (s, self.rank) not in enumerate(homes):
+            raise KeyError(kind, s, route)
         sources = {"F": graph.fed_by[s], "B": graph.pulled_by[s], "": ()}[word.crosses]
         targets = {"F": graph.feeds[s], "B": graph.pulls[s], "": ()}[word.crosses]
         return _Exchange(
@@ -66,7 +65,7 @@ class Turns:
         nothing: list[Message] = []
         for position, action in enumerate(self.schedule.actions(self.rank)):
             kind, s, i, _, part = action
-            takes, gives, gradients = self.exchanges[kind][s if R == 1 else s * R + i % R]
+            takes, gives, gradients = self.exchange(kind, s, i % R)
             waits = sends = nothing
             for send, p in takes:  # mostly one message, for which a comprehension is slow
                 waits = [*waits, new_tuple(Action, (send, p, i, s, part))]
@@ -127,7 +126,10 @@ class GradientExchange:
     def __init__(self, schedule: Schedule, graph: Graph, rank: int, peers: Set[int]) -> None:
         self.schedule, self.graph, self.rank, self.peers = schedule, graph, rank, peers
         self.placement = schedule.placement
-        self.backwards_left = {s: self._count_units(s) for s in self.placement.stages_on(rank)}
+        self.backwards_left = {
+            s: sum(self.placement.home(s, i) == rank for i in range(schedule.microbatches)) * schedule.slices
+            for s in filter(self.has_any, self.placement.stages_on(rank))
+        }
         self.received = set[int]()
         self.completers = {
             s: completes_gradient(schedule, s, rank) for s in self.placement.stages_on(rank) if graph.shares[s]
@@ -135,7 +137,7 @@ class GradientExchange:
 
     def has_any(self, s: int) -> bool:
         """Return whether actions on stage `s` send gradients or wait for them."""
-        return bool(self.graph.shares[s] or self.graph.shared_by[s]) or self._is_replicated(s)
+        return bool(self.graph.shares[s] or self.graph.shared_by[s]) or len(self.placement.replicas(s)) > 1
 
     def needed_by(self, kind: str, s: int) -> Iterator[Message]:
         """Yield the gradients that an action on stage `s` waits for: a `G`, or the first `U`."""
@@ -160,14 +162,10 @@ class GradientExchange:
         self.backwards_left[s] -= what == "done"
         if self.backwards_left[s]:
             return
-        if what == "done" and self._is_replicated(s):
-            yield from self._to_replicas(s)
+        for home in self._replicas(s) if what == "done" else ():
+            yield message_to_replica(self.placement, s, self.rank, home, self.schedule.microbatches)
         if what == self.completers.get(s):
             yield from self._to_sharing_stages(s)
-
-    def _to_replicas(self, s: int) -> Iterator[Message]:
-        for home in self._replicas(s):
-            yield message_to_replica(self.placement, s, self.rank, home, self.schedule.microbatches)
 
     def _to_sharing_stages(self, s: int) -> Iterator[Message]:
         for t in self.graph.shares[s]:
@@ -187,12 +185,3 @@ class GradientExchange:
     def _replicas(self, s: int) -> Iterator[int]:
         """Yield the peers that hold stage `s`, too."""
         return (rank for rank in self.placement.replicas(s) if rank in self.peers)
-
-    def _is_replicated(self, s: int) -> bool:
-        return len(self.placement.replicas(s)) > 1
-
-    def _count_units(self, s: int) -> int:
-        """Return how many microbatches, or slices of them, `rank` runs through stage `s`."""
-        M, routes = self.schedule.microbatches, self.placement.routes
-        mine = [route for route, homes in enumerate(routes) if homes[s] == self.rank]
-        return sum(len(range(route, M, len(routes))) for route in mine) * self.schedule.slices
