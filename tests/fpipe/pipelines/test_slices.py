@@ -344,9 +344,25 @@ def test_a_model_that_returns_no_pair_is_refused():
             return super().forward(ids, carry)[0]
 
     _, x, y = make_model()
-    for n in (1, 2):
-        with pytest.raises(fpipe.CaptureError, match=r"expected the pair \(outputs, carry\)"):
-            build(Single(), x, y, seq_1f1b(2, 2, slices=n), cuts=["blocks.2"])
+    with pytest.raises(fpipe.CaptureError, match=r"expected the pair \(outputs, carry\)"):
+        build(Single(), x, y, seq_1f1b(2, 2, slices=2), cuts=["blocks.2"])
+    build(Single(), x, y, gpipe(2, 2), cuts=["blocks.2"])  # nothing is carried, so the argument only has this name
+
+
+def test_an_argument_that_the_batch_gives_is_no_carry():
+    class Carrying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, carry):
+            return self.last(torch.tanh(self.first(x) + carry))
+
+    torch.manual_seed(0)
+    model, x, carry = Carrying(), torch.randn(4, 4), torch.randn(4, 4)
+    for example in ((x, carry), {"x": x, "carry": carry}):
+        pipe = fpipe.pipeline(model, example=example, loss=torch.mean, schedule=gpipe(2, 2))
+        fpipe.verify(pipe, model, example)
 
 
 def test_proofs_and_generation_refuse_slices():
