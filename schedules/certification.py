@@ -151,11 +151,12 @@ def _require_covered(program: Program, programs: Sequence[Sequence[Action]], cos
         or f"actions of kind {others}" * bool(others)
         or "gradients that are summed over stages" * bool(graph.gradients)
         or "costs with jitter" * bool(costs.jitter)
+        or "more than two routes" * (len(schedule.placement.routes) > 2)
     )
     if got:
         raise ProgramError(
             f"certify: got {got}, expected a program that a certificate covers: forwards, backwards, their halves, "
-            "recomputation and sums of replicas, with costs that are not random. Certify it without them."
+            "recomputation and sums of two replicas, with costs that are not random. Certify it without them."
         )
 
 

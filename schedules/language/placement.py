@@ -22,12 +22,11 @@ from schedules.errors import SizeError
 
 @dataclass(frozen=True)
 class Placement:
-    """A map from stages to ranks: stage `s` is on rank `homes[s]`, and on the routes after the first on `mirrors[k][s]`.
+    """A map from stages to ranks: stage `s` is on rank `homes[s]`, and on each further route on rank `mirrors[k][s]`.
 
     Raise `SizeError` for a rank that does not exist.
 
-    >>> vee(ranks=3, chunks=2).homes
-    (0, 1, 2, 2, 1, 0)
+    >>> from schedules import bidirectional
     >>> [bidirectional(ranks=3).home(0, i) for i in range(4)]
     [0, 2, 0, 2]
     >>> [Placement(2, (0, 1), ((0, 1), (1, 0))).home(0, i) for i in range(6)]
@@ -72,6 +71,7 @@ class Placement:
     def replicas(self, stage: int) -> tuple[int, ...]:
         """Return the ranks that hold `stage`, each once, in route order, which is the order gradients are added in.
 
+        >>> from schedules import bidirectional
         >>> bidirectional(ranks=3).replicas(0), bidirectional(ranks=3).replicas(1)
         ((0, 2), (1,))
         """
@@ -80,7 +80,7 @@ class Placement:
     def last(self, stage: int, rank: int, microbatches: int) -> int:
         """Return the last of so many microbatches that `rank` runs through `stage`.
 
-        >>> bidirectional(ranks=3).last(0, rank=0, microbatches=6)
+        >>> Placement(2, (0, 1), ((1, 0),)).last(0, rank=0, microbatches=6)
         4
         """
         return next(i for i in reversed(range(microbatches)) if self.home(stage, i) == rank)
@@ -96,6 +96,7 @@ class Placement:
     def stages_on(self, rank: int) -> tuple[int, ...]:
         """Return the stages that `rank` holds, in order.
 
+        >>> from schedules import looped
         >>> looped(ranks=2, chunks=2).stages_on(1)
         (1, 3)
         """
@@ -117,45 +118,3 @@ def linear(ranks: int, chunks: int = 1) -> Placement:
     """
     require_shape("linear", ranks, chunks)
     return Placement(ranks, tuple(stage // chunks for stage in range(ranks * chunks)))
-
-
-def looped(ranks: int, chunks: int = 1) -> Placement:
-    """Return a round robin: stage `s` on rank `s mod P` (Megatron's interleaving, arXiv 2104.04473, section 2.2).
-
-    >>> looped(ranks=2, chunks=2).homes
-    (0, 1, 0, 1)
-    """
-    require_shape("looped", ranks, chunks)
-    return Placement(ranks, tuple(stage % ranks for stage in range(ranks * chunks)))
-
-
-def vee(ranks: int, chunks: int = 2) -> Placement:
-    """Return a zigzag: alternate chunks go up and down the ranks (V-shaped, arXiv 2405.15362, section 3).
-
-    >>> vee(ranks=2, chunks=2).homes
-    (0, 1, 1, 0)
-    """
-    require_shape("vee", ranks, chunks)
-    there, back = tuple(range(ranks)), tuple(reversed(range(ranks)))
-    return Placement(ranks, tuple(rank for chunk in range(chunks) for rank in (back if chunk % 2 else there)))
-
-
-def wave(ranks: int, waves: int = 1) -> Placement:
-    """Return `waves` passes up and back down the ranks: a vee of `2 * waves` chunks (Hanayo, arXiv 2308.15762).
-
-    >>> wave(ranks=2, waves=2).homes
-    (0, 1, 1, 0, 0, 1, 1, 0)
-    """
-    require_shape("wave", ranks, waves, "waves")
-    return vee(ranks, 2 * waves)
-
-
-def bidirectional(ranks: int, chunks: int = 1) -> Placement:
-    """Return two opposite routes, for even and odd microbatches (Chimera, arXiv 2107.06925, section 3).
-
-    >>> bidirectional(ranks=3).routes
-    ((0, 1, 2), (2, 1, 0))
-    """
-    require_shape("bidirectional", ranks, chunks)
-    down = linear(ranks, chunks)
-    return Placement(ranks, down.homes, (tuple(ranks - 1 - rank for rank in down.homes),))
