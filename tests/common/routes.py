@@ -30,19 +30,19 @@ def _fill_and_drain(place, rank, microbatches):
 
 
 @schedule(placement=turned)
-def in_turn(rank, ranks, microbatches):
+def in_turn(rank: int, ranks: int, microbatches: int):
     """Fill and drain, on as many routes as ranks."""
     yield from _fill_and_drain(turned(ranks), rank, microbatches)
 
 
 @schedule(placement=two_of_three)
-def by_threes(rank, ranks, microbatches):
+def by_threes(rank: int, ranks: int, microbatches: int):
     """Fill and drain, by a rule other than in turn."""
     yield from _fill_and_drain(two_of_three(ranks), rank, microbatches)
 
 
 @schedule(placement=wandering)
-def between(rank, ranks, microbatches):
+def between(rank: int, ranks: int, microbatches: int):
     """Fill and drain, where some stages have one home and others several."""
     yield from _fill_and_drain(wandering(ranks), rank, microbatches)
 
