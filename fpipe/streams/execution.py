@@ -6,15 +6,16 @@ Runs in every window of a stream.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from fpipe.runtime.contract import StageLike
 from fpipe.runtime.executor import ActionHandler, Execution, Inputs, LinkedProgram, Milestone, Outcome
 from fpipe.runtime.handlers import HANDLERS
-from fpipe.runtime.instructions import NO_STAGES, Linker, PostedCollectives
+from fpipe.runtime.instructions import Linker, PostedCollectives
 from fpipe.runtime.transport import Payload, Transport
+from fpipe.streams.exchanges import forward
 from schedules import Action, Placement
 
 
@@ -62,7 +63,7 @@ def _in_batch(handler: ActionHandler) -> ActionHandler:
 
 
 ENDLESS_HANDLERS: Mapping[str, ActionHandler] = MappingProxyType(
-    {**HANDLERS} | {kind: _in_batch(HANDLERS[kind]) for kind in ("B", "W", "U")}
+    {**HANDLERS, "F": forward} | {kind: _in_batch(HANDLERS[kind]) for kind in ("B", "W", "U")}
 )
 """The handlers of a program without an end, in which backwards of a batch may come before the update of the last."""
 
@@ -70,17 +71,18 @@ ENDLESS_HANDLERS: Mapping[str, ActionHandler] = MappingProxyType(
 class WindowLinker:
     """Links pieces of a program that never ends: the same message has the same number in all of them.
 
-    - `stages`, `placement`, `uneven`: as in `fpipe.runtime.instructions.link`. No piece may have collectives, or
-      gradients of shared parameters.
+    - `stages`, `placement`, `uneven`: as in `fpipe.runtime.instructions.link`; `held`: the stages of the model among
+      them. No piece may have collectives.
     """
 
     def __init__(
         self,
         stages: Mapping[int, StageLike],
         placement: Placement,
-        uneven: Mapping[int, Mapping[int, StageLike]] = NO_STAGES,
+        uneven: Mapping[int, Mapping[int, StageLike]],
+        held: Sequence[int],
     ) -> None:
-        self.stages = tuple(stages)
+        self.stages = tuple(held)
         self.linker = Linker(stages, placement, uneven, PostedCollectives(1), ENDLESS_HANDLERS)
 
     def link(self, actions: Iterable[Action]) -> LinkedProgram:

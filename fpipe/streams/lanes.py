@@ -20,6 +20,7 @@ from fpipe.record.captured import Tensors
 from fpipe.runtime.executor import Inputs, LinkedProgram
 from fpipe.runtime.transport import Payload, Transport
 from fpipe.streams.batches import BatchQueue
+from fpipe.streams.exchanges import SharedGradients
 from fpipe.streams.execution import EndlessExecution, WindowLinker
 from fpipe.streams.updates import StageUpdates
 from schedules.endless import EndlessProgram, Window
@@ -40,7 +41,7 @@ class Ring(NamedTuple):
                 touched = [action.microbatch // each for action in program.window(rank, k)]
                 latest = max(k + program.reach[rank], *touched)  # batches begin as soon as they must be there
                 size = max(size, latest - min(touched) + 1)
-        while size * each % routes:
+        while size * each % routes or size % program.period:
             size += 1
         return cls(size, each)
 
@@ -84,13 +85,15 @@ class Lane:
         self.keys: list[int] = [0] * ring.slots
         self.losses: dict[int, dict[int, Tensors]] = {}
         self.linked: dict[int, LinkedProgram] = {}
-        cuts, homes = plan.assemblies, plan.placement.stages_on(rank)
+        cuts, homes, placement = plan.assemblies, plan.placement.stages_on(rank), program.program.schedule.placement
+        self.shared = SharedGradients(plan, program, rank, updates)
+        others = self.shared.make_stages(placement.stages_on(rank), self.batch_in.__getitem__)
         uneven = {
-            slot: {s: cut.stages[s] for s in homes}
+            slot: {s: cut.stages[s] for s in homes} | others
             for slot in range(ring.slots)
             if (cut := cuts[slot % ring.each]) is not plan.assembly
         }
-        self.linker = WindowLinker({s: plan.assembly.stages[s] for s in homes}, plan.placement, uneven)
+        self.linker = WindowLinker({s: plan.assembly.stages[s] for s in homes} | others, placement, uneven, homes)
         for k in range(program.known):  # so that all channels have their numbers before any window runs
             last = self.linker.link(ring.place(program.window(rank, k)))
         self.first = last._replace(instructions=())
@@ -161,4 +164,5 @@ class Lane:
         """Make a new version of a stage's weights from the gradients of a batch, which are used up."""
         b = self.batch_in[slot]
         total, grads[s] = grads[s], ()
+        self.shared.keep(s, b, total)
         self.updates.apply(s, b, total, self.ring.of_batch(b), (b + 1) * self.ring.each)

@@ -31,6 +31,7 @@ from fpipe.pipelines.inputs import State, feed_stages, make_keys
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import require_ascending
+from fpipe.pipelines.resolver import Resolver, own_text
 from fpipe.pipelines.results import merge_results
 from fpipe.pipelines.step import hold_for_backward, training_variant
 from fpipe.pipelines.step_plan import StepPlan
@@ -42,7 +43,7 @@ from fpipe.streams.execution import EndlessExecution
 from fpipe.streams.lanes import Lane, Ring
 from fpipe.streams.relay import LossRelay
 from fpipe.streams.updates import OptionsOf, StageUpdates
-from fpipe.streams.versions import Versions
+from fpipe.streams.versions import Versions, find_program, find_shared
 from fpipe.tensors import random
 from fpipe.tensors.arguments import describe_argument, require_seed
 from fpipe.tensors.placed import require_plain
@@ -122,7 +123,8 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | N
 
     Each update applies one batch: `pipedream(ranks, microbatches=1)` updates after each microbatch,
     `pipedream_2bw(ranks, m, accumulate=m)` after m of them. The schedule sets the version of the weights that each
-    microbatch uses; these versions are kept in memory. The optimizer's state is kept once.
+    microbatch uses; these versions are kept in memory. The optimizer's state is kept once. Parameters that several
+    stages share have one version for all of them: the oldest that one of the stages has at its forward.
 
     `look_ahead(new, old)` returns the weights that forwards use after an update, given those after and before it, as
     `fpipe.predict_weights` does. By default forwards use the weights themselves.
@@ -132,8 +134,7 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | N
 
     Under torch.distributed every rank must call this, and then the function, with the same number of batches, and take
     the same losses. All batches must be like the example. Until the stream has ended, the pipeline's other functions
-    raise. Raise `InputError` for a schedule without updates, for a mesh, for parameters that stages share, and for what
-    `value_and_grad` refuses.
+    raise. Raise `InputError` for a schedule without updates, for a mesh, and for what `value_and_grad` refuses.
 
     >>> import torch, fpipe
     >>> from schedules import pipedream
@@ -154,10 +155,10 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | N
         agree_on_arguments(pipe, optimizer=optimizer._asdict(), look_ahead=look_ahead)
         with suspend_autocast(variant):
             plan = agree_on_plan(pipe, variant)
-        _require_untied(plan)
-        program = EndlessProgram(pipe.schedule, plan.program.graph)
+        program = find_program(pipe.schedule, plan)
         for stage in plan.assembly.stages:
             require_ascending(stage, program.program.schedule)
+        pipe.ranks.connect(program.program.channels)
         ring = Ring.of(program)
         return StreamFunction(pipe, optimizer, look_ahead, variant, program, ring)
 
@@ -210,6 +211,7 @@ class StreamRun:
         self.lanes: list[Lane] = []
         self.taken = 0
         self.plan: StepPlan = self.pipe.training
+        self.cast = self.variant
         self.example: SplitBatch | None = None
 
     def stop(self) -> None:
@@ -253,7 +255,7 @@ class StreamRun:
 
     def _begin(self, cast: Variant) -> None:
         """Agree with all ranks on the stream, by its first batch."""
-        pipe, function = self.pipe, self.function
+        pipe, function, self.cast = self.pipe, self.function, cast
         held = hold_for_backward(pipe, cast, self.old.params, self.buffers)
         update = Updater(function.optimizer, Version(held.params, self.old.state), self.options(0))
         update.require_fit(pipe, "microbatches in flight still use the weights before an update")
@@ -263,9 +265,13 @@ class StreamRun:
         call = CommonArguments(self.seed, update=Field.of("update", given))
         self.plan, _ = agree_to_step(pipe, cast, held.params, held.buffers, self.example, call)
         self.held = held
-        versions = Versions(
-            self.plan, held.params, self._cuts(), self._microbatch, function.program.program.schedule.version
+        program = function.program
+        rules = (
+            lengthen(program.schedule, program.known).version,
+            find_shared(self.plan.assembly),
+            program.shared_version,
         )
+        versions = Versions(self.plan, held.params, self._cuts(), self._microbatch, *rules)
         optional = find_optional(self.plan, begun=False)
         self.updates = StageUpdates(
             self.plan, function.optimizer, versions, self.old.state, self.options, function.look_ahead, optional
@@ -293,6 +299,12 @@ class StreamRun:
                 f"batches[{number}]: {self.pipe.captures.batchings[True].difference(split.signature)}, expected a "
                 "batch like the first one: ranks of a stream do not agree before each batch. Pad it, or leave it out."
             )
+        try:
+            Resolver(self.pipe.captures, self.cast, split, own_text).require_answers(self.example.signature)
+        except InputError as error:
+            raise InputError(
+                f"batches[{number}], {error}. Leave it out: a stream runs one record of the model."
+            ) from None
         self.plan.watch.require_unchanged()
         rows, skips = feed_stages(self.plan, self.held.buffers, split)
         if skips:
@@ -370,14 +382,3 @@ def require_streamable(pipe: Pipeline) -> None:
         )
     require_plain("train_stream", pipe.training.placed, "Call value_and_grad, clip and optimizer.update.")
     lengthen(pipe.schedule, 2)
-
-
-def _require_untied(plan: StepPlan) -> None:
-    """Raise `InputError` if several stages train the same parameter."""
-    for s, t in sorted(plan.program.graph.gradients):
-        name = next(iter({*plan.assembly.stages[s].parameters} & {*plan.assembly.stages[t].parameters}), "")
-        raise InputError(
-            f"{name!r}: got a parameter that stages {s} and {t} share, expected one stage for each: their gradients of "
-            "a batch are not complete at the same time. Cut the model so that one stage has all its uses, or give each "
-            "stage a separate parameter."
-        )

@@ -56,8 +56,8 @@ from schedules.families.blocks import every, merge_in_order, time_passes
 from schedules.families.vee import least_memory
 from schedules.testing import conformance, costs, require_round_trip
 from tests.common.published_costs import MEASURED, read_measured
-from tests.common.rows import rows
 from tests.common.routes import SEVERAL_ROUTES
+from tests.common.rows import rows
 from tests.common.sizes import by_night, sampled
 
 EVERY = [getattr(families, name) for name in families.__all__]

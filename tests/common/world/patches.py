@@ -59,6 +59,9 @@ class Distributed:
     def get_group_rank(self, group: Group, rank: int) -> int:
         return group.room.ranks.index(rank)
 
+    def get_global_rank(self, group: Group, rank: int) -> int:
+        return group.room.ranks[rank]
+
     def get_backend(self, group: Any) -> str:
         return self.network.backend if group is self._default or isinstance(group, DeviceGroup) else "gloo"
 
