@@ -95,8 +95,9 @@ def target_of(message: Message, placement: Placement) -> int:
         return placement.home(t, i)
     source, replicas = placement.home(s, i), placement.replicas(s)
     others = [rank for rank in replicas if rank != source]
-    targets = dict[int | None, int](enumerate(replicas)) if len(others) > 1 else dict.fromkeys([None], *others)
-    return targets.get(part, source)
+    if len(others) == 1:
+        return others[0] if part is None else source
+    return dict(enumerate(replicas)).get(-1 if part is None else part, source)
 
 
 def message_to_replica(placement: Placement, s: int, source: int, target: int, microbatches: int) -> Message:
