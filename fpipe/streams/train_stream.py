@@ -136,7 +136,7 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | N
 
     Under torch.distributed every rank must call this, and then the function, with the same number of batches, and take
     the same losses. All batches must be like the example. Until the stream has ended, the pipeline's other functions
-    raise. Raise `InputError` for a schedule without updates, for shards on a mesh, and for what `value_and_grad` refuses.
+    raise. Raise `InputError` for a schedule without updates, for shards, and for what `value_and_grad` refuses.
 
     >>> import torch, fpipe
     >>> from schedules import pipedream
