@@ -30,7 +30,7 @@ from fpipe.network.ranks import Ranks
 from fpipe.tensors.spec import Spec
 from schedules import Action
 
-LOSS = Action("REDUCE_GRAD", 0, 0)
+SHARED_LOSS = Action("REDUCE_GRAD", 0, 0)
 """What errors call the exchange of losses between copies."""
 COUNT_BYTES = torch.iinfo(torch.int64).bits // 8
 
@@ -72,7 +72,7 @@ class LossRelay:
         """Return the sum of the losses of all copies, in their order, given this one's."""
         found = data
         for peers in () if self.links is None else self.links:
-            posted: Any = peers.share(LOSS, found.to(self.device))
+            posted: Any = peers.share(SHARED_LOSS, found.to(self.device))
             if not posted.is_done:
                 self.ranks.wait(posted)
             found = torch.cat(posted.take()).cpu()
