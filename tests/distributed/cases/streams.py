@@ -11,7 +11,7 @@ import fpipe
 from schedules import pipedream, pipedream_2bw, split_backward
 from tests.common.comparison import require_part
 from tests.common.running import build
-from tests.common.sizes import NIGHTLY
+from tests.common.sizes import NIGHTLY, in_turn
 from tests.common.streams import Trained, decay, train
 from tests.common.training import MODELS as SCRIPTS
 from tests.common.zoo import ZOO
@@ -32,15 +32,15 @@ def stream_of(pipe, model, batches, **options) -> fpipe.Stream:
 @case(sizes=[2, 4], day=[2, 4])
 def streams_are_those_of_one_device(rank, size):
     """Losses on every rank; of parameters, buffers and state, each rank's share."""
-    for name in MODELS:
-        for how in (pipedream(size, 1), pipedream_2bw(size, size, accumulate=size), split_backward(pipedream(size, 1))):
-            pipe, model, inputs, targets = build(ZOO[name], how, 2 * how.microbatches, capture="trace")
-            batches = [(inputs, targets)] * COUNT
-            got, want = (train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream))
-            for what, mine, theirs in zip(Trained._fields, got, want, strict=True):
-                require_part(mine, theirs, f"{name}, {how!r}: {what}")
-            shares = gather(list(got.params))
-            assert {key for keys in shares for key in keys} == want.params.keys()
+    hows = (pipedream(size, 1), pipedream_2bw(size, size, accumulate=size), split_backward(pipedream(size, 1)))
+    for name, how in in_turn(MODELS, hows):
+        pipe, model, inputs, targets = build(ZOO[name], how, 2 * how.microbatches, capture="trace")
+        batches = [(inputs, targets)] * COUNT
+        got, want = (train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream))
+        for what, mine, theirs in zip(Trained._fields, got, want, strict=True):
+            require_part(mine, theirs, f"{name}, {how!r}: {what}")
+        shares = gather(list(got.params))
+        assert {key for keys in shares for key in keys} == want.params.keys()
 
 
 @case(sizes=[2, 4], day=[])
