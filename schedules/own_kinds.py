@@ -60,7 +60,7 @@ class OwnKind(str):
 
     @property
     def row(self) -> Kind:
-        """What the table of kinds has of the others."""
+        """Its row of the vocabulary."""
         return Kind(self.meaning, self.before, self.after)
 
     def __call__(self, stage: int, microbatch: int, slice: int | None = None) -> Action:
