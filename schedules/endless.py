@@ -6,27 +6,39 @@ microbatches, and nobody knows how many will come.
 
 Idea. A window is what a rank does up to the update of a batch. Windows are all alike but for the first ones, which fill
 the pipeline, and the last ones, which drain it. So programs of some batches, and of one and two more, tell all windows
-of any number: those that they begin with alike, the one that repeats, and those that they end with alike.
+of any number: those that they begin with alike, the one that repeats, and those that they end with alike. If ranks post
+messages in turns, some windows in a row repeat.
+
+Stages that share parameters need each other's gradients of every batch. All of them use the same version of what they
+share: the oldest that one of them has at its forward. So nothing waits for these gradients that would not wait anyway.
+They travel as values do, between stages that are added for that: of S stages, stage `s` gives those of a batch as stage
+`S + s`, after its update, and takes those of others as stage `2S + s`, before the first forward that uses the new
+version. A rank that sends to another one, and gets nothing from it, would wait for its sends at the end only. So it
+gets an answer with every batch, in the same way.
 
 Invariant: the windows of a rank, put together, are its lowered program for that number of batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from schedules.arguments import is_size
 from schedules.checking.rules import check
 from schedules.errors import ScheduleError, SizeError
-from schedules.language.actions import KINDS, Action
-from schedules.language.graph import Graph
+from schedules.language.actions import KINDS, Action, F
+from schedules.language.graph import Edge, Graph
+from schedules.language.placement import Placement
 from schedules.language.schedule import Schedule
 from schedules.lowering.program import Program, lower
+from schedules.playing.rows import edit, from_rows
 
 Window = tuple[Action, ...]
+LONGEST_PERIOD = 4
+"""The longest period that is looked for, in batches."""
 
 
 def lengthen(schedule: Schedule, batches: int) -> Schedule:
@@ -56,6 +68,8 @@ class EndlessProgram:
     """The windows of every rank, for a schedule of one batch, repeated without a flush.
 
     - `schedule`: of one batch; every stage updates once, after its last microbatch. `graph`: the stage graph.
+    - `tied`: the stages that hold a parameter of another one, beyond those that the graph names.
+    - `reduces`: whether gradients are reduced over a data-parallel group before each update.
 
     >>> from schedules import chain, pipedream
     >>> program = EndlessProgram(pipedream(ranks=2, microbatches=1), chain(2))
@@ -67,24 +81,42 @@ class EndlessProgram:
 
     schedule: Schedule
     graph: Graph
+    tied: frozenset[int] = frozenset()
+    reduces: bool = False
 
     @cached_property
+    def sharing(self) -> frozenset[int]:
+        """The stages that hold a parameter of another one, too."""
+        return self.tied | {s for edge in self.graph.gradients for s in edge}
+
+    @property
     def known(self) -> int:
         """The number of batches whose windows tell all others.
 
         Raise `ScheduleError` for an incorrect schedule, and for one whose windows do not repeat.
         """
-        check(lengthen(self.schedule, 2), self.graph)
+        return self._pattern[0]
+
+    @property
+    def period(self) -> int:
+        """After how many batches windows repeat: more than one if ranks post messages in turns."""
+        return self._pattern[1]
+
+    @cached_property
+    def _pattern(self) -> tuple[int, int]:
+        values = replace(self.graph, gradients=frozenset())
+        check(lengthen(self.schedule, 2), values)
         most = 4 * self.schedule.stages + 8
         count = 2
         while count <= most:
-            if all(self._repeats(rank, count) for rank in range(self.schedule.ranks)):
-                longest = lengthen(self.schedule, count + 2)
-                check(longest, self.graph)
-                _require_ascending(longest)
-                return count
+            for period in range(1, min(LONGEST_PERIOD, count) + 1):
+                if all(self._repeats(rank, count, period) for rank in range(self.schedule.ranks)):
+                    longest = lengthen(self.schedule, count + 2 * period)
+                    check(longest, values)
+                    _require_ascending(longest)
+                    return count, period
             count *= 2
-        check(lengthen(self.schedule, most), self.graph)
+        check(lengthen(self.schedule, most), values)
         problem = f"is not the same for every batch, in {most} batches"
         repair = "With more microbatches, a rank's order must begin with its order for fewer."
         raise ScheduleError("repeating", 0, 0, None, problem, repair)
@@ -92,51 +124,157 @@ class EndlessProgram:
     @cached_property
     def reach(self) -> tuple[int, ...]:
         """Per rank, how many batches after its own a window touches: if one of them does not exist, it is another."""
-        return tuple(self.known - self._count_alike(rank, self.known) for rank in range(self.schedule.ranks))
+        return tuple(self._count_unlike(rank, *self._pattern) for rank in range(self.schedule.ranks))
 
     @cached_property
     def program(self) -> Program:
         """The program for the known number of batches."""
-        return self._program(self.known)
+        return self.lower(self.known)
+
+    def shared_version(self, microbatch: int) -> int:
+        """Return the version of shared parameters that a microbatch uses, on all stages: the number of updates."""
+        each, known = self.schedule.microbatches, self._shared_versions
+        beyond = max(0, microbatch // each - (len(known) // each - 1))
+        return known[microbatch - beyond * each] + beyond
+
+    @cached_property
+    def _shared_versions(self) -> tuple[int, ...]:
+        """The versions for the batches whose windows tell all others."""
+        found = list_shared_versions(lengthen(self.schedule, 2 * self.known), self.sharing)
+        return found[: self.known * self.schedule.microbatches]
 
     def window(self, rank: int, k: int, batches: int | None = None) -> Window:
         """Return what `rank` does after update `k - 1`, up to update `k`, of so many batches.
 
         Without `batches`, there are more than the window touches.
         """
-        known, alike = self.known, self.known - self.reach[rank]
+        known, period, reach = self.known, self.period, self.reach[rank]
         if batches is not None and batches < known:
             return self._windows(batches)[rank][k]
-        if batches is not None and k >= batches - self.reach[rank]:
-            return self._shift(self._windows(known)[rank][k - (batches - known)], batches - known)
-        last = min(k, alike - 1)
+        if batches is not None and k >= batches - reach:
+            alike = known + (batches - known) % period
+            return self._shift(self._windows(alike)[rank][k - (batches - alike)], batches - alike)
+        last = known - reach - period + (k - known + reach) % period if k >= known - reach else k
         return self._shift(self._windows(known)[rank][last], k - last)
 
-    def _repeats(self, rank: int, count: int) -> bool:
-        """Return whether one batch more adds one window to the program of so many batches, and again."""
-        alike = self._count_alike(rank, count)
-        return alike > 0 and all(self._grows(rank, more, alike + more - count) for more in (count, count + 1))
+    def _repeats(self, rank: int, count: int, period: int) -> bool:
+        """Return whether a period of batches more adds its windows to the program of so many batches, and again."""
+        unlike = self._count_unlike(rank, count, period)
+        counts = range(count, count + period + 1)
+        return count - unlike >= period and all(self._grows(rank, more, more - unlike, period) for more in counts)
 
-    def _grows(self, rank: int, count: int, alike: int) -> bool:
-        """Return whether the program of one batch more has a repeated window after those that are alike."""
-        shorter, longer = (self._windows(batches)[rank] for batches in (count, count + 1))
-        repeated = [self._shift(window, 1) for window in shorter[alike - 1 :]]
+    def _grows(self, rank: int, count: int, alike: int, period: int) -> bool:
+        """Return whether the program of a period more has repeated windows after those that are alike."""
+        shorter, longer = (self._windows(batches)[rank] for batches in (count, count + period))
+        repeated = [self._shift(window, period) for window in shorter[alike - period :]]
         return longer[:alike] == shorter[:alike] and list(longer[alike:]) == repeated
 
-    def _count_alike(self, rank: int, count: int) -> int:
-        """Return how many windows the programs of so many batches, and of one more, begin with alike."""
-        pairs = zip(self._windows(count)[rank], self._windows(count + 1)[rank], strict=False)
-        return next((k for k, (one, other) in enumerate(pairs) if one != other), count)
+    def _count_unlike(self, rank: int, count: int, period: int) -> int:
+        """Return in how many of its last windows a program of at least so many batches differs from a longer one."""
+        return max(self._count_last(rank, more, period) for more in range(count, count + period))
+
+    def _count_last(self, rank: int, count: int, period: int) -> int:
+        pairs = zip(self._windows(count)[rank], self._windows(count + period)[rank], strict=False)
+        return count - next((k for k, (one, other) in enumerate(pairs) if one != other), count)
 
     def _windows(self, batches: int) -> tuple[tuple[Window, ...], ...]:
-        return _list_windows(self._program(batches), self.schedule.microbatches)
+        return _list_windows(self.lower(batches), self.schedule)
 
-    def _program(self, batches: int) -> Program:
-        return lower(lengthen(self.schedule, batches), self.graph)
+    def lower(self, batches: int) -> Program:
+        """Return the program for so many batches, with the stages that are added to exchange something."""
+        schedule, graph, each = lengthen(self.schedule, batches), self.graph, self.schedule.microbatches
+        if self.reduces:
+            rows = [_reduce_each(schedule.actions(rank)) for rank in range(schedule.ranks)]
+            schedule = edit(schedule, rows)
+        if self.sharing:
+            schedule, graph = exchange(schedule, graph, self.sharing, graph.gradients, each)
+        if answers := list_answers(schedule.placement, graph, self.schedule.stages):
+            schedule, graph = exchange(schedule, graph, {s for edge in answers for s in edge}, answers, each)
+        return lower(schedule, graph)
 
     def _shift(self, window: Window, batches: int) -> Window:
         by = batches * self.schedule.microbatches
         return tuple([action._replace(microbatch=action.microbatch + by) for action in window]) if by else window
+
+
+def list_shared_versions(schedule: Schedule, tied: Collection[int]) -> tuple[int, ...]:
+    """Return the version of shared parameters that each microbatch uses, on all of the stages that share any.
+
+    It is the newest that all of these stages could have at their forwards, or what the schedule declares, if that is
+    older; it does not descend.
+
+    >>> from schedules import pipedream
+    >>> list_shared_versions(pipedream(ranks=3, microbatches=6), tied={0, 2})
+    (0, 0, 0, 1, 2, 3)
+    """
+    count = schedule.microbatches
+    found = [count if schedule.version is None else schedule.version(i) for i in range(count)]
+    for rank in range(schedule.ranks):
+        made, seen = {s: 0 for s in schedule.placement.stages_on(rank) if s in tied}, set[int]()
+        for kind, s, i, _, _ in schedule.actions(rank):
+            if s in made and kind == "U":
+                made[s] += 1
+            elif s in made and KINDS[kind].crosses == "F" and i not in seen:
+                seen.add(i)
+                found[i] = min(found[i], *made.values())
+    return tuple(accumulate(reversed(found), min))[::-1]
+
+
+def exchange(
+    schedule: Schedule, graph: Graph, stages: Collection[int], edges: Collection[Edge], each: int
+) -> tuple[Schedule, Graph]:
+    """Return the schedule and its graph with stages that give and take something along these edges with every batch.
+
+    - `stages`: those that take part, with the ends of all edges. `each`: the number of microbatches of a batch.
+    """
+    S, versions, placement = schedule.stages, list_shared_versions(schedule, stages), schedule.placement
+    rows = [tuple(_exchange(schedule, rank, versions, stages, each)) for rank in range(schedule.ranks)]
+    threefold = Placement(placement.ranks, 3 * placement.homes, tuple([3 * homes for homes in placement.mirrors]))
+    wider = Graph(3 * S, graph.values | {(S + s, 2 * S + t) for s, t in edges}, graph.cotangents)
+    return from_rows(tuple(rows), threefold, schedule.microbatches, backward=schedule.backward), wider
+
+
+def _exchange(
+    schedule: Schedule, rank: int, versions: tuple[int, ...], stages: Collection[int], each: int
+) -> Iterator[Action]:
+    """Yield the actions of a rank: its own, and those that give and take."""
+    S, taken = schedule.stages, 0
+    own = [s for s in schedule.placement.stages_on(rank) if s in stages]
+    for action in schedule.actions(rank):
+        kind, s, i, _, _ = action
+        if s in own and KINDS[kind].crosses == "F":
+            while taken < versions[i]:
+                taken += 1
+                yield from (F(2 * S + t, taken * each - 1) for t in own)
+        yield action
+        if s in own and kind == "U":
+            yield F(S + s, i)
+    for b in range(taken, schedule.microbatches // each):
+        yield from (F(2 * S + t, (b + 1) * each - 1) for t in own)
+
+
+def list_answers(placement: Placement, graph: Graph, stages: int) -> frozenset[Edge]:
+    """Return edges from a stage to one whose rank sends to its own rank, and would get nothing from it.
+
+    - `stages`: the number of stages that are not there to exchange something.
+
+    >>> from schedules import linear
+    >>> list_answers(linear(ranks=2), Graph(2, values=frozenset({(0, 1)}), cotangents=frozenset()), stages=2)
+    frozenset({(1, 0)})
+    """
+    found: dict[tuple[int, int], Edge] = {}
+    for homes in placement.routes:
+        for s, t in sorted(graph.values | {(t, s) for s, t in graph.cotangents}):
+            found.setdefault((homes[s], homes[t]), (t % stages, s % stages))
+    return frozenset(edge for (a, b), edge in found.items() if a != b and (b, a) not in found)
+
+
+def _reduce_each(actions: Iterable[Action]) -> Iterator[Action]:
+    """Yield the actions, each update after the reduction of its gradients."""
+    for action in actions:
+        if action.kind == "U":
+            yield action._replace(kind="REDUCE_GRAD")
+        yield action
 
 
 def _require_ascending(schedule: Schedule) -> None:
@@ -149,18 +287,16 @@ def _require_ascending(schedule: Schedule) -> None:
 
 
 @lru_cache(maxsize=64)
-def _list_windows(program: Program, each: int) -> tuple[tuple[Window, ...], ...]:
-    """Return the windows of all ranks; `each` is the number of microbatches of a batch."""
-    ranks, batches = range(program.schedule.ranks), program.schedule.microbatches // each
-    return tuple(
-        _split(rank, stream, batches, each, program.schedule)
-        for rank, stream in zip(ranks, program.streams(ranks), strict=True)
-    )
+def _list_windows(program: Program, schedule: Schedule) -> tuple[tuple[Window, ...], ...]:
+    """Return the windows of all ranks; `schedule` is that of one batch."""
+    ranks, batches = range(schedule.ranks), program.schedule.microbatches // schedule.microbatches
+    streams = zip(ranks, program.streams(ranks), strict=True)
+    return tuple(_split(rank, stream, batches, schedule) for rank, stream in streams)
 
 
-def _split(rank: int, actions: Iterable[Action], batches: int, each: int, schedule: Schedule) -> tuple[Window, ...]:
+def _split(rank: int, actions: Iterable[Action], batches: int, schedule: Schedule) -> tuple[Window, ...]:
     """Return the windows of one rank. Raise `ScheduleError` unless every stage updates once per batch, at its end."""
-    stages = schedule.placement.stages_on(rank)
+    stages, each = schedule.placement.stages_on(rank), schedule.microbatches
     windows, window, position, updated = list[Window](), list[Action](), -1, set[int]()
     for position, action in enumerate(actions):
         if len(updated) == len(stages) and KINDS[action.kind].does != "SEND" and len(windows) < batches - 1:

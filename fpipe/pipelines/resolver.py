@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fpipe.errors import InputError
-from fpipe.pipelines.batch import Microbatch, SplitBatch
+from fpipe.pipelines.batch import Microbatch, Signature, SplitBatch
 from fpipe.pipelines.captures import Captures
 from fpipe.pipelines.memo import KnownMicrobatch
 from fpipe.pipelines.modes import isolate
@@ -57,6 +57,22 @@ class Resolver:
                 microbatches[i] = microbatches[i].with_answer(answer)
         rows = [self._explore(i, microbatch).answers for i, microbatch in enumerate(microbatches)]
         return replace(batch, signature=batch.signature.with_answers(rows)) if any(rows) else batch
+
+    def require_answers(self, example: Signature) -> None:
+        """Raise `InputError` if a question has another answer than in the example, as far as this process has values.
+
+        Ranks exchange nothing.
+        """
+        for i, microbatch in enumerate(self.batch.batching.split(self.batch.signature)):
+            for expected in example.answers[i] if example.answers else ():
+                question = self.captures.find(self.variant, microbatch)
+                own = self._own_answer(i, question) if isinstance(question, Question) else None
+                if isinstance(question, Question) and own not in (None, expected):
+                    raise InputError(
+                        f"microbatch {i}: got values about which {question.where} finds {own.text}, expected "
+                        f"{expected.text}, as in the first batch"
+                    )
+                microbatch = microbatch.with_answer(expected)
 
     def _open_questions(self, microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, Question]]:
         for i, microbatch in enumerate(microbatches):

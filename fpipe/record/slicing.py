@@ -84,6 +84,8 @@ class Slicing:
             return self._call_with_cache(model, args, words, whole, carry)
         returned = model(*args, **words, **{CARRY: carry})
         if not isinstance(returned, tuple) or len(returned) != 2:
+            if self.count == 1:  # an argument that only has this name
+                return returned, None
             raise CaptureError(
                 f"(root): got {type(returned).__name__} from a model that takes a carry, expected the pair (outputs, "
                 "carry). Return both; a model that leaves nothing for the next slice returns (outputs, None)."
@@ -111,9 +113,9 @@ class Slicing:
 def find_carry(model: nn.Module, inputs: Any) -> str:
     """Return the argument by which a model takes its carry; empty if it takes none."""
     try:
-        names = inspect.signature(model.forward).parameters
+        names = [*inspect.signature(model.forward).parameters]
     except (TypeError, ValueError):
         return ""
-    given = inputs if isinstance(inputs, dict) else {}
+    given = inputs if isinstance(inputs, dict) else dict(zip(names, inputs, strict=False))
     takes = [name for name in (CARRY, CACHE) if name in names and given.get(name) is None]
     return next((name for name in takes if name == CARRY or hasattr(model, "config")), "")

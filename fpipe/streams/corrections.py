@@ -21,11 +21,11 @@ from torch import Tensor
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.streams.versions import find_program, list_parameter_versions
 from fpipe.tensors.arguments import require_arguments, require_pipeline
 from fpipe.tensors.names import accept_trees, restore_like
 from fpipe.training.optimizers import Optimizer, OptimizerState, require_fitting
-from schedules import list_versions
-from schedules.endless import EndlessProgram, lengthen
+from schedules.endless import lengthen
 
 LAST = "last_update"
 """The slot with what the last update subtracted from a parameter, before any correction of it."""
@@ -54,9 +54,9 @@ def delays(pipe: Pipeline) -> dict[str, int]:
     schedule, stages = pipe.schedule, pipe.training.assembly.stages
     if not any(action.kind == "U" for action in schedule.actions(0)):
         return {name: 0 for stage in stages for name in stage.parameters}
-    count = EndlessProgram(schedule, pipe.training.program.graph).known
-    versions, last = list_versions(lengthen(schedule, count)), count * schedule.microbatches - 1
-    return {name: count - 1 - versions[stage.index, last] for stage in stages for name in stage.parameters}
+    count = find_program(schedule, pipe.training).known
+    versions = list_parameter_versions(pipe.training.assembly, lengthen(schedule, count))
+    return {name: count - 1 - version[-1] for name, version in versions.items()}
 
 
 def error_feedback(optimizer: Optimizer, strength: float = 1.0) -> Optimizer:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from fpipe.pipelines.earlier_sums import join_sums
+from fpipe.pipelines.inputs import State
 from fpipe.pipelines.results import sum_terms
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.runtime.transport import Payload
 from fpipe.streams.corrections import LookAhead
 from fpipe.streams.versions import Versions
 from fpipe.training.optimizers import Optimizer, OptimizerState
@@ -41,11 +43,26 @@ class StageUpdates:
 
     def apply(self, s: int, number: int, total: Any, done: Sequence[int], after: int) -> None:
         """Update a stage by the sum of its gradients; the other arguments are those of `Versions.update`."""
-        terms = sum_terms(self.plan, [({s: total}, {})], self.plan.assembly.stages[s].grads)
-        grads = join_sums({}, terms, self.optional)
+        own = [name for name in self.plan.assembly.stages[s].grads if name not in self.versions.holders]
+        self.versions.update(s, *self._update(own, number, {s: total}, {}), done, after)
+
+    def apply_shared(
+        self, stages: Sequence[int], number: int, grads: Mapping[int, Any], others: Mapping[tuple[int, int], Payload]
+    ) -> None:
+        """Update the parameters that these stages of a rank share, by all gradients of a batch, unless another rank of
+        this process has; `grads` and `others` are as in `Outcome`."""
+        kept = self.versions.kept_shared
+        held = {name for s in stages for name in self.plan.assembly.stages[s].parameters}
+        names = [name for name, versions in kept.items() if name in held and max(versions) == number]
+        self.versions.update_shared(names, number + 1, *self._update(names, number, grads, others))
+
+    def _update(
+        self, names: Collection[str], number: int, own: Mapping[int, Any], others: Mapping[tuple[int, int], Payload]
+    ) -> tuple[State, State]:
+        """Return the new parameters of those of these names that have a gradient, and what forwards use of them."""
+        grads = join_sums({}, sum_terms(self.plan, [(own, others)], names), self.optional)
         params = {name: self.versions.params[name] for name in grads}
         state = {name: self.state[name] for name in grads}
         new, made = self.optimizer.update(grads, state, params, **self.options(number)) if grads else ({}, {})
         self.state.update(made)
-        ahead = {} if self.look_ahead is None else self.look_ahead(new, params)
-        self.versions.update(s, new, ahead, done, after)
+        return new, {} if self.look_ahead is None else self.look_ahead(new, params)

@@ -9,7 +9,7 @@ Runs when `reference_stream` is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,12 +28,12 @@ from fpipe.stages.kinds import require_alike_uncut
 from fpipe.streams.corrections import LookAhead
 from fpipe.streams.train_stream import Stream, StreamResult, require_streamable
 from fpipe.streams.updates import OptionsOf
+from fpipe.streams.versions import list_parameter_versions
 from fpipe.tensors import random
 from fpipe.tensors.arguments import require_arguments, require_seed
 from fpipe.training.optimizers import Optimizer, OptimizerState
-from fpipe.verification.reference import find_orders, run_on_one_device
+from fpipe.verification.reference import find_orders, require_whole_batches, run_on_one_device
 from fpipe.weights.state import Form
-from schedules import list_versions
 from schedules.endless import lengthen
 
 
@@ -61,6 +61,7 @@ def reference_stream(
     """
     require_arguments(reference_stream, locals())
     require_streamable(pipe)
+    require_whole_batches(pipe)
 
     def run(
         params: State,
@@ -108,7 +109,7 @@ class DelayedLoop:
         own = Form("buffers", known.buffers, known.placed).unwrap(buffers)
         self.past = {name: [tensor] for name, tensor in held.items()}
         self.schedule = lengthen(pipe.schedule, len(batches))
-        versions = list_versions(self.schedule)
+        versions = list_parameter_versions(known, self.schedule)
         newest = state
         for t, batch in enumerate(batches):
             with suspend_autocast(training_variant(False, None)) as variant:
@@ -122,7 +123,7 @@ class DelayedLoop:
         return StreamResult({name: held[name] for name in params}, own, newest)
 
     def _step(
-        self, variant: Variant, t: int, given: tuple[Any, Any], buffers: State, versions: Mapping[tuple[int, int], int]
+        self, variant: Variant, t: int, given: tuple[Any, Any], buffers: State, versions: Mapping[str, Sequence[int]]
     ) -> tuple[Tensor, State, State]:
         """Return the loss of a batch, its gradients, and the new buffers."""
         inputs, targets = given
@@ -133,11 +134,10 @@ class DelayedLoop:
             plan.watch.require_unchanged()
             require_apart(batch.memories, plan.modified_leaves)
             parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
-            stage_of = {name: stage.index for stage in plan.assembly.stages for name in stage.parameters}
             count, past = plan.microbatches, self.past
             rows = [
-                {name: past[name][versions[stage_of[name], t * count + i] if name in stage_of else -1] for name in past}
-                for i in range(count)
+                {name: past[name][versions[name][t * count + i % count] if name in versions else -1] for name in past}
+                for i in range(len(plan.lasts))
             ]
             keys = make_keys(plan, None if self.seed is None else self.seed + t)
             with random.preserve_generators(plan.generators):

@@ -22,6 +22,7 @@ from operator import itemgetter
 from typing import TypeAlias
 
 from schedules.arguments import require_types
+from schedules.arrays.gate import play_large
 from schedules.checking.progress import Progress
 from schedules.checking.rules import check, count_versions, require_forward_before_backward
 from schedules.language.actions import BESIDE, COLLECTIVES, KINDS
@@ -29,7 +30,7 @@ from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule, graph_of
 from schedules.playing.costs import UNITS, Costs, Sizes, of_stage, require_stages
 from schedules.playing.dependencies import wires
-from schedules.playing.engine import Span, replay
+from schedules.playing.engine import Span, replay, replay_to_end
 from schedules.playing.timelines import read_spans
 
 Levels: TypeAlias = tuple[tuple[float, float], ...]
@@ -106,13 +107,8 @@ def simulate(
     require_types(simulate, locals())
     graph = graph_of(schedule, graph)
     _require_correct(schedule, graph)
-    streams = [schedule.actions(rank) for rank in range(schedule.ranks)]
     wired = wires(schedule, graph, costs, sizes or UNITS)
-    running = replay(schedule, streams, wired, costs, spans=False)
-    try:
-        next(running)
-    except StopIteration as done:
-        played = done.value
+    played = play_large(schedule, wired, costs) or replay_to_end(schedule, wired, costs)
     return _sum_up(schedule, sizes, played.begin, played.clock, played.busy, played.peak, None)
 
 

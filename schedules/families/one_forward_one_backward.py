@@ -21,16 +21,12 @@ Maker: TypeAlias = Callable[[int, int], Action]
 
 
 def alternate(ahead: int, forwards: Iterator[Element], backwards: Iterator[Element]) -> Iterator[Element]:
-    """Yield `ahead` forwards, then one forward and one backward in turn, then the remaining backwards.
+    """Return `ahead` forwards, then one forward and one backward in turn, then the remaining backwards.
 
     >>> list(alternate(1, iter("FGH"), iter("bcd")))
     ['F', 'G', 'b', 'H', 'c', 'd']
     """
-    yield from islice(forwards, ahead)
-    for forward, backward in zip(forwards, backwards, strict=False):
-        yield forward
-        yield backward
-    yield from backwards
+    return chain(islice(forwards, ahead), chain.from_iterable(zip(forwards, backwards, strict=False)), backwards)
 
 
 def group_passes(steps: Sequence[tuple[Maker, int]], groups: Iterable[range]) -> Iterator[Action]:

@@ -257,3 +257,5 @@ class Sizes:
 
 UNITS: Final = Sizes()
 """Without sizes, memory is counted in activations of one microbatch on one stage."""
+NO_COSTS: Final = Costs(F=0, B=0, I=0, W=0)
+"""Nothing takes any time: the order alone counts."""

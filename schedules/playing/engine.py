@@ -115,16 +115,20 @@ def replay(
     return state
 
 
-def find_makespan(schedule: Schedule, costs: Costs, graph: Graph | None = None) -> float:
-    """Return how long a schedule takes. Raise what `replay` raises."""
-    streams = [schedule.actions(rank) for rank in range(schedule.ranks)]
-    played = replay(schedule, streams, wires(schedule, graph_of(schedule, graph), costs, UNITS), costs, spans=False)
+def replay_to_end(schedule: Schedule, wires: Wires, costs: Costs) -> ReplayState:
+    """Return the state at the end of a schedule's own actions. Raise what `replay` raises."""
+    played = replay(schedule, [*map(schedule.actions, range(schedule.ranks))], wires, costs, spans=False)
     try:
         next(played)
     except StopIteration as end:
-        clock: list[float] = end.value.clock
-        return max(clock)
+        state: ReplayState = end.value
+        return state
     raise AssertionError("without spans, a replay yields nothing")
+
+
+def find_makespan(schedule: Schedule, costs: Costs, graph: Graph | None = None) -> float:
+    """Return how long a schedule takes. Raise what `replay` raises."""
+    return max(replay_to_end(schedule, wires(schedule, graph_of(schedule, graph), costs, UNITS), costs).clock)
 
 
 def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs time on every action

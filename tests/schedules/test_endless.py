@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from schedules import (
     B,
     F,
+    Graph,
     ScheduleError,
     SizeError,
     U,
     chain,
     check,
-    dag,
     from_rows,
     gpipe,
     linear,
@@ -29,6 +29,7 @@ from schedules import (
     split_backward,
     update_weights,
 )
+from schedules.checking.channels import check_transfers
 from schedules.checking.rules import count_versions
 from schedules.endless import EndlessProgram, lengthen
 from schedules.playing.rows import edit
@@ -70,8 +71,11 @@ def repeating(draw):
 @st.composite
 def graphs_of(draw, stages):
     edges = {(s, s + 1) for s in range(stages - 1)}
-    extra = draw(st.sets(st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1)), max_size=3))
-    return dag(stages, edges | {(s, t) for s, t in extra if s < t})
+    pairs = st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1))
+    edges |= {(s, t) for s, t in draw(st.sets(pairs, max_size=3)) if s < t}
+    cotangents = draw(st.sets(st.sampled_from(sorted(edges)))) if edges and draw(st.booleans()) else edges
+    shared = draw(st.sets(pairs, max_size=3)) if draw(st.booleans()) else set()
+    return Graph(stages, frozenset(edges), frozenset(cotangents), frozenset((s, t) for s, t in shared if s != t))
 
 
 @settings(max_examples=few(60), deadline=None)
@@ -82,8 +86,11 @@ def test_windows_are_the_program_of_any_number_of_batches(data):
     known = endless.known
     for batches in {1, 2, known - 1, known, known + 1, data.draw(st.integers(1, 3 * known))}:
         longer = lengthen(how, batches)
-        check(longer, endless.graph)
-        program = lower(longer, endless.graph)
+        check(longer, replace(endless.graph, gradients=frozenset()))
+        program = endless.lower(batches)
+        check_transfers(program)
+        if not endless.sharing and endless.graph.values == endless.graph.cotangents:
+            assert [*program.actions(0)] == [*lower(longer, endless.graph).actions(0)]
         for rank in range(how.ranks):
             windows = [endless.window(rank, k, batches) for k in range(batches)]
             assert [action for window in windows for action in window] == list(program.actions(rank))
@@ -91,6 +98,28 @@ def test_windows_are_the_program_of_any_number_of_batches(data):
             assert windows[: max(batches - reach, 0)] == [
                 endless.window(rank, k) for k in range(max(batches - reach, 0))
             ]
+
+
+@pytest.mark.parametrize(
+    "how", [pipedream(4, 1), pipedream_2bw(3, 3, accumulate=3), two_stages_each(2, 1, 1)], ids=repr
+)
+def test_shared_parameters_have_the_version_of_the_latest_stage(how):
+    """Gradients of a batch arrive before the first forward that uses them, and not before they are complete."""
+    S, each = how.stages, how.microbatches
+    graph = replace(chain(S), gradients=frozenset({(0, S - 1), (S - 1, 0)}))
+    endless = EndlessProgram(how, graph)
+    versions = list_versions(lengthen(how, 9))
+    for i in range(9 * each):
+        assert endless.shared_version(i) == min(versions[s, i] for s in (0, S - 1))
+    program = endless.lower(9)
+    for s, rank in ((s, how.placement.home(s, 0)) for s in (0, S - 1)):
+        taken = given = 0
+        for kind, stage, i, _, _ in program.actions(rank):
+            taken += (kind, stage) == ("F", 2 * S + s)
+            given += (kind, stage) == ("F", S + s)
+            if (kind, stage) == ("F", s):
+                assert taken == endless.shared_version(i) <= given
+        assert taken == given == 9
 
 
 @schedule(placement=linear)
@@ -126,8 +155,6 @@ def test_what_does_not_repeat_is_refused():
     ):
         with pytest.raises(ScheduleError, match=problem):
             EndlessProgram(how, chain(how.stages)).known  # noqa: B018
-    with pytest.raises(ScheduleError, match="another stage holds some of its parameters"):
-        EndlessProgram(pipedream(2, 1), replace(chain(2), gradients=frozenset({(0, 1), (1, 0)}))).known  # noqa: B018
     with pytest.raises(SizeError, match="expected one whose factory takes the number of microbatches"):
         lengthen(from_rows(((F(0, 0), B(0, 0), U(0, 0)),), linear(1), 1), 2)
 

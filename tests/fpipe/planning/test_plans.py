@@ -563,7 +563,7 @@ def test_a_pipeline_is_built_only_from_the_program_that_is_certified():
             fpipe.pipeline(model, example=(x,), loss=torch.mean, plan=wrong)
 
 
-def test_what_certificates_do_not_cover_is_planned_without_one(monkeypatch):
+def test_a_very_long_program_is_planned_without_a_certificate(monkeypatch):
     monkeypatch.setattr(choosing, "MOST_CERTIFIED", 7)
     plan = find_plan(chain_profile([2, 3, 1, 2]), [zb_h1], ranks=2)
     assert plan.certificate is None

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fpipe
+from fpipe.stages.ties import MODES
+from fpipe.streams.versions import find_shared
 from schedules import (
     B,
     F,
@@ -18,6 +20,7 @@ from schedules import (
     from_rows,
     linear,
     list_versions,
+    looped,
     offload,
     one_f_one_b,
     pipedream,
@@ -32,8 +35,9 @@ from tests.common.cases import WIDTH, mse
 from tests.common.comparison import require_part
 from tests.common.options import grouped
 from tests.common.running import SEED, build
-from tests.common.sizes import few, sampled
+from tests.common.sizes import NIGHTLY, covering, few, in_turn, sampled
 from tests.common.streams import decay, require_equal, train, train_by_hand
+from tests.common.training import MODELS
 from tests.common.zoo import ZOO
 
 ADAM = fpipe.optimizer(torch.optim.AdamW, lr=0.05, weight_decay=0.01)
@@ -47,7 +51,6 @@ SCHEDULES = {
     "moved 2bw": offload(pipedream_2bw(4, 4, accumulate=4)),
     "one rank": pipedream(1, 1),
 }
-UNTIED = [name for name, case in ZOO.items() if not case.random and name not in ("gpt", "tied_sequence", "chained")]
 
 
 def batches_of(case, rows, count):
@@ -90,7 +93,7 @@ def test_fifty_batches_are_those_of_the_reference(name, backward):
 
 
 @sampled(4)
-@pytest.mark.parametrize("name", [one for one in UNTIED if one != "one_weight"])
+@pytest.mark.parametrize("name", [name for name, case in ZOO.items() if not case.random])
 def test_every_model_trains_as_late_as_the_reference(name):
     case = ZOO[name]
     how = pipedream_2bw(2, 2, accumulate=2)
@@ -98,6 +101,81 @@ def test_every_model_trains_as_late_as_the_reference(name):
     batches = [(inputs, targets)] * 4
     got, want = (train(make, pipe, model, batches, ADAM) for make in (fpipe.train_stream, fpipe.reference_stream))
     require_equal(got, want)
+
+
+TIED = ("tied_sequence", "chained", "one_weight")
+
+
+@covering(
+    name=TIED, how=(pipedream(4, 1), pipedream_2bw(2, 3, accumulate=3), split_backward(pipedream(2, 1))), tied=MODES
+)
+def test_tied_parameters_have_one_version(name, how, tied):
+    """On all of their stages, which is that of the stage that updates last."""
+    pipe, model, inputs, targets = build(ZOO[name], how, 2 * how.microbatches, capture="trace", tied=tied)
+    for count in (1, 6):
+        batches = [(inputs, targets)] * count
+        require_equal(*(train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream)))
+    shared = {name for name, stages in find_shared(pipe.training.assembly).items()}
+    late = fpipe.delays(pipe)
+    assert shared
+    assert {late[name] for name in shared} == {max(late.values())}
+
+
+@covering(
+    name=("dropping", "tied_sequence", "skips"),
+    how=(pipedream(1, 1), pipedream_2bw(2, 3, accumulate=3), split_backward(pipedream(2, 1))),
+    copies=(2, 3),
+)
+def test_replicas_on_a_mesh_train_as_one_device(name, how, copies):
+    """Copies reduce the gradients of every batch before its update."""
+    place = {"mesh": {"pp": how.ranks, "dp": copies}, "dp": "dp"}
+    pipe, model, inputs, targets = build(ZOO[name], how, 2 * copies * how.microbatches, capture="trace", **place)
+    batches = [(inputs, targets)] * 6
+    require_equal(*(train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream)))
+
+
+@settings(max_examples=few(12))
+@given(st.data())
+def test_weights_that_any_stages_share_train_as_on_one_device(data):
+    """Two pairs of tied weights, one or two stages to a rank, with frozen ones between."""
+    how = data.draw(st.sampled_from([pipedream(4, 1), in_pairs(2, 1), pipedream_2bw(4, 4, accumulate=4)]))
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    for first, other in data.draw(st.lists(st.permutations(range(4)).map(lambda order: sorted(order[:2])), max_size=2)):
+        model[other].weight = model[first].weight
+    for k in data.draw(st.sets(st.integers(0, 2))):
+        model[k].requires_grad_(False)
+    x, y = torch.randn(2, 4 * how.microbatches, WIDTH)
+    tied = data.draw(st.sampled_from(MODES))
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=y, loss=mse, schedule=how, cuts=["1", "2", "3"], **grouped({"tied": tied})
+    )
+    batches = random_batches(how, data.draw(st.integers(1, 9)))
+    require_equal(*(train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream)))
+
+
+@schedule(placement=looped)
+def in_pairs(rank, ranks, microbatches, chunks=2):
+    """Each rank runs one microbatch at a time through its two stages, and updates them one microbatch late."""
+    first, last = rank, rank + ranks
+    for i in range(microbatches):
+        yield from (F(first, i), F(last, i), B(last, i))
+        if i:
+            yield U(last, i - 1)
+        yield B(first, i)
+        if i:
+            yield U(first, i - 1)
+    yield from (U(first, microbatches - 1), U(last, microbatches - 1))
+
+
+@pytest.mark.parametrize(("name", "how"), in_turn(MODELS, (pipedream(4, 1), pipedream_2bw(2, 4, accumulate=4))))
+def test_models_train_as_the_reference(name, how):
+    """An MLP with BatchNorm and dropout, a GPT with tied weights, and a Llama with grouped queries; by night for 50."""
+    trained = MODELS[name]
+    model, some = trained.make()
+    batches = [*itertools.islice(itertools.cycle(some), 50 if NIGHTLY else 9)]
+    inputs, targets = batches[0]
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=trained.loss, schedule=how)
+    require_equal(*(train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream)))
 
 
 FORMULAS = {
@@ -246,12 +324,6 @@ def test_batches_are_asked_for_as_they_are_needed():
     assert seen == want
 
 
-def one_weight_twice():
-    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    last.weight = first.weight
-    return nn.Sequential(first, last)
-
-
 REFUSED_CALLS = {
     "value_and_grad": lambda pipe, *given: fpipe.value_and_grad(pipe),
     "train_step": lambda pipe, *given: fpipe.train_step(pipe, ADAM),
@@ -269,13 +341,9 @@ def test_what_has_one_version_of_the_weights_refuses(name):
 
 
 def test_what_cannot_be_a_stream_is_refused():
-    x, y = torch.randn(2, 4, WIDTH)
     steps, _ = pipe_of(one_f_one_b(2, 1))
     with pytest.raises(fpipe.InputError, match="without updates, expected one that updates weights"):
         fpipe.train_stream(steps, ADAM)
-    tied = fpipe.pipeline(one_weight_twice(), example=(x,), targets=y, loss=mse, schedule=pipedream(2, 1), cuts=["1"])
-    with pytest.raises(fpipe.InputError, match=r"'0.weight': got a parameter that stages 0 and 1 share"):
-        fpipe.train_stream(tied, ADAM)
     rows = from_rows(((F(0, 0), B(0, 0), U(0, 0)),), linear(1), 1)
     with pytest.raises(fpipe.InputError, match="expected one whose factory takes the number of microbatches"):
         pipe_of(rows)
@@ -335,6 +403,27 @@ def test_an_error_of_the_optimizer_or_of_the_data_ends_the_stream():
     with pytest.raises(ZeroDivisionError):
         list(start(pipe, model, batches, options=lambda t: {"lr": 1 / (3 - t)}))
     assert len(list(start(pipe, model, batches))) == 9
+
+
+class Branching(nn.Module):
+    """Its first layer asks about the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.b(self.a(x) * 2 if (x > 0).all() else self.a(x))
+
+
+def test_a_batch_that_takes_another_branch_is_refused():
+    x, y = torch.rand(4, WIDTH), torch.rand(4, WIDTH)
+    model = Branching()
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=pipedream(2, 1), cuts=["b"])
+    batches = [((x,), y)] * 3
+    require_equal(*(train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream)))
+    with pytest.raises(fpipe.InputError, match=r"batches\[3\], microbatch 0: .*finds false, expected true"):
+        list(start(pipe, model, [*batches, ((-x,), y)]))
 
 
 CORRECTIONS = {

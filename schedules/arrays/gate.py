@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The place where arrays replace the loops over actions: in large schedules, if NumPy is installed.
+
+Arrays only ever say that all is well, or what it takes. Of anything else they say nothing, and the loops decide: they
+name what is wrong, and serve schedules that have no codes. So there is one meaning, that of the loops, and nobody needs
+NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from schedules.language.graph import Graph
+from schedules.language.schedule import Schedule
+from schedules.playing.costs import NO_COSTS, UNITS, Costs
+from schedules.playing.dependencies import Wires, wires
+
+if TYPE_CHECKING:
+    from schedules.arrays.abreast import Totals
+
+LEAST_RANKS: Final = 32
+"""With fewer ranks, an operation on all of them does too little."""
+LEAST_UNITS: Final = 2**13
+MOST_UNITS: Final = 2**22
+"""More would take gigabytes, some 60 bytes for each action; the loops keep only what is in flight."""
+
+
+def is_large(schedule: Schedule) -> bool:
+    """Return whether arrays pay for a schedule."""
+    units = schedule.stages * schedule.microbatches * schedule.slices
+    return schedule.ranks >= LEAST_RANKS and LEAST_UNITS <= units <= MOST_UNITS
+
+
+def is_surely_correct(schedule: Schedule, graph: Graph) -> bool:
+    """Return whether arrays show that a schedule is correct; if not, `check` has to look."""
+    return is_large(schedule) and play_large(schedule, wires(schedule, graph, NO_COSTS, UNITS), NO_COSTS) is not None
+
+
+def play_large(schedule: Schedule, wires: Wires, costs: Costs) -> Totals | None:
+    """Return the totals of a schedule, those of `replay` to the last bit.
+
+    Return `None` if it is not large, has no codes or breaks a rule, if there is jitter, or without NumPy.
+    """
+    if not is_large(schedule) or costs.jitter:
+        return None
+    try:
+        from schedules.arrays.abreast import play_abreast
+        from schedules.arrays.lives import read_lives
+    except ImportError:
+        return None
+    found = read_lives(schedule)
+    return None if found is None else play_abreast(schedule, *found, wires, costs)

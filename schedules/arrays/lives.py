@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules on passes, for all ranks at once: who brings each unit of a stage from one state to the next.
+
+Idea. A pass takes a unit from the state `before` to the state `after` (`KINDS`). Write its number into a table at both.
+If no two passes write to the same place, and every pass finds the maker of its state before itself, then the passes of
+a unit are a path that starts at nothing; if the unit is done, the path is complete, and nothing is left over. The
+tables also say who makes what other stages use.
+
+Invariant: what `find_lives` accepts, the rules of `schedules.checking` on one rank accept.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedules.arrays.codes import CODE_OF, PASSES, Codes, encode
+from schedules.language.actions import KINDS
+from schedules.language.schedule import Schedule
+from schedules.playing.costs import ROUNDING, UNITS
+
+STATES = ("", *dict.fromkeys(KINDS[name].after for name in PASSES))
+BACK = [CODE_OF[name] for name in PASSES if KINDS[name].crosses == "B"]
+
+
+class Lives(NamedTuple):
+    """Per stage and unit, the numbers of the passes that send values, send cotangents, and finish the unit."""
+
+    values: NDArray[np.int32]
+    cotangents: NDArray[np.int32]
+    done: NDArray[np.int32]
+
+
+class _Same(NamedTuple):
+    """A schedule that is the same only as itself: equal ones may print differently."""
+
+    schedule: Schedule
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.schedule is other.schedule
+
+    def __hash__(self) -> int:
+        return id(self.schedule)
+
+
+def read_lives(schedule: Schedule) -> tuple[Codes, Lives] | None:
+    """Return the codes and lives of a schedule, or `None` if it breaks a rule, or has no codes. Keep those of one."""
+    return _read(_Same(schedule))
+
+
+@lru_cache(maxsize=1)  # a schedule is mostly checked, lowered and simulated in a row
+def _read(same: _Same) -> tuple[Codes, Lives] | None:
+    codes = encode(same.schedule)
+    lives = None if codes is None else find_lives(same.schedule, codes)
+    return None if codes is None or lives is None else (codes, lives)
+
+
+def find_lives(schedule: Schedule, codes: Codes) -> Lives | None:
+    """Return the lives of all units, or `None` if a rule is broken."""
+    S, units, n = schedule.stages, schedule.microbatches * schedule.slices, len(codes.kinds)
+    passes = np.flatnonzero(codes.kinds < len(PASSES))
+    kinds, place = codes.kinds[passes], codes.stages[passes] * np.intp(units) + codes.units[passes]
+    if not schedule.backward and (kinds != CODE_OF["F"]).any():
+        return None
+    before, after = (np.array([STATES.index(state) for state in states]) for states in _list_states(schedule.backward))
+    start, end = (states[kinds] * (S * units) + place for states in (before, after))
+    used, made = (np.full(len(STATES) * S * units, n, np.int32) for _ in "ab")
+    used[start] = made[end] = passes
+    if (used[start] != passes).any() or (made[end] != passes).any():
+        return None  # something runs twice
+    made[: S * units] = -1
+    values, cotangents, done = (
+        table.reshape(len(STATES), S, units)[STATES.index(state)]
+        for table, state in ((used, ""), (used, "forward"), (made, "done"))
+    )
+    if (made[start] >= passes).any() or (done == n).any():
+        return None  # something comes too early, or never
+    lives = Lives(values, cotangents, done)
+    is_right = _are_fused(schedule, codes) and _are_sliced(schedule, lives) and _are_summed(schedule, codes, lives)
+    return lives if is_right and _fits(schedule, codes) else None
+
+
+def _list_states(backward: bool) -> tuple[list[str], list[str]]:
+    """Return, for each kind of pass, the states before and after; without backwards, forwards are all there is."""
+    words = [KINDS[name] for name in PASSES]
+    return [word.before for word in words], [word.after if backward else "done" for word in words]
+
+
+def _are_fused(schedule: Schedule, codes: Codes) -> bool:
+    """Return whether each fused forward is followed by what may overlap with it."""
+    k = np.flatnonzero(codes.kinds == CODE_OF["OVERLAP_F"])
+    same = codes.stages[k] == codes.stages[k + 1]
+    same &= codes.units[k] // schedule.slices == codes.units[k + 1] // schedule.slices
+    return bool((np.isin(codes.kinds[k + 1], BACK) & ~same).all())
+
+
+def _are_sliced(schedule: Schedule, lives: Lives) -> bool:
+    """Return whether the slices of each microbatch go forward in order, and backward in reverse."""
+    if schedule.slices == 1:
+        return True
+    shape = (schedule.stages, schedule.microbatches, schedule.slices)
+    is_right = (np.diff(lives.values.reshape(shape)) > 0).all()
+    return bool(is_right and (not schedule.backward or (np.diff(lives.cotangents.reshape(shape)) < 0).all()))
+
+
+def _are_summed(schedule: Schedule, codes: Codes, lives: Lives) -> bool:
+    """Return whether each replica of a stage sums the gradients once, at the end of its backwards."""
+    placement = schedule.placement
+    expected = {
+        (s, placement.last(s, rank, schedule.microbatches)): find_last(schedule, lives, s, rank)
+        for s in range(placement.stages * schedule.backward)
+        if len(placement.replicas(s)) > 1
+        for rank in placement.replicas(s)
+    }
+    sums = np.flatnonzero(codes.kinds == CODE_OF["G"])
+    found = [(int(codes.stages[k]), int(codes.units[k]) // schedule.slices) for k in sums]
+    is_late = all(last < k for one, k in zip(found, sums, strict=True) if (last := expected.get(one)) is not None)
+    return is_late and sorted(found) == sorted(expected)
+
+
+def find_last(schedule: Schedule, lives: Lives, s: int, rank: int) -> int:
+    """Return the number of the last action that adds to the gradient of a stage on a rank."""
+    done = lives.done[s].reshape(-1, schedule.slices)
+    homes = np.resize([route[s] for route in schedule.placement.routes], len(done))
+    return int(done[homes == rank].max())
+
+
+def _fits(schedule: Schedule, codes: Codes) -> bool:
+    """Return whether every rank stays within the schedule's limit of memory. What one rank holds, it frees again."""
+    if schedule.limits.memory is None:
+        return True
+    growth = np.array([*(int(UNITS.growth(name, 0, schedule.backward)) for name in CODE_OF), 0])
+    most = np.maximum.reduceat(np.cumsum(growth[codes.kinds]), codes.firsts)
+    unit = schedule.slices * schedule.stages / schedule.ranks
+    return all(held <= schedule.memory(rank) * unit + ROUNDING for rank, held in enumerate(most.tolist()))

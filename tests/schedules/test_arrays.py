@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of large schedules, arrays say what the loops over actions say: the same verdict, and the same times bit for bit."""
+
+import sys
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import strategies as st
+
+from schedules import (
+    Action,
+    Costs,
+    F,
+    Link,
+    PipelineError,
+    ScheduleError,
+    Sizes,
+    chain,
+    check,
+    families,
+    forwards,
+    interleaved_1f1b,
+    recompute,
+    simulate,
+    split_backward,
+)
+from schedules.analysis import simulation
+from schedules.arrays import gate
+from schedules.arrays.abreast import play_abreast
+from schedules.arrays.codes import CODE_OF
+from schedules.arrays.lives import read_lives
+from schedules.checking import rules
+from schedules.playing.costs import NO_COSTS, UNITS
+from schedules.playing.dependencies import wires
+from schedules.playing.engine import replay_to_end
+from schedules.playing.rows import edit
+from schedules.testing import mutants, orders, schedules
+from tests.common.rows import rows
+
+FAMILIES = [getattr(families, name) for name in families.__all__]
+TRANSFORMS = [split_backward, recompute, forwards]
+often = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@st.composite
+def correct(draw):
+    """A correct schedule, and a graph."""
+    if draw(st.booleans()):
+        return draw(orders())
+    schedule = draw(schedules(FAMILIES))
+    if change := draw(st.sampled_from([None, *TRANSFORMS])):
+        try:
+            schedule = change(schedule)
+        except PipelineError:
+            reject()
+    return schedule, schedule.graph or chain(schedule.stages)
+
+
+def as_arrays(schedule, graph, costs=NO_COSTS, sizes=UNITS):
+    found = read_lives(schedule)
+    return found and play_abreast(schedule, *found, wires(schedule, graph, costs, sizes), costs)
+
+
+def has_codes(schedule):
+    return all(action.kind in CODE_OF for row in rows(schedule) for action in row)
+
+
+def is_accepted(schedule, graph):
+    try:
+        check(schedule, graph)
+    except ScheduleError:
+        return False
+    return True
+
+
+@often
+@given(correct(), st.data())
+def test_arrays_accept_what_the_rules_accept(case, data):
+    schedule, graph = case
+    schedule = data.draw(st.just(schedule) | mutants(schedule))
+    assert (as_arrays(schedule, graph) is not None) == (is_accepted(schedule, graph) and has_codes(schedule))
+
+
+@st.composite
+def unlike(draw, schedule):
+    """Costs and sizes whose sums depend on the order: hardly two are alike."""
+    random = Random(draw(st.integers(0, 2**32)))
+
+    def some(count=schedule.stages):
+        return tuple(random.random() for _ in range(count))
+
+    link = Link(random.random(), random.random(), some(), (((0, 1), random.random()),), some())
+    times = {kind: some() for kind in ("F", "B", "I", "W", "R", "OVERLAP_F", "G")}
+    costs = Costs(**times, comm=random.choice([0, random.random(), link]))
+    if random.random() < 0.5:
+        costs = replace(costs, microbatches=some(schedule.microbatches), slices=some(schedule.slices))
+    return costs, random.choice([UNITS, Sizes(some(), some(), some())])
+
+
+@often
+@given(correct(), st.data())
+def test_arrays_find_the_times_of_the_loops(case, data):
+    schedule, graph = case
+    if has_codes(schedule):
+        costs, sizes = data.draw(unlike(schedule))
+        found, played = (
+            as_arrays(schedule, graph, costs, sizes),
+            replay_to_end(schedule, wires(schedule, graph, costs, sizes), costs),
+        )
+        assert found == (played.begin, played.clock, played.busy, played.peak)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        F(True, 0),
+        F(0.0, 0),
+        F(-1, 0),
+        F(0, -1),
+        F(0, 2),
+        F(0, 2**40),
+        F(0, 0, 0),
+        Action("F", 0, 0, 0),
+        Action("U", 0, 0),
+        Action("SEND_F", 0, 0, 1),
+        ("F", 0, 0, None, None),
+        "F",
+        None,
+    ],
+    ids=repr,
+)
+def test_what_is_no_valid_action_has_no_code(wrong):
+    schedule = families.gpipe(ranks=1, microbatches=2)
+    row = rows(schedule)[0]
+    assert read_lives(edit(schedule, [row]))
+    assert not read_lives(edit(schedule, [[wrong, *row]]))
+    assert not read_lives(edit(schedule, [[wrong, *row[1:]]]))
+
+
+def test_a_generator_that_raises_or_never_ends_has_no_codes():
+    schedule = families.gpipe(ranks=1, microbatches=2)
+    assert not read_lives(edit(schedule, [[F(0, 0)] * 1000]))
+    assert not read_lives(replace(schedule, ranks=2))  # there is no second rank in the placement
+
+
+@pytest.fixture(scope="module")
+def large():
+    return interleaved_1f1b(ranks=32, microbatches=128)
+
+
+def forbid(*_, **__):
+    raise AssertionError("a loop over actions")
+
+
+def test_large_schedules_are_checked_and_simulated_as_arrays(large, monkeypatch):
+    monkeypatch.setattr(rules, "replay", forbid)
+    monkeypatch.setattr(simulation, "replay_to_end", forbid)
+    check(large)
+    assert simulate(large, Costs(F=1, B=2)).makespan > 0
+    with pytest.raises(AssertionError, match="a loop"):
+        simulate(large, Costs(jitter=0.1))
+
+
+def test_without_numpy_the_loops_find_the_same(large, monkeypatch):
+    found = simulate(large, Costs(F=1.1, B=2.3, comm=0.7))
+    monkeypatch.setitem(sys.modules, "schedules.arrays.abreast", None)  # so its import fails
+    assert gate.play_large(large, wires(large, chain(large.stages), NO_COSTS, UNITS), NO_COSTS) is None
+    assert simulate(large, Costs(F=1.1, B=2.3, comm=0.7)) == found
+
+
+def test_of_a_large_schedule_the_loops_name_what_is_wrong(large):
+    changed = rows(large)
+    gone = changed[7].pop(100)
+    with pytest.raises(ScheduleError) as caught:
+        check(edit(large, changed))
+    assert caught.value.rank == 7
+    assert str(gone) in str(caught.value)
