@@ -63,7 +63,7 @@ class Lowered(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """What is lowered: the same only as itself."""
+    """A schedule, the same only as itself, and the graph to lower it for."""
 
     same: Same
     graph: Graph

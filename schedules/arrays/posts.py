@@ -49,7 +49,7 @@ class Messages(NamedTuple):
 
 
 class Posts(NamedTuple):
-    """What each rank posts, in order, one rank after the other; the last of each rank is its end, with its number.
+    """Sends and receives of each rank, in the order of their posts, rank by rank; the last of each is its end.
 
     - `messages`: which; for an end, a number above all of them plus the rank.
     - `peers`: the rank at the other end; `slots`: when. `starts`: of each rank.
