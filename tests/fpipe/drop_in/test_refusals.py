@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import fpipe
 from fpipe.errors import InputError
-from schedules import one_f_one_b
+from schedules import one_f_one_b, pipedream
 from tests.common.drop_in import M, batches, make, net
 from tests.common.sizes import sampled
 
@@ -146,6 +146,11 @@ def test_steps_of_weighted_microbatches():
 def test_a_rank_without_parameters():
     with pytest.raises(InputError, match=r"rank 1: got stages \[1\] without parameters, expected some on every rank"):
         make(nn.Sequential(nn.Linear(6, 3), nn.Tanh()), cuts=["1"])
+
+
+def test_a_schedule_that_updates_by_itself():
+    with pytest.raises(InputError, match=r"got pipedream.*updates weights while .* Call fpipe.train_stream\(pipe"):
+        make(schedule=pipedream(2, 1))
 
 
 def test_a_keyword_of_the_models_with_a_name_of_the_modules():
