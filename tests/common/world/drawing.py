@@ -332,7 +332,9 @@ def draw_stream(seed: int) -> Case:
     if random.random() < 0.3:
         model = random.choice([*ZOO])
     dtype = torch.float32 if isinstance(model, str) else case.setup.dtype
-    setup = replace(case.setup, schedule=how, model=model, dtype=dtype, copies=1, clips=False, outputs=False)
+    modifies = isinstance(model, str) or any(leaf.kind in MODIFYING for leaf in model.leaves)
+    copies = 1 if modifies else case.setup.copies
+    setup = replace(case.setup, schedule=how, model=model, dtype=dtype, copies=copies, clips=False, outputs=False)
     batches, random = random.randint(1, 6), Random(f"faults {seed}")
     runs = tuple(draw_faults(random, setup, case.steps * batches) for _ in case.runs)
     return replace(case, setup=replace(setup, is_sharded=False), runs=runs, batches=batches)
