@@ -116,7 +116,8 @@ SIGNATURES = {
     "costs": "pipe timelines",
     "profile": (
         "model example targets=None *loss=None *microbatches=1 *cuts=None *microbatching=Microbatching() "
-        "*recording=Recording() *gradients=Gradients() *source=None *device=None *link=None *group=None *seconds=3.0"
+        "*recording=Recording() *gradients=Gradients() *source=None *device=None *link=None *group=None *seconds=3.0 "
+        "*cache=None"
     ),
     "optimizer": "cls *groups=None *names=None *donate=False options",
     "masters": "optimizer dtype=torch.float32",

@@ -111,5 +111,5 @@ def test_a_folder_that_cannot_be_written_loses_nothing(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "fpipe"):
         assert profile(tmp_path / "file").blocks
     assert "Nothing was kept." in caplog.text
-    with pytest.raises(fpipe.InputError, match="path: got 3, expected a path"):
+    with pytest.raises(fpipe.InputError, match="cache: got 3, expected a text or a path or None"):
         profile(3)
