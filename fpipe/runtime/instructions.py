@@ -24,14 +24,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, count, pairwise, zip_longest
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from fpipe.runtime.contract import StageCrossing, StageLike
 from fpipe.runtime.executor import ActionHandler, Instruction, LinkedProgram, Transfer
 from fpipe.runtime.handlers import HANDLERS, TAKERS, do_nothing, keep_arrivals, reduce_further
 from fpipe.runtime.transport import Route
-from schedules.language.actions import KINDS, SENDS, Action, Kind, Message, message_of
+from schedules.language.actions import KINDS, SENDS, Action, Kind, Message, is_own, message_of
 from schedules.language.placement import Placement
+from schedules.lowering.turns import target_of
 
 BEFORE, COMPUTE, AFTER = range(3)
 NO_STAGES: Mapping[int, Mapping[int, StageLike]] = MappingProxyType({})
@@ -84,21 +85,15 @@ def _place(action: Action) -> int:
 
 
 def channel(placement: Placement, message: Message) -> Route:
-    """Return the ranks that send and receive a message; a gradient for its own stage goes to the other replica."""
-    _, source, microbatch, target, _ = message
-    assert target is not None, "a message has a target stage"
-    start = placement.home(source, microbatch)
-    if source != target:
-        return start, placement.home(target, microbatch)
-    (other,) = (rank for rank in placement.replicas(source) if rank != start)
-    return start, other
+    """Return the ranks that send and receive a message."""
+    return placement.home(message.stage, message.microbatch), target_of(message, placement)
 
 
 class Linker:
     """The linker of one program, maybe in pieces: numbers its messages and channels, and what actions take and post.
 
     - `uneven`: the stages and specs of each unit whose shapes differ from the usual ones.
-    - `partials`: per stage, gradients from its other replica, for its `G`.
+    - `partials`: per stage, the gradients of all its replicas, for its `G`, each with its place among them.
     - `arriving`: per stage, instructions that take the gradients of parameters it shares, for its `U` or for the end.
     """
 
@@ -116,7 +111,7 @@ class Linker:
         self.uneven = {i: (others, _specs(others)) for i, others in uneven.items()}
         self.numbers = defaultdict[Message, int](count().__next__)
         self.channels = defaultdict[Route, int](count().__next__)
-        self.partials = defaultdict[int, list[int]](list)
+        self.partials = defaultdict[int, list[tuple[int, int]]](list)
         self.arriving = defaultdict[int, list[Instruction]](list)
 
     def program(self, actions: Iterable[Action]) -> list[Instruction]:
@@ -130,9 +125,17 @@ class Linker:
         before = self.collectives.before(instruction)
         if instruction.action.kind == "U":
             before += self.arriving.pop(instruction.action.stage, [])
+        elif instruction.action.kind == "G":
+            before.append(self._keep_own(instruction))
         elif instruction.action.kind == "OVERLAP_F" and following is not None:
             before += self._keep_cotangents(instruction, following)
         return _precede(before, instruction)
+
+    def _keep_own(self, instruction: Instruction) -> Instruction:
+        """Return what keeps this rank's part of the gradient for a `G`, like those that arrive."""
+        action = instruction.action._replace(kind="SEND_G", peer=instruction.action.stage)
+        kept = (self.numbers[instruction.action], slice(None))
+        return instruction._replace(action=action, handler=HANDLERS["SEND_G"], awaited=(), outputs=(kept,), sends=())
 
     def _keep_cotangents(self, instruction: Instruction, following: ActionGroup) -> list[Instruction]:
         """Return what waits for the cotangents of a fused pair's second action, before its first, and keeps them."""
@@ -155,7 +158,9 @@ class Linker:
             if other.kind == "RECV_G":
                 self._take_later(position, other)
         taken, made = self._match_messages(action)
-        stage, handler = self._stage(action), self.handlers[action.kind] if _place(action) == COMPUTE else do_nothing
+        stage, handler = self._stage(action), cast(ActionHandler, do_nothing)
+        if _place(action) == COMPUTE:
+            handler = getattr(action.kind, "handler", None) or self.handlers[action.kind]
         return Instruction(at, action, stage, handler, tuple(receives), tuple(waits), tuple(taken), made, tuple(sends))
 
     def _stage(self, action: Action) -> StageLike:
@@ -172,9 +177,11 @@ class Linker:
         return Transfer(self.numbers[message], route, message, specs[message.kind, message.stage, message.peer])
 
     def _take_later(self, position: int, action: Action) -> None:
-        number = self.numbers[message_of(action)]
+        message = message_of(action)
+        number = self.numbers[message]
         if action.peer == action.stage:
-            self.partials[action.stage].append(number)
+            sender = self.placement.home(message.stage, message.microbatch)
+            self.partials[action.stage].append((self.placement.replicas(action.stage).index(sender), number))
         else:
             taken = Instruction(position, action, self._stage(action), HANDLERS["RECV_G"], (), (), (number,), (), ())
             self.arriving[action.stage].append(taken)
@@ -183,7 +190,8 @@ class Linker:
         """Return the messages that a compute action takes, and the slice of its results for each that it gives."""
         kind, s, i, _, k = action
         if kind == "G":
-            return self.partials.pop(s, []), ()
+            own = self.placement.replicas(s).index(self.placement.home(s, i)), self.numbers[action]
+            return [number for _, number in sorted([own, *self.partials.pop(s, [])])], ()
         if kind == "SEND_G":
             return [], ((self.numbers[message_of(action)], slice(None)),)
         what, stage = KINDS[kind].crosses if kind in KINDS else "", self._stage(action)
@@ -229,7 +237,8 @@ class PostedCollectives:
     def before(self, instruction: Instruction) -> list[Instruction]:
         """Return the instructions that must come before this one, and note what it posts itself."""
         kind, s, _, peer, _ = instruction.action
-        word, unit, found = KINDS.get(kind) or Kind(""), instruction.action[1:], list[Instruction]()
+        word = KINDS[kind] if kind in KINDS or is_own(kind) else Kind("")
+        unit, found = instruction.action[1:], list[Instruction]()
         if word.before == "forward" and unit in self.reloading:
             found = [_await(self.reloading.pop(unit))]
         # Nobody may free weights that are still on their way, so a RESHARD waits for them like a reader.

@@ -34,13 +34,13 @@ class Lives(NamedTuple):
     done: NDArray[np.int32]
 
 
-class _Same(NamedTuple):
+class Same(NamedTuple):
     """A schedule that is the same only as itself: equal ones may print differently."""
 
     schedule: Schedule
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.schedule is other.schedule
+        return isinstance(other, Same) and self.schedule is other.schedule
 
     def __hash__(self) -> int:
         return id(self.schedule)
@@ -48,11 +48,11 @@ class _Same(NamedTuple):
 
 def read_lives(schedule: Schedule) -> tuple[Codes, Lives] | None:
     """Return the codes and lives of a schedule, or `None` if it breaks a rule, or has no codes. Keep those of one."""
-    return _read(_Same(schedule))
+    return _read(Same(schedule))
 
 
 @lru_cache(maxsize=1)  # a schedule is mostly checked, lowered and simulated in a row
-def _read(same: _Same) -> tuple[Codes, Lives] | None:
+def _read(same: Same) -> tuple[Codes, Lives] | None:
     codes = encode(same.schedule)
     lives = None if codes is None else find_lives(same.schedule, codes)
     return None if codes is None or lives is None else (codes, lives)
@@ -108,17 +108,24 @@ def _are_sliced(schedule: Schedule, lives: Lives) -> bool:
 
 def _are_summed(schedule: Schedule, codes: Codes, lives: Lives) -> bool:
     """Return whether each replica of a stage sums the gradients once, at the end of its backwards."""
-    placement, R = schedule.placement, len(schedule.placement.routes)
+    placement = schedule.placement
     expected = {
-        (s, range(route, schedule.microbatches, R)[-1]): lives.done[s].reshape(-1, schedule.slices)[route::R].max()
+        (s, placement.last(s, rank, schedule.microbatches)): find_last(schedule, lives, s, rank)
         for s in range(placement.stages * schedule.backward)
         if len(placement.replicas(s)) > 1
-        for route in range(R)
+        for rank in placement.replicas(s)
     }
     sums = np.flatnonzero(codes.kinds == CODE_OF["G"])
     found = [(int(codes.stages[k]), int(codes.units[k]) // schedule.slices) for k in sums]
     is_late = all(last < k for one, k in zip(found, sums, strict=True) if (last := expected.get(one)) is not None)
     return is_late and sorted(found) == sorted(expected)
+
+
+def find_last(schedule: Schedule, lives: Lives, s: int, rank: int) -> int:
+    """Return the number of the last action that adds to the gradient of a stage on a rank."""
+    done = lives.done[s].reshape(-1, schedule.slices)
+    homes = np.resize([route[s] for route in schedule.placement.routes], len(done))
+    return int(done[homes == rank].max())
 
 
 def _fits(schedule: Schedule, codes: Codes) -> bool:

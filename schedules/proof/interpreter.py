@@ -25,6 +25,7 @@ from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule, graph_of
 from schedules.lowering.program import lower
+from schedules.own_kinds import OwnKind
 from schedules.proof.formulas import Formula, Meaning, formula
 from schedules.proof.gatherings import Gatherings
 from schedules.proof.gradients import Sums
@@ -82,6 +83,7 @@ class Interpreter:
         self.transfers = None if links is None else Transfers(schedule.placement, self.store, self.sums, links)
         self.outputs: list[list[Formula]] = [[] for _ in range(graph.stages)]
         self.copied: dict[Parcel, Formula] = {}
+        self.own = set[Action]()
 
     def run(self) -> Meaning:
         """Step the ranks in turn until all have ended. Return the outcome; a round without progress is a deadlock."""
@@ -123,7 +125,9 @@ class Interpreter:
             if not self._can_run(rank, action):
                 problem = "is not an action on a stage that this rank holds"
                 raise self.store.error(rank, problem, "Run it on the rank that holds the stage.")
-            if self.transfers is not None and action.kind not in _HANDLERS:
+            if isinstance(action.kind, OwnKind):
+                yield from self._run_own(rank, action, action.kind)
+            elif self.transfers is not None and action.kind not in _HANDLERS:
                 yield from self.transfers.run(rank, action)
             elif action.kind == "OVERLAP_F":
                 yield from self._run_pair(rank, action, next(stream, (position, None))[1])
@@ -131,13 +135,16 @@ class Interpreter:
                 yield from _HANDLERS[action.kind](self, rank, action)
 
     def _can_run(self, rank: int, action: Action) -> bool:
-        is_compute = action.kind in _HANDLERS
+        is_compute = action.kind in _HANDLERS or isinstance(action.kind, OwnKind)
         if not is_compute and (self.links is None or action.kind not in KINDS):
             return False
         if not all(0 <= stage < self.graph.stages for stage in (action.stage, action.peer) if stage is not None):
             return False
         word = KINDS[action.kind]
         is_whole = not word.after and word.carries in ("", "G")
+        replicas = self.placement.replicas(action.stage) if action.peer == action.stage else ()
+        if len(replicas) > 2:  # the slice says which of the others gets its part of the gradient
+            return action.slice is not None and action.slice < len(replicas)
         if (action.slice is None) != (self.schedule.slices == 1 or is_whole):
             return False
         is_home = action.peer is not None or self.placement.home(action.stage, action.microbatch) == rank
@@ -176,6 +183,14 @@ class Interpreter:
         (output,) = yield from self.store.take(rank, Parcel("inputs", s, s, i, part))
         self.weights.read(rank, s)
         self.store.put(rank, output, Parcel("residuals", s, s, i, part))
+
+    def _run_own(self, rank: int, action: Action, kind: OwnKind) -> Waits:
+        """Run an action of a user's own kind: once, from one state of what the stage keeps to another."""
+        if action in self.own:
+            raise self.store.error(rank, "runs again", "Run it once.")
+        self.own.add(action)
+        if kind.after:
+            yield from self._move(rank, action, _KEPT.get(kind.before, kind.before), _KEPT.get(kind.after, kind.after))
 
     def _offload(self, rank: int, action: Action) -> Waits:
         yield from self._move(rank, action, "residuals", "hosted")
@@ -221,7 +236,8 @@ class Interpreter:
             raise self.store.error(rank, problem, repair)
         partials = {rank: sums.partial_sum(s, rank)}
         for other in others:
-            partial = Parcel("G", s, s, sums.last_microbatch(s, other))
+            part = self.placement.replicas(s).index(rank) if len(others) > 1 else None
+            partial = Parcel("G", s, s, sums.last_microbatch(s, other), part)
             if self.links is not None:
                 (partials[other],) = yield from self.store.take(rank, partial)
             while self.links is None and not sums.is_complete(s, other):
@@ -232,9 +248,9 @@ class Interpreter:
     def _update(self, rank: int, action: Action) -> Waits:
         """Update a stage's weights once the gradients of the parameters it shares with other stages are complete."""
         t = action.stage
-        for route, homes in enumerate(self.placement.routes):
+        for homes in self.placement.routes:
             for s in self.graph.shared_by[t] if homes[t] == rank and self.schedule.backward else ():
-                parcel = Parcel("G", s, t, self._last_microbatch(route))
+                parcel = Parcel("G", s, t, self._last_microbatch(s, homes[s], t, rank))
                 if self.links is not None and homes[s] != rank and parcel not in self.copied:
                     (self.copied[parcel],) = yield from self.store.take(rank, parcel)
                 while not self.sums.is_final(s, homes[s]):
@@ -269,17 +285,21 @@ class Interpreter:
         owner, holder = (self.placement.routes[route][stage] for stage in (s, t))
         if self.links is None or owner == holder:
             return self.sums.full_gradient(s, owner)
-        parcel = Parcel("G", s, t, self._last_microbatch(route))
-        if parcel in self.copied:
-            return self.copied[parcel]
-        if parcel not in self.store.parcels[holder]:
-            raise ProgramError(f"{parcel} never arrives. Send it after the last backward of stage {s}.")
-        return self.store.parcels[holder].pop(parcel)
+        parcel = Parcel("G", s, t, self._last_microbatch(s, owner, t, holder))
+        if parcel not in self.copied:
+            if parcel not in self.store.parcels[holder]:
+                raise ProgramError(f"{parcel} never arrives. Send it after the last backward of stage {s}.")
+            self.copied[parcel] = self.store.parcels[holder].pop(parcel)
+        return self.copied[parcel]
 
-    def _last_microbatch(self, route: int) -> int:
-        return range(route, self.schedule.microbatches, len(self.placement.routes))[-1]
+    def _last_microbatch(self, s: int, owner: int, t: int, holder: int) -> int:
+        """Return the last microbatch that runs these stages on these ranks: it names what one sends the other."""
+        home, microbatches = self.placement.home, range(self.schedule.microbatches)
+        return max(i for i in microbatches if (home(s, i), home(t, i)) == (owner, holder))
 
 
+_KEPT: Mapping[str, str] = MappingProxyType({"kept": "inputs", "forward": "residuals", "halved": "deferred"})
+"""The parcel that a unit has in some states; in others, it is named after the state."""
 _Handler: TypeAlias = Callable[[Interpreter, int, Action], Waits]
 _HANDLERS: Mapping[str, _Handler] = MappingProxyType(
     {
