@@ -37,7 +37,7 @@ check_stage
 """,
     "schedules": """
 Action ArgumentError B Bound C Certificate Costs CriticalPath certify Device DeviceRun F
-Factory G Graph GraphError I KINDS Limits Link PipelineError
+Factory G Graph GraphError I KINDS Limits Link OwnKind PipelineError
 Placement Problem Program
 ProgramError R Rule Schedule ScheduleError SearchProgress SearchResult SizeError Sizes SolverError
 Span TableError Timeline U
@@ -51,7 +51,7 @@ offload pipedream_2bw play prefer recompute schedule
 search seq_1f1b
 reduce_gradients repeat run_on_device shard
 TimelineError
-simulate spans split_backward summarize transform update_weights v_1f1b v_half v_min v_schedule vee wave zb_auto zb_h1
+simulate spans split_backward sum_replicas summarize transform update_weights v_1f1b v_half v_min v_schedule vee wave zb_auto zb_h1
 zb_h2 zb_v
 """,
     "schedules.drawing": """
