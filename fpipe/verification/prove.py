@@ -229,7 +229,10 @@ def _take_values(trial: Trial) -> tuple[Trial, State, State, FakeTensorMode | No
     params, buffers = read_state(module)
     for mine, p in zip(params.values(), module.parameters(), strict=True):
         mine.requires_grad_(p.requires_grad)
-    return trial._replace(module=module, batch=batch), params, buffers, mode
+    batching = trial.pipe.captures.batchings[True]
+    few = batching.weight is None and batching.of_batch(*batch).microbatches < batching.microbatches
+    total = batching.example.divisor if few and batching.example.divisor > 1 else None  # as in what is recorded
+    return trial._replace(module=module, batch=batch, total=total), params, buffers, mode
 
 
 @contextmanager
@@ -255,7 +258,7 @@ def _prove_rest(trial: Trial) -> tuple[int, int]:
 def _find_plan(trial: Trial) -> StepPlan:
     """Return the plan of the step that is proved."""
     with suspend_autocast(trial.variant) as variant:
-        return trial.pipe.plan(variant, trial.pipe.batch(variant, *trial.batch).signature)
+        return trial.pipe.plan(variant, trial.pipe.batch(variant, *trial.batch, total=trial.total).signature)
 
 
 class Claims:
