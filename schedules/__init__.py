@@ -51,11 +51,13 @@ from schedules.families import (
 )
 from schedules.families.blocks import merge_in_order
 from schedules.families.one_forward_one_backward import alternate, group_passes
+from schedules.families.placements import bidirectional, looped, vee, wave
 from schedules.language.actions import KINDS, Action, B, C, F, G, I, R, U, W, parse
 from schedules.language.graph import Graph, chain, dag
-from schedules.language.placement import Placement, bidirectional, linear, looped, vee, wave
+from schedules.language.placement import Placement, linear
 from schedules.language.schedule import Factory, Limits, Schedule, schedule
 from schedules.lowering.program import Program, lower
+from schedules.playing.board import sum_replicas
 from schedules.playing.costs import Costs, Link, Sizes
 from schedules.playing.engine import Span
 from schedules.playing.play import Rule, play, prefer
@@ -155,6 +157,7 @@ __all__ = [
     "simulate",
     "spans",
     "split_backward",
+    "sum_replicas",
     "summarize",
     "transform",
     "update_weights",

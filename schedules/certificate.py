@@ -8,11 +8,10 @@ the programs of all ranks, and accepts a claim only if it follows, in time linea
   and weights there; every message of the stage graph is sent, received and waited for once, by the right ranks;
   every sum, reduction and update has the whole gradients that it names.
 - **No wait for ever.** There is an order of all actions in which each rank follows its program, and each receive comes
-  right after its send. So there is no cycle of waits, under any timing: not if sends wait for their receives, and not
-  on devices that do one thing at a time. Copies of the pipeline run the same programs, so each collective has a place.
-- **Sums, versions, memory, time.** The order in which gradients are added, and the version of the weights that each
-  microbatch uses; the most that each rank holds, and where; the makespan, computed exactly; and a lower bound: one rank
-  has so much work, cannot begin earlier, and leaves so much to others, in any order.
+  right after its send. So waits form no cycle, even if sends wait for their receives, and devices do one thing at a
+  time. Copies of the pipeline run the same programs, so each collective has a place.
+- **Sums, versions, memory, time.** The order in which gradients are added; the version that each microbatch uses; the
+  most that each rank holds, and where; the exact makespan; and a lower bound: what one rank waits, works and leaves.
 """
 
 from __future__ import annotations
@@ -76,11 +75,8 @@ class Job:
         _require(isinstance(self.backward, bool), "backward", self.backward, "true or false")
         self.both, self.ranks, self.stages = len(self.routes), len(texts), len([*self.routes, []][0])
         fits = self.both in (1, 2) and all(len(route) == self.stages >= 1 for route in self.routes)
-        fits = (
-            fits
-            and self.ranks <= 2 * self.stages
-            and {rank for route in self.routes for rank in route} == {*range(self.ranks)}
-        )
+        fits = fits and self.ranks <= 2 * self.stages
+        fits = fits and {rank for route in self.routes for rank in route} == {*range(self.ranks)}
         _require(fits, "routes", self.routes, "one or two lists of as many ranks, each with a program")
         self.declared = _integers(document["declared"], "declared")
         _require(self.count >= self.both and self.slices >= 1, "microbatches", self.count, "one for each route")
@@ -163,6 +159,8 @@ class Job:
                 self.moved[what][s, t] = min(time, self.moved[what].get((s, t), time))
             for s, t in twice + edges["G"] if self.backward else ():
                 one = "G", s, self.count - 1 - (self.count - 1 - route) % self.both, 0, t
+                if one[2] + 1 < self.count and {(homes[s], homes[t])} == {(a[s], a[t]) for a in self.routes}:
+                    continue  # it is sent once, after the last microbatch of both routes
                 there = sum(self.holders[t]) - homes[s] if s == t else homes[t]
                 self.takes[s == t, t, there].append(one)
                 self.gives[s == t, s, homes[s]].append((one, there, self._transfer("G", s, (homes[s], there))))

@@ -85,9 +85,9 @@ def certify(program: Program | Schedule, costs: Costs = Costs(), sizes: Sizes = 
     """Return a certificate of a program, or of a schedule's program for a chain of stages, for these costs and sizes.
 
     A program may be of any stage graph, so that values skip stages and stages share parameters, and of all kinds of
-    actions: slices, updates in flight, collectives and moves of memory too. Raise `ProgramError` for costs that are
-    drawn, and for a program in which ranks wait for each other if sends wait for their receives. Raise `TableError` for
-    a program that is wrong.
+    actions: slices, updates in flight, collectives and moves of memory too. Raise `ProgramError` for more than two
+    routes, for costs that are drawn, and for a program in which ranks wait for each other if sends wait for their
+    receives. Raise `TableError` for a program that is wrong.
 
     >>> from schedules import Costs, certify, zb_h1
     >>> found = certify(zb_h1(ranks=4, microbatches=8), Costs(F=1, B=2))
@@ -110,6 +110,11 @@ def certify(program: Program | Schedule, costs: Costs = Costs(), sizes: Sizes = 
         raise ProgramError(
             f"certify: got costs with jitter={costs.jitter}, expected costs that are not random: a certificate states "
             "one makespan. Certify it with jitter=0."
+        )
+    if len(schedule.placement.routes) > 2:
+        raise ProgramError(
+            f"certify: got a placement with {len(schedule.placement.routes)} routes, expected one or two, which "
+            "certificates cover. Certify it with two."
         )
     exact = [costs.comm] if not isinstance(costs.comm, Link) else []
     document: dict[str, Any] = {

@@ -127,11 +127,14 @@ class Delivery:
                     f"{name}: got a .grad that was cleared or replaced after the forward, which has added to it, "
                     "expected it untouched. Call zero_grad() before the forward."
                 )
-            if p.grad is not None and name in self.used and is_stored_in(p.grad, self.used[name]) and p.grad.any():
-                raise InputError(
-                    f"{name}: got a .grad that an optimizer has used but that was not cleared, expected none. Call "
-                    "zero_grad() before loss.backward()."
-                )
+        grads = ((name, self.params[name].grad) for name in self.used)
+        left = {name: grad for name, grad in grads if grad is not None and is_stored_in(grad, self.used[name])}
+        if left and torch.stack([grad.any() for grad in left.values()]).any():  # one wait for a device, not many
+            name = next(name for name, grad in left.items() if grad.any())
+            raise InputError(
+                f"{name}: got a .grad that an optimizer has used but that was not cleared, expected none. Call "
+                "zero_grad() before loss.backward()."
+            )
 
     def _find_factor(self, cotangent: float) -> float:
         """Return what to multiply the gradients by; raise `InputError` if that would round."""

@@ -103,8 +103,13 @@ class PipelineCopies:
         }
 
     def train(self, schedule: Schedule) -> Schedule:
-        """Return the schedule with the collectives of a training step, unless it has them already."""
+        """Return the schedule with the collectives of a training step, unless it has them already.
+
+        A schedule that updates weights in flight gets none: a stream reduces the gradients of each batch.
+        """
         kinds = {action.kind for rank in range(schedule.ranks) for action in schedule.actions(rank)}
+        if "U" in kinds:
+            return schedule
         if self.count > 1 and schedule.backward and "REDUCE_GRAD" not in kinds:
             schedule = reduce_gradients(schedule)
         return schedule if kinds & GATHERINGS else self._gather(schedule)

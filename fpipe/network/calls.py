@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic
-from typing import Final
 
 import torch.distributed as dist
 from torch import Tensor
@@ -32,12 +31,8 @@ from fpipe.network.lookout import Lookout
 from fpipe.network.ranks import Fields
 from fpipe.network.standing import Standing
 from fpipe.network.trail import Trail
-from fpipe.network.waiting import Awaited, BrokenWaitError, destroy_groups, list_closed
+from fpipe.network.waiting import Awaited, BrokenWaitError, destroy_groups, is_on_host
 from schedules.errors import describe_error
-
-DIED: Final = (
-    "it died, or left: its connection ended, and it left no failure record. Look at the last lines that it printed"
-)
 
 
 class SharedCalls:
@@ -58,7 +53,7 @@ class SharedCalls:
     ) -> None:
         self.table, self.owned, self.count = table, owned, 0
         self.idle: float | None = 0.0
-        self.lookout = Lookout(Board.of(table.group), table.processes, timeout, release, trail)
+        self.lookout = Lookout(Board.of(table.group), table.processes, table.group, timeout, release, trail)
         self.situation = self.lookout.situation
 
     @contextmanager
@@ -155,20 +150,16 @@ class SharedCalls:
 
         NCCL raises only where something is posted: it does not notice that another process is gone. Gloo does.
         """
-        group = error.awaited.group
-        is_told = self.lookout.cut is not None or self.lookout.board.read() is not None or self.lookout.board.is_lost
+        lookout, awaited = self.lookout, error.awaited
+        is_told = lookout.cut is not None or lookout.board.read() is not None or lookout.board.is_lost
         is_told = is_told or isinstance(error.__cause__, TransportError)  # of a creation that was given up
-        return None if is_told or dist.get_backend(group) == "gloo" or list_closed(error.awaited) else error.__cause__
+        is_others = is_told or is_on_host(awaited.group) or lookout.list_gone(awaited)
+        return None if is_others else error.__cause__
 
     def _learn(self, awaited: Awaited) -> RankError:
         """Return the error of this rank, for which something did not come; find out why, and tell the others."""
         lookout, board = self.lookout, self.lookout.board
-        cause = board.read() or board.lost_cause
-        if cause is None:
-            closed = tuple(list_closed(awaited))
-            lost = lookout.ranks_of(awaited._replace(peers=closed or awaited.peers))
-            died = Cause(lost[0] if lost else None, f"before {awaited.what}", DIED)
-            cause = board.publish(died, lost[:1] if closed else ())
+        cause = board.read() or board.lost_cause or lookout.blame(awaited, lookout.list_gone(awaited))
         place = self.situation.place
         self._end(str(cause))
         return RankError(self.table.rank, place, lookout.name(awaited), cause)

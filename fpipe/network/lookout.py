@@ -10,8 +10,9 @@ a slow peer. Once the timeout of the process group is over, it finds out who kee
 waits for whom, to a rank that gives no sign of life, or that waits for nobody. To end a wait, it breaks the groups.
 
 An accelerator waits in place of the host, which goes on, and may leave the call. What the device has not passed yet is
-then a wait like any other (`fpipe.network.trail`). Once its groups are broken it goes on, with garbage: from then on,
-whatever the host does in a call raises.
+then a wait like any other (`fpipe.network.trail`). A device does not notice that a peer is gone. But the connections
+over which the ranks agree end with a process, so this thread looks at them if the device is long at one place. Once its
+groups are broken the device goes on, with garbage: from then on, whatever the host does in a call raises.
 
 Invariant: the thread asks the store only while a call is running, or while the device still works on one, so that a
 process can end at any time between calls.
@@ -32,16 +33,22 @@ from threading import Thread, current_thread, main_thread
 from time import monotonic
 from typing import Final
 
+import torch.distributed as dist
+
 from fpipe.errors import Cause
 from fpipe.network.board import PATIENCE, Board, Sign
 from fpipe.network.standing import Situation
 from fpipe.network.trail import Trail
-from fpipe.network.waiting import Awaited, BrokenWaitError, Waitable, break_group
+from fpipe.network.waiting import Awaited, BrokenWaitError, Waitable, break_group, is_on_host, list_closed
 from fpipe.tensors.torch_private import process_groups
 
 SLICE: Final = 0.5  # seconds between two looks
 SILENCE: Final = 4 * SLICE  # a rank without a new sign of life for so long is silent
 FIRST_REPORT: Final = 30.0  # seconds until a slow peer is reported; then after twice as long, and so on
+LONG: Final = 10 * SLICE  # seconds that a device is at one place until this thread looks whether a peer is gone
+DIED: Final = (
+    "it died, or left: its connection ended, and it left no failure record. Look at the last lines that it printed"
+)
 LOG = logging.getLogger(__name__)
 
 
@@ -61,7 +68,7 @@ class Vigil:
 class Lookout:
     """The lookout of one rank.
 
-    - `processes`: the numbers in the job of the ranks.
+    - `processes`: the numbers in the job of the ranks. `group`: their Gloo group, whose connections end if one is gone.
     - `release`: breaks the groups of the pipeline. `trail`: what its device has to do, if it has one.
     - `situation`: what the rank is doing. `vigil`: the wait that the thread has seen last.
     - `latest`: what the rank waited for last in its call. `cut`: what was awaited when the groups were broken.
@@ -71,11 +78,12 @@ class Lookout:
         self,
         board: Board,
         processes: Sequence[int],
+        group: dist.ProcessGroup,
         timeout: timedelta,
         release: Callable[[], None],
         trail: Trail | None = None,
     ) -> None:
-        self.board, self.processes, self.timeout = board, processes, timeout.total_seconds()
+        self.board, self.processes, self.group, self.timeout = board, processes, group, timeout.total_seconds()
         self.release, self.trail, self.situation = release, trail, Situation()
         self.latest: Waitable | None = None
         self.cut: Awaited | None = None
@@ -168,11 +176,30 @@ class Lookout:
             return
         if is_interrupted:  # others must not take it for a death
             self.board.publish(Cause(self.board.rank, self.situation.place, KeyboardInterrupt.__name__))
-        is_over = is_failed or is_interrupted
-        if is_over or self._is_too_long(awaited, now - self.vigil.since):
+        is_over, waited = is_failed or is_interrupted, now - self.vigil.since
+        if is_over or self._is_left_alone(awaited, waited) or self._is_too_long(awaited, waited):
             self.cut = awaited  # before it breaks: who sees garbage must see this
             posted.give_up()
             self.break_all()
+
+    def list_gone(self, awaited: Awaited) -> list[int]:
+        """Return which of the awaited processes have ended their connection, there or in the group of all ranks."""
+        peers = tuple(peer for peer in awaited.peers if peer in self.processes)
+        return list_closed(awaited) or list_closed(awaited._replace(peers=peers, group=self.group))
+
+    def blame(self, awaited: Awaited, gone: Sequence[int]) -> Cause:
+        """Publish that one of the awaited processes is gone, the first of those if any is known; return the cause."""
+        first = self.ranks_of(awaited._replace(peers=tuple(gone) or awaited.peers))[:1]
+        return self.board.publish(Cause(next(iter(first), None), f"before {awaited.what}", DIED), first if gone else ())
+
+    def _is_left_alone(self, awaited: Awaited, waited: float) -> bool:
+        """Return true, once published, if a device is long at one place, and a process that it awaits is gone."""
+        if waited < LONG or is_on_host(awaited.group):
+            return False
+        gone = self.list_gone(awaited)
+        if gone:
+            self.blame(awaited, gone)
+        return bool(gone)
 
     def _is_too_long(self, awaited: Awaited, waited: float) -> bool:
         """Report a wait that is long; once it is too long, publish why, and return true."""

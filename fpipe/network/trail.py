@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.network.waiting import Awaited, Waitable, break_group, has_streams
+from fpipe.network.waiting import Awaited, Waitable, break_group, has_streams, is_on_host
 
 PER_LAP: Final = 8
 """How many messages go together."""
@@ -104,7 +104,7 @@ class Trail:
     def follow(self, posted: Waitable) -> None:
         """Note that the device waits for something from here on, unless it is the host that has waited for it."""
         awaited = posted.awaited
-        if isinstance(posted, StreamPoint) or dist.get_backend(awaited.group) == "gloo":
+        if isinstance(posted, StreamPoint) or is_on_host(awaited.group):
             return
         while self.points and self.points[0].event.query():
             self.points.popleft()

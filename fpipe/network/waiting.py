@@ -31,6 +31,11 @@ def has_streams(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def is_on_host(group: dist.ProcessGroup) -> bool:
+    """Return whether hosts wait for what comes over a group: over Gloo, which notices if a process is gone."""
+    return dist.get_backend(group) == "gloo"
+
+
 class Awaited(NamedTuple):
     """The thing that a rank waits for.
 
@@ -149,7 +154,7 @@ def break_group(group: dist.ProcessGroup) -> None:
     Gloo has no function for it. It does this when a wait times out, so one is made to: on the first connection that is
     still open.
     """
-    if dist.get_backend(group) != "gloo":
+    if not is_on_host(group):
         group.abort()
     if not has_gloo(group):
         return

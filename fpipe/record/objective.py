@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -123,6 +123,11 @@ class Objective:
     way: Way = USUAL
     ranks_of: Mapping[int, int] = field(default_factory=dict, compare=False)
     slicing: Slicing | None = None
+
+    @property
+    def unsliced(self) -> Objective:
+        """The same computation, on sequences that are not cut."""
+        return self if self.slicing is None else replace(self, slicing=replace(self.slicing, count=1))
 
     def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> Computed:
         """Return the results for the leaves of `batch`."""

@@ -11,6 +11,7 @@ Runs in every step.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from types import MappingProxyType
 
 from fpipe.runtime.contract import StageLike
@@ -107,10 +108,10 @@ def _take_reloaded(run: Execution, action: Action, stage: StageLike, arrived: Pa
 
 
 def _add_replicas(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """Sum over both replicas, in route order: even microbatches take the first route, odd ones the second."""
-    _, s, i, _, _ = action
-    own = stage.complete(run.grads[s])
-    run.grads[s] = stage.add(arrived, own) if i % 2 else stage.add(own, arrived)
+    """Sum over all replicas, whose parts of the gradient come in the order of routes."""
+    size = max(1, len(stage.totals))
+    parts = [arrived[first : first + size] for first in range(0, len(arrived), size)]
+    run.grads[action.stage] = reduce(stage.add, parts) if parts else ()
     return ()
 
 

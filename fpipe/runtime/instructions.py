@@ -32,6 +32,7 @@ from fpipe.runtime.handlers import HANDLERS, TAKERS, do_nothing, keep_arrivals, 
 from fpipe.runtime.transport import Route
 from schedules.language.actions import KINDS, SENDS, Action, Kind, Message, message_of
 from schedules.language.placement import Placement
+from schedules.lowering.turns import target_of
 
 BEFORE, COMPUTE, AFTER = range(3)
 NO_STAGES: Mapping[int, Mapping[int, StageLike]] = MappingProxyType({})
@@ -84,21 +85,15 @@ def _place(action: Action) -> int:
 
 
 def channel(placement: Placement, message: Message) -> Route:
-    """Return the ranks that send and receive a message; a gradient for its own stage goes to the other replica."""
-    _, source, microbatch, target, _ = message
-    assert target is not None, "a message has a target stage"
-    start = placement.home(source, microbatch)
-    if source != target:
-        return start, placement.home(target, microbatch)
-    (other,) = (rank for rank in placement.replicas(source) if rank != start)
-    return start, other
+    """Return the ranks that send and receive a message."""
+    return placement.home(message.stage, message.microbatch), target_of(message, placement)
 
 
 class Linker:
     """The linker of one program, maybe in pieces: numbers its messages and channels, and what actions take and post.
 
     - `uneven`: the stages and specs of each unit whose shapes differ from the usual ones.
-    - `partials`: per stage, gradients from its other replica, for its `G`.
+    - `partials`: per stage, the gradients of all its replicas, for its `G`, each with its place among them.
     - `arriving`: per stage, instructions that take the gradients of parameters it shares, for its `U` or for the end.
     """
 
@@ -116,7 +111,7 @@ class Linker:
         self.uneven = {i: (others, _specs(others)) for i, others in uneven.items()}
         self.numbers = defaultdict[Message, int](count().__next__)
         self.channels = defaultdict[Route, int](count().__next__)
-        self.partials = defaultdict[int, list[int]](list)
+        self.partials = defaultdict[int, list[tuple[int, int]]](list)
         self.arriving = defaultdict[int, list[Instruction]](list)
 
     def program(self, actions: Iterable[Action]) -> list[Instruction]:
@@ -130,9 +125,17 @@ class Linker:
         before = self.collectives.before(instruction)
         if instruction.action.kind == "U":
             before += self.arriving.pop(instruction.action.stage, [])
+        elif instruction.action.kind == "G":
+            before.append(self._keep_own(instruction))
         elif instruction.action.kind == "OVERLAP_F" and following is not None:
             before += self._keep_cotangents(instruction, following)
         return _precede(before, instruction)
+
+    def _keep_own(self, instruction: Instruction) -> Instruction:
+        """Return what keeps this rank's part of the gradient for a `G`, like those that arrive."""
+        action = instruction.action._replace(kind="SEND_G", peer=instruction.action.stage)
+        kept = (self.numbers[instruction.action], slice(None))
+        return instruction._replace(action=action, handler=HANDLERS["SEND_G"], awaited=(), outputs=(kept,), sends=())
 
     def _keep_cotangents(self, instruction: Instruction, following: ActionGroup) -> list[Instruction]:
         """Return what waits for the cotangents of a fused pair's second action, before its first, and keeps them."""
@@ -172,9 +175,11 @@ class Linker:
         return Transfer(self.numbers[message], route, message, specs[message.kind, message.stage, message.peer])
 
     def _take_later(self, position: int, action: Action) -> None:
-        number = self.numbers[message_of(action)]
+        message = message_of(action)
+        number = self.numbers[message]
         if action.peer == action.stage:
-            self.partials[action.stage].append(number)
+            sender = self.placement.home(message.stage, message.microbatch)
+            self.partials[action.stage].append((self.placement.replicas(action.stage).index(sender), number))
         else:
             taken = Instruction(position, action, self._stage(action), HANDLERS["RECV_G"], (), (), (number,), (), ())
             self.arriving[action.stage].append(taken)
@@ -183,7 +188,8 @@ class Linker:
         """Return the messages that a compute action takes, and the slice of its results for each that it gives."""
         kind, s, i, _, k = action
         if kind == "G":
-            return self.partials.pop(s, []), ()
+            own = self.placement.replicas(s).index(self.placement.home(s, i)), self.numbers[action]
+            return [number for _, number in sorted([own, *self.partials.pop(s, [])])], ()
         if kind == "SEND_G":
             return [], ((self.numbers[message_of(action)], slice(None)),)
         what, stage = KINDS[kind].crosses if kind in KINDS else "", self._stage(action)

@@ -145,6 +145,7 @@ def assemble(
     sections = route(captured, observed, partition, results, summed, repetitions, ranks)
     functions = [captured.fuse(section.units, observed.random, section.inputs, section.outputs) for section in sections]
     stages, graph = _stages(captured, sections, functions, placement, variant, request)
+    _require_sums_in_order(stages, sections, count)
     stages = tuple(
         _add_prologue(captured, *one) if one[-1].values else one[0]
         for one in zip(stages, sections, repetitions, strict=True)
@@ -186,6 +187,30 @@ def require_unmodified(captured: Captured, observed: Observed) -> None:
                 "would modify it once. Return what the next slice needs as the carry, or choose a schedule of whole "
                 "microbatches."
             )
+
+
+def _require_sums_in_order(stages: Sequence[ModelStage], sections: Sequence[Section], count: int) -> None:
+    """Raise `CutError` if later stages read what a slice leaves for the next one, twice or more in its own slice.
+
+    On one device, the cotangent from the next slice comes first in the sum. Here it comes last: its stage adds it to
+    the sum of the others. With one other term, that is the same.
+    """
+    for stage in stages:
+        first = stage.index // count * count
+        carried = {v for one in stage.pulled_by if one.source >= first + count for v in one.values}
+        later = range(stage.index + 1, first + count)
+        for value in carried & {v for one in stage.pulled_by if one.source in later for v in one.values}:
+            reads = [v for t in later for unit in sections[t].units for v in unit.reads] + [
+                v for t in later for v in sections[t].results
+            ]
+            if reads.count(value) > 1:
+                users = [t - first for t in later for unit in sections[t].units if value in unit.reads]
+                raise CutError(
+                    f"stage {stage.index - first}: got a carry that is read {reads.count(value)} times in stages "
+                    f"{[*dict.fromkeys(users)]}, expected at most one such use: their gradients would be added in "
+                    "another order than on one device. Right where it is made, make the carry a copy of it, as in "
+                    "carry = state.clone(); or move the cut, so that its own stage has all of these uses but one."
+                )
 
 
 def _number_within_slice(stage: ModelStage, count: int) -> ModelStage:

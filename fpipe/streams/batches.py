@@ -17,28 +17,34 @@ from fpipe.stages.prologue import Feed
 
 
 class BegunBatch(NamedTuple):
-    """A batch that has begun: what enters each stage, per microbatch; and the random key of each microbatch."""
+    """A batch that has begun, of a copy of the pipeline: what enters each stage, and the random key, by microbatch."""
 
     rows: Sequence[Mapping[int, Feed]]
     keys: Sequence[int]
 
 
+User = tuple[int, int]
+"""A copy of the pipeline, and a rank."""
+
+
 class BatchQueue:
     """The batches that have come and are still needed.
 
-    - `source`: the rest of them; `split(number, batch)` returns a `BegunBatch`.
+    - `source`: the rest of them; `split(number, batch)` returns a `BegunBatch` for each copy of the pipeline here.
+    - `users`: the ranks of each copy.
     - `count`: how many have come; `total`: how many there are, once that is known.
-    - `raw`, `begun`: batches that no rank, or some rank, has begun, by number; `left`: the ranks that still need each.
+    - `raw`, `begun`: batches that no rank, or some rank, has begun, by number; `left`: the users that still need each.
     """
 
-    def __init__(self, source: Iterator[Any], split: Callable[[int, Any], BegunBatch], ranks: Sequence[int]) -> None:
-        self.source, self.split, self.ranks = source, split, ranks
+    def __init__(self, source: Iterator[Any], split: Callable[[int, Any], Mapping[int, BegunBatch]]) -> None:
+        self.source, self.split = source, split
+        self.users = frozenset[User]()
         self.count = 0
         self.total: int | None = None
         self.limit: int | None = None
         self.raw: dict[int, Any] = {}
-        self.begun: dict[int, BegunBatch] = {}
-        self.left: dict[int, set[int]] = {}
+        self.begun: dict[int, Mapping[int, BegunBatch]] = {}
+        self.left: dict[int, set[User]] = {}
 
     def fetch(self, number: int) -> None:
         """Take batches from the caller, up to this number, or until there are no more."""
@@ -59,15 +65,15 @@ class BatchQueue:
             self.raw[self.count] = batch
             self.count += 1
 
-    def enter(self, number: int) -> BegunBatch:
-        """Return a batch, which some rank begins or goes on with."""
+    def enter(self, number: int, copy: int) -> BegunBatch:
+        """Return a batch of a copy, which some rank of it begins or goes on with."""
         if number not in self.begun:
             self.begun[number] = self.split(number, self.raw.pop(number))
-            self.left[number] = {*self.ranks}
-        return self.begun[number]
+            self.left[number] = {*self.users}
+        return self.begun[number][copy]
 
-    def release(self, rank: int, number: int) -> None:
-        """Declare that a rank is done with a batch; drop it after the last one."""
-        self.left[number].discard(rank)
+    def release(self, user: User, number: int) -> None:
+        """Declare that a rank of a copy is done with a batch; drop it after the last one."""
+        self.left[number].discard(user)
         if not self.left[number]:
             del self.left[number], self.begun[number]

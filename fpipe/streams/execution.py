@@ -12,7 +12,7 @@ from typing import Any
 
 from fpipe.runtime.contract import StageLike
 from fpipe.runtime.executor import ActionHandler, Execution, Inputs, LinkedProgram, Milestone, Outcome
-from fpipe.runtime.handlers import HANDLERS
+from fpipe.runtime.handlers import HANDLERS, TAKERS
 from fpipe.runtime.instructions import Linker, PostedCollectives
 from fpipe.runtime.transport import Payload, Transport
 from fpipe.streams.exchanges import forward
@@ -62,8 +62,9 @@ def _in_batch(handler: ActionHandler) -> ActionHandler:
     return handle
 
 
+TAKE_REDUCED = _in_batch(TAKERS["REDUCE_GRAD"])
 ENDLESS_HANDLERS: Mapping[str, ActionHandler] = MappingProxyType(
-    {**HANDLERS, "F": forward} | {kind: _in_batch(HANDLERS[kind]) for kind in ("B", "W", "U")}
+    {**HANDLERS, "F": forward} | {kind: _in_batch(HANDLERS[kind]) for kind in ("B", "W", "REDUCE_GRAD", "U")}
 )
 """The handlers of a program without an end, in which backwards of a batch may come before the update of the last."""
 
@@ -72,7 +73,7 @@ class WindowLinker:
     """Links pieces of a program that never ends: the same message has the same number in all of them.
 
     - `stages`, `placement`, `uneven`: as in `fpipe.runtime.instructions.link`; `held`: the stages of the model among
-      them. No piece may have collectives.
+      them; `phases`: the messages that a reduction takes. Whatever is reduced is used at once, by an update.
     """
 
     def __init__(
@@ -81,11 +82,15 @@ class WindowLinker:
         placement: Placement,
         uneven: Mapping[int, Mapping[int, StageLike]],
         held: Sequence[int],
+        phases: int,
     ) -> None:
         self.stages = tuple(held)
-        self.linker = Linker(stages, placement, uneven, PostedCollectives(1), ENDLESS_HANDLERS)
+        self.linker = Linker(stages, placement, uneven, PostedCollectives(phases), ENDLESS_HANDLERS)
 
     def link(self, actions: Iterable[Action]) -> LinkedProgram:
         """Return one piece, linked; its channels are all of those so far."""
-        instructions = tuple(self.linker.program(actions))
-        return LinkedProgram(self.stages, tuple(self.linker.channels), instructions)
+        taker = TAKERS["REDUCE_GRAD"]
+        program = [
+            one._replace(handler=TAKE_REDUCED) if one.handler is taker else one for one in self.linker.program(actions)
+        ]
+        return LinkedProgram(self.stages, tuple(self.linker.channels), tuple(program))

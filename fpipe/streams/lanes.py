@@ -61,7 +61,7 @@ class Ring(NamedTuple):
 
 
 class Lane:
-    """One rank of a stream.
+    """One rank of a stream, of the copy of the pipeline that the plan is for; `group` executes its collectives.
 
     - `at`: the window that it runs, or is to run next; `begun`: how many batches it has begun.
     - `batch_in`: the batch whose microbatch is in each slot; `keys`: the random key of each.
@@ -76,9 +76,10 @@ class Lane:
         ring: Ring,
         arrivals: BatchQueue,
         updates: StageUpdates,
+        group: Any,
     ) -> None:
         self.rank, self.plan, self.program, self.ring = rank, plan, program, ring
-        self.arrivals, self.updates = arrivals, updates
+        self.arrivals, self.updates, self.group = arrivals, updates, group
         self.reach = program.reach[rank]
         self.at, self.begun = -1, 0
         self.batch_in = [0] * ring.slots
@@ -93,7 +94,9 @@ class Lane:
             for slot in range(ring.slots)
             if (cut := cuts[slot % ring.each]) is not plan.assembly
         }
-        self.linker = WindowLinker({s: plan.assembly.stages[s] for s in homes} | others, placement, uneven, homes)
+        self.linker = WindowLinker(
+            {s: plan.assembly.stages[s] for s in homes} | others, placement, uneven, homes, plan.copies.phases
+        )
         for k in range(program.known):  # so that all channels have their numbers before any window runs
             last = self.linker.link(ring.place(program.window(rank, k)))
         self.first = last._replace(instructions=())
@@ -114,12 +117,13 @@ class Lane:
             keys=self.keys,
             deliver=self._deliver,
             update=self._update,
+            group=self.group,
         )
         return EndlessExecution(self.rank, self._windows(), self.first, transport, inputs, self.ring.each)
 
-    def take_loss(self, k: int) -> dict[int, Tensors] | None:
-        """Return what the microbatches of a batch have delivered, once all have; else `None`."""
-        return self.losses.pop(k) if len(self.losses.get(k, ())) == self.ring.each else None
+    def has_loss(self, k: int) -> bool:
+        """Return whether all microbatches of a batch have delivered."""
+        return len(self.losses.get(k, ())) == self.ring.each
 
     def _windows(self) -> Iterator[LinkedProgram]:
         """Yield the windows, each with the batches it needs in their slots."""
@@ -134,11 +138,11 @@ class Lane:
             ):
                 self._begin(b)
             yield self._link(total)
-            arrivals.release(self.rank, self.at)
+            arrivals.release((self.plan.copy, self.rank), self.at)
 
     def _begin(self, b: int) -> None:
         self.begun = b + 1
-        keys = self.arrivals.enter(b).keys
+        keys = self.arrivals.enter(b, self.plan.copy).keys
         for slot, key in zip(self.ring.of_batch(b), keys, strict=True):
             self.batch_in[slot], self.keys[slot] = b, key
 
@@ -153,7 +157,9 @@ class Lane:
         return self.linked[number]
 
     def _feed(self, s: int, slot: int) -> Payload:
-        return self.arrivals.enter(self.batch_in[slot]).rows[slot % self.ring.each][s](slot % self.ring.each)
+        return self.arrivals.enter(self.batch_in[slot], self.plan.copy).rows[slot % self.ring.each][s](
+            slot % self.ring.each
+        )
 
     def _deliver(self, slot: int, values: Payload) -> None:
         captured = self.plan.assembly.captured

@@ -17,14 +17,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
+from operator import add
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
+from fpipe.meshes.exchange import CopyLinks
 from fpipe.network.ranks import Ranks
 from fpipe.tensors.spec import Spec
+from schedules import Action
 
+SHARED_LOSS = Action("REDUCE_GRAD", 0, 0)
+"""What errors call the exchange of losses between copies."""
 COUNT_BYTES = torch.iinfo(torch.int64).bits // 8
 
 
@@ -32,34 +39,57 @@ class LossRelay:
     """The losses of one stream.
 
     - `home`: the rank that computes them; `spec`: what one is like. `depth`: how many batches it is ahead at most.
+    - `links`: the groups of other copies of the pipeline, if processes play those.
     - `posted`: functions that wait for what was sent last.
     """
 
-    def __init__(self, ranks: Ranks, spec: Spec, home: int, depth: int) -> None:
+    def __init__(self, ranks: Ranks, spec: Spec, home: int, depth: int, links: CopyLinks | None) -> None:
         self.ranks, self.spec, self.home, self.depth = ranks, replace(spec, device=torch.device("cpu")), home, depth
+        self.links, self.device = links, spec.device
         self.posted = deque[Callable[[], Tensor]]()
 
-    def send(self, loss: Tensor, count: int, total: int | None) -> None:
-        """Send a loss; this rank has had `count` batches, of `total` if it knows."""
+    def send(self, loss: Tensor, count: int, total: int | None) -> Tensor:
+        """Send a loss; return the sum of those of all copies.
+
+        This rank has had `count` batches, of `total` if it knows.
+        """
         number = torch.tensor([-count if total is None else total])
         data = torch.cat([self.spec.pack(loss.cpu()).flatten(), number.view(torch.uint8)])
         self.posted.append(self.ranks.tell(data, len(data), self.home))
         while len(self.posted) > self.depth:
             self.posted.popleft()()
+        return loss if self.links is None else self._add_copies(data, count, total).to(loss.device)
 
     def receive(self, count: int, total: int | None, device: torch.device) -> Tensor:
         """Return the next loss; raise `InputError` if there are other batches there than here."""
         size = self.spec.buffer().numel()
         data = self.ranks.tell(None, size + COUNT_BYTES, self.home)()
+        if self.links is None:
+            return self._unpack(data, count, total, self.home).to(device)
+        return self._add_copies(data, count, total).to(device)
+
+    def _add_copies(self, data: Tensor, count: int, total: int | None) -> Tensor:
+        """Return the sum of the losses of all copies, in their order, given this one's."""
+        found = data
+        for peers in () if self.links is None else self.links:
+            posted: Any = peers.share(SHARED_LOSS, found.to(self.device))
+            if not posted.is_done:
+                self.ranks.wait(posted)
+            found = torch.cat(posted.take()).cpu()
+        return reduce(add, [self._unpack(one, count, total, self.home) for one in found.view(-1, len(data)).unbind()])
+
+    def _unpack(self, data: Tensor, count: int, total: int | None, source: int) -> Tensor:
+        """Return a loss; raise `InputError` if its rank has other batches than this one."""
+        size = self.spec.buffer().numel()
         found = int(data[size:].clone().view(torch.int64))
         theirs, other = (-found, None) if found < 0 else (found, found)
         if theirs > (total or theirs) or count > (other or count):
             raise InputError(
                 f"batches: got {count if total is None else total} on this rank, and "
-                f"{theirs}{' or more' if other is None else ''} on rank {self.home}, expected the same number on every "
+                f"{theirs}{' or more' if other is None else ''} on rank {source}, expected the same number on every "
                 "rank. Pass the same number of batches on each."
             )
-        return self.spec.unpack(data[:size].clone()).to(device)
+        return self.spec.unpack(data[:size].clone())
 
     def finish(self) -> None:
         """Wait until all ranks have what was sent."""

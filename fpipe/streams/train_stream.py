@@ -13,21 +13,23 @@ Runs when `train_stream` is called; the function that it returns runs once per s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fpipe.errors import InputError
+from fpipe.meshes.exchange import CopyLinks
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value
 from fpipe.pipelines.argument_checks import updates_in_flight
 from fpipe.pipelines.batch import SplitBatch
 from fpipe.pipelines.earlier_sums import find_optional
 from fpipe.pipelines.handshake import CommonArguments, agree_on_arguments, agree_on_plan, agree_to_step, call_together
-from fpipe.pipelines.inputs import State, feed_stages, make_keys
+from fpipe.pipelines.inputs import State, Weights, feed_stages, make_keys
 from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import require_ascending
@@ -134,7 +136,7 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | N
 
     Under torch.distributed every rank must call this, and then the function, with the same number of batches, and take
     the same losses. All batches must be like the example. Until the stream has ended, the pipeline's other functions
-    raise. Raise `InputError` for a schedule without updates, for a mesh, and for what `value_and_grad` refuses.
+    raise. Raise `InputError` for a schedule without updates, for shards, and for what `value_and_grad` refuses.
 
     >>> import torch, fpipe
     >>> from schedules import pipedream
@@ -158,6 +160,7 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | N
         program = find_program(pipe.schedule, plan)
         for stage in plan.assembly.stages:
             require_ascending(stage, program.program.schedule)
+        pipe.ranks.connect(program.program.channels)
         ring = Ring.of(program)
         return StreamFunction(pipe, optimizer, look_ahead, variant, program, ring)
 
@@ -206,7 +209,7 @@ class StreamRun:
     ) -> None:
         self.function, self.pipe, self.variant = function, function.pipe, function.variant
         self.old, self.buffers, self.seed, self.options = old, buffers, seed, options
-        self.arrivals = BatchQueue(batches, self._split, self.pipe.ranks.ranks)
+        self.arrivals = BatchQueue(batches, self._split)
         self.lanes: list[Lane] = []
         self.taken = 0
         self.plan: StepPlan = self.pipe.training
@@ -264,32 +267,35 @@ class StreamRun:
         call = CommonArguments(self.seed, update=Field.of("update", given))
         self.plan, _ = agree_to_step(pipe, cast, held.params, held.buffers, self.example, call)
         self.held = held
-        program = function.program
-        rules = (
-            lengthen(program.schedule, program.known).version,
-            find_shared(self.plan.assembly),
-            program.shared_version,
-        )
-        versions = Versions(self.plan, held.params, self._cuts(), self._microbatch, *rules)
-        optional = find_optional(self.plan, begun=False)
+        links = pipe.copies.link() if pipe.copies.count > 1 else {}
+        for copy, part in self.plan.parts.items():
+            self._add_copy(part, links.get(copy))
+        self.arrivals.users = frozenset((lane.plan.copy, lane.rank) for lane in self.lanes)
+
+    def _add_copy(self, plan: StepPlan, links: CopyLinks | None) -> None:
+        """Add the lanes of one copy of the pipeline; its plan has its microbatches."""
+        function, ring, lanes = self.function, self.function.ring, list[Lane]()
+        program, params = function.program, self.held.params
+
+        def microbatch(s: int, slot: int) -> int:
+            """Return the number, in the whole stream, of the microbatch in a slot of the rank that holds a stage."""
+            (lane,) = (lane for lane in lanes if lane.rank == plan.placement.home(s, slot))
+            return lane.batch_in[slot] * ring.each + slot % ring.each
+
+        rule = lengthen(program.schedule, program.known).version
+        cuts = [plan.assemblies[slot % ring.each] for slot in range(ring.slots)]
+        versions = Versions(plan, params, cuts, microbatch, rule, find_shared(plan.assembly), program.shared_version)
+        optional = find_optional(plan, begun=False)
         self.updates = StageUpdates(
-            self.plan, function.optimizer, versions, self.old.state, self.options, function.look_ahead, optional
+            plan, function.optimizer, versions, self.old.state, self.options, function.look_ahead, optional
         )
-        arguments = self.plan, function.program, function.ring, self.arrivals, self.updates
-        self.lanes = [Lane(rank, *arguments) for rank in pipe.ranks.ranks]
+        group = None if links is None else Weights(plan, params).exchange(links)
+        ranks = self.pipe.ranks.ranks
+        lanes += [Lane(rank, plan, program, ring, self.arrivals, self.updates, group) for rank in ranks]
+        self.lanes += lanes
 
-    def _cuts(self) -> Sequence[Any]:
-        ring = self.function.ring
-        return [self.plan.assemblies[slot % ring.each] for slot in range(ring.slots)]
-
-    def _microbatch(self, s: int, slot: int) -> int:
-        """Return the number, in the whole stream, of the microbatch in a slot of the rank that holds a stage."""
-        ring = self.function.ring
-        (lane,) = (lane for lane in self.lanes if lane.rank == self.plan.placement.home(s, slot))
-        return lane.batch_in[slot] * ring.each + slot % ring.each
-
-    def _split(self, number: int, batch: tuple[Any, Any]) -> BegunBatch:
-        """Return what a batch becomes; raise `InputError` unless it is like the first."""
+    def _split(self, number: int, batch: tuple[Any, Any]) -> dict[int, BegunBatch]:
+        """Return what a batch becomes, for each copy of the pipeline; raise `InputError` if it is unlike the first."""
         split = self.pipe.captures.batchings[True].split_batch(*batch)
         split.require_no_gradients()
         assert self.example is not None, "the first batch has come"
@@ -305,30 +311,32 @@ class StreamRun:
                 f"batches[{number}], {error}. Leave it out: a stream runs one record of the model."
             ) from None
         self.plan.watch.require_unchanged()
-        rows, skips = feed_stages(self.plan, self.held.buffers, split)
-        if skips:
-            raise InputError(
-                f"batches[{number}]: got microbatches {list(skips)} of weight 0, expected a positive one for each: "
-                "their backward is skipped, and in a stream other ranks would not know. Leave out such rows."
-            )
-        return BegunBatch(rows, make_keys(self.plan, None if self.seed is None else self.seed + number))
+        seed, found = None if self.seed is None else self.seed + number, dict[int, BegunBatch]()
+        for copy, part in self.plan.parts.items():
+            rows, skips = feed_stages(part, self.held.buffers, split)
+            if skips:
+                raise InputError(
+                    f"batches[{number}]: got microbatches {list(skips)} of weight 0, expected a positive one for each: "
+                    "their backward is skipped, and in a stream other ranks would not know. Leave out such rows."
+                )
+            found[copy] = BegunBatch(rows, make_keys(part, seed))
+        return found
 
     def _follow(self) -> Generator[Tensor, None, None]:
         """Run all windows; yield the loss of every batch."""
-        ranks = self.pipe.ranks
-        by_rank = {lane.rank: lane for lane in self.lanes}
+        ranks, by_place = self.pipe.ranks, {(lane.plan.copy, lane.rank): lane for lane in self.lanes}
 
-        def execute(rank: int, transport: Transport) -> EndlessExecution:
-            return by_rank[rank].execute(transport, self.held.buffers)
+        def execute(copy: int, rank: int, transport: Transport) -> EndlessExecution:
+            return by_place[copy, rank].execute(transport, self.held.buffers)
 
-        running, relay = ranks.follow([execute]), self._relay()
+        running, relay = ranks.follow([partial(execute, copy) for copy in self.plan.parts]), self._relay()
         while True:
             self.arrivals.fetch(max(max(lane.ahead, lane.at + 1) for lane in self.lanes))
             with self._settle():
                 try:
                     next(running)
                 except StopIteration as stop:
-                    (self.outcomes,) = stop.value
+                    self.outcomes, *_ = stop.value
                     relay.finish()
                     return
                 found = self._collect(relay)
@@ -337,24 +345,28 @@ class StreamRun:
                 yield loss
 
     def _relay(self) -> LossRelay:
-        last = self.plan.assembly.stages[-1]
-        return LossRelay(
-            self.pipe.ranks, last.results[0], self.plan.placement.home(last.index, 0), 2 * self.function.ring.batches
-        )
+        last, copies = self.plan.assembly.stages[-1], self.pipe.copies
+        home, depth = self.plan.placement.home(last.index, 0), 2 * self.function.ring.batches
+        (links,) = [None] if copies.is_local else copies.link().values()
+        return LossRelay(self.pipe.ranks, last.results[0], home, depth, links)
 
     def _collect(self, relay: LossRelay) -> list[Tensor]:
         """Return the losses that are known by now and have not been returned yet, at the end of a window."""
         count, total = self.arrivals.count, self.arrivals.total
-        mine = next((lane for lane in self.lanes if lane.rank == relay.home), None)
-        if mine is None:
+        mine = [lane for lane in self.lanes if lane.rank == relay.home]
+        if not mine:
             return [relay.receive(count, total, self.pipe.device)]
         found = list[Tensor]()
-        while (own := mine.take_loss(self.taken + len(found))) is not None:
-            loss = merge_results(self.plan.without_outputs, own).loss
+        while all(lane.has_loss(self.taken + len(found)) for lane in mine):
+            number = self.taken + len(found)
+            results = {
+                lane.plan.copy * self.plan.microbatches + i: own
+                for lane in mine
+                for i, own in lane.losses.pop(number).items()
+            }
+            loss = merge_results(self.plan.without_outputs, results).loss
             assert loss is not None, "a training step has a loss"
-            found.append(loss)
-            if self.pipe.ranks.processes:
-                relay.send(loss, count, total)
+            found.append(relay.send(loss, count, total) if self.pipe.ranks.processes else loss)
         return found
 
     def _end(self) -> StreamResult:
@@ -374,10 +386,15 @@ def require_streamable(pipe: Pipeline) -> None:
             f"schedule: got {describe_argument(pipe.schedule)}, without updates, expected one that updates weights "
             "while microbatches are in flight, as pipedream(ranks, microbatches=1). Or call fpipe.train_step."
         )
-    if pipe.copies.count > 1:
+    if pipe.copies.shards > 1:
         raise InputError(
-            f"mesh: got {pipe.copies.count} copies of the pipeline, expected one: a stream does not reduce gradients "
-            "over a mesh. Build the pipeline without dp and shard."
+            f"mesh: got {pipe.copies.shards} shards, expected replicas only: a stream keeps whole versions of its "
+            "weights. Build the pipeline with dp, and without shard."
+        )
+    if pipe.copies.own_rows and pipe.copies.count > 1 and pipe.captures.batchings[True].weight is not None:
+        raise InputError(
+            "weight: got a function, and rows='own', expected one of them: the weight of a batch is known only to all "
+            "copies together. Build the pipeline with fpipe.Place(rows='whole')."
         )
     require_plain("train_stream", pipe.training.placed, "Call value_and_grad, clip and optimizer.update.")
     lengthen(pipe.schedule, 2)

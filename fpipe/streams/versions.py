@@ -156,4 +156,4 @@ def list_parameter_versions(assembly: Assembly, schedule: Schedule) -> dict[str,
 def find_program(schedule: Schedule, plan: StepPlan) -> EndlessProgram:
     """Return the program of a stream, for the stages of a plan."""
     tied = frozenset(s for stages in find_shared(plan.assembly).values() for s in stages)
-    return EndlessProgram(schedule, plan.program.graph, tied)
+    return EndlessProgram(schedule, plan.program.graph, tied, reduces=plan.copies.count > 1)

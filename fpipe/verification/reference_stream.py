@@ -32,7 +32,7 @@ from fpipe.streams.versions import list_parameter_versions
 from fpipe.tensors import random
 from fpipe.tensors.arguments import require_arguments, require_seed
 from fpipe.training.optimizers import Optimizer, OptimizerState
-from fpipe.verification.reference import find_orders, run_on_one_device
+from fpipe.verification.reference import find_orders, require_whole_batches, run_on_one_device
 from fpipe.weights.state import Form
 from schedules.endless import lengthen
 
@@ -61,6 +61,7 @@ def reference_stream(
     """
     require_arguments(reference_stream, locals())
     require_streamable(pipe)
+    require_whole_batches(pipe)
 
     def run(
         params: State,
@@ -135,8 +136,8 @@ class DelayedLoop:
             parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
             count, past = plan.microbatches, self.past
             rows = [
-                {name: past[name][versions[name][t * count + i] if name in versions else -1] for name in past}
-                for i in range(count)
+                {name: past[name][versions[name][t * count + i % count] if name in versions else -1] for name in past}
+                for i in range(len(plan.lasts))
             ]
             keys = make_keys(plan, None if self.seed is None else self.seed + t)
             with random.preserve_generators(plan.generators):

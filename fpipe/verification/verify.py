@@ -157,15 +157,13 @@ def _compare_with_whole_sequences(trial: Trial, params: State, got: Results, sli
 
     They differ in rounding only, unless a token depends on later ones.
     """
-    assert sliced.slicing is not None, "there are slices"
-    objective = replace(sliced, slicing=replace(sliced.slicing, count=1))
     batch = trial.pipe.batch(trial.variant, *trial.batch)
 
     def merge(results: Mapping[int, Tensors]) -> Merged:
         return Merged(reduce(add, [results[i][0] for i in sorted(results)]))
 
     with suspend_autocast(trial.variant):
-        eager = run_eagerly(trial.module, objective, batch.batching.microbatches, batch.take(), {}, merge)
+        eager = run_eagerly(trial.module, sliced.unsliced, batch.batching.microbatches, batch.take(), {}, merge)
     mine = got._replace(outputs=None, aux=None)
     against = "the model run eagerly on sequences that are not cut"
     return trial.compare(mine, eager.restrict(params), against, max(trial.tolerance, WHOLE_SEQUENCES))
@@ -182,7 +180,7 @@ def _compare_with_whole_batch(trial: Trial, params: State, got: Results, fractio
         batch = pipe.batch(variant, *trial.batch)
         plan = pipe.plan(variant, batch.signature)
     first, *_ = batch.batching.split(batch.signature)
-    objective = replace(pipe.captures.objective(variant, first), divisor=1)
+    objective = replace(pipe.captures.objective(variant, first).unsliced, divisor=1)
     scale = None if batch.batching.weight is None else torch.ones((), dtype=torch.float64)
 
     def compute(model: Any, leaves: Sequence[Tensor]) -> Computed:
@@ -190,7 +188,7 @@ def _compare_with_whole_batch(trial: Trial, params: State, got: Results, fractio
 
     def take(results: Mapping[int, Tensors]) -> Merged:
         loss, *others = results[0]
-        return Merged(loss, others[len(plan.assembly.captured.aux) :])
+        return Merged(loss, others[len(plan.assembly.captured.aux) // plan.slices :])
 
     parts = {leaf: (tensor,) for leaf, tensor in enumerate(tensors)}
     with suspend_autocast(variant), random.preserve_generators(plan.generators):
@@ -204,10 +202,11 @@ def _compare_with_whole_batch(trial: Trial, params: State, got: Results, fractio
             )
     joined = []
     if got.outputs is not None and plan.merge is not None:
-        rows = zip(plan.merge.structure.names, plan.merge.dims, flatten(got.outputs)[0], whole.outputs, strict=True)
+        leaves, outputs = flatten(got.outputs)
+        rows = zip(outputs.names, leaves, whole.outputs, plan.merge.dims[: len(leaves)], strict=True)
         joined = [
             (f"outputs{path}", mine, theirs)
-            for path, dim, mine, theirs in rows
+            for path, mine, theirs, dim in rows
             if isinstance(dim, int) and theirs.dim()  # scalars are stacked
         ]
     require_near(got, whole, joined, fraction)

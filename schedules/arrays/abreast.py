@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedules.arrays.codes import CODE_OF, PASSES, ROW_END, Codes, Numbers
-from schedules.arrays.lives import Lives
+from schedules.arrays.lives import Lives, find_last
 from schedules.language.schedule import Schedule
 from schedules.playing.costs import Costs
 from schedules.playing.dependencies import Wire, Wires
@@ -130,5 +130,4 @@ def _add_sums(schedule: Schedule, codes: Codes, lives: Lives, wires: Wires, need
     for k in np.flatnonzero(codes.kinds == CODE_OF["G"]).tolist():
         s, i = int(codes.stages[k]), int(codes.units[k]) // schedule.slices
         for column, one in enumerate(wires[placement.home(s, i)]["G"][s * R + i % R].takes):
-            done = lives.done[s].reshape(-1, schedule.slices)[placement.route(s, one.producer) :: R]
-            needs[column].makers[k] = done.max()
+            needs[column].makers[k] = find_last(schedule, lives, s, one.producer)

@@ -108,17 +108,24 @@ def _are_sliced(schedule: Schedule, lives: Lives) -> bool:
 
 def _are_summed(schedule: Schedule, codes: Codes, lives: Lives) -> bool:
     """Return whether each replica of a stage sums the gradients once, at the end of its backwards."""
-    placement, R = schedule.placement, len(schedule.placement.routes)
+    placement = schedule.placement
     expected = {
-        (s, range(route, schedule.microbatches, R)[-1]): lives.done[s].reshape(-1, schedule.slices)[route::R].max()
+        (s, placement.last(s, rank, schedule.microbatches)): find_last(schedule, lives, s, rank)
         for s in range(placement.stages * schedule.backward)
         if len(placement.replicas(s)) > 1
-        for route in range(R)
+        for rank in placement.replicas(s)
     }
     sums = np.flatnonzero(codes.kinds == CODE_OF["G"])
     found = [(int(codes.stages[k]), int(codes.units[k]) // schedule.slices) for k in sums]
     is_late = all(last < k for one, k in zip(found, sums, strict=True) if (last := expected.get(one)) is not None)
     return is_late and sorted(found) == sorted(expected)
+
+
+def find_last(schedule: Schedule, lives: Lives, s: int, rank: int) -> int:
+    """Return the number of the last action that adds to the gradient of a stage on a rank."""
+    done = lives.done[s].reshape(-1, schedule.slices)
+    homes = np.resize([route[s] for route in schedule.placement.routes], len(done))
+    return int(done[homes == rank].max())
 
 
 def _fits(schedule: Schedule, codes: Codes) -> bool:

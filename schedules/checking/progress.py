@@ -53,11 +53,10 @@ class Work:
 
     def __init__(self, schedule: Schedule, rank: int, stage: int, tied: bool) -> None:
         routes = schedule.placement.routes
-        mine = [route for route, homes in enumerate(routes) if homes[stage] == rank]
-        self.first, self.stride = (0, 1) if len(mine) == len(routes) else (mine[0], len(routes))
-        self.slices = schedule.slices
-        self.count = len(range(self.first, schedule.microbatches, self.stride)) * schedule.slices
-        self.replicated, self.tied = self.stride > 1, tied
+        self.routes, self.slices = len(routes), schedule.slices
+        self.mine = [route for route, homes in enumerate(routes) if homes[stage] == rank]
+        self.count = sum(len(range(route, schedule.microbatches, len(routes))) for route in self.mine) * self.slices
+        self.replicated, self.tied = len(self.mine) < len(routes), tied
         self.lives: dict[int, str] = {}
         self.finished = FinishedUnits()
         self.versions, self.kept, self.applied = 0, 1, -1
@@ -67,11 +66,12 @@ class Work:
 
     def unit(self, action: Action) -> int:
         """Return the number of the action's unit."""
-        return action.microbatch // self.stride * self.slices + (action.slice or 0)
+        turn, route = divmod(action.microbatch, self.routes)
+        return (turn * len(self.mine) + self.mine.index(route)) * self.slices + (action.slice or 0)
 
     def microbatch(self, unit: int) -> int:
         """Return the microbatch of a unit."""
-        return self.first + unit // self.slices * self.stride
+        return self.number_gathering(unit // self.slices)
 
     def own(self) -> Iterator[int]:
         """Yield the microbatch of each unit on this rank."""
@@ -89,7 +89,8 @@ class Work:
 
     def number_gathering(self, count: int) -> int:
         """Return the number of the gathering that comes after `count` others."""
-        return self.first + count * self.stride
+        turn, place = divmod(count, len(self.mine))
+        return turn * self.routes + self.mine[place]
 
     def first_partial_microbatch(self) -> int | None:
         """Return the first microbatch with only some slices forwarded, or `None`."""

@@ -43,7 +43,7 @@ def require_forward_before_backward(progress: Progress, actions: Actions) -> Act
         if kind in life:
             before, after = life[kind]
             work = works[stage]
-            if part is not None or work.stride > 1:
+            if part is not None or work.replicated:
                 unit = work.unit(action)
             state = work.lives.get(unit, "")
             if state != before or (not state and unit in work.finished):

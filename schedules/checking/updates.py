@@ -40,7 +40,7 @@ def require_updated(progress: Progress, actions: Actions) -> Actions:
                 stashes[action.stage].finish(rule(action.microbatch))
         yield action
     for stage, work in progress.work.items():
-        if work.versions and work.applied < progress.schedule.microbatches - work.stride:
+        if work.versions and work.applied < work.last:
             missing = Action("U", stage, work.microbatch(work.count - 1))
             problem = f"{missing} never runs: no update applies the gradients after microbatch {work.applied}"
             raise violation("updated", progress, position + 1, None, problem, f"Add it to rank {progress.rank}.")

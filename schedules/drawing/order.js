@@ -39,10 +39,10 @@ class Violation extends Error {
 /** The progress of one stage on one rank; the attributes are those of schedules.checking.progress.Work. */
 class Work {
   constructor(plan, rank, stage) {
-    const mine = routesOf(plan, stage, rank), R = plan.routes.length;
-    [this.first, this.stride, this.slices] = [...(mine.length === R ? [0, 1] : [mine[0], R]), plan.slices];
-    this.count = Math.ceil((plan.microbatches - this.first) / this.stride) * plan.slices;
-    Object.assign(this, { replicated: this.stride > 1, lives: new Map(),
+    [this.mine, this.routes, this.slices] = [routesOf(plan, stage, rank), plan.routes.length, plan.slices];
+    const counts = this.mine.map((route) => Math.ceil((plan.microbatches - route) / this.routes) * plan.slices);
+    this.count = counts.reduce((sum, count) => sum + count, 0);
+    Object.assign(this, { replicated: this.mine.length < this.routes, lives: new Map(),
       finished: new Set(), prefix: 0, began: new Map(), versions: 0, applied: -1, gatherings: 0, summed: false,
       reduced: false, gathered: false });
     if (!plan.uses) return;
@@ -53,9 +53,14 @@ class Work {
     }
   }
 
-  unit(a) { return Math.floor(a.i / this.stride) * this.slices + (a.part ?? 0); }
-  microbatch(unit) { return this.first + Math.floor(unit / this.slices) * this.stride; }
-  gathering(count) { return this.first + count * this.stride; }
+  unit(a) {
+    const turn = Math.floor(a.i / this.routes) * this.mine.length;
+    return (turn + this.mine.indexOf(a.i % this.routes)) * this.slices + (a.part ?? 0);
+  }
+  microbatch(unit) { return this.gathering(Math.floor(unit / this.slices)); }
+  gathering(count) {
+    return Math.floor(count / this.mine.length) * this.routes + this.mine[count % this.mine.length];
+  }
 
   finish(unit) {
     this.lives.delete(unit);
@@ -205,8 +210,8 @@ function wire(plan) {
   for (const [what, source, target, route, producer, consumer, delay, count, maker] of plan.edges) {
     const one = { what, source, target, producer, consumer, delay, count, maker, arrived: new Map(), wanted: null,
       seen: 0, latest: 0 };
-    const users = what !== "G" ? [[what, route]] : source === target ? [["G", routesOf(plan, target, consumer)[0]]]
-      : routesOf(plan, target, consumer).map((n) => ["U", n]);
+    const user = source === target ? "G" : "U";
+    const users = what !== "G" ? [[what, route]] : routesOf(plan, target, consumer).map((n) => [user, n]);
     const makers = what !== "G" ? [[what, route]] : routesOf(plan, source, producer).map((n) => [maker, n]);
     for (const [word, n] of users) add(taken, `${word},${target},${n}`, one);
     for (const [word, n] of makers) add(given, `${word},${source},${n}`, one);

@@ -14,8 +14,8 @@ from itertools import count
 from typing import TypeAlias
 
 from schedules.errors import SizeError
+from schedules.families.placements import bidirectional, vee
 from schedules.language.actions import Action, B, F
-from schedules.language.placement import bidirectional, vee
 from schedules.language.schedule import Limits, schedule
 from schedules.playing.board import sum_replicas
 

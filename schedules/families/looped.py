@@ -15,8 +15,8 @@ from itertools import pairwise
 from schedules.arguments import is_size
 from schedules.errors import SizeError
 from schedules.families.one_forward_one_backward import Maker, alternate, group_passes
+from schedules.families.placements import looped
 from schedules.language.actions import Action, B, F, I, W
-from schedules.language.placement import looped
 from schedules.language.schedule import Limits, schedule
 
 

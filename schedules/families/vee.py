@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 from schedules.errors import SizeError
 from schedules.families.blocks import every, merge_in_order, time_passes
+from schedules.families.placements import vee
 from schedules.language.actions import Action, B, F, I
-from schedules.language.placement import vee
 from schedules.language.schedule import Limits, Schedule, schedule
 from schedules.playing.costs import Costs, require_stages
 from schedules.playing.engine import find_makespan

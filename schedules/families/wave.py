@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from schedules.families.looped import legs, rounds
 from schedules.families.one_forward_one_backward import alternate, group_passes
+from schedules.families.placements import wave
 from schedules.language.actions import Action
-from schedules.language.placement import wave
 from schedules.language.schedule import Limits, schedule
 
 

@@ -38,7 +38,7 @@ from schedules.lowering.program import Program
 from schedules.transforms.connect import connect, format_graph, parse_graph
 
 File: TypeAlias = str | os.PathLike[str] | TextIO
-Homes: TypeAlias = dict[tuple[int, int], int]  # by stage and the parity of the microbatch
+Homes: TypeAlias = dict[tuple[int, int], int]  # by stage, and microbatch or route
 
 
 def _infer_shape(arguments: dict[str, Any]) -> Shape:
@@ -46,13 +46,9 @@ def _infer_shape(arguments: dict[str, Any]) -> Shape:
     _require_texts(rows)
     for rank, row in enumerate(rows):
         for action in read_row(rank, row):
-            home = homes.setdefault((action.stage, action.microbatch % 2), rank)
+            home = homes.setdefault((action.stage, action.microbatch), rank)
             if home != rank:
-                raise TableError(
-                    f"stage {action.stage} is on line {home + 1} and on line {rank + 1}, expected one line for "
-                    "each stage, or one for its even microbatches and one for its odd ones. "
-                    f"Move {action} and the stage's other actions to one of them."
-                )
+                raise _two_lines(action.stage, action.microbatch, home, rank)
             if action.kind in GATHERINGS:
                 continue
             if action.microbatch >= MOST_MICROBATCHES or (action.slice or 0) >= MOST_STAGES:
@@ -86,8 +82,36 @@ def _infer_placement(ranks: int, homes: Homes) -> Placement:
                 f"stage {stage} is on no line, but stage {stages[-1]} is, expected every stage on one. Number them "
                 "from 0 without gaps."
             )
-    even, odd = (tuple(homes.get((s, side), homes.get((s, 1 - side), 0)) for s in stages) for side in (0, 1))
-    return Placement(ranks, even, () if even == odd else (odd,))
+    places, known = _infer_routes(ranks, homes), {s: rank for (s, _), rank in reversed(homes.items())}
+    routes = range(1 + max(route for _, route in places))
+    first, *mirrors = (tuple(places.get((s, route), known[s]) for s in stages) for route in routes)
+    return Placement(ranks, first, tuple(mirrors))
+
+
+def _infer_routes(ranks: int, homes: Homes) -> Homes:
+    """Return the rank of each stage by route, for the fewest routes that microbatches can take in turn.
+
+    There are at most as many as lines, or two. So a misplaced action is an error, rather than a route of its own.
+    """
+    error = None
+    for count in range(1, 1 + max(2, ranks)):
+        found = Homes()
+        for (s, i), rank in homes.items():
+            if (home := found.setdefault((s, i % count), rank)) != rank:
+                error = error if count > 2 else _two_lines(s, i, home, rank)
+                break
+        else:
+            return found
+    assert error is not None, "some count was tried"
+    raise error
+
+
+def _two_lines(s: int, i: int, home: int, rank: int) -> TableError:
+    """Return the error for a stage that is on two lines."""
+    return TableError(
+        f"stage {s} is on line {home + 1} and on line {rank + 1}, expected one line for each stage, or lines that its "
+        f"microbatches take in turn. Move the stage's actions of microbatch {i}, or its others, to one of them."
+    )
 
 
 def _make_factory(generator: Callable[Concatenate[int, Arguments], Iterator[Action]]) -> Factory[Arguments]:

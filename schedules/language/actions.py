@@ -111,8 +111,8 @@ class Action(NamedTuple):
     and any action from its text form with `parse`.
 
     `UNSHARD` and `RESHARD` serve many microbatches, so their number counts the gatherings of the stage on its rank: 0,
-    1, 2, and so on; with two routes, 0, 2, 4 on the rank of the first and 1, 3, 5 on that of the second, like its
-    microbatches. It may go beyond the last microbatch.
+    1, 2, and so on; with several routes, they are numbers of the rank's microbatches. It may go beyond the last one.
+    `SEND_G` to one of several other replicas has the place of that replica as its slice.
 
     >>> str(F(3, 0)), str(F(3, 0, slice=2)), str(Action("SEND_F", 2, 1, 5))
     ('3F0', '3F0.2', '2SEND_F1>5')

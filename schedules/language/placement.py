@@ -5,7 +5,8 @@ Placements are made by functions `(ranks, chunks) -> Placement`, where `chunks` 
 one to `@schedule(placement=...)`, or write your own.
 
 In a bidirectional schedule every stage lives on two ranks, and the microbatch alone determines which replica runs it:
-microbatch `i` takes route `i mod R` of `R` routes, where a route assigns one rank to every stage. So stage and
+microbatch `i` takes route `i mod R` of `R` routes, where a route assigns one rank to every stage. There may be any
+number of routes, and the same route several times: `(a, a, b)` sends every third microbatch another way. So stage and
 microbatch still identify an action, and a transfer's text still determines both of its ends.
 """
 
@@ -21,14 +22,15 @@ from schedules.errors import SizeError
 
 @dataclass(frozen=True)
 class Placement:
-    """A map from stages to ranks: stage `s` is on rank `homes[s]`, and for a second route on rank `mirrors[0][s]`.
+    """A map from stages to ranks: stage `s` is on rank `homes[s]`, and on each further route on rank `mirrors[k][s]`.
 
-    Raise `SizeError` for a rank that does not exist, or more than two routes.
+    Raise `SizeError` for a rank that does not exist.
 
-    >>> vee(ranks=3, chunks=2).homes
-    (0, 1, 2, 2, 1, 0)
+    >>> from schedules import bidirectional
     >>> [bidirectional(ranks=3).home(0, i) for i in range(4)]
     [0, 2, 0, 2]
+    >>> [Placement(2, (0, 1), ((0, 1), (1, 0))).home(0, i) for i in range(6)]
+    [0, 0, 1, 0, 0, 1]
     """
 
     ranks: int
@@ -39,10 +41,8 @@ class Placement:
         if not is_size(self.ranks):
             expected = "an integer of at least 1"
             raise SizeError.of("Placement", "ranks", self.ranks, expected, "Choose the number of ranks.")
-        if not isinstance(self.mirrors, tuple) or len(self.mirrors) > 1:
-            raise SizeError.of(
-                "Placement", "mirrors", self.mirrors, "at most one, in a tuple", "Use at most two routes."
-            )
+        if not isinstance(self.mirrors, tuple):
+            raise SizeError.of("Placement", "mirrors", self.mirrors, "routes, in a tuple", "Write ((1, 0),).")
         for homes in self.routes:
             if not self._has_homes(homes):
                 count = len(self.homes) if isinstance(self.homes, tuple) else "the"
@@ -71,14 +71,19 @@ class Placement:
     def replicas(self, stage: int) -> tuple[int, ...]:
         """Return the ranks that hold `stage`, each once, in route order, which is the order gradients are added in.
 
+        >>> from schedules import bidirectional
         >>> bidirectional(ranks=3).replicas(0), bidirectional(ranks=3).replicas(1)
         ((0, 2), (1,))
         """
         return tuple(dict.fromkeys(route[stage] for route in self.routes))
 
-    def route(self, stage: int, rank: int) -> int:
-        """Return the first route on which `rank` holds `stage`."""
-        return [homes[stage] for homes in self.routes].index(rank)
+    def last(self, stage: int, rank: int, microbatches: int) -> int:
+        """Return the last of so many microbatches that `rank` runs through `stage`.
+
+        >>> Placement(2, (0, 1), ((1, 0),)).last(0, rank=0, microbatches=6)
+        4
+        """
+        return next(i for i in reversed(range(microbatches)) if self.home(stage, i) == rank)
 
     @cached_property
     def _stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
@@ -91,6 +96,7 @@ class Placement:
     def stages_on(self, rank: int) -> tuple[int, ...]:
         """Return the stages that `rank` holds, in order.
 
+        >>> from schedules import looped
         >>> looped(ranks=2, chunks=2).stages_on(1)
         (1, 3)
         """
@@ -112,45 +118,3 @@ def linear(ranks: int, chunks: int = 1) -> Placement:
     """
     require_shape("linear", ranks, chunks)
     return Placement(ranks, tuple(stage // chunks for stage in range(ranks * chunks)))
-
-
-def looped(ranks: int, chunks: int = 1) -> Placement:
-    """Return a round robin: stage `s` on rank `s mod P` (Megatron's interleaving, arXiv 2104.04473, section 2.2).
-
-    >>> looped(ranks=2, chunks=2).homes
-    (0, 1, 0, 1)
-    """
-    require_shape("looped", ranks, chunks)
-    return Placement(ranks, tuple(stage % ranks for stage in range(ranks * chunks)))
-
-
-def vee(ranks: int, chunks: int = 2) -> Placement:
-    """Return a zigzag: alternate chunks go up and down the ranks (V-shaped, arXiv 2405.15362, section 3).
-
-    >>> vee(ranks=2, chunks=2).homes
-    (0, 1, 1, 0)
-    """
-    require_shape("vee", ranks, chunks)
-    there, back = tuple(range(ranks)), tuple(reversed(range(ranks)))
-    return Placement(ranks, tuple(rank for chunk in range(chunks) for rank in (back if chunk % 2 else there)))
-
-
-def wave(ranks: int, waves: int = 1) -> Placement:
-    """Return `waves` passes up and back down the ranks: a vee of `2 * waves` chunks (Hanayo, arXiv 2308.15762).
-
-    >>> wave(ranks=2, waves=2).homes
-    (0, 1, 1, 0, 0, 1, 1, 0)
-    """
-    require_shape("wave", ranks, waves, "waves")
-    return vee(ranks, 2 * waves)
-
-
-def bidirectional(ranks: int, chunks: int = 1) -> Placement:
-    """Return two opposite routes, for even and odd microbatches (Chimera, arXiv 2107.06925, section 3).
-
-    >>> bidirectional(ranks=3).routes
-    ((0, 1, 2), (2, 1, 0))
-    """
-    require_shape("bidirectional", ranks, chunks)
-    down = linear(ranks, chunks)
-    return Placement(ranks, down.homes, (tuple(ranks - 1 - rank for rank in down.homes),))

@@ -168,8 +168,7 @@ class _Play:
     """All ranks of a program, played together; `wanted` are the ranks whose actions will be asked for.
 
     - `ready`: the ranks that may go on; `latest`: the one that went on last.
-    - `path`: blocked ranks, each of which waits for the next; `senders`: those of them that send; `early`: those that
-      wait for what only a later turn needs.
+    - `path`: blocked ranks, each of which waits for the next.
     """
 
     def __init__(self, program: Program, wanted: Collection[int]) -> None:
@@ -180,7 +179,7 @@ class _Play:
             for rank in range(program.schedule.ranks)
         ]
         self.ready = [*reversed(self.ranks)]
-        self.path, self.senders, self.early = list[_Rank](), list[_Rank](), list[_Rank]()
+        self.path = list[_Rank]()
         self.latest = self.ranks[0]
 
     def actions(self, rank: int) -> Iterator[Action]:
@@ -203,11 +202,7 @@ class _Play:
     def _advance(self, rank: _Rank) -> None:
         """Play one rank until it blocks, or to its end."""
         while rank.place >= 0:
-            one = self.path.pop()
-            one.place = -1
-            for some in (self.senders, self.early):
-                if some and some[-1] is one:
-                    some.pop()
+            self.path.pop().place = -1
         while not rank.has_ended:
             if rank.sends:
                 target = self.ranks[rank.sends[0][1]]
@@ -277,30 +272,30 @@ class _Play:
         """Let a rank go on, now that all are blocked: one of those that wait for each other.
 
         Follow who waits for whom, from the end of the path or else from `rank`, back to a place on the path: the ranks
-        from there on wait in a circle. A send whose receive nobody has asked for is received now, if possible before an
-        action. Else a receive waits for the action in between: its message depends on it. Only the last two on the path
-        may go on, so the rest need not be followed again. Raise `ScheduleError` if neither helps.
+        from there on wait in a circle. A send whose receive nobody has asked for is received now, if there is one. Else
+        a receive waits for the action in between: its message depends on it. Of several such ranks, one that waits for
+        a rank of another kind goes on, or else the first: so it makes no difference where the circle was entered, and
+        each process finds the same. Raise `ScheduleError` if there is none.
         """
         path = self.path
         rank = self._blocker(path[-1]) if path else rank
         while rank.place < 0 and not rank.has_ended:
             rank.place = len(path)
             path.append(rank)
-            if rank.sends or rank.is_early:
-                (self.senders if rank.sends else self.early).append(rank)
             rank = self._blocker(rank)
-        start = len(path) - 1 if rank.has_ended else rank.place
-        senders, early = ([one for one in some[-2:] if one.place >= start] for some in (self.senders, self.early))
-        if senders and not rank.has_ended:
-            sender = min(senders, key=lambda one: (bool(self._blocker(one).sends), one.number))
-            self.ready += [self._blocker(sender), sender]
-            self._pass(sender, self.ready[-2])
-        elif early:
-            self.ready.append(waiting := min(early, key=lambda one: one.number))
-            waiting.late |= {waiting.wanted}
-            waiting.wanted = None
+        circle = path[-1:] if rank.has_ended else path[rank.place :]
+        senders = {one for one in circle if one.sends and not rank.has_ended}
+        early = {one for one in circle if one.is_early and not one.sends}
+        if not (able := senders or early):
+            raise self._explain_deadlock(min(circle, key=lambda one: one.number))
+        chosen = min(able, key=lambda one: (self._blocker(one) in able, one.number))
+        if senders:
+            self.ready += [self._blocker(chosen), chosen]
+            self._pass(chosen, self._blocker(chosen))
         else:
-            raise self._explain_deadlock(min(path[start:], key=lambda one: one.number))
+            self.ready.append(chosen)
+            chosen.late |= {chosen.wanted}
+            chosen.wanted = None
 
     def _explain_deadlock(self, rank: _Rank) -> ScheduleError:
         """Return the error for a rank that waits for a message which never comes, or sends one that nobody needs."""

@@ -2,12 +2,13 @@
 """The messages that a rank exchanges with other ranks, action by action.
 
 Values and cotangents cross the edges of the stage graph with every microbatch: for each kind of action and stage, they
-are looked up in a table that is built once. Gradients travel once per step (`GradientExchange`).
+are found once. Gradients travel once per step (`GradientExchange`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from functools import cache
 from typing import NamedTuple
 
 from schedules.language.actions import KINDS, SENDS, Action, Message, new_tuple
@@ -44,14 +45,12 @@ class Turns:
         self.peers = {*range(schedule.ranks)} - {rank} if peers is None else peers
         self.routes = schedule.placement.routes
         self.gradients = GradientExchange(schedule, graph, rank, self.peers)
-        self.exchanges: dict[str, dict[int, _Exchange]] = {kind: {} for kind, word in KINDS.items() if not word.does}
-        for route, homes in enumerate(self.routes):
-            for s in (s for s in schedule.placement.stages_on(rank) if homes[s] == rank):
-                for kind, exchanges in self.exchanges.items():
-                    exchanges[s * len(self.routes) + route] = self._exchange(kind, s, homes)
+        self.exchange = cache(self._exchange)
 
-    def _exchange(self, kind: str, s: int, homes: tuple[int, ...]) -> _Exchange:
-        word, graph = KINDS[kind], self.graph
+    def _exchange(self, kind: str, s: int, route: int) -> _Exchange:
+        word, graph, homes = KINDS[kind], self.graph, self.routes[route]
+        if word.does or (s, self.rank) not in enumerate(homes):
+            raise KeyError(kind, s, route)
         sources = {"F": graph.fed_by[s], "B": graph.pulled_by[s], "": ()}[word.crosses]
         targets = {"F": graph.feeds[s], "B": graph.pulls[s], "": ()}[word.crosses]
         return _Exchange(
@@ -66,7 +65,7 @@ class Turns:
         nothing: list[Message] = []
         for position, action in enumerate(self.schedule.actions(self.rank)):
             kind, s, i, _, part = action
-            takes, gives, gradients = self.exchanges[kind][s if R == 1 else s * R + i % R]
+            takes, gives, gradients = self.exchange(kind, s, i % R)
             waits = sends = nothing
             for send, p in takes:  # mostly one message, for which a comprehension is slow
                 waits = [*waits, new_tuple(Action, (send, p, i, s, part))]
@@ -89,13 +88,26 @@ class Turns:
 
 
 def target_of(message: Message, placement: Placement) -> int:
-    """Return the rank a message goes to: the target stage's, or that of the stage's other replica."""
-    _, s, i, t, _ = message
+    """Return the rank a message goes to: the target stage's, or that of another replica of the stage."""
+    _, s, i, t, part = message
     assert t is not None, "a message has a target stage"
     if s != t:
         return placement.home(t, i)
-    source = placement.home(s, i)
-    return next((rank for rank in placement.replicas(s) if rank != source), source)
+    source, replicas = placement.home(s, i), placement.replicas(s)
+    others = [rank for rank in replicas if rank != source]
+    if len(others) == 1:
+        return others[0] if part is None else source
+    return dict(enumerate(replicas)).get(-1 if part is None else part, source)
+
+
+def message_to_replica(placement: Placement, s: int, source: int, target: int, microbatches: int) -> Message:
+    """Return the message in which one replica of a stage sends another its part of the gradient.
+
+    If there are more than two, the slice says which of them gets it.
+    """
+    replicas = placement.replicas(s)
+    part = replicas.index(target) if len(replicas) > 2 else None
+    return Action("SEND_G", s, placement.last(s, source, microbatches), s, part)
 
 
 class GradientExchange:
@@ -114,8 +126,11 @@ class GradientExchange:
 
     def __init__(self, schedule: Schedule, graph: Graph, rank: int, peers: Set[int]) -> None:
         self.schedule, self.graph, self.rank, self.peers = schedule, graph, rank, peers
-        self.placement, self.routes = schedule.placement, schedule.placement.routes
-        self.backwards_left = {s: self._count_units(s) for s in self.placement.stages_on(rank)}
+        self.placement = schedule.placement
+        self.backwards_left = {
+            s: sum(self.placement.home(s, i) == rank for i in range(schedule.microbatches)) * schedule.slices
+            for s in filter(self.has_any, self.placement.stages_on(rank))
+        }
         self.received = set[int]()
         self.completers = {
             s: completes_gradient(schedule, s, rank) for s in self.placement.stages_on(rank) if graph.shares[s]
@@ -123,7 +138,7 @@ class GradientExchange:
 
     def has_any(self, s: int) -> bool:
         """Return whether actions on stage `s` send gradients or wait for them."""
-        return bool(self.graph.shares[s] or self.graph.shared_by[s]) or self._is_replicated(s)
+        return bool(self.graph.shares[s] or self.graph.shared_by[s]) or len(self.placement.replicas(s)) > 1
 
     def needed_by(self, kind: str, s: int) -> Iterator[Message]:
         """Yield the gradients that an action on stage `s` waits for: a `G`, or the first `U`."""
@@ -131,9 +146,8 @@ class GradientExchange:
             self.received.add(s)
             yield from self._from_sharing_stages(s)
         if kind == "G":
-            for route, home in self._replicas(s):
-                if home in self.peers:
-                    yield Action("SEND_G", s, self._last_microbatch(route), s)
+            for home in self._replicas(s):
+                yield message_to_replica(self.placement, s, home, self.rank, self.schedule.microbatches)
 
     def left_to_receive(self) -> Iterator[Message]:
         """Yield the gradients that no update has waited for: their stages use them at the end of the step."""
@@ -149,45 +163,26 @@ class GradientExchange:
         self.backwards_left[s] -= what == "done"
         if self.backwards_left[s]:
             return
-        if what == "done" and self._is_replicated(s):
-            yield from self._to_replicas(s)
+        for home in self._replicas(s) if what == "done" else ():
+            yield message_to_replica(self.placement, s, self.rank, home, self.schedule.microbatches)
         if what == self.completers.get(s):
             yield from self._to_sharing_stages(s)
 
-    def _to_replicas(self, s: int) -> Iterator[Message]:
-        last = self._last_microbatch(self.placement.route(s, self.rank))
-        for _, home in self._replicas(s):
-            if home in self.peers:
-                yield Action("SEND_G", s, last, s)
-
     def _to_sharing_stages(self, s: int) -> Iterator[Message]:
-        for i, homes in self._last_microbatches(s):
-            yield from (Action("SEND_G", s, i, t) for t in self.graph.shares[s] if homes[t] in self.peers)
+        for t in self.graph.shares[s]:
+            pairs = self._last_microbatches(s, t).items()
+            yield from (Action("SEND_G", s, i, t) for (a, b), i in pairs if a == self.rank and b in self.peers)
 
     def _from_sharing_stages(self, t: int) -> Iterator[Message]:
-        for i, homes in self._last_microbatches(t) if self.schedule.backward else ():
-            yield from (Action("SEND_G", s, i, t) for s in self.graph.shared_by[t] if homes[s] in self.peers)
+        for s in self.graph.shared_by[t] if self.schedule.backward else ():
+            pairs = self._last_microbatches(s, t).items()
+            yield from (Action("SEND_G", s, i, t) for (a, b), i in pairs if b == self.rank and a in self.peers)
 
-    def _last_microbatches(self, s: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield what names the messages of each route with stage `s` on this rank, and the ranks of its stages."""
-        pairs = enumerate(self.routes)
-        return ((self._last_microbatch(route), homes) for route, homes in pairs if homes[s] == self.rank)
+    def _last_microbatches(self, s: int, t: int) -> dict[tuple[int, int], int]:
+        """Return, for each pair of ranks that run two stages for the same microbatches, the last of these."""
+        M, home = self.schedule.microbatches, self.placement.home
+        return {(home(s, i), home(t, i)): i for i in range(max(0, M - len(self.placement.routes)), M)}
 
-    def _replicas(self, s: int) -> Iterator[tuple[int, int]]:
-        """Yield each route on which another rank runs stage `s`, with that rank."""
-        return ((route, homes[s]) for route, homes in enumerate(self.routes) if homes[s] != self.rank)
-
-    def _is_replicated(self, s: int) -> bool:
-        return any(self._replicas(s))
-
-    def _count_units(self, s: int) -> int:
-        """Return how many microbatches, or slices of them, `rank` runs through stage `s`."""
-        mine = [route for route, homes in enumerate(self.routes) if homes[s] == self.rank]
-        return sum(len(self._microbatches(route)) for route in mine) * self.schedule.slices
-
-    def _microbatches(self, route: int) -> range:
-        return range(route, self.schedule.microbatches, len(self.routes))
-
-    def _last_microbatch(self, route: int) -> int:
-        """Return the last microbatch of a route, which names the messages sent once per step."""
-        return self._microbatches(route)[-1]
+    def _replicas(self, s: int) -> Iterator[int]:
+        """Yield the peers that hold stage `s`, too."""
+        return (rank for rank in self.placement.replicas(s) if rank in self.peers)

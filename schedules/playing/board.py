@@ -64,10 +64,9 @@ def sum_replicas(rank: int, placement: Placement, microbatches: int) -> Iterator
     >>> [list(sum_replicas(rank, bidirectional(ranks=3), microbatches=4)) for rank in (0, 1)]
     [[G(0, 2), G(2, 3)], []]
     """
-    last = range(microbatches - 1, microbatches - 1 - len(placement.routes), -1)
     for stage in placement.stages_on(rank):
         if len(placement.replicas(stage)) > 1:
-            yield G(stage, next(i for i in last if placement.home(stage, i) == rank))
+            yield G(stage, placement.last(stage, rank, microbatches))
 
 
 def make_board(problem: Problem, lanes: Lanes) -> PlayBoard:

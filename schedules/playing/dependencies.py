@@ -88,7 +88,8 @@ def list_dependencies(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, D
         for s, t in sorted(graph.cotangents):
             yield route, Dependency("B", (t, s), homes[t], homes[s])
         for s in range(schedule.stages):
-            for rank in schedule.placement.replicas(s):
+            replicas, earlier = schedule.placement.replicas(s), schedule.placement.routes[:route]
+            for rank in replicas if homes[s] not in (others[s] for others in earlier) else ():
                 if rank != homes[s]:
                     yield route, _gradient_dependency(schedule, (s, s), route, rank)
         for s, t in sorted(graph.gradients):
@@ -143,12 +144,9 @@ def _takers(schedule: Schedule, dependency: Dependency, route: int) -> Iterator[
     t, placement = dependency.target, schedule.placement
     if dependency.what != "G":
         yield dependency.what, t, route
-    elif t == dependency.source:
-        yield "G", t, placement.route(t, dependency.consumer)
     else:
-        yield from (
-            ("U", t, number) for number, homes in enumerate(placement.routes) if homes[t] == dependency.consumer
-        )
+        mine = (number for number, homes in enumerate(placement.routes) if homes[t] == dependency.consumer)
+        yield from (("G" if t == dependency.source else "U", t, number) for number in mine)
 
 
 def _givers(schedule: Schedule, dependency: Dependency, route: int) -> Iterator[_Key]:

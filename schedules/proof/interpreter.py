@@ -138,6 +138,9 @@ class Interpreter:
             return False
         word = KINDS[action.kind]
         is_whole = not word.after and word.carries in ("", "G")
+        replicas = self.placement.replicas(action.stage) if action.peer == action.stage else ()
+        if len(replicas) > 2:  # the slice says which of the others gets its part of the gradient
+            return action.slice is not None and action.slice < len(replicas)
         if (action.slice is None) != (self.schedule.slices == 1 or is_whole):
             return False
         is_home = action.peer is not None or self.placement.home(action.stage, action.microbatch) == rank
@@ -221,7 +224,8 @@ class Interpreter:
             raise self.store.error(rank, problem, repair)
         partials = {rank: sums.partial_sum(s, rank)}
         for other in others:
-            partial = Parcel("G", s, s, sums.last_microbatch(s, other))
+            part = self.placement.replicas(s).index(rank) if len(others) > 1 else None
+            partial = Parcel("G", s, s, sums.last_microbatch(s, other), part)
             if self.links is not None:
                 (partials[other],) = yield from self.store.take(rank, partial)
             while self.links is None and not sums.is_complete(s, other):
@@ -232,9 +236,9 @@ class Interpreter:
     def _update(self, rank: int, action: Action) -> Waits:
         """Update a stage's weights once the gradients of the parameters it shares with other stages are complete."""
         t = action.stage
-        for route, homes in enumerate(self.placement.routes):
+        for homes in self.placement.routes:
             for s in self.graph.shared_by[t] if homes[t] == rank and self.schedule.backward else ():
-                parcel = Parcel("G", s, t, self._last_microbatch(route))
+                parcel = Parcel("G", s, t, self._last_microbatch(s, homes[s], t, rank))
                 if self.links is not None and homes[s] != rank and parcel not in self.copied:
                     (self.copied[parcel],) = yield from self.store.take(rank, parcel)
                 while not self.sums.is_final(s, homes[s]):
@@ -269,15 +273,17 @@ class Interpreter:
         owner, holder = (self.placement.routes[route][stage] for stage in (s, t))
         if self.links is None or owner == holder:
             return self.sums.full_gradient(s, owner)
-        parcel = Parcel("G", s, t, self._last_microbatch(route))
-        if parcel in self.copied:
-            return self.copied[parcel]
-        if parcel not in self.store.parcels[holder]:
-            raise ProgramError(f"{parcel} never arrives. Send it after the last backward of stage {s}.")
-        return self.store.parcels[holder].pop(parcel)
+        parcel = Parcel("G", s, t, self._last_microbatch(s, owner, t, holder))
+        if parcel not in self.copied:
+            if parcel not in self.store.parcels[holder]:
+                raise ProgramError(f"{parcel} never arrives. Send it after the last backward of stage {s}.")
+            self.copied[parcel] = self.store.parcels[holder].pop(parcel)
+        return self.copied[parcel]
 
-    def _last_microbatch(self, route: int) -> int:
-        return range(route, self.schedule.microbatches, len(self.placement.routes))[-1]
+    def _last_microbatch(self, s: int, owner: int, t: int, holder: int) -> int:
+        """Return the last microbatch that runs these stages on these ranks: it names what one sends the other."""
+        home, microbatches = self.placement.home, range(self.schedule.microbatches)
+        return max(i for i in microbatches if (home(s, i), home(t, i)) == (owner, holder))
 
 
 _Handler: TypeAlias = Callable[[Interpreter, int, Action], Waits]

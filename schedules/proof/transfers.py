@@ -67,7 +67,10 @@ class Transfers:
             self.store.put(self._find_target(source, parcel), value, parcel)
 
     def _find_target(self, source: int, parcel: Parcel) -> int:
-        """Return the rank a parcel from rank `source` goes to: the target stage's, or that of the other replica."""
+        """Return the rank a parcel from rank `source` goes to: the target stage's, or that of another replica."""
         if parcel.source != parcel.target:
             return self.placement.home(parcel.target, parcel.microbatch)
-        return next((rank for rank in self.placement.replicas(parcel.source) if rank != source), source)
+        replicas = self.placement.replicas(parcel.source)
+        if parcel.slice is not None:
+            return replicas[parcel.slice]
+        return next((rank for rank in replicas if rank != source), source)

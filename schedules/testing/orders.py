@@ -31,17 +31,18 @@ DrawnUnit: TypeAlias = tuple[int, int, int | None]
 def orders(draw: st.DrawFn, ranks: int = 4, stages: int = 6, microbatches: int = 4) -> tuple[Schedule, Graph]:
     """Draw any correct schedule of at most these sizes, and the graph it is correct for.
 
-    Draw a placement with one route or two and a graph, then repeatedly any action whose inputs are there. Full and
+    Draw a placement with up to three routes and a graph, then repeatedly any action whose inputs are there. Full and
     split backwards are mixed, and forwards with and without recomputation, or moved off the device and back; there may
     be slices, fused neighbors, and weight updates, also of replicas and of stages that share parameters. Shrinks toward
     one microbatch at a time.
     """
     S, M, slices = draw(st.integers(1, stages)), draw(st.integers(1, microbatches)), draw(st.sampled_from([1, 1, 1, 2]))
-    routes = draw(st.integers(1, min(2, M)))
+    routes = draw(st.integers(1, min(3, M)))
     homes = [draw(st.lists(st.integers(0, ranks - 1), min_size=S, max_size=S)) for _ in range(routes)]
+    homes = homes if len({rank for route in homes for rank in route}) > 2 else homes[:2]  # as many as a table holds
     used = sorted({rank for route in homes for rank in route})
     first, *mirrors = (tuple(used.index(rank) for rank in route) for route in homes)
-    placement = Placement(len(used), first, tuple(mirror for mirror in mirrors if mirror != first))
+    placement = Placement(len(used), first, tuple(mirrors))
     graph = draw(graphs(S))
     rows: list[list[Action]] = [[] for _ in used]
     for action in _any_order(draw, graph, M, slices):
@@ -96,10 +97,9 @@ def _list_inputs(
 def _add_replica_sums(placement: Placement, microbatches: int, rows: list[list[Action]]) -> None:
     """End each replica of a stage with the sum of their gradients."""
     for s in range(placement.stages):
-        for route, homes in enumerate(placement.routes):
-            if len(placement.replicas(s)) > 1:
-                last = range(route, microbatches, len(placement.routes))[-1]
-                rows[homes[s]].append(Action("G", s, last))
+        replicas = placement.replicas(s)
+        for rank in replicas if len(replicas) > 1 else ():
+            rows[rank].append(Action("G", s, placement.last(s, rank, microbatches)))
 
 
 def _stages_with_copies(placement: Placement, graph: Graph) -> set[int]:

@@ -13,7 +13,7 @@ are tested against it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 
 from schedules.analysis.simulation import spans
@@ -151,20 +151,21 @@ class _Clock:
         """Yield the messages from other ranks that an action takes."""
         s, graph = action.stage, self.program.graph
         if action.kind == "G":
-            for other in (other for other in self.placement.replicas(s) if other != self.rank):
-                yield Parcel("G", s, s, self._last_microbatch(s, other))
+            replicas = self.placement.replicas(s)
+            for other in (other for other in replicas if other != self.rank):
+                part = replicas.index(self.rank) if len(replicas) > 2 else None
+                yield Parcel("G", s, s, self._last_microbatch([(s, other)]), part)
         elif action.kind == "U":
-            for route, homes in enumerate(self.placement.routes):
-                last = range(route, self.schedule.microbatches, len(self.placement.routes))[-1]
-                for owner in graph.shared_by[s] if homes[s] == self.rank else ():
-                    if homes[owner] != self.rank:
-                        yield Parcel("G", owner, s, last)
+            for owner in graph.shared_by[s]:
+                for rank in dict.fromkeys(homes[owner] for homes in self.placement.routes if homes[s] == self.rank):
+                    if rank != self.rank:
+                        yield Parcel("G", owner, s, self._last_microbatch([(s, self.rank), (owner, rank)]))
         elif KINDS[action.kind].crosses:
             for parcel in parcels_for(action, graph, self.schedule.slices):
                 if self.placement.home(parcel.source, parcel.microbatch) != self.rank:
                     yield parcel
 
-    def _last_microbatch(self, s: int, rank: int) -> int:
-        """Return the last microbatch of a stage on a rank."""
+    def _last_microbatch(self, places: Sequence[tuple[int, int]]) -> int:
+        """Return the last microbatch that goes through all these stages on these ranks."""
         microbatches = reversed(range(self.schedule.microbatches))
-        return next(i for i in microbatches if self.placement.home(s, i) == rank)
+        return next(i for i in microbatches if all(self.placement.home(s, i) == rank for s, rank in places))

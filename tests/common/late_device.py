@@ -16,7 +16,8 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from fpipe.network import channels, waiting
+from fpipe.network import channels, lookout, trail, waiting
+from fpipe.network.groups import CONTROL
 from fpipe.network.trail import Trail
 
 
@@ -77,7 +78,9 @@ def late_device() -> Iterator[LateDevice]:
         enter(patch.object(channels, "make_trail", lambda _: Trail(device.copy)))
         enter(patch.object(channels.DistributedHandle, "wait", wait))
         enter(patch.object(channels.DistributedHandle, "take", take_late))
-        for module in (channels, waiting):
+        for module in (lookout, trail):
+            enter(patch.object(module, "is_on_host", lambda group: group.group_desc == CONTROL))
+        for module in (channels, trail, waiting):
             enter(patch.object(module, "break_group", break_group))
         yield device
 

@@ -113,6 +113,13 @@ def test_a_killed_peer_makes_the_others_fail(tmp_path):
     assert all("failed at once" in printed[rank] for rank in (0, 1, 3)), "\n".join(printed)
 
 
+@by_night
+def test_a_killed_peer_makes_a_rank_fail_that_waits_for_its_device(tmp_path):
+    codes, printed = finish_ranks(worker, 2, tmp_path, 2, tmp_path, "dies_while_another_waits_for_its_device")
+    assert codes == [1, 7], "\n".join(printed)
+    assert "failed as it should" in printed[0], printed[0]
+
+
 def test_every_public_function_is_in_the_matrix_or_needs_no_other_rank(monkeypatch):
     monkeypatch.setattr(agreements, "gather", lambda value: [value])
     monkeypatch.setattr(agreements.torch.distributed, "get_rank", lambda: 0)

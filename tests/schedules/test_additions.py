@@ -52,6 +52,7 @@ from schedules.playing.rows import edit
 from schedules.proof.interpreter import ideal, interpret, prove
 from schedules.proof.networks import fifo
 from schedules.testing import conformance, orders, schedules
+from tests.common.routes import between, by_threes
 from tests.common.rows import rows
 from tests.common.sizes import sampled
 
@@ -98,6 +99,11 @@ CONFORMING = {
     "reduced replicas": lambda ranks, microbatches: reduce_gradients(dualpipe(ranks, microbatches)),
     "reduced, updated": lambda ranks, microbatches: update_weights(reduce_gradients(one_f_one_b(ranks, microbatches))),
     "updated, reduced": lambda ranks, microbatches: reduce_gradients(update_weights(dualpipe(ranks, microbatches))),
+    "updated, on several routes": lambda ranks, microbatches: update_weights(
+        reduce_gradients(between(ranks, microbatches))
+    ),
+    "sharded, on several routes": lambda ranks, microbatches: shard(between(ranks, microbatches), 2),
+    "repeated, on several routes": lambda ranks, microbatches: repeat(by_threes(ranks, microbatches), 2),
     "sharded": lambda ranks, microbatches, limit=1: shard(interleaved_1f1b(ranks, microbatches, 3), limit),
     "sharded replicas": lambda ranks, microbatches: shard(dualpipe(ranks, microbatches), 2),
     "sharded versions": lambda ranks, microbatches: shard(pipedream(ranks, microbatches), 1),

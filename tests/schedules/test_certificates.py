@@ -32,9 +32,11 @@ from schedules.certification import _order, _runs
 from schedules.checking.rules import count_versions
 from schedules.testing import collective_orders, costs, mutants
 from schedules.testing.mutants import mutant_programs
+from tests.common.routes import by_threes
 from tests.common.sizes import few
 
 CHECKER = Path(certificate.__file__)
+PLANS = collective_orders().filter(lambda plan: len(plan[0].placement.routes) < 3)
 SIZED = {
     (2, 4): ("gpipe", "interleaved_1f1b", "hanayo", "v_half", "v_min", "breadth_first", "kfkb", "gis"),
     (3, 5): ("zb_h1", "zb_h2", "forward_only", "eager_1f1b", "zb_auto", "one_f_one_b"),
@@ -108,7 +110,7 @@ def test_times_are_exact_for_drawn_costs(how, data):
 
 
 @settings(max_examples=few(120))
-@given(collective_orders(), costs(), st.sampled_from([Sizes(), WEIGHTS]))
+@given(PLANS, costs(), st.sampled_from([Sizes(), WEIGHTS]))
 def test_any_correct_program_is_certified(plan, cost, sizes):
     how, graph = plan
     assume(not cost.jitter)
@@ -173,7 +175,7 @@ def is_correct(program):
 
 
 @settings(max_examples=few(240))
-@given(st.sampled_from(COVERED).map(lambda how: (how, None)) | collective_orders(), st.data())
+@given(st.sampled_from(COVERED).map(lambda how: (how, None)) | PLANS, st.data())
 def test_no_planted_fault_is_accepted(plan, data):
     how, graph = plan
     if data.draw(st.booleans()):
@@ -327,6 +329,8 @@ def test_a_certificate_of_another_program_is_refused():
 def test_costs_that_are_drawn_are_not_certified():
     with pytest.raises(PipelineError, match=r"certify: got costs with jitter=0\.5, expected costs that are not random"):
         certify(schedules.gpipe(2, 2), Costs(jitter=0.5))
+    with pytest.raises(PipelineError, match=r"certify: got a placement with 3 routes, expected one or two"):
+        certify(by_threes(2, 3))
 
 
 # ---------------------------------------------------------------------------------------------------- a file on its own

@@ -56,6 +56,7 @@ from schedules.families.blocks import every, merge_in_order, time_passes
 from schedules.families.vee import least_memory
 from schedules.testing import conformance, costs, require_round_trip
 from tests.common.published_costs import MEASURED, read_measured
+from tests.common.routes import SEVERAL_ROUTES
 from tests.common.rows import rows
 from tests.common.sizes import by_night, sampled
 
@@ -93,6 +94,12 @@ def test_any_member_is_correct_within_its_limits_and_round_trips(factory, data):
 @pytest.mark.parametrize("factory", **parametrize([factory for factory in EVERY if factory is not forward_only]))
 def test_the_family_conforms(factory):
     conformance(factory)()
+
+
+@sampled(1)
+@pytest.mark.parametrize("factory", **parametrize(SEVERAL_ROUTES))
+def test_schedules_on_several_routes_conform(factory):
+    conformance(factory, sizes={"ranks": range(1, 6), "microbatches": range(1, 9)})()
 
 
 @sampled(1)

@@ -180,6 +180,15 @@ def test_ranks_that_wait_for_each_other_are_followed_once(monkeypatch):
 
 
 @settings(deadline=None)
+@given(orders(ranks=6, stages=9, microbatches=5))
+def test_each_rank_alone_finds_its_part_of_the_program(case):
+    """In a run, every process lowers for its own rank; all must resolve who waits for whom in the same way."""
+    program = lower(*case)
+    together = [list(stream) for stream in program.streams(range(program.schedule.ranks))]
+    assert together == [list(program.actions(rank)) for rank in range(program.schedule.ranks)]
+
+
+@settings(deadline=None)
 @given(orders())
 def test_sends_follow_the_action_that_makes_the_value(case):
     schedule, graph = case

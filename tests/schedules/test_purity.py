@@ -55,8 +55,8 @@ hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear list_versions looped
 memory_over_time merge_backward merge_in_order mirror one_f_one_b overlap parse pipedream
 offload pipedream_2bw play prefer recompute
 reduce_gradients repeat run_on_device schedule search seq_1f1b shard simulate
-spans split_backward summarize transform update_weights v_1f1b v_half v_min v_schedule vee wave zb_auto zb_h1
-zb_h2 zb_v
+spans split_backward sum_replicas summarize transform update_weights v_1f1b v_half v_min v_schedule vee wave zb_auto
+zb_h1 zb_h2 zb_v
 """
 
 

@@ -3,6 +3,7 @@
 
 python -m tests.simulation --seed 17
 python -m tests.simulation --seed 0 --cases 1000 --device
+python -m tests.simulation --seed 0 --cases 1000 --stream
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import torch
 
 from fpipe.pipelines.modes import postpone_collection
-from tests.common.world.drawing import Case, draw, draw_on_device
+from tests.common.world.drawing import Case, draw, draw_on_device, draw_stream
 from tests.common.world.verdicts import Simulator, simulate
 
 SHOWN = 12
@@ -33,10 +35,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--cases", type=int, default=1, help="how many seeds")
     parser.add_argument("--device", action="store_true", help="let processes compute on devices")
+    parser.add_argument("--stream", action="store_true", help="let each step be a stream without a flush")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("fpipe").setLevel(logging.ERROR)
-    chosen = draw_on_device if arguments.device else draw
+    made = draw_stream if arguments.stream else draw
+    chosen = partial(draw_on_device, draw=made) if arguments.device else made
     if arguments.cases == 1:
         print(chosen(arguments.seed))
         print(f"  ended: {simulate(arguments.seed, chosen)}")

@@ -106,7 +106,7 @@ class Script:
     def train(self, rank: int, ready: Callable[[], None], between: Callable[[int], bool]) -> None:
         """Build, resume if there is a checkpoint, and train; `between` says whether to go on after a step."""
         model, batch, pipe = self.build()
-        (init, update), step = self.optimizer(), fpipe.value_and_grad(pipe, outputs=self.case.setup.outputs)
+        (init, update), step = self.optimizer(), self.function(pipe, fpipe.train_stream, fpipe.value_and_grad)
         ready()
         saved = [path for path in (self.path / "0", self.path / "1") if fpipe.is_checkpoint(path)]
         if saved:
@@ -116,6 +116,10 @@ class Script:
             state, first = init(params), 0
         with self.devices[rank].used() if rank in self.devices else nullcontext():
             self.loop(rank, pipe, (step, update), batch, (params, buffers, state, first), between)
+
+    def function(self, pipe: Any, stream: Callable[..., Any], step: Callable[..., Any]) -> Any:
+        """Return what a step calls, made by one of these functions."""
+        return stream(pipe, self.optimizer()) if self.case.batches else step(pipe, outputs=self.case.setup.outputs)
 
     def optimizer(self) -> Any:
         """Return the functions of the optimizer."""
@@ -127,16 +131,23 @@ class Script:
         case, (step, update), finish = self.case, how, list[Callable[[], None]]()
         params, buffers, state, first = start
         for i in range(first, case.steps):
-            out, grads = step(params, buffers, *batch, seed=i)
+            if case.batches:
+                stream, grads = step(params, buffers, state, [batch] * case.batches, seed=i), {}
+                losses = [*stream]
+                params, buffers, state = stream.end
+                result = Result(torch.stack(losses), None, {}, buffers)
+            else:
+                out, grads = step(params, buffers, *batch, seed=i)
+                result = Result(out.loss, out.outputs, take_parts(dict(grads)), out.buffers)
+                buffers = out.buffers
             self.confirm(rank)
-            result = Result(out.loss, out.outputs, take_parts(dict(grads)), out.buffers)
             self.note(rank, partial(self.results.__setitem__, (rank, i), result))
             if self.case.reads:
                 self.wait(rank)
-            buffers = out.buffers
             if case.setup.clips:
                 grads, _ = fpipe.clip(pipe, grads, 0.1)
-            params, state = update(grads, state, params)
+            if not case.batches:
+                params, state = update(grads, state, params)
             self.look(rank, i, pipe, params, buffers, batch)
             if not between(i):
                 return
@@ -184,7 +195,7 @@ class Script:
     def run_alone(self) -> None:
         """Train on one device, as rank -1."""
         model, batch, pipe = self.build()
-        (init, update), step = self.optimizer(), fpipe.reference(pipe, outputs=self.case.setup.outputs)
+        (init, update), step = self.optimizer(), self.function(pipe, fpipe.reference_stream, fpipe.reference)
         params, buffers = pipe.init(model)
         self.loop(-1, pipe, (step, update), batch, (params, buffers, init(params), 0), lambda i: True)
 

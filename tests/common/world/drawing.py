@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -174,6 +175,8 @@ def draw_order(random: Random) -> Schedule:
 
 def draw_layout(random: Random, how: Schedule) -> Schedule:
     """Return a schedule on which to go on: another one, if both add gradients in ascending order, or the same."""
+    if any(action.kind == "U" for action in how.actions(0)):
+        return how
     for stage in range(how.stages):
         ranks = how.placement.replicas(stage)
         order = [a.microbatch for a in how.actions(ranks[0]) if a.stage == stage and ACTIONS[a.kind].after == "done"]
@@ -257,6 +260,7 @@ class Case:
     - `saves`: how each step is saved: not at all (""), to one path ("save"), to two in turn ("turns"), or in the
       background ("begin"). `damages`: a file of the newest checkpoint is damaged before each restart.
     - `looks`: what else is computed after each step: nothing (""), an evaluation or a prediction.
+    - `batches`: how many batches each step has, as a stream under a schedule that updates weights in flight; else 0.
     - `delay`: the seconds that a message takes, on average. `is_kept`: rank 0 keeps the store.
     - `runs`: the faults of each run of the job but the last, which nothing disturbs.
     - `manners`: those of devices, if processes have them. `reads`: each loss is read. `rebuilds`: processes that have
@@ -276,6 +280,7 @@ class Case:
     manners: Manners | None = None
     reads: bool = False
     rebuilds: bool = False
+    batches: int = 0
 
     @property
     def schedule(self) -> Schedule:
@@ -285,9 +290,10 @@ class Case:
     def __str__(self) -> str:
         saves = {"save": ", saved", "turns": ", saved to two paths", "begin": ", saved in the background"}
         faults = "\n".join(f"  faults: {' and '.join(map(str, run)) or 'none'}" for run in self.runs)
+        kind = f"streams of {self.batches} batches" if self.batches else "steps"
         return (
             f"seed {self.seed}: {self.setup}\n"
-            f"  {self.steps} steps{saves.get(self.saves, '')}{', damaged' * self.damages}"
+            f"  {self.steps} {kind}{saves.get(self.saves, '')}{', damaged' * self.damages}"
             f"{f', {self.looks} after each' * bool(self.looks)}{', captured apart' * self.is_apart}; "
             f"messages take {self.delay:g} s; the store is kept by {'rank 0' if self.is_kept else 'the launcher'}\n"
             f"{faults}"
@@ -315,7 +321,51 @@ def draw(seed: int) -> Case:
     )
 
 
-def draw_on_device(seed: int) -> Case:
+def draw_stream(seed: int) -> Case:
+    """Return the case of a seed, each of whose steps is a stream of batches, under another schedule and as many ranks.
+
+    A stream has one version of the weights only when it has ended, so that is when it is saved.
+    """
+    case, random = draw(seed), Random(f"stream {seed // BLOCK} {draw(seed).setup!r}")
+    how = draw_in_flight(random, case.setup.schedule.ranks)
+    model: Description | str = draw_model(random, how.stages, case.setup.dtype, case.setup.backward)
+    if random.random() < 0.3:
+        model = random.choice([*ZOO])
+    dtype = torch.float32 if isinstance(model, str) else case.setup.dtype
+    modifies = isinstance(model, str) or any(leaf.kind in MODIFYING for leaf in model.leaves)
+    copies = 1 if modifies else case.setup.copies
+    setup = replace(case.setup, schedule=how, model=model, dtype=dtype, copies=copies, clips=False, outputs=False)
+    batches, random = random.randint(1, 6), Random(f"faults {seed}")
+    runs = tuple(draw_faults(random, setup, case.steps * batches) for _ in case.runs)
+    return replace(case, setup=replace(setup, is_sharded=False), runs=runs, batches=batches)
+
+
+def draw_in_flight(random: Random, ranks: int) -> Schedule:
+    """Return a schedule that updates weights in flight."""
+    m, late = random.randint(ranks, 4), random.randint(0, 3)
+    made = (schedules.pipedream(ranks, 1), schedules.pipedream_2bw(ranks, m, accumulate=m), later(ranks, 2, late))
+    how = random.choice(made)
+    if random.random() < 0.3:
+        how = split_backward(how)
+    if random.random() < 0.3:
+        how = recompute(how)
+    return move_some(how)
+
+
+@schedules.schedule(placement=schedules.linear)
+def later(rank: int, ranks: int, microbatches: int, late: int) -> Any:
+    """1F1B in which every second microbatch is followed by an update, `late` microbatches after its backward."""
+    ahead = ranks - rank - 1
+    for i in range(microbatches + ahead + late):
+        if i < microbatches:
+            yield schedules.F(rank, i)
+        if 0 <= i - ahead < microbatches:
+            yield schedules.B(rank, i - ahead)
+        if (done := i - ahead - late) >= 0 and (done % 2 or done == microbatches - 1):
+            yield schedules.U(rank, done)
+
+
+def draw_on_device(seed: int, draw: Callable[[int], Case] = draw) -> Case:
     """Return the case of a seed, whose processes have devices."""
     random = Random(f"device {seed}")
     manners, case = Manners(*(random.random() < 0.5 for _ in Manners._fields)), draw(seed)

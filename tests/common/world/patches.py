@@ -22,6 +22,7 @@ from fpipe.network import board, channels, devices, distributed, groups, job, lo
 from fpipe.network.trail import Trail
 from fpipe.pipelines import builder
 from fpipe.runtime import executor
+from fpipe.streams import execution
 from tests.common.world.device import DeviceGroup
 from tests.common.world.fibers import Lock, Queue, Signal, World
 from tests.common.world.network import Group, Mesh, Network, Works
@@ -58,6 +59,9 @@ class Distributed:
 
     def get_group_rank(self, group: Group, rank: int) -> int:
         return group.room.ranks.index(rank)
+
+    def get_global_rank(self, group: Group, rank: int) -> int:
+        return group.room.ranks[rank]
 
     def get_backend(self, group: Any) -> str:
         return self.network.backend if group is self._default or isinstance(group, DeviceGroup) else "gloo"
@@ -278,6 +282,7 @@ def inhabit(network: Network) -> Iterator[None]:
         (save, "ThreadPoolExecutor", lambda **options: Writer(world)),
         (manifest, "os", Files(world)),
         (executor.Execution, "__init__", observe(world, executor.Execution.__init__)),
+        (execution.EndlessExecution, "__init__", observe_pieces(world, execution.EndlessExecution.__init__)),
     ]
     environment = {"TORCHELASTIC_USE_AGENT_STORE": str(not network.is_kept)}
     with ExitStack() as stack:
@@ -303,8 +308,22 @@ def observe(world: World, init: Any) -> Any:
     """Return the initializer of executions whose actions are steps of their process."""
 
     def observed(run: Any, rank: int, program: Any, *others: Any) -> None:
-        rows = tuple(row._replace(handler=watched(row.handler)) for row in program.instructions)
-        init(run, rank, program._replace(instructions=rows), *others)
+        init(run, rank, watch(world, program), *others)
+
+    return observed
+
+
+def observe_pieces(world: World, init: Any) -> Any:
+    """Return the same for executions of programs that come in pieces."""
+
+    def observed(run: Any, rank: int, pieces: Any, *others: Any) -> None:
+        init(run, rank, (watch(world, piece) for piece in pieces), *others)
+
+    return observed
+
+
+def watch(world: World, program: Any) -> Any:
+    """Return a program whose actions are steps of the process that runs them."""
 
     def watched(handler: Any) -> Any:
         def handle(run: Any, action: Any, stage: Any, arrived: Any) -> Any:
@@ -316,4 +335,5 @@ def observe(world: World, init: Any) -> Any:
 
         return handle
 
-    return observed
+    rows = tuple(row._replace(handler=watched(row.handler)) for row in program.instructions)
+    return program._replace(instructions=rows)

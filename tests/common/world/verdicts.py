@@ -30,8 +30,6 @@ from tests.common.world.sharing import Shelf
 
 SILENT = ("stop", "lose")
 """Faults of which others learn by a timeout."""
-UNSEEN = (*SILENT, "die", "disk", "leave")
-"""The same where processes compute on devices."""
 OWN: dict[str, type[BaseException]] = {
     "raise": InjectedError,
     "fail": DistBackendError,
@@ -93,8 +91,7 @@ def require_time(trial: Trial, rank: int) -> None:
     """Raise unless a rank that waits learns of a fault soon, or, if it is silent, once the timeout is over."""
     struck = trial.struck
     last = max(one.time for one in struck if one.time is not None and one.time <= trial.ended[rank])
-    kinds = SILENT if trial.case.manners is None else UNSEEN
-    silent = any(one.fault.kind in kinds for one in struck)
+    silent = any(one.fault.kind in SILENT for one in struck)
     naps = sum(one.time is not None and one.fault.kind == "nap" for one in trial.strikes)
     limit = PROMPT + NAP * naps + 2 * TIMEOUT * silent
     if trial.ended[rank] - last > limit:

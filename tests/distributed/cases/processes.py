@@ -602,6 +602,23 @@ def dies_in_the_middle(rank, size):
         raise RuntimeError(f"failed {'at once' if told else 'too late'}: {error}") from error
 
 
+@case(sizes=[])
+def dies_while_another_waits_for_its_device(rank, size):
+    """Rank 1 exits without notice. A device that waits for it does not notice, but its rank does, before a timeout."""
+    with late_device() as device:
+        pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+        last = list(pipe.schedule.actions(1))[3]
+
+        def record(span):
+            if rank == 1 and span.action == last:
+                os._exit(7)
+
+        with raises(fpipe.RankError, "rank 0", "rank 1", "it died, or left") as error:
+            fpipe.value_and_grad(pipe, record=record)(*pipe.init(model), inputs, targets)
+        assert device.is_broken
+    raise RuntimeError(f"failed as it should: {error.text}")
+
+
 @case(day=[2, 4])
 def after_the_group_is_gone(rank, size):
     """The last case of a job: existing pipelines are refused, and so is a new one that would run all ranks in here."""

@@ -25,7 +25,7 @@ from tests.common.loops import eval_loop, loop
 from tests.common.masks import DECODER, decoder_batch
 from tests.common.options import grouped
 from tests.common.running import build, run, run_reference
-from tests.common.sizes import NIGHTLY
+from tests.common.sizes import NIGHTLY, by_day
 from tests.common.sliced_models import loop as slice_loop
 from tests.common.sliced_models import make_model
 from tests.common.sliced_models import word_loss as sliced_loss
@@ -608,7 +608,8 @@ def slices_of_sequences_have_the_bits_of_one_process(rank, size):
 def a_pipeline_of_slices_has_the_bits_of_a_loop_over_slices(rank, size):
     """The first rank has the inputs, the last the targets, and what a slice leaves stays where it was made."""
     model, x, y = make_model(tied=True)
-    for how, lengths in ((seq_1f1b(2, 3, slices=2), [5, 4]), (split_backward(seq_1f1b(2, 3, slices=3)), [3, 3, 3])):
+    hows = ((split_backward(seq_1f1b(2, 3, slices=2)), [5, 4]), (seq_1f1b(2, 3, slices=3), [3, 3, 3]))
+    for how, lengths in by_day(hows, 2):
         pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=sliced_loss, schedule=how, cuts=["blocks.2"])
         loss, outputs, wanted = slice_loop(model, x, y, 3, lengths)
         given = (x,) if rank == 0 else (x.to("meta"),), y if rank == size - 1 else y.to("meta")

@@ -11,11 +11,12 @@ import fpipe
 from schedules import pipedream, pipedream_2bw, split_backward
 from tests.common.comparison import require_part
 from tests.common.running import build
-from tests.common.sizes import NIGHTLY
+from tests.common.sizes import NIGHTLY, in_turn
 from tests.common.streams import Trained, decay, train
 from tests.common.training import MODELS as SCRIPTS
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import case, gather, raises
+from tests.distributed.cases.meshes import mesh_of
 
 ADAM = fpipe.optimizer(torch.optim.AdamW, lr=0.05, weight_decay=0.01)
 COUNT = 50 if NIGHTLY else 12
@@ -31,15 +32,15 @@ def stream_of(pipe, model, batches, **options) -> fpipe.Stream:
 @case(sizes=[2, 4], day=[2, 4])
 def streams_are_those_of_one_device(rank, size):
     """Losses on every rank; of parameters, buffers and state, each rank's share."""
-    for name in MODELS:
-        for how in (pipedream(size, 1), pipedream_2bw(size, size, accumulate=size), split_backward(pipedream(size, 1))):
-            pipe, model, inputs, targets = build(ZOO[name], how, 2 * how.microbatches, capture="trace")
-            batches = [(inputs, targets)] * COUNT
-            got, want = (train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream))
-            for what, mine, theirs in zip(Trained._fields, got, want, strict=True):
-                require_part(mine, theirs, f"{name}, {how!r}: {what}")
-            shares = gather(list(got.params))
-            assert {key for keys in shares for key in keys} == want.params.keys()
+    hows = (pipedream(size, 1), pipedream_2bw(size, size, accumulate=size), split_backward(pipedream(size, 1)))
+    for name, how in in_turn(MODELS, hows):
+        pipe, model, inputs, targets = build(ZOO[name], how, 2 * how.microbatches, capture="trace")
+        batches = [(inputs, targets)] * COUNT
+        got, want = (train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream))
+        for what, mine, theirs in zip(Trained._fields, got, want, strict=True):
+            require_part(mine, theirs, f"{name}, {how!r}: {what}")
+        shares = gather(list(got.params))
+        assert {key for keys in shares for key in keys} == want.params.keys()
 
 
 @case(sizes=[2, 4], day=[])
@@ -54,6 +55,21 @@ def larger_models_train_as_on_one_device(rank, size):
             got, want = (train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream))
             for what, mine, theirs in zip(Trained._fields, got, want, strict=True):
                 require_part(mine, theirs, f"{name}, {how!r}: {what}")
+
+
+@case(sizes=[4], day=[4])
+def streams_of_copies_are_those_of_one_device(rank, size):
+    """Each process has a copy of its stage; gradients of every batch are reduced over the mesh."""
+    for name in ("dropping", "tied_sequence"):
+        for how in (pipedream(2, 1), pipedream_2bw(2, 2, accumulate=2)):
+            place = {"mesh": mesh_of(pp=2, dp=2), "dp": "dp"}
+            pipe, model, inputs, targets = build(ZOO[name], how, 4 * how.microbatches, capture="trace", **place)
+            batches = [(inputs, targets)] * COUNT
+            got, want = (train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream))
+            for what, mine, theirs in zip(Trained._fields, got, want, strict=True):
+                require_part(mine, theirs, f"{name}, {how!r}: {what}")
+    with raises((fpipe.InputError, fpipe.RankError, fpipe.TransportError), "batches"):
+        list(stream_of(pipe, model, [(inputs, targets)] * (9 if rank % 2 else 6), seed=1))
 
 
 @case(sizes=[2, 4], day=[4])

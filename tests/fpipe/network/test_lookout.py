@@ -50,7 +50,7 @@ def start(quick):
 
     def begin(timeout=HOUR, trail=None):
         posted, store = Posted(), dist.HashStore()
-        lookout = Lookout(Board(lambda: store, 0, 3, 0), (10, 11, 12), timeout, lambda: None, trail)
+        lookout = Lookout(Board(lambda: store, 0, 3, 0), (10, 11, 12), None, timeout, lambda: None, trail)
         started.append(lookout)
         return lookout, posted, store
 
@@ -133,6 +133,15 @@ def test_a_device_that_waits_too_long_after_a_call_is_freed(stuck):
     lookout, posted, _ = stuck(timedelta(seconds=0.5))
     assert posted.given_up.wait(5)
     assert lookout.board.found == (1, "outside fpipe, or stopped", SILENT.format(0.5))
+
+
+def test_a_device_that_waits_for_a_process_that_is_gone_is_freed(stuck, monkeypatch):
+    monkeypatch.setattr(module, "LONG", 0.2)
+    monkeypatch.setattr(module, "is_on_host", lambda group: False)
+    monkeypatch.setattr(module, "list_closed", lambda awaited: [*awaited.peers])
+    lookout, posted, _ = stuck()
+    assert posted.given_up.wait(5)
+    assert lookout.board.found == (1, "before 1SEND_B0>0", module.DIED)
 
 
 def test_once_a_device_is_done_nobody_asks_the_store(stuck):

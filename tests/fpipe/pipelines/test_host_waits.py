@@ -95,6 +95,70 @@ def test_the_host_waits_for_nothing_where_a_model_asks_nothing(how):
     assert [way for way in WAYS if training.waits(way)] == []
 
 
+class Scripted:
+    """The same in a script for one device, around a drop-in module."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.batch = torch.randn(8, 4), torch.randn(8, 1)
+        x, y = self.batch
+        self.model = fpipe.Pipelined(Model(), loss=mse, example=(x,), targets=y, schedule=one_f_one_b(2, 4))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        for what in (*SCRIPTS.values(), *SCRIPTS.values()):
+            what(self)
+
+    def train(self, losses=1, keeps=False):
+        x, y = self.batch
+        for _ in range(losses):
+            self.model(x, targets=y, steps=losses).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.model.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=not keeps)
+
+    def clear_late(self):
+        x, y = self.batch
+        loss = self.model(x, targets=y)
+        self.optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        self.optimizer.step()
+
+    def evaluate(self):
+        x, y = self.batch
+        self.model.eval()
+        self.model(x, targets=y)
+        self.model(x)
+        self.model.train()
+
+    def waits(self, way):
+        grads = [p.grad for p in self.model.parameters()]
+        marked = dict(self.model.named_parameters()), dict(self.model.named_buffers()), self.batch, grads
+        with HostWaits(*marked, [*self.optimizer.state.values()]) as waits:
+            SCRIPTS[way](self)
+        return [place[-1] for place in waits.found]
+
+
+SCRIPTS = {
+    "evaluation": lambda s: s.evaluate(),
+    "step": lambda s: s.train(),
+    "accumulation": lambda s: s.train(losses=2),
+    "step that keeps .grad": lambda s: s.train(keeps=True),
+    "gradients cleared late": lambda s: s.clear_late(),
+}
+
+
+def test_a_script_for_one_device_waits_for_the_cotangent_of_each_loss_and_for_gradients_that_are_cleared_late():
+    script = Scripted()
+    cotangent, cleared = "delivery.py, take", "delivery.py, _require_as_left"
+    assert {way: script.waits(way) for way in SCRIPTS} == {
+        "evaluation": [],
+        "step": [cotangent],
+        "accumulation": [cotangent, cotangent],
+        "step that keeps .grad": [cotangent],
+        "gradients cleared late": [cleared, cotangent],
+    }
+
+
 def test_the_host_waits_once_in_a_step_for_the_weights_of_its_microbatches():
     training = Training(SCHEDULES["1F1B"], options={"weight": count})
     assert len(training.waits("step")) == len(training.waits("evaluation")) == 1

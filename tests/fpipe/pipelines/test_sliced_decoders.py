@@ -2,6 +2,7 @@
 """Decoders of transformers in slices, through their cache: the reference's bits."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn.functional import cross_entropy
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import seq_1f1b
+from tests.common.sizes import sampled
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": 16, "hidden_size": 16, "num_attention_heads": 2}
@@ -52,9 +54,8 @@ def pad(ids):
     return (torch.arange(ids.shape[1]) >= torch.arange(len(ids))[:, None]).long()
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
-@pytest.mark.parametrize("slices", [2, 3])
-@pytest.mark.parametrize("masked", [False, True])
+@sampled(2)
+@pytest.mark.parametrize(("make", "slices", "masked"), [*product([llama, gpt2], [2, 3], [True, False])])
 def test_decoders_train_slice_by_slice(make, slices, masked):
     torch.manual_seed(0)
     (model, cut), (ids, words) = make(), batch()

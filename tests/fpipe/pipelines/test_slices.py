@@ -28,7 +28,7 @@ from schedules import (
 )
 from schedules.families.one_forward_one_backward import alternate
 from tests.common.sizes import sampled
-from tests.common.sliced_models import LanguageModel, loop, make_model, word_loss
+from tests.common.sliced_models import WIDTH, WORDS, LanguageModel, loop, make_model, word_loss
 
 
 @schedule(placement=looped)
@@ -63,7 +63,7 @@ def require_loop(model, x, y, how, lengths, **options):
 LENGTHS = {1: [9], 2: [5, 4], 3: [3, 3, 3], 4: [3, 2, 2, 2]}
 
 
-@sampled(4)
+@sampled(3)
 @pytest.mark.parametrize("slices", LENGTHS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_slices_have_the_bits_of_a_loop_over_slices(slices, tied):
@@ -71,7 +71,7 @@ def test_slices_have_the_bits_of_a_loop_over_slices(slices, tied):
     require_loop(model, x, y, seq_1f1b(2, 3, slices=slices), LENGTHS[slices], cuts=["blocks.2"])
 
 
-@sampled(3)
+@sampled(2)
 @pytest.mark.parametrize(
     "how",
     [
@@ -87,10 +87,9 @@ def test_other_schedules_of_slices_have_them_too(how):
     require_loop(model, x, y, how, LENGTHS[2])
 
 
-@pytest.mark.parametrize("backward", ["graph", "autograd"])
-def test_recorded_stages_have_them_too(backward):
+def test_stages_that_are_not_recorded_have_them_too():
     model, x, y = make_model()
-    options = {"gradients": fpipe.Gradients(backward=backward)}
+    options = {"gradients": fpipe.Gradients(backward="autograd")}
     require_loop(model, x, y, seq_1f1b(2, 3, slices=2), LENGTHS[2], cuts=["blocks.1"], **options)
 
 
@@ -129,7 +128,7 @@ def test_dropout_is_that_of_the_reference():
 def test_verify_compares_with_whole_sequences():
     model, x, y = make_model()
     pipe = build(model, x, y, seq_1f1b(2, 3, slices=3), cuts=["blocks.2"])
-    assert fpipe.verify(pipe, model, (x,), y).eager > 10
+    assert fpipe.verify(pipe, model, (x,), y, unsplit=1e-5).eager > 10
 
 
 class Averaging(nn.Module):
@@ -321,6 +320,42 @@ def test_a_carry_that_crosses_stages_is_refused():
         fpipe.CutError, match="in slice 1 that slice 0 made in stage 1, expected a carry to be made and"
     ):
         build(Reading(), x, y, seq_1f1b(2, 2, slices=2), cuts=["blocks.2"])
+
+
+class Skips(nn.Module):
+    """What its first layer makes is read by all others, and by the first one of the next slice."""
+
+    def __init__(self, copies=True):
+        super().__init__()
+        self.copies, self.embed, self.head = copies, nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, ids, carry=None):
+        before = 0 if carry is None else carry[0].mean(1, keepdim=True)
+        state = self.a(self.embed(ids) + before).tanh()
+        left = state.clone() if self.copies else state
+        y = self.c(self.b(state).tanh()) * state
+        return self.head(self.d(y).relu() + state), [left]
+
+
+@pytest.mark.parametrize(
+    ("how", "cuts"),
+    [(seq_1f1b(4, 2, slices=3), ["b", "c", "d"]), (split_backward(seq_1f1b(3, 2, slices=2)), ["c", "d"])],
+)
+def test_a_copy_of_what_later_stages_read_is_a_carry(how, cuts):
+    torch.manual_seed(0)
+    model, (x, y) = Skips(), torch.randint(WORDS, (2, 6, 9))
+    require_loop(model, x, y, how, LENGTHS[how.slices], cuts=cuts)
+
+
+def test_a_carry_that_later_stages_read_twice_is_refused():
+    """One such use has the bits of a loop; with more, the order of the sum would be another one."""
+    torch.manual_seed(0)
+    model, (x, y) = Skips(copies=False), torch.randint(WORDS, (2, 6, 9))
+    require_loop(model, x, y, seq_1f1b(2, 2, slices=3), LENGTHS[3], cuts=["d"])
+    for cuts, read in (["b", "c", "d"], r"3 times in stages \[1, 2, 3\]"), (["c", "d", "head"], r"2 times in stages"):
+        with pytest.raises(fpipe.CutError, match=f"got a carry that is read {read}.* make the carry a copy of it"):
+            build(model, x, y, seq_1f1b(4, 2, slices=2), cuts=cuts)
 
 
 def test_a_buffer_that_changes_is_refused():

@@ -121,6 +121,19 @@ def test_tied_parameters_have_one_version(name, how, tied):
     assert {late[name] for name in shared} == {max(late.values())}
 
 
+@covering(
+    name=("dropping", "tied_sequence", "skips"),
+    how=(pipedream(1, 1), pipedream_2bw(2, 3, accumulate=3), split_backward(pipedream(2, 1))),
+    copies=(2, 3),
+)
+def test_replicas_on_a_mesh_train_as_one_device(name, how, copies):
+    """Copies reduce the gradients of every batch before its update."""
+    place = {"mesh": {"pp": how.ranks, "dp": copies}, "dp": "dp"}
+    pipe, model, inputs, targets = build(ZOO[name], how, 2 * copies * how.microbatches, capture="trace", **place)
+    batches = [(inputs, targets)] * 6
+    require_equal(*(train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream)))
+
+
 @settings(max_examples=few(12))
 @given(st.data())
 def test_weights_that_any_stages_share_train_as_on_one_device(data):

@@ -31,11 +31,13 @@ from schedules import (
 from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import eval_loop, loop_as_stated
+from tests.common.routes import SEVERAL_ROUTES
 from tests.common.sizes import few
 
 IN_FLIGHT = (pipedream, pipedream_2bw)
 OTHERS = (*IN_FLIGHT, seq_1f1b, forward_only)
 SYNCHRONOUS = [made for made in vars(families).values() if isinstance(made, Factory) and made not in OTHERS]
+SYNCHRONOUS += SEVERAL_ROUTES
 TRANSFORMS = [split_backward, merge_backward, recompute, offload, mirror, overlap]
 
 
