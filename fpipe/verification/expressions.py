@@ -93,8 +93,8 @@ class Expressions(TorchDispatchMode):
     """The expressions of everything that is computed inside of it.
 
     - `numbers`: the number of each expression, by what it is; `operators`: how many operators ran.
-    - `memory`: the ranges of each storage, by its address, which a weak reference keeps from being used again. `inputs`:
-      the bytes of each input.
+    - `memory`: the ranges of each storage, by its address, which a weak reference keeps from being used again.
+      `inputs`: the bytes of each input.
     - `scalars`: the expressions that are numbers. `constants`, `variables`: the inputs, by number, that depend on
       nothing, and those that are declared.
     - `computed`: the expressions that each side has computed; see `on`. `running`: what computes now, such as an

@@ -85,7 +85,9 @@ class OperatorCall(NamedTuple):
         given = {**dict(zip(known.names, args, strict=False)), **kwargs}
         written = tuple(tensors_in([given.get(name) for name in known.writes])) if known.writes else ()
         a, b = given.get("self"), given.get("other")
-        pair = known.name == "add" and isinstance(a, Tensor) and isinstance(b, Tensor) and given.get("alpha", 1) == 1
+        commutes = False
+        if known.name == "add" and given.get("alpha", 1) == 1 and isinstance(a, Tensor) and isinstance(b, Tensor):
+            commutes = (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
         rounds = known.name in ("mul", "div", "add", "sub") and isinstance(a, Tensor) and a.is_floating_point()
         return cls(
             known.name,
@@ -95,7 +97,7 @@ class OperatorCall(NamedTuple):
             known.outs,
             known.defaults,
             known.draws and given.get("dropout_p", known.defaults.get("dropout_p")) != 0,
-            pair and (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()),
+            commutes,
             rounds and a is not None and a.itemsize <= 4,
         )
 
