@@ -16,6 +16,7 @@ Runs when a pipeline is built, unless the user names the cuts.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
@@ -89,9 +90,8 @@ def balance(
 
 
 def _exclude(cost: Tensor, edges: Sequence[int], forbidden: Forbidden) -> None:
-    rows = torch.tensor([edge in forbidden.begins for edge in edges])
-    columns = torch.tensor([edge in forbidden.stops for edge in edges])
-    cost[rows[:, None] & columns[None, :]] = torch.inf
+    rows, columns = (slice(bisect_left(edges, one.start), bisect_left(edges, one.stop)) for one in forbidden)
+    cost[rows, columns] = torch.inf
 
 
 def find_even_path(cost: Tensor, stages: int, slack: float, crossed: Tensor | float = 0.0) -> list[int] | None:

@@ -37,7 +37,9 @@ def require_joined(
 
     `ranks_of` is the rank that each process of the job is, by its number there; empty if one process is all ranks.
     """
-    found = {process: ranks_of.get(process) for process in find_partners(func, args, kwargs) if ranks_of}
+    if not ranks_of:
+        return
+    found = {process: ranks_of.get(process) for process in find_partners(func, args, kwargs)}
     if len({*found.values()}) > 1:
         places = ", ".join(f"{process} (rank {rank})" for process, rank in found.items())
         raise CaptureError(

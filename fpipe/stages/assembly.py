@@ -330,7 +330,9 @@ class _Builder:
         if unrecordable:
             return replace(eager, remark=f"by autograd: {unrecordable}")
         entering = [(crossing.source, value) for crossing in pulled_by for value in crossing.values]
-        return self.request.make(eager, run.joint(crossing_values(pulls), metadata.grads[s], entering), optional)
+        with self.captured.mode:
+            joint = run.joint(crossing_values(pulls), metadata.grads[s], entering)
+        return self.request.make(eager, joint, optional)
 
     def _hooks(self, s: int) -> Mapping[ArgumentIndex, tuple[Hook, ...]]:
         """Return the hooks on gradients of the parameters that a stage owns, by argument."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -48,7 +49,7 @@ def storage_id(tensor: Tensor) -> int:
 
     For a DTensor, it is that of the local tensor.
     """
-    if is_holder(tensor):
+    if type(tensor) is not FakeTensor and is_holder(tensor):
         with DisableTorchFunction():  # a recorder does not know the local tensor
             return storage_id(storage_holder(tensor))
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
@@ -125,17 +126,24 @@ class EffectsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the arguments that an operator call writes to."""
-    if not isinstance(func, OpOverload):
+    if not _may_write(func):
         return
     if is_collective(func) and func._schema.name.endswith("_"):  # writes its first argument, undeclared
         yield from args[0] if isinstance(args[0], list | tuple) else args[:1]
-        return
-    if not func._schema.is_mutable and func._schema.name not in UNDECLARED:
         return
     for position, declared in enumerate(func._schema.arguments):
         undeclared = position in UNDECLARED.get(func._schema.name, ()) and args[TRAINING_FLAG]
         if undeclared or (declared.alias_info is not None and declared.alias_info.is_write):
             yield args[position] if position < len(args) else kwargs.get(declared.name)
+
+
+@cache
+def _may_write(func: Any) -> bool:
+    """Return whether an operator may write to some of its arguments."""
+    if not isinstance(func, OpOverload):
+        return False
+    schema = func._schema
+    return schema.is_mutable or schema.name in UNDECLARED or (is_collective(func) and schema.name.endswith("_"))
 
 
 def written_memory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
@@ -154,6 +162,7 @@ def is_collective(func: Any) -> bool:
     return isinstance(func, OpOverload) and func.namespace == "c10d"
 
 
+@cache
 def is_communication(func: Any) -> bool:
     """Return whether an operator belongs to torch.distributed."""
     return isinstance(func, OpOverload) and ("c10d" in func.namespace or func.namespace == "_dtensor")
@@ -181,6 +190,7 @@ def find_partners(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return tuple(sorted({dist.get_rank(), *[members[end] for end in ends]}))
 
 
+@cache
 def is_random(func: Any) -> bool:
     """Return whether an operator draws from a generator.
 

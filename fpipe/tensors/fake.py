@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, Final, cast
 
@@ -305,7 +305,8 @@ def marks(tensor: Tensor) -> frozenset[str]:
 
 def as_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
     """Return a tensor as an `nn.Parameter`; a fake tensor keeps its marks."""
-    made = nn.Parameter(tensor, requires_grad)
+    with tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext():  # without it, torch looks for a mode
+        made = nn.Parameter(tensor, requires_grad)
     if isinstance(made, FakeTensor) and MARKS in vars(tensor):
         vars(made)[MARKS] = vars(tensor)[MARKS]
     return made

@@ -64,7 +64,9 @@ class Settings(NamedTuple):
 
 def settings() -> Settings:
     """Return the current settings."""
-    return Settings(*(tuple([get() for get in table.values()]) for table in (KERNEL_SETTINGS, OPERATOR_SETTINGS)))
+    return Settings(
+        tuple([get() for get in KERNEL_SETTINGS.values()]), tuple([get() for get in OPERATOR_SETTINGS.values()])
+    )
 
 
 def changes_since(before: Settings) -> str:

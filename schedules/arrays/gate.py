@@ -8,10 +8,14 @@ NumPy.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from schedules.language.actions import Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
+from schedules.lowering.program import Program, lower_at_once
 from schedules.playing.costs import NO_COSTS, UNITS, Costs
 from schedules.playing.dependencies import Wires, wires
 
@@ -34,6 +38,19 @@ def is_large(schedule: Schedule) -> bool:
 def is_surely_correct(schedule: Schedule, graph: Graph) -> bool:
     """Return whether arrays show that a schedule is correct; if not, `check` has to look."""
     return is_large(schedule) and play_large(schedule, wires(schedule, graph, NO_COSTS, UNITS), NO_COSTS) is not None
+
+
+@lower_at_once.register
+def _lower_large(program: Program) -> Callable[[int], Iterator[Action]] | None:
+    """Return a function from ranks to their actions, those of the loops, for most large programs."""
+    if not is_large(program.schedule):
+        return None
+    try:
+        from schedules.arrays.lowered import lower_all
+    except ImportError:
+        return None
+    found = lower_all(program.schedule, program.graph)
+    return None if found is None else partial(found.decode, slices=program.schedule.slices)
 
 
 def play_large(schedule: Schedule, wires: Wires, costs: Costs) -> Totals | None:

@@ -15,23 +15,28 @@ from schedules import (
     F,
     Link,
     PipelineError,
+    Placement,
     ScheduleError,
     Sizes,
     chain,
     check,
     families,
     forwards,
+    from_rows,
     interleaved_1f1b,
+    lower,
     recompute,
     simulate,
     split_backward,
 )
 from schedules.analysis import simulation
-from schedules.arrays import gate
+from schedules.arrays import gate, lowered
 from schedules.arrays.abreast import play_abreast
 from schedules.arrays.codes import CODE_OF
 from schedules.arrays.lives import read_lives
+from schedules.arrays.lowered import lower_all
 from schedules.checking import rules
+from schedules.lowering import program as lowering
 from schedules.playing.costs import NO_COSTS, UNITS
 from schedules.playing.dependencies import wires
 from schedules.playing.engine import replay_to_end
@@ -112,6 +117,78 @@ def test_arrays_find_the_times_of_the_loops(case, data):
         assert found == (played.begin, played.clock, played.busy, played.peak)
 
 
+@st.composite
+def any_order_of_a_chain(draw):
+    """Any order of the passes of a chain on any ranks, in which inputs come first."""
+    random = Random(draw(st.integers(0, 2**32)))
+    P, S, M, slices = (
+        draw(st.integers(2, 6)),
+        draw(st.integers(2, 8)),
+        draw(st.integers(1, 6)),
+        random.choice([1, 1, 2]),
+    )
+    homes = tuple(random.randrange(P) for _ in range(S))
+    homes = tuple(sorted({*homes}).index(rank) for rank in homes)
+    left = {
+        (s, i, part): [*random.choice(["FB", "FIW", "CRB", "CRIW"])]
+        for s in range(S)
+        for i in range(M)
+        for part in range(slices)
+    }
+    rows, done = [[] for _ in {*homes}], set()
+    while left:
+        ready = [
+            (s, i, part)
+            for (s, i, part), (kind, *_) in left.items()
+            if (
+                kind not in "FC"
+                or {("F", s - 1, i, part), ("F", s, i, part - 1)} <= done | edges(s, i, part, S, slices)
+            )
+            and (
+                kind not in "BI"
+                or {("B", s + 1, i, part), ("B", s, i, part + 1)} <= done | edges(s, i, part, S, slices)
+            )
+            and (kind not in "BI" or ("F", s, i, slices - 1) in done)
+        ]
+        s, i, part = unit = random.choice(ready)
+        kind = left[unit].pop(0)
+        rows[homes[s]].append(Action(kind, s, i, None, part if slices > 1 else None))
+        done.add(("F" if kind in "FC" else "B" if kind in "BI" else "", *unit))
+        if not left[unit]:
+            del left[unit]
+    return from_rows(tuple(map(tuple, rows)), Placement(len(rows), homes), M, slices)
+
+
+def edges(s, i, part, stages, slices):
+    """What the ends of the chain and of the sequence need not wait for."""
+    found = {("F", -1, i, part), ("F", s, i, -1), ("B", stages, i, part), ("B", s, i, slices)}
+    return found
+
+
+def require_same_program(schedule, graph):
+    found = lower_all(schedule, graph)
+    for rank, stream in enumerate(lower(schedule, graph).streams(range(schedule.ranks)) if found else ()):
+        assert list(map(str, found.decode(rank, schedule.slices))) == list(map(str, stream))
+    return found is not None
+
+
+@often
+@given(any_order_of_a_chain())
+def test_arrays_lower_every_order_of_a_chain_as_the_loops_do(schedule):
+    graph = chain(schedule.stages)
+    check(schedule, graph)
+    has_transfers = len({*schedule.placement.homes}) > 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowered, "MOST_LOOKS", 10**9)
+        assert require_same_program(schedule, graph) == has_transfers
+
+
+@often
+@given(correct())
+def test_arrays_lower_as_the_loops_do_or_not_at_all(case):
+    require_same_program(*case)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -161,6 +238,17 @@ def test_large_schedules_are_checked_and_simulated_as_arrays(large, monkeypatch)
     assert simulate(large, Costs(F=1, B=2)).makespan > 0
     with pytest.raises(AssertionError, match="a loop"):
         simulate(large, Costs(jitter=0.1))
+
+
+def test_large_programs_are_lowered_as_arrays(large, monkeypatch):
+    program = lower(large)
+    found = [*program.actions(5)]
+    with monkeypatch.context() as patch:
+        patch.setattr(lowering, "_Play", forbid)
+        assert [*program.actions(5)] == found
+        assert [*program.streams([7, 5])[1]] == found
+    monkeypatch.setitem(sys.modules, "schedules.arrays.lowered", None)
+    assert [*program.actions(5)] == found
 
 
 def test_without_numpy_the_loops_find_the_same(large, monkeypatch):

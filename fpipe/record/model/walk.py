@@ -234,7 +234,7 @@ class Walk:
         stack = list(roots)
         while stack:
             one = stack.pop()
-            if isinstance(one, self.LEAVES) or id(one) in self.seen:
+            if id(one) in self.seen or issubclass(type(one), self.LEAVES):  # no read of `__class__`, as by isinstance
                 continue
             self.seen[id(one)] = one
             stack += self.visit(one)

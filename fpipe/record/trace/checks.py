@@ -150,7 +150,9 @@ def require_in_place(
 ) -> None:
     """Raise unless all seats of a parameter or buffer hold the expected tensor, and nothing assigned to its `.data`."""
     in_place = all(table.get(name) is expected for table, name in seats)
-    if in_place and storage_id(values.tensors[value]) == values.storage[value]:
+    with DisableTorchFunction():  # not a call of the model
+        in_place = in_place and storage_id(values.tensors[value]) == values.storage[value]
+    if in_place:
         return
     source, (_, name) = values.sources[value], seats[0]
     kind, repair = "buffer", f"Change it in place, as in self.{name}.copy_(...)"

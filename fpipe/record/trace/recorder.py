@@ -88,6 +88,10 @@ SEALING: Mapping[Any, str] = MappingProxyType(
     | {Tensor.data.__set__: "an assignment to .data"}  # type: ignore[attr-defined]
 )
 """Torch functions that seal the module that calls them, and why."""
+FACTS: Final = frozenset(
+    {Tensor.dim, *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim"))}
+)
+"""Torch functions that only tell what a tensor is; they leave nothing in a record."""
 
 WITH_PROCESSES: Final = ("broadcast", "reduce", "gather", "scatter", "send", "recv", "isend", "irecv")
 """The functions of torch.distributed that are passed the number of a process in the job."""
@@ -347,6 +351,8 @@ class Recorder(TorchFunctionMode):
         """Run a torch call, and record it unless it runs inside another."""
         tick, running = self.record.count_call(function), self.running
         if running is None:
+            if function in FACTS and id(args[0]) in self.values.known:
+                return function(*args, **kwargs)
             return self._call_outermost(function, args, kwargs, tick)
         running.use(self.values.within((args, kwargs)))
         try:

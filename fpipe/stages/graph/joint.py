@@ -36,6 +36,7 @@ from fpipe.record.fakes.assumed_values import check_all
 from fpipe.record.fakes.recurrent import RecurrentBackward, RecurrentCall, RecurrentForward
 from fpipe.tensors import random
 from fpipe.tensors.effects import is_collective, is_random, random_devices, written_arguments
+from fpipe.tensors.fake import DEVICE
 from fpipe.tensors.layouts import aten
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import TENSOR_METHODS, FakeTensor, OpOverload, TorchDispatchMode, no_dispatch
@@ -321,6 +322,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(Node(getitem, (node, k)), one)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and type(args[0]) is FakeTensor:  # the most frequent call; nothing depends on it
+            return args[0].device
         if any(kind not in PLAIN_KINDS for kind in types):
             return NotImplemented  # such as a DTensor, which calls operators of its local tensor
         kwargs = kwargs or {}
