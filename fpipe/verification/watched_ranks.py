@@ -63,13 +63,13 @@ class WatchedRanks(Ranks):
     ) -> Execution:
         execution = start(rank, transport)
         where = f"copy {copy}, rank {rank}" * (copy is not None) or f"rank {rank}"
-        vars(execution)["run"] = partial(self._run, execution.run(), Place(where, execution))
+        vars(execution)["run"] = partial(self._run, execution.run(), RunningRank(where, execution))
         return execution
 
-    def _run(self, running: Generator[Any, None, Outcome], place: Place) -> Generator[Any, None, Outcome]:
+    def _run(self, running: Generator[Any, None, Outcome], rank: RunningRank) -> Generator[Any, None, Outcome]:
         """Run an execution, and be the one that computes until its next wait."""
         while True:
-            self.ledger.running = place
+            self.ledger.running = rank
             try:
                 handle = next(running)
             except StopIteration as stop:
@@ -80,7 +80,7 @@ class WatchedRanks(Ranks):
             yield handle
 
 
-class Place(NamedTuple):
+class RunningRank(NamedTuple):
     """An execution of a program, and its rank; as text, also the action that it is at."""
 
     rank: str
