@@ -51,8 +51,8 @@ offload pipedream_2bw play prefer recompute schedule
 search seq_1f1b
 reduce_gradients repeat run_on_device shard
 TimelineError
-simulate spans split_backward sum_replicas summarize transform update_weights v_1f1b v_half v_min v_schedule vee wave zb_auto zb_h1
-zb_h2 zb_v
+simulate spans split_backward sum_replicas summarize transform update_weights v_1f1b v_half v_min v_schedule vee wave
+zb_auto zb_h1 zb_h2 zb_v
 """,
     "schedules.drawing": """
 Picture Style draw Panel page read_trace sketch
