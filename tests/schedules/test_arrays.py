@@ -117,6 +117,30 @@ def test_arrays_find_the_times_of_the_loops(case, data):
         assert found == (played.begin, played.clock, played.busy, played.peak)
 
 
+@pytest.mark.parametrize("name", ["dualpipe_v", "dualpipe", "chimera"])
+def test_arrays_know_pairs_and_sums(name):
+    schedule = getattr(families, name)(ranks=4, microbatches=8)
+    graph, costs = chain(schedule.stages), Costs(F=1.1, B=2.3, OVERLAP_F=0.6, G=0.7, comm=7.1)
+    played = replay_to_end(schedule, wires(schedule, graph, costs, UNITS), costs)
+    assert as_arrays(schedule, graph, costs) == (played.begin, played.clock, played.busy, played.peak)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("chimera", "G"), ("dualpipe_v", "OVERLAP_F")])
+def test_arrays_refuse_early_sums_and_pairs_apart(name, kind):
+    schedule = getattr(families, name)(ranks=4, microbatches=8)
+    refused = 0
+    for rank, row in enumerate(rows(schedule)):
+        for k in range(1, len(row)):
+            if row[k].kind == kind:
+                changed = rows(schedule)
+                changed[rank][k - 1], changed[rank][k] = changed[rank][k], changed[rank][k - 1]
+                wrong = edit(schedule, changed)
+                accepted = is_accepted(wrong, chain(schedule.stages))
+                assert accepted == (as_arrays(wrong, chain(schedule.stages)) is not None)
+                refused += not accepted
+    assert refused
+
+
 @st.composite
 def any_order_of_a_chain(draw):
     """Any order of the passes of a chain on any ranks, in which inputs come first."""
