@@ -25,6 +25,7 @@ from schedules import (
     from_rows,
     interleaved_1f1b,
     lower,
+    overlap,
     recompute,
     simulate,
     split_backward,
@@ -117,10 +118,12 @@ def test_arrays_find_the_times_of_the_loops(case, data):
         assert found == (played.begin, played.clock, played.busy, played.peak)
 
 
-@pytest.mark.parametrize("name", ["dualpipe_v", "dualpipe", "chimera"])
-def test_arrays_know_pairs_and_sums(name):
-    schedule = getattr(families, name)(ranks=4, microbatches=8)
-    graph, costs = chain(schedule.stages), Costs(F=1.1, B=2.3, OVERLAP_F=0.6, G=0.7, comm=7.1)
+@pytest.mark.parametrize(
+    "make", [families.dualpipe, families.chimera, lambda P, M: overlap(families.one_f_one_b(P, M))]
+)
+def test_arrays_know_pairs_and_sums(make):
+    schedule = make(4, 8)
+    graph, costs = chain(schedule.stages), Costs(F=0.1, B=9, OVERLAP_F=3, G=0.7, comm=3.3)
     played = replay_to_end(schedule, wires(schedule, graph, costs, UNITS), costs)
     assert as_arrays(schedule, graph, costs) == (played.begin, played.clock, played.busy, played.peak)
 
