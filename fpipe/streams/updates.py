@@ -16,6 +16,7 @@ from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.transport import Payload
 from fpipe.streams.corrections import LookAhead
 from fpipe.streams.versions import Versions
+from fpipe.tensors.placed import Placed, wrap_state
 from fpipe.training.optimizers import Optimizer, OptimizerState
 
 OptionsOf = Callable[[int], Mapping[str, Any]]
@@ -25,7 +26,7 @@ OptionsOf = Callable[[int], Mapping[str, Any]]
 class StageUpdates:
     """The optimizer of a stream, with the newest state; `versions` has the weights.
 
-    `optional`: see `fpipe.pipelines.earlier_sums.find_optional`.
+    `optional`: see `fpipe.pipelines.earlier_sums.find_optional`; `placed`: the places of gradients that are DTensors.
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class StageUpdates:
         options: OptionsOf,
         look_ahead: LookAhead | None,
         optional: Collection[str],
+        placed: Mapping[str, Placed],
     ) -> None:
         self.plan, self.optimizer, self.versions, self.options = plan, optimizer, versions, options
         self.state, self.look_ahead, self.optional = dict(state), look_ahead, optional
+        self.placed = placed
 
     def apply(self, s: int, number: int, total: Any, done: Sequence[int], after: int) -> None:
         """Update a stage by the sum of its gradients; the other arguments are those of `Versions.update`."""
@@ -60,7 +63,7 @@ class StageUpdates:
         self, names: Collection[str], number: int, own: Mapping[int, Any], others: Mapping[tuple[int, int], Payload]
     ) -> tuple[State, State]:
         """Return the new parameters of those of these names that have a gradient, and what forwards use of them."""
-        grads = join_sums({}, sum_terms(self.plan, [(own, others)], names), self.optional)
+        grads = wrap_state(join_sums({}, sum_terms(self.plan, [(own, others)], names), self.optional), self.placed)
         params = {name: self.versions.params[name] for name in grads}
         state = {name: self.state[name] for name in grads}
         new, made = self.optimizer.update(grads, state, params, **self.options(number)) if grads else ({}, {})

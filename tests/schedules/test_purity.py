@@ -46,7 +46,7 @@ def test_nothing_but_the_standard_library_is_imported():
 
 NAMES = """
 Action ArgumentError B Bound C Certificate Costs CriticalPath Device DeviceRun F certify
-Factory G Graph GraphError I KINDS Limits Link PipelineError
+Factory G Graph GraphError I KINDS Limits OwnKind Link PipelineError
 Placement Problem Program
 ProgramError R Rule Schedule ScheduleError SearchProgress SearchResult SizeError Sizes
 SolverError Span TableError Timeline TimelineError U VocabularyError W alternate

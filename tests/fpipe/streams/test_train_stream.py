@@ -124,13 +124,19 @@ def test_tied_parameters_have_one_version(name, how, tied):
 @covering(
     name=("dropping", "tied_sequence", "skips"),
     how=(pipedream(1, 1), pipedream_2bw(2, 3, accumulate=3), split_backward(pipedream(2, 1))),
-    copies=(2, 3),
+    place=({"dp": "a"}, {"shard": "a"}, {"dp": "a", "shard": "b"}),
 )
-def test_replicas_on_a_mesh_train_as_one_device(name, how, copies):
-    """Copies reduce the gradients of every batch before its update."""
-    place = {"mesh": {"pp": how.ranks, "dp": copies}, "dp": "dp"}
-    pipe, model, inputs, targets = build(ZOO[name], how, 2 * copies * how.microbatches, capture="trace", **place)
+def test_copies_on_a_mesh_train_as_one_device(name, how, place):
+    """They reduce the gradients of every batch before its update, and gather the weights of shards after it."""
+    mesh = {"pp": how.ranks, "a": 2} | ({"b": 2} if len(place) == 2 else {})
+    rows = 2 * 2 ** len(place) * how.microbatches
+    options = {"mesh": mesh, **place}
+    pipe, model, inputs, targets = build(ZOO[name], how, rows, capture="trace", **options)
     batches = [(inputs, targets)] * 6
+    if find_shared(pipe.training.assembly) and "shard" in place:
+        with pytest.raises(fpipe.InputError, match="which several stages share, expected one of them"):
+            fpipe.train_stream(pipe, ADAM)
+        return
     require_equal(*(train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream)))
 
 
