@@ -25,7 +25,7 @@ from fpipe.pipelines.description import format_bytes
 from fpipe.pipelines.options import Microbatching, gather_fields
 from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
 from fpipe.planning.choosing import PlanProgress, choose, say_progress
-from fpipe.planning.entries import Entry, KeptPlan
+from fpipe.planning.kept import KeptFile, KeptPlan
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import PROFILE_FORMAT, Profile
 from fpipe.planning.profiler import profile as measure
@@ -136,7 +136,7 @@ def plan(
     entry = None
     if options.get("cache") is not None and schedules is None:
         profiles = [PROFILE_FORMAT.write(one.profile) for one in problems]
-        entry = Entry.of(as_path(options["cache"]), KeptPlan, [*profiles, *describe_value({**same, **pins})])
+        entry = KeptFile.of(as_path(options["cache"]), KeptPlan, [*profiles, *describe_value({**same, **pins})])
         kept: Plan | None = entry.find()
         if kept is not None:
             return kept

@@ -42,8 +42,8 @@ from fpipe.planning.cut_model import (
     time_blocks,
     training_variant_here,
 )
-from fpipe.planning.entries import Entry, KeptProfile
 from fpipe.planning.holdings import BlockMemory, find_hops, find_parameters
+from fpipe.planning.kept import KeptFile, KeptProfile
 from fpipe.planning.links import MESSAGE_SIZES, fit_link
 from fpipe.planning.profile import PROFILE_FORMAT, Profile
 from fpipe.planning.roofline import Roofline, calibrate
@@ -182,7 +182,7 @@ def _has_values(module: nn.Module) -> bool:
 def _profile_together(ranks: Ranks, alone: Pipeline, asked: Asked) -> Profile:
     """Return the profile that all ranks find together: that of the slowest, and the time of transfers between them."""
     model = _cut(alone, asked)
-    entry = None if asked.cache is None else _name_entry(as_path(asked.cache), ranks, model, alone, asked)
+    entry = None if asked.cache is None else _name_file(as_path(asked.cache), ranks, model, alone, asked)
     if entry is not None and (kept := _find_kept(entry, ranks)) is not None:
         return kept
     found = _profile_here(ranks, alone, model, asked)
@@ -191,8 +191,8 @@ def _profile_together(ranks: Ranks, alone: Pipeline, asked: Asked) -> Profile:
     return found
 
 
-def _name_entry(cache: Path, ranks: Ranks, model: CutModel, alone: Pipeline, asked: Asked) -> Entry:
-    """Return the entry of a profile of these blocks, measured so."""
+def _name_file(cache: Path, ranks: Ranks, model: CutModel, alone: Pipeline, asked: Asked) -> KeptFile:
+    """Return the file of a profile of these blocks, measured so."""
     how = f"by {asked.device}" if asked.device else "measured" if asked.source is not None else "calibrated"
     lines = (
         f"{type(alone.model).__name__}, {_describe_microbatch(model)}, {how}, {_describe_device(alone.device)}",
@@ -200,10 +200,10 @@ def _name_entry(cache: Path, ranks: Ranks, model: CutModel, alone: Pipeline, ask
         *describe_value(alone.planner.backend),
         *[f"{block.marks} {block}" for block in model.blocks],
     )
-    return Entry.of(cache, KeptProfile, lines)
+    return KeptFile.of(cache, KeptProfile, lines)
 
 
-def _find_kept(entry: Entry, ranks: Ranks) -> Profile | None:
+def _find_kept(entry: KeptFile, ranks: Ranks) -> Profile | None:
     """Return the profile that the first of all ranks has kept, if any has, and all look for the same."""
     own = entry.find()
     text = "" if own is None else PROFILE_FORMAT.write(own)

@@ -53,16 +53,16 @@ class KeptPlan:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """The place of a value in a folder; `made` is the class of what the file holds."""
+class KeptFile:
+    """The file of a value in a folder; `made` is the class of what the file holds."""
 
     folder: Path
     made: type[KeptProfile] | type[KeptPlan]
     digest: str
 
     @classmethod
-    def of(cls, folder: Path, made: type[KeptProfile] | type[KeptPlan], lines: Iterable[str]) -> Entry:
-        """Return the entry for a value that follows from what these lines describe, and from the code and machine."""
+    def of(cls, folder: Path, made: type[KeptProfile] | type[KeptPlan], lines: Iterable[str]) -> KeptFile:
+        """Return the file of a value that follows from what these lines describe, and from the code and machine."""
         found = blake2b(digest_size=16)
         for line in (*_describe_code(), *describe_machine(), *lines):
             found.update(f"{line}\n".encode())
