@@ -133,16 +133,16 @@ def plan(
     for number in numbers:
         found = profile or measure(model, example, targets, loss=loss, microbatches=number, **options)
         problems.append(PlanProblem.of(found, number, caps, weights, speed).pin(cuts, stages))
-    entry = None
+    file = None
     if options.get("cache") is not None and schedules is None:
         profiles = [PROFILE_FORMAT.write(one.profile) for one in problems]
-        entry = KeptFile.of(as_path(options["cache"]), KeptPlan, [*profiles, *describe_value({**same, **pins})])
-        kept: Plan | None = entry.find()
+        file = KeptFile.of(as_path(options["cache"]), KeptPlan, [*profiles, *describe_value({**same, **pins})])
+        kept: Plan | None = file.find()
         if kept is not None:
             return kept
     chosen = choose(problems, listed, seconds=seconds, report=progress or say_progress, ordered=schedules is None)
-    if entry is not None and chosen.complete:
-        entry.keep(chosen)
+    if file is not None and chosen.complete:
+        file.keep(chosen)
     return chosen
 
 

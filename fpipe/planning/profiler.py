@@ -182,12 +182,12 @@ def _has_values(module: nn.Module) -> bool:
 def _profile_together(ranks: Ranks, alone: Pipeline, asked: Asked) -> Profile:
     """Return the profile that all ranks find together: that of the slowest, and the time of transfers between them."""
     model = _cut(alone, asked)
-    entry = None if asked.cache is None else _name_file(as_path(asked.cache), ranks, model, alone, asked)
-    if entry is not None and (kept := _find_kept(entry, ranks)) is not None:
+    file = None if asked.cache is None else _name_file(as_path(asked.cache), ranks, model, alone, asked)
+    if file is not None and (kept := _find_kept(file, ranks)) is not None:
         return kept
     found = _profile_here(ranks, alone, model, asked)
-    if entry is not None:
-        entry.keep(found)
+    if file is not None:
+        file.keep(found)
     return found
 
 
@@ -203,13 +203,13 @@ def _name_file(cache: Path, ranks: Ranks, model: CutModel, alone: Pipeline, aske
     return KeptFile.of(cache, KeptProfile, lines)
 
 
-def _find_kept(entry: KeptFile, ranks: Ranks) -> Profile | None:
+def _find_kept(file: KeptFile, ranks: Ranks) -> Profile | None:
     """Return the profile that the first of all ranks has kept, if any has, and all look for the same."""
-    own = entry.find()
+    own = file.find()
     text = "" if own is None else PROFILE_FORMAT.write(own)
-    rows = [row.split("\n", 1) for row in ranks.exchange_text(f"{entry.digest}\n{text}", "profiles that are kept")]
-    found = [Profile.parse(kept) for digest, kept in rows if kept and digest == entry.digest]
-    return found[0] if found and all(digest == entry.digest for digest, _ in rows) else None
+    rows = [row.split("\n", 1) for row in ranks.exchange_text(f"{file.digest}\n{text}", "profiles that are kept")]
+    found = [Profile.parse(kept) for digest, kept in rows if kept and digest == file.digest]
+    return found[0] if found and all(digest == file.digest for digest, _ in rows) else None
 
 
 def _profile_here(ranks: Ranks, alone: Pipeline, model: CutModel, asked: Asked) -> Profile:
