@@ -48,6 +48,7 @@ NAMES: Final = (
     "loops",
     "updates",
     "streams",
+    "slices",
     "generation",
     "audits",
 )
