@@ -44,6 +44,7 @@ NAMES: Final = (
     "certificates",
     "searching",
     "profiling",
+    "proving",
     "agreement",
     "loops",
     "updates",

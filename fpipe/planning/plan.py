@@ -63,7 +63,7 @@ class Plan:
     - `advice`: what to do instead, if a pipeline does not pay off; otherwise empty.
     - `complete`: false if the search was stopped early.
     - `certificate`: what holds of the schedule's program for a chain of these stages, with a bound for this order's
-      actions, for `schedules/certificate.py` to check; `None` for a program that is very long.
+      actions, for `schedules/certificate.py` to check; `None` if it is very long or can't be certified.
     """
 
     model: str
