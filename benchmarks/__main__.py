@@ -49,6 +49,7 @@ NAMES: Final = (
     "loops",
     "updates",
     "streams",
+    "slices",
     "generation",
     "audits",
 )

@@ -167,7 +167,7 @@ def updates_in_flight(schedule: Schedule) -> bool:
     return any(action.kind == "U" for rank in range(schedule.ranks) for action in schedule.actions(rank))
 
 
-def require_flush(schedule: Schedule) -> None:
+def require_steps(schedule: Schedule) -> None:
     """Raise `InputError` for a schedule with updates in flight."""
     if updates_in_flight(schedule):
         raise InputError(
@@ -179,7 +179,7 @@ def require_flush(schedule: Schedule) -> None:
 
 def require_backward(schedule: Schedule) -> None:
     """Raise `InputError` for a schedule without a backward, or with updates in flight."""
-    require_flush(schedule)
+    require_steps(schedule)
     if not schedule.backward:
         raise InputError(
             f"schedule: got {describe_argument(schedule)}, which has no backward, expected one that computes "

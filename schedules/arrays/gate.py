@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 LEAST_RANKS: Final = 32
 """With fewer ranks, an operation on all of them does too little."""
 LEAST_UNITS: Final = 2**13
-MOST_UNITS: Final = 2**22
-"""More would take gigabytes, some 60 bytes for each action; the loops keep only what is in flight."""
+MOST_UNITS: Final = 2**21
+"""More would take gigabytes, some 300 bytes to lower an action; the loops keep only what is in flight."""
 
 
 def is_large(schedule: Schedule) -> bool:
