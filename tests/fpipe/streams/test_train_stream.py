@@ -81,8 +81,7 @@ def random_batches(how, count):
     return [((x,), y) for x, y in torch.randn(count, 2, 4 * how.microbatches, WIDTH)]
 
 
-@pytest.mark.parametrize("backward", ["graph", "autograd"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "backward"), in_turn(SCHEDULES, ["graph", "autograd"]))
 def test_fifty_batches_are_those_of_the_reference(name, backward):
     how = SCHEDULES[name]
     pipe, model = pipe_of(how, draw=0.1, backward=backward)
