@@ -167,14 +167,19 @@ def updates_in_flight(schedule: Schedule) -> bool:
     return any(action.kind == "U" for rank in range(schedule.ranks) for action in schedule.actions(rank))
 
 
-def require_backward(schedule: Schedule) -> None:
-    """Raise `InputError` for a schedule without a backward, or with updates in flight."""
+def require_steps(schedule: Schedule) -> None:
+    """Raise `InputError` for a schedule with updates in flight."""
     if updates_in_flight(schedule):
         raise InputError(
             f"schedule: got {describe_argument(schedule)}, which updates weights while microbatches are in flight, "
             "expected one without updates. Call fpipe.train_stream(pipe, optimizer); or pass the schedule without "
             "them, and call fpipe.train_step, which adds them at the end."
         )
+
+
+def require_backward(schedule: Schedule) -> None:
+    """Raise `InputError` for a schedule without a backward, or with updates in flight."""
+    require_steps(schedule)
     if not schedule.backward:
         raise InputError(
             f"schedule: got {describe_argument(schedule)}, which has no backward, expected one that computes "

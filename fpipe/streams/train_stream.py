@@ -46,7 +46,7 @@ from fpipe.streams.corrections import LookAhead
 from fpipe.streams.execution import EndlessExecution
 from fpipe.streams.lanes import Lane, Ring
 from fpipe.streams.relay import LossRelay
-from fpipe.streams.updates import OptionsOf, StageUpdates
+from fpipe.streams.updates import OptionsOf, StageUpdates, clip_updates
 from fpipe.streams.versions import Versions, find_program, find_shared
 from fpipe.tensors import random
 from fpipe.tensors.arguments import describe_argument, require_seed
@@ -113,7 +113,9 @@ class Stream:
         return self.end
 
 
-def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | None = None) -> Callable[..., Stream]:
+def train_stream(
+    pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | None = None, max_norm: float | None = None
+) -> Callable[..., Stream]:
     """Return the function that trains on a stream of batches under a schedule that updates weights in flight.
 
     It takes parameters, buffers and the optimizer's state; an iterable of batches, each a pair of inputs and targets
@@ -134,7 +136,8 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | N
     `fpipe.predict_weights` does. By default forwards use the weights themselves.
 
     The optimizer's update of a parameter must depend only on its own gradient and state, and update nothing in place.
-    The gradients of all stages never exist at the same time, so there is no clipping by norm.
+    With `max_norm`, the gradients of each update are clipped by their norm. The gradients of several stages never exist
+    at the same time, so that takes a pipeline of one stage.
 
     Under torch.distributed every rank must call this, and then the function, with the same number of batches, and take
     the same losses. All batches must be like the example. Until the stream has ended, the pipeline's other functions
@@ -156,7 +159,8 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | N
     with call_together(train_stream, locals()):
         require_streamable(pipe)
         variant = training_variant(False, None)
-        agree_on_arguments(pipe, optimizer=optimizer._asdict(), look_ahead=look_ahead)
+        agree_on_arguments(pipe, optimizer=optimizer._asdict(), look_ahead=look_ahead, max_norm=max_norm)
+        optimizer = clip_updates(pipe, optimizer, max_norm)
         with suspend_autocast(variant):
             plan = agree_on_plan(pipe, variant)
         program = find_program(pipe.schedule, plan)

@@ -11,7 +11,6 @@ Invariant: the program is that of `schedules.lowering`, action by action.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import chain, repeat
 from typing import Any, Final, NamedTuple
 
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedules.arrays.codes import CODE_OF, READ_AT_ONCE, ROW_END, Codes, Numbers
-from schedules.arrays.lives import Same, read_lives
+from schedules.arrays.lives import read_lives
 from schedules.arrays.posts import BETWEEN, PARTS, SENT, Messages, Posts, count_before, list_messages, meet, order_posts
 from schedules.language.actions import KINDS, RECEIVES, SENDS, WAITS, Action, new_tuple
 from schedules.language.graph import Graph
@@ -50,33 +49,20 @@ class Lowered(NamedTuple):
     def decode(self, rank: int, slices: int) -> Iterator[Action]:
         """Return an iterator over the actions of a rank, of which microbatches have so many slices."""
         row = range(self.starts[rank], self.stops[rank])
-        chunks = (self._decode_chunk(row[k : k + READ_AT_ONCE], slices) for k in range(0, len(row), READ_AT_ONCE))
-        return chain.from_iterable(chunks)
+        ends = [*range(int(self.peers[row.start : row.stop].max(initial=0)) + 1), None]  # at -1, none
+        chunks = (row[k : k + READ_AT_ONCE] for k in range(0, len(row), READ_AT_ONCE))
+        return chain.from_iterable(self._decode_chunk(chunk, ends, slices) for chunk in chunks)
 
-    def _decode_chunk(self, row: range, slices: int) -> Iterator[Action]:
+    def _decode_chunk(self, row: range, ends: list[int | None], slices: int) -> Iterator[Action]:
         kinds, stages, units, peers = (column[row.start : row.stop] for column in self[:4])
-        names = map(KIND_OF.__getitem__, kinds.tobytes())
-        ends = [None if peer < 0 else peer for peer in peers.tolist()]
-        parts = repeat(None) if slices == 1 else (units % slices).tolist()
-        fields = zip(names, stages.tolist(), (units // slices).tolist(), ends, parts, strict=False)
+        microbatches, parts = (units, repeat(None)) if slices == 1 else (units // slices, (units % slices).tolist())
+        names, others = map(KIND_OF.__getitem__, kinds.tobytes()), map(ends.__getitem__, peers.tolist())
+        fields = zip(names, stages.tolist(), microbatches.tolist(), others, parts, strict=False)
         return map(new_tuple, repeat(Action), fields)
 
 
-class _Target(NamedTuple):
-    """A schedule, the same only as itself, and the graph to lower it for."""
-
-    same: Same
-    graph: Graph
-
-
 def lower_all(schedule: Schedule, graph: Graph) -> Lowered | None:
-    """Return the program of a schedule, or `None` if arrays do not serve it. Keep that of one."""
-    return _lower(_Target(Same(schedule), graph))
-
-
-@lru_cache(maxsize=1)  # a program is asked for its actions rank by rank
-def _lower(target: _Target) -> Lowered | None:
-    schedule, graph = target.same.schedule, target.graph
+    """Return the program of a schedule, or `None` if arrays do not serve it."""
     is_served = schedule.backward and len(schedule.placement.routes) == 1 and not graph.gradients
     if not is_served or (found := read_lives(schedule)) is None or (found[0].kinds == CODE_OF["OVERLAP_F"]).any():
         return None

@@ -243,7 +243,7 @@ def check(schedule: Schedule | LoweredProgram, graph: Graph | None = None, *, de
     deadlock. A lowered program is checked for its own graph, including its transfers: every message is sent, received
     and used once, both ends of a channel post in the same order, and no rank waits forever. The error names the rank,
     position, action, rule and repair. `check` makes one pass over all actions and keeps only what is in flight; of a
-    large schedule, with NumPy, some 60 bytes for each action.
+    large schedule, with NumPy, some 80 bytes for each action.
 
     With `device`, the program (of a schedule, that of `lower`) must also finish on any device, even if it does only one
     thing at a time: on an accelerator, a receive that is posted too early can keep the message that it waits for from

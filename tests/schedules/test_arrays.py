@@ -25,6 +25,7 @@ from schedules import (
     from_rows,
     interleaved_1f1b,
     lower,
+    overlap,
     recompute,
     simulate,
     split_backward,
@@ -115,6 +116,32 @@ def test_arrays_find_the_times_of_the_loops(case, data):
             replay_to_end(schedule, wires(schedule, graph, costs, sizes), costs),
         )
         assert found == (played.begin, played.clock, played.busy, played.peak)
+
+
+@pytest.mark.parametrize(
+    "make", [families.dualpipe, families.chimera, lambda P, M: overlap(families.one_f_one_b(P, M))]
+)
+def test_arrays_know_pairs_and_sums(make):
+    schedule = make(4, 8)
+    graph, costs = chain(schedule.stages), Costs(F=0.1, B=9, OVERLAP_F=3, G=0.7, comm=3.3)
+    played = replay_to_end(schedule, wires(schedule, graph, costs, UNITS), costs)
+    assert as_arrays(schedule, graph, costs) == (played.begin, played.clock, played.busy, played.peak)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("chimera", "G"), ("dualpipe_v", "OVERLAP_F")])
+def test_arrays_refuse_early_sums_and_pairs_apart(name, kind):
+    schedule = getattr(families, name)(ranks=4, microbatches=8)
+    refused = 0
+    for rank, row in enumerate(rows(schedule)):
+        for k in range(1, len(row)):
+            if row[k].kind == kind:
+                changed = rows(schedule)
+                changed[rank][k - 1], changed[rank][k] = changed[rank][k], changed[rank][k - 1]
+                wrong = edit(schedule, changed)
+                accepted = is_accepted(wrong, chain(schedule.stages))
+                assert accepted == (as_arrays(wrong, chain(schedule.stages)) is not None)
+                refused += not accepted
+    assert refused
 
 
 @st.composite
@@ -247,13 +274,14 @@ def test_large_programs_are_lowered_as_arrays(large, monkeypatch):
         patch.setattr(lowering, "_Play", forbid)
         assert [*program.actions(5)] == found
         assert [*program.streams([7, 5])[1]] == found
-    monkeypatch.setitem(sys.modules, "schedules.arrays.lowered", None)
+    monkeypatch.setitem(sys.modules, "numpy", None)  # so its import fails
     assert [*program.actions(5)] == found
 
 
 def test_without_numpy_the_loops_find_the_same(large, monkeypatch):
     found = simulate(large, Costs(F=1.1, B=2.3, comm=0.7))
-    monkeypatch.setitem(sys.modules, "schedules.arrays.abreast", None)  # so its import fails
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    assert not gate.is_large(large)
     assert gate.play_large(large, wires(large, chain(large.stages), NO_COSTS, UNITS), NO_COSTS) is None
     assert simulate(large, Costs(F=1.1, B=2.3, comm=0.7)) == found
 

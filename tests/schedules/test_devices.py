@@ -65,6 +65,13 @@ def test_every_family_ends_on_every_device_in_the_memory_that_is_simulated(name,
     assert run.memory == pytest.approx(simulate(schedule).peak_memory)
 
 
+def require_memory(run, simulated, schedule):
+    """Require the memory that is simulated, and at most that where moves of memory may end earlier on a device."""
+    moves = any(action.kind == "OFFLOAD" for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    for most, bound in zip(run.memory, simulated.peak_memory, strict=True):
+        assert most == pytest.approx(bound) or (moves and most < bound)
+
+
 @sampled(1)
 @pytest.mark.parametrize("cases", [orders(), collective_orders()], ids=["alone", "with collectives"])
 @settings(deadline=None, max_examples=50_000 if NIGHTLY else settings().max_examples)
@@ -74,7 +81,7 @@ def test_any_order_ends_on_any_device(cases, data):
     check(schedule, graph, device=True)
     program, copies = lower(schedule, graph), data.draw(st.integers(1, 2))
     run = run_on_device(program, data.draw(devices(schedule.ranks)), copies)
-    assert run.memory == pytest.approx(simulate(schedule, graph=graph).peak_memory)
+    require_memory(run, simulate(schedule, graph=graph), schedule)
 
 
 FAMILIES = [one_f_one_b, eager_1f1b, interleaved_zero_bubble, seq_1f1b, pipedream, dualpipe_v]
@@ -88,8 +95,7 @@ def test_what_transforms_make_ends_on_any_device(s, several, data):
         with suppress(SizeError):  # what cannot be mirrored
             s = change(s)
     check(s, device=True)
-    run, bounds = run_on_device(lower(s), data.draw(devices(s.ranks))), simulate(s).peak_memory
-    assert all(most <= bound + 1e-9 for most, bound in zip(run.memory, bounds, strict=True)), "moves may end earlier"
+    require_memory(run_on_device(lower(s), data.draw(devices(s.ranks))), simulate(s), s)
 
 
 def ends(program, device):

@@ -17,6 +17,7 @@ from schedules import (
     TableError,
     TimelineError,
     VocabularyError,
+    certify,
     check,
     critical_path,
     drawing,
@@ -141,5 +142,7 @@ def test_files_and_pages_hold_the_kinds_of_the_table_only(tmp_path):
     assert rows(packed(gpipe(1, 1)))[0][1] == PACK(0, 0)
     with pytest.raises(TableError, match=r"0PACK0.*expected a compute action"):
         read_csv(tmp_path / "rows.csv")
+    with pytest.raises(ProgramError, match=r"certify: got actions of your own kinds \[.COLLECT., .PACK., .UNPACK.\]"):
+        certify(packed(gpipe(1, 1)))
     with pytest.raises(TimelineError, match=r"got 0PACK0 in .* expected actions of the kinds in schedules.KINDS"):
         drawing.page({"packed": drawing.Panel(packed(gpipe(1, 1)))})
