@@ -5,6 +5,13 @@ The capture has the shapes and dtypes of values. It can't tell whether a value r
 cotangent comes back for it, and with which strides. So the stages' own functions are run in order, each on its own
 leaves as in a step, and then their backwards in reverse order.
 
+Most stages of a deep model are alike. A stage for which the record has the same torch calls as for an earlier one, of
+tensors with the same metadata, takes that one's forward as its own; so does its backward, if the same cotangents enter
+it. The record decides, and no name of a class: calls with other arguments or modes, of code that is not torch's, that
+draw, communicate, or were answered, make stages differ.
+
+Invariant: what is found for a stage is what its own run would have shown.
+
 Runs when a plan is made: once per kind of microbatch.
 """
 
