@@ -257,7 +257,7 @@ def infer(
             form = _form(captured, section, function, values, metadata, (s in recorded, kept))
             if form in forwards:
                 run = forwards[form].of(section, function)
-                own = {value: Spec.of(run.current[value]).allocate() for value in section.outputs}
+                own = {value: Spec.of(run.outputs[value]).allocate() for value in section.outputs}
                 _add_made(run, own, values, metadata)
             else:
                 run = _run_forward(captured, section, function, values, metadata, s in recorded and not kept)
