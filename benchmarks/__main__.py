@@ -44,10 +44,12 @@ NAMES: Final = (
     "certificates",
     "searching",
     "profiling",
+    "proving",
     "agreement",
     "loops",
     "updates",
     "streams",
+    "slices",
     "generation",
     "audits",
 )

@@ -5,24 +5,31 @@
     python -m benchmarks.planning --incumbent  # torch in full, too: minutes
 
 1. Generate, check, lower and simulate interleaved 1F1B for 256 ranks x 2 chunks x 1024 microbatches: 1.05 million
-   compute actions, on one core. Torch generates, lowers and simulates the same schedule.
+   compute actions, on one core, as arrays and in loops (without NumPy). Lowering makes every action of every rank,
+   rank by rank as arrays, and all ranks in turn in loops. Simulating checks again; arrays remember that the same
+   schedule was read. Torch generates, lowers and simulates the same schedule. Seconds are the clock's; below them, of
+   the same run, the processor's.
 2. Simulate 1F1B for 1,024 ranks, streaming, and measure the memory as the number of microbatches grows.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from benchmarks.common.rows import figure, most, row
 from schedules import (
     Costs,
+    Program,
     Schedule,
     check,
     interleaved_1f1b,
@@ -30,15 +37,30 @@ from schedules import (
     one_f_one_b,
     simulate,
 )
+from schedules.lowering.program import lower_at_once
 
 RANKS, CHUNKS, MICROBATCHES = 256, 2, 1024
 STEPS = ("generate", "check", "lower", "simulate")
 
 
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+class Seconds(NamedTuple):
+    """The time of something by the clock, and that of the processor."""
+
+    clock: float
+    processor: float
+
+
+def seconds(work: Callable[[], object]) -> Seconds:
+    start = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - start
+    return Seconds(time.perf_counter() - start[0], time.process_time() - start[1])
+
+
+@contextmanager
+def loops_only() -> Iterator[None]:
+    """Hide NumPy."""
+    with patch.dict(sys.modules, {"numpy": None}):
+        yield
 
 
 def exhaust(streams: Iterable[Iterable[object]]) -> None:
@@ -46,18 +68,24 @@ def exhaust(streams: Iterable[Iterable[object]]) -> None:
         deque(stream, maxlen=0)
 
 
-def ours(schedule: Schedule) -> dict[str, float]:
+def read(program: Program) -> Iterable[Iterable[object]]:
+    """Return all streams of a program, one after the other if none of them makes the others'."""
+    streams = program.streams(range(program.schedule.ranks))
+    return streams if lower_at_once(program) else [zip_longest(*streams)]
+
+
+def ours(schedule: Schedule) -> dict[str, Seconds]:
     """Return the seconds to generate, check, lower and simulate a schedule."""
     ranks, program = range(schedule.ranks), lower(schedule)
     return {
         "generate": seconds(lambda: exhaust(schedule.actions(rank) for rank in ranks)),
         "check": seconds(lambda: check(schedule)),
-        "lower": seconds(lambda: exhaust([zip_longest(*program.streams(ranks))])),
+        "lower": seconds(lambda: exhaust(read(program))),
         "simulate": seconds(lambda: simulate(schedule, Costs(F=1, B=2))),
     }
 
 
-def incumbents(ranks: int, chunks: int, microbatches: int, simulated: bool) -> dict[str, float]:
+def incumbents(ranks: int, chunks: int, microbatches: int, simulated: bool) -> dict[str, Seconds]:
     """Return the seconds torch takes to generate and lower the same schedule, and to simulate it if asked."""
     from torch.distributed.pipelining import schedules as theirs
 
@@ -94,29 +122,42 @@ def incumbents(ranks: int, chunks: int, microbatches: int, simulated: bool) -> d
     return found
 
 
-def details(rows: dict[str, dict[str, float]], actions: dict[str, int]) -> None:
+def details(rows: dict[str, dict[str, Seconds]], actions: dict[str, int]) -> None:
     """Print the second table: the seconds of every step."""
     print("\n## Large schedules, in seconds\n\n| | actions |", " | ".join(STEPS), "| all | us per action |")
     print("|---" * (len(STEPS) + 4) + "|")
     for name, found in rows.items():
-        cells = [figure(found.get(step)) for step in STEPS]
-        whole = sum(found.values())
-        print(f"| {name} | {actions[name]:,} | {' | '.join(cells)} | {whole:.1f} | {whole / actions[name] * 1e6:.2f} |")
+        for clock, what in enumerate((name, f"{name}, the processor's")):
+            cells = [figure(found[step][clock]) if step in found else "" for step in STEPS]
+            whole = total(found, clock)
+            each = whole / actions[name] * 1e6
+            print(f"| {what} | {actions[name]:,} | {' | '.join(cells)} | {whole:.2f} | {each:.2f} |")
+
+
+def total(found: dict[str, Seconds], clock: int) -> float:
+    """Return the time of all steps, by the clock (0) or of the processor (1)."""
+    return sum(step[clock] for step in found.values())
 
 
 def streaming(ranks: int, microbatches: int) -> None:
     """Print actions per second, and Python's peak memory as microbatches grow, on fewer ranks."""
     schedule = one_f_one_b(ranks=ranks, microbatches=microbatches)
-    took, actions = seconds(lambda: simulate(schedule)), 2 * ranks * microbatches
+    took, actions = seconds(lambda: simulate(schedule)).clock, 2 * ranks * microbatches
     print(
         f"\nSimulating 1F1B for {ranks:,} ranks x {microbatches:,} microbatches takes {took:.1f} s: "
         f"{actions / took:,.0f} actions per second. Peak memory at 64 ranks:"
     )
     for some in (256, 1024, 4096):
+        with loops_only():
+            tracemalloc.start()
+            simulate(one_f_one_b(ranks=64, microbatches=some))
+            loops = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
         tracemalloc.start()
         simulate(one_f_one_b(ranks=64, microbatches=some))
-        print(f"- {some:,} microbatches: {tracemalloc.get_traced_memory()[1] / 1024:,.0f} KiB")
+        arrays = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
+        print(f"- {some:,} microbatches: {loops / 1024:,.0f} KiB in loops, {arrays / 1024:,.0f} KiB as arrays")
 
 
 def main() -> None:
@@ -125,22 +166,27 @@ def main() -> None:
     is_whole = parser.parse_args().incumbent
     rows, actions = {}, {}
 
-    def add(name: str, microbatches: int, found: dict[str, float]) -> None:
+    def add(name: str, microbatches: int, found: dict[str, Seconds]) -> None:
         rows[name], actions[name] = found, 2 * RANKS * CHUNKS * microbatches
 
     small = MICROBATCHES // 16
     for microbatches in (small, MICROBATCHES):
         made = interleaved_1f1b(ranks=RANKS, microbatches=microbatches, chunks=CHUNKS)
+        with loops_only():
+            add(f"ours in loops, {microbatches} microbatches", microbatches, ours(made))
         add(f"ours, {microbatches} microbatches", microbatches, ours(made))
     for microbatches in (small, *((MICROBATCHES,) if is_whole else ())):
         found = incumbents(RANKS, CHUNKS, microbatches, simulated=microbatches == small)
         add(f"torch, {microbatches} microbatches", microbatches, found)
-    mine, other = (list(rows)[k] for k in (1, -1))
+    before, mine, other = (list(rows)[k] for k in (2, 3, -1))
     for step in ("generate", "lower"):
-        both = [rows[name][step] / actions[name] * 1e6 for name in (mine, other)]
+        both = [rows[name][step].clock / actions[name] * 1e6 for name in (mine, other)]
         print(row(f"{step} interleaved 1F1B, {RANKS} ranks, per action", "us", both[0], both[1]))
-    whole = sum(rows[mine].values())
-    print(row(f"generate, check, lower and simulate, {actions[mine]:,} actions", "s", whole, None, most(1.5)))
+    what = f"generate, check, lower and simulate, {actions[mine]:,} actions"
+    print(row(what, "s", total(rows[mine], 0), None, most(1.5)))
+    print(row("the same, the processor's time", "s", total(rows[mine], 1), None))
+    print(row("the same in loops, without NumPy", "s", total(rows[before], 0), None))
+    print(row("the same in loops, the processor's time", "s", total(rows[before], 1), None))
     details(rows, actions)
     streaming(1024, 1024)
 

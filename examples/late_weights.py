@@ -5,8 +5,7 @@
 
 Prints the mean loss of the last third of the batches: with plain steps, with PipeDream on 2, 4 and 8 ranks, with 2BW,
 and with each correction. All ranks run in this process. The reference computes the same bits
-(`fpipe.reference_stream`); the first line checks that. If matplotlib is installed, a plot of all losses goes to
-`late_weights.png`.
+(`fpipe.reference_stream`); the first line checks that. A plot of all losses goes to `late_weights.svg`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -126,18 +126,34 @@ def train(run: Run, text: Tensor, seed: int, count: int, make: Callable[..., Any
     return [loss.item() for loss in stream]
 
 
-def plot(curves: dict[str, list[float]], window: int) -> None:
-    """Draw the mean of the last losses over batches, if matplotlib is there."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        return
-    for name, losses in curves.items():
-        pyplot.plot([mean(losses[max(0, t - window) : t + 1]) for t in range(len(losses))], label=name)
-    pyplot.xlabel("batch")
-    pyplot.ylabel("loss")
-    pyplot.legend()
-    pyplot.savefig("late_weights.png", dpi=150)
+COLORS = ("#000000", "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd")
+
+
+def plot(curves: dict[str, list[float]], window: int, path: str = "late_weights.svg") -> None:
+    """Draw the mean of the last losses over batches; corrections are dashed."""
+    smooth = {k: [mean(v[max(0, t - window + 1) : t + 1]) for t in range(window, len(v))] for k, v in curves.items()}
+    low, high = min(map(min, smooth.values())), max(map(max, smooth.values()))
+    lines = ['<rect width="760" height="420" fill="white"/>']
+    for n, (name, losses) in enumerate(smooth.items()):
+        points = " ".join(
+            f"{60 + 460 * t / max(len(losses) - 1, 1):.1f},{20 + 350 * (high - loss) / (high - low):.1f}"
+            for t, loss in enumerate(losses)
+        )
+        color, dash = COLORS[n % len(COLORS)], ' stroke-dasharray="5 3"' * (n >= len(COLORS) - 1)
+        lines.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"{dash}/>')
+        lines.append(f'<path d="M540 {26 + 20 * n}h30" stroke="{color}" stroke-width="1.5"{dash}/>')
+        lines.append(f'<text x="578" y="{30 + 20 * n}">{name}</text>')
+    for k in range(5):
+        loss = low + (high - low) * k / 4
+        lines.append(f'<text x="52" y="{374 - 350 * k / 4:.0f}" text-anchor="end">{loss:.2f}</text>')
+    last = len(next(iter(curves.values())))
+    lines += [f'<text x="{x}" y="392">{t}</text>' for x, t in ((56, window), (508, last))]
+    lines.append('<text x="290" y="410" text-anchor="middle">batch</text><text x="10" y="14">loss</text>')
+    style = 'font-family="sans-serif" font-size="12"'
+    picture = "\n".join(lines)
+    Path(path).write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="420" {style}>\n{picture}\n</svg>\n'
+    )
 
 
 def main(count: int = 150, seeds: int = 3, runs: tuple[Run, ...] = RUNS) -> dict[str, list[float]]:

@@ -31,7 +31,6 @@ from fpipe.pipelines.merge import Aux, MergeTrees
 from fpipe.pipelines.options import Gradients, Microbatching, Recording, accept_fields
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
-from fpipe.pipelines.slices import require_single_copy
 from fpipe.pipelines.step import ValueAndGrad, agree_to_train, make_evaluation_step, training_variant
 from fpipe.planning.plan import Plan, take_plan
 from fpipe.record.front_ends.parts import as_module
@@ -125,7 +124,6 @@ def pipeline(
         require_home(module, home)
         found = agree_on_place(job, place, schedule, home)
         copies, count = found.copies, schedule.microbatches
-        require_single_copy(schedule, copies.count)
         over = 1 if microbatching.reduce == "sum" else count * copies.count
         least = find_fewest(schedule) if copies.count == 1 else None
         batchings = make_batchings(example, targets, microbatching, count * copies.pieces, over, least, home)

@@ -57,6 +57,7 @@ from schedules.language.graph import Graph, chain, dag
 from schedules.language.placement import Placement, linear
 from schedules.language.schedule import Factory, Limits, Schedule, schedule
 from schedules.lowering.program import Program, lower
+from schedules.own_kinds import OwnKind
 from schedules.playing.board import sum_replicas
 from schedules.playing.costs import Costs, Link, Sizes
 from schedules.playing.engine import Span
@@ -106,6 +107,7 @@ __all__ = [
     "Link",
     "PipelineError",
     "Problem",
+    "OwnKind",
     "Placement",
     "Program",
     "R",

@@ -24,7 +24,7 @@ from typing import Any
 from schedules import certificate
 from schedules.arguments import require_types
 from schedules.errors import ProgramError, TableError
-from schedules.language.actions import KINDS, Action, message_of
+from schedules.language.actions import KINDS, Action, is_own, message_of
 from schedules.language.schedule import Schedule
 from schedules.lowering.program import Program, lower
 from schedules.playing.costs import UNITS, Cost, Costs, Link, Sizes, of_stage, require_stages
@@ -86,8 +86,8 @@ def certify(program: Program | Schedule, costs: Costs = Costs(), sizes: Sizes = 
 
     A program may be of any stage graph, so that values skip stages and stages share parameters, and of all kinds of
     actions: slices, updates in flight, collectives and moves of memory too. Raise `ProgramError` for more than two
-    routes, for costs that are drawn, and for a program in which ranks wait for each other if sends wait for their
-    receives. Raise `TableError` for a program that is wrong.
+    routes, for kinds of your own, for costs that are drawn, and for a program in which ranks wait for each other if
+    sends wait for their receives. Raise `TableError` for a program that is wrong.
 
     >>> from schedules import Costs, certify, zb_h1
     >>> found = certify(zb_h1(ranks=4, microbatches=8), Costs(F=1, B=2))
@@ -110,6 +110,12 @@ def certify(program: Program | Schedule, costs: Costs = Costs(), sizes: Sizes = 
         raise ProgramError(
             f"certify: got costs with jitter={costs.jitter}, expected costs that are not random: a certificate states "
             "one makespan. Certify it with jitter=0."
+        )
+    own = sorted({str(action.kind) for actions in programs for action in actions if is_own(action.kind)})
+    if own:
+        raise ProgramError(
+            f"certify: got actions of your own kinds {own}, expected those of schedules.KINDS: a file can't state what "
+            "yours do. Certify the schedule without them."
         )
     if len(schedule.placement.routes) > 2:
         raise ProgramError(

@@ -69,7 +69,8 @@ class EndlessProgram:
 
     - `schedule`: of one batch; every stage updates once, after its last microbatch. `graph`: the stage graph.
     - `tied`: the stages that hold a parameter of another one, beyond those that the graph names.
-    - `reduces`: whether gradients are reduced over a data-parallel group before each update.
+    - `reduces`: whether gradients are reduced over a data-parallel group before each update. `gathers`: whether weights
+      are gathered from shards after each, and before the first batch.
 
     >>> from schedules import chain, pipedream
     >>> program = EndlessProgram(pipedream(ranks=2, microbatches=1), chain(2))
@@ -83,6 +84,7 @@ class EndlessProgram:
     graph: Graph
     tied: frozenset[int] = frozenset()
     reduces: bool = False
+    gathers: bool = False
 
     @cached_property
     def sharing(self) -> frozenset[int]:
@@ -177,6 +179,17 @@ class EndlessProgram:
         pairs = zip(self._windows(count)[rank], self._windows(count + period)[rank], strict=False)
         return count - next((k for k, (one, other) in enumerate(pairs) if one != other), count)
 
+    def _reduce_each(self, schedule: Schedule, rank: int) -> Iterator[Action]:
+        """Yield the actions of a rank, each update after the reduction of its gradients."""
+        for s in schedule.placement.stages_on(rank) if self.gathers else ():
+            yield from (Action("UNSHARD", s, 0), Action("RESHARD", s, 0))
+        for action in schedule.actions(rank):
+            if action.kind == "U":
+                yield action._replace(kind="REDUCE_GRAD")
+            yield action
+            if action.kind == "U" and self.gathers:  # nothing is freed: a stream keeps whole versions
+                yield from (action._replace(kind="UNSHARD"), action._replace(kind="RESHARD"))
+
     def _windows(self, batches: int) -> tuple[tuple[Window, ...], ...]:
         return _list_windows(self.lower(batches), self.schedule)
 
@@ -184,8 +197,7 @@ class EndlessProgram:
         """Return the program for so many batches, with the stages that are added to exchange something."""
         schedule, graph, each = lengthen(self.schedule, batches), self.graph, self.schedule.microbatches
         if self.reduces:
-            rows = [_reduce_each(schedule.actions(rank)) for rank in range(schedule.ranks)]
-            schedule = edit(schedule, rows)
+            schedule = edit(schedule, [self._reduce_each(schedule, rank) for rank in range(schedule.ranks)])
         if self.sharing:
             schedule, graph = exchange(schedule, graph, self.sharing, graph.gradients, each)
         if answers := list_answers(schedule.placement, graph, self.schedule.stages):
@@ -267,14 +279,6 @@ def list_answers(placement: Placement, graph: Graph, stages: int) -> frozenset[E
         for s, t in sorted(graph.values | {(t, s) for s, t in graph.cotangents}):
             found.setdefault((homes[s], homes[t]), (t % stages, s % stages))
     return frozenset(edge for (a, b), edge in found.items() if a != b and (b, a) not in found)
-
-
-def _reduce_each(actions: Iterable[Action]) -> Iterator[Action]:
-    """Yield the actions, each update after the reduction of its gradients."""
-    for action in actions:
-        if action.kind == "U":
-            yield action._replace(kind="REDUCE_GRAD")
-        yield action
 
 
 def _require_ascending(schedule: Schedule) -> None:

@@ -33,6 +33,7 @@ from fpipe.drop_in.settings import Pipelines
 from fpipe.drop_in.updates import watch_optimizers
 from fpipe.errors import InputError
 from fpipe.network.job import join_launched
+from fpipe.pipelines.argument_checks import require_steps
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.loss_weights import Weight
 from fpipe.pipelines.merge import MergeTrees
@@ -124,6 +125,7 @@ class Pipelined(nn.Module):
         require_arguments(value_and_grad, {"aux": aux, "audit": audit})
         pipe = pipeline(model, example=example, targets=targets, loss=loss, schedule=schedule, **options)
         with pipe.ranks.enter_call("Pipelined"):
+            require_steps(pipe.schedule)
             require_plain("Pipelined", pipe.training.placed, "Use fpipe.pipeline and fpipe.value_and_grad.")
             _require_parameters_everywhere(pipe)
             _require_free_names(example)

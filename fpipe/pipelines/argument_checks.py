@@ -20,7 +20,7 @@ from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly
 from fpipe.tensors.arguments import describe_argument
 from fpipe.tensors.late import find_imported
-from schedules import KINDS, Schedule, SizeError
+from schedules import KINDS, OwnKind, Schedule, SizeError
 from schedules.endless import lengthen
 
 REDUCTIONS: Final = ("mean", "sum")
@@ -131,7 +131,12 @@ def require_runnable(schedule: Schedule) -> None:
         _require_one_update(schedule)
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):
-            if action.kind not in HANDLERS:
+            if isinstance(action.kind, OwnKind) and action.kind.handler is None:
+                raise InputError(
+                    f"schedule: got {action} on rank {rank}, expected a kind with a handler, which runs it. Pass "
+                    f"handler= to OwnKind({str(action.kind)!r}, ...)."
+                )
+            if action.kind not in HANDLERS and not isinstance(action.kind, OwnKind):
                 kinds = " ".join(kind for kind in HANDLERS if not KINDS[kind].mark and kind != "U")
                 raise InputError(f"schedule: got {action} on rank {rank}, expected actions of kinds {kinds}. {repair}")
 
@@ -162,14 +167,19 @@ def updates_in_flight(schedule: Schedule) -> bool:
     return any(action.kind == "U" for rank in range(schedule.ranks) for action in schedule.actions(rank))
 
 
-def require_backward(schedule: Schedule) -> None:
-    """Raise `InputError` for a schedule without a backward, or with updates in flight."""
+def require_steps(schedule: Schedule) -> None:
+    """Raise `InputError` for a schedule with updates in flight."""
     if updates_in_flight(schedule):
         raise InputError(
             f"schedule: got {describe_argument(schedule)}, which updates weights while microbatches are in flight, "
             "expected one without updates. Call fpipe.train_stream(pipe, optimizer); or pass the schedule without "
             "them, and call fpipe.train_step, which adds them at the end."
         )
+
+
+def require_backward(schedule: Schedule) -> None:
+    """Raise `InputError` for a schedule without a backward, or with updates in flight."""
+    require_steps(schedule)
     if not schedule.backward:
         raise InputError(
             f"schedule: got {describe_argument(schedule)}, which has no backward, expected one that computes "

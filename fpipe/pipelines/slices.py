@@ -53,15 +53,6 @@ def find_slicing(
     return Slicing(count, keyword, dims, how.slice_lengths, how.reduce == "mean")
 
 
-def require_single_copy(schedule: Schedule, copies: int) -> None:
-    """Raise `InputError` for slices in several copies of the pipeline."""
-    if schedule.slices > 1 and copies > 1:
-        raise InputError(
-            f"place: got {copies} copies of the pipeline for {schedule.slices} slices, expected one. Leave out dp and "
-            f"shard, {OTHERWISE}."
-        )
-
-
 def _require_carry(model: nn.Module, keyword: str, count: int) -> None:
     """Raise `InputError` for a model that takes no carry, or whose cache does not have all that a slice leaves."""
     name = type(model).__name__

@@ -75,7 +75,9 @@ class StepPlan:
 
     @cached_property
     def _parts(self) -> Mapping[int, StepPlan]:
-        return {k: replace(self, assemblies=self.assemblies[self.rows_of(k)], copy=k) for k in self.copies.here}
+        rows = {k: self.rows_of(k) for k in self.copies.here}
+        units = {k: slice(row.start * self.slices, row.stop * self.slices) for k, row in rows.items()}
+        return {k: replace(self, assemblies=self.assemblies[part], copy=k) for k, part in units.items()}
 
     def rows_of(self, copy: int) -> slice:
         """Return which microbatches of the batch that this process is passed belong to a copy."""

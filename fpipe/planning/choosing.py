@@ -29,7 +29,7 @@ from fpipe.planning.floor import bound_plans
 from fpipe.planning.ordering import list_orderable, place_on_islands, reorder
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds
 from fpipe.stages.backends import splits
-from schedules import Bound, Certificate, Schedule, certify, critical_path, recompute
+from schedules import Bound, Certificate, ProgramError, Schedule, certify, critical_path, recompute
 from schedules.files.calls import read_call, spell_call
 from schedules.status import say
 
@@ -188,11 +188,14 @@ def _conclude(search: Search, problems: Sequence[PlanProblem]) -> Plan:
 
 
 def _certify(best: Candidate) -> Certificate | None:
-    """Return the certificate of a candidate's program; `None` if it is long."""
+    """Return the certificate of a candidate's program; `None` for what certificates do not cover, or if it is long."""
     how = best.schedule
     if how.stages * how.microbatches > MOST_CERTIFIED:
         return None
-    return certify(how, best.problem.costs(best.cuts), best.problem.sizes(how.placement, best.cuts))
+    try:
+        return certify(how, best.problem.costs(best.cuts), best.problem.sizes(how.placement, best.cuts))
+    except ProgramError:
+        return None
 
 
 def _explain_time(candidate: Candidate, most: int = 3) -> str:

@@ -25,13 +25,15 @@ from fpipe.pipelines.description import format_bytes
 from fpipe.pipelines.options import Microbatching, gather_fields
 from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
 from fpipe.planning.choosing import PlanProgress, choose, say_progress
+from fpipe.planning.kept import KeptFile, KeptPlan
 from fpipe.planning.plan import Plan
-from fpipe.planning.profile import Profile
+from fpipe.planning.profile import PROFILE_FORMAT, Profile
 from fpipe.planning.profiler import profile as measure
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.objective import Loss
 from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.tree import flatten
+from fpipe.weights.files import as_path
 from schedules import Schedule
 from schedules.arguments import MOST_STAGES, each, takes
 from schedules.status import showing
@@ -84,7 +86,9 @@ def plan(
     - `profile`: measured before, of this model, for one number of microbatches.
     - `seconds`: about the most time to search; `progress` is called with a `PlanProgress` after every candidate. A
       KeyboardInterrupt ends the search, and the best plan so far is returned.
-    - `options`: more arguments of `fpipe.profile`, such as `recording`, `gradients`, `device`, `link` and `group`.
+    - `options`: more arguments of `fpipe.profile`, such as `recording`, `gradients`, `device`, `link` and `group`. With
+      a `cache`, a folder, the plan is kept there, too: the same call finds it without a search. A search that was ended
+      early, and one among schedules of your own, leave none.
 
     Under torch.distributed, every rank must call this, and all return the same plan, unless time runs out: so let one
     rank save its plan and the others read it.
@@ -119,6 +123,7 @@ def plan(
                 f"microbatches: got {numbers} with a profile, expected one number: a profile is for microbatches of "
                 "one size. Pass the number that it was measured for."
             )
+        pins = {"cuts": cuts, "stages": stages}
         same = {"ranks": count, "memory": caps, "microbatches": numbers, "schedules": listed}
         same |= {"weights": weights, "host": speed, "seconds": seconds}
         job.agree(lambda: [Field.of(name, describe_value(value)) for name, value in same.items()])
@@ -128,7 +133,17 @@ def plan(
     for number in numbers:
         found = profile or measure(model, example, targets, loss=loss, microbatches=number, **options)
         problems.append(PlanProblem.of(found, number, caps, weights, speed).pin(cuts, stages))
-    return choose(problems, listed, seconds=seconds, report=progress or say_progress, ordered=schedules is None)
+    file = None
+    if options.get("cache") is not None and schedules is None:
+        profiles = [PROFILE_FORMAT.write(one.profile) for one in problems]
+        file = KeptFile.of(as_path(options["cache"]), KeptPlan, [*profiles, *describe_value({**same, **pins})])
+        kept: Plan | None = file.find()
+        if kept is not None:
+            return kept
+    chosen = choose(problems, listed, seconds=seconds, report=progress or say_progress, ordered=schedules is None)
+    if file is not None and chosen.complete:
+        file.keep(chosen)
+    return chosen
 
 
 def _require_options(options: Mapping[str, Any]) -> None:

@@ -63,7 +63,7 @@ class Plan:
     - `advice`: what to do instead, if a pipeline does not pay off; otherwise empty.
     - `complete`: false if the search was stopped early.
     - `certificate`: what holds of the schedule's program for a chain of these stages, with a bound for this order's
-      actions, for `schedules/certificate.py` to check; `None` for a program that is very long.
+      actions, for `schedules/certificate.py` to check; `None` if it is very long or can't be certified.
     """
 
     model: str
@@ -125,16 +125,20 @@ class Plan:
         refuses, and for a certificate of which a claim does not hold.
         """
         plan: Plan = PLAN_FORMAT.load(path, cls)
-        if len(plan.cuts) + 1 != plan.schedule.stages:
-            raise InputError(
-                f"{path}: cuts: got {len(plan.cuts)}, expected {plan.schedule.stages - 1} for "
-                f"{describe_argument(plan.schedule)}. Make the plan again."
-            )
         try:
-            check(plan.schedule)
+            plan.require_consistent()
         except PipelineError as error:
             raise InputError(f"{path}: {error}") from error
         return plan
+
+    def require_consistent(self) -> None:
+        """Raise `PipelineError` for another number of cuts than the schedule needs, and for a wrong schedule."""
+        if len(self.cuts) + 1 != self.schedule.stages:
+            raise InputError(
+                f"cuts: got {len(self.cuts)}, expected {self.schedule.stages - 1} for "
+                f"{describe_argument(self.schedule)}. Make the plan again."
+            )
+        check(self.schedule)
 
     def __str__(self) -> str:
         return "\n".join(map(printable, _describe(self)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, Final, NamedTuple
@@ -42,6 +43,7 @@ from fpipe.planning.cut_model import (
     training_variant_here,
 )
 from fpipe.planning.holdings import BlockMemory, find_hops, find_parameters
+from fpipe.planning.kept import KeptFile, KeptProfile
 from fpipe.planning.links import MESSAGE_SIZES, fit_link
 from fpipe.planning.profile import PROFILE_FORMAT, Profile
 from fpipe.planning.roofline import Roofline, calibrate
@@ -49,6 +51,7 @@ from fpipe.record.front_ends.parts import as_module
 from fpipe.record.objective import Loss
 from fpipe.record.variant import TRAINING
 from fpipe.tensors.arguments import require_arguments
+from fpipe.weights.files import AnyPath, as_path
 from fpipe.weights.loading import ValueSource
 from schedules import Link, Span
 from schedules.status import showing
@@ -77,6 +80,7 @@ def profile(
     link: Link | None = None,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     seconds: float = 3.0,
+    cache: AnyPath | None = None,
 ) -> Profile:
     """Measure what each piece of a model costs, between all places where it may be cut; return the `Profile`.
 
@@ -90,6 +94,8 @@ def profile(
     - `group`: under torch.distributed, the processes that profile a model together; by default all. A pipeline has its
       own.
     - `seconds`: about how long to time actions. Each runs a few times in any case.
+    - `cache`: a folder in which profiles are kept. If it has one of the same model code, shapes and arguments, measured
+      on such a machine with this version of fpipe, nothing is measured. Under torch.distributed, any rank's will do.
     - Other arguments are those of `fpipe.pipeline`, for a model; a pipeline has its own.
 
     The batch is cut into microbatches, and the first one is measured. Times are those of one process that runs alone on
@@ -115,7 +121,7 @@ def profile(
     True
     """
     given = ModelArguments(loss, microbatches, microbatching, recording, gradients)
-    asked = Asked((example, targets), cuts, source, device, link, seconds)
+    asked = Asked((example, targets), cuts, source, device, link, seconds, cache)
     if isinstance(model, Pipeline):
         with model.ranks.enter_call("profile"):
             _require_profile(locals())
@@ -142,10 +148,11 @@ class Asked(NamedTuple):
     device: Roofline | None
     link: Link | None
     seconds: float
+    cache: AnyPath | None
 
     def describe(self) -> dict[str, object]:
         """Return what must be the same on every rank, since it decides on the messages that they exchange."""
-        return {"link": self.link is not None, "device": self.device is not None, "source": self.source is not None}
+        return {name: getattr(self, name) is not None for name in ("link", "device", "source", "cache")}
 
 
 def _require_profile(given: Mapping[str, Any]) -> None:
@@ -154,6 +161,8 @@ def _require_profile(given: Mapping[str, Any]) -> None:
     for name in ("microbatching", "recording", "gradients"):
         given[name].require()
     require_gradients()
+    if given["cache"] is not None:
+        as_path(given["cache"])
     if given["seconds"] < 0:
         raise InputError(f"seconds: got {given['seconds']}, expected a number of at least 0. Pass how long to measure.")
 
@@ -172,7 +181,40 @@ def _has_values(module: nn.Module) -> bool:
 
 def _profile_together(ranks: Ranks, alone: Pipeline, asked: Asked) -> Profile:
     """Return the profile that all ranks find together: that of the slowest, and the time of transfers between them."""
-    found = _profile(alone, asked)
+    model = _cut(alone, asked)
+    file = None if asked.cache is None else _name_file(as_path(asked.cache), ranks, model, alone, asked)
+    if file is not None and (kept := _find_kept(file, ranks)) is not None:
+        return kept
+    found = _profile_here(ranks, alone, model, asked)
+    if file is not None:
+        file.keep(found)
+    return found
+
+
+def _name_file(cache: Path, ranks: Ranks, model: CutModel, alone: Pipeline, asked: Asked) -> KeptFile:
+    """Return the file of a profile of these blocks, measured so."""
+    how = f"by {asked.device}" if asked.device else "measured" if asked.source is not None else "calibrated"
+    lines = (
+        f"{type(alone.model).__name__}, {_describe_microbatch(model)}, {how}, {_describe_device(alone.device)}",
+        f"{asked.seconds} s, {len(ranks.processes)} processes, {asked.link}",
+        *describe_value(alone.planner.backend),
+        *[f"{block.marks} {block}" for block in model.blocks],
+    )
+    return KeptFile.of(cache, KeptProfile, lines)
+
+
+def _find_kept(file: KeptFile, ranks: Ranks) -> Profile | None:
+    """Return the profile that the first of all ranks has kept, if any has, and all look for the same."""
+    own = file.find()
+    text = "" if own is None else PROFILE_FORMAT.write(own)
+    rows = [row.split("\n", 1) for row in ranks.exchange_text(f"{file.digest}\n{text}", "profiles that are kept")]
+    found = [Profile.parse(kept) for digest, kept in rows if kept and digest == file.digest]
+    return found[0] if found and all(digest == file.digest for digest, _ in rows) else None
+
+
+def _profile_here(ranks: Ranks, alone: Pipeline, model: CutModel, asked: Asked) -> Profile:
+    """Return the profile that all ranks measure together."""
+    found = _profile(alone, model, asked)
     if len(ranks.processes) > 1:
         found = found if asked.device is not None or asked.source is None else _add_messages(found, ranks)
         every = [Profile.parse(text) for text in ranks.exchange_text(PROFILE_FORMAT.write(found), "profiles")]
@@ -201,13 +243,21 @@ def _time_agreement(ranks: Ranks) -> float:
     return median(times[1:])
 
 
-def _profile(alone: Pipeline, asked: Asked) -> Profile:
-    """Return the profile of a pipeline of one stage, as this process finds it."""
+def _cut(alone: Pipeline, asked: Asked) -> CutModel:
+    """Return the blocks of a pipeline of one stage."""
     _require_plain(alone)
     variant, cuts = training_variant_here(), alone.captures.cuts
     split = alone.batch(variant, *asked.batch)
     alone.plan(variant, split.signature)
-    model = CutModel.of(alone.planner, variant, split, parse_places(asked.cuts, cuts.unsplittable, 1, cuts.whole))
+    return CutModel.of(alone.planner, variant, split, parse_places(asked.cuts, cuts.unsplittable, 1, cuts.whole))
+
+
+def _describe_microbatch(model: CutModel) -> str:
+    return str(model.planner.captures.batchings[True].split(model.batch.signature)[0])
+
+
+def _profile(alone: Pipeline, model: CutModel, asked: Asked) -> Profile:
+    """Return the profile of a pipeline of one stage, as this process finds it."""
     if asked.device is None and asked.source is not None:
         holdings, _ = measure_blocks(model, None)
         params, buffers = alone.init(asked.source)
@@ -221,7 +271,7 @@ def _profile(alone: Pipeline, asked: Asked) -> Profile:
     assembly = model.finest.assembly
     return Profile(
         model=type(alone.model).__name__,
-        microbatch=str(alone.captures.batchings[True].split(split.signature)[0]),
+        microbatch=_describe_microbatch(model),
         backward=_describe_backward(model),
         device=where,
         blocks=model.blocks,

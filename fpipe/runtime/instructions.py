@@ -24,13 +24,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, count, pairwise, zip_longest
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from fpipe.runtime.contract import StageCrossing, StageLike
 from fpipe.runtime.executor import ActionHandler, Instruction, LinkedProgram, Transfer
 from fpipe.runtime.handlers import HANDLERS, TAKERS, do_nothing, keep_arrivals, reduce_further
 from fpipe.runtime.transport import Route
-from schedules.language.actions import KINDS, SENDS, Action, Kind, Message, message_of
+from schedules.language.actions import KINDS, SENDS, Action, Kind, Message, is_own, message_of
 from schedules.language.placement import Placement
 from schedules.lowering.turns import target_of
 
@@ -158,7 +158,9 @@ class Linker:
             if other.kind == "RECV_G":
                 self._take_later(position, other)
         taken, made = self._match_messages(action)
-        stage, handler = self._stage(action), self.handlers[action.kind] if _place(action) == COMPUTE else do_nothing
+        stage, handler = self._stage(action), cast(ActionHandler, do_nothing)
+        if _place(action) == COMPUTE:
+            handler = getattr(action.kind, "handler", None) or self.handlers[action.kind]
         return Instruction(at, action, stage, handler, tuple(receives), tuple(waits), tuple(taken), made, tuple(sends))
 
     def _stage(self, action: Action) -> StageLike:
@@ -235,7 +237,8 @@ class PostedCollectives:
     def before(self, instruction: Instruction) -> list[Instruction]:
         """Return the instructions that must come before this one, and note what it posts itself."""
         kind, s, _, peer, _ = instruction.action
-        word, unit, found = KINDS.get(kind) or Kind(""), instruction.action[1:], list[Instruction]()
+        word = KINDS[kind] if kind in KINDS or is_own(kind) else Kind("")
+        unit, found = instruction.action[1:], list[Instruction]()
         if word.before == "forward" and unit in self.reloading:
             found = [_await(self.reloading.pop(unit))]
         # Nobody may free weights that are still on their way, so a RESHARD waits for them like a reader.

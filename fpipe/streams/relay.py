@@ -65,31 +65,44 @@ class LossRelay:
         size = self.spec.buffer().numel()
         data = self.ranks.tell(None, size + COUNT_BYTES, self.home)()
         if self.links is None:
-            return self._unpack(data, count, total, self.home).to(device)
+            return self._unpack(data, count, total).to(device)
         return self._add_copies(data, count, total).to(device)
+
+    def compare(self, count: int, total: int | None) -> None:
+        """Raise `InputError` if another copy has other batches: the next window would be another one there."""
+        if self.links is not None:
+            for row in self._share(torch.tensor([-count if total is None else total]).view(torch.uint8)):
+                self._require_same(row, count, total)
 
     def _add_copies(self, data: Tensor, count: int, total: int | None) -> Tensor:
         """Return the sum of the losses of all copies, in their order, given this one's."""
+        return reduce(add, [self._unpack(row, count, total) for row in self._share(data)])
+
+    def _share(self, data: Tensor) -> tuple[Tensor, ...]:
+        """Return the bytes that each copy passes, in their order."""
         found = data
         for peers in () if self.links is None else self.links:
             posted: Any = peers.share(SHARED_LOSS, found.to(self.device))
             if not posted.is_done:
                 self.ranks.wait(posted)
             found = torch.cat(posted.take()).cpu()
-        return reduce(add, [self._unpack(one, count, total, self.home) for one in found.view(-1, len(data)).unbind()])
+        return found.view(-1, len(data)).unbind()
 
-    def _unpack(self, data: Tensor, count: int, total: int | None, source: int) -> Tensor:
+    def _unpack(self, data: Tensor, count: int, total: int | None) -> Tensor:
         """Return a loss; raise `InputError` if its rank has other batches than this one."""
         size = self.spec.buffer().numel()
-        found = int(data[size:].clone().view(torch.int64))
+        self._require_same(data[size:], count, total)
+        return self.spec.unpack(data[:size].clone())
+
+    def _require_same(self, data: Tensor, count: int, total: int | None) -> None:
+        found = int(data.clone().view(torch.int64))
         theirs, other = (-found, None) if found < 0 else (found, found)
         if theirs > (total or theirs) or count > (other or count):
             raise InputError(
                 f"batches: got {count if total is None else total} on this rank, and "
-                f"{theirs}{' or more' if other is None else ''} on rank {source}, expected the same number on every "
+                f"{theirs}{' or more' if other is None else ''} on another one, expected the same number on every "
                 "rank. Pass the same number of batches on each."
             )
-        return self.spec.unpack(data[:size].clone())
 
     def finish(self) -> None:
         """Wait until all ranks have what was sent."""

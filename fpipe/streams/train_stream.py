@@ -13,7 +13,7 @@ Runs when `train_stream` is called; the function that it returns runs once per s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fpipe.errors import InputError
 from fpipe.meshes.exchange import CopyLinks
+from fpipe.meshes.pieces import take_rows
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value
 from fpipe.pipelines.argument_checks import updates_in_flight
@@ -37,6 +38,7 @@ from fpipe.pipelines.resolver import Resolver, own_text
 from fpipe.pipelines.results import merge_results
 from fpipe.pipelines.step import hold_for_backward, training_variant
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.captured import Tensors
 from fpipe.record.variant import Variant
 from fpipe.runtime.transport import Transport
 from fpipe.streams.batches import BatchQueue, BegunBatch
@@ -44,7 +46,7 @@ from fpipe.streams.corrections import LookAhead
 from fpipe.streams.execution import EndlessExecution
 from fpipe.streams.lanes import Lane, Ring
 from fpipe.streams.relay import LossRelay
-from fpipe.streams.updates import OptionsOf, StageUpdates
+from fpipe.streams.updates import OptionsOf, StageUpdates, clip_updates
 from fpipe.streams.versions import Versions, find_program, find_shared
 from fpipe.tensors import random
 from fpipe.tensors.arguments import describe_argument, require_seed
@@ -111,7 +113,9 @@ class Stream:
         return self.end
 
 
-def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | None = None) -> Callable[..., Stream]:
+def train_stream(
+    pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | None = None, max_norm: float | None = None
+) -> Callable[..., Stream]:
     """Return the function that trains on a stream of batches under a schedule that updates weights in flight.
 
     It takes parameters, buffers and the optimizer's state; an iterable of batches, each a pair of inputs and targets
@@ -132,11 +136,12 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | N
     `fpipe.predict_weights` does. By default forwards use the weights themselves.
 
     The optimizer's update of a parameter must depend only on its own gradient and state, and update nothing in place.
-    The gradients of all stages never exist at the same time, so there is no clipping by norm.
+    With `max_norm`, the gradients of each update are clipped by their norm. The gradients of several stages never exist
+    at the same time, so that takes a pipeline of one stage.
 
     Under torch.distributed every rank must call this, and then the function, with the same number of batches, and take
     the same losses. All batches must be like the example. Until the stream has ended, the pipeline's other functions
-    raise. Raise `InputError` for a schedule without updates, for shards, and for what `value_and_grad` refuses.
+    raise. Raise `InputError` for a schedule without updates, and for what `value_and_grad` refuses.
 
     >>> import torch, fpipe
     >>> from schedules import pipedream
@@ -154,7 +159,8 @@ def train_stream(pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | N
     with call_together(train_stream, locals()):
         require_streamable(pipe)
         variant = training_variant(False, None)
-        agree_on_arguments(pipe, optimizer=optimizer._asdict(), look_ahead=look_ahead)
+        agree_on_arguments(pipe, optimizer=optimizer._asdict(), look_ahead=look_ahead, max_norm=max_norm)
+        optimizer = clip_updates(pipe, optimizer, max_norm)
         with suspend_autocast(variant):
             plan = agree_on_plan(pipe, variant)
         program = find_program(pipe.schedule, plan)
@@ -211,6 +217,7 @@ class StreamRun:
         self.old, self.buffers, self.seed, self.options = old, buffers, seed, options
         self.arrivals = BatchQueue(batches, self._split)
         self.lanes: list[Lane] = []
+        self.all_updates: list[StageUpdates] = []
         self.taken = 0
         self.plan: StepPlan = self.pipe.training
         self.cast = self.variant
@@ -275,7 +282,7 @@ class StreamRun:
     def _add_copy(self, plan: StepPlan, links: CopyLinks | None) -> None:
         """Add the lanes of one copy of the pipeline; its plan has its microbatches."""
         function, ring, lanes = self.function, self.function.ring, list[Lane]()
-        program, params = function.program, self.held.params
+        program, params, state = function.program, *self._shares(plan.copy)
 
         def microbatch(s: int, slot: int) -> int:
             """Return the number, in the whole stream, of the microbatch in a slot of the rank that holds a stage."""
@@ -286,13 +293,37 @@ class StreamRun:
         cuts = [plan.assemblies[slot % ring.each] for slot in range(ring.slots)]
         versions = Versions(plan, params, cuts, microbatch, rule, find_shared(plan.assembly), program.shared_version)
         optional = find_optional(plan, begun=False)
-        self.updates = StageUpdates(
-            plan, function.optimizer, versions, self.old.state, self.options, function.look_ahead, optional
+        updates = StageUpdates(
+            plan,
+            function.optimizer,
+            versions,
+            state,
+            self.options,
+            function.look_ahead,
+            optional,
+            self.pipe.holdings.placed_gradients,
         )
         group = None if links is None else Weights(plan, params).exchange(links)
+        if group is not None and plan.copies.shards > 1:
+            group.shards, group.put, group.remove = ShardsOf(versions), versions.enter, lambda s: None
         ranks = self.pipe.ranks.ranks
-        lanes += [Lane(rank, plan, program, ring, self.arrivals, self.updates, group) for rank in ranks]
+        lanes += [Lane(rank, plan, program, ring, self.arrivals, updates, group) for rank in ranks]
         self.lanes += lanes
+        self.all_updates.append(updates)
+
+    def _shares(self, copy: int) -> tuple[State, OptimizerState]:
+        """Return the parameters and the state that a copy updates: in a process that plays all, its rows of each."""
+        copies, (params, state) = self.pipe.copies, self.old
+        if copies.shards == 1 or not copies.is_local:
+            return self.held.params if copies.shards == 1 else params, state
+        shards, k = copies.shards, copies.shard_of(copy)
+
+        def take(name: str, slot: Any) -> Any:
+            like = isinstance(slot, Tensor) and slot.shape == params[name].shape
+            return take_rows(slot, shards, k) if like else slot
+
+        rows = {name: {key: take(name, slot) for key, slot in slots.items()} for name, slots in state.items()}
+        return self.pipe.holdings.locals(params, copy), rows
 
     def _split(self, number: int, batch: tuple[Any, Any]) -> dict[int, BegunBatch]:
         """Return what a batch becomes, for each copy of the pipeline; raise `InputError` if it is unlike the first."""
@@ -333,6 +364,7 @@ class StreamRun:
         while True:
             self.arrivals.fetch(max(max(lane.ahead, lane.at + 1) for lane in self.lanes))
             with self._settle():
+                relay.compare(self.arrivals.count, self.arrivals.total)
                 try:
                     next(running)
                 except StopIteration as stop:
@@ -374,9 +406,38 @@ class StreamRun:
         for outcome in self.outcomes.values():
             for s, state in outcome.buffers[0].items():
                 new.update(zip(self.plan.assembly.stages[s].buffers, state, strict=True))
-        versions = self.updates.versions
-        params = {name: versions.params[name] for name in self.old.params}
-        return StreamResult(params, new, {name: self.updates.state[name] for name in self.old.state})
+        names, first = list(self.old.params), self.all_updates[: self.pipe.copies.shards]
+        if len(first) == 1 or not self.pipe.copies.is_local:
+            (own, *_) = first
+            params = {name: own.versions.params[name] for name in names}
+            return StreamResult(params, new, {name: own.state[name] for name in self.old.state})
+        join = self.pipe.holdings.join
+        params = join({k: {name: own.versions.params[name] for name in names} for k, own in enumerate(first)})
+        state = {name: dict(slots) for name, slots in first[0].state.items()}
+        for name, slots in state.items():
+            for key in [key for key, slot in slots.items() if _is_row(slot, first[0].versions.params[name])]:
+                slots[key] = join({k: {name: own.state[name][key]} for k, own in enumerate(first)})[name]
+        return StreamResult(params, new, state)
+
+
+def _is_row(slot: object, param: Tensor) -> bool:
+    return isinstance(slot, Tensor) and slot.shape == param.shape
+
+
+class ShardsOf(Mapping[int, Tensors]):
+    """The shards of the newest version of each stage, as a gathering asks for them."""
+
+    def __init__(self, versions: Versions) -> None:
+        self.versions = versions
+
+    def __getitem__(self, s: int) -> Tensors:
+        return self.versions.shard(s)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.versions.made)
+
+    def __len__(self) -> int:
+        return len(self.versions.made)
 
 
 def require_streamable(pipe: Pipeline) -> None:
@@ -386,10 +447,11 @@ def require_streamable(pipe: Pipeline) -> None:
             f"schedule: got {describe_argument(pipe.schedule)}, without updates, expected one that updates weights "
             "while microbatches are in flight, as pipedream(ranks, microbatches=1). Or call fpipe.train_step."
         )
-    if pipe.copies.shards > 1:
+    if pipe.copies.shards > 1 and (shared := find_shared(pipe.training.assembly)):
         raise InputError(
-            f"mesh: got {pipe.copies.shards} shards, expected replicas only: a stream keeps whole versions of its "
-            "weights. Build the pipeline with dp, and without shard."
+            f"mesh: got {pipe.copies.shards} shards, and {next(iter(shared))!r}, which several stages share, expected "
+            "one of them. Build the pipeline with dp in place of shard, or cut the model so that one stage has all "
+            "uses of the parameter."
         )
     if pipe.copies.own_rows and pipe.copies.count > 1 and pipe.captures.batchings[True].weight is not None:
         raise InputError(

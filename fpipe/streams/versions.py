@@ -15,7 +15,9 @@ from typing import Any
 
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.step_plan import StepPlan
+from fpipe.record.captured import Tensors
 from fpipe.stages.assembly import Assembly
+from fpipe.tensors.placed import local_part
 from schedules import Schedule, list_versions
 from schedules.endless import EndlessProgram, list_shared_versions
 from schedules.language.schedule import VersionRule
@@ -43,6 +45,7 @@ class Versions:
     - `kept`: per stage and version, what forwards use of the parameters that only it holds; `kept_shared`: per name
       and version, the same of the others. `floors`: per stage, the oldest of those versions that is still of use.
     - `used`: the version that a microbatch in flight uses, and its leaves; `latest`: the leaves made last, per stage.
+    - `is_sharded`: whether `params` are shards. Then what forwards use is gathered from the `ahead` of a stage.
     """
 
     def __init__(
@@ -56,7 +59,8 @@ class Versions:
         shared_rule: VersionRule,
     ) -> None:
         self.cuts, self.microbatch, self.rule, self.shared_rule = cuts, microbatch, rule, shared_rule
-        self.params = dict(params)
+        self.params, self.is_sharded = dict(params), plan.copies.shards > 1
+        self.ahead: dict[int, State] = {}
         self.made = {stage.index: 0 for stage in plan.local_stages}
         names = {s: [name for cut in cuts for name in cut.stages[s].parameters] for s in self.made}
         self.own = {s: [name for name in dict.fromkeys(names[s]) if name not in shared] for s in self.made}
@@ -66,6 +70,15 @@ class Versions:
         self.floors = dict.fromkeys({s for here in self.holders.values() for s in here}, 0)
         self.used: dict[tuple[int, int], tuple[int, Any]] = {}
         self.latest: dict[int, tuple[Any, Any]] = {}
+
+    def shard(self, s: int) -> Tensors:
+        """Return the shards of the newest version of a stage, to be gathered from all that hold some."""
+        ahead = self.ahead.get(s, {})
+        return tuple([local_part(ahead.get(name, self.params[name])) for name in self.own[s]])
+
+    def enter(self, s: int, tensors: Tensors) -> None:
+        """Keep the newest version of a stage, which has been gathered."""
+        self.kept[s][self.made[s]] = dict(zip(self.own[s], tensors, strict=True))
 
     def slots(self) -> list[SlotWeights]:
         """Return the weights of each slot."""
@@ -95,7 +108,7 @@ class Versions:
         for slot in done:
             self.used.pop((s, slot), None)
         kept, newest = self.kept[s], self.made[s]
-        kept[newest] = self._select(s, ahead)
+        kept[newest], self.ahead[s] = self._select(s, ahead), ahead
         if self.rule is None:
             needed = {newest, *(version for (stage, _), (version, _) in self.used.items() if stage == s)}
         else:
@@ -121,7 +134,8 @@ class Versions:
 
     def _select(self, s: int, ahead: State) -> State:
         """Return what forwards use of the parameters that only this stage holds."""
-        return {name: ahead.get(name, self.params[name]) for name in self.own[s]}
+        names = () if self.is_sharded else self.own[s]
+        return {name: ahead.get(name, self.params[name]) for name in names}
 
     def _leaves(self, s: int, version: int, of_shared: int, cut: Assembly) -> Any:
         """Return the leaves of a stage, given the versions of its own parameters and of the shared ones."""
@@ -156,4 +170,5 @@ def list_parameter_versions(assembly: Assembly, schedule: Schedule) -> dict[str,
 def find_program(schedule: Schedule, plan: StepPlan) -> EndlessProgram:
     """Return the program of a stream, for the stages of a plan."""
     tied = frozenset(s for stages in find_shared(plan.assembly).values() for s in stages)
-    return EndlessProgram(schedule, plan.program.graph, tied, reduces=plan.copies.count > 1)
+    copies = plan.copies
+    return EndlessProgram(schedule, plan.program.graph, tied, reduces=copies.count > 1, gathers=copies.shards > 1)

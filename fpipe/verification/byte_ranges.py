@@ -132,6 +132,8 @@ def list_dims(tensor: Tensor) -> tuple[tuple[int, int], ...] | None:
     size = tensor.element_size()
     if not tensor.numel():
         return None
+    if tensor.is_contiguous():
+        return ((1, tensor.numel() * size),)
     pairs = sorted((stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n != 1 and stride)
     found = [(1, size)]
     for stride, n in pairs:

@@ -40,7 +40,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fpipe.tensors.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, active_fake_mode
+from fpipe.tensors.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    active_fake_mode,
+    count_dispatch_modes,
+)
 from fpipe.verification.byte_ranges import (
     ByteRange,
     ByteWindow,
@@ -87,7 +93,8 @@ class Expressions(TorchDispatchMode):
     """The expressions of everything that is computed inside of it.
 
     - `numbers`: the number of each expression, by what it is; `operators`: how many operators ran.
-    - `memory`: the ranges of each storage, by its address, while it lives. `inputs`: the bytes of each input.
+    - `memory`: the ranges of each storage, by its address, which a weak reference keeps from being used again.
+      `inputs`: the bytes of each input.
     - `scalars`: the expressions that are numbers. `constants`, `variables`: the inputs, by number, that depend on
       nothing, and those that are declared.
     - `computed`: the expressions that each side has computed; see `on`. `running`: what computes now, such as an
@@ -143,7 +150,7 @@ class Expressions(TorchDispatchMode):
         """Return the ranges of a tensor's memory; memory that no operator wrote is an input."""
         storage = tensor.untyped_storage()
         known = self.memory.get(storage._cdata)
-        if known is None or known[0].expired():  # type: ignore[no-untyped-call]
+        if known is None:
             size = storage.nbytes()
             self.inputs.append(None if isinstance(tensor, FakeTensor) else _read_bytes(storage))
             known = self._hold(tensor, [ByteRange(0, size, -len(self.inputs), 0)])
@@ -157,11 +164,12 @@ class Expressions(TorchDispatchMode):
 
     def _content(self, tensor: Tensor) -> tuple[ByteWindow, ...]:
         """Return what is in a tensor's window: inputs by their bytes."""
-        dims, around = list_dims(tensor), find_around(self._ranges(tensor), tensor)
+        ranges = self._ranges(tensor)
+        dims, around = list_dims(tensor), find_around(ranges, tensor)
         if around is not None and dims is not None and not self._is_known(around):
             first = first_byte(tensor)
             return (self._window(around._replace(start=first, at=around.at + first - around.start), dims),)
-        parts = read_ranges(self._ranges(tensor), tensor)
+        parts = read_ranges(ranges, tensor)
         if parts and all(map(self._is_known, parts)):
             data = b"".join([self._bytes(one) for one in parts])
             return (ByteWindow(self._number("input", hashlib.sha256(data).digest()), 0, ((1, len(data)),)),)
@@ -186,8 +194,9 @@ class Expressions(TorchDispatchMode):
 
     def _sources(self, tensor: Tensor) -> set[int]:
         """Return what a tensor's elements are parts of."""
-        around = find_around(self._ranges(tensor), tensor)
-        return {one.source for one in read_ranges(self._ranges(tensor), tensor)} if around is None else {around.source}
+        ranges = self._ranges(tensor)
+        around = find_around(ranges, tensor)
+        return {one.source for one in read_ranges(ranges, tensor)} if around is None else {around.source}
 
     def _assign(self, tensor: Tensor, expression: Expression) -> None:
         """Record that an operator has written a tensor."""
@@ -233,7 +242,8 @@ class Expressions(TorchDispatchMode):
     ) -> Any:
         """Run an operator; record the expressions of its results, and of what it wrote."""
         kwargs = kwargs or {}
-        if active_fake_mode() is not None or self._is_recorded(types, args, kwargs):  # a model is recorded
+        operands = tensors_in((*args, *kwargs.values()))
+        if self._is_recorded(types, operands):
             return func(*args, **kwargs)
         self.operators += 1
         if self.operators % TOLD == 0:
@@ -242,7 +252,7 @@ class Expressions(TorchDispatchMode):
         made = [self._add_elements(one) or self._key(one) for one in call.parts()]
         is_constant = self._depends_on_nothing(call)
         result = func(*args, **kwargs)
-        values = self._compute(func, call, args, kwargs, result) if is_constant else ()
+        values = self._compute(func, call, (args, kwargs), operands, result) if is_constant else ()
         if call.written:
             for k, (tensor, own) in enumerate(zip(call.written, made, strict=True)):
                 if call.name == "copy":
@@ -254,22 +264,22 @@ class Expressions(TorchDispatchMode):
                 else:
                     self._assign(tensor, self._number(*own, 0 if len(made) > 1 else k))
             return result
-        known = {one.untyped_storage()._cdata for one in tensors_in((*args, *kwargs.values()))}
+        known = {one.untyped_storage()._cdata for one in operands}
         for k, tensor in enumerate(result if isinstance(result, tuple | list) else [result]):
-            if (
-                isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in known
-            ):  # else it is a view, or a result that is returned twice
-                if not (values and self._fold(tensor, values[k])):
-                    self._make(call, made[0], k, tensor)
-                known.add(tensor.untyped_storage()._cdata)
+            if not isinstance(tensor, Tensor) or (home := tensor.untyped_storage()._cdata) in known:
+                continue  # a view, or a result that is returned twice
+            if not (values and self._fold(tensor, values[k])):
+                self._make(call, made[0], k, tensor)
+            known.add(home)
         return result
 
-    def _is_recorded(self, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether an operator has fakes of another mode."""
+    def _is_recorded(self, types: Sequence[type], operands: Sequence[Tensor]) -> bool:
+        """Return whether an operator runs while a model is recorded: in another mode of fakes, or on fakes of one."""
+        if count_dispatch_modes() and active_fake_mode() is not None:
+            return True
         if not any(issubclass(kind, FakeTensor) for kind in types):
             return False
-        fakes = [one for one in tensors_in((*args, *kwargs.values())) if isinstance(one, FakeTensor)]
-        return any(one.fake_mode is not self.mode for one in fakes)
+        return any(isinstance(one, FakeTensor) and one.fake_mode is not self.mode for one in operands)
 
     def _depends_on_nothing(self, call: OperatorCall) -> bool:
         """Return whether the results of an operator are the same for all inputs."""
@@ -284,7 +294,7 @@ class Expressions(TorchDispatchMode):
         )
 
     def _compute(
-        self, func: Any, call: OperatorCall, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+        self, func: Any, call: OperatorCall, given: Any, operands: Sequence[Tensor], result: Any
     ) -> Sequence[Any]:
         """Return the results of an operator on constants; of fakes, those on the values of these. Empty if unknown."""
         made = result if isinstance(result, tuple | list) else (result,)
@@ -292,10 +302,9 @@ class Expressions(TorchDispatchMode):
             return made
         if call.written:
             return ()
-        known = {id(one): self._value_of(one, call) for one in tensors_in((*args, *kwargs.values()))}
+        known = {id(one): self._value_of(one, call) for one in operands}
         if any(one is None for one in known.values()):
             return ()
-        given: Any = (tuple(args), dict(kwargs))
         given = optree.tree_map(lambda one: known.get(id(one), one), given, none_is_leaf=True)
         found = func(*given[0], **given[1])
         return found if isinstance(found, tuple | list) else (found,)

@@ -85,16 +85,9 @@ class OperatorCall(NamedTuple):
         given = {**dict(zip(known.names, args, strict=False)), **kwargs}
         written = tuple(tensors_in([given.get(name) for name in known.writes])) if known.writes else ()
         a, b = given.get("self"), given.get("other")
-        alike = (
-            isinstance(a, Tensor)
-            and isinstance(b, Tensor)
-            and (a.shape, a.dtype, a.stride())
-            == (
-                b.shape,
-                b.dtype,
-                b.stride(),
-            )
-        )
+        commutes = False
+        if known.name == "add" and given.get("alpha", 1) == 1 and isinstance(a, Tensor) and isinstance(b, Tensor):
+            commutes = (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
         rounds = known.name in ("mul", "div", "add", "sub") and isinstance(a, Tensor) and a.is_floating_point()
         return cls(
             known.name,
@@ -104,7 +97,7 @@ class OperatorCall(NamedTuple):
             known.outs,
             known.defaults,
             known.draws and given.get("dropout_p", known.defaults.get("dropout_p")) != 0,
-            known.name == "add" and alike and given.get("alpha", 1) == 1,
+            commutes,
             rounds and a is not None and a.itemsize <= 4,
         )
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fpipe.collector import postpone_collection
 from fpipe.errors import InputError
 from fpipe.network.ranks import Ranks
+from fpipe.pipelines.argument_checks import updates_in_flight
 from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.memo import KnownMicrobatch
@@ -31,6 +32,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import training_variant
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.front_ends.parts import as_module
+from fpipe.streams.train_stream import require_streamable, train_stream
 from fpipe.tensors.placed import require_plain
 from fpipe.tensors.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from fpipe.training.optimizers import Optimizer
@@ -39,6 +41,7 @@ from fpipe.verification.comparison import Pair, Results, list_pairs
 from fpipe.verification.differences import Unproved, find_difference
 from fpipe.verification.expressions import Expressions
 from fpipe.verification.reference import make_reference_step
+from fpipe.verification.reference_stream import reference_stream
 from fpipe.verification.stand_ins import has_no_values, make_stand_ins
 from fpipe.verification.verify import EAGER, PIPELINE, REFERENCE, Trial, gather_state, read_state, verify_steps
 from fpipe.verification.watched_ranks import WatchedRanks
@@ -46,6 +49,9 @@ from schedules.proof.interpreter import prove as prove_program
 from schedules.status import showing
 
 NOISE: Final = 2.0**-10
+MORE_BATCHES: Final = 2
+"""How many batches more than ranks a stream has that is proved: so many are in flight, and weights are late by as many.
+"""
 LISTED: Final = 4
 """The most results that a line of the page names."""
 ASSUMED: Final = (
@@ -68,6 +74,7 @@ class Proof:
     - `operators`, `expressions`: the number of operators that ran in all three, and of different expressions.
     - `microbatches`: the number in the batch, and in the pipeline's schedule. If these are more, the program is checked
       on formulas of its stages, whose functions are the same.
+    - `uncompared`: why your module was not run eagerly, if it was not.
     """
 
     reference: tuple[str, ...]
@@ -76,6 +83,7 @@ class Proof:
     operators: int
     expressions: int
     microbatches: tuple[int, int]
+    uncompared: str = "it draws random numbers"
 
     @property
     def is_complete(self) -> bool:
@@ -87,7 +95,7 @@ class Proof:
         lines = [
             f"{len(self.reference)} results of a step equal those of the captured model on one device, for every input",
             f"{len(self.eager)} of them also equal those of your module run eagerly"
-            + ("" if self.eager or self.unproved else " (not compared: it draws random numbers)"),
+            + ("" if self.eager or self.unproved else f" (not compared: {self.uncompared})"),
             f"{self.operators} operators ran, of {self.expressions} expressions, in {self._describe_microbatches()}",
             *self._describe_differences(),
             "assumed:",
@@ -135,13 +143,16 @@ def prove(
     formulas.
 
     With an `optimizer`, parameters and its state are compared, too, after each of two training steps
-    (`fpipe.train_step`).
+    (`fpipe.train_step`). A schedule that updates in flight needs one: then the losses of a stream
+    (`fpipe.train_stream`) are compared, and its parameters, buffers and state at the end, with those of
+    `fpipe.reference_stream`. Its batches are variations of the given one. Sequences in slices are compared with the
+    loop over slices.
 
     If ranks are processes, each plays all of them, with the stages of its own record, and nothing is sent but an
     agreement on what was proved; a message arrives as it was sent, by assumption.
 
     Raise `InputError` for a mesh of processes, for a pipeline on an accelerator or with DTensors, for a model on meta
-    that reads values, for slices, and for arguments that `verify` rejects.
+    that reads values, and for arguments that `verify` rejects.
 
     >>> import torch, fpipe
     >>> from schedules import zb_h1
@@ -156,10 +167,15 @@ def prove(
         _require_provable(pipe)
         here, module = _play_here(pipe), as_module(model)
         trial = Trial(pipe, module, (inputs, targets), 0)
-        trial.agree(1, seed, True, True)
+        streams = updates_in_flight(pipe.schedule)
+        if streams:
+            _require_stream(pipe, optimizer)
+        else:
+            trial.agree(1, seed, True, True)
         if optimizer is not None:
             _require_whole(pipe)
-    proof = _prove_here(trial._replace(pipe=here), seed, optimizer)
+    run = _prove_stream if streams else _prove_here
+    proof = run(trial._replace(pipe=here), seed, optimizer)
     with pipe.ranks.enter_call("the proof"):
         agree_on_arguments(pipe, proved=proof.reference, unproved=[str(one) for one in proof.unproved])
     return proof
@@ -188,7 +204,51 @@ def _prove_here(trial: Trial, seed: int | None, optimizer: Optimizer | None) -> 
         ledger.operators,
         len(ledger.numbers),
         _prove_rest(trial),
+        "it runs whole sequences" if trial.pipe.schedule.slices > 1 else Proof.uncompared,
     )
+
+
+def _prove_stream(trial: Trial, seed: int | None, optimizer: Optimizer | None) -> Proof:
+    """Return the proof of a stream of updates, against a loop on one device with the same delays."""
+    assert optimizer is not None, "a stream updates"
+    trial, params, buffers, mode = _take_values(trial)
+    pipe, state, ledger = trial.pipe, optimizer.init(params), Expressions(mode)
+    batches = [_vary(trial.batch, k) for k in range(pipe.schedule.ranks + MORE_BATCHES)]
+    list(reference_stream(pipe, optimizer)(params, buffers, state, batches, seed=seed))  # makes all plans
+    ranks = WatchedRanks(pipe.training, ledger)
+    claims = Claims(ledger, ranks)
+    with postpone_collection(), ledger, _refusing_questions():
+        leaves: list[Any] = optree.tree_leaves(cast("Any", (params, buffers, batches)))
+        ledger.declare([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        found = []
+        watched = train_stream(replace(pipe, ranks=ranks), optimizer)
+        for side, run in ((PIPELINE, watched), (REFERENCE, reference_stream(pipe, optimizer))):
+            with ledger.on(side):
+                stream = run(params, buffers, state, batches, seed=seed)
+                found.append(([*stream], stream.end))
+        (losses, end), (others, wanted) = found
+        pairs: list[Pair] = [(f"loss of batch {t}", *pair) for t, pair in enumerate(zip(losses, others, strict=True))]
+        pairs += [(f"buffer {name}", one, wanted.buffers.get(name)) for name, one in end.buffers.items()]
+        claims.compare_pairs(pairs, REFERENCE)
+        versions = (Version(one.params, one.state) for one in (end, wanted))
+        named = [(f"{name} at the end", one, other) for name, one, other in _pair_versions(*versions)]
+        claims.compare_pairs(named, REFERENCE)
+    ran = len(batches) * pipe.training.microbatches
+    proved, count = tuple(claims.proved[REFERENCE]), len(ledger.numbers)
+    return Proof(proved, (), tuple(claims.unproved), ledger.operators, count, (ran, ran), "it updates without delay")
+
+
+def _vary(batch: tuple[Any, Any], k: int) -> tuple[Any, Any]:
+    """Return a batch like this one with other values: other floats, and integers in another order."""
+
+    def vary(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        moved = leaf.detach().flatten().roll(k).view_as(leaf).clone()
+        return moved + NOISE * k if moved.is_floating_point() else moved
+
+    varied: Any = optree.tree_map(vary, cast("Any", batch))
+    return varied[0], varied[1]
 
 
 def _compare_updates(
@@ -229,7 +289,10 @@ def _take_values(trial: Trial) -> tuple[Trial, State, State, FakeTensorMode | No
     params, buffers = read_state(module)
     for mine, p in zip(params.values(), module.parameters(), strict=True):
         mine.requires_grad_(p.requires_grad)
-    return trial._replace(module=module, batch=batch), params, buffers, mode
+    batching = trial.pipe.captures.batchings[True]
+    few = batching.weight is None and batching.of_batch(*batch).microbatches < batching.microbatches
+    total = batching.example.divisor if few and batching.example.divisor > 1 else None  # as in what is recorded
+    return trial._replace(module=module, batch=batch, total=total), params, buffers, mode
 
 
 @contextmanager
@@ -255,7 +318,7 @@ def _prove_rest(trial: Trial) -> tuple[int, int]:
 def _find_plan(trial: Trial) -> StepPlan:
     """Return the plan of the step that is proved."""
     with suspend_autocast(trial.variant) as variant:
-        return trial.pipe.plan(variant, trial.pipe.batch(variant, *trial.batch).signature)
+        return trial.pipe.plan(variant, trial.pipe.batch(variant, *trial.batch, total=trial.total).signature)
 
 
 class Claims:
@@ -268,6 +331,8 @@ class Claims:
 
     def compare(self, got: Results, expected: Results, against: str, tolerance: float = 0) -> int:
         """Compare results by their expressions, and gradients that several processes would have, for each of them."""
+        if against not in self.proved:  # whole sequences, which slices equal but for rounding
+            return 0
         shared = self.ranks.shared() if against == REFERENCE else ()
         held = [(leaf, one, expected.grads.get(name)) for name, leaf, one in shared]
         return self.compare_pairs([*list_pairs(got, expected), *held], against)
@@ -315,18 +380,23 @@ def _play_here(pipe: Pipeline) -> Pipeline:
 
 
 def _require_provable(pipe: Pipeline) -> None:
-    """Raise `InputError` unless the pipeline computes whole microbatches on the CPU, on plain tensors."""
-    if pipe.schedule.slices > 1:
-        raise InputError(
-            f"pipe: got one of {pipe.schedule.slices} slices, expected whole microbatches: the loop over slices is not "
-            "an expression of the model. Call fpipe.verify, which compares bits."
-        )
+    """Raise `InputError` unless the pipeline computes on the CPU, on plain tensors."""
     if pipe.device.type != "cpu":
         raise InputError(
             f"pipe: got one on {pipe.device}, expected one on the CPU: inputs are known by their bytes. Build it again "
             "with fpipe.Place(device='cpu'), and a model and an example there."
         )
     require_plain("prove", pipe.training.placed, "Build the pipeline of the model before it was split.")
+
+
+def _require_stream(pipe: Pipeline, optimizer: Optimizer | None) -> None:
+    """Raise `InputError` unless the pipeline can train on a stream, with an optimizer."""
+    require_streamable(pipe)
+    if optimizer is None:
+        raise InputError(
+            f"optimizer: got none for {pipe.schedule!r}, which updates weights while microbatches are in flight, "
+            "expected one: a stream is proved with its updates. Pass fpipe.optimizer(torch.optim.SGD, lr=0.1)."
+        )
 
 
 def _require_whole(pipe: Pipeline) -> None:

@@ -27,7 +27,7 @@ from fpipe.record.variant import Variant
 from fpipe.stages.kinds import require_alike_uncut
 from fpipe.streams.corrections import LookAhead
 from fpipe.streams.train_stream import Stream, StreamResult, require_streamable
-from fpipe.streams.updates import OptionsOf
+from fpipe.streams.updates import OptionsOf, clip_updates
 from fpipe.streams.versions import list_parameter_versions
 from fpipe.tensors import random
 from fpipe.tensors.arguments import require_arguments, require_seed
@@ -38,7 +38,7 @@ from schedules.endless import lengthen
 
 
 def reference_stream(
-    pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | None = None
+    pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | None = None, max_norm: float | None = None
 ) -> Callable[..., Stream]:
     """Return what `train_stream` returns, on one device: a plain loop over the captured, uncut model, with the same
     delays.
@@ -62,6 +62,7 @@ def reference_stream(
     require_arguments(reference_stream, locals())
     require_streamable(pipe)
     require_whole_batches(pipe)
+    optimizer = clip_updates(pipe, optimizer, max_norm)
 
     def run(
         params: State,

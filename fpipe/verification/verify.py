@@ -57,7 +57,8 @@ class Trial(NamedTuple):
     """The pipeline and module under test, a whole batch (inputs and targets), and the tolerances of the comparisons.
 
     `unsplit`: that of the comparison with the batch in one piece; `None` for no such comparison. `compare`: returns how
-    many leaves are equal, or raises. `side`: returns the context in which each side computes, given its name.
+    many leaves are equal, or raises. `side`: returns the context in which each side computes, given its name. `total`:
+    the number of microbatches over which losses are averaged, if it is not that of the batch.
     """
 
     pipe: Pipeline
@@ -67,6 +68,7 @@ class Trial(NamedTuple):
     unsplit: float | None = None
     compare: Callable[[Results, Results, str, float], int] = require_equal
     side: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+    total: float | None = None
 
     def agree(self, steps: int, seed: int | None, has_params: bool, has_buffers: bool) -> None:
         """Raise `InputError` unless so many steps can be compared, and `TransportError` if ranks differ."""
@@ -112,10 +114,10 @@ def _verify_step(
     pipe, variant, params = trial.pipe, trial.variant, share[0]
     each = Aux.of(list, True) if pipe.copies.is_local else NO_AUX  # else this process has that of its own copy only
     with trial.side(PIPELINE):
-        step, grads = make_training_step(pipe, variant, aux=each)(*share, *trial.batch, seed=seed)
+        step, grads = make_training_step(pipe, variant, aux=each)(*share, *trial.batch, seed=seed, total=trial.total)
         got = Results(step.loss, step.outputs, gather_shards(pipe, grads), step.buffers, step.aux)
     with trial.side(REFERENCE):
-        step, every = make_reference_step(pipe, variant, each)(*whole, *trial.batch, seed=seed)
+        step, every = make_reference_step(pipe, variant, each)(*whole, *trial.batch, seed=seed, total=trial.total)
         wanted = Results(step.loss, step.outputs, every, step.buffers, step.aux).restrict(params)
     compared = trial.compare(got, wanted, REFERENCE, trial.tolerance)
     after = (descend(params, grads), dict(got.buffers)), (descend(whole[0], every), step.buffers)
@@ -130,7 +132,7 @@ def _compare_with_eager(trial: Trial, params: State, got: Results) -> int:
     """Return the number of leaves that equal those of the module run eagerly; 0 if random numbers are drawn."""
     pipe = trial.pipe
     with suspend_autocast(trial.variant) as variant:
-        batch = pipe.batch(variant, *trial.batch)
+        batch = pipe.batch(variant, *trial.batch, total=trial.total)
         plan = pipe.plan(variant, batch.signature)
     if plan.devices:
         return 0

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,10 +33,12 @@ class WatchedRanks(Ranks):
         self.plan, self.ledger = plan, ledger
         self.outcomes: list[dict[int, Outcome]] = []
 
-    def run(self, copies: Sequence[Callable[[int, Transport], Execution]]) -> list[dict[int, Outcome]]:
-        """Do what `Ranks.run` does; see there."""
+    def follow(
+        self, copies: Sequence[Callable[[int, Transport], Execution]]
+    ) -> Generator[None, None, list[dict[int, Outcome]]]:
+        """Do what `Ranks.follow` does; see there."""
         told = [partial(self._watch, k if len(copies) > 1 else None, one) for k, one in enumerate(copies)]
-        self.outcomes = super().run(told)
+        self.outcomes = yield from super().follow(told)
         return self.outcomes
 
     def shared(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -59,25 +61,15 @@ class WatchedRanks(Ranks):
     def _watch(
         self, copy: int | None, start: Callable[[int, Transport], Execution], rank: int, transport: Transport
     ) -> Execution:
-        return WatchedExecution(start(rank, transport), copy, self.ledger)
+        execution = start(rank, transport)
+        where = f"copy {copy}, rank {rank}" * (copy is not None) or f"rank {rank}"
+        vars(execution)["run"] = partial(self._run, execution.run(), RunningRank(where, execution))
+        return execution
 
-
-class WatchedExecution(Execution):
-    """An execution that runs in the place of another, with its state, and says when it computes."""
-
-    def __init__(self, other: Execution, copy: int | None, ledger: Expressions) -> None:
-        vars(self).update(vars(other))
-        self.copy, self.ledger = copy, ledger
-
-    def __str__(self) -> str:
-        at = "" if self.at is None else f", position {self.at.position}, {self.at.action}"
-        return f"copy {self.copy}, rank {self.rank}{at}" if self.copy is not None else f"rank {self.rank}{at}"
-
-    def run(self) -> Generator[Any, None, Outcome]:
-        """Interpret the program, and be the one that computes until the next wait."""
-        running = super().run()
+    def _run(self, running: Generator[Any, None, Outcome], rank: RunningRank) -> Generator[Any, None, Outcome]:
+        """Run an execution, and be the one that computes until its next wait."""
         while True:
-            self.ledger.running = self
+            self.ledger.running = rank
             try:
                 handle = next(running)
             except StopIteration as stop:
@@ -86,3 +78,14 @@ class WatchedExecution(Execution):
             finally:
                 self.ledger.running = None
             yield handle
+
+
+class RunningRank(NamedTuple):
+    """An execution of a program, and its rank; as text, also the action that it is at."""
+
+    rank: str
+    execution: Execution
+
+    def __str__(self) -> str:
+        at = self.execution.at
+        return self.rank if at is None else f"{self.rank}, position {at.position}, {at.action}"

@@ -8,10 +8,16 @@ NumPy.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
+from schedules.language.actions import Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
+from schedules.lowering.program import Program, lower_at_once
 from schedules.playing.costs import NO_COSTS, UNITS, Costs
 from schedules.playing.dependencies import Wires, wires
 
@@ -21,19 +27,33 @@ if TYPE_CHECKING:
 LEAST_RANKS: Final = 32
 """With fewer ranks, an operation on all of them does too little."""
 LEAST_UNITS: Final = 2**13
-MOST_UNITS: Final = 2**22
-"""More would take gigabytes, some 60 bytes for each action; the loops keep only what is in flight."""
+MOST_UNITS: Final = 2**21
+"""More would take gigabytes, some 300 bytes to lower an action; the loops keep only what is in flight."""
 
 
 def is_large(schedule: Schedule) -> bool:
-    """Return whether arrays pay for a schedule."""
+    """Return whether arrays pay for a schedule, and NumPy is there."""
     units = schedule.stages * schedule.microbatches * schedule.slices
-    return schedule.ranks >= LEAST_RANKS and LEAST_UNITS <= units <= MOST_UNITS
+    if schedule.ranks >= LEAST_RANKS and LEAST_UNITS <= units <= MOST_UNITS:
+        with suppress(ImportError):
+            return bool(import_module("numpy"))
+    return False
 
 
 def is_surely_correct(schedule: Schedule, graph: Graph) -> bool:
     """Return whether arrays show that a schedule is correct; if not, `check` has to look."""
     return is_large(schedule) and play_large(schedule, wires(schedule, graph, NO_COSTS, UNITS), NO_COSTS) is not None
+
+
+@lower_at_once.register
+def _lower_large(program: Program) -> Callable[[int], Iterator[Action]] | None:
+    """Return a function from ranks to their actions, those of the loops, for most large programs."""
+    if not is_large(program.schedule):
+        return None
+    from schedules.arrays.lowered import lower_all
+
+    found = lower_all(program.schedule, program.graph)
+    return None if found is None else partial(found.decode, slices=program.schedule.slices)
 
 
 def play_large(schedule: Schedule, wires: Wires, costs: Costs) -> Totals | None:
@@ -43,10 +63,8 @@ def play_large(schedule: Schedule, wires: Wires, costs: Costs) -> Totals | None:
     """
     if not is_large(schedule) or costs.jitter:
         return None
-    try:
-        from schedules.arrays.abreast import play_abreast
-        from schedules.arrays.lives import read_lives
-    except ImportError:
-        return None
+    from schedules.arrays.abreast import play_abreast
+    from schedules.arrays.lives import read_lives
+
     found = read_lives(schedule)
     return None if found is None else play_abreast(schedule, *found, wires, costs)

@@ -25,6 +25,7 @@ from schedules.language.graph import Graph
 from schedules.language.membership import require_compute_only, require_placed
 from schedules.language.schedule import Actions, Schedule, graph_of
 from schedules.lowering.program import lower
+from schedules.own_kinds import OwnKind
 from schedules.playing.costs import NO_COSTS, ROUNDING, UNITS
 from schedules.playing.dependencies import wires
 from schedules.playing.engine import replay
@@ -37,9 +38,16 @@ def require_forward_before_backward(progress: Progress, actions: Actions) -> Act
 
     A checkpointed forward `C` must be followed by its recomputation `R`, which then counts as the `F`.
     """
-    life, works = progress.life, progress.work
+    life, works, once = dict(progress.life), progress.work, set[Action]()
     for position, action in enumerate(actions):
         kind, stage, unit, _, part = action
+        if type(kind) is OwnKind:
+            if action in once:
+                problem = "has already run", f"Drop {action}: it runs once."
+                raise violation("forward_before_backward", progress, position, action, *problem)
+            once.add(action)
+            if kind.after and progress.schedule.backward:
+                life[kind] = kind.before, kind.after
         if kind in life:
             before, after = life[kind]
             work = works[stage]
@@ -81,6 +89,9 @@ def _explain_disorder(work: Work, action: Action, state: str) -> tuple[str, str]
         kind, why = _BROUGHT_BY[state]
         maker = f"{action.stage}{work.name_action(kind, work.unit(action))}"
         return f"comes before {maker}, and {why}", f"Add {maker} before it."
+    if not {state, needed} <= {*_AGE}:  # of an own kind
+        problem = f"needs a microbatch in state {needed!r}, and finds it in state {state!r}"
+        return problem, f"Run what brings it into state {needed!r} before it."
     if _AGE.index(state) < _AGE.index(needed):
         maker = f"{action.stage}{work.name_action(_MADE_BY[needed], work.unit(action))}"
         return f"comes before {maker}", f"Add {maker} before it, or move it later."
@@ -96,7 +107,8 @@ def require_complete(progress: Progress, actions: Actions) -> Actions:
     for stage, work in progress.work.items():
         if (unit := work.finished.prefix) < work.count:
             names = {kind: f"{stage}{work.name_action(kind, unit)}" for kind in (*"FBIWR", "RELOAD")}
-            problem = f"{_MISSING[work.lives.get(unit, '')].format(**names)} never runs"
+            state = work.lives.get(unit, "")
+            problem = f"{_MISSING.get(state, f'what follows state {state!r},').format(**names)} never runs"
             if not progress.schedule.backward:
                 problem = f"{names['F']} never runs"
             raise violation("complete", progress, length, None, problem, f"Add it to rank {progress.rank}.")
@@ -158,7 +170,7 @@ def require_within_memory(progress: Progress, actions: Actions) -> Actions:
     limit = schedule.memory(progress.rank) * unit + ROUNDING
     growth = {kind: UNITS.growth(kind, 0) * schedule.backward for kind in KINDS}
     for position, action in enumerate(actions):
-        held += growth[action.kind]
+        held += growth[action.kind] if action.kind in growth else UNITS.growth(action.kind, 0)
         if held > limit:
             limit, got = schedule.memory(progress.rank), held / unit
             problem = f"needs memory for activations of {got:g} microbatches, more than the limit of {limit:g}"
@@ -231,7 +243,7 @@ def check(schedule: Schedule | LoweredProgram, graph: Graph | None = None, *, de
     deadlock. A lowered program is checked for its own graph, including its transfers: every message is sent, received
     and used once, both ends of a channel post in the same order, and no rank waits forever. The error names the rank,
     position, action, rule and repair. `check` makes one pass over all actions and keeps only what is in flight; of a
-    large schedule, with NumPy, some 60 bytes for each action.
+    large schedule, with NumPy, some 80 bytes for each action.
 
     With `device`, the program (of a schedule, that of `lower`) must also finish on any device, even if it does only one
     thing at a time: on an accelerator, a receive that is posted too early can keep the message that it waits for from

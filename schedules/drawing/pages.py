@@ -29,6 +29,7 @@ from schedules.language.actions import KINDS, parse
 from schedules.language.graph import Graph, chain
 from schedules.language.membership import require_compute_only, require_placed
 from schedules.language.schedule import Schedule, completes_gradient, graph_of
+from schedules.own_kinds import OwnKind
 from schedules.playing.costs import ROUNDING, UNITS, Costs, Sizes
 from schedules.playing.dependencies import Dependency, GradientArrival, list_dependencies
 from schedules.playing.engine import Span
@@ -145,6 +146,12 @@ def _describe_kinds() -> Document:
 def _describe_panel(name: str, panel: Panel) -> Document:
     """Return all that the page needs to know of a timeline."""
     schedule, graph = panel.schedule, graph_of(panel.schedule, panel.graph)
+    own = [a for rank in range(schedule.ranks) for a in schedule.actions(rank) if isinstance(a.kind, OwnKind)]
+    if own:
+        raise TimelineError(
+            f"{name!r}: got {own[0]} in {quote(schedule)}, expected actions of the kinds in schedules.KINDS: a page "
+            "judges edits, and knows no others. Draw it as text or SVG."
+        )
     if any(action.kind in ("OFFLOAD", "RELOAD") for rank in range(schedule.ranks) for action in schedule.actions(rank)):
         raise TimelineError(
             f"{name!r}: got {quote(schedule)}, which moves memory off the device, expected one that does not: a page "

@@ -7,9 +7,9 @@ action means.
 Idea. An action is a small frozen tuple. One table, `KINDS`, lists every kind of action and its effect on a microbatch
 (the state it must be in on the stage, and the state it is left in) and on other stages (what crosses an edge). The text
 form, parser, rules, replay and lowering all read that table, so extending the vocabulary takes one row plus a handler
-in the executor, never a second vocabulary. Optional fields have their own marks in the text: `>` and `<` for `peer`,
-a dot for `slice`. Both ends name a message by the action that sends it. A replica of a stage is the same stage on
-another rank; the microbatch determines which one runs it (`schedules.language.placement`).
+in the executor, never a second vocabulary. Kinds of users come with their rows. Optional fields have their own marks in
+the text: `>` and `<` for `peer`, a dot for `slice`. Both ends name a message by the action that sends it. A replica of
+a stage is the same stage on another rank; the microbatch determines which one runs it (`schedules.language.placement`).
 
 Letters used throughout: `P` ranks, `S` stages, `M` microbatches; `r` a rank, `s` and `t` stages, `i` a microbatch.
 
@@ -57,34 +57,50 @@ class Kind(NamedTuple):
         return {"": "", "RECV": "<"}.get(self.does, ">")
 
 
+def is_own(kind: str) -> bool:
+    """Return whether a kind comes with its row, as those of users do (`schedules.own_kinds`)."""
+    return isinstance(getattr(kind, "row", None), Kind)
+
+
+class _Vocabulary(dict[str, Kind]):
+    """The rows by name, and those that come with their kinds."""
+
+    def __missing__(self, kind: str) -> Kind:
+        if is_own(kind):
+            return kind.row  # type: ignore[attr-defined, no-any-return]
+        raise KeyError(kind)
+
+
 KINDS: Mapping[str, Kind] = MappingProxyType(
-    {
-        "F": Kind("forward", "", "forward", "F", True),
-        "B": Kind("unsplit backward: gradients of inputs and of weights", "forward", "done", "B", True),
-        "I": Kind("input half of the backward: gradients of inputs", "forward", "halved", "B", True),
-        "W": Kind("weight half of the backward: gradients of weights", "halved", "done"),
-        "C": Kind("checkpointed forward: keeps only its inputs", "", "kept", "F", True),
-        "R": Kind("recomputation of a checkpointed forward, for its backward", "kept", "forward", reads=True),
-        "OVERLAP_F": Kind("forward, overlapped with the backward after it", "", "forward", "F", True),
-        "G": Kind("sum of the gradients of all replicas of the stage, each up to its last microbatch"),
-        "U": Kind("update of the weights with the gradients up to this microbatch: a new version"),
-        "OFFLOAD": Kind("move what a forward keeps off the device", "forward", "hosted", beside="out"),
-        "RELOAD": Kind("move it back, for its backward", "hosted", "forward", beside="back"),
-        "UNSHARD": Kind("gather the stage's weights from the shards of its data-parallel group", beside="group"),
-        "RESHARD": Kind("free the gathered weights", beside="group"),
-        "REDUCE_GRAD": Kind("reduce the gradient up to this microbatch, the last, over the group", beside="group"),
-        "SEND_F": Kind("post the send of a value to a later stage", does="SEND", carries="F"),
-        "RECV_F": Kind("post the receive of a value from an earlier stage", does="RECV", carries="F"),
-        "WAIT_F": Kind("release a sent value: the later stage has consumed it", does="WAIT", carries="F"),
-        "SEND_B": Kind("post the send of a cotangent to an earlier stage", does="SEND", carries="B"),
-        "RECV_B": Kind("post the receive of a cotangent from a later stage", does="RECV", carries="B"),
-        "WAIT_B": Kind("release a sent cotangent: the earlier stage has consumed it", does="WAIT", carries="B"),
-        "SEND_G": Kind(
-            "post the send of the gradient summed up to this microbatch to another holder", does="SEND", carries="G"
-        ),
-        "RECV_G": Kind("post the receive of that gradient from another holder", does="RECV", carries="G"),
-        "WAIT_G": Kind("release a sent gradient: the other holder has it", does="WAIT", carries="G"),
-    }
+    _Vocabulary(
+        {
+            "F": Kind("forward", "", "forward", "F", True),
+            "B": Kind("unsplit backward: gradients of inputs and of weights", "forward", "done", "B", True),
+            "I": Kind("input half of the backward: gradients of inputs", "forward", "halved", "B", True),
+            "W": Kind("weight half of the backward: gradients of weights", "halved", "done"),
+            "C": Kind("checkpointed forward: keeps only its inputs", "", "kept", "F", True),
+            "R": Kind("recomputation of a checkpointed forward, for its backward", "kept", "forward", reads=True),
+            "OVERLAP_F": Kind("forward, overlapped with the backward after it", "", "forward", "F", True),
+            "G": Kind("sum of the gradients of all replicas of the stage, each up to its last microbatch"),
+            "U": Kind("update of the weights with the gradients up to this microbatch: a new version"),
+            "OFFLOAD": Kind("move what a forward keeps off the device", "forward", "hosted", beside="out"),
+            "RELOAD": Kind("move it back, for its backward", "hosted", "forward", beside="back"),
+            "UNSHARD": Kind("gather the stage's weights from the shards of its data-parallel group", beside="group"),
+            "RESHARD": Kind("free the gathered weights", beside="group"),
+            "REDUCE_GRAD": Kind("reduce the gradient up to this microbatch, the last, over the group", beside="group"),
+            "SEND_F": Kind("post the send of a value to a later stage", does="SEND", carries="F"),
+            "RECV_F": Kind("post the receive of a value from an earlier stage", does="RECV", carries="F"),
+            "WAIT_F": Kind("release a sent value: the later stage has consumed it", does="WAIT", carries="F"),
+            "SEND_B": Kind("post the send of a cotangent to an earlier stage", does="SEND", carries="B"),
+            "RECV_B": Kind("post the receive of a cotangent from a later stage", does="RECV", carries="B"),
+            "WAIT_B": Kind("release a sent cotangent: the earlier stage has consumed it", does="WAIT", carries="B"),
+            "SEND_G": Kind(
+                "post the send of the gradient summed up to this microbatch to another holder", does="SEND", carries="G"
+            ),
+            "RECV_G": Kind("post the receive of that gradient from another holder", does="RECV", carries="G"),
+            "WAIT_G": Kind("release a sent gradient: the other holder has it", does="WAIT", carries="G"),
+        }
+    )
 )
 
 

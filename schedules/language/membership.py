@@ -7,7 +7,7 @@ These are the first two rules of `check`. Code that meets anything else calls `r
 from __future__ import annotations
 
 from schedules.errors import ScheduleError
-from schedules.language.actions import GATHERINGS, KINDS, Action
+from schedules.language.actions import GATHERINGS, KINDS, Action, is_own
 from schedules.language.schedule import Actions, Schedule
 
 _COMPUTE = tuple(kind for kind, word in KINDS.items() if not word.does)
@@ -21,7 +21,7 @@ def require_compute_only(schedule: Schedule, rank: int, actions: Actions) -> Act
         if type(action) is Action:
             kind, stage, i, peer, part = action
             if (
-                kind in _KINDS
+                (kind in _KINDS or is_own(kind))
                 and peer is None
                 and type(stage) is type(i) is int  # True and 1.0 equal 1, but print differently
                 and 0 <= stage < S
@@ -44,7 +44,7 @@ def _has_valid_slice(action: Action, slices: int) -> bool:
 def _explain_misfit(schedule: Schedule, action: Action) -> tuple[str, str]:
     if type(action) is not Action:
         return f"got {action!r}, expected an action", "Yield actions such as F(stage, microbatch)."
-    if action.kind not in _COMPUTE or action.peer is not None:
+    if (action.kind not in _KINDS and not is_own(action.kind)) or action.peer is not None:
         kinds = ", ".join(_COMPUTE)
         return "is not a compute action", f"Yield only {kinds}; lower() inserts the transfers."
     if not type(action.stage) is type(action.microbatch) is int:

@@ -29,9 +29,9 @@ on its rank. Every send is followed by exactly one `WAIT`. `W` never communicate
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, singledispatch
 from itertools import pairwise
 
 from schedules.arguments import require_types
@@ -95,20 +95,24 @@ class Program:
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Return an iterator over the lowered actions of `rank`, in order. Each call generates them anew."""
-        (stream,) = self.streams([rank])
-        return stream
+        return self.streams([rank])[0]
 
     def streams(self, ranks: Collection[int]) -> list[Iterator[Action]]:
         """Return such an iterator for each of these ranks; together they make one pass over the schedule."""
-        play = _Play(self, ranks)
-        return [play.actions(rank) for rank in ranks]
+        return [*map(lower_at_once(self) or _Play(self, ranks).actions, ranks)]
+
+
+@singledispatch
+def lower_at_once(program: object) -> Callable[[int], Iterator[Action]] | None:
+    """Return a function from ranks to their actions, if all are known. `schedules.arrays` extends it."""
+    return None
 
 
 def lower(schedule: Schedule, graph: Graph | None = None) -> Program:
     """Return `schedule` with the transfers that `graph` (by default the chain of stages) requires.
 
-    Lowering is lazy: `Program.actions` does the work, in memory that does not grow with the number of microbatches. The
-    schedule must pass `check` for the same graph; otherwise its actions may raise `ScheduleError`.
+    Lowering is lazy: `Program.actions` does the work, in memory that does not grow with the number of microbatches,
+    unless `lower_at_once` does it. The schedule must pass `check` for the same graph, or its actions may raise.
     Raise `GraphError` if the schedule and the graph differ in their number of stages.
     """
     require_types(lower, locals())

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 from schedules.arguments import is_number, is_size
 from schedules.errors import SizeError
 from schedules.language.actions import GATHERINGS
+from schedules.own_kinds import OwnKind
 
 Cost: TypeAlias = float | tuple[float, ...]
 PER_UNIT: Final = ("microbatches", "slices")
@@ -167,6 +168,8 @@ class Costs:
         """Return the time of one compute action on one microbatch, without jitter."""
         if kind == "RESHARD":
             return 0
+        if isinstance(kind, OwnKind):
+            return kind.time
         cost: Cost | None = getattr(self, kind)
         if cost is not None:
             return of_stage(cost, stage)
@@ -237,6 +240,8 @@ class Sizes:
         if kind in GATHERINGS:
             gathered = of_stage(self.gathered, stage)
             return gathered if kind == "UNSHARD" else -gathered
+        if isinstance(kind, OwnKind):
+            return kind.growth * of_stage(self.activation, stage)
         if not backward:
             return 0
         activation, inputs = of_stage(self.activation, stage), of_stage(self.inputs, stage)

@@ -124,7 +124,8 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
             taken.setdefault(key, []).append(dependency)
         for key in _givers(schedule, dependency, route):
             given.setdefault(key, []).append((dependency, delay))
-    table: Wires = [{kind: {} for kind, word in KINDS.items() if not word.does} for _ in range(schedule.ranks)]
+    kinds = [kind for kind, word in KINDS.items() if not word.does]
+    table = [_Rows(costs, sizes, schedule, {kind: {} for kind in kinds}) for _ in range(schedule.ranks)]
     for route, homes in enumerate(schedule.placement.routes):
         for s, rank in enumerate(homes):
             for kind, rows in table[rank].items():
@@ -136,7 +137,30 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
                 special = kind == "OVERLAP_F" or kind in BESIDE
                 time, grows = costs.time(kind, s) / share, sizes.growth(kind, s, schedule.backward) / share
                 rows[s * R + route] = Wire(tuple(takes), tuple(gives), time, grows, special)
-    return table
+    return [*table]
+
+
+class _Rows(dict[str, dict[int, Wire]]):
+    """The wires of a rank by kind; those of a user's own kind, which exchanges nothing, are made when it comes."""
+
+    def __init__(self, costs: Costs, sizes: Sizes, schedule: Schedule, rows: dict[str, dict[int, Wire]]) -> None:
+        super().__init__(rows)
+        self.costs, self.sizes, self.schedule = costs, sizes, schedule
+
+    def __missing__(self, kind: str) -> dict[int, Wire]:
+        word, schedule = KINDS[kind], self.schedule
+        share, routes = schedule.slices if word.after else 1, len(schedule.placement.routes)
+        self[kind] = {
+            key: Wire(
+                moved.takes if word.before == "forward" else (),  # the gates after a move of memory
+                (),
+                self.costs.time(kind, key // routes) / share,
+                self.sizes.growth(kind, key // routes, schedule.backward) / share,
+                False,
+            )
+            for key, moved in self["OFFLOAD"].items()
+        }
+        return self[kind]
 
 
 def _takers(schedule: Schedule, dependency: Dependency, route: int) -> Iterator[_Key]:

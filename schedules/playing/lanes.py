@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from schedules.language.actions import KINDS, Action
+from schedules.own_kinds import OwnKind
 from schedules.playing.dependencies import Dependency, Wire
 
 
@@ -69,7 +70,8 @@ class RankLanes:
         """Make the actions that use the result wait for it."""
         gate = Dependency(kind, (stage, stage), self.rank, self.rank)
         gate.arrived = self.gates[kind, stage] = GateOpening()
-        for rows in (self.rows[user] for user in _users(kind)):
+        own = [one for one in self.rows if isinstance(one, OwnKind) and one.before == KINDS[kind].after != ""]
+        for rows in (self.rows[user] for user in (*_users(kind), *own)):
             for key in range(stage * self.routes, (stage + 1) * self.routes):
                 if key in rows:
                     rows[key] = rows[key]._replace(takes=(*rows[key].takes, gate))

@@ -34,7 +34,7 @@ def inputs_of(action: Action, graph: Graph) -> list[Output]:
         "hosted": [("OFFLOAD", s, i)],
     }
     peers = {"F": graph.fed_by[s], "B": graph.pulled_by[s], "": ()}[word.crosses]
-    return own[word.before] + [(word.crosses, peer, i) for peer in peers]
+    return own.get(word.before, []) + [(word.crosses, peer, i) for peer in peers]
 
 
 def output_of(action: Action) -> Output:

@@ -9,7 +9,7 @@ from typing import Final
 
 from schedules.arguments import MOST_STAGES, is_number, is_size
 from schedules.errors import TimelineError, quote
-from schedules.language.actions import KINDS, Action
+from schedules.language.actions import KINDS, Action, is_own
 from schedules.playing.engine import Span
 
 MOST_SPANS: Final = 2**22
@@ -36,7 +36,8 @@ def read_spans(timeline: Iterable[Span]) -> Iterator[Span]:
                 f"rank {span.rank}, {span.action}: got start {start} and end {end}, expected finite numbers, "
                 "the end not before the start. Check the costs or the clock that it was made with."
             )
-        if span.action.kind not in KINDS or position == MOST_SPANS:
+        is_known = span.action.kind in KINDS or is_own(span.action.kind)
+        if not is_known or position == MOST_SPANS:
             expected = f"a known kind of action, in a timeline of at most {MOST_SPANS} spans"
             raise TimelineError(f"span {position}: got {quote(span)}, expected {expected}. Correct the timeline.")
         yield span

@@ -17,10 +17,10 @@ It shares no logic with the rule that `check` applies (`schedules.checking.posts
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import NamedTuple
+from functools import cache
+from typing import NamedTuple, TypeAlias
 
 from schedules.arguments import require_types
 from schedules.checking.channels import LoweredProgram, streams_of
@@ -30,6 +30,8 @@ from schedules.lowering.turns import Turns, target_of
 from schedules.playing.costs import UNITS
 
 COMPUTE_STREAM = "compute"
+Growth: TypeAlias = Callable[[str], float]
+"""What an action of a kind adds to the memory of its rank."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def run_on_device(program: LoweredProgram, device: Device, copies: int = 1) -> D
     require_types(run_on_device, locals())
     schedule = program.schedule
     unit = schedule.slices * schedule.stages / schedule.ranks
-    growth = {kind: UNITS.growth(kind, 0, schedule.backward) / unit for kind, word in KINDS.items() if word.after}
+    growth = cache(lambda kind: UNITS.growth(kind, 0, schedule.backward) / unit)
     rows = [
         _list_posts(program, rank, stream, copy, copies)
         for copy in range(copies)
@@ -162,7 +164,7 @@ class Host:
     `peak` and `most` are the most memory, and the most messages, so far.
     """
 
-    def __init__(self, number: int, posts: Iterable[Post], device: Device, growth: Mapping[str, float]) -> None:
+    def __init__(self, number: int, posts: Iterable[Post], device: Device, growth: Growth) -> None:
         self.number, self.posts, self.device, self.growth = number, iter(posts), device, growth
         self.next = next(self.posts, None)
         self.window: list[_Kernel] = []
@@ -219,7 +221,7 @@ class Host:
         for action in post.frees:
             del self.posted[action]
         if post.action is not None:
-            grown = self.growth.get(post.action.kind, 0)
+            grown = self.growth(post.action.kind)
             self.peak = max(self.peak, self.held + grown)
             self.held += grown
 
@@ -230,9 +232,7 @@ class Host:
         return f"rank {self.number} runs {runs} and waits to start {waits}"
 
 
-def play_posts(
-    rows: Sequence[Iterable[Post]], device: Device, growth: Mapping[str, float] = MappingProxyType({})
-) -> list[Host]:
+def play_posts(rows: Sequence[Iterable[Post]], device: Device, growth: Growth = lambda kind: 0) -> list[Host]:
     """Play what each host posts, and return the hosts; raise `ProgramError` if some kernel is never done.
 
     Hosts go first: each posts as much as its device lets it, so devices are as far behind as they can be.

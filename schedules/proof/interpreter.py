@@ -25,6 +25,7 @@ from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule, graph_of
 from schedules.lowering.program import lower
+from schedules.own_kinds import OwnKind
 from schedules.proof.formulas import Formula, Meaning, formula
 from schedules.proof.gatherings import Gatherings
 from schedules.proof.gradients import Sums
@@ -82,6 +83,7 @@ class Interpreter:
         self.transfers = None if links is None else Transfers(schedule.placement, self.store, self.sums, links)
         self.outputs: list[list[Formula]] = [[] for _ in range(graph.stages)]
         self.copied: dict[Parcel, Formula] = {}
+        self.own = set[Action]()
 
     def run(self) -> Meaning:
         """Step the ranks in turn until all have ended. Return the outcome; a round without progress is a deadlock."""
@@ -123,7 +125,9 @@ class Interpreter:
             if not self._can_run(rank, action):
                 problem = "is not an action on a stage that this rank holds"
                 raise self.store.error(rank, problem, "Run it on the rank that holds the stage.")
-            if self.transfers is not None and action.kind not in _HANDLERS:
+            if isinstance(action.kind, OwnKind):
+                yield from self._run_own(rank, action, action.kind)
+            elif self.transfers is not None and action.kind not in _HANDLERS:
                 yield from self.transfers.run(rank, action)
             elif action.kind == "OVERLAP_F":
                 yield from self._run_pair(rank, action, next(stream, (position, None))[1])
@@ -131,7 +135,7 @@ class Interpreter:
                 yield from _HANDLERS[action.kind](self, rank, action)
 
     def _can_run(self, rank: int, action: Action) -> bool:
-        is_compute = action.kind in _HANDLERS
+        is_compute = action.kind in _HANDLERS or isinstance(action.kind, OwnKind)
         if not is_compute and (self.links is None or action.kind not in KINDS):
             return False
         if not all(0 <= stage < self.graph.stages for stage in (action.stage, action.peer) if stage is not None):
@@ -179,6 +183,14 @@ class Interpreter:
         (output,) = yield from self.store.take(rank, Parcel("inputs", s, s, i, part))
         self.weights.read(rank, s)
         self.store.put(rank, output, Parcel("residuals", s, s, i, part))
+
+    def _run_own(self, rank: int, action: Action, kind: OwnKind) -> Waits:
+        """Run an action of a user's own kind: once, from one state of what the stage keeps to another."""
+        if action in self.own:
+            raise self.store.error(rank, "runs again", "Run it once.")
+        self.own.add(action)
+        if kind.after:
+            yield from self._move(rank, action, _KEPT.get(kind.before, kind.before), _KEPT.get(kind.after, kind.after))
 
     def _offload(self, rank: int, action: Action) -> Waits:
         yield from self._move(rank, action, "residuals", "hosted")
@@ -286,6 +298,8 @@ class Interpreter:
         return max(i for i in microbatches if (home(s, i), home(t, i)) == (owner, holder))
 
 
+_KEPT: Mapping[str, str] = MappingProxyType({"kept": "inputs", "forward": "residuals", "halved": "deferred"})
+"""The parcel that a unit has in some states; in others, it is named after the state."""
 _Handler: TypeAlias = Callable[[Interpreter, int, Action], Waits]
 _HANDLERS: Mapping[str, _Handler] = MappingProxyType(
     {

@@ -184,9 +184,12 @@ def require_matching_ends(program: LoweredProgram) -> None:
 def require_bounds(schedule: Schedule, graph: Graph, times: Costs) -> None:
     """Assert that the makespan is at least the work of any rank, and the latency of one microbatch."""
     makespan = simulate(schedule, times, graph).makespan
-    share = {kind: schedule.slices if word.after else 1 for kind, word in KINDS.items()}
     work = [
-        sum(times.time(a.kind, a.stage) / share[a.kind] for a in schedule.actions(rank) if a.kind not in BESIDE)
+        sum(
+            times.time(a.kind, a.stage) / (schedule.slices if KINDS[a.kind].after else 1)
+            for a in schedule.actions(rank)
+            if a.kind not in BESIDE
+        )
         for rank in range(schedule.ranks)
     ]
     way = _latency(schedule, graph, times)

@@ -10,7 +10,7 @@ from math import isfinite
 
 from schedules.arguments import is_number
 from schedules.errors import SizeError
-from schedules.language.actions import KINDS, Action
+from schedules.language.actions import Action
 from schedules.language.schedule import Limits, Schedule
 from schedules.playing.costs import ROUNDING, UNITS
 from schedules.transforms.transform import KEPT, transform
@@ -66,8 +66,7 @@ def _find_peak(schedule: Schedule, rank: int) -> float:
     """Return the most activations the rank holds at once: as the schedule declares, or else as counted."""
     if isfinite(schedule.memory(rank)):
         return schedule.memory(rank)
-    growth = {kind: UNITS.growth(kind, 0) for kind in KINDS}
-    held = accumulate(growth[action.kind] for action in schedule.actions(rank))
+    held = accumulate(UNITS.growth(action.kind, 0) for action in schedule.actions(rank))
     return max(held, default=0) / _activations_per_microbatch(schedule)
 
 

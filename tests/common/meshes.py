@@ -40,10 +40,10 @@ def loop_over_copies(model, loss, x, y, microbatches: int, replicas: int, shards
         losses.append(reduce(add, values))
         grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     model.zero_grad()
-    return reduce(add, losses), {name: _nested([one[name] for one in grads], shards) for name in grads[0]}
+    return reduce(add, losses), {name: nested([one[name] for one in grads], shards) for name in grads[0]}
 
 
-def _nested(terms: list[torch.Tensor], shards: int) -> torch.Tensor:
+def nested(terms: list[torch.Tensor], shards: int) -> torch.Tensor:
     return reduce(add, [reduce(add, terms[k : k + shards]) for k in range(0, len(terms), shards)])
 
 

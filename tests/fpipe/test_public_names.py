@@ -37,7 +37,7 @@ check_stage
 """,
     "schedules": """
 Action ArgumentError B Bound C Certificate Costs CriticalPath certify Device DeviceRun F
-Factory G Graph GraphError I KINDS Limits Link PipelineError
+Factory G Graph GraphError I KINDS Limits Link OwnKind PipelineError
 Placement Problem Program
 ProgramError R Rule Schedule ScheduleError SearchProgress SearchResult SizeError Sizes SolverError
 Span TableError Timeline U
@@ -51,8 +51,8 @@ offload pipedream_2bw play prefer recompute schedule
 search seq_1f1b
 reduce_gradients repeat run_on_device shard
 TimelineError
-simulate spans split_backward summarize transform update_weights v_1f1b v_half v_min v_schedule vee wave zb_auto zb_h1
-zb_h2 zb_v
+simulate spans split_backward sum_replicas summarize transform update_weights v_1f1b v_half v_min v_schedule vee wave
+zb_auto zb_h1 zb_h2 zb_v
 """,
     "schedules.drawing": """
 Picture Style draw Panel page read_trace sketch
@@ -97,8 +97,8 @@ SIGNATURES = {
     "stream": "pipe take",
     "reference": "pipe outputs=False sums=None aux=True",
     "prove": "pipe model inputs targets=None *seed=None *optimizer=None",
-    "reference_stream": "pipe optimizer look_ahead=None",
-    "train_stream": "pipe optimizer look_ahead=None",
+    "reference_stream": "pipe optimizer look_ahead=None max_norm=None",
+    "train_stream": "pipe optimizer look_ahead=None max_norm=None",
     "delays": "pipe",
     "error_feedback": "optimizer strength=1.0",
     "predict_weights": "delays",
@@ -116,7 +116,8 @@ SIGNATURES = {
     "costs": "pipe timelines",
     "profile": (
         "model example targets=None *loss=None *microbatches=1 *cuts=None *microbatching=Microbatching() "
-        "*recording=Recording() *gradients=Gradients() *source=None *device=None *link=None *group=None *seconds=3.0"
+        "*recording=Recording() *gradients=Gradients() *source=None *device=None *link=None *group=None *seconds=3.0 "
+        "*cache=None"
     ),
     "optimizer": "cls *groups=None *names=None *donate=False options",
     "masters": "optimizer dtype=torch.float32",

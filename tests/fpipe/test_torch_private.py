@@ -4,6 +4,7 @@
 import ast
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for file in (HOME / "fpipe").rglob("*.py"):
-        if file != OURS:
-            yield str(file.relative_to(HOME)), ast.parse(file.read_text())
+@cache
+def trees() -> list[tuple[str, ast.Module]]:
+    files = [file for file in (HOME / "fpipe").rglob("*.py") if file != OURS]
+    return [(str(file.relative_to(HOME)), ast.parse(file.read_text())) for file in files]
 
 
 def own_names() -> set[str]:

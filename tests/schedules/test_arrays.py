@@ -15,23 +15,29 @@ from schedules import (
     F,
     Link,
     PipelineError,
+    Placement,
     ScheduleError,
     Sizes,
     chain,
     check,
     families,
     forwards,
+    from_rows,
     interleaved_1f1b,
+    lower,
+    overlap,
     recompute,
     simulate,
     split_backward,
 )
 from schedules.analysis import simulation
-from schedules.arrays import gate
+from schedules.arrays import gate, lowered
 from schedules.arrays.abreast import play_abreast
 from schedules.arrays.codes import CODE_OF
 from schedules.arrays.lives import read_lives
+from schedules.arrays.lowered import lower_all
 from schedules.checking import rules
+from schedules.lowering import program as lowering
 from schedules.playing.costs import NO_COSTS, UNITS
 from schedules.playing.dependencies import wires
 from schedules.playing.engine import replay_to_end
@@ -113,6 +119,104 @@ def test_arrays_find_the_times_of_the_loops(case, data):
 
 
 @pytest.mark.parametrize(
+    "make", [families.dualpipe, families.chimera, lambda P, M: overlap(families.one_f_one_b(P, M))]
+)
+def test_arrays_know_pairs_and_sums(make):
+    schedule = make(4, 8)
+    graph, costs = chain(schedule.stages), Costs(F=0.1, B=9, OVERLAP_F=3, G=0.7, comm=3.3)
+    played = replay_to_end(schedule, wires(schedule, graph, costs, UNITS), costs)
+    assert as_arrays(schedule, graph, costs) == (played.begin, played.clock, played.busy, played.peak)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("chimera", "G"), ("dualpipe_v", "OVERLAP_F")])
+def test_arrays_refuse_early_sums_and_pairs_apart(name, kind):
+    schedule = getattr(families, name)(ranks=4, microbatches=8)
+    refused = 0
+    for rank, row in enumerate(rows(schedule)):
+        for k in range(1, len(row)):
+            if row[k].kind == kind:
+                changed = rows(schedule)
+                changed[rank][k - 1], changed[rank][k] = changed[rank][k], changed[rank][k - 1]
+                wrong = edit(schedule, changed)
+                accepted = is_accepted(wrong, chain(schedule.stages))
+                assert accepted == (as_arrays(wrong, chain(schedule.stages)) is not None)
+                refused += not accepted
+    assert refused
+
+
+@st.composite
+def any_order_of_a_chain(draw):
+    """Any order of the passes of a chain on any ranks, in which inputs come first."""
+    random = Random(draw(st.integers(0, 2**32)))
+    P, S, M, slices = (
+        draw(st.integers(2, 6)),
+        draw(st.integers(2, 8)),
+        draw(st.integers(1, 6)),
+        random.choice([1, 1, 2]),
+    )
+    homes = tuple(random.randrange(P) for _ in range(S))
+    homes = tuple(sorted({*homes}).index(rank) for rank in homes)
+    left = {
+        (s, i, part): [*random.choice(["FB", "FIW", "CRB", "CRIW"])]
+        for s in range(S)
+        for i in range(M)
+        for part in range(slices)
+    }
+    rows, done = [[] for _ in {*homes}], set()
+    while left:
+        ready = [
+            (s, i, part)
+            for (s, i, part), (kind, *_) in left.items()
+            if (
+                kind not in "FC"
+                or {("F", s - 1, i, part), ("F", s, i, part - 1)} <= done | edges(s, i, part, S, slices)
+            )
+            and (
+                kind not in "BI"
+                or {("B", s + 1, i, part), ("B", s, i, part + 1)} <= done | edges(s, i, part, S, slices)
+            )
+            and (kind not in "BI" or ("F", s, i, slices - 1) in done)
+        ]
+        s, i, part = unit = random.choice(ready)
+        kind = left[unit].pop(0)
+        rows[homes[s]].append(Action(kind, s, i, None, part if slices > 1 else None))
+        done.add(("F" if kind in "FC" else "B" if kind in "BI" else "", *unit))
+        if not left[unit]:
+            del left[unit]
+    return from_rows(tuple(map(tuple, rows)), Placement(len(rows), homes), M, slices)
+
+
+def edges(s, i, part, stages, slices):
+    """What the ends of the chain and of the sequence need not wait for."""
+    found = {("F", -1, i, part), ("F", s, i, -1), ("B", stages, i, part), ("B", s, i, slices)}
+    return found
+
+
+def require_same_program(schedule, graph):
+    found = lower_all(schedule, graph)
+    for rank, stream in enumerate(lower(schedule, graph).streams(range(schedule.ranks)) if found else ()):
+        assert list(map(str, found.decode(rank, schedule.slices))) == list(map(str, stream))
+    return found is not None
+
+
+@often
+@given(any_order_of_a_chain())
+def test_arrays_lower_every_order_of_a_chain_as_the_loops_do(schedule):
+    graph = chain(schedule.stages)
+    check(schedule, graph)
+    has_transfers = len({*schedule.placement.homes}) > 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowered, "MOST_LOOKS", 10**9)
+        assert require_same_program(schedule, graph) == has_transfers
+
+
+@often
+@given(correct())
+def test_arrays_lower_as_the_loops_do_or_not_at_all(case):
+    require_same_program(*case)
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
         F(True, 0),
@@ -163,9 +267,21 @@ def test_large_schedules_are_checked_and_simulated_as_arrays(large, monkeypatch)
         simulate(large, Costs(jitter=0.1))
 
 
+def test_large_programs_are_lowered_as_arrays(large, monkeypatch):
+    program = lower(large)
+    found = [*program.actions(5)]
+    with monkeypatch.context() as patch:
+        patch.setattr(lowering, "_Play", forbid)
+        assert [*program.actions(5)] == found
+        assert [*program.streams([7, 5])[1]] == found
+    monkeypatch.setitem(sys.modules, "numpy", None)  # so its import fails
+    assert [*program.actions(5)] == found
+
+
 def test_without_numpy_the_loops_find_the_same(large, monkeypatch):
     found = simulate(large, Costs(F=1.1, B=2.3, comm=0.7))
-    monkeypatch.setitem(sys.modules, "schedules.arrays.abreast", None)  # so its import fails
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    assert not gate.is_large(large)
     assert gate.play_large(large, wires(large, chain(large.stages), NO_COSTS, UNITS), NO_COSTS) is None
     assert simulate(large, Costs(F=1.1, B=2.3, comm=0.7)) == found
 

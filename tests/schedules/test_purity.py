@@ -18,11 +18,13 @@ class OnlyTheStandardLibrary:
 sys.meta_path.insert(0, OnlyTheStandardLibrary())
 import schedules
 found = [module.name for module in pkgutil.walk_packages(schedules.__path__, "schedules.")]
-LARGE = {"schedules.arrays.abreast", "schedules.arrays.codes", "schedules.arrays.lives"}
+LARGE = {f"schedules.arrays.{name}" for name in ("abreast", "codes", "lives", "lowered", "posts")}
 names = [name for name in found if not name.startswith("schedules.testing") and name not in LARGE]
 for name in names:
     importlib.import_module(name)
-schedules.simulate(schedules.one_f_one_b(ranks=64, microbatches=256))
+large = schedules.one_f_one_b(ranks=64, microbatches=256)
+schedules.simulate(large)
+next(schedules.lower(large).actions(0))
 assert not LARGE & {*sys.modules}
 try:
     import schedules.testing
@@ -44,7 +46,7 @@ def test_nothing_but_the_standard_library_is_imported():
 
 NAMES = """
 Action ArgumentError B Bound C Certificate Costs CriticalPath Device DeviceRun F certify
-Factory G Graph GraphError I KINDS Limits Link PipelineError
+Factory G Graph GraphError I KINDS Limits OwnKind Link PipelineError
 Placement Problem Program
 ProgramError R Rule Schedule ScheduleError SearchProgress SearchResult SizeError Sizes
 SolverError Span TableError Timeline TimelineError U VocabularyError W alternate

@@ -54,7 +54,9 @@ class ScheduleFiles:
         self.tables = [_write(how) for how in SMALL] + [_write(lower(how)) for how in SMALL]
         self.tables += [_write(how, words=pipelining) for how in SMALL[:5]]
         self.calls = [spell_call(how) for how in CALLED]
-        self.certificates = [certify(how).text for how in SMALL[:7]]
+        gathered = schedules.shard(schedules.reduce_gradients(schedules.gpipe(2, 2)), limit=1)
+        more = [schedules.pipedream(2, 3), schedules.seq_1f1b(2, 2), schedules.offload(schedules.gpipe(2, 6)), gathered]
+        self.certificates = [certify(how).text for how in (*SMALL[:7], *more)]
 
     def try_one(self, seed: int) -> str:
         """Alter one of them, read it, and use it. Return how that ended."""

@@ -335,9 +335,11 @@ def draw_stream(seed: int) -> Case:
     modifies = isinstance(model, str) or any(leaf.kind in MODIFYING for leaf in model.leaves)
     copies = 1 if modifies else case.setup.copies
     setup = replace(case.setup, schedule=how, model=model, dtype=dtype, copies=copies, clips=False, outputs=False)
+    is_tied = isinstance(model, str) or bool(model.ties) or "Again" in repr(model)  # refused with shards
     batches, random = random.randint(1, 6), Random(f"faults {seed}")
     runs = tuple(draw_faults(random, setup, case.steps * batches) for _ in case.runs)
-    return replace(case, setup=replace(setup, is_sharded=False), runs=runs, batches=batches)
+    setup = replace(setup, is_sharded=setup.is_sharded and not is_tied)
+    return replace(case, setup=setup, runs=runs, batches=batches)
 
 
 def draw_in_flight(random: Random, ranks: int) -> Schedule:

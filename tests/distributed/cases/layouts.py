@@ -16,7 +16,19 @@ from safetensors.torch import save_file
 import fpipe
 from fpipe.tensors.tree import same_bits
 from fpipe.weights.initialization import initialize, list_leaves, reset_parameters
-from schedules import chimera, dualpipe, dualpipe_v, mirror, one_f_one_b, recompute, split_backward, zb_h1, zb_v
+from schedules import (
+    chimera,
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    mirror,
+    offload,
+    one_f_one_b,
+    recompute,
+    split_backward,
+    zb_h1,
+    zb_v,
+)
 from tests.common import gates
 from tests.common.cases import mse
 from tests.common.comparison import Result, assert_same
@@ -64,6 +76,14 @@ def stages_on_two_ranks(rank, size):
 def recomputation(rank, size):
     for name in by_day(("normalised", "dropping", "tied_sequence"), 2):
         require_exact_across_ranks(name, recompute(one_f_one_b(ranks=size, microbatches=4)), rank, size)
+
+
+@case
+def memory_on_the_host(rank, size):
+    for how in by_day((split_backward(gpipe(size, 4)), gpipe(size, 4)), 2):
+        how = offload(how)
+        assert any(action.kind == "OFFLOAD" for action in how.actions(0))
+        require_exact_across_ranks("tied_sequence", how, rank, size)
 
 
 @case

@@ -10,6 +10,7 @@ import statistics
 import time
 from functools import partial
 from itertools import permutations
+from pathlib import Path
 from unittest import mock
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ from fpipe.network.channels import Envelope
 from fpipe.network.trail import Arrived, Trail
 from fpipe.network.waiting import Awaited
 from fpipe.planning.links import MESSAGE_SIZES
+from fpipe.planning.profile import PROFILE_FORMAT
 from fpipe.tensors.tree import same_bits
 from schedules import KINDS, Action, B, F, Link, one_f_one_b, simulate, zb_h1
 from tests.common import collectives
@@ -89,6 +91,25 @@ def actions_and_steps_take_the_time_of_their_messages(rank, size):
     assert min(found.fixed.F, found.fixed.B, found.fixed.I, found.fixed.C) >= slow > found.fixed.W
     assert found.step >= 2 * wait
     assert (estimated.fixed.F, estimated.step) == (0, 0)
+
+
+@case(sizes=[2])
+def a_profile_that_one_rank_has_kept_serves_all(rank, size):
+    """Of the same model only: ranks that look for others measure together, and hear of it."""
+    one, cache = ZOO["mlp"], Path(os.environ["REPORT"]) / f"kept-{rank}"
+    model, inputs, targets = one.make(8)
+
+    def profile(rows=8):
+        batch = (inputs[0][:rows],), targets[:rows]
+        return fpipe.profile(model, *batch, loss=one.loss, microbatches=2, device=FAST, cache=cache)
+
+    first = PROFILE_FORMAT.write(profile())
+    if rank == 0:
+        for entry in cache.iterdir():
+            entry.unlink()
+    assert PROFILE_FORMAT.write(profile()) == first, "with the link as it was measured before"
+    with raises(fpipe.InputError, "].microbatch: got float32[4, 4]", "expected float32[2, 4]"):
+        profile(8 if rank else 4)
 
 
 @case(sizes=[2], day=[])

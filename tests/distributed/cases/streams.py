@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 
+import optree
 import torch
 
 import fpipe
@@ -13,6 +14,7 @@ from tests.common.comparison import require_part
 from tests.common.running import build
 from tests.common.sizes import NIGHTLY, in_turn
 from tests.common.streams import Trained, decay, train
+from tests.common.tensor_parallel import whole
 from tests.common.training import MODELS as SCRIPTS
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import case, gather, raises
@@ -60,14 +62,15 @@ def larger_models_train_as_on_one_device(rank, size):
 @case(sizes=[4], day=[4])
 def streams_of_copies_are_those_of_one_device(rank, size):
     """Each process has a copy of its stage; gradients of every batch are reduced over the mesh."""
-    for name in ("dropping", "tied_sequence"):
+    for name, kind in (("dropping", "dp"), ("tied_sequence", "dp"), ("dropping", "shard")):
         for how in (pipedream(2, 1), pipedream_2bw(2, 2, accumulate=2)):
-            place = {"mesh": mesh_of(pp=2, dp=2), "dp": "dp"}
+            place = {"mesh": mesh_of(pp=2, dp=2), kind: "dp"}
             pipe, model, inputs, targets = build(ZOO[name], how, 4 * how.microbatches, capture="trace", **place)
             batches = [(inputs, targets)] * COUNT
             got, want = (train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream))
+            got = optree.tree_map(whole, got, none_is_leaf=True)
             for what, mine, theirs in zip(Trained._fields, got, want, strict=True):
-                require_part(mine, theirs, f"{name}, {how!r}: {what}")
+                require_part(mine, theirs, f"{name}, {kind}, {how!r}: {what}")
     with raises((fpipe.InputError, fpipe.RankError, fpipe.TransportError), "batches"):
         list(stream_of(pipe, model, [(inputs, targets)] * (9 if rank % 2 else 6), seed=1))
 

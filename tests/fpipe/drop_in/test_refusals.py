@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import fpipe
 from fpipe.errors import InputError
-from schedules import one_f_one_b
+from schedules import one_f_one_b, pipedream
 from tests.common.drop_in import M, batches, make, net
 from tests.common.sizes import sampled
 
@@ -23,6 +23,14 @@ def assert_same_grads(model, known):
     for name, p in model.named_parameters():
         assert (p.grad is None) == (known[name] is None), name
         assert p.grad is None or torch.equal(p.grad, known[name]), name
+
+
+def test_a_schedule_that_updates_in_flight():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    given = {"loss": functional.mse_loss, "example": (x,), "targets": x}
+    with pytest.raises(InputError, match=r"updates weights while microbatches are in flight.*fpipe.train_stream"):
+        fpipe.Pipelined(model, schedule=pipedream(2, 1), **given)
+    fpipe.Pipelined(model, schedule=one_f_one_b(2, 2), **given)  # the repair works
 
 
 def test_a_second_backward():

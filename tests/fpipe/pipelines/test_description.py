@@ -20,7 +20,7 @@ def test_a_pipeline_prints_its_stages():
     assert str(pipe).splitlines() == [
         "Pipeline of GPT under one_f_one_b(ranks=4, microbatches=2)",
         "4 stages, 712 parameters (2.8 KiB), all trainable",
-        "8 channels between ranks, at most 4 on one rank, each a process group",
+        "8 channels between ranks, at most 4 on one rank, each a process group, with NCCL some 360 MiB there",
         "",
         "stage 0 on rank 0",
         "  modules     embed, place, blocks.0, 2 other operations",

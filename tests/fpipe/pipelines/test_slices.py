@@ -2,6 +2,8 @@
 """Pipelines of sequences in slices: the bits of a loop over slices, and whole sequences but for rounding."""
 
 import copy
+from functools import reduce
+from operator import add
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from schedules import (
     split_backward,
 )
 from schedules.families.one_forward_one_backward import alternate
+from tests.common.meshes import SHAPES, nested, options
 from tests.common.sizes import sampled
 from tests.common.sliced_models import WIDTH, WORDS, LanguageModel, loop, make_model, word_loss
 
@@ -263,6 +266,28 @@ def test_recorded_spans_and_bad_numbers_are_of_slices():
     params = {name: p.detach().clone() for name, p in params.items()}
     params["blocks.3.norm.weight"][0] = torch.inf
     assert "blocks.3.norm.weight" in str(fpipe.find_nonfinite(pipe)(params, buffers, (x,), y))
+
+
+@sampled(2)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("slices", [2, 3])
+def test_copies_train_slice_by_slice(shape, slices):
+    model, *batch = make_model(tied=True)
+    count = SHAPES[shape][0] * SHAPES[shape][1]
+    x, y = (torch.cat([part.roll(k) for k in range(count)]) for part in batch)
+    place = fpipe.Place(**options(2, *SHAPES[shape]))
+    pipe = build(model, x, y, seq_1f1b(2, 2, slices=slices), place=place)
+    state = pipe.init(model)
+    out, grads = fpipe.value_and_grad(pipe)(*state, (x,), y)
+    reference, wanted = fpipe.reference(pipe)(*state, (x,), y)
+    assert same_bits(out.loss, reference.loss)
+    assert not [name for name in wanted if not same_bits(grads[name], wanted[name])]
+    if count % 2 == 0:  # then it makes no difference when a loss is divided by it
+        parts = zip(x.chunk(count), y.chunk(count), strict=True)
+        losses, _, each = zip(*[loop(model, *part, 2, LENGTHS[slices]) for part in parts], strict=True)
+        assert same_bits(out.loss, reduce(add, losses) / count)
+        sums = {name: nested([one[name] for one in each], SHAPES[shape][1]) / count for name in wanted}
+        assert not [name for name in wanted if not same_bits(grads[name], sums[name])]
 
 
 def refusals():

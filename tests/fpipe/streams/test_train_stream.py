@@ -36,7 +36,7 @@ from tests.common.comparison import require_part
 from tests.common.options import grouped
 from tests.common.running import SEED, build
 from tests.common.sizes import NIGHTLY, covering, few, in_turn, sampled
-from tests.common.streams import decay, require_equal, train, train_by_hand
+from tests.common.streams import Trained, decay, require_equal, train, train_by_hand, whole
 from tests.common.training import MODELS
 from tests.common.zoo import ZOO
 
@@ -73,15 +73,15 @@ def pipe_of(how, draw=0.0, **options):
     model = layers(how.stages, draw)
     x, y = torch.randn(2, 4 * how.microbatches, WIDTH)
     cuts = [str(s) for s in range(1, how.stages)]
-    return fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=cuts, **grouped(options)), model
+    given = {"example": (x,), "targets": y, "loss": mse, "schedule": how, "cuts": cuts, **grouped(options)}
+    return fpipe.pipeline(model, **given), model
 
 
 def random_batches(how, count):
     return [((x,), y) for x, y in torch.randn(count, 2, 4 * how.microbatches, WIDTH)]
 
 
-@pytest.mark.parametrize("backward", ["graph", "autograd"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "backward"), in_turn(SCHEDULES, ["graph", "autograd"]))
 def test_fifty_batches_are_those_of_the_reference(name, backward):
     how = SCHEDULES[name]
     pipe, model = pipe_of(how, draw=0.1, backward=backward)
@@ -124,13 +124,19 @@ def test_tied_parameters_have_one_version(name, how, tied):
 @covering(
     name=("dropping", "tied_sequence", "skips"),
     how=(pipedream(1, 1), pipedream_2bw(2, 3, accumulate=3), split_backward(pipedream(2, 1))),
-    copies=(2, 3),
+    place=({"dp": "a"}, {"shard": "a"}, {"dp": "a", "shard": "b"}),
 )
-def test_replicas_on_a_mesh_train_as_one_device(name, how, copies):
-    """Copies reduce the gradients of every batch before its update."""
-    place = {"mesh": {"pp": how.ranks, "dp": copies}, "dp": "dp"}
-    pipe, model, inputs, targets = build(ZOO[name], how, 2 * copies * how.microbatches, capture="trace", **place)
+def test_copies_on_a_mesh_train_as_one_device(name, how, place):
+    """They reduce the gradients of every batch before its update, and gather the weights of shards after it."""
+    mesh = {"pp": how.ranks, "a": 2} | ({"b": 2} if len(place) == 2 else {})
+    rows = 2 * 2 ** len(place) * how.microbatches
+    options = {"mesh": mesh, **place}
+    pipe, model, inputs, targets = build(ZOO[name], how, rows, capture="trace", **options)
     batches = [(inputs, targets)] * 6
+    if find_shared(pipe.training.assembly) and "shard" in place:
+        with pytest.raises(fpipe.InputError, match="which several stages share, expected one of them"):
+            fpipe.train_stream(pipe, ADAM)
+        return
     require_equal(*(train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream)))
 
 
@@ -373,7 +379,7 @@ def test_bad_batches_are_refused():
     assert len(list(start(pipe, model, good))) == 3
 
 
-def test_nothing_else_runs_while_microbatches_are_in_flight():
+def test_nothing_else_runs_while_microbatches_are_in_flight(tmp_path):
     how = pipedream(2, 1)
     pipe, model = pipe_of(how)
     batches = random_batches(how, 5)
@@ -381,7 +387,12 @@ def test_nothing_else_runs_while_microbatches_are_in_flight():
     next(stream)
     with pytest.raises(fpipe.InputError, match="got a pipeline with a stream of updates in flight"):
         fpipe.evaluate(pipe)(*pipe.init(model), *batches[0])
-    stream.finish()
+    with pytest.raises(fpipe.InputError, match="begin_save: got a pipeline with a stream of updates in flight"):
+        fpipe.save(pipe, tmp_path / "saved", params={}, buffers={}, state={}, step=1)
+    end = stream.finish()
+    fpipe.save(pipe, tmp_path / "saved", params=end.params, buffers=end.buffers, state=end.state, step=1)
+    params, _, state, _, _ = fpipe.load(pipe, tmp_path / "saved")
+    require_part((params, state), (end.params, end.state))
     fpipe.evaluate(pipe)(*pipe.init(model), *batches[0])
     abandoned = start(pipe, model, batches)
     next(abandoned)
@@ -403,6 +414,38 @@ def test_an_error_of_the_optimizer_or_of_the_data_ends_the_stream():
     with pytest.raises(ZeroDivisionError):
         list(start(pipe, model, batches, options=lambda t: {"lr": 1 / (3 - t)}))
     assert len(list(start(pipe, model, batches))) == 9
+
+
+def test_updates_are_clipped_where_that_is_exact():
+    """By norm on one stage, as a step does; by value, and with a fixed scale of the loss, on any."""
+    how, limit = pipedream(1, 1), 0.05
+    pipe, model = pipe_of(how)
+    batches = random_batches(how, 6)
+    params, buffers = pipe.init(model)
+    stream = fpipe.train_stream(pipe, ADAM, max_norm=limit)(params, buffers, ADAM.init(params), batches)
+    losses, (params, buffers, state) = list(stream), stream.end
+    same = fpipe.reference_stream(pipe, ADAM, max_norm=limit)(*whole(model), ADAM.init(whole(model)[0]), batches)
+    require_equal(Trained(losses, *stream.end), Trained(list(same), *same.end))
+    steps, model = pipe_of(one_f_one_b(1, 1))
+    held, own = steps.init(model)
+    slots, step, norms = ADAM.init(held), fpipe.train_step(steps, ADAM, max_norm=limit), []
+    for batch in batches:
+        out, held, slots, norm = step(held, own, slots, *batch)
+        own = out.buffers
+        norms.append(norm)
+    assert all(norm > limit for norm in norms)
+    require_part((held, slots, own), (params, state, buffers))
+    with pytest.raises(fpipe.InputError, match=r"max_norm: got 1\.0 for 2 stages and 1 shards"):
+        fpipe.train_stream(pipe_of(pipedream(2, 1))[0], ADAM, max_norm=1.0)
+
+    def clipped(grads, state, params, **options):
+        return ADAM.update(fpipe.clip_value({n: g / 1024 for n, g in grads.items()}, 1e-3), state, params, **options)
+
+    by_value = ADAM._replace(update=clipped)
+    pipe, model = pipe_of(pipedream(3, 1), loss=lambda outputs, targets: 1024 * mse(outputs, targets))
+    batches = random_batches(pipe.schedule, 6)
+    got, want = (train(one, pipe, model, batches, by_value) for one in (fpipe.train_stream, fpipe.reference_stream))
+    require_equal(got, want)
 
 
 class Branching(nn.Module):

@@ -14,7 +14,7 @@ from schedules import dualpipe, gpipe, one_f_one_b, recompute, zb_h1, zb_h2
 from tests.common.cases import BACKWARDS
 from tests.common.planted_faults import FAULTS, NoFaultError, plant
 from tests.common.running import build
-from tests.common.sizes import few
+from tests.common.sizes import few, sampled
 from tests.common.zoo import ZOO
 
 SCHEDULES = {
@@ -60,6 +60,7 @@ def test_there_are_sixty_faults():
     assert len(FAULTS) >= 90
 
 
+@sampled(30)
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_named(fault):
     for k in range(5, 400, 7):

@@ -13,15 +13,29 @@ from torch import Tensor, nn
 import fpipe
 from benchmarks.common.mixtures import Mixture
 from fpipe.stages.stage import ModelStage
+from fpipe.streams.versions import Versions
 from fpipe.tensors.tree import same_bits
 from fpipe.verification.expressions import Expressions
-from schedules import ProgramError, dualpipe, gpipe, one_f_one_b, pipedream, recompute, zb_h1, zb_v
+from schedules import (
+    ProgramError,
+    dualpipe,
+    gpipe,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    recompute,
+    seq_1f1b,
+    split_backward,
+    zb_h1,
+    zb_v,
+)
 from tests.common.cases import BACKWARDS, WIDTH, WORDS, cross_entropy, mse
 from tests.common.comparison import assert_same
 from tests.common.random_models import case_of, descriptions, places
 from tests.common.random_pipelines import build_unless_refused, schedules_of
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import few, sampled
+from tests.common.sliced_models import LanguageModel, word_loss
 from tests.common.zoo import ZOO
 
 SCHEDULES = {
@@ -117,6 +131,85 @@ def test_updates_of_shards_are_not_proved():
     pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=gpipe(2, 2), place=place)
     with pytest.raises(fpipe.InputError, match="optimizer: got one for parameters in 2 shards"):
         fpipe.prove(pipe, model, inputs, targets, optimizer=OPTIMIZERS["sgd"]())
+
+
+STREAMS = {
+    "pipedream": ("mlp", pipedream(2, 1)),
+    "2bw": ("gpt", pipedream_2bw(2, 4, accumulate=4)),
+    "buffers": ("normalised", pipedream(4, 1)),
+    "random": ("dropping", pipedream_2bw(2, 2, accumulate=2)),
+    "tied": ("tied_sequence", pipedream(2, 1)),
+}
+
+
+def prove_stream(name):
+    model, how = STREAMS[name]
+    return prove(model, how, optimizer=OPTIMIZERS["sgd"]())
+
+
+@sampled(3)
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_is_proved(name):
+    found = prove_stream(name)
+    assert found.unproved == ()
+    assert {"loss of batch 0", "loss of batch 3"} <= {*found.reference}
+    assert [one for one in found.reference if one.startswith("parameter ") and one.endswith(" at the end")]
+    assert [one for one in found.reference if one.startswith("state momentum_buffer of ")]
+    assert "not compared: it updates without delay" in str(found)
+
+
+def take_oldest(self, s):
+    """The oldest weights that are kept, where PipeDream takes the newest."""
+    return min(self.kept[s])
+
+
+def take_newest(self, s):
+    """The newest weights, where 2BW takes those before."""
+    return self.made[s]
+
+
+@pytest.mark.parametrize(("name", "fault"), [("pipedream", take_oldest), ("random", take_newest)])
+def test_other_versions_of_weights_are_not_proved(name, fault, monkeypatch):
+    take = Versions.take
+
+    def take_wrong(self, s, slot):
+        take(self, s, slot)
+        return self._leaves(s, fault(self, s), 0, self.cuts[slot])
+
+    monkeypatch.setattr(Versions, "take", take_wrong)
+    found = prove_stream(name)
+    assert not found.is_complete
+    assert all(one.place.startswith("rank ") for one in found.unproved)
+
+
+SLICED = {
+    "seq_1f1b": seq_1f1b(2, 2, slices=2),
+    "split": split_backward(seq_1f1b(2, 2, slices=3)),
+    "recomputed": recompute(seq_1f1b(2, 2, slices=2)),
+}
+
+
+def prove_slices(how, tied=False):
+    torch.manual_seed(0)
+    model, (x, y) = LanguageModel(tied=tied, blocks=2), torch.randint(16, (2, 4, 6))
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=word_loss, schedule=how)
+    return fpipe.prove(pipe, model, (x,), y)
+
+
+@sampled(2)
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+@pytest.mark.parametrize("how", SLICED)
+def test_slices_are_proved_against_the_loop_over_slices(how, tied):
+    found = prove_slices(SLICED[how], tied)
+    assert found.unproved == found.eager == ()
+    assert len(found.reference) >= 25
+    assert "not compared: it runs whole sequences" in str(found)
+
+
+def test_a_fault_in_a_slice_is_not_proved(monkeypatch):
+    where, change = FAULTS["weights times 1"]
+    monkeypatch.setattr(ModelStage, where, change(getattr(ModelStage, where)))
+    assert not prove_slices(SLICED["seq_1f1b"]).is_complete
 
 
 class Attending(nn.Module):
@@ -538,5 +631,5 @@ def test_what_cannot_be_proved_is_refused():
     with pytest.raises(fpipe.InputError, match="model: got one on meta that asks for the values of a tensor"):
         fpipe.prove(pipe, model, (x,))
     pipe, model, inputs, targets = build(ZOO["mlp"], pipedream(2, 1), 2, capture="trace")
-    with pytest.raises(fpipe.InputError, match="which updates weights while microbatches are in flight"):
+    with pytest.raises(fpipe.InputError, match=r"optimizer: got none for pipedream\(ranks=2, microbatches=1\), which"):
         fpipe.prove(pipe, model, inputs, targets)
