@@ -31,6 +31,7 @@ from fpipe.tensors.tree import PLAIN, flatten_all, flatten_closures
 PART = "a part, which is never cut"
 """The seal of a call inside which the user wants no cut; unlike other sealed calls, it is opened."""
 COMPARABLE = (bool, int, str, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""The classes of arguments that are the same if they are equal and of one class."""
 HARMLESS = (Tensor, *PLAIN, slice, range, type, FunctionType, BuiltinFunctionType, MethodType, nn.Module, torch.Size)
 
 
