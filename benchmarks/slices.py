@@ -19,8 +19,8 @@ from benchmarks.common.rows import row
 from benchmarks.common.turns import Function, medians
 from schedules import Schedule, one_f_one_b, seq_1f1b
 
-WIDTH, HEADS, LAYERS, WORDS, LENGTH, MICROBATCHES = 128, 4, 4, 256, 256, 4
-ROUNDS = rounds(20)
+WIDTH, HEADS, LAYERS, WORDS, LENGTH, MICROBATCHES = 256, 4, 4, 256, 512, 2
+ROUNDS = rounds(8)
 
 
 class Block(nn.Module):
@@ -71,7 +71,7 @@ def word_loss(logits: Tensor, words: Tensor) -> Tensor:
 def step(how: Schedule) -> Function:
     """Return a step of the model under a schedule."""
     torch.manual_seed(0)
-    model, (ids, words) = GPT(), torch.randint(WORDS, (2, MICROBATCHES, LENGTH))
+    model, (ids, words) = GPT(), torch.randint(WORDS, (2, 2 * MICROBATCHES, LENGTH))
     pipe = fpipe.pipeline(model, example=(ids,), targets=words, loss=word_loss, schedule=how, cuts=["blocks.2"])
     run, (params, buffers) = fpipe.value_and_grad(pipe), pipe.init(model)
     return lambda: run(params, buffers, (ids,), words)

@@ -47,4 +47,4 @@ def between(rank: int, ranks: int, microbatches: int):
     yield from _fill_and_drain(wandering(ranks), rank, microbatches)
 
 
-SEVERAL_ROUTES = (in_turn, by_threes, between)
+SEVERAL_ROUTES = (by_threes, in_turn, between)

@@ -40,6 +40,7 @@ from schedules import (
     recompute,
     reduce_gradients,
     repeat,
+    seq_1f1b,
     shard,
     simulate,
     split_backward,
@@ -91,6 +92,9 @@ def require_gathered(s, graph, limit):
 
 
 CONFORMING = {
+    "moved": lambda ranks, microbatches: offload(one_f_one_b(ranks, microbatches)),
+    "moved slices": lambda ranks, microbatches, slices=1: offload(seq_1f1b(ranks, microbatches, slices)),
+    "moved and recomputed": lambda ranks, microbatches: offload(recompute(zb_v(ranks, microbatches))),
     "updated": lambda ranks, microbatches: update_weights(one_f_one_b(ranks, microbatches)),
     "updated vee": lambda ranks, microbatches: update_weights(zb_v(ranks, microbatches)),
     "updated replicas": lambda ranks, microbatches: update_weights(dualpipe(ranks, microbatches)),
