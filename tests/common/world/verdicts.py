@@ -91,7 +91,9 @@ def require_time(trial: Trial, rank: int) -> None:
     """Raise unless a rank that waits learns of a fault soon, or, if it is silent, once the timeout is over."""
     struck = trial.struck
     last = max(one.time for one in struck if one.time is not None and one.time <= trial.ended[rank])
-    silent = any(one.fault.kind in SILENT for one in struck)
+    manners = trial.case.manners
+    is_deaf = manners is not None and not manners.has_gloo  # until a build has made the group for agreements
+    silent = any(one.fault.kind in SILENT or (is_deaf and one.fault.builds) for one in struck)
     naps = sum(one.time is not None and one.fault.kind == "nap" for one in trial.strikes)
     limit = PROMPT + NAP * naps + 2 * TIMEOUT * silent
     if trial.ended[rank] - last > limit:
