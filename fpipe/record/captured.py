@@ -19,7 +19,7 @@ of operations, be it a stage, the uncut model, a prologue or a question about th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -93,12 +93,14 @@ class Function:
     """One callable for a run of units: `function(key, *inputs) -> outputs`. Random units are seeded from `key`.
 
     `scope(inputs)` is the context that a backward through it must run in: a checkpointed module looks up its parameters
-    again during the backward. `redraws`: whether a backward may draw again what the forward drew.
+    again during the backward. `redraws`: whether a backward may draw again what the forward drew. `form`: equal for
+    functions that make the same torch calls, in the same order, of what they are given; `None` if that is not known.
     """
 
     run: Callable[..., Tensors]
     scope: Callable[[Tensors], AbstractContextManager[None]] | None = None
     redraws: bool = False
+    form: Hashable = None
 
     def __call__(self, key: int, *inputs: Tensor) -> Tensors:
         """Run the units."""

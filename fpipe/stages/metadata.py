@@ -5,12 +5,19 @@ The capture has the shapes and dtypes of values. It can't tell whether a value r
 cotangent comes back for it, and with which strides. So the stages' own functions are run in order, each on its own
 leaves as in a step, and then their backwards in reverse order.
 
+Most stages of a deep model are alike. A stage for which the record has the same torch calls as for an earlier one, of
+tensors with the same metadata, takes that one's forward as its own; so does its backward, if the same cotangents enter
+it. The record decides, and no name of a class: calls with other arguments or modes, of code that is not torch's, that
+draw, communicate, or were answered, make stages differ.
+
+Invariant: what is found for a stage is what its own run would have shown.
+
 Runs when a plan is made: once per kind of microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -39,6 +46,7 @@ from fpipe.tensors.torch_private import (
     PAD,
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     finish_collective,
 )
 
@@ -127,6 +135,8 @@ class FakeRun:
     - `tape`: notes the run, if the stage is to be recorded; `arguments`: its nodes; `forward`: those of the forward.
     - `entering`: the cotangents from later stages, by stage and value. `start`: that of the loss, if it is passed one.
     - `scoped`: the arguments that a rerun in the backward reads. `grads`: the gradients, where there is one.
+    - `done`: what the backward was run for, and the run that has its results; empty until one of the stages that share
+      this forward has run it.
     """
 
     function: Function
@@ -143,6 +153,32 @@ class FakeRun:
     start: Tensor | None = None
     scoped: Mapping[Value, Tensor] = field(default_factory=dict)
     grads: Mapping[Value, Tensor] = field(default_factory=dict)
+    done: list[tuple[Hashable, FakeRun]] = field(default_factory=list)
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The values that the stage's function takes and makes, in order."""
+        return (*self.section.inputs, *self.section.outputs)
+
+    @property
+    def is_apart(self) -> bool:
+        """True if each tensor that the forward made is in new memory of its own."""
+        made = [self.current[value] for value in self.section.outputs]
+        given, memories = (frozenset(map(storage_id, some)) for some in (self.leaves.values(), made))
+        return len(memories) == len(made) and memories.isdisjoint(given) and not any(x.storage_offset() for x in made)
+
+    def of(self, section: Section, function: Function) -> FakeRun:
+        """Return the forward of another stage of the same form, on the same fake tensors."""
+        to = dict(zip(self.values, (*section.inputs, *section.outputs), strict=True))
+        parts = ("leaves", "current", "outputs", "arguments")
+        renamed: dict[str, Any] = {name: {to[v]: one for v, one in getattr(self, name).items()} for name in parts}
+        return replace(self, function=function, section=section, entering={}, **renamed)
+
+    def take_backward(self, run: FakeRun, entering: Iterable[tuple[int, Value]]) -> None:
+        """Take the results of the same backward, run for another stage, given the keys of the cotangents."""
+        to = dict(zip(run.values, self.values, strict=True))
+        self.entering = dict(zip(entering, run.entering.values(), strict=True))
+        self.start, self.grads = run.start, {to[value]: grad for value, grad in run.grads.items()}
 
     def enter_scope(self) -> AbstractContextManager[None]:
         """Return the context for the backward, in which parts of the forward may run again.
@@ -215,16 +251,58 @@ def infer(
     ):
         values = dict(captured.fakes)
         metadata.specs.update({value: Spec.of(tensor) for value, tensor in values.items()})
+        forwards: dict[Hashable, FakeRun] = {}
         for s, (section, function) in enumerate(zip(sections, functions, strict=True)):
             kept = _kept_call(section, captured)
-            run = _run_forward(captured, section, function, values, metadata, s in recorded and not kept)
+            form = _form(captured, section, function, values, metadata, (s in recorded, kept))
+            if form in forwards:
+                run = forwards[form].of(section, function)
+                own = {value: Spec.of(run.outputs[value]).allocate() for value in section.outputs}
+                _add_made(run, own, values, metadata)
+            else:
+                run = _run_forward(captured, section, function, values, metadata, s in recorded and not kept)
+                forwards.update({form: run} if form is not None and run.is_apart else {})
             if request is not None and not request.needed and _is_unrolled(run):
                 kept, run.tape = "some of its torch calls consist of hundreds of operators, fast as they are", None
             metadata.runs.append(run)
             metadata.unrecordable[s] = kept
         for s in reversed(range(len(sections))):
-            _infer_backward(s, metadata.runs[s], captured, metadata, variant)
+            run = metadata.runs[s]
+            if run.done and run.done[0][0] != _request(run, captured, metadata):  # autograd has freed the shared graph
+                run = _run_forward(captured, run.section, run.function, values, metadata, run.tape is not None)
+                metadata.runs[s] = run
+            _infer_backward(s, run, captured, metadata, variant)
     return metadata
+
+
+def _form(
+    captured: Captured,
+    section: Section,
+    function: Function,
+    values: Mapping[Value, Tensor],
+    metadata: Metadata,
+    how: Hashable,
+) -> Hashable:
+    """Return what determines a stage's run, with values numbered in its order; `None` if that can't be compared.
+
+    That is: its torch calls; the metadata and memories of what it is given; its constants; and `how` it is run.
+    """
+    acts = function.scope is not None or function.redraws or section.modified or section.reassigned
+    if function.form is None or acts or captured.dynamic or is_asking(captured) or _sizes(captured, section):
+        return None
+    known, memories = {**values, **section.repeats}, dict[int, int]()
+    given = [known[value] for value in section.inputs]
+    if any(type(one) is not FakeTensor or one.is_conj() or one.is_neg() for one in given):
+        return None
+    groups = section.parameters, section.buffers, section.constants, section.batch, section.repeats, section.inputs
+    number = {value: k for k, value in enumerate((*section.inputs, *section.outputs))}
+    return (
+        (function.form, how, section.constants, *map(len, groups)),
+        tuple([(Spec.of(one), one.storage_offset()) for one in given]),
+        tuple([memories.setdefault(storage_id(one), len(memories)) for one in given]),
+        tuple([value in metadata.differentiable for value in section.inputs]),
+        tuple([number[value] for value in section.leaving]),
+    )
 
 
 def is_asking(captured: Captured) -> bool:
@@ -277,14 +355,17 @@ def _run_forward(
     watch.note(answers)
     if recorded and watch.casting and received and not inner:  # received values must not be leaves there: see `Wiring`
         return _run_forward(captured, section, function, values, metadata, recorded, casting=True)
-    for value, tensor in made.items():
-        values[value] = outputs.get(value, tensor)
-        metadata.specs[value] = Spec.of(values[value])
-        if tensor.requires_grad:
-            metadata.differentiable.add(value)
-    metadata.specs.update({value: Spec.of(tensor) for value, tensor in section.repeats.items()})
     forward = frozenset(() if tape is None else tape.nodes)
-    return FakeRun(function, section, leaves, current, outputs, buffers, watch, tape, arguments, forward)
+    run = FakeRun(function, section, leaves, current, outputs, buffers, watch, tape, arguments, forward)
+    _add_made(run, {**made, **{v: outputs[v] for v in made.keys() & outputs.keys()}}, values, metadata)
+    return run
+
+
+def _add_made(run: FakeRun, made: Mapping[Value, Tensor], values: dict[Value, Tensor], metadata: Metadata) -> None:
+    """Add what a stage makes, as later stages get it, to `values`, and what its forward shows to `metadata`."""
+    values.update(made)
+    metadata.specs.update({value: Spec.of(tensor) for value, tensor in (*made.items(), *run.section.repeats.items())})
+    metadata.differentiable.update([value for value in made if run.current[value].requires_grad])
 
 
 def _sizes(captured: Captured, section: Section) -> Mapping[Value, Tensor]:
@@ -319,13 +400,37 @@ class _Entry(NamedTuple):
     sure: bool
 
 
+def _entering(section: Section, metadata: Metadata) -> Mapping[tuple[int, Value], Spec]:
+    """Return the cotangents that enter a stage's backward, by the stage that sends them and the value."""
+    keys = [(t, value) for t, values in section.later.items() for value in values]
+    return {key: metadata.cotangents[key] for key in keys if key in metadata.cotangents}
+
+
+def _wanted(section: Section, metadata: Metadata) -> list[Value]:
+    """Return the values that may get a gradient in a stage's backward."""
+    previous = [value for values in section.earlier.values() for value in values]
+    return [v for v in dict.fromkeys((*previous, *section.parameters)) if v in metadata.differentiable]
+
+
+def _request(run: FakeRun, captured: Captured, metadata: Metadata) -> Hashable:
+    """Return what determines a stage's backward after its forward, with values numbered in the stage's order."""
+    number = {value: k for k, value in enumerate(run.values)}
+    entering = tuple([(number[value], spec) for (_, value), spec in _entering(run.section, metadata).items()])
+    wanted = tuple([number[value] for value in _wanted(run.section, metadata)])
+    return captured.loss in run.section.results, entering, wanted
+
+
 def _infer_backward(s: int, run: FakeRun, captured: Captured, metadata: Metadata, variant: Variant) -> None:
     """Run a stage's backward, and add what it shows to `metadata`."""
-    section = run.section
-    entries = _cotangent_entries(run, captured.loss, metadata, variant.scaled)
-    previous = {value: None for values in section.earlier.values() for value in values}
-    wanted = [v for v in dict.fromkeys((*previous, *section.parameters)) if v in metadata.differentiable]
-    flowing = _possible_gradients(s, run, entries, wanted, captured)
+    previous = {value: None for values in run.section.earlier.values() for value in values}
+    entries: Sequence[_Entry] = ()
+    if run.done:
+        run.take_backward(run.done[0][1], _entering(run.section, metadata))
+        flowing: Mapping[Value, Tensor] = run.grads
+    else:
+        run.done.append((_request(run, captured, metadata), run))
+        entries = _cotangent_entries(run, captured.loss, metadata, variant.scaled)
+        flowing = _possible_gradients(s, run, entries, _wanted(run.section, metadata), captured)
     sure = _certain_values(run, entries, flowing, captured)
     for value, grad in flowing.items():
         kind = Spec if value in sure else OptionalSpec
@@ -346,11 +451,9 @@ def _cotangent_entries(run: FakeRun, loss: Value | None, metadata: Metadata, sca
     if loss is not None and loss in section.results and run.current[loss].requires_grad:
         run.start = Spec.of(run.current[loss]).allocate() if scaled else None
         entries.append(_Entry(run.current[loss], run.start, True))
-    for t, values in section.later.items():
-        for value in values:
-            if (spec := metadata.cotangents.get((t, value))) is not None:
-                run.entering[t, value] = entering = spec.allocate()
-                entries.append(_Entry(run.current[value], entering, not isinstance(spec, OptionalSpec)))
+    for (t, value), spec in _entering(section, metadata).items():
+        run.entering[t, value] = entering = spec.allocate()
+        entries.append(_Entry(run.current[value], entering, not isinstance(spec, OptionalSpec)))
     if run.tape is not None:
         run.tape.take([*run.starts, *run.entering.values()])
     return entries

@@ -79,7 +79,7 @@ def late_device() -> Iterator[LateDevice]:
         enter(patch.object(channels.DistributedHandle, "wait", wait))
         enter(patch.object(channels.DistributedHandle, "take", take_late))
         for module in (lookout, trail):
-            enter(patch.object(module, "is_on_host", lambda group: group.group_desc == CONTROL))
+            enter(patch.object(module, "is_on_host", lambda group: group.group_desc.startswith(CONTROL)))
         for module in (channels, trail, waiting):
             enter(patch.object(module, "break_group", break_group))
         yield device

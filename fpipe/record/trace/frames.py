@@ -10,10 +10,10 @@ Runs when a plan is made; `Invocation`, `tensors_at`, `require_constants` and `p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
+from types import BuiltinFunctionType, EllipsisType, FunctionType, MappingProxyType, MethodType, NoneType
 from typing import Any, NamedTuple
 
 import optree
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fpipe.errors import InputError
 from fpipe.record.captured import Labels, Modes, Tensors, Value
+from fpipe.record.fakes.assumed_values import is_torch_function
 from fpipe.record.numbers import Number, to_python
 from fpipe.tensors.settings import Settings, settings
 from fpipe.tensors.torch_private import count_dispatch_modes
@@ -29,6 +30,8 @@ from fpipe.tensors.tree import PLAIN, flatten_all, flatten_closures
 
 PART = "a part, which is never cut"
 """The seal of a call inside which the user wants no cut; unlike other sealed calls, it is opened."""
+COMPARABLE = (bool, int, str, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""The classes of arguments that are the same if they are equal and of one class."""
 HARMLESS = (Tensor, *PLAIN, slice, range, type, FunctionType, BuiltinFunctionType, MethodType, nn.Module, torch.Size)
 
 
@@ -59,6 +62,18 @@ class Invocation:
         self.places = [(k, read) for k, (_, read) in zip(given, self.holes, strict=False)]
         self.direct = self.flat and not kwargs and self.places == [(k, k) for k in range(len(args))]
 
+    @property
+    def form(self) -> Hashable:
+        """Everything about a call of torch's but the tensors that it reads; `None` if it can't be compared."""
+        function = self.function
+        is_method = issubclass(Tensor, getattr(function, "__objclass__", NoneType))
+        if self.numbers or not (is_method or is_torch_function(function)):
+            return None
+        try:
+            return function, self.spec, tuple([_compare(leaf) for leaf in self.leaves]), tuple(self.holes)
+        except TypeError:
+            return None
+
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Call the function with `tensors`, the values of `reads`."""
         if self.numbers:
@@ -75,6 +90,21 @@ class Invocation:
             leaves[leaf] = tensors[read]
         args, kwargs = optree.tree_unflatten(self.spec, leaves)
         return self.function(*args, **kwargs)
+
+
+def _compare(leaf: Any) -> Hashable:
+    """Return an argument as a value that is equal only for arguments of the same kinds and bits.
+
+    Raise `TypeError` for what cannot be compared.
+    """
+    kind = type(leaf)
+    if kind is float:
+        return kind, leaf.hex()
+    if kind is slice:
+        return kind, _compare(leaf.start), _compare(leaf.stop), _compare(leaf.step)
+    if kind not in COMPARABLE:
+        raise TypeError
+    return kind, leaf
 
 
 def _is_immutable(spec: optree.PyTreeSpec) -> bool:

@@ -146,6 +146,7 @@ class Facts(NamedTuple):
     """Facts about a unit.
 
     - `invocation`, `modes`: its function and arguments, and the modes it ran under.
+    - `picks`: the leaves of its result that are the values it makes.
     - `ticks`: the range of torch calls that it consists of.
     - `written`: the memory that it modifies in place. `casts`: the values read that it casts to another dtype.
     - `draw`: the tick at which it last draws random numbers; `None` if it does not.
@@ -154,6 +155,7 @@ class Facts(NamedTuple):
 
     invocation: Invocation
     modes: Modes
+    picks: tuple[int, ...]
     ticks: tuple[int, int]
     written: frozenset[int]
     casts: frozenset[Value]

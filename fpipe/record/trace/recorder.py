@@ -536,14 +536,14 @@ class Recorder(TorchFunctionMode):
         picks = self._new_tensors(out)
         makes = tuple(self.values.add(tensor) for tensor in picks.values())
         used = [value for value in running.used if value not in invocation.reads]
-        facts = self._facts(invocation, used, tick)
+        facts = self._facts(invocation, used, tuple(picks), tick)
         was_answered = self.record.was_answered(tick)
         acts = facts.written or facts.draw is not None or running.communicates or invocation.function in EFFECTS
         if not (makes or used or was_answered or acts):
             return
         if used and invocation.function not in ASSUMPTIONS:
             self.stack.seal("a function of functions, such as vmap, over one that uses tensors from outside")
-        self.record.add(self._unit(invocation, used, makes, tuple(picks)), facts)
+        self.record.add(self._unit(invocation, used, makes, facts.picks), facts)
 
     def _new_tensors(self, out: Any) -> dict[int, Tensor]:
         """Return the new tensors among those that a call returned, each once, by leaf number."""
@@ -553,11 +553,12 @@ class Recorder(TorchFunctionMode):
                 leaves.setdefault(id(tensor), leaf)
         return {leaf: returned[leaf] for leaf in leaves.values()}
 
-    def _facts(self, invocation: Invocation, used: Collection[Value], tick: int) -> Facts:
+    def _facts(self, invocation: Invocation, used: Collection[Value], picks: tuple[int, ...], tick: int) -> Facts:
         storage, cast = self.values.storage, self.effects.cast
         return Facts(
             invocation,
             self.modes,
+            picks,
             ticks=(tick, self.record.tick),
             written=frozenset(self.effects.written & self.values.memories),
             casts=frozenset(value for value in (*invocation.reads, *used) if storage[value] in cast),

@@ -11,7 +11,7 @@ Runs when a plan is made; the functions run in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,11 +101,32 @@ class Segments:
         run, whole = compose(operations, inputs, outputs), [*_frames(pieces)]
         redraws = any(isinstance(piece, Checkpointed) for piece in pieces)
         if not whole:
-            return Function(run, redraws=redraws)
+            form = self._form(pieces, inputs, outputs) if len(operations) == len(pieces) else None
+            return Function(run, redraws=redraws, form=form)
         written = {id(one.container): one for one in (*self._rehearse(whole), *self.written)}
         seats = [(*seat, k) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
         reruns = any(self._reruns(frame) for frame in whole)
         return replace(seat_inputs(run, seats, [*written.values()]), redraws=redraws or reruns)
+
+    def _form(self, pieces: Sequence[Piece], inputs: Sequence[Value], outputs: Sequence[Value]) -> Hashable:
+        """Return the form of torch calls, with values numbered in their order; `None` if it is not known."""
+        number, calls = {value: k for k, value in enumerate(inputs)}, list[Hashable]()
+        for piece in pieces:
+            form = self._form_of(piece) if isinstance(piece, Unit) else None
+            if form is None or not isinstance(piece, Unit) or any(value not in number for value in piece.reads):
+                return None
+            for value in piece.makes:
+                number.setdefault(value, len(number))
+            calls.append((form, *[tuple([number[value] for value in group]) for group in (piece.reads, piece.makes)]))
+        return (*calls, tuple([number[value] for value in outputs]))
+
+    def _form_of(self, unit: Unit) -> Hashable:
+        """Return the form of a torch call, which draws, exchanges and is told nothing."""
+        facts = self.record.facts[unit]
+        acts = facts.draw is not None or facts.communicates or self.record.draws_between(*facts.ticks)
+        if acts or self.record.answers_between(*facts.ticks) or (form := facts.invocation.form) is None:
+            return None
+        return form, facts.picks, facts.modes
 
     def _rehearse(self, whole: Sequence[Frame]) -> Sequence[ContainerState]:
         """Return the containers that these calls change; raise `CutError` if one needs calls that do not run."""

@@ -20,8 +20,7 @@ from collections.abc import Callable, Hashable
 from operator import getitem
 from typing import Any, TypeAlias
 
-import torch
-
+from fpipe.record.trace.frames import COMPARABLE
 from fpipe.stages.graph.joint import ACTING, ARGUMENT, CONSTANT, Joint, Node, number_in
 from fpipe.tensors import random
 from fpipe.tensors.effects import storage_id
@@ -30,7 +29,6 @@ from fpipe.tensors.torch_private import OpOverload
 
 GraphForm: TypeAlias = tuple[Hashable, ...]
 CALLED = ACTING | {getitem, number_in, random.state_of, ARGUMENT, CONSTANT}
-COMPARABLE = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def form_of(joint: Joint) -> GraphForm | None:

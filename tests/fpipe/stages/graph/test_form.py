@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import fpipe
+from fpipe.stages import metadata
 from schedules import one_f_one_b, zb_h1
 from tests.common.comparison import assert_same
 from tests.common.running import run, run_reference
@@ -81,6 +82,48 @@ def test_stages_that_record_anything_else_share_nothing(other):
     scale = 1.0 if other == "a number of another kind" else 0.5
     built = build([Layer(scale), Layer(scale), OTHERS[other](), Layer(scale), Layer(scale)])
     assert forwards(built[0]) == [0, 1, 2, 1, 3]
+    assert_same(run(*built), run_reference(*built))
+
+
+class Summing(nn.Module):
+    """A layer that sums over rows, so that its cotangent is one row that is repeated without memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x):
+        """Add the sum of all rows."""
+        return self.bias + x.sum(0)
+
+
+@pytest.fixture
+def watches(monkeypatch):
+    """A list that gets an entry for each forward of a stage on fake tensors."""
+    made = []
+
+    class Watch(metadata.ForwardWatch):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(metadata, "ForwardWatch", Watch)
+    return made
+
+
+@pytest.mark.parametrize("backward", ["graph", "autograd"])
+def test_stages_of_one_form_run_once_on_fake_tensors(watches, backward):
+    pipe, *_ = build([Layer() for _ in range(RANKS)], backward=backward)
+    assert len(watches) == 3, "the first, those between, and the last"
+    specs = [(stage.totals, stage.wiring.cotangents, stage.wiring.outputs) for stage in pipe.stages]
+    assert [specs[1]] * 2 == specs[2:4] != specs[:2]
+
+
+def test_stages_of_one_form_with_other_cotangents_run_apart(watches):
+    """What stage 2 receives is laid out in another way than what stage 1 does, which therefore runs on its own."""
+    built = build([Layer(), Layer(), Layer(), Summing(), Layer()])
+    assert len(watches) == 5
+    assert forwards(built[0]) == [0, 1, 2, 3, 4]
     assert_same(run(*built), run_reference(*built))
 
 
