@@ -164,7 +164,7 @@ class Launches(TorchDispatchMode):
         if not PLAIN.issuperset(types):
             return NotImplemented if DTensor in types else func(*args, **kwargs)
         tensors = [*list_tensors((*args, *kwargs.values()))]
-        if device.is_late(tensors) and func._can_decompose():  # such as `contiguous`, which is a view or a copy
+        if device.is_late(tensors) and _is_composite(func):  # such as `contiguous`, which is a view or a copy
             with self:
                 return func.decompose(*args, **kwargs)
         if not device.is_late(tensors) or func.is_view or torch.Tag.inplace_view in func.tags:
@@ -221,6 +221,11 @@ class Launches(TorchDispatchMode):
             )
         found = self.known[key]
         return tuple(found)
+
+
+def _is_composite(func: Any) -> bool:
+    """Return whether an operation consists of others; `silu_backward` has a kernel of its own, too, of other bits."""
+    return bool(func._can_decompose()) and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")
 
 
 def _collect(func: Any, args: Any, kwargs: Any, made: tuple[Tensor | None, ...]) -> Any:
