@@ -198,7 +198,7 @@ class Derived:
                     f"stage {self.name!r}, its backward: got the cotangent {Spec.of(one)}, expected {spec}, like the "
                     "output. Pass one of its shape and dtype."
                 )
-        return tuple([spec.allocate().zero_() if one is None else one for one, spec in rooted])
+        return tuple([spec.allocate().zero_() if one is None else one for one, spec in reversed(rooted)])
 
     # ------------------------------------------------------------------------------------------------------- recording
 
@@ -238,7 +238,9 @@ class Derived:
                 made = function.run(0, *leaves)
             forward = frozenset(tape.nodes)
             read = self._read(outputs)
-            roots = [OutputIndex(k) for k, one in enumerate(made[:count]) if one.requires_grad and k in read]
+            # An output may be an input as it is, and so may others: autograd adds what enters last first, and what was
+            # passed on, for later readers, comes before all of it.
+            roots = [OutputIndex(k) for k in reversed(range(count)) if made[k].requires_grad and k in read]
             entering = [Spec.of(made[k].detach()).allocate() for k in roots]
             cotangents = tape.take(entering)
             with note_on(tape), assume_values(mode):

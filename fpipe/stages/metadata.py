@@ -272,6 +272,8 @@ def infer(
                 run = _run_forward(captured, run.section, run.function, values, metadata, run.tape is not None)
                 metadata.runs[s] = run
             _infer_backward(s, run, captured, metadata, variant)
+    for run in metadata.runs:
+        run.done.clear()  # it may have the run itself
     return metadata
 
 

@@ -45,7 +45,6 @@ class Turns:
         self.peers = {*range(schedule.ranks)} - {rank} if peers is None else peers
         self.routes = schedule.placement.routes
         self.gradients = GradientExchange(schedule, graph, rank, self.peers)
-        self.exchange = cache(self._exchange)
 
     def _exchange(self, kind: str, s: int, route: int) -> _Exchange:
         word, graph, homes = KINDS[kind], self.graph, self.routes[route]
@@ -62,10 +61,11 @@ class Turns:
     def __iter__(self) -> Iterator[Turn]:
         """Yield every turn, then one without actions that waits for the remaining gradients of shared parameters."""
         R, opener, position = len(self.routes), None, -1
+        exchange = cache(self._exchange)  # in an attribute, it would refer to itself
         nothing: list[Message] = []
         for position, action in enumerate(self.schedule.actions(self.rank)):
             kind, s, i, _, part = action
-            takes, gives, gradients = self.exchange(kind, s, i % R)
+            takes, gives, gradients = exchange(kind, s, i % R)
             waits = sends = nothing
             for send, p in takes:  # mostly one message, for which a comprehension is slow
                 waits = [*waits, new_tuple(Action, (send, p, i, s, part))]

@@ -5,7 +5,7 @@ import torch
 
 import fpipe
 
-WIDTH, ROWS, TOKENS = 4, 4, 8
+WIDTH, ROWS, TOKENS = 4, 6, 8
 
 
 def attend(params, inputs):

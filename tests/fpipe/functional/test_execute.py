@@ -163,6 +163,25 @@ def test_drawn_graphs_of_pure_functions_equal_a_plain_loop(drawn, how, microbatc
     same(params, kept)
 
 
+def test_what_comes_back_to_an_input_that_is_an_output_too_is_added_as_on_one_device():
+    """Both readers of `s0.h` return it twice; the sum of the second enters the first before its own terms."""
+    rows = {
+        "s0": (mix, ["inputs"]),
+        "s1": (mix, ["s0.h"]),
+        "s2": (mix, ["s0.h"]),
+        "s3": (loss, ["s1", "s2", "targets"]),
+    }
+    torch.manual_seed(1)
+    params = [*[Mixed(torch.randn(WIDTH, WIDTH), torch.randn(2)) for _ in range(3)], [torch.randn(WIDTH)]]
+    x, y = torch.randn(4, WIDTH), torch.randn(4, 1)
+    stages = fpipe.connect_stages(rows)
+    for how in HOWS:
+        program = lower(how(ranks=4, microbatches=2), stages.graph)
+        _, grads = fpipe.execute(program, stages, params, [()] * 4, x, y)
+        want = plain_loop(rows, params, x, y, 2)[2]
+        assert all(same_bits(mine.weight, theirs.weight) for mine, theirs in zip(grads[:3], want[:3], strict=True))
+
+
 # ------------------------------------------------------------------------------------------------- stages of a model
 
 
