@@ -20,6 +20,8 @@ Runs in every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -128,12 +130,22 @@ class LinkedProgram(NamedTuple):
     slices: int = 1
 
 
+UNIT: Any = itemgetter(1, 2)
+"""Return the stage and the microbatch of an action."""
+
+
+def find_unit(slices: int, action: Action) -> tuple[int, int]:
+    """Return the stage and the unit of an action, in a program with so many slices of a microbatch."""
+    return action[1], action[2] * slices + (action[4] or 0)
+
+
 ActionHandler: TypeAlias = Callable[["Execution", Action, StageLike, Payload], Payload]
 
 
 class Execution:
     """One rank's run of one program: its state and its current instruction, `at`.
 
+    - `unit`: returns the stage and the unit of an action.
     - `kept`: payloads that this rank computed, until they are sent or used here.
     - `posted`: handles of receives and of collectives until their payload is used, and of sends until the rank has
       waited for them.
@@ -158,10 +170,8 @@ class Execution:
         self.checkpoints: dict[tuple[int, int], tuple[Any, Payload]] = {}
         self.kept: dict[int | Action, Payload] = {}
         self.posted: dict[int | Action, Handle] = {}
-
-    def unit(self, action: Action) -> tuple[int, int]:
-        """Return the stage and the unit of an action."""
-        return action[1], action[2] * self.program.slices + (action[4] or 0)
+        slices = program.slices  # every action asks for its unit: without slices, let C answer
+        self.unit: Callable[[Action], tuple[int, int]] = UNIT if slices == 1 else partial(find_unit, slices)
 
     def run(self) -> Generator[Any, None, Outcome]:
         """Interpret the program: yield each handle that must be waited for, then return the outcome."""

@@ -27,13 +27,8 @@ def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload)
     outputs, buffers[s], residuals = stage.forward(inputs.params[i][s], buffers[s], arguments, inputs.keys[i])
     if residuals is not None:
         run.residuals[s, i] = residuals
-    return _deliver(run, i, stage, outputs)
-
-
-def _deliver(run: Execution, microbatch: int, stage: StageLike, outputs: Payload) -> Payload:
-    """Return the outputs of a stage, after delivering those that leave the pipeline."""
     if stage.results:
-        run.deliver(microbatch, outputs[: len(stage.results)])
+        run.deliver(i, outputs[: len(stage.results)])
     return outputs
 
 
@@ -42,7 +37,9 @@ def _checkpointed_forward(run: Execution, action: Action, stage: StageLike, arri
     inputs, buffers = run.inputs, run.buffers[i]
     run.checkpoints[s, i] = buffers[s], arrived
     outputs, buffers[s] = stage.evaluate(inputs.params[i][s], buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i])
-    return _deliver(run, i, stage, outputs)
+    if stage.results:
+        run.deliver(i, outputs[: len(stage.results)])
+    return outputs
 
 
 def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
@@ -59,11 +56,11 @@ def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payloa
 
 
 def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    s, i = run.unit(action)
+    s, i = unit = run.unit(action)
     if i in run.inputs.skips:
         return _skip(run, action, stage)
-    cotangents = run.inputs.starts.get((s, i), ()) + arrived
-    outgoing, run.grads[s] = stage.backward(run.residuals.pop((s, i), None), cotangents, run.grads[s])
+    cotangents = run.inputs.starts.get(unit, ()) + arrived
+    outgoing, run.grads[s] = stage.backward(run.residuals.pop(unit, None), cotangents, run.grads[s])
     return outgoing
 
 
@@ -74,11 +71,11 @@ def _skip(run: Execution, action: Action, stage: StageLike) -> Payload:
 
 
 def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    s, i = run.unit(action)
-    if i in run.inputs.skips:
+    unit = run.unit(action)
+    if unit[1] in run.inputs.skips:
         return _skip(run, action, stage)
-    cotangents = run.inputs.starts.get((s, i), ()) + arrived
-    outgoing, run.deferred[s, i] = stage.backward_input(run.residuals.pop((s, i), None), cotangents)
+    cotangents = run.inputs.starts.get(unit, ()) + arrived
+    outgoing, run.deferred[unit] = stage.backward_input(run.residuals.pop(unit, None), cotangents)
     return outgoing
 
 
