@@ -130,11 +130,11 @@ class LinkedProgram(NamedTuple):
     slices: int = 1
 
 
-UNIT: Any = itemgetter(1, 2)
+WHOLE_UNIT: Any = itemgetter(1, 2)
 """Return the stage and the microbatch of an action."""
 
 
-def find_unit(slices: int, action: Action) -> tuple[int, int]:
+def unit_of_slice(slices: int, action: Action) -> tuple[int, int]:
     """Return the stage and the unit of an action, in a program with so many slices of a microbatch."""
     return action[1], action[2] * slices + (action[4] or 0)
 
@@ -171,7 +171,7 @@ class Execution:
         self.kept: dict[int | Action, Payload] = {}
         self.posted: dict[int | Action, Handle] = {}
         slices = program.slices  # every action asks for its unit: without slices, let C answer
-        self.unit: Callable[[Action], tuple[int, int]] = UNIT if slices == 1 else partial(find_unit, slices)
+        self.unit: Callable[[Action], tuple[int, int]] = WHOLE_UNIT if slices == 1 else partial(unit_of_slice, slices)
 
     def run(self) -> Generator[Any, None, Outcome]:
         """Interpret the program: yield each handle that must be waited for, then return the outcome."""
