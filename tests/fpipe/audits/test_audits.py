@@ -76,7 +76,7 @@ def run_audited(pipe, model, inputs, targets, seed=None, **options):
 # ----------------------------------------------------------------------------------------------- Right steps stay right
 
 
-@sampled(20)
+@sampled(10)
 @covering(how=SCHEDULES, case=ZOO, backward=("autograd", "graph"))
 def test_every_action_is_run_again_and_nothing_else_changes(how, case, backward):
     try:
@@ -218,6 +218,7 @@ FUNCTIONS = [
 ]
 
 
+@sampled(12)
 @pytest.mark.parametrize("call", [0, 2, 3])
 @pytest.mark.parametrize(("name", "function", "s", "what"), FUNCTIONS)
 def test_a_function_that_is_wrong_once_is_named(name, function, s, what, call):

@@ -60,7 +60,7 @@ def test_there_are_sixty_faults():
     assert len(FAULTS) >= 90
 
 
-@sampled(30)
+@sampled(18)
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_named(fault):
     for k in range(5, 400, 7):
@@ -72,7 +72,7 @@ def test_a_planted_fault_is_named(fault):
     raise AssertionError("the fault strikes nowhere")
 
 
-@settings(max_examples=few(24), deadline=None)
+@settings(max_examples=few(9), deadline=None)
 @given(st.sampled_from([*FAULTS.values()]), st.integers(4, 6), st.integers(0, 1000), st.sampled_from(BACKWARDS))
 def test_a_fault_drawn_at_random_is_named(fault, microbatches, k, backward):
     try:

@@ -356,6 +356,7 @@ FAULTS = {
 }
 
 
+@sampled(6)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_not_proved(fault, monkeypatch):
     name = {"a buffer that is not passed on": "normalised", "another key": "dropping"}.get(fault, "mlp")
