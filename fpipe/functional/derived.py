@@ -238,8 +238,9 @@ class Derived:
                 made = function.run(0, *leaves)
             forward = frozenset(tape.nodes)
             read = self._read(outputs)
-            # An output may be an input as it is, and so may others: autograd adds what enters last first, and what was
-            # passed on, for later readers, comes before all of it.
+            # Several outputs may be one input as it is. On one device, the terms of what was made last come first:
+            # those of later readers, for whom it was passed on, then those of the outputs, in reverse. Roots add in
+            # this order.
             roots = [OutputIndex(k) for k in reversed(range(count)) if made[k].requires_grad and k in read]
             entering = [Spec.of(made[k].detach()).allocate() for k in roots]
             cotangents = tape.take(entering)

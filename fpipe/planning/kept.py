@@ -5,7 +5,8 @@ Problem. Every start of a job measures its model again, and searches for a minut
 
 Idea. An entry is a file named after a digest of everything that its value follows from: what the model computes, block
 by block, the batch, the arguments, the machine, torch's version and settings, and the code of fpipe. A change of any of
-these leads to another name. So entries are never stale, only unused.
+these leads to another name. What runs inside one operation of the user's, such as a custom autograd function, no record
+shows, so the files that the user has imported count as they are. So entries are not stale, only unused.
 
 Invariant: an entry that is damaged, or in the place of another, counts as none. Reading runs no code of a file.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +33,7 @@ from fpipe.errors import InputError
 from fpipe.planning.documents import Format
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
+from fpipe.record.model.snapshot import user_files
 from fpipe.tensors.settings import settings
 
 _LOG: Final = logging.getLogger(__name__)
@@ -64,7 +67,7 @@ class KeptFile:
     def of(cls, folder: Path, made: type[KeptProfile] | type[KeptPlan], lines: Iterable[str]) -> KeptFile:
         """Return the file of a value that follows from what these lines describe, and from the code and machine."""
         found = blake2b(digest_size=16)
-        for line in (*_describe_code(), *describe_machine(), *lines):
+        for line in (*_describe_code(), *_describe_user_files(), *describe_machine(), *lines):
             found.update(f"{line}\n".encode())
         return cls(folder, made, found.hexdigest())
 
@@ -109,6 +112,14 @@ def _describe_code() -> tuple[str, ...]:
         f"fpipe {schedules.__version__}, torch {torch.__version__}",
         *[f"{path.name} {one.st_size} {one.st_mtime_ns}" for path, one in zip(files, stats, strict=True)],
     )
+
+
+def _describe_user_files() -> Iterator[str]:
+    """Yield a line for each imported file outside of libraries, with a digest of its contents."""
+    for name in sorted(user_files()):
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path is not None and os.path.isfile(path):
+            yield f"{name} {blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()}"
 
 
 def describe_machine() -> Iterator[str]:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles and plans that are kept in a folder are found again for the same model, and for no other."""
 
+import importlib
 import logging
 import shutil
+import sys
 
 import pytest
 import torch
@@ -54,6 +56,18 @@ def test_another_model_or_argument_is_measured(tmp_path, change):
     first = profile(tmp_path)
     assert profile(tmp_path, **change).times != first.times
     assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_code_that_no_record_shows_counts(tmp_path, monkeypatch):
+    """The body of a custom function is a single operation, whatever it does."""
+    (tmp_path / "own_layer.py").write_text("SCALE = 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("own_layer")
+    first = profile(tmp_path / "kept")
+    assert profile(tmp_path / "kept").times == first.times
+    (tmp_path / "own_layer.py").write_text("SCALE = 2.0\n")
+    assert profile(tmp_path / "kept").times != first.times
+    del sys.modules["own_layer"]
 
 
 def test_a_plan_is_searched_once(tmp_path):
