@@ -204,7 +204,7 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     @property
     def checkpoint_io(self) -> Any:
-        """What would write checkpoints; setting it raises `InputError`."""
+        """Return the plugin that would write checkpoints. Setting one raises `InputError`."""
         return super().checkpoint_io
 
     @checkpoint_io.setter
