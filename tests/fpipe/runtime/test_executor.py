@@ -12,7 +12,7 @@ from collections import defaultdict
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe.runtime.executor import Execution, Inputs
@@ -35,6 +35,7 @@ from schedules import (
 )
 from schedules.language.actions import KINDS
 from schedules.testing import collective_orders, orders
+from tests.common.sizes import few
 from tests.common.symbolic import (
     Symbolic,
     SymbolicWeights,
@@ -144,6 +145,7 @@ def order(schedule, rank, s, kinds):
     ]
 
 
+@settings(max_examples=few(450))
 @given(orders() | collective_orders(), st.integers(1, 3))
 def test_any_schedule_of_any_graph_computes_the_whole_model(case, phases):
     require_whole_model(*case, phases)
