@@ -2,6 +2,7 @@
 """Modules that declare a carry, and the plain loop over slices that trains them on one device."""
 
 import copy
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -93,15 +94,19 @@ def as_leaves(carry):
     return None if carry is None else [tuple(map(leaf, o)) if isinstance(o, tuple) else leaf(o) for o in carry]
 
 
-def loop(model, x, y, microbatches, lengths):
-    """One device: slices forward in order, backward from the last; the loss, the outputs, and gradients by name."""
+def loop(model, x, y, microbatches, lengths, context=nullcontext):
+    """One device: slices forward in order, backward from the last; the loss, the outputs, and gradients by name.
+
+    The forward of each slice runs in a `context()` of its own.
+    """
     model, total, outputs = copy.deepcopy(model), 0, []
     for rows, wanted in zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True):
         carry, tape, own = None, [], []
         for ids, words in zip(rows.split(lengths, 1), wanted.split(lengths, 1), strict=True):
             taken = as_leaves(carry)
-            logits, carry = model(ids, carry=taken)
-            tape.append((word_loss(logits, words) / (microbatches * x.shape[1] / ids.shape[1]), taken, carry))
+            with context():
+                logits, carry = model(ids, carry=taken)
+                tape.append((word_loss(logits, words) / (microbatches * x.shape[1] / ids.shape[1]), taken, carry))
             own.append(logits.detach())
         share = tape[0][0].detach()
         for value, _, _ in tape[1:]:
