@@ -46,8 +46,8 @@ def compute_scales(
     here = sum(counts)
     if total is None and not here:
         raise InputError(
-            f"weight: got 0 for each of the {len(counts) // slices} microbatches, expected a positive one. Skip this batch on "
-            "every rank."
+            f"weight: got 0 for each of the {len(counts) // slices} microbatches, expected a positive one. Skip this "
+            "batch on every rank."
         )
     if total is None:
         return [count / here for count in counts]
