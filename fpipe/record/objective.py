@@ -167,8 +167,9 @@ class Objective:
                 parts.append((outputs, None))
                 continue
             wanted = of_targets.unflatten(slicing.cut(k, rest, len(first)))
-            divisor, weighs = self.divisor / slicing.share(k, [*first, *rest]), scale is not None and slicing.count > 1
-            value, aux = scale_loss(self.loss, outputs, wanted, scale[k] if weighs else scale, divisor)
+            divisor = self.divisor / slicing.share(k, [*first, *rest])
+            own = scale if scale is None or slicing.count == 1 else scale[k]
+            value, aux = scale_loss(self.loss, outputs, wanted, own, divisor)
             total = value if total is None else total + value
             parts.append((outputs, aux))
         if slicing.count == 1:
