@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product, takewhile
 from math import ceil, inf
 from time import monotonic
@@ -343,6 +344,15 @@ def _neighbors(cuts: tuple[int, ...], problem: PlanProblem) -> Iterator[tuple[in
         for moved in places[max(0, at - 2) : at + 3]:
             if ends[k] < moved < ends[k + 2] and moved != cut and cut not in problem.pinned:
                 yield (*cuts[:k], moved, *cuts[k + 1 :])
+
+
+def list_factories(slices: Iterable[int]) -> list[ScheduleFactory]:
+    """Return the built-in schedules to try for these numbers of slices."""
+    numbers = sorted({*slices})
+    return [
+        *(FACTORIES if 1 in numbers else ()),
+        *(partial(factory, slices=n) for factory in SLICED for n in numbers if n > 1),
+    ]
 
 
 def list_candidates(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
 from inspect import signature
 from itertools import product
 from math import inf, isnan
@@ -25,7 +24,7 @@ from fpipe.pipelines.argument_checks import require_count
 from fpipe.pipelines.builder import Model, make_batchings
 from fpipe.pipelines.description import format_bytes
 from fpipe.pipelines.options import Microbatching, gather_fields
-from fpipe.planning.candidates import FACTORIES, SLICED, PlanProblem, ScheduleFactory
+from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory, list_factories
 from fpipe.planning.choosing import PlanProgress, choose, say_progress
 from fpipe.planning.kept import KeptFile, KeptPlan
 from fpipe.planning.plan import Plan
@@ -137,7 +136,7 @@ def plan(
         _require_profile_of(profile, model, example, targets, numbers[0], **options)
     problems = []
     if schedules is None:
-        listed = [*listed, *[partial(factory, slices=n) for factory in SLICED for n in cut if n > 1]]
+        listed = list_factories(cut)
     for number, n in product(numbers, cut):
         found = profile or measure(model, example, targets, loss=loss, microbatches=number, slices=n, **options)
         problems.append(PlanProblem.of(found, number, caps, weights, speed).pin(cuts, stages))
