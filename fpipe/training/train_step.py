@@ -236,9 +236,10 @@ class Updater(NamedTuple):
         try:
             new, _ = self.optimizer.update({name: nothing}, *held, **self.options)
         except InputError:
-            new = self._try_sparse({name: nothing}, *held)
-            if new is None:
+            found = self._try_sparse({name: nothing}, *held)
+            if found is None:
                 raise
+            new = found
         if kept is not None and new[name] is p:
             raise InputError(
                 f"optimizer: got one that updates in place, expected one that does not modify its arguments: {kept}. "
