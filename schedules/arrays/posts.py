@@ -90,7 +90,7 @@ class Posts(NamedTuple):
     """Sends and receives of each rank, in the order of their posts, rank by rank; the last of each is its end.
 
     - `messages`: which; for an end, a number above all of them plus the rank.
-    - `peers`: the rank at the other end; `slots`: when. `starts`: of each rank.
+    - `peers`: the rank at the other end; `slots`: when. `starts`: of each rank, and the end of the last.
     """
 
     messages: array[int]
@@ -120,12 +120,12 @@ def list_exchange(schedule: Schedule, graph: Graph, codes: Codes, lives: Lives) 
 
 def order_posts(exchange: Exchange) -> Posts:
     """Return the posts of all ranks, in the order they have if no ranks wait in a circle."""
-    columns, starts = [array("i") for _ in "abc"], list[int]()
+    posts = Posts(array("i"), array("i"), array("i"), [0])
     for rank in range(len(exchange.codes.ends)):
-        starts.append(len(columns[0]))
-        for column, more in zip(columns, _order_row(exchange, rank), strict=True):
+        for column, more in zip(posts[:3], _order_row(exchange, rank), strict=True):
             column.frombytes(more.astype(np.int32).tobytes())
-    return Posts(*columns, [*starts, len(columns[0])])
+        posts.starts.append(len(posts.messages))
+    return posts
 
 
 def _order_row(exchange: Exchange, rank: int) -> Iterator[Numbers]:
