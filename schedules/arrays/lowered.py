@@ -34,7 +34,7 @@ SEND, RECEIVE, WAIT = range(ROW_END + 1, ROW_END + 7, 2)
 _IS_BACK = np.array([*(KINDS[name].crosses == "B" for name in CODE_OF), False])
 
 
-class Fields(NamedTuple):
+class ActionTables(NamedTuple):
     """What actions hold, as objects: taking them from a table is faster than making them anew.
 
     - `kinds`: by code; `stages`, `peers`: by code and the stage of the action, of a transfer the one that sends.
@@ -53,7 +53,7 @@ class Lowered(NamedTuple):
 
     exchange: Exchange
     posts: Posts
-    fields: Fields
+    fields: ActionTables
 
     def decode(self, rank: int) -> Iterator[Action]:
         """Return an iterator over the actions of a rank."""
@@ -106,7 +106,7 @@ def lower_all(schedule: Schedule, graph: Graph) -> Lowered | None:
     return Lowered(exchange, posts, _list_fields(schedule, exchange))
 
 
-def _list_fields(schedule: Schedule, exchange: Exchange) -> Fields:
+def _list_fields(schedule: Schedule, exchange: Exchange) -> ActionTables:
     """Return what the actions of a program hold."""
     numbers = np.array([*range(max(schedule.stages, schedule.microbatches)), None], object)
     stages, peers = np.tile(np.arange(schedule.stages), (len(KIND_OF), 1)), np.full((len(KIND_OF), schedule.stages), -1)
@@ -114,4 +114,4 @@ def _list_fields(schedule: Schedule, exchange: Exchange) -> Fields:
         peers[code] = exchange.gives.stages[CODE_OF["FB"[(code - SEND) % 2]]]
     receives = slice(RECEIVE, WAIT)
     stages[receives], peers[receives] = peers[receives], stages[receives].copy()
-    return Fields(np.array(KIND_OF, object), numbers[stages], numbers[peers], numbers, schedule.slices)
+    return ActionTables(np.array(KIND_OF, object), numbers[stages], numbers[peers], numbers, schedule.slices)

@@ -48,7 +48,7 @@ class Ends(NamedTuple):
     ranks: Numbers
 
 
-class Row(NamedTuple):
+class RankMessages(NamedTuple):
     """The messages of a rank. All numbers are those of actions (`Codes`), but `turns` count from the rank's first.
 
     - `received`, in ascending order: the makers; `turns`: when each is used; `sources`: the ranks that send them.
@@ -71,7 +71,7 @@ class Exchange(NamedTuple):
     gives: Ends
     others: NDArray[np.int32]
 
-    def row(self, rank: int) -> Row:
+    def row(self, rank: int) -> RankMessages:
         """Return the messages of a rank."""
         first = self.codes.firsts[rank]
         kinds, stages, units = (column[first : self.codes.ends[rank]] for column in self.codes[:3])
@@ -83,7 +83,7 @@ class Exchange(NamedTuple):
             found += turns, self.others[places[turns] + units[turns]], ends.ranks.ravel()[keys[turns]]
         turns, received, sources, sent, users, targets = found
         order = np.argsort(received)
-        return Row(received[order], turns[order], sources[order], sent + first, users, targets)
+        return RankMessages(received[order], turns[order], sources[order], sent + first, users, targets)
 
 
 class Posts(NamedTuple):
