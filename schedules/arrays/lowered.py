@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from schedules.arrays.codes import CODE_OF, ROW_END, Numbers
 from schedules.arrays.lives import read_lives
-from schedules.arrays.posts import PARTS, RUN, SENT, WAITED, Exchange, Posts, list_exchange, meet, order_posts
+from schedules.arrays.posts import PARTS, RUN, SENT, WAITED, AllMessages, Posts, list_messages, meet, order_posts
 from schedules.language.actions import KINDS, RECEIVES, SENDS, WAITS, Action, new_tuple
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
@@ -35,7 +35,7 @@ _IS_BACK = np.array([*(KINDS[name].crosses == "B" for name in CODE_OF), False])
 
 
 class ActionTables(NamedTuple):
-    """What actions hold, as objects: taking them from a table is faster than making them anew.
+    """The fields of actions, as objects: taking them from a table is faster than making them anew.
 
     - `kinds`: by code; `stages`, `peers`: by code and the stage of the action, of a transfer the one that sends.
     - `numbers`: those of microbatches, at least. `slices`: how many a microbatch has.
@@ -51,13 +51,13 @@ class ActionTables(NamedTuple):
 class Lowered(NamedTuple):
     """A program: its messages, the posts of all ranks, and what its actions hold."""
 
-    exchange: Exchange
+    messages: AllMessages
     posts: Posts
     fields: ActionTables
 
     def decode(self, rank: int) -> Iterator[Action]:
         """Return an iterator over the actions of a rank."""
-        codes = self.exchange.codes
+        codes = self.messages.codes
         first, end = codes.firsts[rank], codes.ends[rank]
         start, stop = self.posts.starts[rank : rank + 2]
         posted, slots = (np.frombuffer(column, np.int32)[start : stop - 1] for column in self.posts[::2])
@@ -72,7 +72,7 @@ class Lowered(NamedTuple):
 
     def _list_waits(self, rank: int) -> tuple[Numbers, Numbers]:
         """Return the turn after which each send of a rank is waited for, in order, and the messages sent."""
-        codes, row = self.exchange.codes, self.exchange.row(rank)
+        codes, row = self.messages.codes, self.messages.row(rank)
         proof = np.searchsorted(row.received, row.users)
         is_proved = np.append(row.received, len(codes.kinds))[proof] <= codes.ends[row.targets]
         turns = np.where(is_proved, np.append(row.turns, 0)[proof], codes.ends[rank] - codes.firsts[rank])
@@ -97,21 +97,21 @@ def lower_all(schedule: Schedule, graph: Graph) -> Lowered | None:
     is_served = schedule.backward and len(schedule.placement.routes) == 1 and not graph.gradients
     if not is_served or (found := read_lives(schedule)) is None or (found[0].kinds == CODE_OF["OVERLAP_F"]).any():
         return None
-    exchange = list_exchange(schedule, graph, *found)
-    if exchange is None:
+    messages = list_messages(schedule, graph, *found)
+    if messages is None:
         return None
-    posts = order_posts(exchange)
+    posts = order_posts(messages)
     if not meet(posts, len(found[0].kinds) * MOST_LOOKS // schedule.ranks):
         return None
-    return Lowered(exchange, posts, _list_fields(schedule, exchange))
+    return Lowered(messages, posts, _list_fields(schedule, messages))
 
 
-def _list_fields(schedule: Schedule, exchange: Exchange) -> ActionTables:
+def _list_fields(schedule: Schedule, messages: AllMessages) -> ActionTables:
     """Return what the actions of a program hold."""
     numbers = np.array([*range(max(schedule.stages, schedule.microbatches)), None], object)
     stages, peers = np.tile(np.arange(schedule.stages), (len(KIND_OF), 1)), np.full((len(KIND_OF), schedule.stages), -1)
     for code in range(SEND, len(KIND_OF)):
-        peers[code] = exchange.gives.stages[CODE_OF["FB"[(code - SEND) % 2]]]
+        peers[code] = messages.gives.stages[CODE_OF["FB"[(code - SEND) % 2]]]
     receives = slice(RECEIVE, WAIT)
     stages[receives], peers[receives] = peers[receives], stages[receives].copy()
     return ActionTables(np.array(KIND_OF, object), numbers[stages], numbers[peers], numbers, schedule.slices)

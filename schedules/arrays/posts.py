@@ -37,7 +37,7 @@ PARTS: Final = 8
 
 
 class Ends(NamedTuple):
-    """What each kind of action on each stage takes from other ranks, or gives to them; tables by code and stage.
+    """The other ends of what each kind of action takes from other ranks, or gives to them; tables by code and stage.
 
     - `places`: where the actions at the other end are in a table by unit, or -1 if there are none.
     - `stages`, `ranks`: the stage and the rank of the other end.
@@ -63,7 +63,7 @@ class RankMessages(NamedTuple):
     targets: Numbers
 
 
-class Exchange(NamedTuple):
+class AllMessages(NamedTuple):
     """All messages of a schedule: `takes` and `gives` find the other ends of those of `codes` in the table `others`."""
 
     codes: Codes
@@ -99,7 +99,7 @@ class Posts(NamedTuple):
     starts: list[int]
 
 
-def list_exchange(schedule: Schedule, graph: Graph, codes: Codes, lives: Lives) -> Exchange | None:
+def list_messages(schedule: Schedule, graph: Graph, codes: Codes, lives: Lives) -> AllMessages | None:
     """Return all messages, or `None` if an action takes or gives several."""
     homes, S, units = schedule.placement.homes, schedule.stages, lives.done.shape[1]
     takes, gives = (Ends(*np.full((3, len(CODE_OF) + 1, S), -1)) for _ in "ab")
@@ -115,27 +115,27 @@ def list_exchange(schedule: Schedule, graph: Graph, codes: Codes, lives: Lives) 
                     return None
                 ends.places[here, there] = ((crosses == "B") * S + edge[other]) * units
                 ends.stages[here, there], ends.ranks[here, there] = edge[other], homes[edge[other]]
-    return Exchange(codes, takes, gives, np.concatenate([lives.values.ravel(), lives.cotangents.ravel()]))
+    return AllMessages(codes, takes, gives, np.concatenate([lives.values.ravel(), lives.cotangents.ravel()]))
 
 
-def order_posts(exchange: Exchange) -> Posts:
+def order_posts(messages: AllMessages) -> Posts:
     """Return the posts of all ranks, in the order they have if no ranks wait in a circle."""
     posts = Posts(array("i"), array("i"), array("i"), [0])
-    for rank in range(len(exchange.codes.ends)):
-        for column, more in zip(posts[:3], _order_row(exchange, rank), strict=True):
+    for rank in range(len(messages.codes.ends)):
+        for column, more in zip(posts[:3], _order_row(messages, rank), strict=True):
             column.frombytes(more.astype(np.int32).tobytes())
         posts.starts.append(len(posts.messages))
     return posts
 
 
-def _order_row(exchange: Exchange, rank: int) -> Iterator[Numbers]:
+def _order_row(messages: AllMessages, rank: int) -> Iterator[Numbers]:
     """Yield the messages of a rank, their peers, and their slots."""
-    row, n = exchange.row(rank), len(exchange.codes.kinds)
-    length = exchange.codes.ends[rank] - exchange.codes.firsts[rank]
+    row, n = messages.row(rank), len(messages.codes.kinds)
+    length = messages.codes.ends[rank] - messages.codes.firsts[rank]
     wanted = np.where(row.turns, (row.turns - 1) * PARTS + EARLY, NEEDED)
     apart = row.sources * np.intp(length * PARTS)
     wanted = np.minimum.accumulate((wanted + apart)[::-1])[::-1] - apart
-    sends = (row.sent - exchange.codes.firsts[rank]) * PARTS + SENT
+    sends = (row.sent - messages.codes.firsts[rank]) * PARTS + SENT
     slots = np.concatenate([wanted, sends, [length * PARTS + SENT]])
     order = np.argsort(slots, kind="stable")
     yield np.concatenate([row.received, row.sent, [n + rank]])[order]
