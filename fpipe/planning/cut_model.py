@@ -41,7 +41,7 @@ from fpipe.planning.timing import (
     MICROBATCHES,
     TimedPlan,
     fit_times,
-    join_slices,
+    sum_slices,
     time_actions,
     time_slices,
     two_at_a_time,
@@ -235,7 +235,7 @@ class CutModel:
 
 
 class MeasuredBlock(NamedTuple):
-    """What a block holds for a microbatch, or a slice of one, and its estimated times."""
+    """The memory of a block for a microbatch, or a slice of one, and its estimated times."""
 
     holdings: list[StageHolding]
     times: ActionTimes
@@ -251,7 +251,7 @@ def time_blocks(
     with wait_for_turn():
         subjects = [TimedPlan.of(plan, params, buffers, leaves) for plan in plans]
         found = time_actions(subjects, device, seconds)
-        whole, few, blocks = map(join_slices, found)
+        whole, few, blocks = map(sum_slices, found)
         return *fit_times(whole, few, blocks, [*zip(*model.kinds, strict=True)]), time_slices(found[0])
 
 

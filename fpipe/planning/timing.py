@@ -137,10 +137,10 @@ def time_actions(subjects: Sequence[TimedPlan], device: torch.device, seconds: f
     return found
 
 
-def join_slices(samples: SliceSamples) -> Samples:
+def sum_slices(samples: SliceSamples) -> Samples:
     """Return the samples of whole microbatches: the sums of the shortest of each slice, of the next ones, and so on.
 
-    >>> join_slices({0: {("F", 0): [2.0, 1.0]}, 1: {("F", 0): [3.0, 4.0]}})
+    >>> sum_slices({0: {("F", 0): [2.0, 1.0]}, 1: {("F", 0): [3.0, 4.0]}})
     {('F', 0): [4.0, 6.0]}
     """
     rows = {key: zip(*[sorted(one[key]) for one in samples.values()], strict=True) for key in samples[0]}

@@ -51,7 +51,7 @@ class Bound:
         return self.parts[0].because
 
 
-ALIKE: Final = {
+LEFT_OUT: Final = {
     "microbatches": "Leave them out, with the costs of the cheapest microbatch.",
     "slices": "Leave them out for a bound on schedules of whole microbatches.",
 }
@@ -89,7 +89,7 @@ def rough_bound(problem: Problem) -> Bound:
 
 def _connect(problem: Problem) -> QueueNetwork:
     """Return the network; raise `SizeError` for costs of slices, and if one microbatch does not fit into a rank."""
-    for name, repair in ALIKE.items():
+    for name, repair in LEFT_OUT.items():
         if given := getattr(problem.costs, name):
             expected = f"whole microbatches that cost the same, so no {name}"
             raise SizeError.of("bound", f"costs.{name}", given, expected, repair)

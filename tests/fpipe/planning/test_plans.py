@@ -27,7 +27,6 @@ from schedules import (
     Certificate,
     Costs,
     Link,
-    SizeError,
     Sizes,
     certificate,
     check,
@@ -46,24 +45,12 @@ from schedules import (
     zb_h1,
     zb_v,
 )
-from tests.common.chain_profiles import chain_profile, find_plan, problem_of
+from tests.common.chain_profiles import by_hand, chain_profile, find_plan, problem_of
 from tests.common.options import grouped
 from tests.common.sizes import by_night, few, sampled
 from tests.common.zoo import ZOO
 
 FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
-
-
-def by_hand(profile, factories, ranks, microbatches):
-    """The predictions of all cuts of all schedules."""
-    problem = problem_of(profile, ranks, microbatches)
-    for factory in factories:
-        try:
-            how = factory(ranks, microbatches)
-        except SizeError:
-            continue
-        for cuts in combinations(range(1, len(profile.blocks)), how.stages - 1):
-            yield problem.try_out(how, cuts)
 
 
 @by_night

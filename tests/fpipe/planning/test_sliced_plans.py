@@ -15,10 +15,9 @@ from fpipe.planning.choosing import choose
 from fpipe.planning.floor import bound_plans
 from fpipe.tensors.tree import same_bits
 from schedules import Link, recompute, seq_1f1b, simulate, split_backward
-from tests.common.chain_profiles import chain_profile, problem_of
+from tests.common.chain_profiles import by_hand, chain_profile, problem_of
 from tests.common.sizes import by_night, few, sampled
 from tests.common.sliced_models import make_model, word_loss
-from tests.fpipe.planning.test_plans import by_hand
 
 ROOFLINE = fpipe.Roofline(1e9, 1e9)
 BY_LAYER = fpipe.Recording(unsplittable="blocks.*")
