@@ -165,13 +165,17 @@ def _compare_with_whole_sequences(
     They differ in rounding only, unless a token depends on later ones: half of the digits of the least precise dtype
     must be the same.
     """
-    batch = trial.pipe.batch(trial.variant, *trial.batch)
+    batch = trial.pipe.batch(trial.variant, *trial.batch, total=trial.total)
+    parts, number = batch.take(), len(batch.known)
+    if batch.batching.weight is not None:  # the weight of a whole sequence is that of its slices
+        parts[number] = [scales.sum() for scales in parts[number]]
 
     def merge(results: Mapping[int, Tensors]) -> Merged:
         return Merged(reduce(add, [results[i][0] for i in sorted(results)]))
 
     with suspend_autocast(trial.variant):
-        eager = run_eagerly(trial.module, sliced.unsliced, batch.batching.microbatches, batch.take(), {}, merge)
+        count, skips = batch.batching.microbatches, find_skips(batch)
+        eager = run_eagerly(trial.module, sliced.unsliced, count, parts, {}, merge, skips)
     dtypes = [dtype for _, dtype in sliced.casts]
     dtypes += [p.dtype for p in params.values() if p.is_floating_point() or p.is_complex()]
     fraction = max([trial.tolerance, *(sqrt(torch.finfo(dtype).eps) for dtype in dtypes)])
