@@ -7,6 +7,7 @@ Runs when a pipeline is built, and when `value_and_grad`, `reference` or `verify
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -122,13 +123,16 @@ def require_runnable(schedule: Schedule) -> None:
             f"schedule: got {describe_argument(schedule)} of {schedule.microbatches} microbatches, expected at most "
             f"{MOST_IN_STEP} in a step. Take several steps, and add their gradients up with onto=."
         )
-    if updates_in_flight(schedule):  # generated only now: it isn't too long
+    kinds = _kinds_of(schedule)  # generated only now: it isn't too long
+    if "U" in kinds:
         if schedule.slices > 1:
             raise InputError(
                 f"schedule: got {describe_argument(schedule)} of {schedule.slices} slices, with updates in flight, "
                 "expected whole microbatches or no updates. Choose a synchronous schedule of slices."
             )
         _require_one_update(schedule)
+    if kinds <= HANDLERS.keys():
+        return
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):
             if isinstance(action.kind, OwnKind) and action.kind.handler is None:
@@ -137,8 +141,8 @@ def require_runnable(schedule: Schedule) -> None:
                     f"handler= to OwnKind({str(action.kind)!r}, ...)."
                 )
             if action.kind not in HANDLERS and not isinstance(action.kind, OwnKind):
-                kinds = " ".join(kind for kind in HANDLERS if not KINDS[kind].mark and kind != "U")
-                raise InputError(f"schedule: got {action} on rank {rank}, expected actions of kinds {kinds}. {repair}")
+                known = " ".join(kind for kind in HANDLERS if not KINDS[kind].mark and kind != "U")
+                raise InputError(f"schedule: got {action} on rank {rank}, expected actions of kinds {known}. {repair}")
 
 
 def _require_one_update(schedule: Schedule) -> None:
@@ -164,7 +168,13 @@ def _require_one_update(schedule: Schedule) -> None:
 
 def updates_in_flight(schedule: Schedule) -> bool:
     """Return whether the schedule itself updates weights."""
-    return any(action.kind == "U" for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    return "U" in _kinds_of(schedule)
+
+
+@lru_cache(maxsize=1)  # several rules ask, one after the other
+def _kinds_of(schedule: Schedule) -> frozenset[str]:
+    """Return the kinds of a schedule's actions."""
+    return frozenset(action.kind for rank in range(schedule.ranks) for action in schedule.actions(rank))
 
 
 def require_steps(schedule: Schedule) -> None:

@@ -14,7 +14,7 @@ posting transfers.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
@@ -106,15 +106,17 @@ def simulate(
     """
     require_types(simulate, locals())
     graph = graph_of(schedule, graph)
-    _require_correct(schedule, graph)
+    weighing = _require_correct(schedule, graph)
     wired = wires(schedule, graph, costs, sizes or UNITS)
     played = play_large(schedule, wired, costs) or replay_to_end(schedule, wired, costs)
-    return _sum_up(schedule, sizes, played.begin, played.clock, played.busy, played.peak, None)
+    return _sum_up(schedule, sizes, played.begin, played.clock, played.busy, played.peak, None, weighing)
 
 
 @lru_cache(maxsize=64)  # a plan simulates the same schedule for thousands of costs
-def _require_correct(schedule: Schedule, graph: Graph) -> None:
+def _require_correct(schedule: Schedule, graph: Graph) -> Callable[[Schedule, int, Sizes], float]:
+    """Check a schedule, and return the function that weighs what a rank holds of its weights."""
     check(schedule, graph)
+    return weight_memory if any(_has_updates(schedule, rank) for rank in range(schedule.ranks)) else _weigh_once
 
 
 def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> Timeline:
@@ -158,7 +160,7 @@ def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None 
             peak[rank] = max(peak[rank], held[rank])
         held[rank] += growth
         peak[rank] = max(peak[rank], held[rank])
-    return _sum_up(schedule, sizes, begin, finish, busy, peak, waited if measured else None)
+    return _sum_up(schedule, sizes, begin, finish, busy, peak, waited if measured else None, weight_memory)
 
 
 def memory_over_time(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> tuple[Levels, ...]:
@@ -208,6 +210,7 @@ def _sum_up(
     busy: list[float],
     peak: list[float],
     waited: list[float] | None,
+    weigh: Callable[[Schedule, int, Sizes], float],
 ) -> Timeline:
     """Return the totals; without `waited`, ranks waited whenever they were not busy."""
     lasted = [f - b if b < inf else 0.0 for f, b in zip(finish, begin, strict=True)]
@@ -217,7 +220,7 @@ def _sum_up(
         unit = schedule.stages / schedule.ranks
         memory = tuple(most / unit for most in peak)
     else:
-        memory = tuple(most + weight_memory(schedule, rank, sizes) for rank, most in enumerate(peak))
+        memory = tuple(most + weigh(schedule, rank, sizes) for rank, most in enumerate(peak))
     return Timeline(max(0.0, max(finish) - min(begin)), max(lasted), tuple(busy), tuple(waited), memory)
 
 
@@ -230,6 +233,15 @@ def weight_memory(schedule: Schedule, rank: int, sizes: Sizes) -> float:
     """
     if not sizes.weight:
         return 0
-    if all(action.kind != "U" for action in schedule.actions(rank)):  # counting versions takes ten times as long
-        return sum(of_stage(sizes.weight, stage) for stage in schedule.placement.stages_on(rank))
+    if not _has_updates(schedule, rank):  # counting versions takes ten times as long
+        return _weigh_once(schedule, rank, sizes)
     return sum(kept * of_stage(sizes.weight, stage) for stage, kept in count_versions(schedule, rank).items())
+
+
+def _weigh_once(schedule: Schedule, rank: int, sizes: Sizes) -> float:
+    """Return the size of the weights on a rank that keeps one version."""
+    return sum(of_stage(sizes.weight, stage) for stage in schedule.placement.stages_on(rank)) if sizes.weight else 0
+
+
+def _has_updates(schedule: Schedule, rank: int) -> bool:
+    return any(action.kind == "U" for action in schedule.actions(rank))
