@@ -270,19 +270,20 @@ def find_peak(schedule: Schedule, rank: int, sizes: Sizes) -> float:
     return max(0.0, float((_list_levels(schedule, rank) @ bytes_of_each).max()))
 
 
-@lru_cache(maxsize=2**10)  # a plan asks for the same order with thousands of cuts
+@lru_cache(maxsize=2**12)  # a plan asks for the same order with thousands of cuts
 def _list_levels(schedule: Schedule, rank: int) -> Tensor:
-    """Return what a rank holds at any moment: rows of how many of each part of `Sizes`, stage by stage."""
+    """Return what a rank holds when it holds most: rows of how many of each part of `Sizes`, stage by stage."""
     stages = {s: k for k, s in enumerate(schedule.placement.stages_on(rank))}
     held = [0.0] * (len(PARTS) * len(stages))
     changes = cache(lambda kind: [(k, part.growth(kind, 0, schedule.backward)) for k, part in enumerate(PARTS)])
-    levels = {tuple(held)}
+    levels = set[tuple[float, ...]]()
     for action in schedule.actions(rank):
-        first = len(PARTS) * stages[action.stage]
-        for k, change in changes(action.kind):
+        first, grown = len(PARTS) * stages[action.stage], changes(action.kind)
+        if any(change < 0 for _, change in grown):  # a peak is before something is freed
+            levels.add(tuple(held))
+        for k, change in grown:
             held[first + k] += change
-        levels.add(tuple(held))
-    return torch.tensor([*levels], dtype=torch.float64)
+    return torch.tensor([*levels, held], dtype=torch.float64)
 
 
 def _recompute_on(rank: int, base: Schedule, sizes: Sizes, cap: float, stages: frozenset[int]) -> frozenset[int]:
