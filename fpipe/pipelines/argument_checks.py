@@ -7,7 +7,6 @@ Runs when a pipeline is built, and when `value_and_grad`, `reference` or `verify
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -19,6 +18,7 @@ from fpipe.record.model.skeleton import require_plain_tensors, require_registere
 from fpipe.record.objective import Loss, require_no_parameters
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly
+from fpipe.stages.backends import kinds_of
 from fpipe.tensors.arguments import describe_argument
 from fpipe.tensors.late import find_imported
 from schedules import KINDS, OwnKind, Schedule, SizeError
@@ -123,7 +123,7 @@ def require_runnable(schedule: Schedule) -> None:
             f"schedule: got {describe_argument(schedule)} of {schedule.microbatches} microbatches, expected at most "
             f"{MOST_IN_STEP} in a step. Take several steps, and add their gradients up with onto=."
         )
-    kinds = _kinds_of(schedule)  # generated only now: it isn't too long
+    kinds = kinds_of(schedule)  # generated only now: it isn't too long
     if "U" in kinds:
         if schedule.slices > 1:
             raise InputError(
@@ -168,13 +168,7 @@ def _require_one_update(schedule: Schedule) -> None:
 
 def updates_in_flight(schedule: Schedule) -> bool:
     """Return whether the schedule itself updates weights."""
-    return "U" in _kinds_of(schedule)
-
-
-@lru_cache(maxsize=1)  # several rules ask, one after the other
-def _kinds_of(schedule: Schedule) -> frozenset[str]:
-    """Return the kinds of a schedule's actions."""
-    return frozenset(action.kind for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    return "U" in kinds_of(schedule)
 
 
 def require_steps(schedule: Schedule) -> None:

@@ -253,8 +253,8 @@ def _offload(candidate: Candidate) -> Candidate:
 def _fit_by_recomputation(candidate: Candidate) -> Candidate:
     problem, base, stages = candidate.problem, candidate.schedule, frozenset[int]()
     sizes = problem.sizes(base.placement, candidate.cuts)
-    for rank, cap in enumerate(problem.caps):
-        stages = _recompute_on(rank, base, sizes, cap, stages)
+    for rank, (held, cap) in enumerate(zip(candidate.predicted.memory, problem.caps, strict=True)):
+        stages = _recompute_on(rank, base, sizes, cap, stages) if held > cap else stages
     return problem.try_out(_recompute(base, stages), candidate.cuts) if stages else candidate
 
 

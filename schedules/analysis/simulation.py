@@ -106,17 +106,17 @@ def simulate(
     """
     require_types(simulate, locals())
     graph = graph_of(schedule, graph)
-    weighing = _require_correct(schedule, graph)
+    _require_correct(schedule, graph)
     wired = wires(schedule, graph, costs, sizes or UNITS)
-    played = play_large(schedule, wired, costs) or replay_to_end(schedule, wired, costs)
-    return _sum_up(schedule, sizes, played.begin, played.clock, played.busy, played.peak, None, weighing)
+    large = play_large(schedule, wired, costs)  # if there are updates, it is None
+    played = large or replay_to_end(schedule, wired, costs)
+    weigh = weight_memory if large is None else _weigh_once
+    return _sum_up(schedule, sizes, played.begin, played.clock, played.busy, played.peak, None, weigh)
 
 
 @lru_cache(maxsize=64)  # a plan simulates the same schedule for thousands of costs
-def _require_correct(schedule: Schedule, graph: Graph) -> Callable[[Schedule, int, Sizes], float]:
-    """Check a schedule, and return the function that weighs what a rank holds of its weights."""
+def _require_correct(schedule: Schedule, graph: Graph) -> None:
     check(schedule, graph)
-    return weight_memory if any(_has_updates(schedule, rank) for rank in range(schedule.ranks)) else _weigh_once
 
 
 def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> Timeline:
@@ -231,9 +231,7 @@ def weight_memory(schedule: Schedule, rank: int, sizes: Sizes) -> float:
     >>> weight_memory(pipedream(ranks=3, microbatches=8), rank=0, sizes=Sizes(weight=2))
     6
     """
-    if not sizes.weight:
-        return 0
-    if not _has_updates(schedule, rank):  # counting versions takes ten times as long
+    if not sizes.weight or not _has_updates(schedule):  # counting versions takes ten times as long
         return _weigh_once(schedule, rank, sizes)
     return sum(kept * of_stage(sizes.weight, stage) for stage, kept in count_versions(schedule, rank).items())
 
@@ -243,5 +241,6 @@ def _weigh_once(schedule: Schedule, rank: int, sizes: Sizes) -> float:
     return sum(of_stage(sizes.weight, stage) for stage in schedule.placement.stages_on(rank)) if sizes.weight else 0
 
 
-def _has_updates(schedule: Schedule, rank: int) -> bool:
-    return any(action.kind == "U" for action in schedule.actions(rank))
+@lru_cache(maxsize=64)  # as for `_require_correct`
+def _has_updates(schedule: Schedule) -> bool:
+    return any(action.kind == "U" for rank in range(schedule.ranks) for action in schedule.actions(rank))
