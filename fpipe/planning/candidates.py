@@ -82,7 +82,7 @@ SLICED: Final = (seq_1f1b,)
 TRIED_AT_START: Final = 40
 TRIED_LATER: Final = 2000
 """Of long lists of cuts, so many are looked at."""
-PARTS: Final = (Sizes(1, 0, 0), Sizes(0, 1, 0), Sizes(0, 0, 1), Sizes(0, 0, 0, gathered=1))
+SIZE_UNITS: Final = (Sizes(1, 0, 0), Sizes(0, 1, 0), Sizes(0, 0, 1), Sizes(0, 0, 0, gathered=1))
 """A unit of each part of what a rank holds: activations, saved inputs, residuals, and gathered weights."""
 MARGIN: Final = 1e-6
 """Of memory, so that rounding does not exceed it."""
@@ -283,16 +283,16 @@ def find_peak(schedule: Schedule, rank: int, sizes: Sizes) -> float:
 def _list_levels(schedule: Schedule, rank: int) -> Tensor:
     """Return what a rank holds when it holds most: rows of how many of each part of `Sizes`, stage by stage."""
     stages = {s: k for k, s in enumerate(schedule.placement.stages_on(rank))}
-    held = [0.0] * (len(PARTS) * len(stages))
+    held = [0.0] * (len(SIZE_UNITS) * len(stages))
 
     @cache
     def changes(kind: str) -> list[tuple[int, float]]:
         share = schedule.slices if KINDS[kind].after else 1
-        return [(k, part.growth(kind, 0, schedule.backward) / share) for k, part in enumerate(PARTS)]
+        return [(k, part.growth(kind, 0, schedule.backward) / share) for k, part in enumerate(SIZE_UNITS)]
 
     levels = set[tuple[float, ...]]()
     for action in schedule.actions(rank):
-        first, grown = len(PARTS) * stages[action.stage], changes(action.kind)
+        first, grown = len(SIZE_UNITS) * stages[action.stage], changes(action.kind)
         if any(change < 0 for _, change in grown):  # a peak is before something is freed
             levels.add(tuple(held))
         for k, change in grown:
