@@ -81,7 +81,7 @@ class Lookout:
         group: dist.ProcessGroup,
         timeout: timedelta,
         release: Callable[[], None],
-        trail: Trail | None = None,
+        trail: Trail | None,
     ) -> None:
         self.board, self.processes, self.group, self.timeout = board, processes, group, timeout.total_seconds()
         self.release, self.trail, self.situation = release, trail, Situation()
