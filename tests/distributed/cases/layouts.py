@@ -31,7 +31,7 @@ from schedules import (
 )
 from tests.common import gates
 from tests.common.cases import mse
-from tests.common.comparison import Result, assert_same
+from tests.common.comparison import assert_same
 from tests.common.loops import loop, loop_as_stated
 from tests.common.running import build, run, run_reference
 from tests.common.schedules import SCHEDULES, descending, looped_fill_drain, vee_fill_drain
@@ -127,19 +127,6 @@ def a_step_again_is_the_same(rank, size):
     assert torch.equal(torch.get_rng_state(), before)
     other = run(*built, seed=2)
     assert not same_bits(other.loss, first.loss)
-
-
-@case
-def two_pipelines_in_turns(rank, size):
-    """Pipelines can be built and run one between the steps of the other."""
-    one = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
-    two = build(ZOO["skips"], SCHEDULES["split_backward"](size, 2), 8)
-    alone = run(*one), run(*two)
-    steps = [fpipe.value_and_grad(built[0], outputs=True) for built in (one, two)]
-    for _ in range(2):
-        for (pipe, model, inputs, targets), step, want in zip((one, two), steps, alone, strict=True):
-            out, grads = step(*pipe.init(model), inputs, targets)
-            assert_same(Result(out.loss, out.outputs, grads, out.buffers), want)
 
 
 # ------------------------------------------------------------ Every model of the zoo, by every front end that takes it

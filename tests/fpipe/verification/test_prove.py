@@ -89,16 +89,7 @@ MESHES = {
 def test_a_mesh_is_proved(name, mesh, how):
     sizes, roles = MESHES[mesh]
     place = fpipe.Place(mesh={"pp": how.ranks, **sizes}, **roles)
-    model, inputs, targets = ZOO[name].make(24)
-    pipe = fpipe.pipeline(
-        model,
-        example=inputs,
-        targets=targets,
-        loss=ZOO[name].loss,
-        schedule=how,
-        cuts=ZOO[name].at(how.stages),
-        place=place,
-    )
+    pipe, model, inputs, targets = build(ZOO[name], how, 24, capture="trace", place=place)
     found = fpipe.prove(pipe, model, inputs, targets)
     assert found.unproved == ()
     assert {f"gradient {name}" for name, p in model.named_parameters() if p.requires_grad} <= {*found.reference}
@@ -126,9 +117,8 @@ def test_updates_are_proved(name, how, adam):
 
 def test_updates_of_shards_are_not_proved():
     sizes, roles = MESHES["shards"]
-    model, inputs, targets = ZOO["mlp"].make(8)
     place = fpipe.Place(mesh={"pp": 2, **sizes}, **roles)
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=gpipe(2, 2), place=place)
+    pipe, model, inputs, targets = build(ZOO["mlp"], gpipe(2, 2), 8, place=place)
     with pytest.raises(fpipe.InputError, match="optimizer: got one for parameters in 2 shards"):
         fpipe.prove(pipe, model, inputs, targets, optimizer=OPTIMIZERS["sgd"]())
 
