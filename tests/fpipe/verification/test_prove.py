@@ -2,6 +2,7 @@
 """A proof says that a step is the same expression as on one device, finds what equal bits hide, and is never wrong."""
 
 import copy
+from dataclasses import dataclass
 
 import optree
 import pytest
@@ -213,6 +214,33 @@ def test_attention_without_dropout_draws_nothing():
     x, y = torch.randn(2, 4, 4)
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=one_f_one_b(2, 4), cuts=["2"])
     assert fpipe.prove(pipe, model, (x,), y, seed=1).is_complete
+
+
+@dataclass
+class Pair:
+    a: Tensor
+    b: Tensor
+
+
+class Doubling(nn.Module):
+    """The double of one tensor and another one: by a product, or by a sum of the same bits."""
+
+    def __init__(self, double):
+        super().__init__()
+        self.double, self.first, self.last = double, nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, pair):
+        return self.last(torch.tanh(self.first(self.double(pair.a) + pair.b)))
+
+
+def test_tensors_of_a_dataclass_are_inputs():
+    model, other = Doubling(lambda a: a * 2), Doubling(lambda a: a + a)
+    other.load_state_dict(model.state_dict())
+    pair = Pair(*torch.randn(2, 4, 4))
+    pipe = fpipe.pipeline(model, example=(pair,), loss=torch.mean, schedule=gpipe(2, 2))
+    assert fpipe.prove(pipe, model, (pair,)).is_complete
+    assert fpipe.verify(pipe, other, (pair,)).eager
+    assert {one.against for one in fpipe.prove(pipe, other, (pair,)).unproved} == {"the model run eagerly"}
 
 
 # ------------------------------------------------------ Faults in stages: bits that are right by chance are not proved
