@@ -35,7 +35,7 @@ class Ranks:
     """The pipeline ranks that this process runs, and its communication with the others.
 
     This class runs all `count` ranks of a schedule, so that there are no others. `fpipe.network.distributed` has one
-    rank for each process.
+    rank for each process, and overrides every method that calls no other of these.
 
     - `ranks`: the ranks of this process.
     - `processes`: the numbers in the job of the processes that are the ranks; none if this process is all of them.
