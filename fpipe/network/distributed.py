@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank per process: the communication and agreement of torch.distributed processes.
 
-Messages travel over channels (`fpipe.network.channels`). Before any is sent, all ranks agree on what they are
-about to do (`fpipe.network.agreement`), over a separate group (`fpipe.network.groups`).
+Messages travel over channels (`fpipe.network.channels`). Before any is sent, all ranks agree on what they are about to
+do (`fpipe.network.agreement`), over a separate group (`fpipe.network.groups`).
 
-If a call fails on one rank, the others hear of it (`fpipe.network.calls`), and the pipeline's own groups are
-broken, so that nobody waits for it. The user's groups stay whole.
+If a call fails on one rank, the others hear of it (`fpipe.network.calls`), and the pipeline's own groups are broken, so
+that nobody waits for it. The user's groups stay whole.
 
 Runs when a pipeline is built and in every step, if ranks are separate processes.
 """
