@@ -167,11 +167,10 @@ def add_step(name: str, front: str, kind: str) -> None:
     case(partial(step_of_the_zoo, name, front, kind), sizes=sizes, day=day, name=title)
 
 
-for _k, (_name, _front) in enumerate((name, front) for name, one in ZOO.items() for front in one.fronts):
-    add_step(_name, _front, ("one_f_one_b", "split_backward", "gpipe")[_k % 3])
-
-for _name, _kind in product(("skips", "chained"), SCHEDULES):
-    add_step(_name, "export", _kind)
+_FRONTS = [(name, front) for name, one in ZOO.items() for front in one.fronts]
+_STEPS = [(*one, ("one_f_one_b", "split_backward", "gpipe")[k % 3]) for k, one in enumerate(_FRONTS)]
+for _step in {*_STEPS, *product(("skips", "chained"), ("export",), SCHEDULES)}:
+    add_step(*_step)
 
 
 # -------------------------- Parameters and their gradients: each rank's share, tied ones, and those without a gradient
