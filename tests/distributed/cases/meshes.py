@@ -469,9 +469,9 @@ def masters_on_a_mesh(rank, size):
 def meshes_that_differ_are_refused_on_all_ranks(rank, size):
     """One process replicates over a dimension that the others leave alone, or shard over."""
     for mine in ({"dp": "dp"}, {"shard": "dp"}, {"dp": "dp", "reduce": "sum"}, {"dp": "dp", "rows": "own"}):
-        place = fpipe.Place(mesh=mesh_of(pp=2, dp=2), **(mine if rank == 1 else {}))
+        options = grouped({"mesh": mesh_of(pp=2, dp=2), **(mine if rank == 1 else {})})
         with raises(fpipe.TransportError, "differ"):
-            build(ZOO["mlp"], HOW, 16, place=place)
+            build(ZOO["mlp"], HOW, 16, **options)
 
 
 @case(sizes=[4])
