@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 WIDTH, WORDS = 8, 16
+IGNORED = -100
+"""A word that does not count."""
 
 
 class CausalAttention(nn.Module):
@@ -76,6 +78,17 @@ class LanguageModel(nn.Module):
 
 def word_loss(logits, words):
     return cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+def count_words(inputs, words):
+    """The number of words that count; the loss leaves out the others."""
+    return (words != IGNORED).sum()
+
+
+def pad(words, lengths):
+    """The same words, of which those after each row's length don't count."""
+    after = torch.arange(words.shape[1]) >= torch.tensor(lengths)[:, None]
+    return words.masked_fill(after, IGNORED)
 
 
 def make_model(**options):

@@ -31,7 +31,7 @@ from schedules import (
 from schedules.families.one_forward_one_backward import alternate
 from tests.common.meshes import SHAPES, nested, options
 from tests.common.sizes import sampled
-from tests.common.sliced_models import WIDTH, WORDS, LanguageModel, loop, make_model, word_loss
+from tests.common.sliced_models import WIDTH, WORDS, LanguageModel, count_words, loop, make_model, pad, word_loss
 
 
 @schedule(placement=looped)
@@ -66,7 +66,6 @@ def require_loop(model, x, y, how, lengths, weight=None, **options):
     return pipe
 
 
-IGNORED = -100
 LENGTHS = {1: [9], 2: [5, 4], 3: [3, 3, 3], 4: [3, 2, 2, 2]}
 
 
@@ -119,17 +118,6 @@ def test_costs_are_even_to_a_token():
     assert fpipe.even_costs(0, 1)(3, 3) == [1, 1, 1]
     with pytest.raises(fpipe.InputError, match="even_costs: got linear=0 and quadratic=0, expected"):
         fpipe.even_costs(0, 0)
-
-
-def count_words(inputs, words):
-    """The number of words that count; the loss leaves out the others."""
-    return (words != IGNORED).sum()
-
-
-def pad(words, lengths):
-    """The same words, of which those after each row's length don't count."""
-    after = torch.arange(words.shape[1]) >= torch.tensor(lengths)[:, None]
-    return words.masked_fill(after, IGNORED)
 
 
 PADDED = {"uneven": [9, 7, 9, 8, 6, 9], "slices without words": [3, 2, 9, 4, 1, 3], "none at all": [9, 5, 0, 0, 2, 3]}
