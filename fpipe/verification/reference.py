@@ -88,8 +88,8 @@ def run_on_one_device(
     totals = {
         name: [total for one in by_stage if (total := one.total()) is not None] for name, by_stage in sums.items()
     }
-    grads = {name: reduce(add, totals[name]) for name in dict.fromkeys(whole.grads) if totals[name]}
-    return results, {**buffers, **dict(zip(whole.buffers, state, strict=True))}, grads
+    found = {name: reduce(add, totals[name]) for name in dict.fromkeys(whole.grads) if totals[name]}
+    return results, {**buffers, **dict(zip(whole.buffers, state, strict=True))}, found
 
 
 def _places_of_terms(names: Sequence[str], sums: Mapping[str, Sequence[CopySum]]) -> list[tuple[CopySum, int]]:
