@@ -21,6 +21,7 @@ import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from inspect import isgenerator
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -37,7 +38,6 @@ from schedules import (
     one_f_one_b,
     simulate,
 )
-from schedules.lowering.program import lower_at_once
 
 RANKS, CHUNKS, MICROBATCHES = 256, 2, 1024
 STEPS = ("generate", "check", "lower", "simulate")
@@ -71,7 +71,7 @@ def exhaust(streams: Iterable[Iterable[object]]) -> None:
 def read(program: Program) -> Iterable[Iterable[object]]:
     """Return all streams of a program, one after the other if none of them makes the others'."""
     streams = program.streams(range(program.schedule.ranks))
-    return streams if lower_at_once(program) else [zip_longest(*streams)]
+    return [zip_longest(*streams)] if isgenerator(streams[0]) else streams
 
 
 def ours(schedule: Schedule) -> dict[str, Seconds]:

@@ -54,9 +54,9 @@ class Beginning(NamedTuple):
     checkpoint: tuple[Any, Payload] | None
 
     @classmethod
-    def of(cls, run: Execution, action: Action) -> Beginning:
-        """Return the state that an execution has before an action."""
-        s, i = run.unit(action)
+    def of(cls, run: Execution) -> Beginning:
+        """Return the state that an execution has before its current action."""
+        s, i = run.unit
         return cls(run.inputs.params[i][s], run.buffers[i][s], run.checkpoints.get((s, i)))
 
 
@@ -86,8 +86,8 @@ class Replay:
     def before(self, run: Execution, call: NotedCall) -> None:
         """Note a call of the chain, which is about to be made."""
         start = perf_counter()
-        self.run = run
-        self.begin = Beginning.of(run, call.action) if self.begin is None else self.begin
+        self.run, self.unit = run, run.unit  # that of the whole chain
+        self.begin = Beginning.of(run) if self.begin is None else self.begin
         self.calls.append(call)
         if call.action == self.drawn and self.drawn.kind in SUMMING:
             self.sums = copy_tensors(run.grads[self.drawn.stage])
@@ -123,12 +123,12 @@ class Replay:
     def _make_again(self) -> dict[str, Checksums]:
         """Return the checksums of what the action makes when it is run again."""
         assert self.begin is not None, "the chain was noted"
-        (s, i), (params, buffers, checkpoint) = self.run.unit(self.drawn), self.begin
+        (s, i), (params, buffers, checkpoint) = self.unit, self.begin
         inputs = self.run.inputs._replace(
             params=[{s: params}] * (i + 1), buffers=[{s: buffers}] * (i + 1), deliver=_drop_results, onto={}
         )
-        alone = LinkedProgram((s,), (), (), self.run.program.slices)
-        shadow = Execution(self.run.rank, alone, self.run.transport, inputs)
+        shadow = Execution(self.run.rank, LinkedProgram((s,), (), ()), self.run.transport, inputs)
+        shadow.unit = self.unit
         shadow.grads[s] = copy_tensors(self.sums)
         if checkpoint is not None:
             shadow.checkpoints[s, i] = checkpoint
@@ -140,7 +140,7 @@ class Replay:
     def _sum_up_made(self, run: Execution, values: Payload) -> dict[str, Checksums]:
         """Return the checksums of what the drawn action has left in an execution, and of what it returned."""
         assert self.begin is not None, "the chain was noted"
-        kind, (s, i) = self.drawn.kind, run.unit(self.drawn)
+        kind, (s, i) = self.drawn.kind, self.unit
         made = {"outgoing value": sum_up(values)}
         if kind in FORWARDS:
             # Buffers that it passes on as they are were not made by it.

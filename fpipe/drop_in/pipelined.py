@@ -335,7 +335,7 @@ def merge_own_loss(pipe: Pipeline, inputs: Any, outputs: Any) -> Any:
     """
     batching, loss = pipe.captures.batchings[True], pipe.captures.loss
     leaves, structure = flatten(outputs)
-    if loss is None or batching.has_targets:
+    if loss is None or batching.has_targets or batching.slices > 1:
         return outputs
     marks: list[Any] = [object() for _ in leaves]
     try:

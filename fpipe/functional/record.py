@@ -149,8 +149,8 @@ def capture(
     batchings = make_batchings(example, targets, microbatching, 1, 1)
     batch = batchings[training].split_batch(example, targets if training else None)
     with torch.inference_mode(False), suspend_autocast(_variant(training)) as variant, wait_for_turn():
-        captures = make_captures(module, loss, batchings, cuts, recording, training)
-        captures = replace(captures, slicing=find_slicing(module, batchings[True], whole, microbatching, recording))
+        slicing = find_slicing(module, batchings[True], whole, microbatching, recording)
+        captures = make_captures(module, loss, batchings, cuts, recording, training, slicing)
         answers = Resolver(captures, variant, batch, own_text, example=True).resolve()
         captures = captures.with_example(answers) if training else captures
         made = ModelRecord(captures, backend_of(gradients.backward), microbatching)
@@ -317,9 +317,9 @@ class ModelStages(Sequence[Stage]):
             require_primal("arguments", dict(enumerate(leaves)))
         batchings = make_batchings(inputs, targets, self.record.microbatching, count, 1)
         memo = self.memos.setdefault((program, tuple(ranks)), self.captures.memo.without_stages())
-        captures = replace(self.captures, batchings=batchings, memo=memo)
+        captures = replace(self.captures.with_batchings(batchings), memo=memo)
         with suspend_autocast(_variant(trains)) as variant, wait_for_turn():
-            given = batchings[trains].split_batch(inputs, targets if trains else None)
+            given = captures.batchings[trains].split_batch(inputs, targets if trains else None)
             known = Resolver(captures, variant, given, own_text).resolve()
             planner = Planner(schedule, captures, 0, tuple(ranks), backend=self.record.backend)
             plan = replace(planner.plan(variant, known.signature), program=program)

@@ -35,6 +35,7 @@ from fpipe.pipelines.loss_weights import Weight, compute_scales, require_total
 from fpipe.pipelines.memory import Memory
 from fpipe.record.numbers import DTYPES, as_tensor
 from fpipe.record.questions import Answer
+from fpipe.record.slicing import Slicing
 from fpipe.tensors.arguments import require_primal
 from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.spec import Spec
@@ -261,10 +262,11 @@ class Batching:
     - `together`: for each entry of `batch_dims`, the numbers of the leaves that it is for; they have as many rows.
     - `example`: the signature of the example.
     - `microbatches`: the number of microbatches; `least`: how many a batch has that has not a row for each.
-    - `weight`: the function that weighs a microbatch; `None` if all weigh the same.
+    - `weight`: the function that weighs a microbatch, or each slice of one; `None` if all weigh the same.
     - `home`: the device of the pipeline, on which batches are that come on the meta device.
     - `may_lack`: whether a batch may lack inputs that the example has, such as labels where no loss is computed.
     - `lacking`: the names of the inputs that these batches lack; they are not among the leaves.
+    - `slicing`: for a model with a carry, how microbatches are cut into slices.
     """
 
     leaves: tuple[Leaf, ...]
@@ -276,6 +278,7 @@ class Batching:
     home: torch.device
     may_lack: bool = False
     lacking: tuple[str, ...] = ()
+    slicing: Slicing | None = None
 
     @classmethod
     def of(
@@ -319,8 +322,17 @@ class Batching:
 
     @property
     def scale(self) -> Spec | None:
-        """The spec of a microbatch's scale, an additional last leaf; `None` if losses are not weighted."""
-        return None if self.weight is None else Spec((), (), torch.float64, self.home)
+        """The spec of a microbatch's scale, an additional last leaf; `None` if losses are not weighted.
+
+        It is a number, or one for each slice.
+        """
+        shape = () if self.slices == 1 else (self.slices,)
+        return None if self.weight is None else Spec(shape, (1,) * len(shape), torch.float64, self.home)
+
+    @property
+    def slices(self) -> int:
+        """The number of slices of a microbatch."""
+        return 1 if self.slicing is None else self.slicing.count
 
     @property
     def has_targets(self) -> bool:
@@ -530,18 +542,19 @@ class SplitBatch:
 
     @cached_property
     def scales(self) -> list[float]:
-        """The factors of the microbatches' losses, if these are weighted."""
+        """The factors of the losses of microbatches, or of their slices, if these are weighted."""
         weight = self.batching.weight
         assert weight is not None
-        return compute_scales(weight, self.trees(), self.total)
+        return compute_scales(weight, self.trees(), self.total, self.batching.slices)
 
-    def _scale_tensors(self) -> list[Tensor]:
+    def _scale_tensors(self) -> Sequence[Tensor]:
         spec = self.batching.scale
         assert spec is not None
-        return [torch.tensor(x, dtype=spec.dtype, device=spec.device) for x in self.scales]
+        every = torch.tensor(self.scales, dtype=spec.dtype, device=spec.device)
+        return every.view(-1, *spec.shape).unbind()
 
     def trees(self) -> Iterable[tuple[Any, Any]]:
-        """Yield the inputs and targets of each microbatch, `None` for those not given."""
+        """Yield the inputs and targets of each microbatch, or of each slice of one, `None` for those not given."""
         batching = self.batching
         columns = [
             None if known is None else leaf.parts(known, batching.microbatches)
@@ -550,8 +563,15 @@ class SplitBatch:
         first, second = self.signature.halves
         split = len(first.names)
         for i in range(batching.microbatches):
-            leaves = [None if column is None else column[i] for column in columns]
-            yield _tree(first, leaves[:split]), _tree(second, leaves[split:])
+            whole = [None if column is None else column[i] for column in columns]
+            for k in range(batching.slices):
+                leaves = [None if one is None else self._cut(k, number, one) for number, one in enumerate(whole)]
+                yield _tree(first, leaves[:split]), _tree(second, leaves[split:])
+
+    def _cut(self, k: int, number: int, leaf: Tensor) -> Tensor:
+        """Return slice `k` of a microbatch's leaf."""
+        slicing = self.batching.slicing
+        return leaf if slicing is None else slicing.cut(k, [leaf], number)[0]
 
 
 def _require_same_size(shapes: Sequence[tuple[Leaf, tuple[int, ...]]]) -> None:

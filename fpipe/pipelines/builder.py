@@ -43,6 +43,7 @@ from fpipe.record.model.state import collect_gradient_hooks, require_exact_hooks
 from fpipe.record.objective import Loss
 from fpipe.record.reads.namespaces import ModelState
 from fpipe.record.reads.watch import Watcher
+from fpipe.record.slicing import Slicing
 from fpipe.record.variant import TRAINING
 from fpipe.stages.backends import backend_of
 from fpipe.stages.ties import parameters_to_sum
@@ -122,6 +123,7 @@ class Builder:
 
     def _bind(self, module: nn.Module, example: SplitBatch) -> Pipeline:
         captures = self._captures(module)
+        example = replace(example, batching=captures.batchings[True])
         answers = Resolver(captures, TRAINING, example, self.ranks.exchange_text, example=True)
         captures = captures.with_example(answers.resolve())
         kept = example if captures.batchings[True].example.answers else example.without_values()
@@ -145,9 +147,9 @@ class Builder:
 
     def _captures(self, module: nn.Module) -> Captures:
         loss, trains = self.loss, self.schedule.backward
-        captures = make_captures(module, loss, self.batchings, self.cuts, self.recording, trains)
         slicing = find_slicing(module, self.batchings[True], self.schedule, self.microbatching, self.recording)
-        return replace(captures, ranks_of=self.ranks.ranks_of, slicing=slicing)
+        captures = make_captures(module, loss, self.batchings, self.cuts, self.recording, trains, slicing)
+        return replace(captures, ranks_of=self.ranks.ranks_of)
 
 
 def make_captures(
@@ -157,10 +159,12 @@ def make_captures(
     cuts: Cuts,
     recording: Recording,
     trains: bool,
+    slicing: Slicing | None,
 ) -> Captures:
     """Return an empty cache for a model's captures; it holds none of the user's tensors."""
     see, mode, home = find_capture(recording.front_end, *cuts.names(module, loss)), fake_mode(), batchings[True].home
     model = skeleton(module, lambda tensor: fake(mode, tensor, home))
+    batchings = {has_loss: replace(one, slicing=slicing) for has_loss, one in batchings.items()}
     watching = Watcher(ModelState.of(module), loss)
     hooks, memo = collect_gradient_hooks(module), Memo(recording.plans)
     return Captures(model, loss, batchings, see, cuts, trains, hooks, watching, memo=memo)

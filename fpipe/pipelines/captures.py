@@ -34,7 +34,6 @@ from fpipe.record.objective import Loss, Objective, Way, WayError
 from fpipe.record.questions import Answer, Ask, Question, refuse_questions
 from fpipe.record.reads.accesses import Reads, record_reads
 from fpipe.record.reads.watch import Watch, Watcher
-from fpipe.record.slicing import Slicing
 from fpipe.record.validity import name_of, require_valid
 from fpipe.record.variant import TRAINING, Variant
 from fpipe.tensors.fake import fake_mode
@@ -76,7 +75,7 @@ class Captures:
     - `backward`: whether gradients are ever computed. `hooks`: the hooks on gradients of parameters.
     - `watching`: makes the watch on a capture's assumptions.
     - `streak`: warns of captures in a row for the same reason.
-    - `ranks_of`: as in `Captured`. `slicing`: as in `Objective`.
+    - `ranks_of`: as in `Captured`.
     """
 
     model: nn.Module
@@ -90,12 +89,16 @@ class Captures:
     memo: Memo = field(default_factory=Memo)
     streak: Streak = field(default_factory=Streak)
     ranks_of: Mapping[int, int] = field(default_factory=dict)
-    slicing: Slicing | None = None
 
     def with_example(self, example: SplitBatch) -> Captures:
         """Return the same captures with the signature of `example`, which includes its answers."""
         batchings = {**self.batchings, True: replace(self.batchings[True], example=example.signature)}
         return replace(self, batchings=batchings)
+
+    def with_batchings(self, batchings: Mapping[bool, Batching]) -> Captures:
+        """Return the same captures for batches that are split otherwise, into the same slices."""
+        slicing = self.batchings[True].slicing
+        return replace(self, batchings={has_loss: replace(one, slicing=slicing) for has_loss, one in batchings.items()})
 
     def find(self, variant: Variant, microbatch: Microbatch) -> Question | KnownMicrobatch | None:
         """Return the model's next question about a microbatch, or its recording; `None` if neither is known."""
@@ -195,7 +198,7 @@ class Captures:
         """Return the computation to capture for such a microbatch."""
         loss = self.loss if variant.loss else None
         whole = Objective(loss, microbatch.structure, microbatch.divisor, casts=variant.casts, ranks_of=self.ranks_of)
-        return replace(whole, slicing=self.slicing)
+        return replace(whole, slicing=self.batchings[True].slicing)
 
     def _with_plain_numbers(self, objective: Objective, tensors: int) -> Objective:
         """Return the objective with Python numbers in its batch, which are a question about the batch."""
@@ -226,7 +229,7 @@ class Captures:
     @property
     def slices(self) -> int:
         """The number of slices of a microbatch."""
-        return 1 if self.slicing is None else self.slicing.count
+        return self.batchings[True].slices
 
     def positions(self, variant: Variant, microbatch: Microbatch) -> tuple[int, ...]:
         """Return the positions of the units at which new stages begin: at the same modules for all microbatches.

@@ -83,14 +83,14 @@ def assign_sums(
     """Return the sums that ranks of this process begin with, per rank and stage.
 
     If gradients are added in a dtype of their own, all sums begin with something, which gives them their dtype. So do
-    those of a rank to which no microbatch adds anything, since `skips` has all of its microbatches.
+    those of a rank to which no microbatch adds anything, since `skips` has all units of its microbatches.
     """
     found: dict[tuple[int, int], Grads] = {}
     for stage, names in _first_uses(plan) if onto or skips or variant.sums is not None else ():
         first, *_ = plan.placement.replicas(stage.index)
         for rank in set(plan.ranks).intersection(plan.placement.replicas(stage.index)):
             earlier = {name: onto[name] for name in names if name in onto} if rank == first else {}
-            own = {i for i in range(plan.microbatches) if plan.placement.home(stage.index, i) == rank}
+            own = {i * plan.slices for i in range(plan.microbatches) if plan.placement.home(stage.index, i) == rank}
             if stage.grads and (earlier or variant.sums is not None or own <= {*skips}):
                 found[rank, stage.index] = _begin(stage, earlier)
     return found

@@ -417,7 +417,7 @@ def _require_pair(k: int, example: object) -> tuple[Any, Any]:
 
 
 def _share_skips(pipe: Pipeline, inputs: Mapping[int, Inputs]) -> dict[int, Inputs]:
-    """Return the inputs of each copy with its microbatches of weight 0, which the ranks that compute the loss know."""
+    """Return the inputs of each copy with its units of weight 0, which the ranks that compute the loss know."""
     mine = json.dumps([(copy, list(one.skips)) for copy, one in inputs.items()])
     told = [pair for text in pipe.ranks.exchange_text(mine, "microbatches of weight 0") for pair in json.loads(text)]
     return {

@@ -54,7 +54,7 @@ def scatter(
         buffers=[own] * len(plan.assemblies),
         batch=lambda stage, unit: rows[unit][stage](unit // slices),
         keys=make_keys(plan, seed),
-        skips=skips,
+        skips=[i * slices + k for i in skips for k in range(slices)],
         group=None if links is None else weights.exchange(links),
     )
 
@@ -119,8 +119,12 @@ class Weights:
 
 
 def find_skips(batch: SplitBatch, rows: slice = EVERY) -> list[int]:
-    """Return which of some microbatches count for nothing, because their weight is 0."""
-    return [] if batch.batching.weight is None else [i for i, x in enumerate(batch.scales[rows]) if not x]
+    """Return which of some microbatches count for nothing, because their weight is 0, in all slices."""
+    if batch.batching.weight is None:
+        return []
+    slices, scales = batch.batching.slices, batch.scales
+    counts = [any(scales[first : first + slices]) for first in range(0, len(scales), slices)]
+    return [i for i, some in enumerate(counts[rows]) if not some]
 
 
 def _take_share(plan: StepPlan, batch: SplitBatch, needed: Iterable[int]) -> dict[int, Sequence[Tensor]]:

@@ -45,7 +45,8 @@ class Microbatching:
       is a prefix of the outputs.
     - `weight(inputs, targets)`: the weight of a microbatch, such as its number of rows or tokens. The loss of a step is
       then the sum of loss * (weight / total), so a mean per row or token is exact however the batch is split. Auxiliary
-      losses that the model adds in its forward are scaled the same way.
+      losses that the model adds in its forward are scaled the same way. Under a schedule that cuts microbatches into
+      slices, it is called for each slice.
     - `slice_dims`: under a schedule that cuts microbatches into slices, the dimension along which tensors are cut;
       those without it, and those of `None`, are the same for every slice. One for all, or a tree as for `batch_dims`.
     - `slice_lengths(length, slices)`: returns the lengths of the slices of a sequence; by default they are as even as

@@ -88,11 +88,6 @@ def _require_divisible(inputs: Any, keyword: str, count: int, how: Microbatching
             "within each slice, so the last token of a slice would have no target. Pass targets= that are shifted "
             f"already, and a loss of outputs.logits and targets, {OTHERWISE}."
         )
-    if how.weight is not None:
-        raise InputError(
-            f"weight: got a function for {count} slices, expected none: it weighs whole microbatches. Pass a loss "
-            f"that is a sum over tokens, divided by their number in the batch, and reduce='sum', {OTHERWISE}."
-        )
     if all(dim is None for dim in dims):
         raise InputError(
             f"slice_dims: got {how.slice_dims!r}, a dimension that no tensor of the batch has, expected one for "

@@ -200,7 +200,7 @@ def find_weight_of_all(pipe: Pipeline, variant: Variant, inputs: Any, targets: A
         return None
     (copy,) = copies.here
     try:
-        own = count_weight(batching.weight, batching.split_batch(inputs, targets).trees())
+        own = count_weight(batching.weight, batching.split_batch(inputs, targets).trees(), batching.slices)
     except InputError:
         own = math.nan
     rows = torch.cat(pipe.ranks.gather_rows(torch.tensor([[copy, own]], dtype=torch.float64)))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks: the runs of units between places where a model may be cut.
 
-A profile is about blocks, in the order in which they run; a stage is a contiguous run of them. A block is named after
+A profile is about blocks, in the order in which they run; a stage is a contiguous run of them. If microbatches are cut
+into slices, blocks are those of the first slice, and all slices have the same ones. A block is named after
 the outermost module call that begins with it, or else after the one that has just ended. It is identified by a digest
 of what it computes: operations, shapes and dtypes, but no names. So the layers of a transformer have equal digests.
 
@@ -98,7 +99,7 @@ def _role(captured: Captured, value: Value) -> str:
 
 def require_blocks_of(pipe: Pipeline, blocks: Sequence[ModelBlock]) -> None:
     """Raise `InputError`, naming the first difference, unless a pipeline's model consists of these blocks."""
-    captured, model = pipe.training.assembly.captured, pipe.model
+    captured, model = pipe.training.assembly.captured.slice(0), pipe.model
     calls, places = Calls.of(captured, model), list[int]()
     for k, block in enumerate(blocks[1:], 1):
         place = calls.position_of(block.marks)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product, takewhile
 from math import ceil, inf
 from time import monotonic
@@ -42,6 +43,7 @@ from schedules import (
     offload,
     one_f_one_b,
     recompute,
+    seq_1f1b,
     simulate,
     v_half,
     v_min,
@@ -73,6 +75,8 @@ FACTORIES: Final[tuple[ScheduleFactory, ...]] = (
     *(interleaved_1f1b, four_chunks, interleaved_zero_bubble, gis, half_groups),
 )
 """Tried unless the user names schedules."""
+SLICED: Final = (seq_1f1b,)
+"""Tried for each number of slices unless the user names schedules."""
 TRIED_AT_START: Final = 40
 TRIED_LATER: Final = 2000
 """Of long lists of cuts, so many are looked at."""
@@ -116,6 +120,11 @@ class PlanProblem:
     def ranks(self) -> int:
         """The number of ranks."""
         return len(self.caps)
+
+    @property
+    def slices(self) -> int:
+        """The number of slices of a microbatch."""
+        return len(self.profile.parts)
 
     def is_over(self) -> bool:
         """Return whether time has run out."""
@@ -261,7 +270,7 @@ def find_peak(schedule: Schedule, rank: int, sizes: Sizes) -> float:
     """
     held = most = 0.0
     for action in schedule.actions(rank):
-        held += sizes.growth(action.kind, action.stage, schedule.backward)
+        held += sizes.growth(action.kind, action.stage, schedule.backward) / schedule.slices
         most = max(most, held)
     return most
 
@@ -337,24 +346,34 @@ def _neighbors(cuts: tuple[int, ...], problem: PlanProblem) -> Iterator[tuple[in
                 yield (*cuts[:k], moved, *cuts[k + 1 :])
 
 
+def list_factories(slices: Iterable[int]) -> list[ScheduleFactory]:
+    """Return the built-in schedules to try for these numbers of slices."""
+    numbers = sorted({*slices})
+    return [
+        *(FACTORIES if 1 in numbers else ()),
+        *(partial(factory, slices=n) for factory in SLICED for n in numbers if n > 1),
+    ]
+
+
 def list_candidates(
     problems: Iterable[PlanProblem], schedules: Iterable[Schedule | ScheduleFactory]
 ) -> Iterator[Candidate | str]:
     """Yield a candidate for every number of microbatches and every schedule, or why there is none."""
     for problem, factory in product(problems, schedules):
         try:
-            schedule = _make(factory, problem.ranks, problem.microbatches)
+            schedule = _make(factory, problem)
         except SizeError as error:
             yield str(error)
             continue
         yield start(problem, schedule) or _explain(schedule, problem)
 
 
-def _make(factory: Schedule | ScheduleFactory, ranks: int, microbatches: int) -> Schedule:
+def _make(factory: Schedule | ScheduleFactory, problem: PlanProblem) -> Schedule:
     """Return what a factory makes; a schedule as it is.
 
     Raise `SizeError` for other sizes, and `InputError` for what can't train a model in a pipeline.
     """
+    ranks, microbatches, slices = problem.ranks, problem.microbatches, problem.slices
     made: object = factory if isinstance(factory, Schedule) else factory(ranks, microbatches)
     if not isinstance(made, Schedule):
         raise InputError(
@@ -362,14 +381,10 @@ def _make(factory: Schedule | ScheduleFactory, ranks: int, microbatches: int) ->
             f"{microbatches} microbatches. Return one, or raise SizeError where there is none."
         )
     require_runnable(made)
-    if made.slices > 1:
-        raise InputError(
-            f"schedule: got {quote(made)} of {made.slices} slices, expected whole microbatches: a profile "
-            "has no costs of slices. Build a pipeline with it, and measure that."
-        )
     require_backward(made)
-    if (made.ranks, made.microbatches) != (ranks, microbatches):
-        raise SizeError.of("plan", "schedules", made, f"{ranks} ranks and {microbatches} microbatches", "Drop it.")
+    if (made.ranks, made.microbatches, made.slices) != (ranks, microbatches, slices):
+        cut = f" of {slices} slices" if max(slices, made.slices) > 1 else ""
+        raise SizeError.of("plan", "schedules", made, f"{ranks} ranks and {microbatches} microbatches{cut}", "Drop it.")
     return made
 
 

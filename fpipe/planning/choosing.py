@@ -37,7 +37,7 @@ IMPROVED: Final = 6
 """The number of candidates whose cuts are improved."""
 SHOWN: Final = 3
 MOST_CERTIFIED: Final = 2**16
-"""The stages of all microbatches in a program that is certified: about a minute's work."""
+"""The stages of all microbatches, or slices, in a program that is certified: about a minute's work."""
 
 
 class PlanProgress(NamedTuple):
@@ -190,7 +190,7 @@ def _conclude(search: Search, problems: Sequence[PlanProblem]) -> Plan:
 def _certify(best: Candidate) -> Certificate | None:
     """Return the certificate of a candidate's program; `None` for what certificates do not cover, or if it is long."""
     how = best.schedule
-    if how.stages * how.microbatches > MOST_CERTIFIED:
+    if how.stages * how.microbatches * how.slices > MOST_CERTIFIED:
         return None
     try:
         return certify(how, best.problem.costs(best.cuts), best.problem.sizes(how.placement, best.cuts))
@@ -246,7 +246,8 @@ def _estimate_alternatives(problems: Sequence[PlanProblem]) -> tuple[RunnerUp, R
         seconds = float(ranges.seconds("F")[whole] + ranges.seconds("B")[whole])
         summing = 2 * (ranks - 1) * (parameters / ranks / profile.link.bandwidth + profile.link.latency)
         total, share = one.microbatches * seconds, -(-one.microbatches // ranks) * seconds + summing
-        name = f"{one.microbatches} microbatches on one device"
+        cut = f" of {one.slices} slices" if one.slices > 1 else ""
+        name = f"{one.microbatches} microbatches{cut} on one device"
         alone.append(RunnerUp(name, total + profile.step, held, held <= max(one.caps)))
         copies.append(RunnerUp(f"a copy on each of {ranks} devices", share + profile.step, held, held <= min(one.caps)))
     first, second = (min(found, key=lambda one: (not one.fits, one.seconds)) for found in (alone, copies))

@@ -19,7 +19,7 @@ from time import monotonic
 from typing import Any
 
 from fpipe.errors import InputError
-from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
+from fpipe.planning.candidates import PlanProblem, ScheduleFactory, list_factories
 from fpipe.planning.choosing import choose, say_progress
 from fpipe.planning.make import parse_bytes, parse_caps, plan
 from fpipe.planning.plan import Plan
@@ -39,6 +39,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=int, help="the number of ranks", metavar="P")
     parser.add_argument("--microbatches", type=_read_numbers, help="the numbers to try", metavar="M,M,...")
+    parser.add_argument("--slices", type=_read_numbers, help="the numbers of slices to try", metavar="N,N,...")
     parser.add_argument("--memory", help="the memory limit of a rank, such as 80GB", metavar="BYTES")
     parser.add_argument("--host", help="how fast activations move to the host, such as 25GB", metavar="BYTES/S")
     parser.add_argument("--schedules", type=_read_names, help="the schedules to try", metavar="NAME,NAME,...")
@@ -84,6 +85,7 @@ def _make_plan(options: argparse.Namespace) -> Plan:
     given: dict[str, Any] = {
         "ranks": options.ranks,
         "microbatches": options.microbatches,
+        "slices": options.slices,
         "memory": options.memory,
         "host": options.host,
         "schedules": options.schedules and [find_factory(name) for name in options.schedules],
@@ -132,6 +134,11 @@ def _plan_profile(path: Path, given: Mapping[str, Any], seconds: float) -> Plan:
     host = parse_bytes("host", given["host"]) if "host" in given else 0.0
     problem = PlanProblem.of(profile, numbers[0], parse_caps(given.get("memory"), ranks), host=host)
     problem = problem.pin(given.get("cuts", ()))
-    factories: tuple[ScheduleFactory, ...] = tuple(given.get("schedules", FACTORIES))
+    if given.get("slices", (problem.slices,)) != (problem.slices,):
+        raise InputError(
+            f"{path}: got slices={[*given['slices']]}, expected {problem.slices}, for which the profile is. Leave out "
+            "--slices."
+        )
+    factories: tuple[ScheduleFactory, ...] = tuple(given.get("schedules", list_factories([problem.slices])))
     with showing("plan"):
         return choose([problem], factories, seconds=seconds, report=say_progress, ordered="schedules" not in given)

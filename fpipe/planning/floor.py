@@ -6,7 +6,8 @@ block runs for every microbatch on some rank, and blocks run one after the other
 
 Each bound is proved in its function's docstring. Recomputation only adds work, but a checkpointed forward may end
 earlier than another. Costs are those of the profile: an action takes a fixed time, and the sum over its blocks. What a
-step takes outside of its actions comes on top of each bound.
+step takes outside of its actions comes on top of each bound. If microbatches are cut into slices, each slice takes its
+part of all times, and the first one is the first that goes forward, and the last that comes back.
 
 Runs when a plan is made.
 """
@@ -46,12 +47,14 @@ def bound_plans(problem: PlanProblem, *, split: bool, single: bool, copies: int 
 class _Times:
     """The least times of the first k blocks, and what is fixed.
 
-    `forward` is that of a forward that others wait for, `input_half` likewise, and `work` that of all passes.
+    `forward` is that of a forward that others wait for, `input_half` likewise, and `work` that of all passes. Of these,
+    the first slice takes the part `first`, and the longest one `longest`.
     """
 
     def __init__(self, profile: Profile, split: bool, recomputed: bool) -> None:
         sums, fixed = profile.ranges.sums, profile.fixed
         fastest = min((factor for _, factor in profile.link.slow), default=1.0)
+        self.first, self.longest = profile.parts[0], max(profile.parts)
         self.latency = profile.link.latency * min(1.0, fastest)
         self.forward = _least(sums["F"], sums["C"]) if recomputed else sums["F"]
         whole = sums["B"]
@@ -82,20 +85,20 @@ def _bound_work(times: _Times, ranks: int, microbatches: int, copies: int) -> Re
     ranks is at most `ranks` times the makespan.
     """
     work = microbatches * (float(times.work[-1]) + -(-ranks // copies) * times.fixed)
-    wait = sum(float(times.forward[min(k // copies, len(times.forward) - 1)]) for k in range(ranks))
+    wait = times.first * sum(float(times.forward[min(k // copies, len(times.forward) - 1)]) for k in range(ranks))
     text = f"{ranks} ranks share {work:.6g} s of work, and wait {wait:.6g} s for their first inputs"
     return Reason((work + wait) / ranks, text)
 
 
 def _bound_chain(times: _Times, ranks: int, copies: int) -> Reason:
-    """Return the time of one microbatch alone: every block forward, and back through all of them.
+    """Return the time of one microbatch alone, or its longest slice: every block forward, and back through all of them.
 
     Proof. Each pass needs the one before. With at least `ranks / copies` stages, there are as many fixed times. If each
     stage is on one rank, the microbatch visits all ranks, with a transfer between any two, forward and back; the
     fastest link is the least that it takes.
     """
-    blocks = float(times.forward[-1] + times.input_half[-1])
-    fixed = -(-ranks // copies) * (times.fixed_forward + times.fixed_input)
+    blocks = times.longest * float(times.forward[-1] + times.input_half[-1])
+    fixed = times.longest * -(-ranks // copies) * (times.fixed_forward + times.fixed_input)
     transfers = 2 * (ranks - 1) * times.latency if copies == 1 else 0.0
     text = f"one microbatch takes {blocks + fixed:.6g} s from end to end, and its transfers {transfers:.6g} s"
     return Reason(blocks + fixed + transfers, text)
@@ -109,11 +112,11 @@ def _bound_block(times: _Times, microbatches: int, split: bool) -> Reason:
     blocks before it; after its last backward, the cotangent goes back through them, unless the last pass is a half
     that nothing waits for.
     """
-    tail = times.forward.new_zeros(()) if split else times.backward
-    passes = microbatches * (times.work.diff() + times.fixed)
-    total = times.forward[:-1] + passes + (tail if split else tail[:-1])
+    tail = times.forward.new_zeros(()) if split else times.first * times.backward
+    passes, wait = microbatches * (times.work.diff() + times.fixed), times.first * times.forward
+    total = wait[:-1] + passes + (tail if split else tail[:-1])
     k = int(total.argmax())
-    text = f"block {k} takes {float(passes[k]):.6g} s, after {float(times.forward[k]):.6g} s until its first input"
+    text = f"block {k} takes {float(passes[k]):.6g} s, after {float(wait[k]):.6g} s until its first input"
     return Reason(float(total[k]), text)
 
 
@@ -125,7 +128,7 @@ def _bound_stages(times: _Times, ranks: int, microbatches: int, split: bool) -> 
     nothing waits for. All of that depends on the stage alone, so the bottleneck partition finds the least.
     """
     work = times.work[None, :] - times.work[:, None]
-    cost = times.forward[:, None] + microbatches * (work + times.fixed)
-    cost = cost if split else cost + times.backward[:, None]
+    cost = times.first * times.forward[:, None] + microbatches * (work + times.fixed)
+    cost = cost if split else cost + times.first * times.backward[:, None]
     text = "for any cuts, a rank's wait for its first input and its work take that long"
     return Reason(bottleneck(cost, ranks), text)

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 from fpipe.pipelines.footprint import (
@@ -79,7 +80,8 @@ class BlockMemory:
     """The memory of the blocks of a model, for a microbatch.
 
     - `activation`, `residual`: what is kept after a forward, and after the input half of a backward.
-    - `arrivals`: what stages get from earlier ones. `versions`: per block, the bytes of the buffers that it modifies.
+    - `arrivals`: what stages get from earlier ones. `versions`: per block, the bytes of the buffers that it modifies,
+      and of what it gets from the slice before.
     """
 
     activation: tuple[Spread, ...]
@@ -93,13 +95,17 @@ class BlockMemory:
         storage = observe(assembly.captured).storage
         activation, residual, versions = MemoryPieces(), MemoryPieces(), [0] * len(assembly.stages)
         entering = list[tuple[int, int, int, Hashable, bool]]()
+        count = len(assembly.stages)
         for stage, found in zip(assembly.stages, holdings, strict=True):
             s, names = stage.index, _crossing_names(assembly, stage, storage)
-            senders = {value: p for p, values in assembly.sections[s].earlier.items() for value in values}
+            # Sections are numbered through all slices: a value from this stage is a carry.
+            senders = {value: p % count for p, values in assembly.sections[s].earlier.items() for value in values}
             sources = [senders[value] for one in stage.gets for value in one.values]
             for k, (held, crossing, unsaved) in enumerate(found):
                 known = [names[what][number] for what, number in crossing] or [("own", s, k)]
                 got = [number for what, number in crossing if what == "gets"]
+                if s in (sources[number] for number in got):
+                    got, unsaved = [], False
                 activation.add(s, known, 0 if unsaved else held.activation)
                 residual.add(s, known, held.residual)
                 versions[s] += 0 if got else held.inputs
@@ -114,6 +120,27 @@ class BlockMemory:
             _spread(residual.pieces()),
             tuple(Arrival(source, target, size, saved) for (source, target, saved), size in sorted(arrivals.items())),
             tuple(versions),
+        )
+
+    @classmethod
+    def join(cls, slices: Sequence[BlockMemory]) -> BlockMemory:
+        """Return the memory of the blocks for a microbatch, given that for each slice of it."""
+        if len(slices) == 1:
+            return slices[0]
+        held = [defaultdict[tuple[int, ...], int](int), defaultdict[tuple[int, ...], int](int)]
+        arrivals = defaultdict[tuple[int, int, int], int](int)
+        for one in slices:
+            for sizes, spreads in zip(held, (one.activation, one.residual), strict=True):
+                for size, blocks in spreads:
+                    sizes[blocks] += size
+            for source, target, size, saved in one.arrivals:
+                arrivals[source, target, saved] += size
+        activation, residual = (tuple(Spread(size, blocks) for blocks, size in sorted(one.items())) for one in held)
+        return cls(
+            activation,
+            residual,
+            tuple(Arrival(source, target, size, saved) for (source, target, saved), size in sorted(arrivals.items())),
+            tuple(map(sum, zip(*[one.versions for one in slices], strict=True))),
         )
 
 
@@ -194,13 +221,26 @@ def _crossing_names(
 def find_hops(assembly: Assembly) -> tuple[Hop, ...]:
     """Return what passes between the stages of an assembly, per microbatch, if each is on a rank of its own."""
     forward, back = (defaultdict[tuple[int, int], int](int) for _ in range(2))
+    count = len(assembly.stages)
     sizes = {value: size for stage in assembly.stages for value, size in _sizes(stage.gives)}
     for s, section in enumerate(assembly.sections):
         for t, values in section.later.items():
-            forward[s, t] += sum(sizes.get(value, 0) for value in values)  # a parameter is not sent
+            forward[s, t % count] += sum(sizes.get(value, 0) for value in values)  # a parameter is not sent
         for one in assembly.stages[s].pulls:
             back[one.target, s] += sum(size for _, size in _sizes([one]))
+    for edges in forward, back:
+        for s in range(count):
+            edges.pop((s, s), None)  # a carry stays on its rank
     return tuple(Hop(*ends, forward[ends], back[ends]) for ends in sorted({*forward, *back}))
+
+
+def join_hops(slices: Iterable[Sequence[Hop]]) -> tuple[Hop, ...]:
+    """Return what passes between stages in one message at most, given that of each slice."""
+    found: dict[tuple[int, int], Hop] = {}
+    for hop in chain.from_iterable(slices):
+        other = found.get(hop[:2], hop)
+        found[hop[:2]] = hop._replace(forward=max(hop.forward, other.forward), back=max(hop.back, other.back))
+    return tuple(hop for _, hop in sorted(found.items()))
 
 
 def _sizes(crossings: Iterable[StageCrossing]) -> Iterator[tuple[Value, int]]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from inspect import signature
+from itertools import product
 from math import inf, isnan
 from typing import Any, Final, TypeAlias
 
@@ -23,7 +24,7 @@ from fpipe.pipelines.argument_checks import require_count
 from fpipe.pipelines.builder import Model, make_batchings
 from fpipe.pipelines.description import format_bytes
 from fpipe.pipelines.options import Microbatching, gather_fields
-from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
+from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory, list_factories
 from fpipe.planning.choosing import PlanProgress, choose, say_progress
 from fpipe.planning.kept import KeptFile, KeptPlan
 from fpipe.planning.plan import Plan
@@ -34,7 +35,7 @@ from fpipe.record.objective import Loss
 from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.tree import flatten
 from fpipe.weights.files import as_path
-from schedules import Schedule
+from schedules import Schedule, SizeError
 from schedules.arguments import MOST_STAGES, each, takes
 from schedules.status import showing
 
@@ -57,6 +58,7 @@ def plan(
     loss: Loss | None = None,
     memory: Amount | Sequence[Amount] | None = None,
     microbatches: int | Iterable[int] | None = None,
+    slices: int | Iterable[int] | None = None,
     schedules: Schedule | Iterable[Schedule | ScheduleFactory] | None = None,
     cuts: Iterable[str] = (),
     stages: Iterable[tuple[str | None, str | None]] = (),
@@ -69,8 +71,8 @@ def plan(
 ) -> Plan:
     """Choose cuts, schedule, recomputation and number of microbatches for a model; return the `Plan`.
 
-    The model is measured by `fpipe.profile`, once for each number of microbatches; then schedules are simulated. In one
-    process, no links are measured, and transfers take no time unless you pass `link`.
+    The model is measured by `fpipe.profile`, once for each number of microbatches and slices; then schedules are
+    simulated. In one process, no links are measured, and transfers take no time unless you pass `link`.
 
     - `model`, `example`, `targets`, `loss`: as for `fpipe.pipeline`. The batch is that of a whole step.
     - `ranks`: their number, or a mesh whose dimension `pp` has so many.
@@ -80,6 +82,8 @@ def plan(
     - `host`: the bytes per second at which a rank can move activations to its host and back, such as "25GB"; a plan may
       then offload if memory is short (`schedules.offload`). All stages have to be recorded.
     - `microbatches`: the numbers to try; by default 1, 2, 4 and 8 per rank, if the batch has enough rows.
+    - `slices`: for a model with a carry, the numbers of slices of its sequence to try, such as `(1, 2, 4)`; 1 is for
+      whole sequences. By default, those that `schedules` have.
     - `schedules`: the schedules to try: factories `(ranks, microbatches) -> Schedule`, or schedules.
     - `cuts`: names of modules at which a stage must begin. `stages`: pairs of names, for stages that must be: each
       begins at the first module and ends before the second. `None` stands for the beginning or end of the model.
@@ -118,6 +122,7 @@ def plan(
         _require_positive("weights", weights)
         speed = parse_bytes("host", host) if host else 0.0
         _require_positive("seconds", seconds)
+        cut = _read_slices(slices, listed, count, numbers, profile)
         if profile is not None and len(numbers) != 1:
             raise InputError(
                 f"microbatches: got {numbers} with a profile, expected one number: a profile is for microbatches of "
@@ -125,13 +130,15 @@ def plan(
             )
         pins = {"cuts": cuts, "stages": stages}
         same = {"ranks": count, "memory": caps, "microbatches": numbers, "schedules": listed}
-        same |= {"weights": weights, "host": speed, "seconds": seconds}
+        same |= {"slices": cut, "weights": weights, "host": speed, "seconds": seconds}
         job.agree(lambda: [Field.of(name, describe_value(value)) for name, value in same.items()])
     if profile is not None:
         _require_profile_of(profile, model, example, targets, numbers[0], **options)
     problems = []
-    for number in numbers:
-        found = profile or measure(model, example, targets, loss=loss, microbatches=number, **options)
+    if schedules is None:
+        listed = list_factories(cut)
+    for number, n in product(numbers, cut):
+        found = profile or measure(model, example, targets, loss=loss, microbatches=number, slices=n, **options)
         problems.append(PlanProblem.of(found, number, caps, weights, speed).pin(cuts, stages))
     file = None
     if options.get("cache") is not None and schedules is None:
@@ -212,6 +219,32 @@ def _read_microbatches(
         require_count("microbatches", number)
     if not numbers:
         raise InputError("microbatches: got none, expected at least one number. Leave the argument out for a choice.")
+    return sorted(set(numbers))
+
+
+def _read_slices(
+    slices: Any,
+    schedules: Sequence[Schedule | ScheduleFactory],
+    ranks: int,
+    microbatches: Sequence[int],
+    profile: Profile | None,
+) -> list[int]:
+    """Return the numbers of slices to choose from, ascending: by default those of the schedules, or of the profile."""
+    if slices is None and isinstance(profile, Profile):
+        return [len(profile.parts)]
+    if slices is None:
+        found = {1} if schedules is FACTORIES else set[int]()
+        for one, number in product(schedules, microbatches) if not found else ():
+            with suppress(SizeError):
+                found.add(getattr(one if isinstance(one, Schedule) else one(ranks, number), "slices", 1))
+        return sorted(found or {1})
+    several = [slices] if isinstance(slices, int) else each("slices", slices, object, InputError)
+    numbers = [*several]
+    for number in numbers:
+        require_count("slices", number)
+    if not numbers or (isinstance(profile, Profile) and numbers != [len(profile.parts)]):
+        known = f"{len(profile.parts)}, for which the profile is" if numbers and profile is not None else "at least one"
+        raise InputError(f"slices: got {numbers}, expected {known}. Correct it, or leave it out.")
     return sorted(set(numbers))
 
 

@@ -126,7 +126,12 @@ def list_placements(islands: Islands) -> Iterator[Placement]:
 
 
 def place_on_islands(problem: PlanProblem) -> Iterator[Candidate]:
-    """Yield a candidate for each placement on islands of ranks, if there are several, with an order of its own."""
+    """Yield a candidate for each placement on islands of ranks, if there are several, with an order of its own.
+
+    There are none for slices, since a search orders whole microbatches.
+    """
+    if problem.slices > 1:
+        return
     ranges = problem.profile.ranges
     work = ranges.seconds("F") + ranges.seconds("I") + ranges.seconds("W")
     for placement in list_placements(find_islands(problem.profile.link, problem.ranks)):

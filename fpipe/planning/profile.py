@@ -52,7 +52,7 @@ PROFILE_FORMAT: Final = Format("profile", 1, "Profile the model again.")
 MOST_BLOCKS: Final = 10_000
 """More blocks than any model has; tables of all their runs would still fit into memory."""
 SEPARATOR: Final = "; "
-BY_DEVICE: Final = ("device", "times", "fixed", "step", "link")
+BY_DEVICE: Final = ("device", "times", "fixed", "step", "slices", "link")
 """The fields in which profiles of one model may differ."""
 CutPlaces: TypeAlias = Iterable[str | int]
 """Where stages after the first begin: names of module calls, or numbers of blocks, ascending."""
@@ -118,6 +118,7 @@ class Profile:
     - `hops`: what passes between blocks; `arrivals`: what a stage holds of it.
     - `activation`, `residual`: the memory that blocks save in a forward, and keep after the input half of a backward.
     - `versions`: per block, the bytes of the buffers that it modifies; `parameters`: the memory of parameters.
+    - `slices`: the seconds that each slice of a microbatch takes in the uncut model; empty for whole microbatches.
     - `link`: the time of transfers between ranks.
     """
 
@@ -135,6 +136,7 @@ class Profile:
     arrivals: tuple[Arrival, ...]
     versions: tuple[int, ...]
     parameters: tuple[Spread, ...]
+    slices: tuple[float, ...] = ()
     link: Link = INSTANT
 
     def __post_init__(self) -> None:
@@ -195,7 +197,13 @@ class Profile:
             kind: tuple([float(sums[stop] - sums[start]) + fixed for start, stop in stages])
             for (kind, sums), fixed in zip(self.ranges.sums.items(), self.fixed, strict=True)
         }
-        return Costs(**found, comm=0 if self.link == INSTANT else link)
+        return Costs(**found, comm=0 if self.link == INSTANT else link, slices=self.slices if any(self.slices) else ())
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """The part of the time of a microbatch that each slice takes; 1 for a whole one."""
+        whole = sum(self.slices)
+        return tuple([one / whole if whole else 1 / len(self.slices) for one in self.slices]) or (1.0,)
 
     def stage_link(self, cuts: CutPlaces) -> Link:
         """Return the link with the bytes that each stage sends another in one message; of several, the largest."""
@@ -256,6 +264,8 @@ class Profile:
                 f"microbatch: got a profile for {self.microbatch}, expected one for {expected}, as the pipeline cuts "
                 "its example. Profile the model for this batch and number of microbatches."
             )
+        if len(self.parts) != pipe.captures.slices:
+            raise _other_slices("slices", self.parts, range(pipe.captures.slices))
         require_blocks_of(pipe, self.blocks)
 
     def merge(self, *others: Profile) -> Profile:
@@ -266,6 +276,8 @@ class Profile:
         """
         for k, other in enumerate(others):
             _require_same_model(other, self, f"others[{k}]")
+            if len(other.slices) != len(self.slices):
+                raise _other_slices(f"others[{k}].slices", other.parts, self.parts)
         every = (self, *others)
         return replace(
             self,
@@ -273,6 +285,7 @@ class Profile:
             times=tuple(_slowest(rows) for rows in zip(*[one.times for one in every], strict=True)),
             fixed=_slowest([one.fixed for one in every]),
             step=max(one.step for one in every),
+            slices=tuple(map(max, zip(*[one.slices for one in every], strict=True))),
             link=_slowest_link([one.link for one in every]),
         )
 
@@ -297,6 +310,13 @@ class Profile:
 
     def __str__(self) -> str:
         return _describe(self)
+
+
+def _other_slices(where: str, got: Sequence[object], expected: Sequence[object]) -> InputError:
+    return InputError(
+        f"{where}: got a profile for {len(got)} slices of a microbatch, expected {len(expected)}. Profile the model "
+        f"with slices={len(expected)}."
+    )
 
 
 def _require_existing_blocks(profile: Profile) -> None:
@@ -371,6 +391,11 @@ def _describe(profile: Profile) -> str:
         f"Profile of {profile.model}: {len(profile.blocks)} blocks, differentiated {profile.backward}",
         f"microbatch  {_shorten(profile.microbatch, 84)}",
         f"device      {_shorten(profile.device, 84)}",
+        *(
+            [f"slices      take {', '.join(f'{part:.0%}' for part in profile.parts)} of the time"]
+            if profile.slices
+            else []
+        ),
         f"an action   takes {fixed} ms, and the sum over the blocks of its stage",
         *([f"a step      takes {_ms(profile.step)} ms besides its actions"] if profile.step else []),
         *([f"a transfer  takes {_describe_link(profile.link)}"] if profile.link != INSTANT else []),

@@ -42,10 +42,11 @@ from fpipe.planning.cut_model import (
     time_blocks,
     training_variant_here,
 )
-from fpipe.planning.holdings import BlockMemory, find_hops, find_parameters
+from fpipe.planning.holdings import BlockMemory, find_hops, find_parameters, join_hops
 from fpipe.planning.kept import KeptFile, KeptProfile
 from fpipe.planning.links import MESSAGE_SIZES, fit_link
 from fpipe.planning.profile import PROFILE_FORMAT, Profile
+from fpipe.planning.ranges import add_times
 from fpipe.planning.roofline import Roofline, calibrate
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.objective import Loss
@@ -71,6 +72,7 @@ def profile(
     *,
     loss: Loss | None = None,
     microbatches: int = 1,
+    slices: int = 1,
     cuts: CutsArgument = None,
     microbatching: Microbatching = Microbatching(),
     recording: Recording = Recording(),
@@ -85,6 +87,8 @@ def profile(
     """Measure what each piece of a model costs, between all places where it may be cut; return the `Profile`.
 
     - `model`: a model as `fpipe.pipeline` takes it, or a pipeline. `example`, `targets`: a batch with values.
+    - `slices`: the number of slices of each microbatch's sequence, for a model with a carry. The profile is then for
+      schedules with so many: it has the time of whole microbatches, and what part of it each slice takes.
     - `cuts`: where stages may begin, as for `fpipe.pipeline`; by default wherever they can. Fewer places mean larger
       blocks, and a shorter table.
     - `source`: the values of parameters and buffers, as for `pipe.init`; by default those of the model.
@@ -120,7 +124,7 @@ def profile(
     >>> simulate(gpipe(ranks=2, microbatches=3), measured.costs(["2"])).makespan > 0
     True
     """
-    given = ModelArguments(loss, microbatches, microbatching, recording, gradients)
+    given = ModelArguments(loss, microbatches, slices, microbatching, recording, gradients)
     asked = Asked((example, targets), cuts, source, device, link, seconds, cache)
     if isinstance(model, Pipeline):
         with model.ranks.enter_call("profile"):
@@ -130,8 +134,8 @@ def profile(
             return _profile_together(model.ranks, take_alone(model, example, targets), asked)
     with enter_job("profile") as job:
         _require_profile(locals())
-        module = as_module(model)
-        job.agree(lambda: [Field.of("arguments", describe_value({"microbatches": microbatches, **asked.describe()}))])
+        module, same = as_module(model), {"slices": slices, **asked.describe()}
+        job.agree(lambda: [Field.of("arguments", describe_value({"microbatches": microbatches, **same}))])
         ranks = _join(job, find_home(example, targets), group)
     with ranks.enter_call("profile"):
         alone = given.build(module, example, targets)
@@ -199,6 +203,7 @@ def _name_file(cache: Path, ranks: Ranks, model: CutModel, alone: Pipeline, aske
         f"{asked.seconds} s, {len(ranks.processes)} processes, {asked.link}",
         *describe_value(alone.planner.backend),
         *[f"{block.marks} {block}" for block in model.blocks],
+        *[str(block) for k in range(1, model.slices) for block in model.blocks_of(k)],
     )
     return KeptFile.of(cache, KeptProfile, lines)
 
@@ -259,16 +264,21 @@ def _describe_microbatch(model: CutModel) -> str:
 def _profile(alone: Pipeline, model: CutModel, asked: Asked) -> Profile:
     """Return the profile of a pipeline of one stage, as this process finds it."""
     if asked.device is None and asked.source is not None:
-        holdings, _ = measure_blocks(model, None)
+        measured = measure_blocks(model, None)
         params, buffers = alone.init(asked.source)
         with suspend_autocast(TRAINING):
-            times, fixed = time_blocks(model, params, buffers, alone.device, asked.seconds)
+            times, fixed, slices = time_blocks(model, params, buffers, alone.device, asked.seconds)
         outside, where = _time_outside(alone, params, buffers, asked.batch), _describe_device(alone.device)
     else:
         roofline = asked.device or calibrate(alone.device, _main_dtype(alone))
-        holdings, estimated = measure_blocks(model, roofline)
-        times, fixed, outside, where = tuple(estimated), NO_TIMES, 0.0, f"estimated by {roofline}"
-    assembly = model.finest.assembly
+        measured = measure_blocks(model, roofline)
+        each = [[one.times for one in row] for row in measured]
+        times, slices = (
+            tuple(map(add_times, zip(*each, strict=True))),
+            tuple(one.F + one.B for one in map(add_times, each)),
+        )
+        fixed, outside, where = NO_TIMES, 0.0, f"estimated by {roofline}"
+    held = [BlockMemory.of(cut, [one.holdings for one in row]) for cut, row in zip(model.cuts, measured, strict=True)]
     return Profile(
         model=type(alone.model).__name__,
         microbatch=_describe_microbatch(model),
@@ -278,9 +288,10 @@ def _profile(alone: Pipeline, model: CutModel, asked: Asked) -> Profile:
         times=times,
         fixed=fixed,
         step=outside,
-        hops=find_hops(assembly),
-        parameters=find_parameters(assembly),
-        **vars(BlockMemory.of(assembly, holdings)),
+        hops=join_hops(map(find_hops, model.cuts)),
+        parameters=find_parameters(model.cuts[0]),
+        slices=slices if len(slices) > 1 else (),
+        **vars(BlockMemory.join(held)),
     )
 
 

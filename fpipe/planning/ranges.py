@@ -36,6 +36,11 @@ TIMED: Final = ActionTimes._fields
 """The kinds of actions that are timed; a recomputation takes as long as a forward."""
 
 
+def add_times(times: Iterable[ActionTimes]) -> ActionTimes:
+    """Return the times of all of these actions in all, by kind."""
+    return ActionTimes(*map(sum, zip(*times, strict=True)))
+
+
 class Spread(NamedTuple):
     """Memory that several blocks use: a stage with any of these blocks holds the bytes once."""
 

@@ -17,6 +17,9 @@ Two microbatches are in flight at once, so every other action is of the same sta
 schedules that run many in a row, and of those that never do. The first two do not count: they add their gradients to no
 others.
 
+If microbatches are cut into slices, an action of a microbatch takes as long as those of its slices do in all. What part
+of it each slice takes is that of the uncut model.
+
 Runs when a model is profiled.
 """
 
@@ -46,6 +49,8 @@ from schedules import Action, B, C, F, I, Placement, R, Span, W, schedule
 FEWEST_TURNS, MOST_TURNS, WARM_UP = 2, 50, 1
 Samples: TypeAlias = dict[tuple[str, int], list[float]]
 """Seconds that actions took, by kind and stage."""
+SliceSamples: TypeAlias = dict[int, Samples]
+"""The same for each slice of a microbatch."""
 
 
 def alternating(ranks: int, stages: int = 2) -> Placement:
@@ -58,23 +63,24 @@ def alternating(ranks: int, stages: int = 2) -> Placement:
 
 
 @schedule(placement=alternating)
-def two_at_a_time(rank: int, ranks: int, microbatches: int, stages: int) -> Iterator[Action]:
+def two_at_a_time(rank: int, ranks: int, microbatches: int, stages: int, slices: int = 1) -> Iterator[Action]:
     """Run two microbatches after the other two: backwards whole, then in halves, then of checkpointed forwards.
 
     >>> how = two_at_a_time(ranks=1, microbatches=8, stages=1)
     >>> print(*[action for action in how.actions(0) if action.microbatch % 2])
     0F1 0B1 0F3 0B3 0F5 0I5 0W5 0C7 0R7 0B7
     """
-    mine = range(rank, stages, ranks)
+    mine, parts = range(rank, stages, ranks), range(slices) if slices > 1 else [None]
     for first in range(0, microbatches, 2):
         pair, turn = (first, first + 1), first // 2 - 1
-        yield from (C(s, i) if turn == 2 else F(s, i) for s in mine for i in pair)
-        for s in reversed(mine):
-            for i in pair:
+        yield from (C(s, i, k) if turn == 2 else F(s, i, k) for s in mine for i in pair for k in parts)
+        back = [(s, [(i, k) for i in pair for k in reversed(parts)]) for s in reversed(mine)]
+        for s, units in back:
+            for i, k in units:
                 if turn == 2:
-                    yield R(s, i)
-                yield I(s, i) if turn == 1 else B(s, i)
-        yield from (W(s, i) for s in reversed(mine) for i in pair if turn == 1)
+                    yield R(s, i, k)
+                yield I(s, i, k) if turn == 1 else B(s, i, k)
+        yield from (W(s, i, k) for s, units in back for i, k in units if turn == 1)
 
 
 MICROBATCHES: Final = 8
@@ -90,15 +96,19 @@ class TimedPlan(NamedTuple):
     @classmethod
     def of(cls, plan: StepPlan, params: State, buffers: State, leaves: Mapping[int, Tensor]) -> TimedPlan:
         """Return the subject for these values; `leaves` are those of the batch's first microbatch, by number."""
-        stages = plan.assembly.stages
-        weights = {stage.index: stage.leaves(params) for stage in stages}
-        held = {stage.index: tuple([buffers[name] for name in stage.buffers]) for stage in stages}
-        feeds = [feed(stage, {leaf: [leaves[leaf]] for leaf in stage.batch}, buffers) for stage in stages]
+        slices = [cut.stages for cut in plan.assemblies[: plan.slices]]
+        weights = [{stage.index: stage.leaves(params) for stage in stages} for stages in slices]
+        held = {stage.index: tuple([buffers[name] for name in stage.buffers]) for stage in plan.assembly.stages}
+        feeds = [
+            [feed(stage, {leaf: [leaves[leaf]] for leaf in stage.batch}, buffers) for stage in stages]
+            for stages in slices
+        ]
 
-        def batch(stage: int, microbatch: int) -> Tensors:
-            return feeds[stage](0)
+        def batch(stage: int, unit: int) -> Tensors:
+            return feeds[unit % len(feeds)][stage](0)
 
-        return cls(plan, Inputs([weights] * MICROBATCHES, [held] * MICROBATCHES, batch, make_keys(plan, seed=0)))
+        keys, units = make_keys(plan, seed=0), len(plan.assemblies)
+        return cls(plan, Inputs(weights * MICROBATCHES, [held] * units, batch, keys))
 
     def run(self, device: torch.device) -> Iterator[tuple[Action, float]]:
         """Run it once; yield each action that counts, with the seconds that it took."""
@@ -112,19 +122,39 @@ class TimedPlan(NamedTuple):
                 yield span.action, span.end - before.end
 
 
-def time_actions(subjects: Sequence[TimedPlan], device: torch.device, seconds: float) -> list[Samples]:
+def time_actions(subjects: Sequence[TimedPlan], device: torch.device, seconds: float) -> list[SliceSamples]:
     """Return how long the actions of each subject took, in turns that last about so many `seconds` in all."""
-    found: list[Samples] = [defaultdict(list) for _ in subjects]
+    found: list[SliceSamples] = [defaultdict(lambda: defaultdict(list)) for _ in subjects]
     begin = perf_counter()
     with postpone_collection():
         for turn in range(WARM_UP + MOST_TURNS):
             for subject, samples in zip(subjects, found, strict=True):
                 for action, took in subject.run(device):
                     if turn >= WARM_UP:
-                        samples[action.kind, action.stage].append(took)
+                        samples[action.slice or 0][action.kind, action.stage].append(took)
             if turn + 1 >= WARM_UP + FEWEST_TURNS and perf_counter() - begin > seconds:
                 break
     return found
+
+
+def sum_slices(samples: SliceSamples) -> Samples:
+    """Return the samples of whole microbatches: the sums of the shortest of each slice, of the next ones, and so on.
+
+    >>> sum_slices({0: {("F", 0): [2.0, 1.0]}, 1: {("F", 0): [3.0, 4.0]}})
+    {('F', 0): [4.0, 6.0]}
+    """
+    rows = {key: zip(*[sorted(one[key]) for one in samples.values()], strict=True) for key in samples[0]}
+    return {key: [sum(parts) for parts in row] for key, row in rows.items()}
+
+
+def time_slices(whole: SliceSamples) -> tuple[float, ...]:
+    """Return the seconds that each slice takes in the uncut model, forward and backward; nothing for a single one.
+
+    >>> time_slices({0: {("F", 0): [1.0, 2.0, 3.0], ("B", 0): [5.0]}, 1: {("F", 0): [4.0], ("B", 0): [8.0]}})
+    (7.0, 12.0)
+    """
+    times = [sum(median(one[kind, 0]) for kind in "FB") for _, one in sorted(whole.items())]
+    return tuple(times) if len(times) > 1 else ()
 
 
 def fit_times(

@@ -168,7 +168,8 @@ class Objective:
                 continue
             wanted = of_targets.unflatten(slicing.cut(k, rest, len(first)))
             divisor = self.divisor / slicing.share(k, [*first, *rest])
-            value, aux = scale_loss(self.loss, outputs, wanted, scale, divisor)
+            own = scale if scale is None or slicing.count == 1 else scale[k]
+            value, aux = scale_loss(self.loss, outputs, wanted, own, divisor)
             total = value if total is None else total + value
             parts.append((outputs, aux))
         if slicing.count == 1:

@@ -20,8 +20,6 @@ Runs in every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from functools import partial
-from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -103,6 +101,7 @@ class Instruction(NamedTuple):
     """At most one compute action, linked to its stage, and the transfers around it.
 
     - `position`, `action`: the compute action and its position in the program; without one, those of the last transfer.
+    - `unit`: the stage of the action, and the number of its microbatch, or slice of one.
     - `receives`: receives to post first.
     - `waits`: numbers of the sends to wait for and free. `awaited`: numbers of the messages, and the
       collectives, to wait for, in the order of the handler's arguments.
@@ -112,6 +111,7 @@ class Instruction(NamedTuple):
 
     position: int
     action: Action
+    unit: tuple[int, int]
     stage: StageLike
     handler: ActionHandler
     receives: tuple[Transfer, ...]
@@ -122,30 +122,19 @@ class Instruction(NamedTuple):
 
 
 class LinkedProgram(NamedTuple):
-    """One rank's program, linked to its stages; every microbatch has this many slices."""
+    """One rank's program, linked to its stages."""
 
     stages: tuple[int, ...]
     channels: tuple[Route, ...]
     instructions: tuple[Instruction, ...]
-    slices: int = 1
-
-
-WHOLE_UNIT: Any = itemgetter(1, 2)
-"""Return the stage and the microbatch of an action."""
-
-
-def unit_of_slice(slices: int, action: Action) -> tuple[int, int]:
-    """Return the stage and the unit of an action, in a program with so many slices of a microbatch."""
-    return action[1], action[2] * slices + (action[4] or 0)
 
 
 ActionHandler: TypeAlias = Callable[["Execution", Action, StageLike, Payload], Payload]
 
 
 class Execution:
-    """One rank's run of one program: its state and its current instruction, `at`.
+    """One rank's run of one program: its state, its current instruction, `at`, and the `unit` of that.
 
-    - `unit`: returns the stage and the unit of an action.
     - `kept`: payloads that this rank computed, until they are sent or used here.
     - `posted`: handles of receives and of collectives until their payload is used, and of sends until the rank has
       waited for them.
@@ -154,6 +143,7 @@ class Execution:
     """
 
     at: Instruction | None = None
+    unit: tuple[int, int]
 
     def __init__(self, rank: int, program: LinkedProgram, transport: Transport, inputs: Inputs) -> None:
         self.rank, self.program, self.transport, self.inputs = rank, program, transport, inputs
@@ -170,8 +160,6 @@ class Execution:
         self.checkpoints: dict[tuple[int, int], tuple[Any, Payload]] = {}
         self.kept: dict[int | Action, Payload] = {}
         self.posted: dict[int | Action, Handle] = {}
-        slices = program.slices  # every action asks for its unit: without slices, let C answer
-        self.unit: Callable[[Action], tuple[int, int]] = WHOLE_UNIT if slices == 1 else partial(unit_of_slice, slices)
 
     def run(self) -> Generator[Any, None, Outcome]:
         """Interpret the program: yield each handle that must be waited for, then return the outcome."""
@@ -179,7 +167,7 @@ class Execution:
         channels = [self.transport.channel(source, target) for source, target in self.program.channels]
         for instruction in self.program.instructions:
             self.at = instruction
-            _, action, stage, handler, receives, waits, awaited, outputs, sends = instruction
+            _, action, self.unit, stage, handler, receives, waits, awaited, outputs, sends = instruction
             # Post receives, then free the buffers of finished sends.
             for number, channel, message, specs in receives:
                 posted[number] = channels[channel].receive(message, specs)

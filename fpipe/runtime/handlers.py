@@ -21,7 +21,7 @@ from schedules.language.actions import Action
 
 
 def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    s, i = run.unit(action)
+    s, i = run.unit
     inputs, buffers = run.inputs, run.buffers[i]
     arguments = inputs.batch(s, i) + arrived
     outputs, buffers[s], residuals = stage.forward(inputs.params[i][s], buffers[s], arguments, inputs.keys[i])
@@ -33,7 +33,7 @@ def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload)
 
 
 def _checkpointed_forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    s, i = run.unit(action)
+    s, i = run.unit
     inputs, buffers = run.inputs, run.buffers[i]
     run.checkpoints[s, i] = buffers[s], arrived
     outputs, buffers[s] = stage.evaluate(inputs.params[i][s], buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i])
@@ -44,7 +44,7 @@ def _checkpointed_forward(run: Execution, action: Action, stage: StageLike, arri
 
 def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Rerun the forward for its residuals; its outputs and buffers are those of the first run, and are dropped."""
-    s, i = run.unit(action)
+    s, i = run.unit
     inputs = run.inputs
     buffers, arrived = run.checkpoints.pop((s, i))
     if i in inputs.skips:
@@ -56,7 +56,7 @@ def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payloa
 
 
 def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    s, i = unit = run.unit(action)
+    s, i = unit = run.unit
     if i in run.inputs.skips:
         return _skip(run, action, stage)
     cotangents = run.inputs.starts.get(unit, ()) + arrived
@@ -66,12 +66,12 @@ def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload
 
 def _skip(run: Execution, action: Action, stage: StageLike) -> Payload:
     """Free what the forward kept, and return cotangents that nobody will use."""
-    run.residuals.pop(run.unit(action), None)
+    run.residuals.pop(run.unit, None)
     return stage.zero_cotangents()
 
 
 def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    unit = run.unit(action)
+    unit = run.unit
     if unit[1] in run.inputs.skips:
         return _skip(run, action, stage)
     cotangents = run.inputs.starts.get(unit, ()) + arrived
@@ -80,7 +80,7 @@ def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: P
 
 
 def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    s, i = run.unit(action)
+    s, i = run.unit
     if i not in run.inputs.skips:
         run.grads[s] = stage.backward_weight(run.deferred.pop((s, i)), run.grads[s])
     return ()
@@ -88,19 +88,19 @@ def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: 
 
 def _offload(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Move what the forward kept off the device."""
-    run.residuals[run.unit(action)] = stage.offload(run.residuals.get(run.unit(action)))
+    run.residuals[run.unit] = stage.offload(run.residuals.get(run.unit))
     return ()
 
 
 def _reload(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Post the move back; whatever uses what the forward kept waits for it."""
-    run.posted[action] = stage.reload(action, run.residuals.pop(run.unit(action)))
+    run.posted[action] = stage.reload(action, run.residuals.pop(run.unit))
     return ()
 
 
 def _take_reloaded(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Store what the forward kept, which is back."""
-    (run.residuals[run.unit(action)],) = arrived
+    (run.residuals[run.unit],) = arrived
     return ()
 
 

@@ -58,7 +58,7 @@ def link(
     program = linker.program(actions)
     arriving = (one for stage in linker.arriving for one in linker.arriving[stage])
     program += [*linker.collectives.finish(), *arriving]
-    return LinkedProgram(tuple(stages), tuple(linker.channels), tuple(program), slices)
+    return LinkedProgram(tuple(stages), tuple(linker.channels), tuple(program))
 
 
 def _groups(actions: Iterable[Action]) -> Iterator[ActionGroup]:
@@ -145,7 +145,8 @@ class Linker:
             return []
         action = backward._replace(kind="RECV_B", peer=stage.pulled_by[0].source)
         kept = _parts(awaited, stage.pulled_by, 0)
-        return [Instruction(instruction.position, action, stage, keep_arrivals, (), (), tuple(awaited), kept, ())]
+        unit, position = self._unit(action), instruction.position
+        return [Instruction(position, action, unit, stage, keep_arrivals, (), (), tuple(awaited), kept, ())]
 
     def instruction(self, group: ActionGroup) -> Instruction:
         """Return the instruction of one group of actions."""
@@ -161,14 +162,18 @@ class Linker:
         stage, handler = self._stage(action), cast(ActionHandler, do_nothing)
         if _place(action) == COMPUTE:
             handler = getattr(action.kind, "handler", None) or self.handlers[action.kind]
-        return Instruction(at, action, stage, handler, tuple(receives), tuple(waits), tuple(taken), made, tuple(sends))
+        around = tuple(receives), tuple(waits), tuple(taken), made, tuple(sends)
+        return Instruction(at, action, self._unit(action), stage, handler, *around)
 
     def _stage(self, action: Action) -> StageLike:
         return self._kind(action)[0][action.stage]
 
     def _kind(self, action: Action) -> tuple[Mapping[int, StageLike], Mapping[Any, tuple[Any, ...]]]:
         """Return the stages of the action's unit, and the specs of its messages."""
-        return self.uneven.get(action.microbatch * self.slices + (action.slice or 0), self.usual)
+        return self.uneven.get(self._unit(action)[1], self.usual)
+
+    def _unit(self, action: Action) -> tuple[int, int]:
+        return action.stage, action.microbatch * self.slices + (action.slice or 0)
 
     def _transfer(self, action: Action) -> Transfer:
         message = message_of(action)
@@ -183,7 +188,8 @@ class Linker:
             sender = self.placement.home(message.stage, message.microbatch)
             self.partials[action.stage].append((self.placement.replicas(action.stage).index(sender), number))
         else:
-            taken = Instruction(position, action, self._stage(action), HANDLERS["RECV_G"], (), (), (number,), (), ())
+            stage, unit = self._stage(action), self._unit(action)
+            taken = Instruction(position, action, unit, stage, HANDLERS["RECV_G"], (), (), (number,), (), ())
             self.arriving[action.stage].append(taken)
 
     def _match_messages(self, action: Action) -> tuple[list[int], tuple[tuple[int, slice], ...]]:

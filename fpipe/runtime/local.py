@@ -32,9 +32,8 @@ class LocalHandle:
 
     __slots__ = ("end", "is_done", "message", "payload", "wake")
 
-    def __init__(self, end: str, message: Message) -> None:
-        self.end, self.message = end, message
-        self.payload: Payload = ()
+    def __init__(self, end: str, message: Message, payload: Payload = ()) -> None:
+        self.end, self.message, self.payload = end, message, payload
         self.is_done = False
         self.wake: Callable[[], None] | None = None
 
@@ -70,19 +69,19 @@ class LocalChannel:
         return self._post("RECV", message, ())
 
     def _post(self, end: str, message: Message, payload: Payload) -> LocalHandle:
-        if self.waiting and self.waiting[0].end != end:
-            posted = self.waiting.popleft()
-            if posted.message != message:
-                sent, received = (posted.message, message) if end == "RECV" else (message, posted.message)
-                raise TransportError(
-                    f"a channel: got {sent} first, expected the message of {receive_of(received)}. Post both ends "
-                    "of a channel in the same order: run programs as lower() returns them."
-                )
-            posted.finish(posted.payload + payload)  # one of them is empty
+        waiting = self.waiting
+        if not waiting or waiting[0].end == end:
+            posted = LocalHandle(end, message, payload)
+            waiting.append(posted)
             return posted
-        posted = LocalHandle(end, message)
-        posted.payload = payload
-        self.waiting.append(posted)
+        posted = waiting.popleft()
+        if posted.message != message:
+            sent, received = (posted.message, message) if end == "RECV" else (message, posted.message)
+            raise TransportError(
+                f"a channel: got {sent} first, expected the message of {receive_of(received)}. Post both ends of a "
+                "channel in the same order: run programs as lower() returns them."
+            )
+        posted.finish(posted.payload + payload)  # one of them is empty
         return posted
 
 

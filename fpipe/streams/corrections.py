@@ -25,6 +25,7 @@ from fpipe.streams.versions import find_program, list_parameter_versions
 from fpipe.tensors.arguments import require_arguments, require_pipeline
 from fpipe.tensors.names import accept_trees, restore_like
 from fpipe.training.optimizers import Optimizer, OptimizerState, require_fitting
+from fpipe.training.precision import MASTER
 from schedules.endless import lengthen
 
 LAST = "last_update"
@@ -64,7 +65,8 @@ def error_feedback(optimizer: Optimizer, strength: float = 1.0) -> Optimizer:
     `p -= u + strength * (u - last)`.
 
     The first update of a parameter is not changed. The state has one tensor more per parameter. Source: update-level
-    error feedback, arXiv 2606.30634.
+    error feedback, arXiv 2606.30634. For parameters of low precision, call `fpipe.masters(fpipe.error_feedback(...))`;
+    the other order is refused, since it would change the parameters and not their masters.
 
     >>> import torch, fpipe
     >>> init, update = fpipe.error_feedback(fpipe.optimizer(torch.optim.SGD, lr=1.0))
@@ -114,8 +116,8 @@ def pipemare(optimizer: Optimizer, delays: Mapping[str, int], lr: float, steps: 
     Update number k of a parameter that is late by tau uses `lr / tau ** (1 - min(k / steps, 1))`. Source: PipeMare,
     arXiv 1910.05124, T1.
 
-    - `delays`: as `fpipe.delays(pipe)` returns. `lr`: the rate, unless the update is passed one. `steps`: when all
-      parameters have it.
+    - `delays`: as `fpipe.delays(pipe)` returns. `lr`: the rate, unless the update is passed one; parameters in a group
+      with a rate of its own keep that. `steps`: when all parameters have it.
 
     >>> import torch, fpipe
     >>> init, update = fpipe.pipemare(fpipe.optimizer(torch.optim.SGD), {"late": 4}, lr=1.0, steps=2)
@@ -155,6 +157,13 @@ def _remember(optimizer: Optimizer, correct: Callable[[str, Tensor, Tensor, Tens
     def update(grads: State, state: OptimizerState, params: State, **options: Any) -> tuple[State, OptimizerState]:
         """Return the parameters and the state after one update."""
         require_fitting(grads, state, params)
+        mastered = [name for name, slots in state.items() if MASTER in slots]
+        if mastered:
+            raise InputError(
+                f"state[{mastered[0]!r}]: got a master copy of the parameter, expected none: a correction would change "
+                "the parameter, and the next update begin from the master. Call fpipe.masters with the corrected "
+                "optimizer: fpipe.masters(fpipe.error_feedback(optimizer))."
+            )
         last = {name: slots.get(LAST) for name, slots in state.items()}
         given = {name: {slot: v for slot, v in slots.items() if slot != LAST} for name, slots in state.items()}
         old = {name: params[name].detach() for name in grads}

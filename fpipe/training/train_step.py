@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -53,6 +54,7 @@ from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
 from fpipe.record.variant import Variant
 from fpipe.runtime.executor import Outcome
+from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import require_plain, wrap_state
 from fpipe.training.clipping import require_bound, scale_to_norm
@@ -229,13 +231,27 @@ class Updater(NamedTuple):
         if not trainable:
             return
         name = min(trainable, key=lambda one: params[one].numel())
-        p, slots = params[name].detach().clone(), copy.deepcopy(state[name])
-        new, _ = self.optimizer.update({name: torch.zeros_like(p)}, {name: slots}, {name: p}, **self.options)
+        p, nothing = params[name].detach().clone(), torch.zeros_like(params[name], requires_grad=False)
+        held = {name: copy.deepcopy(state[name])}, {name: p}
+        try:
+            new, _ = self.optimizer.update({name: nothing}, *held, **self.options)
+        except InputError:
+            found = self._try_sparse({name: nothing}, *held)
+            if found is None:
+                raise
+            new = found
         if kept is not None and new[name] is p:
             raise InputError(
                 f"optimizer: got one that updates in place, expected one that does not modify its arguments: {kept}. "
                 "Leave out donate=True, or that."
             )
+
+    def _try_sparse(self, grads: State, state: OptimizerState, params: State) -> State | None:
+        """Return the parameters after an update by sparse gradients; `None` if the optimizer refuses them, too."""
+        with suppress(InputError):
+            sparse = {name: grad if is_dtensor(grad) else grad.to_sparse() for name, grad in grads.items()}
+            return self.optimizer.update(sparse, state, params, **self.options)[0]
+        return None
 
 
 def find_reader(limit: float | None, audit: Audit | None) -> str | None:

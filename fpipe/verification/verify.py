@@ -157,13 +157,17 @@ def _compare_with_whole_sequences(trial: Trial, params: State, got: Results, sli
 
     They differ in rounding only, unless a token depends on later ones.
     """
-    batch = trial.pipe.batch(trial.variant, *trial.batch)
+    batch = trial.pipe.batch(trial.variant, *trial.batch, total=trial.total)
+    parts, number = batch.take(), len(batch.known)
+    if batch.batching.weight is not None:  # the weight of a whole sequence is that of its slices
+        parts[number] = [scales.sum() for scales in parts[number]]
 
     def merge(results: Mapping[int, Tensors]) -> Merged:
         return Merged(reduce(add, [results[i][0] for i in sorted(results)]))
 
     with suspend_autocast(trial.variant):
-        eager = run_eagerly(trial.module, sliced.unsliced, batch.batching.microbatches, batch.take(), {}, merge)
+        count, skips = batch.batching.microbatches, find_skips(batch)
+        eager = run_eagerly(trial.module, sliced.unsliced, count, parts, {}, merge, skips)
     mine = got._replace(outputs=None, aux=None)
     against = "the model run eagerly on sequences that are not cut"
     return trial.compare(mine, eager.restrict(params), against, max(trial.tolerance, WHOLE_SEQUENCES))

@@ -31,6 +31,7 @@ Numbers: TypeAlias = NDArray[np.intp]
 PASSES = tuple(kind for kind, word in KINDS.items() if word.after and kind not in BESIDE)
 CODE_OF: Mapping[str, int] = MappingProxyType({kind: code for code, kind in enumerate((*PASSES, "G"))})
 """The kinds that have a code: passes, then the sum of gradients."""
+_code_of = dict(CODE_OF).__getitem__
 ROW_END: Final = len(CODE_OF)
 """The code of what comes after the last action of a rank."""
 MOST_OF_UNIT: Final = 4
@@ -94,7 +95,7 @@ def _read(chunk: list[Action], sliced: bool) -> tuple[bytes, tuple[int, ...], tu
         types |= {*map(type, slices)} - {type(None)}
     if types != {int} or peers.count(None) < len(chunk) or (not sliced and slices.count(None) < len(chunk)):
         raise TypeError
-    return bytes(map(CODE_OF.__getitem__, names)), stages, microbatches, cuts
+    return bytes(map(_code_of, names)), stages, microbatches, cuts
 
 
 def _are_placed(schedule: Schedule, codes: Codes) -> bool:

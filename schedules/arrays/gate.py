@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
@@ -24,17 +23,22 @@ from schedules.playing.dependencies import Wires, wires
 if TYPE_CHECKING:
     from schedules.arrays.abreast import Totals
 
-LEAST_RANKS: Final = 32
+LEAST_RANKS: Final = 8
 """With fewer ranks, an operation on all of them does too little."""
 LEAST_UNITS: Final = 2**13
+LEAST_OF_RANK: Final = 2**3
+"""With fewer units, an operation on those of a rank does too little."""
+FASTER: Final = 8
+"""Arrays lower this many times as many actions in the same time, or more."""
 MOST_UNITS: Final = 2**21
-"""More would take gigabytes, some 300 bytes to lower an action; the loops keep only what is in flight."""
+"""More would take hundreds of megabytes; the loops keep only what is in flight."""
 
 
 def is_large(schedule: Schedule) -> bool:
     """Return whether arrays pay for a schedule, and NumPy is there."""
     units = schedule.stages * schedule.microbatches * schedule.slices
-    if schedule.ranks >= LEAST_RANKS and LEAST_UNITS <= units <= MOST_UNITS:
+    least = max(LEAST_UNITS, LEAST_OF_RANK * schedule.ranks)
+    if schedule.ranks >= LEAST_RANKS and least <= units <= MOST_UNITS:
         with suppress(ImportError):
             return bool(import_module("numpy"))
     return False
@@ -46,14 +50,14 @@ def is_surely_correct(schedule: Schedule, graph: Graph) -> bool:
 
 
 @lower_at_once.register
-def _lower_large(program: Program) -> Callable[[int], Iterator[Action]] | None:
+def _lower_large(program: Program, played: int) -> Callable[[int], Iterator[Action]] | None:
     """Return a function from ranks to their actions, those of the loops, for most large programs."""
-    if not is_large(program.schedule):
+    if not is_large(program.schedule) or played * FASTER < program.schedule.ranks:
         return None
     from schedules.arrays.lowered import lower_all
 
     found = lower_all(program.schedule, program.graph)
-    return None if found is None else partial(found.decode, slices=program.schedule.slices)
+    return None if found is None else found.decode
 
 
 def play_large(schedule: Schedule, wires: Wires, costs: Costs) -> Totals | None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules.arrays.codes import CODE_OF, PASSES, Codes, encode
+from schedules.arrays.codes import CODE_OF, PASSES, ROW_END, Codes, Numbers, encode
 from schedules.language.actions import KINDS
 from schedules.language.schedule import Schedule
 from schedules.playing.costs import ROUNDING, UNITS
@@ -61,26 +61,40 @@ def _read(same: _Same) -> tuple[Codes, Lives] | None:
 def find_lives(schedule: Schedule, codes: Codes) -> Lives | None:
     """Return the lives of all units, or `None` if a rule is broken."""
     S, units, n = schedule.stages, schedule.microbatches * schedule.slices, len(codes.kinds)
-    passes = np.flatnonzero(codes.kinds < len(PASSES))
-    kinds, place = codes.kinds[passes], codes.stages[passes] * np.intp(units) + codes.units[passes]
-    if not schedule.backward and (kinds != CODE_OF["F"]).any():
+    if not schedule.backward and not np.isin(codes.kinds, [CODE_OF["F"], CODE_OF["G"], ROW_END]).all():
         return None
+    lives = Lives(*np.full((3, S, units), n, np.int32))
+    for rank in range(schedule.ranks):
+        held = [*schedule.placement.stages_on(rank)]
+        found = _find_on_rank(schedule, codes, rank, held)
+        if found is None:
+            return None
+        for whole, part in zip(lives, found, strict=True):  # of a unit, one replica has the numbers
+            whole[held] = np.minimum(whole[held], part)
+    if (lives.done == n).any():
+        return None  # something never comes
+    is_right = _are_fused(schedule, codes) and _are_sliced(schedule, lives) and _are_summed(schedule, codes, lives)
+    return lives if is_right and _fits(schedule, codes) else None
+
+
+def _find_on_rank(schedule: Schedule, codes: Codes, rank: int, held: list[int]) -> list[Numbers] | None:
+    """Return the lives of the stages that a rank holds, or `None` if something runs twice, or too early."""
+    n, units, first = len(codes.kinds), schedule.microbatches * schedule.slices, codes.firsts[rank]
+    kinds, stages, numbers = (column[first : codes.ends[rank]] for column in codes[:3])
+    passes = np.flatnonzero(kinds < len(PASSES))
+    kinds, place = kinds[passes], np.searchsorted(held, stages[passes]) * units + numbers[passes]
     before, after = (np.array([STATES.index(state) for state in states]) for states in _list_states(schedule.backward))
-    start, end = (states[kinds] * (S * units) + place for states in (before, after))
-    used, made = (np.full(len(STATES) * S * units, n, np.int32) for _ in "ab")
+    start, end = (states[kinds] * (len(held) * units) + place for states in (before, after))
+    used, made = (np.full(len(STATES) * len(held) * units, n) for _ in "ab")
+    passes += first
     used[start] = made[end] = passes
     if (used[start] != passes).any() or (made[end] != passes).any():
         return None  # something runs twice
-    made[: S * units] = -1
-    values, cotangents, done = (
-        table.reshape(len(STATES), S, units)[STATES.index(state)]
-        for table, state in ((used, ""), (used, "forward"), (made, "done"))
-    )
-    if (made[start] >= passes).any() or (done == n).any():
-        return None  # something comes too early, or never
-    lives = Lives(values, cotangents, done)
-    is_right = _are_fused(schedule, codes) and _are_sliced(schedule, lives) and _are_summed(schedule, codes, lives)
-    return lives if is_right and _fits(schedule, codes) else None
+    made[: len(held) * units] = -1
+    if (made[start] >= passes).any():
+        return None  # something comes too early
+    tables = ((used, ""), (used, "forward"), (made, "done"))
+    return [table.reshape(len(STATES), len(held), units)[STATES.index(state)] for table, state in tables]
 
 
 def _list_states(backward: bool) -> tuple[list[str], list[str]]:

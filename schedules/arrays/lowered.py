@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large programs as arrays: compute actions, transfers and waits of all ranks, made into actions for whoever asks.
+"""Large programs as arrays: compute actions, transfers and waits, made into actions for whoever asks.
 
 Idea. Compute actions are known from the schedule, and `posts` has the order of sends and receives. A send is waited for
-once a message from its target shows that it has been used, or at the end: the first one that is made after its use. So
-there is a count of everything around every action, and with the sums of these counts each thing finds its place.
+once a message from its target shows that it has been used, or at the end: the first one that is made after its use.
+All of these have slots, so a rank's program is in the order of its slots. It is put together when somebody asks for it,
+in arrays that fit into the processor's cache.
 
 Invariant: the program is that of `schedules.lowering`, action by action.
 """
@@ -11,15 +12,15 @@ Invariant: the program is that of `schedules.lowering`, action by action.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules.arrays.codes import CODE_OF, READ_AT_ONCE, ROW_END, Codes, Numbers
+from schedules.arrays.codes import CODE_OF, ROW_END, Numbers
 from schedules.arrays.lives import read_lives
-from schedules.arrays.posts import BETWEEN, PARTS, SENT, Messages, Posts, count_before, list_messages, meet, order_posts
+from schedules.arrays.posts import PARTS, RUN, SENT, WAITED, AllMessages, Posts, list_messages, meet, order_posts
 from schedules.language.actions import KINDS, RECEIVES, SENDS, WAITS, Action, new_tuple
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
@@ -30,35 +31,65 @@ _SENT = [SENDS[what] for what in "FB"]
 KIND_OF = (*CODE_OF, "", *_SENT, *(RECEIVES[send] for send in _SENT), *(WAITS[send] for send in _SENT))
 SEND, RECEIVE, WAIT = range(ROW_END + 1, ROW_END + 7, 2)
 """The codes of transfers of values; those of cotangents are one more."""
+_IS_BACK = np.array([*(KINDS[name].crosses == "B" for name in CODE_OF), False])
+
+
+class ActionTables(NamedTuple):
+    """The fields of actions, as objects: taking them from a table is faster than making them anew.
+
+    - `kinds`: by code; `stages`, `peers`: by code and the stage of the action, of a transfer the one that sends.
+    - `numbers`: those of microbatches, at least. `slices`: how many a microbatch has.
+    """
+
+    kinds: NDArray[Any]
+    stages: NDArray[Any]
+    peers: NDArray[Any]
+    numbers: NDArray[Any]
+    slices: int
 
 
 class Lowered(NamedTuple):
-    """All actions of a program, rank by rank.
+    """A program: its messages, the posts of all ranks, and what its actions hold."""
 
-    - `kinds` (places in `KIND_OF`), `stages`, `units`, `peers` (-1 for none): of each action.
-    - `starts`, `stops`: of each rank.
-    """
+    messages: AllMessages
+    posts: Posts
+    fields: ActionTables
 
-    kinds: NDArray[np.int8]
-    stages: NDArray[np.int32]
-    units: NDArray[np.int32]
-    peers: NDArray[np.int32]
-    starts: Numbers
-    stops: Numbers
+    def decode(self, rank: int) -> Iterator[Action]:
+        """Return an iterator over the actions of a rank."""
+        codes = self.messages.codes
+        first, end = codes.firsts[rank], codes.ends[rank]
+        start, stop = self.posts.starts[rank : rank + 2]
+        posted, slots = (np.frombuffer(column, np.int32)[start : stop - 1] for column in self.posts[::2])
+        turns, waited = self._list_waits(rank)
+        does = np.where(slots % PARTS == SENT, SEND, RECEIVE) + _IS_BACK[codes.kinds[posted]]
+        order = np.argsort(
+            np.concatenate([slots, np.arange(end - first) * PARTS + RUN, turns * PARTS + WAITED]), kind="stable"
+        )
+        numbers = np.concatenate([posted, np.arange(first, end), waited])[order]
+        kinds = np.concatenate([does, codes.kinds[first:end], WAIT + _IS_BACK[codes.kinds[waited]]])[order]
+        return self._make_actions(kinds, codes.stages[numbers], codes.units[numbers])
 
-    def decode(self, rank: int, slices: int) -> Iterator[Action]:
-        """Return an iterator over the actions of a rank, of which microbatches have so many slices."""
-        row = range(self.starts[rank], self.stops[rank])
-        ends = [*range(int(self.peers[row.start : row.stop].max(initial=0)) + 1), None]  # at -1, none
-        chunks = (row[k : k + READ_AT_ONCE] for k in range(0, len(row), READ_AT_ONCE))
-        return chain.from_iterable(self._decode_chunk(chunk, ends, slices) for chunk in chunks)
+    def _list_waits(self, rank: int) -> tuple[Numbers, Numbers]:
+        """Return the turn after which each send of a rank is waited for, in order, and the messages sent."""
+        codes, row = self.messages.codes, self.messages.row(rank)
+        proof = np.searchsorted(row.received, row.users)
+        is_proved = np.append(row.received, len(codes.kinds))[proof] <= codes.ends[row.targets]
+        turns = np.where(is_proved, np.append(row.turns, 0)[proof], codes.ends[rank] - codes.firsts[rank])
+        order = np.lexsort((np.where(is_proved, row.users, row.sent), turns))
+        return turns[order], row.sent[order]
 
-    def _decode_chunk(self, row: range, ends: list[int | None], slices: int) -> Iterator[Action]:
-        kinds, stages, units, peers = (column[row.start : row.stop] for column in self[:4])
-        microbatches, parts = (units, repeat(None)) if slices == 1 else (units // slices, (units % slices).tolist())
-        names, others = map(KIND_OF.__getitem__, kinds.tobytes()), map(ends.__getitem__, peers.tolist())
-        fields = zip(names, stages.tolist(), microbatches.tolist(), others, parts, strict=False)
-        return map(new_tuple, repeat(Action), fields)
+    def _make_actions(self, kinds: Numbers, stages: Numbers, units: Numbers) -> Iterator[Action]:
+        fields, ends = self.fields, kinds * self.fields.stages.shape[1] + stages
+        microbatches, parts = (units, None) if fields.slices == 1 else np.divmod(units, fields.slices)
+        columns = (
+            fields.kinds.take(kinds).tolist(),
+            fields.stages.take(ends).tolist(),
+            fields.numbers.take(microbatches).tolist(),
+            fields.peers.take(ends).tolist(),
+            repeat(None) if parts is None else parts.tolist(),
+        )
+        return map(new_tuple, repeat(Action), zip(*columns, strict=False))
 
 
 def lower_all(schedule: Schedule, graph: Graph) -> Lowered | None:
@@ -69,60 +100,18 @@ def lower_all(schedule: Schedule, graph: Graph) -> Lowered | None:
     messages = list_messages(schedule, graph, *found)
     if messages is None:
         return None
-    posts = meet(order_posts(found[0], messages), len(found[0].kinds) * MOST_LOOKS // schedule.ranks)
-    return None if posts is None else _assemble(found[0], messages, posts)
+    posts = order_posts(messages)
+    if not meet(posts, len(found[0].kinds) * MOST_LOOKS // schedule.ranks):
+        return None
+    return Lowered(messages, posts, _list_fields(schedule, messages))
 
 
-def _assemble(codes: Codes, messages: Messages, posts: Posts) -> Lowered:
-    """Return compute actions and transfers, each in its place."""
-    n, m = len(codes.kinds), len(messages.users)
-    part = posts.slots % PARTS
-    is_receive = part != SENT
-    turns, late = posts.slots[is_receive] // PARTS, part[is_receive] == BETWEEN
-    received = posts.messages[is_receive]
-    until, waited = _list_waits(codes, messages)
-    runs, sends = np.ones(n, np.intp), np.zeros(n, np.intp)
-    runs[codes.ends], sends[messages.makers] = 0, 1
-    receives, waits = np.bincount(turns, minlength=n), np.bincount(until, minlength=n)
-    early = receives - np.bincount(turns[late], minlength=n)
-    counts = receives + runs + sends + waits
-    base = count_before(counts)
-    kinds, (stages, units, peers) = np.empty(counts.sum(), np.int8), np.empty((3, counts.sum()), np.int32)
-    stops = base[codes.ends] + counts[codes.ends]
-    lowered = Lowered(kinds, stages, units, peers, base[codes.firsts], stops)
-    cotangent = np.isin(
-        codes.kinds[messages.users], [code for name, code in CODE_OF.items() if KINDS[name].crosses == "B"]
-    )
-    computed = np.flatnonzero(runs)
-    _fill(lowered, (base + early)[computed], codes.kinds[computed], codes, computed, None)
-    at_receives = base[turns] + np.arange(m) - count_before(receives)[turns] + late
-    _fill(
-        lowered, at_receives, RECEIVE + cotangent[received], codes, messages.users[received], messages.makers[received]
-    )
-    at_sends = (base + receives + 1)[messages.makers]
-    _fill(lowered, at_sends, SEND + cotangent, codes, messages.makers, messages.users)
-    at_waits = (base + receives + runs + sends)[until] + np.arange(m) - count_before(waits)[until]
-    _fill(lowered, at_waits, WAIT + cotangent[waited], codes, messages.makers[waited], messages.users[waited])
-    return lowered
-
-
-def _fill(
-    lowered: Lowered, places: Numbers, kinds: NDArray[Any], codes: Codes, numbers: Numbers, peers: Numbers | None
-) -> None:
-    """Write actions to their places; `peers` are the numbers of the actions at the other end."""
-    lowered.kinds[places], lowered.stages[places] = kinds, codes.stages[numbers]
-    lowered.units[places], lowered.peers[places] = codes.units[numbers], -1 if peers is None else codes.stages[peers]
-
-
-def _list_waits(codes: Codes, messages: Messages) -> tuple[Numbers, Numbers]:
-    """Return the action or end after which each send is waited for, in order, and the messages sent."""
-    n = len(codes.kinds)
-    first = np.append(0, np.flatnonzero(np.diff(messages.channels)) + 1)
-    pairs = {(int(messages.sources[k]), int(messages.targets[k])): int(messages.channels[k]) for k in first}
-    back = np.array([pairs.get((t, s), -1) for s, t in sorted(pairs, key=pairs.__getitem__)])[messages.channels]
-    made = messages.channels * np.intp(n) + messages.makers
-    proof = np.searchsorted(made, back * np.intp(n) + messages.users)
-    is_proved = (back >= 0) & (np.append(messages.channels, -1)[proof] == back)
-    until = np.where(is_proved, np.append(messages.users, 0)[proof], codes.ends[messages.sources])
-    order = np.argsort(until * n + np.where(is_proved, messages.users, messages.makers))
-    return until[order], order
+def _list_fields(schedule: Schedule, messages: AllMessages) -> ActionTables:
+    """Return what the actions of a program hold."""
+    numbers = np.array([*range(max(schedule.stages, schedule.microbatches)), None], object)
+    stages, peers = np.tile(np.arange(schedule.stages), (len(KIND_OF), 1)), np.full((len(KIND_OF), schedule.stages), -1)
+    for code in range(SEND, len(KIND_OF)):
+        peers[code] = messages.gives.stages[CODE_OF["FB"[(code - SEND) % 2]]]
+    receives = slice(RECEIVE, WAIT)
+    stages[receives], peers[receives] = peers[receives], stages[receives].copy()
+    return ActionTables(np.array(KIND_OF, object), numbers[stages], numbers[peers], numbers, schedule.slices)

@@ -6,10 +6,11 @@ schedule that takes longest.
 
 Idea. Unless ranks wait for each other in a circle, the order of each is known beforehand. It sends what an action makes
 right after it, and receives what an action uses one action earlier. Messages come in the order of their sends, so each
-is received no later than any that its channel sends after it: a running minimum from the end. Rounds over all ranks
-(`abreast`) find the circles; there the order is changed as `lower` changes it.
+is received no later than any that its channel sends after it: a running minimum from the end. A play of these posts
+alone finds the circles; there the order is changed as `lower` changes it.
 
-This is for schedules in which an action takes at most one message and gives at most one: those of chains, mostly.
+This is for schedules in which an action takes at most one message and gives at most one: those of chains, mostly. So
+a message has the number of the action that makes it.
 
 Invariant: the program is that of `schedules.lowering`, action by action.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,106 +33,123 @@ from schedules.language.schedule import Schedule
 NEEDED, EARLY, RUN, BETWEEN, SENT, WAITED = range(6)
 """The parts of a turn: receives for its action, for the next one, the action, late receives, its send, and waits."""
 PARTS: Final = 8
-"""The slot of a part is the number of its action times this, plus the part."""
+"""The slot of a part is the place of its action on the rank times this, plus the part."""
 
 
-class Messages(NamedTuple):
-    """All messages, those of each channel by the numbers of their `makers`; `users` use them.
+class Ends(NamedTuple):
+    """The other ends of what each kind of action takes from other ranks, or gives to them; tables by code and stage.
 
-    - `channels`: of each message; `sources`, `targets`: the ranks at its ends.
+    - `places`: where the actions at the other end are in a table by unit, or -1 if there are none.
+    - `stages`, `ranks`: the stage and the rank of the other end.
     """
 
-    makers: Numbers
-    users: Numbers
-    channels: NDArray[np.int16]
+    places: Numbers
+    stages: Numbers
+    ranks: Numbers
+
+
+class RankMessages(NamedTuple):
+    """The messages of a rank. All numbers are those of actions (`Codes`), but `turns` count from the rank's first.
+
+    - `received`, in ascending order: the makers; `turns`: when each is used; `sources`: the ranks that send them.
+    - `sent`, in ascending order: the makers; `users`: at the other end; `targets`: the ranks they go to.
+    """
+
+    received: Numbers
+    turns: Numbers
     sources: Numbers
+    sent: Numbers
+    users: Numbers
     targets: Numbers
+
+
+class AllMessages(NamedTuple):
+    """All messages of a schedule: `takes` and `gives` find the other ends of those of `codes` in the table `others`."""
+
+    codes: Codes
+    takes: Ends
+    gives: Ends
+    others: NDArray[np.int32]
+
+    def row(self, rank: int) -> RankMessages:
+        """Return the messages of a rank."""
+        first = self.codes.firsts[rank]
+        kinds, stages, units = (column[first : self.codes.ends[rank]] for column in self.codes[:3])
+        keys = kinds * np.intp(self.takes.places.shape[1]) + stages
+        found = list[Numbers]()
+        for ends in (self.takes, self.gives):
+            places = ends.places.ravel()[keys]
+            turns = np.flatnonzero(places >= 0)
+            found += turns, self.others[places[turns] + units[turns]], ends.ranks.ravel()[keys[turns]]
+        turns, received, sources, sent, users, targets = found
+        order = np.argsort(received)
+        return RankMessages(received[order], turns[order], sources[order], sent + first, users, targets)
 
 
 class Posts(NamedTuple):
     """Sends and receives of each rank, in the order of their posts, rank by rank; the last of each is its end.
 
     - `messages`: which; for an end, a number above all of them plus the rank.
-    - `peers`: the rank at the other end; `slots`: when. `starts`: of each rank.
+    - `peers`: the rank at the other end; `slots`: when. `starts`: of each rank, and the end of the last.
     """
 
-    messages: Numbers
-    peers: Numbers
-    slots: Numbers
-    starts: Numbers
+    messages: array[int]
+    peers: array[int]
+    slots: array[int]
+    starts: list[int]
 
 
-def list_messages(schedule: Schedule, graph: Graph, codes: Codes, lives: Lives) -> Messages | None:
-    """Return all messages, or `None` if there are none, or if an action takes or gives several."""
-    homes, S = schedule.placement.homes, schedule.stages
-    pairs = dict[tuple[int, int], int]()
-    takes, channels = np.full((2, len(CODE_OF) + 1, S), -1)
+def list_messages(schedule: Schedule, graph: Graph, codes: Codes, lives: Lives) -> AllMessages | None:
+    """Return all messages, or `None` if an action takes or gives several."""
+    homes, S, units = schedule.placement.homes, schedule.stages, lives.done.shape[1]
+    takes, gives = (Ends(*np.full((3, len(CODE_OF) + 1, S), -1)) for _ in "ab")
     for name, code in CODE_OF.items():
         crosses = KINDS[name].crosses
         edges = {"F": graph.values, "B": [(t, s) for s, t in graph.cotangents], "": ()}[crosses]
-        ends = [(s, t) for s, t in edges if homes[s] != homes[t]]
-        if any(len({end[k] for end in ends}) < len(ends) for k in (0, 1)):
-            return None
-        for s, t in ends:
-            takes[code, t], channels[code, t] = s, pairs.setdefault((homes[s], homes[t]), len(pairs))
-    users = np.flatnonzero(takes[codes.kinds, codes.stages] >= 0)
-    kinds, stages = codes.kinds[users], codes.stages[users]
-    if not len(users) or len(pairs) > np.iinfo(np.int16).max:
-        return None
-    is_value = np.array([*(KINDS[name].crosses == "F" for name in CODE_OF), False])[kinds]
-    places = takes[kinds, stages] * lives.done.shape[1] + codes.units[users]
-    makers = np.where(is_value, lives.values.ravel()[places], lives.cotangents.ravel()[places])
-    of_maker = np.full(len(codes.kinds), -1)
-    of_maker[makers] = np.arange(len(users))
-    by_maker = of_maker[of_maker >= 0]
-    channel = channels[kinds, stages].astype(np.int16)
-    order = by_maker[np.argsort(channel[by_maker], kind="stable")]
-    ends_of = np.array([*pairs])[channel[order]]
-    return Messages(makers[order].astype(np.intp), users[order], channel[order], ends_of[:, 0], ends_of[:, 1])
+        for edge in edges:
+            for ends, mine, other in ((takes, 1, 0), (gives, 0, 1)):
+                here, there = code, edge[mine]
+                if homes[there] == homes[edge[other]]:
+                    continue
+                if ends.places[here, there] >= 0:
+                    return None
+                ends.places[here, there] = ((crosses == "B") * S + edge[other]) * units
+                ends.stages[here, there], ends.ranks[here, there] = edge[other], homes[edge[other]]
+    return AllMessages(codes, takes, gives, np.concatenate([lives.values.ravel(), lives.cotangents.ravel()]))
 
 
-def count_before(counts: NDArray[Any]) -> Numbers:
-    """Return the sum of all counts before each."""
-    return np.append(0, np.cumsum(counts, dtype=np.intp)[:-1])
-
-
-def order_posts(codes: Codes, messages: Messages) -> Posts:
+def order_posts(messages: AllMessages) -> Posts:
     """Return the posts of all ranks, in the order they have if no ranks wait in a circle."""
-    n, m, P = len(codes.kinds), len(messages.users), len(codes.ends)
-    is_first = codes.firsts[messages.targets] == messages.users
-    wanted = np.where(is_first, messages.users * PARTS + NEEDED, (messages.users - 1) * PARTS + EARLY)
-    apart = messages.channels * np.intp(n * PARTS)
+    posts = Posts(array("i"), array("i"), array("i"), [0])
+    for rank in range(len(messages.codes.ends)):
+        for column, more in zip(posts[:3], _order_row(messages, rank), strict=True):
+            column.frombytes(more.astype(np.int32).tobytes())
+        posts.starts.append(len(posts.messages))
+    return posts
+
+
+def _order_row(messages: AllMessages, rank: int) -> Iterator[Numbers]:
+    """Yield the messages of a rank, their peers, and their slots."""
+    row, n = messages.row(rank), len(messages.codes.kinds)
+    length = messages.codes.ends[rank] - messages.codes.firsts[rank]
+    wanted = np.where(row.turns, (row.turns - 1) * PARTS + EARLY, NEEDED)
+    apart = row.sources * np.intp(length * PARTS)
     wanted = np.minimum.accumulate((wanted + apart)[::-1])[::-1] - apart
-    of_user = np.full(n, -1)
-    of_user[messages.users] = np.arange(m)
-    received = of_user[of_user >= 0]
-    received = received[np.argsort((wanted * n + messages.makers)[received], kind="stable")]  # nearly sorted
-    sent = np.full(n, -1)
-    sent[messages.makers] = np.arange(m)
-    sent[codes.ends] = m + np.arange(P)
-    numbers = np.flatnonzero(sent >= 0)
-    before = count_before(sent >= 0)
-    at_receives = np.arange(m) + before[wanted[received] // PARTS]
-    at_sends = np.arange(len(numbers)) + np.cumsum(np.bincount(wanted // PARTS, minlength=n))[numbers]
-    columns = np.empty((3, 2 * m + P), np.intp)
-    posts = Posts(columns[0], columns[1], columns[2], at_sends)
-    posts.messages[at_receives], posts.messages[at_sends] = received, sent[numbers]
-    posts.slots[at_receives], posts.slots[at_sends] = wanted[received], numbers * PARTS + SENT
-    targets = np.append(messages.targets, np.arange(P))
-    posts.peers[at_receives], posts.peers[at_sends] = messages.sources[received], targets[sent[numbers]]
-    ends = np.flatnonzero(posts.messages >= m)
-    return posts._replace(starts=np.append(0, ends[:-1] + 1))
+    sends = (row.sent - messages.codes.firsts[rank]) * PARTS + SENT
+    slots = np.concatenate([wanted, sends, [length * PARTS + SENT]])
+    order = np.argsort(slots, kind="stable")
+    yield np.concatenate([row.received, row.sent, [n + rank]])[order]
+    yield np.concatenate([row.sources, row.targets, [rank]])[order]
+    yield slots[order]
 
 
-def meet(posts: Posts, patience: int) -> Posts | None:
-    """Play the posts, and return them in an order in which they all pass; `None` after too many changes, or if stuck.
+def meet(posts: Posts, patience: int) -> bool:
+    """Play the posts, and bring them into an order in which they all pass; false after too many changes, or if stuck.
 
     A message passes once both of its ranks are at it. Most of the time few ranks can go on, so this is a loop.
     """
-    columns = [array("i", column.astype(np.int32).tobytes()) for column in posts[:3]]
-    messages, peers, _ = columns
-    at = posts.starts.tolist()
-    ready = [*range(len(at))]
+    messages, peers, _, starts = posts
+    at, ready = starts[:-1], [*range(len(starts) - 1)]
     for _ in range(patience):
         while ready:
             rank = ready.pop()
@@ -141,44 +159,44 @@ def meet(posts: Posts, patience: int) -> Posts | None:
                 ready.append(peer)
                 k += 1
             at[rank] = k
-        changes = [_change_order(columns, at, circle) for circle in _list_circles(peers, at)]
-        if not all(changes):
-            return None
+        changes = [_change_order(posts, at, circle) for circle in _list_circles(peers, at)]
         if not changes:
-            found = [np.frombuffer(column, np.int32).astype(np.intp) for column in columns]
-            is_done = all(peers[k] == rank for rank, k in enumerate(at))
-            return Posts(found[0], found[1], found[2], posts.starts) if is_done else None
+            return all(peers[k] == rank for rank, k in enumerate(at))
+        if not all(changes):
+            return False
         ready = [rank for some in changes for rank in some]
-    return None
+    return False
 
 
 def _list_circles(peers: array[int], at: list[int]) -> Iterator[list[int]]:
     """Yield the ranks of each circle: each waits for the next, and the last for the first."""
-    seen = [-1] * len(at)
-    for start in range(len(at)):
-        path, rank = list[int](), start
+    after, seen = [peers[k] for k in at], [-1] * len(at)
+    for start, rank in enumerate(after):
+        if seen[start] >= 0:
+            continue
+        path, seen[start] = [start], start
         while seen[rank] < 0:
             seen[rank] = start
             path.append(rank)
-            rank = peers[at[rank]]
+            rank = after[rank]
         if seen[rank] == start and path[-1] != rank:
             yield path[path.index(rank) :]
 
 
-def _change_order(columns: list[array[int]], at: list[int], circle: list[int]) -> list[int]:
+def _change_order(posts: Posts, at: list[int], circle: list[int]) -> list[int]:
     """Let the rank of a circle go on that `lower` chooses, and return who may go on then: nobody if there is none."""
-    messages, peers, slots = columns
-    part = {rank: slots[at[rank]] % PARTS for rank in circle}
-    senders = {rank for rank in circle if part[rank] == SENT}
-    able = senders or {rank for rank in circle if part[rank] == EARLY}
+    messages, peers, slots, _ = posts
+    parts = [slots[at[rank]] % PARTS for rank in circle]
+    part = SENT if SENT in parts else EARLY
+    able = {rank for rank, other in zip(circle, parts, strict=True) if other == part}
     if not able:
         return []
-    chosen = min(able, key=lambda rank: (peers[at[rank]] in able, rank))
+    chosen = min([rank for rank in able if peers[at[rank]] not in able] or able)
     start, peer = at[chosen], peers[at[chosen]]
-    if senders:  # its message is received before the post that the other rank is at
+    if part == SENT:  # its message is received before the post that the other rank is at
         start, message = at[peer], messages[start]
         slot = slots[start]
-        _move(columns, start, messages.index(message, start))
+        _move(posts, start, messages.index(message, start))
         slots[start] = slot if slot % PARTS < BETWEEN else slot - SENT + BETWEEN
         return [peer, chosen]
     slot = slots[start]  # it receives after the next action, and after what that sends
@@ -187,11 +205,11 @@ def _change_order(columns: list[array[int]], at: list[int], circle: list[int]) -
         slots[stop] = slot - EARLY + PARTS + NEEDED
         stop += 1
     if slots[stop] == slot - EARLY + SENT:
-        _move(columns, start, stop)
+        _move(posts, start, stop)
     return [chosen]
 
 
-def _move(columns: list[array[int]], start: int, place: int) -> None:
+def _move(posts: Posts, start: int, place: int) -> None:
     """Move a post forward, from its place to `start`."""
-    for column in columns:
+    for column in posts[:3]:
         column[start : place + 1] = column[place : place + 1] + column[start:place]

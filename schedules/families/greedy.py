@@ -30,14 +30,22 @@ def _find_order(ranks: int, microbatches: int, memory: float, costs: Costs, resi
     """Return the fastest order of all rules, or 1F1B if that fits and none is faster."""
     costs = replace(costs, jitter=0.0)
     problem = Problem(costs, linear(ranks), microbatches, memory, Sizes(residual=residual))
-    full, last = max(1, int(min(memory, microbatches))), max(1, ranks - 1)
+    rules = list_rules(ranks, int(min(memory, microbatches)))
+    plain = [split_backward(one_f_one_b(ranks, microbatches))] if min(ranks, microbatches) <= memory else []
+    return min([play(problem, *rules), *plain], key=lambda one: find_makespan(one, costs))
+
+
+def list_rules(ranks: int, full: int) -> list[Rule]:
+    """Return the rules by which ranks are played, if each has room for so many microbatches when it is `full`.
+
+    They differ in how far each rank runs ahead, which kind of pass it prefers, and how long it waits for that.
+    """
+    last = max(1, ranks - 1)
     ahead: list[list[float]] = [[each * (ranks - r) - each + 1 for r in range(ranks)] for each in (1, 2)]
     ahead += [[full - (full - least) * r / last for r in range(ranks)] for least in (1, (full + 1) / 2, full)]
     limits = sorted({tuple(max(1, min(full, round(most))) for most in row) for row in ahead})
     ways = (("FIW", 0.0), ("FIW", 0.5), ("FIW", 1.0), ("IFW", 1.0))
-    rules = [Rule(prefer(kinds), patience, {"I": most}) for most in limits for kinds, patience in ways]
-    plain = [split_backward(one_f_one_b(ranks, microbatches))] if min(ranks, microbatches) <= memory else []
-    return min([play(problem, *rules), *plain], key=lambda one: find_makespan(one, costs))
+    return [Rule(prefer(kinds), patience, {"I": most}) for most in limits for kinds, patience in ways]
 
 
 def _require_possible(ranks: int, microbatches: int, memory: float, costs: Costs, residual: float) -> None:

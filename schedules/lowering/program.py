@@ -29,7 +29,7 @@ on its rank. Every send is followed by exactly one `WAIT`. `W` never communicate
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property, singledispatch
 from itertools import pairwise
@@ -64,15 +64,11 @@ class Program:
     @cached_property
     def channels(self) -> tuple[tuple[int, int], ...]:
         """Every directed pair of ranks between which a message travels, in ascending order."""
-        placement, graph = self.schedule.placement, self.graph
-        pairs = set[tuple[int, int]]()
-        for homes in placement.routes:
-            pairs |= {(homes[s], homes[t]) for s, t in graph.values}
-            if self.schedule.backward:
-                pairs |= {(homes[s], homes[t]) for s, t in graph.gradients}
-                pairs |= {(homes[t], homes[s]) for s, t in graph.cotangents}
-        for s in range(placement.stages * self.schedule.backward):
-            pairs |= {(a, b) for a in placement.replicas(s) for b in placement.replicas(s)}
+        placement, graph, back = self.schedule.placement, self.graph, self.schedule.backward
+        edges = graph.values | (graph.gradients | {(t, s) for s, t in graph.cotangents} if back else set())
+        pairs = {(homes[s], homes[t]) for homes in placement.routes for s, t in edges}
+        copies = map(placement.replicas, range(placement.stages * back))
+        pairs |= {(a, b) for replicas in copies if len(replicas) > 1 for a in replicas for b in replicas}
         return tuple(sorted((a, b) for a, b in pairs if a != b))
 
     @cached_property
@@ -99,12 +95,31 @@ class Program:
 
     def streams(self, ranks: Collection[int]) -> list[Iterator[Action]]:
         """Return such an iterator for each of these ranks; together they make one pass over the schedule."""
-        return [*map(lower_at_once(self) or _Play(self, ranks).actions, ranks)]
+        played = self._deciding(*ranks) if len(ranks) == 1 else {*range(self.schedule.ranks)}
+        return [*map(lower_at_once(self, len(played)) or _Play(self, ranks, played).actions, ranks)]
+
+    def _deciding(self, rank: int) -> set[int]:
+        """Return the ranks that decide on the order of one rank's transfers, with itself.
+
+        Ranks wait in a circle along channels. Where some part of the others is connected to it by one of them alone, no
+        circle leads through it, that one and a third: so that one decides for the whole part.
+        """
+        peers, found = defaultdict[int, set[int]](set), {rank}
+        for a, b in self.channels:
+            peers[a].add(b)
+            peers[b].add(a)
+        for peer in peers[rank]:
+            part, left = {rank}, [peer]
+            while left and peer not in found:
+                part.add(one := left.pop())
+                left += peers[one] - part
+            found |= {peer} if part & peers[rank] == {peer} else part
+        return found
 
 
 @singledispatch
-def lower_at_once(program: object) -> Callable[[int], Iterator[Action]] | None:
-    """Return a function from ranks to their actions, if all are known. `schedules.arrays` extends it."""
+def lower_at_once(program: object, played: int) -> Callable[[int], Iterator[Action]] | None:
+    """Return a function from ranks to their actions that beats a play of so many; `schedules.arrays` has one."""
     return None
 
 
@@ -169,22 +184,20 @@ class _Rank:
 
 
 class _Play:
-    """All ranks of a program, played together; `wanted` are the ranks whose actions will be asked for.
+    """Ranks of a program, played together; `wanted` are those whose actions will be asked for.
 
     - `ready`: the ranks that may go on; `latest`: the one that went on last.
     - `path`: blocked ranks, each of which waits for the next.
     """
 
-    def __init__(self, program: Program, wanted: Collection[int]) -> None:
+    def __init__(self, program: Program, wanted: Collection[int], played: Set[int]) -> None:
         self.schedule, self.routes = program.schedule, program.schedule.placement.routes
         self.waits_early = program.waits_early
-        self.ranks = [
-            _Rank(rank, iter(Turns(program.schedule, program.graph, rank)), deque(maxlen=None if rank in wanted else 0))
-            for rank in range(program.schedule.ranks)
-        ]
-        self.ready = [*reversed(self.ranks)]
+        turns = {one: Turns(program.schedule, program.graph, one, played - {one}) for one in sorted(played)}
+        self.ranks = {one: _Rank(one, iter(turns[one]), deque(maxlen=None if one in wanted else 0)) for one in turns}
+        self.ready = [*reversed(self.ranks.values())]
         self.path = list[_Rank]()
-        self.latest = self.ranks[0]
+        self.latest = self.ready[0]
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield the actions of one rank as they become known."""
@@ -278,11 +291,10 @@ class _Play:
         Follow who waits for whom, from the end of the path or else from `rank`, back to a place on the path: the ranks
         from there on wait in a circle. A send whose receive nobody has asked for is received now, if there is one. Else
         a receive waits for the action in between: its message depends on it. Of several such ranks, one that waits for
-        a rank of another kind goes on, or else the first: so it makes no difference where the circle was entered, and
-        each process finds the same. Raise `ScheduleError` if there is none.
+        a rank of another kind goes on, or else the first, wherever the circle was entered: so each process finds the
+        same. Raise `ScheduleError` if there is none.
         """
-        path = self.path
-        rank = self._blocker(path[-1]) if path else rank
+        path, rank = self.path, self._blocker(self.path[-1]) if self.path else rank
         while rank.place < 0 and not rank.has_ended:
             rank.place = len(path)
             path.append(rank)
@@ -305,8 +317,7 @@ class _Play:
         """Return the error for a rank that waits for a message which never comes, or sends one that nobody needs."""
         other, turn = self._blocker(rank), rank.turn(0)
         if rank.sends:
-            (message, _), *_ = rank.sends
-            problem = f"comes after {message}, which rank {other.number} never uses"
+            problem = f"comes after {rank.sends[0][0]}, which rank {other.number} never uses"
         elif other.has_ended:
             problem = f"waits for {rank.wanted}, which rank {other.number} never runs, or runs only once"
         else:

@@ -126,15 +126,13 @@ class GradientExchange:
 
     def __init__(self, schedule: Schedule, graph: Graph, rank: int, peers: Set[int]) -> None:
         self.schedule, self.graph, self.rank, self.peers = schedule, graph, rank, peers
-        self.placement = schedule.placement
+        self.placement, held = schedule.placement, schedule.placement.stages_on(rank)
         self.backwards_left = {
             s: sum(self.placement.home(s, i) == rank for i in range(schedule.microbatches)) * schedule.slices
-            for s in filter(self.has_any, self.placement.stages_on(rank))
+            for s in filter(self.has_any, held)
         }
         self.received = set[int]()
-        self.completers = {
-            s: completes_gradient(schedule, s, rank) for s in self.placement.stages_on(rank) if graph.shares[s]
-        }
+        self.completers = {s: completes_gradient(schedule, s, rank) for s in held if graph.shares[s]}
 
     def has_any(self, s: int) -> bool:
         """Return whether actions on stage `s` send gradients or wait for them."""

@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from itertools import combinations
 from math import inf
 from typing import Any
 
 from fpipe.cutting.calls import Mark
 from fpipe.planning.blocks import ModelBlock
-from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory
+from fpipe.planning.candidates import FACTORIES, Candidate, PlanProblem, ScheduleFactory
 from fpipe.planning.choosing import PlanProgress, choose
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
 from fpipe.planning.ranges import ActionTimes, Hop, Spread
-from schedules import Link
+from schedules import Link, SizeError
 
 
 def chain_profile(
@@ -67,3 +68,17 @@ def find_plan(
 ) -> Plan:
     """The plan that is chosen for a problem, `given` as to `problem_of`."""
     return choose([problem_of(profile, **given)], factories, seconds=60.0, report=report, ordered=ordered)
+
+
+def by_hand(
+    profile: Profile, factories: Iterable[ScheduleFactory], ranks: int, microbatches: int
+) -> Iterator[Candidate]:
+    """The predictions of all cuts of all schedules."""
+    problem = problem_of(profile, ranks, microbatches)
+    for factory in factories:
+        try:
+            how = factory(ranks, microbatches)
+        except SizeError:
+            continue
+        for cuts in combinations(range(1, len(profile.blocks)), how.stages - 1):
+            yield problem.try_out(how, cuts)

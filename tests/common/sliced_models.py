@@ -93,21 +93,30 @@ def as_leaves(carry):
     return None if carry is None else [tuple(map(leaf, o)) if isinstance(o, tuple) else leaf(o) for o in carry]
 
 
-def loop(model, x, y, microbatches, lengths):
+def loop(model, x, y, microbatches, lengths, weight=None):
     """One device: slices forward in order, backward from the last; the loss, the outputs, and gradients by name."""
     model, total, outputs = copy.deepcopy(model), 0, []
+    pieces = [words for rows in y.tensor_split(microbatches) for words in rows.split(lengths, 1)]
+    counts = [1.0] * len(pieces) if weight is None else [float(weight(None, words)) for words in pieces]
+    scales = iter([torch.tensor(count / sum(counts)) for count in counts])
     for rows, wanted in zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True):
-        carry, tape, own = None, [], []
+        carry, tape, own, weighs = None, [], [], []
         for ids, words in zip(rows.split(lengths, 1), wanted.split(lengths, 1), strict=True):
             taken = as_leaves(carry)
             logits, carry = model(ids, carry=taken)
-            tape.append((word_loss(logits, words) / (microbatches * x.shape[1] / ids.shape[1]), taken, carry))
+            value, scale = word_loss(logits, words), next(scales)
+            if weight is None:
+                value = value / (microbatches * x.shape[1] / ids.shape[1])
+            else:
+                value = (value * scale).masked_fill(scale == 0, 0.0)
+            tape.append((value, taken, carry))
+            weighs.append(scale)
             own.append(logits.detach())
         share = tape[0][0].detach()
         for value, _, _ in tape[1:]:
             share = share + value.detach()
         total, back = total + share, []
-        for value, taken, given in reversed(tape):
+        for value, taken, given in reversed(tape) if any(weighs) else ():
             torch.autograd.backward([value, *(tensors(given) if back else [])], [torch.tensor(1.0), *back])
             back = [] if taken is None else [one.grad for one in tensors(taken)]
         outputs.append(torch.cat(own, 1))

@@ -282,6 +282,7 @@ def options(folder) -> None:
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, KwargsHandler
     from lightning.pytorch import plugins
+    from lightning.pytorch.accelerators import CUDAAccelerator
     from transformers import Trainer, TrainingArguments
 
     from fpipe.integrations import accelerate as one
@@ -363,6 +364,10 @@ def options(folder) -> None:
 
     with pytest.raises(fpipe.InputError, match="got enable_checkpointing=True, expected False"):
         make_lightning(max_epochs=1, default_root_dir=folder).fit(Task(), data)
+    strategy = two.PipelineStrategy()
+    strategy.accelerator = CUDAAccelerator()  # as Trainer(accelerator="cuda") would
+    with pytest.raises(fpipe.InputError, match="accelerator: got 'cuda' with a pipeline on cpu, expected the same"):
+        strategy.connect(Task())
 
 
 LIBRARIES = {

@@ -115,7 +115,7 @@ SIGNATURES = {
     "timeline": "pipe spans",
     "costs": "pipe timelines",
     "profile": (
-        "model example targets=None *loss=None *microbatches=1 *cuts=None *microbatching=Microbatching() "
+        "model example targets=None *loss=None *microbatches=1 *slices=1 *cuts=None *microbatching=Microbatching() "
         "*recording=Recording() *gradients=Gradients() *source=None *device=None *link=None *group=None *seconds=3.0 "
         "*cache=None"
     ),

@@ -238,6 +238,14 @@ def test_more_memory_than_one_microbatch_needs_is_asked_for():
         bound(Problem(Costs(), linear(2), 4, (9e10, 79999999999), Sizes(activation=(1, 123456789), weight=8e10)))
 
 
+def test_a_bound_is_of_whole_microbatches_that_cost_the_same():
+    for name in ("microbatches", "slices"):
+        problem = Problem(Costs(**{name: (1, 2)}), linear(2), 2)
+        for find in (bound, rough_bound):
+            with pytest.raises(SizeError, match=rf"got costs.{name}=\(1, 2\), expected whole microbatches that cost"):
+                find(problem)
+
+
 def test_costs_sizes_and_graphs_have_as_many_stages_as_are_placed():
     with pytest.raises(SizeError, match="a tuple of 2"):
         bound(Problem(Costs(F=(1, 2, 3)), linear(2), 4))

@@ -61,15 +61,17 @@ def devices(draw, ranks):
 @pytest.mark.parametrize(("name", "device"), in_turn(families.__all__, DEVICES), ids=str)
 def test_every_family_ends_on_every_device_in_the_memory_that_is_simulated(name, device):
     schedule = getattr(families, name)(ranks=4, microbatches=8)
-    run = run_on_device(lower(schedule), DEVICES[device])
-    assert run.memory == pytest.approx(simulate(schedule).peak_memory)
+    require_memory(run_on_device(lower(schedule), DEVICES[device]), schedule, DEVICES[device])
 
 
-def require_memory(run, simulated, schedule):
-    """Require the memory that is simulated, and at most that where moves of memory may end earlier on a device."""
-    moves = any(action.kind == "OFFLOAD" for rank in range(schedule.ranks) for action in schedule.actions(rank))
-    for most, bound in zip(run.memory, simulated.peak_memory, strict=True):
-        assert most == pytest.approx(bound) or (moves and most < bound)
+def require_memory(run, schedule, device, graph=None):
+    """Require the memory that is simulated. Where memory is moved off the device, it may be less, since a move may end
+    earlier, and more, by what is moved, only if moves share hardware queues with what waits for other ranks."""
+    each = schedule.ranks / (schedule.slices * schedule.stages)  # of one microbatch on one stage
+    for rank, (most, bound) in enumerate(zip(run.memory, simulate(schedule, graph=graph).peak_memory, strict=True)):
+        moved = sum(action.kind == "OFFLOAD" for action in schedule.actions(rank))
+        late = moved * each if device.queues else 0
+        assert most == pytest.approx(bound) or (moved and most < bound + late)
 
 
 @sampled(1)
@@ -80,8 +82,8 @@ def test_any_order_ends_on_any_device(cases, data):
     schedule, graph = data.draw(cases)
     check(schedule, graph, device=True)
     program, copies = lower(schedule, graph), data.draw(st.integers(1, 2))
-    run = run_on_device(program, data.draw(devices(schedule.ranks)), copies)
-    require_memory(run, simulate(schedule, graph=graph), schedule)
+    device = data.draw(devices(schedule.ranks))
+    require_memory(run_on_device(program, device, copies), schedule, device, graph)
 
 
 FAMILIES = [one_f_one_b, eager_1f1b, interleaved_zero_bubble, seq_1f1b, pipedream, dualpipe_v]
@@ -95,7 +97,8 @@ def test_what_transforms_make_ends_on_any_device(s, several, data):
         with suppress(SizeError):  # what cannot be mirrored
             s = change(s)
     check(s, device=True)
-    require_memory(run_on_device(lower(s), data.draw(devices(s.ranks))), simulate(s), s)
+    device = data.draw(devices(s.ranks))
+    require_memory(run_on_device(lower(s), device), s, device)
 
 
 def ends(program, device):

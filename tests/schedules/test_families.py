@@ -15,6 +15,7 @@ from schedules import (
     Costs,
     F,
     I,
+    Problem,
     SizeError,
     Sizes,
     W,
@@ -35,11 +36,13 @@ from schedules import (
     interleaved_1f1b,
     interleaved_zero_bubble,
     kfkb,
+    linear,
     merge_backward,
     mirror,
     one_f_one_b,
     pipedream,
     pipedream_2bw,
+    play,
     seq_1f1b,
     simulate,
     split_backward,
@@ -53,6 +56,7 @@ from schedules import (
     zb_v,
 )
 from schedules.families.blocks import every, merge_in_order, time_passes
+from schedules.families.greedy import list_rules
 from schedules.families.vee import least_memory
 from schedules.testing import conformance, costs, require_round_trip
 from tests.common.published_costs import MEASURED, read_measured
@@ -628,6 +632,14 @@ def test_zb_auto_stays_within_memory_at_every_prefix(schedule):
     for row in rows(schedule):
         held = accumulate(Sizes(residual=residual).growth(action.kind, action.stage) for action in row)
         assert max(held) <= memory + 1e-9
+
+
+@given(AUTO)
+def test_zb_auto_takes_the_least_time_of_its_own_orders(schedule):
+    P, M, memory, times, residual = (value for _, value in schedule.arguments)
+    problem = Problem(times, linear(P), M, memory, Sizes(residual=residual))
+    each = [simulate(play(problem, rule), times).makespan for rule in list_rules(P, min(memory, M))]
+    assert simulate(schedule, times).makespan <= min(each) * (1 + 1e-9)
 
 
 @given(AUTO)

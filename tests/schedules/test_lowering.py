@@ -16,6 +16,7 @@ from schedules import (
     F,
     Graph,
     GraphError,
+    Schedule,
     ScheduleError,
     chain,
     check,
@@ -38,6 +39,7 @@ from schedules.proof.interpreter import Interpreter, require_whole
 from schedules.proof.networks import Links, fifo, rendezvous
 from schedules.testing import orders, require_matching_ends
 from schedules.testing.mutants import EditedProgram
+from tests.common.chains import any_order_of_a_chain
 from tests.common.sizes import NIGHTLY, by_night, sampled
 
 
@@ -186,6 +188,24 @@ def test_each_rank_alone_finds_its_part_of_the_program(case):
     program = lower(*case)
     together = [list(stream) for stream in program.streams(range(program.schedule.ranks))]
     assert together == [list(program.actions(rank)) for rank in range(program.schedule.ranks)]
+
+
+@settings(deadline=None)
+@given(any_order_of_a_chain(walks=True))
+def test_a_rank_between_others_needs_to_know_its_neighbors_only(how):
+    program, actions, read = lower(how), Schedule.actions, set[int]()
+    together = [list(stream) for stream in program.streams(range(how.ranks))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Schedule, "actions", lambda self, rank: read.add(rank) or actions(self, rank))
+        for rank, expected in enumerate(together):
+            read.clear()
+            assert list(program.actions(rank)) == expected
+            assert read == {max(0, rank - 1), rank, min(how.ranks - 1, rank + 1)}
+
+
+def test_a_rank_of_a_ring_needs_to_know_all():
+    program = lower(interleaved_1f1b(ranks=5, microbatches=5))
+    assert all(program._deciding(rank) == {*range(5)} for rank in range(5))
 
 
 @settings(deadline=None)

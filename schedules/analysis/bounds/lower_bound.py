@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from schedules.analysis.bounds.heads import find_heads
 from schedules.analysis.bounds.machine import Passes, find_tightest
@@ -50,6 +51,13 @@ class Bound:
         return self.parts[0].because
 
 
+LEFT_OUT: Final = {
+    "microbatches": "Leave them out, with the costs of the cheapest microbatch.",
+    "slices": "Leave them out for a bound on schedules of whole microbatches.",
+}
+"""The costs that must be left out, and how to do without."""
+
+
 def bound(problem: Problem) -> Bound:
     """Return a lower bound on the makespan of every schedule for a problem.
 
@@ -64,10 +72,6 @@ def bound(problem: Problem) -> Bound:
     could.
     """
     require_types(bound, locals())
-    if problem.costs.microbatches:
-        expected = "microbatches that cost the same"
-        repair = "Leave them out, with the costs of the cheapest microbatch."
-        raise SizeError.of("bound", "costs.microbatches", problem.costs.microbatches, expected, repair)
     network = _connect(problem)
     return _sort([*find_rough_bounds(problem), *_find_fine_bounds(problem, network)])
 
@@ -84,7 +88,11 @@ def rough_bound(problem: Problem) -> Bound:
 
 
 def _connect(problem: Problem) -> QueueNetwork:
-    """Return the network. Raise `SizeError` if one microbatch does not fit into the memory of a rank."""
+    """Return the network; raise `SizeError` for costs of slices, and if one microbatch does not fit into a rank."""
+    for name, repair in LEFT_OUT.items():
+        if given := getattr(problem.costs, name):
+            expected = f"whole microbatches that cost the same, so no {name}"
+            raise SizeError.of("bound", f"costs.{name}", given, expected, repair)
     network = connect_queues(problem)
     _require_room(problem, tuple(map(network.find_least_room, range(problem.ranks))))
     return network

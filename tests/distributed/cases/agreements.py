@@ -28,7 +28,7 @@ from torch.nn.functional import l1_loss, mse_loss
 import fpipe
 from fpipe.network.fingerprint import describe_value
 from fpipe.tensors.tree import same_bits
-from schedules import B, F, Link, dualpipe, forward_only, gpipe, one_f_one_b, schedule
+from schedules import B, F, Link, dualpipe, forward_only, gpipe, one_f_one_b, schedule, zb_h1
 from tests.common.cases import WIDTH
 from tests.common.layers import linears
 from tests.common.lookalikes import LOOKALIKES
@@ -507,6 +507,26 @@ def refused_on_every_rank(rank, size):
             step(dict(model.named_parameters()), buffers, inputs, targets)
     out, _ = step(params, buffers, inputs, targets)
     assert same_bits(out.loss, loop(model, ZOO["mlp"].loss, inputs, targets, 4).loss)
+
+
+@case(sizes=[2])
+def plans_are_certified_on_every_rank(rank, size):
+    """A rank that got another program than is certified says so, and nothing is sent; the file as it was runs."""
+    one, options = ZOO["mlp"], {"ranks": size, "microbatches": 4, "schedules": one_f_one_b}
+    model, inputs, targets = one.make(8)
+    plan = fpipe.plan(model, inputs, targets=targets, loss=one.loss, seconds=1, **options)
+    other = replace(plan, schedule=zb_h1(ranks=size, microbatches=4))
+    build = partial(fpipe.pipeline, model, example=inputs, targets=targets, loss=one.loss)
+    if rank == 1:
+        with raises(fpipe.InputError, "plan.certificate: got another program for rank 0, expected that of zb_h1"):
+            build(plan=other)
+    else:
+        with raises(fpipe.TransportError, "pipeline (call", "got errors on some ranks", "- rank 1: ", "got another"):
+            build(plan=plan)
+    pipe = build(plan=plan)
+    out, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
+    assert same_bits(out.loss, loop(model, one.loss, inputs, targets, 4).loss)
+    assert {one.certificate for one in gather(plan)} == {plan.certificate}
 
 
 @case

@@ -48,12 +48,14 @@ def build(model, x, y, how, **options):
     return fpipe.pipeline(model, example=(x,), targets=y, loss=word_loss, schedule=how, **options)
 
 
-def require_loop(model, x, y, how, lengths, **options):
+def require_loop(model, x, y, how, lengths, weight=None, **options):
     """Raise unless a step has the bits of the loop, and of the reference."""
+    if weight is not None:
+        options["microbatching"] = fpipe.Microbatching(weight=weight)
     pipe = build(model, x, y, how, **options)
     state = pipe.init(model)
     out, grads = fpipe.value_and_grad(pipe, outputs=True)(*state, (x,), y)
-    loss, outputs, wanted = loop(model, x, y, how.microbatches, lengths)
+    loss, outputs, wanted = loop(model, x, y, how.microbatches, lengths, weight)
     assert same_bits(out.loss, loss)
     assert same_bits(out.outputs, outputs)
     assert grads.keys() == wanted.keys()
@@ -61,8 +63,10 @@ def require_loop(model, x, y, how, lengths, **options):
     reference, others = fpipe.reference(pipe)(*state, (x,), y)
     assert same_bits(reference.loss, loss)
     assert not [name for name in wanted if not same_bits(others[name], wanted[name])]
+    return pipe
 
 
+IGNORED = -100
 LENGTHS = {1: [9], 2: [5, 4], 3: [3, 3, 3], 4: [3, 2, 2, 2]}
 
 
@@ -115,6 +119,80 @@ def test_costs_are_even_to_a_token():
     assert fpipe.even_costs(0, 1)(3, 3) == [1, 1, 1]
     with pytest.raises(fpipe.InputError, match="even_costs: got linear=0 and quadratic=0, expected"):
         fpipe.even_costs(0, 0)
+
+
+def count_words(inputs, words):
+    """The number of words that count; the loss leaves out the others."""
+    return (words != IGNORED).sum()
+
+
+def pad(words, lengths):
+    """The same words, of which those after each row's length don't count."""
+    after = torch.arange(words.shape[1]) >= torch.tensor(lengths)[:, None]
+    return words.masked_fill(after, IGNORED)
+
+
+PADDED = {"uneven": [9, 7, 9, 8, 6, 9], "slices without words": [3, 2, 9, 4, 1, 3], "none at all": [9, 5, 0, 0, 2, 3]}
+
+
+@sampled(2)
+@pytest.mark.parametrize("padded", PADDED)
+@pytest.mark.parametrize("how", [seq_1f1b(2, 3, slices=3), split_backward(seq_1f1b(2, 3, slices=3))], ids=str)
+def test_weighted_slices_have_the_bits_of_a_loop_and_the_mean_over_words(how, padded):
+    model, x, y = make_model()
+    y = pad(y, PADDED[padded])
+    pipe = require_loop(model, x, y, how, LENGTHS[3], weight=count_words, cuts=["blocks.2"])
+    found = fpipe.verify(pipe, model, (x,), y, unsplit=1e-5)  # the mean over all words, whatever the slices
+    assert found.eager > 10
+    out, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    assert torch.allclose(out.loss, word_loss(model(x)[0], y))
+
+
+def test_a_weight_may_come_later_and_gradients_may_add_up():
+    model, x, y = make_model()
+    y = pad(y, PADDED["none at all"])
+    one, how = copy.deepcopy(model), seq_1f1b(2, 3, slices=3)
+    pipelined = fpipe.Pipelined(model, loss=word_loss, example=(x,), targets=y, schedule=how)
+    pipelined.weigh(count_words)
+    loss = pipelined(x, targets=y)
+    loss.backward()
+    wanted, _, grads = loop(one, x, y, 3, LENGTHS[3], count_words)
+    assert same_bits(loss.detach(), wanted)
+    assert all(same_bits(p.grad, grads[name]) for name, p in pipelined.named_parameters())
+    state, step = pipelined.pipe.init(one), fpipe.value_and_grad(pipelined.pipe)
+    total = 2 * float(count_words(x, y))
+    first, half = step(*state, (x,), y, total=total)
+    second, whole = step(*state, (x,), y, total=total, onto=half)
+    assert torch.allclose(first.loss + second.loss, wanted)
+    assert all(torch.allclose(grad, grads[name], atol=1e-6) for name, grad in whole.items())
+
+
+@pytest.mark.parametrize("rows", ["whole", "own"])
+def test_weighted_slices_of_copies_share_one_mean(rows):
+    model, *batch = make_model()
+    x, y = (torch.cat([part, part.flip(0)]) for part in batch)
+    y = pad(y, [*PADDED["none at all"], *PADDED["uneven"]])
+    place, how = fpipe.Place(**options(2, 2, 1), rows=rows), fpipe.Microbatching(weight=count_words)
+    pipe = build(model, x, y, seq_1f1b(2, 3, slices=2), place=place, microbatching=how)
+    out, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    loss, _, wanted = loop(model, x, y, 6, LENGTHS[2], count_words)
+    assert torch.allclose(out.loss, loss)
+    assert all(torch.allclose(grads[name], wanted[name], atol=1e-6) for name in wanted)
+    reference, others = fpipe.reference(pipe)(*pipe.init(model), (x,), y)
+    assert same_bits(out.loss, reference.loss)
+    assert not [name for name in others if not same_bits(grads[name], others[name])]
+
+
+def test_a_bad_weight_is_refused_by_its_slice():
+    model, x, y = make_model()
+    how = fpipe.Microbatching(weight=lambda inputs, words: -1 if words.shape[1] < 5 else 1)
+    pipe = build(model, x, y, seq_1f1b(2, 3, slices=2), cuts=["blocks.2"], microbatching=how)
+    with pytest.raises(fpipe.InputError, match=r"weight, microbatch 0, slice 1: got -1\.0, expected a finite number"):
+        fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    with pytest.raises(fpipe.InputError, match="weight: got 0 for each of the 3 microbatches"):
+        fpipe.reference(build(model, x, y, pipe.schedule, microbatching=fpipe.Microbatching(weight=lambda *_: 0)))(
+            *pipe.init(model), (x,), y
+        )
 
 
 def test_dropout_is_that_of_the_reference():
@@ -296,10 +374,6 @@ def refusals():
     plain = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
     return {
         "no carry": ({"model": plain, "cuts": ["1"]}, "model: got Sequential, whose forward takes no carry"),
-        "weight": (
-            {"microbatching": fpipe.Microbatching(weight=lambda i, t: 1)},
-            "weight: got a function for 2 slices",
-        ),
         "no sequence": ({"microbatching": fpipe.Microbatching(slice_dims=None)}, "slice_dims: got None, a dimension"),
         "too short": ({"example": (x[:, :1],), "targets": y[:, :1]}, "slice_lengths: got .* for 2 slices of 1"),
         "front end": ({"recording": fpipe.Recording(front_end="export")}, "front_end: got 'export' for 2 slices"),

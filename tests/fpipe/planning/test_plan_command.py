@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m fpipe plan`, `doctor` and `prove`, as a user types them."""
 
+from dataclasses import replace
+
 import pytest
 
 from fpipe import Plan
@@ -51,6 +53,13 @@ def test_a_profile_is_planned_drawn_and_saved(profile, tmp_path, capsys):
     assert "4" in plan.cuts
 
 
+def test_a_profile_of_slices_is_planned_for_them(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    replace(chain_profile([3, 1, 4, 1]), slices=(1.0, 2.0)).save(path)
+    assert main(["plan", str(path), "--ranks", "2", "--microbatches", "2", "--slices", "2"]) == 0
+    assert "seq_1f1b(ranks=2, microbatches=2, slices=2)" in capsys.readouterr().out
+
+
 def test_a_task_is_measured_and_planned(script, capsys):
     assert main(["plan", f"{script}:task", "--ranks", "2", "--microbatches", "4", "--seconds", "5"]) == 0
     assert "Plan for Sequential on 2 ranks" in capsys.readouterr().out
@@ -67,6 +76,7 @@ def test_a_task_is_measured_and_planned(script, capsys):
         ),
         (["{profile}", "--ranks", "2", "--microbatches", "4", "--schedules", "zigzag"], "got 'zigzag'"),
         (["{profile}", "--ranks", "2", "--microbatches", "4", "--cuts", "99"], "got '99'"),
+        (["{profile}", "--ranks", "2", "--microbatches", "4", "--slices", "1,2"], "got slices=[1, 2], expected 1"),
         (["{script}:task"], "ranks: got none"),
         (["{script}:nothing", "--ranks", "2"], "got int, expected a function that returns the arguments"),
         (["{script}:other", "--ranks", "2"], "got NoneType"),

@@ -27,7 +27,6 @@ from schedules import (
     Certificate,
     Costs,
     Link,
-    SizeError,
     Sizes,
     certificate,
     check,
@@ -46,24 +45,12 @@ from schedules import (
     zb_h1,
     zb_v,
 )
-from tests.common.chain_profiles import chain_profile, find_plan, problem_of
+from tests.common.chain_profiles import by_hand, chain_profile, find_plan, problem_of
 from tests.common.options import grouped
 from tests.common.sizes import by_night, few, sampled
 from tests.common.zoo import ZOO
 
 FORWARDS = st.lists(st.integers(1, 20), min_size=5, max_size=8)
-
-
-def by_hand(profile, factories, ranks, microbatches):
-    """The predictions of all cuts of all schedules."""
-    problem = problem_of(profile, ranks, microbatches)
-    for factory in factories:
-        try:
-            how = factory(ranks, microbatches)
-        except SizeError:
-            continue
-        for cuts in combinations(range(1, len(profile.blocks)), how.stages - 1):
-            yield problem.try_out(how, cuts)
 
 
 @by_night
@@ -162,7 +149,11 @@ def test_activations_are_moved_to_a_fast_host_where_memory_is_short(tmp_path):
     assert Plan.read(tmp_path / "plan.json") == fast
 
 
-@given(st.sampled_from([one_f_one_b, zb_h1, zb_v, dualpipe, pipedream]), st.sets(st.integers(0, 1)), st.booleans())
+@given(
+    st.sampled_from([one_f_one_b, zb_h1, zb_v, dualpipe, pipedream, seq_1f1b]),
+    st.sets(st.integers(0, 1)),
+    st.booleans(),
+)
 def test_the_peak_of_a_rank_is_that_of_a_simulation(factory, stages, residual):
     how = recompute(factory(2, 4), tuple(sorted(stages)))
     sizes = Sizes(activation=(9, 4, 7, 5)[: how.stages], inputs=1, residual=3 if residual else None)
@@ -439,7 +430,10 @@ def test_a_plan_replaces_other_arguments(planned, given, words):
             "got 3 from .*, expected a Schedule of 2 ranks and 4 microbatches",
         ),
         ({"schedules": pipedream}, "with updates 0U0 0U1.* what one update applies"),
-        ({"schedules": seq_1f1b}, "of 2 slices, expected whole microbatches"),
+        ({"schedules": seq_1f1b}, "model: got Sequential, whose forward takes no carry, expected one for 2 slices"),
+        ({"slices": 0}, "slices: got 0"),
+        ({"slices": ()}, r"slices: got \[\], expected at least one"),
+        ({"schedules": seq_1f1b, "slices": 1}, "expected 2 ranks and 4 microbatches of 1 slices"),
         ({"schedules": forward_only(2, 4)}, "which has no backward, expected one that computes"),
         ({"stages": [("2", "1")]}, r"stages\[0\]: got .*, expected a second module that comes after the first"),
         ({"stages": [(None, None)]}, "needs 1 cuts, and the model has too few places for them: 0"),

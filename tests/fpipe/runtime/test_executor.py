@@ -9,27 +9,55 @@ other. Formulas are objects of their own, so it can also be seen when the execut
 import gc
 import weakref
 from collections import defaultdict
+from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe.runtime.executor import Execution, Inputs
 from fpipe.runtime.instructions import link
 from fpipe.runtime.local import LocalTransport, drive
-from schedules import B, F, Graph, I, W, chain, connect, gpipe, lower, one_f_one_b, split_backward, update_weights
-from tests.common.symbolic import Symbolic, batch, key, runnable, stages_of, unit_of
+from schedules import (
+    B,
+    F,
+    Graph,
+    I,
+    W,
+    chain,
+    connect,
+    gpipe,
+    list_versions,
+    lower,
+    one_f_one_b,
+    split_backward,
+    update_weights,
+)
+from schedules.language.actions import KINDS
+from schedules.testing import collective_orders, orders
+from tests.common.sizes import few
+from tests.common.symbolic import (
+    Symbolic,
+    SymbolicWeights,
+    batch,
+    key,
+    runnable,
+    stages_of,
+    unit_of,
+    weights,
+)
 
 
 def whole(schedule, graph: Graph):
     """The model itself, unit by unit: results, and the terms of every gradient by (stage, unit)."""
-    units = stages_of(graph, range(graph.stages), schedule)
+    units, versions = stages_of(graph, range(graph.stages), schedule), list_versions(schedule)
     results, terms, kept = {}, {}, {}
     for first in range(0, len(units), schedule.slices):
         here, values, cotangents = range(first, first + schedule.slices), {}, {}
         for unit, s, stage in [(u, *pair) for u in here for pair in units[u].items()]:
             got = tuple(v for one in stage.gets for v in values[one.source, s, unit - (one.source == s)])
-            outputs, _, kept[s, unit] = stage.forward(f"params {s}", (), batch(s, unit) + got, key(unit))
+            params = weights(s, versions[s, unit // schedule.slices])
+            outputs, _, kept[s, unit] = stage.forward(params, (), batch(s, unit) + got, key(unit))
             outputs = list(outputs)
             if stage.results:
                 results[unit] = tuple(outputs[:1])
@@ -60,6 +88,13 @@ def plainly(action, function, *arguments):
     return function(*arguments)
 
 
+def with_weights(weights, compute, action, function, *arguments):
+    """Call a stage's function, whose weights must be there if it reads them."""
+    if KINDS[action.kind].reads:
+        weights.require_gathered(action.stage)
+    return compute(action, function, *arguments)
+
+
 class Hooked:
     """A stage whose functions are called through `compute(action, function, *arguments)`."""
 
@@ -73,32 +108,34 @@ class Hooked:
         return lambda *arguments: self.compute(self.running[0].at.action, found, *arguments)
 
 
-def execution_through(rank, actions, units, schedule, transport, inputs, compute):
+def execution_through(rank, actions, units, schedule, transport, inputs, compute, phases=1):
     """An execution of these actions, in which the stages of each unit call `compute`."""
     running = []
     hooked = [{s: Hooked(stage, running, compute) for s, stage in stages.items()} for stages in units]
-    linked = link(actions, hooked[0], schedule.placement, dict(enumerate(hooked)), slices=schedule.slices)
+    linked = link(actions, hooked[0], schedule.placement, dict(enumerate(hooked)), phases, schedule.slices)
     running.append(Execution(rank, linked, transport, inputs))
     return running[0]
 
 
-def execute(schedule, graph, compute=plainly, rows=None):
+def execute(schedule, graph, compute=plainly, rows=None, phases=1):
     """Run a schedule's program, or these rows of actions, in one process: the executions, and their outcomes."""
     program = lower(schedule, graph)
     transport = LocalTransport()
     executions = []
     for rank in range(schedule.ranks):
         held = schedule.placement.stages_on(rank)
-        units = stages_of(graph, held, schedule)
+        units, own = stages_of(graph, held, schedule), SymbolicWeights(schedule, rank, phases)
         inputs = Inputs(
-            params=[{s: f"params {s}" for s in held}] * len(units),
+            params=own.of_units(len(units)),
             buffers=[dict.fromkeys(held, ())] * len(units),
             batch=batch,
             keys=list(map(key, range(len(units)))),
-            update=lambda s, i, grads, shared: (s, i, dict(grads), {e: v for e, v in shared.items() if e[1] == s}),
+            group=own,
+            update=own.update,
         )
         actions = list(program.actions(rank)) if rows is None else rows[rank]
-        executions.append(execution_through(rank, actions, units, schedule, transport, inputs, compute))
+        through = partial(with_weights, own, compute)
+        executions.append(execution_through(rank, actions, units, schedule, transport, inputs, through, phases))
     return executions, dict(enumerate(drive(executions)))
 
 
@@ -108,10 +145,15 @@ def order(schedule, rank, s, kinds):
     ]
 
 
-@given(runnable())
-def test_any_schedule_of_any_graph_computes_the_whole_model(case):
-    schedule, graph = case
-    _, outcomes = execute(schedule, graph)
+@settings(max_examples=few(450))
+@given(orders() | collective_orders(), st.integers(1, 3))
+def test_any_schedule_of_any_graph_computes_the_whole_model(case, phases):
+    require_whole_model(*case, phases)
+
+
+def require_whole_model(schedule, graph, phases=1):
+    """Require that the executor makes what the whole model makes, under any correct schedule."""
+    executions, outcomes = execute(schedule, graph, phases=phases)
     results, terms = whole(schedule, graph)
     placement = schedule.placement
     assert sorted(outcomes) == list(range(schedule.ranks))
@@ -119,14 +161,29 @@ def test_any_schedule_of_any_graph_computes_the_whole_model(case):
         mine = {i for i in results if placement.home(graph.stages - 1, i // schedule.slices) == rank}
         assert outcome.results == {i: results[i] for i in mine}, "on a rank of the last stage"
         assert set(outcome.buffers[0]) == set(outcome.grads) == set(placement.stages_on(rank))
+        found = executions[rank].inputs.group.found
         for s in placement.stages_on(rank):
             forwards = order(schedule, rank, s, ("F", "C", "OVERLAP_F"))
             assert outcome.buffers[0][s] == tuple(map(key, forwards)), "buffers go in the order of F"
-            assert outcome.grads[s] == total(schedule, s, terms), "and gradients as scheduled"
+            if s in found:
+                assert found[s] == list(split_at_updates(schedule, rank, s, terms)), "each update takes its own"
+                assert outcome.grads[s] == ()
+            else:
+                assert outcome.grads[s] == total(schedule, s, terms), "and gradients as scheduled"
+                assert outcome.updates.get(s, (s, 0, outcome.grads))[2][s] == outcome.grads[s]
     got = {(rank, *edge): copy for rank, outcome in outcomes.items() for edge, copy in outcome.shared.items()}
     crossing = {(route[t], s, t) for route in placement.routes for s, t in graph.gradients if route[s] != route[t]}
     totals = {s: total(schedule, s, terms) for s in range(graph.stages)}
     assert got == {(rank, s, t): Symbolic(graph, s).gradients_for(t, totals[s]) for rank, s, t in crossing}
+
+
+def split_at_updates(schedule, rank, s, terms):
+    """Yield the terms that each update of a stage applies, in the order in which backwards add them."""
+    done, applied = order(schedule, rank, s, ("B", "W")), -1
+    for action in schedule.actions(rank):
+        if (action.kind, action.stage) == ("U", s):
+            yield tuple(terms[s, i] for i in done if applied < i // schedule.slices <= action.microbatch)
+            applied = action.microbatch
 
 
 def total(schedule, s, terms):
@@ -136,7 +193,9 @@ def total(schedule, s, terms):
     assert sorted(term for one in sums for term in one) == sorted(
         term for (stage, _), term in terms.items() if stage == s
     )
-    return tuple(sums) if len(ranks) > 1 else sums[0]
+    added = tuple(sums) if len(ranks) > 1 else sums[0]
+    reduces = any(action.kind == "REDUCE_GRAD" for action in schedule.actions(ranks[0]))
+    return ("reduced", *added) if reduces else added
 
 
 @given(runnable())

@@ -488,6 +488,68 @@ def test_corrections_are_those_of_the_reference(name):
     assert not torch.equal(plain.params["0.0.weight"], got.params["0.0.weight"])
 
 
+OPTIMIZERS = {
+    cls.__name__: cls
+    for cls in vars(torch.optim).values()
+    if isinstance(cls, type) and cls is not torch.optim.Optimizer
+}
+CHAINS = {
+    "error feedback": lambda one, late: (fpipe.error_feedback(one, 0.5), None),
+    "prediction": lambda one, late: (one, fpipe.predict_weights(late)),
+    "pipemare": lambda one, late: (fpipe.pipemare(one, late, lr=0.05, steps=4), None),
+    "all": lambda one, late: (
+        fpipe.error_feedback(fpipe.pipemare(one, late, lr=0.05, steps=4)),
+        fpipe.predict_weights(late),
+    ),
+}
+
+
+class Sums(nn.Module):
+    """Sums of rows of a table, whose gradients may be sparse; matrices are all it trains."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.table, self.rest = nn.Embedding(9, 6, sparse=sparse), nn.Linear(6, 6, bias=False)
+        self.last = nn.Linear(6, 6, bias=False)
+        for one in (self.rest, self.last):
+            one.requires_grad_(not sparse)
+
+    def forward(self, ids):
+        return self.last(self.rest(self.table(ids).tanh()).tanh())
+
+
+@sampled(4)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("chain", CHAINS)
+def test_every_optimizer_takes_every_correction(name, chain):
+    """All of them but LBFGS, which needs to run the model again, and is refused by name."""
+    if name == "LBFGS":
+        with pytest.raises(fpipe.InputError, match="cls: got LBFGS, whose step needs"):
+            fpipe.optimizer(OPTIMIZERS[name])
+        return
+    torch.manual_seed(0)
+    model, mse, how = Sums(sparse=name == "SparseAdam"), nn.functional.mse_loss, pipedream(3, 1)
+    batches = [((torch.randint(9, (4,)),), torch.randn(4, 6)) for _ in range(7)]
+    (x,), y = batches[0]
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=["rest", "last"])
+    given = CHAINS[chain](fpipe.optimizer(OPTIMIZERS[name], lr=0.05), fpipe.delays(pipe))
+    got, want = (train(one, pipe, model, batches, *given) for one in (fpipe.train_stream, fpipe.reference_stream))
+    require_equal(got, want)
+    assert all(p.isfinite().all() for p in got.params.values())
+
+
+def test_feedback_goes_to_masters_and_not_past_them():
+    sgd = fpipe.optimizer(torch.optim.SGD, lr=2.0**-10)
+    past, params = fpipe.error_feedback(fpipe.masters(sgd)), {"w": torch.ones(1, dtype=torch.bfloat16)}
+    with pytest.raises(fpipe.InputError, match=r"state\['w'\]: got a master copy .* expected none"):
+        past.update({"w": torch.ones(1, dtype=torch.bfloat16)}, past.init(params), params)
+    init, update = fpipe.masters(fpipe.error_feedback(sgd))
+    state = init(params)
+    for grad in (1.0, 3.0):  # 1 + 3 + (3 - 1)
+        params, state = update({"w": torch.full((1,), grad, dtype=torch.bfloat16)}, state, params)
+    assert state["w"]["master"].item() == 1 - 6 * 2.0**-10
+
+
 def test_delays_are_counted_in_updates():
     for how, want in ((pipedream(3, 1), [2, 1, 0]), (pipedream_2bw(3, 3, accumulate=3), [1, 1, 1])):
         pipe, _ = pipe_of(how)

@@ -17,7 +17,7 @@ class Packed:
 
 def pack(run, action, stage, arrived):
     """Put what the forward keeps into a box."""
-    unit = run.unit(action)
+    unit = run.unit
     if unit in run.residuals:
         run.residuals[unit] = Packed(run.residuals[unit])
     return ()
@@ -25,7 +25,7 @@ def pack(run, action, stage, arrived):
 
 def unpack(run, action, stage, arrived):
     """Take it out again; a backward could not use the box."""
-    unit = run.unit(action)
+    unit = run.unit
     if unit in run.residuals:
         run.residuals[unit] = run.residuals[unit].kept
     return ()
