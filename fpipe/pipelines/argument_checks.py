@@ -18,6 +18,7 @@ from fpipe.record.model.skeleton import require_plain_tensors, require_registere
 from fpipe.record.objective import Loss, require_no_parameters
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly
+from fpipe.stages.backends import kinds_of
 from fpipe.tensors.arguments import describe_argument
 from fpipe.tensors.late import find_imported
 from schedules import KINDS, OwnKind, Schedule, SizeError
@@ -122,13 +123,16 @@ def require_runnable(schedule: Schedule) -> None:
             f"schedule: got {describe_argument(schedule)} of {schedule.microbatches} microbatches, expected at most "
             f"{MOST_IN_STEP} in a step. Take several steps, and add their gradients up with onto=."
         )
-    if updates_in_flight(schedule):  # generated only now: it isn't too long
+    kinds = kinds_of(schedule)  # generated only now: it isn't too long
+    if "U" in kinds:
         if schedule.slices > 1:
             raise InputError(
                 f"schedule: got {describe_argument(schedule)} of {schedule.slices} slices, with updates in flight, "
                 "expected whole microbatches or no updates. Choose a synchronous schedule of slices."
             )
         _require_one_update(schedule)
+    if kinds <= HANDLERS.keys():
+        return
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):
             if isinstance(action.kind, OwnKind) and action.kind.handler is None:
@@ -137,8 +141,8 @@ def require_runnable(schedule: Schedule) -> None:
                     f"handler= to OwnKind({str(action.kind)!r}, ...)."
                 )
             if action.kind not in HANDLERS and not isinstance(action.kind, OwnKind):
-                kinds = " ".join(kind for kind in HANDLERS if not KINDS[kind].mark and kind != "U")
-                raise InputError(f"schedule: got {action} on rank {rank}, expected actions of kinds {kinds}. {repair}")
+                known = " ".join(kind for kind in HANDLERS if not KINDS[kind].mark and kind != "U")
+                raise InputError(f"schedule: got {action} on rank {rank}, expected actions of kinds {known}. {repair}")
 
 
 def _require_one_update(schedule: Schedule) -> None:
@@ -164,7 +168,7 @@ def _require_one_update(schedule: Schedule) -> None:
 
 def updates_in_flight(schedule: Schedule) -> bool:
     """Return whether the schedule itself updates weights."""
-    return any(action.kind == "U" for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    return "U" in kinds_of(schedule)
 
 
 def require_steps(schedule: Schedule) -> None:

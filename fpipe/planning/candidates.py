@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, lru_cache, partial
 from itertools import product, takewhile
 from math import ceil, inf
 from time import monotonic
 from typing import Final, TypeAlias
 
 import torch
+from torch import Tensor
 
 from fpipe.errors import InputError
 from fpipe.pipelines.argument_checks import require_backward, require_runnable
@@ -28,6 +29,7 @@ from fpipe.planning.chain import Loads, partition_chain
 from fpipe.planning.plan import Prediction
 from fpipe.planning.profile import Profile
 from schedules import (
+    KINDS,
     Costs,
     Graph,
     Placement,
@@ -80,6 +82,8 @@ SLICED: Final = (seq_1f1b,)
 TRIED_AT_START: Final = 40
 TRIED_LATER: Final = 2000
 """Of long lists of cuts, so many are looked at."""
+SIZE_UNITS: Final = (Sizes(1, 0, 0), Sizes(0, 1, 0), Sizes(0, 0, 1), Sizes(0, 0, 0, gathered=1))
+"""A unit of each part of what a rank holds: activations, saved inputs, residuals, and gathered weights."""
 MARGIN: Final = 1e-6
 """Of memory, so that rounding does not exceed it."""
 
@@ -258,8 +262,8 @@ def _offload(candidate: Candidate) -> Candidate:
 def _fit_by_recomputation(candidate: Candidate) -> Candidate:
     problem, base, stages = candidate.problem, candidate.schedule, frozenset[int]()
     sizes = problem.sizes(base.placement, candidate.cuts)
-    for rank, cap in enumerate(problem.caps):
-        stages = _recompute_on(rank, base, sizes, cap, stages)
+    for rank, (held, cap) in enumerate(zip(candidate.predicted.memory, problem.caps, strict=True)):
+        stages = _recompute_on(rank, base, sizes, cap, stages) if held > cap else stages
     return problem.try_out(_recompute(base, stages), candidate.cuts) if stages else candidate
 
 
@@ -268,11 +272,32 @@ def find_peak(schedule: Schedule, rank: int, sizes: Sizes) -> float:
 
     It follows from the order of the rank's actions, so this takes a fraction of the time.
     """
-    held = most = 0.0
+    stages = schedule.placement.stages_on(rank)
+    residual = sizes.activation if sizes.residual is None else sizes.residual
+    parts = sizes.activation, sizes.inputs, residual, sizes.gathered
+    bytes_of_each = torch.tensor([of_stage(part, s) for s in stages for part in parts], dtype=torch.float64)
+    return max(0.0, float((_list_levels(schedule, rank) @ bytes_of_each).max()))
+
+
+@lru_cache(maxsize=2**12)  # a plan asks for the same order with thousands of cuts
+def _list_levels(schedule: Schedule, rank: int) -> Tensor:
+    """Return what a rank holds when it holds most: rows of how many of each part of `Sizes`, stage by stage."""
+    stages = {s: k for k, s in enumerate(schedule.placement.stages_on(rank))}
+    held = [0.0] * (len(SIZE_UNITS) * len(stages))
+
+    @cache
+    def changes(kind: str) -> list[tuple[int, float]]:
+        share = schedule.slices if KINDS[kind].after else 1
+        return [(k, part.growth(kind, 0, schedule.backward) / share) for k, part in enumerate(SIZE_UNITS)]
+
+    levels = set[tuple[float, ...]]()
     for action in schedule.actions(rank):
-        held += sizes.growth(action.kind, action.stage, schedule.backward) / schedule.slices
-        most = max(most, held)
-    return most
+        first, grown = len(SIZE_UNITS) * stages[action.stage], changes(action.kind)
+        if any(change < 0 for _, change in grown):  # a peak is before something is freed
+            levels.add(tuple(held))
+        for k, change in grown:
+            held[first + k] += change
+    return torch.tensor([*levels, held], dtype=torch.float64)
 
 
 def _recompute_on(rank: int, base: Schedule, sizes: Sizes, cap: float, stages: frozenset[int]) -> frozenset[int]:
@@ -281,14 +306,15 @@ def _recompute_on(rank: int, base: Schedule, sizes: Sizes, cap: float, stages: f
     `stages` are recomputed already.
     """
     mine = base.placement.stages_on(rank)
+    chosen = stages.intersection(mine)
     left = cap - sum(of_stage(sizes.weight, s) for s in mine)
     savings = {s: of_stage(sizes.activation, s) - of_stage(sizes.inputs, s) for s in mine if s not in stages}
     useful = {s for s, saved in savings.items() if saved > 0}
-    while useful and find_peak(_recompute(base, stages), rank, sizes) > left:
-        peaks = {s: find_peak(_recompute(base, stages | {s}), rank, sizes) for s in useful}
+    while useful and find_peak(_recompute(base, chosen), rank, sizes) > left:
+        peaks = {s: find_peak(_recompute(base, chosen | {s}), rank, sizes) for s in useful}
         best = min(useful, key=lambda s: (peaks[s], -savings[s], s))
-        useful, stages = useful - {best}, stages | {best}
-    return stages
+        useful, chosen = useful - {best}, chosen | {best}
+    return stages | chosen
 
 
 def _recompute(base: Schedule, stages: frozenset[int]) -> Schedule:

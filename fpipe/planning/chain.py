@@ -85,13 +85,10 @@ class Loads:
         if not self.work.any():
             self.work = ranges.parameters
         self.blocks, self.outside = len(profile.blocks), profile.step
-        passes = [
-            [
-                sum(schedule.placement.home(s, i) == rank for i in range(schedule.microbatches))
-                for s in range(schedule.stages)
-            ]
-            for rank in range(schedule.ranks)
-        ]
+        passes = [[0] * schedule.stages for _ in range(schedule.ranks)]
+        for route, homes in enumerate(schedule.placement.routes):
+            for s, rank in enumerate(homes):
+                passes[rank][s] += len(range(route, schedule.microbatches, len(schedule.placement.routes)))
         self.passes = torch.tensor(passes, dtype=torch.float64)
 
     def busiest(self, cuts: Tensor) -> Tensor:

@@ -215,13 +215,11 @@ class Profile:
             if ends[0] != ends[1]:
                 forward[ends] += hop.forward
                 back[ends[::-1]] += hop.back
-        largest = [
-            tuple(
-                max([size for (sender, _), size in sent.items() if sender == s], default=0) for s in range(len(stages))
-            )
-            for sent in (forward, back)
-        ]
-        return replace(self.link, bytes=largest[0], back=largest[1])
+        largest = [[0] * len(stages), [0] * len(stages)]
+        for sizes, sent in zip(largest, (forward, back), strict=True):
+            for (sender, _), size in sent.items():
+                sizes[sender] = max(sizes[sender], size)
+        return replace(self.link, bytes=tuple(largest[0]), back=tuple(largest[1]))
 
     def sizes(self, cuts: CutPlaces, placement: Placement | None = None) -> Sizes:
         """Return the sizes of the stages that these cuts make, in bytes, for `schedules.simulate`.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple, TypeAlias, cast
 
 from fpipe.errors import InputError
@@ -65,14 +65,20 @@ def _compiler_of(backward: Backward) -> Compiler:
     return cast("Compiler", find_compiler(backward))
 
 
+@lru_cache(maxsize=64)  # several rules ask, one after the other, and a plan asks for all that it tries
+def kinds_of(schedule: Schedule) -> frozenset[str]:
+    """Return the kinds of a schedule's actions."""
+    return frozenset(action.kind for rank in range(schedule.ranks) for action in schedule.actions(rank))
+
+
 def needs_graphs(schedule: Schedule) -> bool:
     """Return whether a schedule splits backwards, or moves what forwards keep."""
-    return any(action.kind in ("I", "OFFLOAD") for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    return splits(schedule) or "OFFLOAD" in kinds_of(schedule)
 
 
 def splits(schedule: Schedule) -> bool:
     """Return whether a schedule splits backwards."""
-    return any(action.kind == "I" for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    return "I" in kinds_of(schedule)
 
 
 class GraphRequest(NamedTuple):

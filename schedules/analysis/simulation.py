@@ -14,7 +14,7 @@ posting transfers.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
@@ -108,8 +108,10 @@ def simulate(
     graph = graph_of(schedule, graph)
     _require_correct(schedule, graph)
     wired = wires(schedule, graph, costs, sizes or UNITS)
-    played = play_large(schedule, wired, costs) or replay_to_end(schedule, wired, costs)
-    return _sum_up(schedule, sizes, played.begin, played.clock, played.busy, played.peak, None)
+    large = play_large(schedule, wired, costs)  # if there are updates, it is None
+    played = large or replay_to_end(schedule, wired, costs)
+    weigh = weight_memory if large is None else _weigh_once
+    return _sum_up(schedule, sizes, played.begin, played.clock, played.busy, played.peak, None, weigh)
 
 
 @lru_cache(maxsize=64)  # a plan simulates the same schedule for thousands of costs
@@ -158,7 +160,7 @@ def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None 
             peak[rank] = max(peak[rank], held[rank])
         held[rank] += growth
         peak[rank] = max(peak[rank], held[rank])
-    return _sum_up(schedule, sizes, begin, finish, busy, peak, waited if measured else None)
+    return _sum_up(schedule, sizes, begin, finish, busy, peak, waited if measured else None, weight_memory)
 
 
 def memory_over_time(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> tuple[Levels, ...]:
@@ -208,6 +210,7 @@ def _sum_up(
     busy: list[float],
     peak: list[float],
     waited: list[float] | None,
+    weigh: Callable[[Schedule, int, Sizes], float],
 ) -> Timeline:
     """Return the totals; without `waited`, ranks waited whenever they were not busy."""
     lasted = [f - b if b < inf else 0.0 for f, b in zip(finish, begin, strict=True)]
@@ -217,7 +220,7 @@ def _sum_up(
         unit = schedule.stages / schedule.ranks
         memory = tuple(most / unit for most in peak)
     else:
-        memory = tuple(most + weight_memory(schedule, rank, sizes) for rank, most in enumerate(peak))
+        memory = tuple(most + weigh(schedule, rank, sizes) for rank, most in enumerate(peak))
     return Timeline(max(0.0, max(finish) - min(begin)), max(lasted), tuple(busy), tuple(waited), memory)
 
 
@@ -228,8 +231,16 @@ def weight_memory(schedule: Schedule, rank: int, sizes: Sizes) -> float:
     >>> weight_memory(pipedream(ranks=3, microbatches=8), rank=0, sizes=Sizes(weight=2))
     6
     """
-    if not sizes.weight:
-        return 0
-    if all(action.kind != "U" for action in schedule.actions(rank)):  # counting versions takes ten times as long
-        return sum(of_stage(sizes.weight, stage) for stage in schedule.placement.stages_on(rank))
+    if not sizes.weight or not _has_updates(schedule):  # counting versions takes ten times as long
+        return _weigh_once(schedule, rank, sizes)
     return sum(kept * of_stage(sizes.weight, stage) for stage, kept in count_versions(schedule, rank).items())
+
+
+def _weigh_once(schedule: Schedule, rank: int, sizes: Sizes) -> float:
+    """Return the size of the weights on a rank that keeps one version."""
+    return sum(of_stage(sizes.weight, stage) for stage in schedule.placement.stages_on(rank)) if sizes.weight else 0
+
+
+@lru_cache(maxsize=64)  # as for `_require_correct`
+def _has_updates(schedule: Schedule) -> bool:
+    return any(action.kind == "U" for rank in range(schedule.ranks) for action in schedule.actions(rank))

@@ -14,10 +14,10 @@ Invariant: what is made is kept until its one use, and no longer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
-from schedules.language.actions import BESIDE, KINDS
+from schedules.language.actions import BESIDE, KINDS, is_own
 from schedules.language.graph import Edge, Graph
 from schedules.language.schedule import Schedule, completes_gradient
 from schedules.playing.costs import Costs, Sizes, require_stages
@@ -115,7 +115,6 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
     """
     for values in (costs, sizes):
         require_stages(values, schedule.stages)
-    R = len(schedule.placement.routes)
     taken: dict[_Key, list[Dependency]] = {}
     given: dict[_Key, list[tuple[Dependency, float]]] = {}
     for route, dependency in list_dependencies(schedule, graph):
@@ -124,43 +123,46 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
             taken.setdefault(key, []).append(dependency)
         for key in _givers(schedule, dependency, route):
             given.setdefault(key, []).append((dependency, delay))
-    kinds = [kind for kind, word in KINDS.items() if not word.does]
-    table = [_Rows(costs, sizes, schedule, {kind: {} for kind in kinds}) for _ in range(schedule.ranks)]
+    table = [_Rows(costs, sizes, schedule, taken, given) for _ in range(schedule.ranks)]
     for route, homes in enumerate(schedule.placement.routes):
         for s, rank in enumerate(homes):
-            for kind, rows in table[rank].items():
-                word = KINDS[kind]
-                takes = taken.get((word.crosses or kind, s, route), ())
-                gives = [*given.get((word.crosses or kind, s, route), ())]
-                gives += given.get(("done", s, route), ()) if word.after == "done" else ()
-                share = schedule.slices if word.after else 1
-                special = kind == "OVERLAP_F" or kind in BESIDE
-                time, grows = costs.time(kind, s) / share, sizes.growth(kind, s, schedule.backward) / share
-                rows[s * R + route] = Wire(tuple(takes), tuple(gives), time, grows, special)
+            table[rank].held.append((s, route))
     return [*table]
 
 
 class _Rows(dict[str, dict[int, Wire]]):
-    """The wires of a rank by kind; those of a user's own kind, which exchanges nothing, are made when it comes."""
+    """The wires of a rank by kind, made when the first action of their kind comes.
 
-    def __init__(self, costs: Costs, sizes: Sizes, schedule: Schedule, rows: dict[str, dict[int, Wire]]) -> None:
-        super().__init__(rows)
+    - `taken`, `given`: what actions take and give. `held`: the stages of the rank, each with its route.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        sizes: Sizes,
+        schedule: Schedule,
+        taken: Mapping[_Key, list[Dependency]],
+        given: Mapping[_Key, list[tuple[Dependency, float]]],
+    ) -> None:
+        super().__init__()
         self.costs, self.sizes, self.schedule = costs, sizes, schedule
+        self.taken, self.given = taken, given
+        self.held = list[tuple[int, int]]()
 
     def __missing__(self, kind: str) -> dict[int, Wire]:
         word, schedule = KINDS[kind], self.schedule
         share, routes = schedule.slices if word.after else 1, len(schedule.placement.routes)
-        self[kind] = {
-            key: Wire(
-                moved.takes if word.before == "forward" else (),  # the gates after a move of memory
-                (),
-                self.costs.time(kind, key // routes) / share,
-                self.sizes.growth(kind, key // routes, schedule.backward) / share,
-                False,
-            )
-            for key, moved in self["OFFLOAD"].items()
-        }
-        return self[kind]
+        special = kind == "OVERLAP_F" or kind in BESIDE
+        gates = self["OFFLOAD"] if is_own(kind) and word.before == "forward" else {}  # those after a move of memory
+        rows = self[kind] = {}
+        for s, route in self.held:
+            what, key = (word.crosses or kind, s, route), s * routes + route
+            takes = gates[key].takes if gates else tuple(self.taken.get(what, ()))
+            gives = [*self.given.get(what, ())]
+            gives += self.given.get(("done", s, route), ()) if word.after == "done" else ()
+            time, grows = self.costs.time(kind, s) / share, self.sizes.growth(kind, s, schedule.backward) / share
+            rows[key] = Wire(takes, tuple(gives), time, grows, special)
+        return rows
 
 
 def _takers(schedule: Schedule, dependency: Dependency, route: int) -> Iterator[_Key]:
