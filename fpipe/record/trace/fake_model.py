@@ -202,7 +202,7 @@ def _in_frame(loss: Loss, recorder: Recorder, sealed: str) -> Loss:
 
 def _reads_counter(module: nn.Module) -> bool:
     """Return whether a module is a batch normalization that averages by a counter, the value of which it reads."""
-    return issubclass(type(module), BATCH_NORMS) and module.momentum is None and module.track_running_stats
+    return isinstance(module, BATCH_NORMS) and module.momentum is None and module.track_running_stats
 
 
 def find_seats(model: nn.Module, names: nn.Module) -> dict[Source, list[Seat]]:
