@@ -82,10 +82,10 @@ def main() -> None:
             before, now = map(count_instructions, folders)
             print(f"instructions per action: {before:.0f} then, {now:.0f} now, {now / before - 1:+.1%}")
             return
-        then, now_ = time_versions(folders)
-    ratio = median(b / a for a, b in zip(then, now_, strict=True))
-    print(f"nanoseconds per action: {min(then):.0f} then, {min(now_):.0f} now at least, {median(then):.0f} and ")
-    print(f"{median(now_):.0f} in the median; this version takes {ratio:.3f} times as long, round by round")
+        then, after = time_versions(folders)
+    ratio = median(b / a for a, b in zip(then, after, strict=True))
+    print(f"nanoseconds per action, least (median): {min(then):.0f} ({median(then):.0f}) then, ", end="")
+    print(f"{min(after):.0f} ({median(after):.0f}) now; {ratio:.3f} times as long in the median of rounds")
 
 
 if __name__ == "__main__":

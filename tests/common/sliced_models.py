@@ -2,12 +2,15 @@
 """Modules that declare a carry, and the plain loop over slices that trains them on one device."""
 
 import copy
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 WIDTH, WORDS = 8, 16
+IGNORED = -100
+"""A word that does not count."""
 
 
 class CausalAttention(nn.Module):
@@ -78,6 +81,17 @@ def word_loss(logits, words):
     return cross_entropy(logits.flatten(0, 1), words.flatten())
 
 
+def count_words(inputs, words):
+    """The number of words that count; the loss leaves out the others."""
+    return (words != IGNORED).sum()
+
+
+def pad(words, lengths):
+    """The same words, of which those after each row's length don't count."""
+    after = torch.arange(words.shape[1]) >= torch.tensor(lengths)[:, None]
+    return words.masked_fill(after, IGNORED)
+
+
 def make_model(**options):
     torch.manual_seed(0)
     return LanguageModel(**options), torch.randint(WORDS, (6, 9)), torch.randint(WORDS, (6, 9))
@@ -93,8 +107,11 @@ def as_leaves(carry):
     return None if carry is None else [tuple(map(leaf, o)) if isinstance(o, tuple) else leaf(o) for o in carry]
 
 
-def loop(model, x, y, microbatches, lengths, weight=None):
-    """One device: slices forward in order, backward from the last; the loss, the outputs, and gradients by name."""
+def loop(model, x, y, microbatches, lengths, weight=None, context=nullcontext):
+    """One device: slices forward in order, backward from the last; the loss, the outputs, and gradients by name.
+
+    The forward of each slice runs in a `context()` of its own.
+    """
     model, total, outputs = copy.deepcopy(model), 0, []
     pieces = [words for rows in y.tensor_split(microbatches) for words in rows.split(lengths, 1)]
     counts = [1.0] * len(pieces) if weight is None else [float(weight(None, words)) for words in pieces]
@@ -103,12 +120,14 @@ def loop(model, x, y, microbatches, lengths, weight=None):
         carry, tape, own, weighs = None, [], [], []
         for ids, words in zip(rows.split(lengths, 1), wanted.split(lengths, 1), strict=True):
             taken = as_leaves(carry)
-            logits, carry = model(ids, carry=taken)
-            value, scale = word_loss(logits, words), next(scales)
-            if weight is None:
-                value = value / (microbatches * x.shape[1] / ids.shape[1])
-            else:
-                value = (value * scale).masked_fill(scale == 0, 0.0)
+            scale = next(scales)
+            with context():
+                logits, carry = model(ids, carry=taken)
+                value = word_loss(logits, words)
+                if weight is None:
+                    value = value / (microbatches * x.shape[1] / ids.shape[1])
+                else:
+                    value = (value * scale).masked_fill(scale == 0, 0.0)
             tape.append((value, taken, carry))
             weighs.append(scale)
             own.append(logits.detach())

@@ -26,8 +26,8 @@ from tests.common.masks import DECODER, decoder_batch
 from tests.common.options import grouped
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import NIGHTLY, by_day
+from tests.common.sliced_models import count_words, make_model, pad
 from tests.common.sliced_models import loop as slice_loop
-from tests.common.sliced_models import make_model
 from tests.common.sliced_models import word_loss as sliced_loss
 from tests.common.updates import require_same_updates, require_training_of_a_plain_loop
 from tests.common.waits import Clock
@@ -607,11 +607,16 @@ def slices_of_sequences_have_the_bits_of_one_process(rank, size):
 @case(sizes=[2])
 def a_pipeline_of_slices_has_the_bits_of_a_loop_over_slices(rank, size):
     """The first rank has the inputs, the last the targets, and what a slice leaves stays where it was made."""
-    model, x, y = make_model(tied=True)
-    hows = ((split_backward(seq_1f1b(2, 3, slices=2)), [5, 4]), (seq_1f1b(2, 3, slices=3), [3, 3, 3]))
-    for how, lengths in by_day(hows, 2):
-        pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=sliced_loss, schedule=how, cuts=["blocks.2"])
-        loss, outputs, wanted = slice_loop(model, x, y, 3, lengths)
+    model, x, whole = make_model(tied=True)
+    padded = pad(whole, [9, 2, 0, 0, 4, 7])  # one microbatch has no words that count, and others slices without
+    hows = (
+        (split_backward(seq_1f1b(2, 3, slices=2)), [5, 4], whole, None),
+        (seq_1f1b(2, 3, slices=3), [3, 3, 3], padded, count_words),
+    )
+    for how, lengths, y, weight in by_day(hows, 2):
+        options = {"microbatching": fpipe.Microbatching(weight=weight), "cuts": ["blocks.2"]}
+        pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=sliced_loss, schedule=how, **options)
+        loss, outputs, wanted = slice_loop(model, x, y, 3, lengths, weight)
         given = (x,) if rank == 0 else (x.to("meta"),), y if rank == size - 1 else y.to("meta")
         out, grads = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), *given)
         assert same_bits(out.loss, loss)
