@@ -142,7 +142,7 @@ class Pipelined(nn.Module):
         self._root = (root,)  # in a tuple, so that it is no submodule
         if pipe.schedule.ranks > 1:
             watch_norms(self)
-            watch_optimizers(self)
+            watch_optimizers(self, {spec.dtype for spec in pipe.training.assembly.parameters.values()})
 
     @property
     def pipe(self) -> Pipeline:

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Collection
 from typing import Any, Final
 from weakref import WeakSet
 
+import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fpipe.errors import InputError
@@ -28,8 +30,11 @@ from fpipe.training.trial import is_independent
 _LOG: Final = logging.getLogger(__name__)
 
 
-def watch_optimizers(module: nn.Module) -> None:
-    """Refuse steps of optimizers that combine parameters of this module, for as long as it exists."""
+def watch_optimizers(module: nn.Module, dtypes: Collection[torch.dtype]) -> None:
+    """Refuse steps of optimizers that combine parameters of this module, for as long as it exists.
+
+    `dtypes`: those of the parameters of all ranks.
+    """
     ref, tried = weakref.ref(module), WeakSet[Optimizer]()
 
     def require(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -39,6 +44,7 @@ def watch_optimizers(module: nn.Module) -> None:
         own = {id(p) for p in known.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             require_independent(optimizer)
+            _require_epsilon(optimizer, dtypes)
             tried.add(optimizer)
 
     weakref.finalize(module, register_optimizer_step_pre_hook(require).remove)
@@ -62,4 +68,14 @@ def require_independent(optimizer: Optimizer) -> None:
             "an optimizer that updates each from its own gradient and state: each rank updates its share of the "
             "parameters. Turn off the option that combines them (for a norm, call model.clip_grad_norm_ first), or "
             "choose another optimizer."
+        )
+
+
+def _require_epsilon(optimizer: Optimizer, dtypes: Collection[torch.dtype]) -> None:
+    """Raise `InputError` for an Adafactor that would take its epsilon from the dtype of another parameter."""
+    if type(optimizer) is Adafactor and len(dtypes) > 1 and any(g["eps"][0] is None for g in optimizer.param_groups):
+        raise InputError(
+            f"optimizer.step(): got Adafactor without an epsilon for parameters in {sorted(map(str, dtypes))}, "
+            "expected one: a group takes the epsilon of its first parameter's dtype, and a rank holds only some of "
+            "them. Pass eps=(1e-16, 1e-3)."
         )

@@ -72,6 +72,7 @@ class Lookout:
     - `release`: breaks the groups of the pipeline. `trail`: what its device has to do, if it has one.
     - `situation`: what the rank is doing. `vigil`: the wait that the thread has seen last.
     - `latest`: what the rank waited for last in its call. `cut`: what was awaited when the groups were broken.
+    - `alone`: since when the board is lost, as far as the thread has seen.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Lookout:
         self.latest: Waitable | None = None
         self.cut: Awaited | None = None
         self.vigil = Vigil(None, 0.0, FIRST_REPORT)
+        self.alone: float | None = None
         self.is_over = False
         self.bell, self.string = socket.socketpair()
         self.bell.settimeout(SLICE)
@@ -172,6 +174,8 @@ class Lookout:
             posted = self.latest  # wherever the host waits for the device: here, in a loss, in torch
         awaited = None if posted is None else posted.awaited
         self.board.give_sign(self.situation.place, () if awaited is None else self.ranks_of(awaited))
+        if self.alone is None and self.board.is_lost:
+            self.alone = now
         if posted is None or awaited is None:
             return
         if is_interrupted:  # others must not take it for a death
@@ -190,11 +194,20 @@ class Lookout:
     def blame(self, awaited: Awaited, gone: Sequence[int]) -> Cause:
         """Publish that one of the awaited processes is gone, the first of those if any is known; return the cause."""
         first = self.ranks_of(awaited._replace(peers=tuple(gone) or awaited.peers))[:1]
-        return self.board.publish(Cause(next(iter(first), None), f"before {awaited.what}", DIED), first if gone else ())
+        others = [peer for rank, peer in enumerate(self.processes) if rank != self.board.rank]
+        known = awaited._replace(peers=tuple(others), group=self.group)
+        lost = {*gone, *list_closed(known)} if gone else ()  # nobody lingers for these
+        cause = Cause(next(iter(first), None), f"before {awaited.what}", DIED)
+        return self.board.publish(cause, self.ranks_of(awaited._replace(peers=tuple(lost))))
 
     def _is_left_alone(self, awaited: Awaited, waited: float) -> bool:
-        """Return true, once published, if a device is long at one place, and a process that it awaits is gone."""
-        if waited < LONG or is_on_host(awaited.group):
+        """Return true, once published, if a device is long at one place, and a process that it awaits is gone.
+
+        Without the board, nobody hears of a failure: each rank frees those that wait for it. So what counts then is how
+        long the board is lost, or ranks in a row would each be long at one place, one after the other.
+        """
+        lost = 0.0 if self.alone is None else monotonic() - self.alone
+        if max(waited, lost) < LONG or is_on_host(awaited.group):
             return False
         gone = self.list_gone(awaited)
         if gone:

@@ -10,8 +10,8 @@ Runs when a plan is made, when `verify` runs the model eagerly, and in every ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -138,21 +138,27 @@ class Objective:
     def of(self, model: Callable[..., Any], batch: Any) -> Computed:
         """Return the same for `batch` as a tree (inputs, targets, scale)."""
         inputs, targets, scale = batch
-        with ExitStack() as stack:
-            for kind, dtype in self.casts:
-                stack.enter_context(torch.autocast(kind, dtype))
-            if self.slicing is not None:
-                return self._slice_by_slice(model, inputs, targets, scale, self.slicing)
+        if self.slicing is not None:
+            return self._slice_by_slice(model, inputs, targets, scale, self.slicing)
+        with self._autocast():
             outputs = call_model(model, inputs)
             if self.loss is None:
                 return Computed(None, outputs)
             loss, aux = scale_loss(self.loss, outputs, targets, scale, self.divisor)
             return Computed(loss, outputs, aux)
 
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        """Run under the autocast of the objective, which casts each weight once."""
+        with ExitStack() as stack:
+            for kind, dtype in self.casts:
+                stack.enter_context(torch.autocast(kind, dtype))
+            yield
+
     def _slice_by_slice(
         self, model: Callable[..., Any], inputs: Any, targets: Any, scale: Tensor | None, slicing: Slicing
     ) -> Computed:
-        """Call the model for one slice after the other; add up their losses.
+        """Call the model for one slice after the other, each under an autocast of its own; add up their losses.
 
         A slice of the targets is cut off where its loss is computed, so that it is in the same stage.
         """
@@ -161,15 +167,16 @@ class Objective:
         total: Tensor | None = None
         parts = list[tuple[Any, Any]]()
         for k in range(slicing.count):
-            given = of_inputs.unflatten(slicing.cut(k, first))
-            outputs, carry = slicing.call(model, given, inputs, carry)
-            if self.loss is None:
-                parts.append((outputs, None))
-                continue
-            wanted = of_targets.unflatten(slicing.cut(k, rest, len(first)))
-            divisor = self.divisor / slicing.share(k, [*first, *rest])
-            own = scale if scale is None or slicing.count == 1 else scale[k]
-            value, aux = scale_loss(self.loss, outputs, wanted, own, divisor)
+            with self._autocast():
+                given = of_inputs.unflatten(slicing.cut(k, first))
+                outputs, carry = slicing.call(model, given, inputs, carry)
+                if self.loss is None:
+                    parts.append((outputs, None))
+                    continue
+                wanted = of_targets.unflatten(slicing.cut(k, rest, len(first)))
+                divisor = self.divisor / slicing.share(k, [*first, *rest])
+                own = scale if scale is None or slicing.count == 1 else scale[k]
+                value, aux = scale_loss(self.loss, outputs, wanted, own, divisor)
             total = value if total is None else total + value
             parts.append((outputs, aux))
         if slicing.count == 1:

@@ -69,8 +69,8 @@ def optimizer(
       returned; else nothing that is passed is modified.
 
     Then `init, update = fpipe.optimizer(...)`. `update(grads, state, params)` computes, bit for bit, what the class
-    computes in its `step`. A parameter without a gradient is returned unchanged, with its state. Parameters are
-    returned as leaves, with the flags that they had.
+    computes in its `step` for the parameters of one dtype. A parameter without a gradient is returned unchanged, with
+    its state. Parameters are returned as leaves, with the flags that they had.
 
     Options may change from update to update, so a learning-rate schedule is a function of the step: `update(...,
     lr=schedule(i))`. As in `fpipe.optimizer`, options by name apply to all parameters whose group does not set them,
@@ -149,14 +149,16 @@ def _copy(slots: Mapping[str, Any]) -> dict[str, Any]:
 def _step(
     cls: Any, groups: Groups, chosen: Mapping[str, str | None], leaves: State, state: OptimizerState
 ) -> OptimizerState:
-    """Update the leaves and their state in place, by an instance of the class; return the state."""
-    listed = []
-    for pattern in (None, *groups.own):
-        members = [leaf for name, leaf in leaves.items() if chosen[name] == pattern]
-        if members:
-            listed.append({"params": members, **groups.merge(pattern)})
-    if not listed:
+    """Update the leaves and their state in place, by an instance of the class; return the state.
+
+    Each dtype is a group of its own: in a group, `torch.optim.Adafactor` takes its epsilon from the first dtype.
+    """
+    members: dict[tuple[str | None, torch.dtype], list[Tensor]] = {}
+    for name, leaf in leaves.items():
+        members.setdefault((chosen[name], leaf.dtype), []).append(leaf)
+    if not members:
         return {}
+    listed = [{"params": some, **groups.merge(pattern)} for (pattern, _), some in members.items()]
     try:
         instance = cls(listed, **groups.options)
     except (TypeError, ValueError) as error:

@@ -165,27 +165,29 @@ def require_equal(got: Results, expected: Results, against: str, tolerance: floa
     return count
 
 
-def require_near(got: Results, whole: Results, outputs: Iterable[Pair], fraction: float) -> None:
-    """Raise `MismatchError` unless results of microbatches are near those of the whole batch in one piece.
+def require_near(
+    got: Results, other: Results, apart: Iterable[Pair], fraction: float, against: str, repair: str
+) -> None:
+    """Raise `MismatchError` unless results are near those of `against`, such as the whole batch in one piece.
 
-    The loss, the gradients and each of these `outputs` may differ by `fraction` of the largest magnitude among the
-    loss, among all gradients, and in that output.
+    The loss, the gradients, and each of the pairs in `apart` may differ by `fraction` of the largest magnitude in the
+    loss, in all gradients, and in that pair.
     """
-    kinds: list[list[Pair]] = [[("loss", got.loss, whole.loss)], *[[pair] for pair in outputs]]
-    kinds.append([(f"gradient {name}", grad, whole.grads.get(name)) for name, grad in got.grads.items()])
+    kinds: list[list[Pair]] = [[("loss", got.loss, other.loss)], *[[pair] for pair in apart]]
+    kinds.append([(f"gradient {name}", grad, other.grads.get(name)) for name, grad in got.grads.items()])
     for kind in kinds:
         pairs = [(name, *_local_pair(mine, theirs)) for name, mine, theirs in kind]
         largest = max([_magnitude(theirs) for *_, theirs in pairs if theirs is not None], default=0.0)
         for name, mine, theirs in pairs:
             if mine is None or theirs is None:
-                raise MismatchError(f"{name}: got it only from microbatches, or only from the whole batch. {SPLIT}")
+                which, wanted = ("nothing", "a tensor") if mine is None else ("a tensor", "nothing")
+                raise MismatchError(f"{name}: got {which}, expected {wanted}, as in {against}. {repair}")
             same = mine.shape == theirs.shape
             far = _difference(mine, theirs) if same else float("nan")
             if not far <= fraction * largest:
                 what = f"a difference of {far:.3g}" if same else f"shape {list(mine.shape)}, not {list(theirs.shape)},"
                 raise MismatchError(
-                    f"{name}: got {what} between microbatches and the whole batch in one piece, expected at most "
-                    f"{fraction:g} of {largest:.3g}. {SPLIT}"
+                    f"{name}: got {what} from {against}, expected at most {fraction:.2g} of {largest:.3g}. {repair}"
                 )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, reduce
-from math import inf
+from math import inf, sqrt
 from operator import add
 from typing import Any, Final, NamedTuple
 
@@ -37,6 +37,7 @@ from fpipe.tensors.placed import Placed, local_part, whole_tensor, wrap_state
 from fpipe.tensors.torch_private import FakeTensor
 from fpipe.tensors.tree import flatten
 from fpipe.verification.comparison import (
+    SPLIT,
     Results,
     Verification,
     require_equal,
@@ -46,8 +47,10 @@ from fpipe.verification.comparison import (
 )
 from fpipe.verification.reference import CopySum, find_orders, make_reference_step
 
-WHOLE_SEQUENCES: Final = 1e-4
-"""How far sequences in slices may be from whole ones, as a fraction of a leaf's largest magnitude."""
+CAUSAL: Final = (
+    "Check that no token depends on a later one, and that the carry has all that a token needs of earlier ones; for "
+    "computation in a dtype that neither parameters nor autocast show, pass tolerance."
+)
 PIPELINE, REFERENCE, EAGER = "the pipeline", "the reference", "the model run eagerly"
 """The sides of a comparison, by name."""
 RATE: Final = 2**-10  # the learning rate between steps; scaling by a power of two is exact
@@ -57,7 +60,8 @@ class Trial(NamedTuple):
     """The pipeline and module under test, a whole batch (inputs and targets), and the tolerances of the comparisons.
 
     `unsplit`: that of the comparison with the batch in one piece; `None` for no such comparison. `compare`: returns how
-    many leaves are equal, or raises. `side`: returns the context in which each side computes, given its name. `total`:
+    many leaves are equal, or raises. `near`: raises unless results are equal but for rounding; `None` where that has no
+    meaning. `side`: returns the context in which each side computes, given its name. `total`:
     the number of microbatches over which losses are averaged, if it is not that of the batch.
     """
 
@@ -67,6 +71,7 @@ class Trial(NamedTuple):
     tolerance: float
     unsplit: float | None = None
     compare: Callable[[Results, Results, str, float], int] = require_equal
+    near: Callable[..., None] | None = require_near
     side: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
     total: float | None = None
 
@@ -141,7 +146,7 @@ def _compare_with_eager(trial: Trial, params: State, got: Results) -> int:
     sums = {name: CopySum(plan, by_stage[0]) for name, by_stage in orders.items() if name in names}
     objective = pipe.captures.objective(variant, batch.batching.split(batch.signature)[0])
     if plan.slices > 1:
-        return _compare_with_whole_sequences(trial, params, got, objective)
+        return 0 if trial.near is None else _compare_with_whole_sequences(trial, trial.near, params, got, objective)
     with trial.side(EAGER), suspend_autocast(variant), random.preserve_generators(plan.generators):
         before = random.states(plan.generators)
         count, parts = len(plan.assemblies), batch.take()
@@ -152,10 +157,13 @@ def _compare_with_eager(trial: Trial, params: State, got: Results) -> int:
     return trial.compare(got.restrict(names), eager, EAGER, trial.tolerance)
 
 
-def _compare_with_whole_sequences(trial: Trial, params: State, got: Results, sliced: Objective) -> int:
+def _compare_with_whole_sequences(
+    trial: Trial, near: Callable[..., None], params: State, got: Results, sliced: Objective
+) -> int:
     """Return the number of leaves that are near those of the module run eagerly on sequences that are not cut.
 
-    They differ in rounding only, unless a token depends on later ones.
+    They differ in rounding only, unless a token depends on later ones: half of the digits of the least precise dtype
+    must be the same.
     """
     batch = trial.pipe.batch(trial.variant, *trial.batch, total=trial.total)
     parts, number = batch.take(), len(batch.known)
@@ -168,9 +176,12 @@ def _compare_with_whole_sequences(trial: Trial, params: State, got: Results, sli
     with suspend_autocast(trial.variant):
         count, skips = batch.batching.microbatches, find_skips(batch)
         eager = run_eagerly(trial.module, sliced.unsliced, count, parts, {}, merge, skips)
-    mine = got._replace(outputs=None, aux=None)
-    against = "the model run eagerly on sequences that are not cut"
-    return trial.compare(mine, eager.restrict(params), against, max(trial.tolerance, WHOLE_SEQUENCES))
+    dtypes = [dtype for _, dtype in sliced.casts]
+    dtypes += [p.dtype for p in params.values() if p.is_floating_point() or p.is_complex()]
+    fraction = max([trial.tolerance, *(sqrt(torch.finfo(dtype).eps) for dtype in dtypes)])
+    buffers = [(f"buffer {name}", one, eager.buffers.get(name)) for name, one in got.buffers.items()]
+    near(got, eager.restrict(params), buffers, fraction, "the model run eagerly on whole sequences", CAUSAL)
+    return 1 + len(got.grads) + len(buffers)
 
 
 def _compare_with_whole_batch(trial: Trial, params: State, got: Results, fraction: float) -> None:
@@ -213,7 +224,7 @@ def _compare_with_whole_batch(trial: Trial, params: State, got: Results, fractio
             for path, mine, theirs, dim in rows
             if isinstance(dim, int) and theirs.dim()  # scalars are stacked
         ]
-    require_near(got, whole, joined, fraction)
+    require_near(got, whole, joined, fraction, "the whole batch in one piece", SPLIT)
 
 
 def read_state(module: nn.Module) -> tuple[State, State]:

@@ -2,6 +2,7 @@
 """Modules that declare a carry, and the plain loop over slices that trains them on one device."""
 
 import copy
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -106,8 +107,11 @@ def as_leaves(carry):
     return None if carry is None else [tuple(map(leaf, o)) if isinstance(o, tuple) else leaf(o) for o in carry]
 
 
-def loop(model, x, y, microbatches, lengths, weight=None):
-    """One device: slices forward in order, backward from the last; the loss, the outputs, and gradients by name."""
+def loop(model, x, y, microbatches, lengths, weight=None, context=nullcontext):
+    """One device: slices forward in order, backward from the last; the loss, the outputs, and gradients by name.
+
+    The forward of each slice runs in a `context()` of its own.
+    """
     model, total, outputs = copy.deepcopy(model), 0, []
     pieces = [words for rows in y.tensor_split(microbatches) for words in rows.split(lengths, 1)]
     counts = [1.0] * len(pieces) if weight is None else [float(weight(None, words)) for words in pieces]
@@ -116,12 +120,14 @@ def loop(model, x, y, microbatches, lengths, weight=None):
         carry, tape, own, weighs = None, [], [], []
         for ids, words in zip(rows.split(lengths, 1), wanted.split(lengths, 1), strict=True):
             taken = as_leaves(carry)
-            logits, carry = model(ids, carry=taken)
-            value, scale = word_loss(logits, words), next(scales)
-            if weight is None:
-                value = value / (microbatches * x.shape[1] / ids.shape[1])
-            else:
-                value = (value * scale).masked_fill(scale == 0, 0.0)
+            scale = next(scales)
+            with context():
+                logits, carry = model(ids, carry=taken)
+                value = word_loss(logits, words)
+                if weight is None:
+                    value = value / (microbatches * x.shape[1] / ids.shape[1])
+                else:
+                    value = (value * scale).masked_fill(scale == 0, 0.0)
             tape.append((value, taken, carry))
             weighs.append(scale)
             own.append(logits.detach())

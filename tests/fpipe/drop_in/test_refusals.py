@@ -248,6 +248,26 @@ def test_an_optimizer_that_combines_parameters():
     torch.optim.AdamW(model.parameters()).step()
 
 
+class Scaled(nn.Module):
+    """A network with one parameter in double precision."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.scale = net, nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        return self.net(x) * self.scale.float()
+
+
+def test_an_epsilon_from_the_dtype_of_another_parameter():
+    model = make(Scaled(net()))
+    model(X, targets=Y).backward()
+    dtypes = "'torch.float32', 'torch.float64'"
+    with pytest.raises(InputError, match=f"got Adafactor without an epsilon for parameters in .{dtypes}.,"):
+        torch.optim.Adafactor(model.parameters()).step()
+    torch.optim.Adafactor(model.parameters(), eps=(1e-16, 1e-3)).step()
+
+
 class Talking(nn.Sequential):
     def answer(self, x):
         return self(x).argmax(-1)

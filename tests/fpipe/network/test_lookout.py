@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 from datetime import timedelta
+from math import inf
 from threading import Event, Timer
 
 import pytest
@@ -142,6 +143,19 @@ def test_a_device_that_waits_for_a_process_that_is_gone_is_freed(stuck, monkeypa
     lookout, posted, _ = stuck()
     assert posted.given_up.wait(5)
     assert lookout.board.found == (1, "before 1SEND_B0>0", module.DIED)
+    learned = lambda link: link.have_learned(range(3))  # noqa: E731
+    assert lookout.board._ask(learned, default=False), "nobody lingers for rank 2, which is gone as well"
+
+
+def test_a_device_is_freed_soon_once_the_board_is_lost_for_long(stuck, monkeypatch):
+    """Or ranks in a row would be freed one after the other, each after a long wait."""
+    monkeypatch.setattr(module, "LONG", HOUR.total_seconds())
+    monkeypatch.setattr(module, "is_on_host", lambda group: False)
+    monkeypatch.setattr(module, "list_closed", lambda awaited: [*awaited.peers])
+    lookout, posted, _ = stuck()
+    assert not posted.given_up.wait(10 * module.SLICE)
+    lookout.alone = -inf
+    assert posted.given_up.wait(5)
 
 
 def test_once_a_device_is_done_nobody_asks_the_store(stuck):

@@ -2,7 +2,8 @@
 """Pipelines of sequences in slices: the bits of a loop over slices, and whole sequences but for rounding."""
 
 import copy
-from functools import reduce
+from contextlib import nullcontext
+from functools import partial, reduce
 from operator import add
 
 import pytest
@@ -48,19 +49,20 @@ def build(model, x, y, how, **options):
     return fpipe.pipeline(model, example=(x,), targets=y, loss=word_loss, schedule=how, **options)
 
 
-def require_loop(model, x, y, how, lengths, weight=None, **options):
+def require_loop(model, x, y, how, lengths, weight=None, context=nullcontext, **options):
     """Raise unless a step has the bits of the loop, and of the reference."""
     if weight is not None:
         options["microbatching"] = fpipe.Microbatching(weight=weight)
-    pipe = build(model, x, y, how, **options)
-    state = pipe.init(model)
-    out, grads = fpipe.value_and_grad(pipe, outputs=True)(*state, (x,), y)
-    loss, outputs, wanted = loop(model, x, y, how.microbatches, lengths, weight)
+    with context():
+        pipe = build(model, x, y, how, **options)
+        state = pipe.init(model)
+        out, grads = fpipe.value_and_grad(pipe, outputs=True)(*state, (x,), y)
+        reference, others = fpipe.reference(pipe)(*state, (x,), y)
+    loss, outputs, wanted = loop(model, x, y, how.microbatches, lengths, weight, context)
     assert same_bits(out.loss, loss)
     assert same_bits(out.outputs, outputs)
     assert grads.keys() == wanted.keys()
     assert not [name for name in wanted if not same_bits(grads[name], wanted[name])]
-    reference, others = fpipe.reference(pipe)(*state, (x,), y)
     assert same_bits(reference.loss, loss)
     assert not [name for name in wanted if not same_bits(others[name], wanted[name])]
     return pipe
@@ -200,6 +202,23 @@ def test_verify_compares_with_whole_sequences():
     assert fpipe.verify(pipe, model, (x,), y, unsplit=1e-5).eager > 10
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_verify_expects_half_of_the_digits_of_a_dtype(dtype):
+    model, x, y = make_model()
+    pipe = build(model.to(dtype), x, y, seq_1f1b(2, 3, slices=3), cuts=["blocks.2"])
+    assert fpipe.verify(pipe, model, (x,), y).eager > 10
+
+
+@pytest.mark.parametrize("backward", ["graph", "autograd"])
+def test_each_slice_is_under_an_autocast_of_its_own(backward):
+    """So a weight is cast once per slice, and its gradients are cast back before they are added."""
+    model, x, y = make_model(tied=True)
+    context, how = partial(torch.autocast, "cpu", torch.bfloat16), fpipe.Gradients(backward=backward)
+    require_loop(model, x, y, seq_1f1b(2, 3, slices=3), [3, 3, 3], context=context, gradients=how)
+    with context():
+        assert fpipe.verify(build(model, x, y, seq_1f1b(2, 3, slices=3)), model, (x,), y).eager > 10
+
+
 class Averaging(nn.Module):
     """Each token sees the mean of its whole slice: not causal, though it takes a carry."""
 
@@ -217,7 +236,7 @@ def test_verify_sees_that_tokens_depend_on_later_ones():
     torch.manual_seed(0)
     model = Averaging()
     pipe = build(model, x, y, seq_1f1b(2, 3, slices=3), cuts=["last"])
-    with pytest.raises(fpipe.MismatchError, match="the model run eagerly on sequences that are not cut"):
+    with pytest.raises(fpipe.MismatchError, match="the model run eagerly on whole sequences"):
         fpipe.verify(pipe, model, (x,), y)
 
 

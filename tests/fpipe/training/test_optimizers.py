@@ -115,6 +115,18 @@ def test_updates_are_those_of_the_class(one, donate):
     require_same((params, state), torch_alone(one))
 
 
+def test_a_parameter_is_updated_as_alone_whatever_the_dtypes_of_others():
+    """A group of Adafactor takes the epsilon of its first parameter's dtype."""
+    init, update = fpipe.optimizer(optim.Adafactor, lr=0.1)
+    params = {"a": torch.ones(4, dtype=torch.bfloat16), "b": torch.ones(4)}
+    grads = {name: torch.full_like(p, 1e-3) for name, p in params.items()}
+    both, _ = update(grads, init(params), params)
+    for name, p in params.items():
+        own = {name: p}
+        alone, _ = update({name: grads[name]}, init(own), own)
+        assert same_bits(both[name], alone[name]), name
+
+
 def same_leaves(a, b) -> bool:
     """Whether two trees of dicts have the same bits."""
     if isinstance(a, dict):
