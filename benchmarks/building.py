@@ -7,8 +7,9 @@ A Hugging Face Llama of 8 layers, 4 stages in one process, one thread; the least
 (the default), and those of ZB-H1, which splits backwards, beside stages that autograd differentiates. Then the steps
 after which recorded stages have saved what they cost to build.
 
-Then Llamas of more and more layers, all alike: the processor time of the build and the first step, over that of one
-eager forward and backward on fake tensors of the same shapes; and of the first step with batches of another length.
+Then Llamas of more and more layers, all alike: the processor time of the build, and what the first step takes more than
+the next one, over the time of one eager forward and backward on fake tensors of the same shapes; and what the first
+step with batches of another length takes more.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def measure(model: Any, ids: torch.Tensor, how: Schedule, backward: str) -> tupl
 
 
 def start(layers: int) -> tuple[float, float, float]:
-    """Return the seconds of an eager step on fake tensors, of a build with its first step, and of another length."""
+    """Return the seconds of an eager step on fake tensors, to build and begin, and to begin another length."""
     with FakeTensorMode():
         fake, given = llama(layers), torch.zeros(ROWS // MICROBATCHES, LENGTH, dtype=torch.int64)
         begin = seconds()
@@ -66,23 +67,23 @@ def start(layers: int) -> tuple[float, float, float]:
         times.append(seconds() - begin)
         begin = seconds()
     first, again, other = times
-    return eager, first, other - again
+    return eager, first - again, other - again
 
 
 def layered() -> Iterator[str]:
     """Yield the rows for models of more and more layers of one kind."""
     beyond = {}
     for layers in COUNTS:
-        eager, first, length = (
+        eager, ready, length = (
             statistics.median(some) for some in zip(*(start(layers) for _ in range(STEPS)), strict=True)
         )
-        beyond[layers] = first - eager
-        title = f"processor time of build and first step, beside an eager step on fake tensors, {layers} layers"
-        yield row(title, "s", first, eager)
+        beyond[layers] = ready - eager
+        title = f"processor time to build and begin, beside an eager step on fake tensors, {layers} layers"
+        yield row(title, "s", ready, eager)
         yield row(f"a new length, {layers} layers", "s", length, None, most(0.1) if layers == COUNTS[0] else None)
     growth = beyond[COUNTS[-1]] / beyond[COUNTS[0]]
     yield row(
-        f"what build and first step take beyond it, {COUNTS[-1]} over {COUNTS[0]} layers", "", growth, None, most(3)
+        f"what build and beginning take beyond it, {COUNTS[-1]} over {COUNTS[0]} layers", "", growth, None, most(3)
     )
 
 

@@ -58,7 +58,7 @@ class Case(NamedTuple):
 CASES: Final = {
     8: Case(8, 4096, 10.0, 8.0, None),
     64: Case(64, 4096, 30.0, 20.0, None),
-    512: Case(512, 2048, 60.0, 40.0, ["model.layers.*", *(f"model.layers.*.{name}" for name in MODULES)]),
+    512: Case(512, 2048, 60.0, 25.0, ["model.layers.*", *(f"model.layers.*.{name}" for name in MODULES)]),
 }
 
 

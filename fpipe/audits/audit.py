@@ -11,7 +11,6 @@ Runs in every step that is audited.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -86,11 +85,6 @@ class Audit:
             raise InputError(f"seed: got {self.seed!r}, expected an integer. Pass Audit(seed=0).")
         if self.report is not None and not callable(self.report):
             raise InputError(f"report: got {self.report!r}, expected a function of a Rerun. Pass Audit(report=print).")
-
-    @property
-    def is_unlimited(self) -> bool:
-        """True if every drawn action is run again, whatever it takes."""
-        return math.isinf(self.allowance)
 
     def draw(self, number: int, copy: int, rank: int, drawable: list[int]) -> list[int]:
         """Return the drawn ones among some positions, in order, in step `number` of a rank of a copy."""

@@ -13,26 +13,18 @@ Runs for each drawn action of a step that is audited.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
+
+from fpipe.tensors.tree import list_tensors
 
 WORD: Final = 8
 WIDTHS: Final = (1021, 1019, 1013, 1009)
 HASHED: Final = 4096  # bytes, up to which Python's own hash is faster than calls of torch
 
 Checksums: TypeAlias = tuple[int, ...]
-
-
-def list_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples and lists, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from list_tensors(one)
 
 
 def sum_up(value: Any) -> Checksums:

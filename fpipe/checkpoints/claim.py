@@ -53,7 +53,7 @@ LONGEST_COMMIT: Final = 10.0
 
 
 class Lock:
-    """An open file or folder, which may be locked; it is closed when nobody holds this any more, at the latest.
+    """An open file or folder, which may be locked; it is closed at the latest when this object is deleted.
 
     Ctrl-C may come between any two lines, so releasing can be begun again.
     """

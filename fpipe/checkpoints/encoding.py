@@ -27,9 +27,9 @@ from schedules.errors import quote
 DATA_PREFIX: Final = "data."
 STATE_PREFIX: Final = "state."
 MOST_LEVELS: Final = 100
-"""More levels than any tree of a user has; a reader of JSON takes some hundred."""
+"""The deepest tree that is saved; readers of JSON stop at a few hundred levels."""
 MOST_BITS: Final = 4096
-"""More than any integer of a user has; Python reads no text of some thousand digits as one."""
+"""The longest integer that is saved; Python refuses to read one of more than 4300 digits."""
 
 
 def encode_tree(tree: object) -> tuple[Any, dict[str, Tensor]]:

@@ -72,7 +72,7 @@ def export(pipe: Pipeline, path: str | os.PathLike[str], params: State, buffers:
         told = pipe.ranks.exchange_text(token_hex(4) if index == 0 and writes else "", "the name of its files")
         token = next(text for text in told if text)
         mine, file = [n for n in owned_names(pipe, held) if n not in transient], home / _file_name(token, index, count)
-        tensors = copy_to_host(pipe.ranks, pipe.copies, {name: held[name] for name in mine})
+        tensors = copy_to_host(pipe, {name: held[name] for name in mine})
         whole = _index(pipe, transient, token)
         try:
             if writes:

@@ -32,10 +32,8 @@ from fpipe.checkpoints.claim import Claim
 from fpipe.checkpoints.encoding import encode_tree, flatten_slots, require_slots
 from fpipe.checkpoints.manifest import MOST_STEPS, Manifest, require_checkpoint_or_nothing, shard_name, write_sidecar
 from fpipe.errors import InputError
-from fpipe.meshes.copies import PipelineCopies
 from fpipe.network.agreement import Field
 from fpipe.network.fingerprint import describe_value
-from fpipe.network.ranks import Ranks
 from fpipe.network.waiting import Awaited, await_all, break_group, reporting
 from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.inputs import State
@@ -203,7 +201,7 @@ def _collect(
         **(extra if own_index(pipe) == 0 else {}),
     }
     scalars = [name for name, value in kept.items() if not value.dim() and value.device.type != "cpu"]
-    return _Share(copy_to_host(pipe.ranks, pipe.copies, tensors), numbers, scalars, data, pipe.copies.is_first)
+    return _Share(copy_to_host(pipe, tensors), numbers, scalars, data, pipe.copies.is_first)
 
 
 class ShardedTensor:
@@ -227,19 +225,19 @@ class ShardedTensor:
         break_group(self.group)
 
 
-def copy_to_host(ranks: Ranks, copies: PipelineCopies, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copy_to_host(pipe: Pipeline, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous copies in host memory, none of which shares memory with another: a file has no strides.
 
     Shards are gathered one by one, which all their holders must do. Only the first of all copies keeps what it gathers.
     """
+    group, keep = pipe.copies.groups[0], pipe.copies.is_first
 
     def gather(tensor: Tensor) -> Tensor:
-        if copies.groups[0] is None:
+        if group is None:
             return whole_tensor(tensor)
-        ranks.wait(sharded := ShardedTensor(tensor, copies.groups[0]))
+        pipe.ranks.wait(sharded := ShardedTensor(tensor, group))
         return sharded.tensor
 
-    keep = copies.is_first
     wholes = ((name, gather(tensor.detach())) for name, tensor in tensors.items())
     return {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in wholes if keep}
 

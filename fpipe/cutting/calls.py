@@ -112,7 +112,8 @@ class Calls:
 
     def outside_fused(self, places: Iterable[int]) -> list[int]:
         """Return the places that are not inside a call that torch may run as a single operator."""
-        return [k for k in places if not any(call.start < k < call.stop for call in self.fused)]
+        fused = self.fused
+        return [k for k in places if not any(call.start < k < call.stop for call in fused)]
 
     def advise_on_fused(self, marks: Iterable[Mark]) -> str:
         """Return what helps if a mark is inside a call that torch runs as a single operator here; else nothing."""

@@ -7,10 +7,10 @@ rounds other numbers than `loss` does. The second is what to add to: a sum of tw
 bits from what a plain loop over the microbatches of both adds up.
 
 Idea. The loss has a node in autograd's graph. Its inputs are the parameters, and its backward returns the gradients. A
-cotangent that is a power of two multiplies them, which rounds nothing short of overflow and
-underflow. Any other must be known to the forward, as its
-`scale`. The forward adds to what is in `.grad` in place, unless that was delivered before and the parameters have been
-written to since: then an optimizer has used it, and the script will clear it before the backward.
+cotangent that is a power of two multiplies them, which rounds nothing short of overflow and underflow. Any other must
+be known to the forward, as its `scale`. The forward adds to what is in `.grad` in place, unless that was delivered
+before and the parameters have been written to since: then an optimizer has used it, and the script will clear it before
+the backward.
 
 While a forward has borrowed `.grad`, a placeholder full of nan is there, without memory of its own: an optimizer that
 steps before the backward shows at once.

@@ -25,7 +25,6 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
-from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.torch_private import total_norm_cell
 from fpipe.training.norms import norm
 
@@ -34,7 +33,7 @@ class WholeNorm:
     """The norm of gradients: of the whole model if they are those of one of `modules`, else what torch computes."""
 
     def __init__(self, plain: Any) -> None:
-        self.plain, self.modules = plain, WeakSet[nn.Module]()
+        self.plain, self.modules = plain, WeakSet[Any]()
 
     def __call__(
         self,
@@ -49,7 +48,7 @@ class WholeNorm:
         if module is None:
             found: Tensor = self.plain(given, norm_type, error_if_nonfinite, foreach)
             return found
-        pipe, grads = _pipe_of(module), _gradients_of(module)
+        grads = _gradients_of(module)
         if _identify(given) != _identify(grads.values()):
             raise InputError(
                 f"torch.nn.utils: got {len(given)} gradients to take the norm of, which are not all {len(grads)} of a "
@@ -58,7 +57,7 @@ class WholeNorm:
                 'call on every rank fpipe.clip(model.pipe, grads, 1.0, names="head.*", donate=True), with all grads by '
                 "name."
             )
-        total = norm(pipe, grads, norm_type)
+        total = norm(module.pipe, grads, norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients is {float(total)}, so it cannot be clipped. Pass "
@@ -66,7 +65,7 @@ class WholeNorm:
             )
         return total
 
-    def _find(self, given: list[Tensor]) -> nn.Module | None:
+    def _find(self, given: list[Tensor]) -> Any:
         """Return the module that has some of these gradients.
 
         A rank may have none, as if all of its parameters are frozen: then no gradients are those of the one module that
@@ -102,15 +101,9 @@ def _identify(grads: Iterable[Tensor]) -> set[int]:
     return {id(grad) for grad in grads if grad.numel()}
 
 
-def _pipe_of(module: Any) -> Pipeline:
-    pipe: Pipeline = module.pipe
-    return pipe
-
-
 def _gradients_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-def _holds_share(module: nn.Module) -> bool:
-    pipe = _pipe_of(module)
-    return len(pipe.ranks.ranks) < pipe.schedule.ranks
+def _holds_share(module: Any) -> bool:
+    return len(module.pipe.ranks.ranks) < int(module.pipe.schedule.ranks)

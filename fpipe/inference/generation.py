@@ -280,7 +280,7 @@ class Session:
         ]
         return Inputs(
             params=self.leaves[plan],
-            buffers=[self._buffers(plan, cache) for cache in self.caches],
+            buffers=[{s.index: tuple([known[name] for name in s.buffers]) for s in here} for known in held],
             batch=lambda s, i: feeds[i][s](i),
             keys=make_keys(plan, self.seed),
         )
@@ -289,10 +289,6 @@ class Session:
         local = [stage.index for stage in plan.local_stages]
         by_cut = {cut: {s: cut.stages[s].leaves(self.held) for s in local} for cut in plan.cuts}
         return [by_cut[cut] for cut in plan.assemblies]
-
-    def _buffers(self, plan: StepPlan, cache: State) -> Mapping[int, Any]:
-        found = {**self.held, **cache}
-        return {stage.index: tuple([found[name] for name in stage.buffers]) for stage in plan.local_stages}
 
     def _keep(self, plan: StepPlan, outcomes: Mapping[int, Outcome]) -> None:
         """Keep the caches that the groups leave, for their next tokens."""

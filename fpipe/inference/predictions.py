@@ -39,8 +39,8 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
     The function takes parameters and buffers as `pipe.init` returns them, the inputs of a whole batch, and a `seed` if
     the model draws random numbers even in eval mode. It returns what the model returns, bit for bit, with microbatches
     merged in their order. A batch may lack inputs that the example has, such as labels: leave them out, or pass `None`.
-    Every rank receives all outputs, on a mesh those of all copies of the pipeline if it is
-    passed whole batches. If only the rank of the last stage needs them, call `fpipe.evaluate`, which sends nothing.
+    Every rank receives all outputs, on a mesh those of all copies of the pipeline if it is passed whole batches. If
+    only the rank of the last stage needs them, call `fpipe.evaluate`, which sends nothing.
 
     Under torch.distributed every rank must call this, and then the function, in the same order. Raise `InputError` for
     arguments that don't fit the pipeline, before anything is sent.

@@ -31,15 +31,14 @@ from fpipe.errors import InputError
 from fpipe.integrations.options import Exclusion, Support, refusing
 from fpipe.integrations.replica import collect_flags, collect_state, compare, find_model, scale_losses
 
-_ONE_REPLICA: Final = (
-    "The model is an fpipe.Pipelined, which has its own ranks: pass place=fpipe.Place(mesh=...) to it."
-)
+OWN_RANKS: Final = "The model is an fpipe.Pipelined, which has its own ranks: pass place=fpipe.Place(mesh=...) to it."
+COMPILE: Final = "Compile modules of the model before fpipe.Pipelined(model, ...)."
+NO_DDP: Final = Exclusion("Nothing wraps the model in DDP.", accepted=(None,))
 _SAVE: Final = (
     "Call fpipe.save(model.pipe, path, params=dict(model.named_parameters()), buffers=dict(model.named_buffers())) on "
     "every rank, or accelerator.save_model for the weights alone."
 )
-_SHARDS: Final = Exclusion(_ONE_REPLICA, accepted=(None,))
-_COMPILE: Final = "Compile modules of the model before fpipe.Pipelined(model, ...)."
+_SHARDS: Final = Exclusion(OWN_RANKS, accepted=(None,))
 _HALF: Final = Exclusion(
     "The scaler of float16 sees the gradients of only one rank: use bf16.", accepted=(None, "no", "bf16")
 )
@@ -55,8 +54,8 @@ _OPTIONS: Final = Support(
         "mixed_precision": _HALF,
         **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "torch_tp_plugin"), _SHARDS),
         **dict.fromkeys(("megatron_lm_plugin", "parallelism_config"), _SHARDS),
-        "dynamo_backend": Exclusion(_COMPILE, accepted=(None, "no", "NO", DynamoBackend.NO)),
-        "dynamo_plugin": Exclusion(_COMPILE, accepted=(None,)),
+        "dynamo_backend": Exclusion(COMPILE, accepted=(None, "no", "NO", DynamoBackend.NO)),
+        "dynamo_plugin": Exclusion(COMPILE, accepted=(None,)),
     },
 )
 LOADERS: Final = Support(
@@ -75,13 +74,13 @@ _HANDLERS: Final = Support(
     "kwargs_handlers",
     ("AutocastKwargs", "InitProcessGroupKwargs", "ProfileKwargs"),
     {
-        "DistributedDataParallelKwargs": Exclusion("Nothing wraps the model in DDP.", accepted=(None,)),
+        "DistributedDataParallelKwargs": NO_DDP,
         **dict.fromkeys(
             ("GradScalerKwargs", "FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"),
             Exclusion("Use mixed_precision='bf16'.", accepted=(None,)),
         ),
         "GradientAccumulationPlugin": Exclusion("Pass it as gradient_accumulation_plugin=.", accepted=(None,)),
-        "TorchDynamoPlugin": Exclusion(_COMPILE, accepted=(None,)),
+        "TorchDynamoPlugin": Exclusion(COMPILE, accepted=(None,)),
     },
 )
 _METHODS: Final = Support(
@@ -110,7 +109,7 @@ _METHODS: Final = Support(
             "It updates during the backward, but the forward has already computed the gradients: use an optimizer "
             "with a step."
         ),
-        "deepspeed_ulysses_dl_adapter": Exclusion(_ONE_REPLICA),
+        "deepspeed_ulysses_dl_adapter": Exclusion(OWN_RANKS),
     },
 )
 ACCELERATE: Final = (_OPTIONS, LOADERS, _HANDLERS, _METHODS)

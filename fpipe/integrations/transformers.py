@@ -25,17 +25,14 @@ from transformers.utils import find_labels
 from fpipe.checkpoints.export import export, require_no_other_weights
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import InputError
-from fpipe.integrations.accelerate import LOADERS, PipelineAccelerator
+from fpipe.integrations.accelerate import COMPILE, LOADERS, NO_DDP, OWN_RANKS, PipelineAccelerator
 from fpipe.integrations.options import Exclusion, Support, refusing
 
 _SAVE: Final = "Save with trainer.save_model(path), or with fpipe.save in a callback."
 _LOSS: Final = "Compute it in the loss of fpipe.Pipelined(model, loss=...)."
 _HALF: Final = "The scaler of float16 sees the gradients of only one rank: use bf16=True."
 _CAST: Final = "It converts the parameters: use bf16=True."
-_RANKS: Final = "The model is an fpipe.Pipelined, which has its own ranks: pass place=fpipe.Place(mesh=...) to it."
-_COMPILE: Final = "Compile modules of the model before fpipe.Pipelined(model, ...)."
 _HUB: Final = "Upload the folder that trainer.save_model wrote."
-_DDP: Final = Exclusion("Nothing wraps the model in DDP.", accepted=(None,))
 
 _ARGUMENTS: Final = Support(
     "TrainingArguments(...)",
@@ -68,7 +65,7 @@ _ARGUMENTS: Final = Support(
         "fp16": Exclusion(_HALF, accepted=(False,)),
         "fp16_full_eval": Exclusion(_CAST, accepted=(False,)),
         "bf16_full_eval": Exclusion(_CAST, accepted=(False,)),
-        "torch_compile": Exclusion(_COMPILE, accepted=(False,)),
+        "torch_compile": Exclusion(COMPILE, accepted=(False,)),
         "use_liger_kernel": Exclusion(
             "It replaces modules: apply it before fpipe.Pipelined(model, ...).", accepted=(False,)
         ),
@@ -77,10 +74,10 @@ _ARGUMENTS: Final = Support(
         "resume_from_checkpoint": Exclusion("Pass weights=fpipe.load(...) to fpipe.Pipelined.", accepted=(None,)),
         "enable_jit_checkpoint": Exclusion(_SAVE, accepted=(False,)),
         "push_to_hub": Exclusion(_HUB, accepted=(False,)),
-        **dict.fromkeys(("parallelism_config", "deepspeed"), Exclusion(_RANKS, accepted=(None,))),
-        "fsdp": Exclusion(_RANKS, accepted=(None, False)),
-        **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb"), _DDP),
-        **dict.fromkeys(("ddp_broadcast_buffers", "ddp_static_graph"), _DDP),
+        **dict.fromkeys(("parallelism_config", "deepspeed"), Exclusion(OWN_RANKS, accepted=(None,))),
+        "fsdp": Exclusion(OWN_RANKS, accepted=(None, False)),
+        **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb"), NO_DDP),
+        **dict.fromkeys(("ddp_broadcast_buffers", "ddp_static_graph"), NO_DDP),
         "debug": Exclusion("Call fpipe.find_nonfinite(model.pipe).", accepted=([],)),
         "optim": Exclusion(
             "It updates during the backward, but the forward has already computed the gradients.",

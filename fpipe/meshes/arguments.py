@@ -90,7 +90,8 @@ class Place:
     def require(self) -> None:
         """Raise `InputError` for a field that can't be."""
         require_arguments(Place.__init__, vars(self))
-        _require_choice("rows", self.rows, ROWS)
+        if self.rows not in ROWS:
+            raise InputError(f"rows: got {self.rows!r}, expected one of {list(ROWS)}. Choose one.")
 
     def describe(self) -> list[str]:
         """Return lines that are the same in all processes of a job; raise `InputError` for anything but a mesh."""
@@ -115,12 +116,7 @@ class MeshPlace(NamedTuple):
     members: tuple[int, ...] = ()
 
 
-def find_place(
-    options: Place,
-    ranks: int,
-    device: torch.device,
-    create: Create,
-) -> MeshPlace:
+def find_place(options: Place, ranks: int, device: torch.device, create: Create) -> MeshPlace:
     """Return the place of this process in the mesh, or in the group, for a schedule of so many ranks.
 
     `create` returns what torch makes together with all processes.
@@ -135,8 +131,7 @@ def find_place(
     sharded = Sharded(options.shard) if isinstance(options.shard, str) else options.shard
     sizes = _list_sizes(options.mesh)
     dims = Dimensions(options.pp, options.dp, None if sharded is None else sharded.dim)
-    _require_dimensions(sizes, dims)
-    _require_pipeline_size(sizes, dims.pp, ranks)
+    _require_dimensions(sizes, dims, ranks)
     replicas, shards = (1 if name is None else sizes[name] for name in (dims.dp, dims.shard))
     if replicas * shards > MOST_STAGES:
         raise InputError(
@@ -239,7 +234,7 @@ def _require_no_dimensions(options: Place) -> None:
             )
 
 
-def _require_dimensions(sizes: Mapping[str, int], dims: Dimensions) -> None:
+def _require_dimensions(sizes: Mapping[str, int], dims: Dimensions, ranks: int) -> None:
     given = {"pp": dims.pp, "dp": dims.dp, "shard": dims.shard}
     used = {what: name for what, name in given.items() if name is not None}
     for what, name in used.items():
@@ -254,13 +249,10 @@ def _require_dimensions(sizes: Mapping[str, int], dims: Dimensions) -> None:
                 f"{what}: got {name!r}, as for {other}, expected another dimension of {list(sizes)}: each dimension "
                 "has one use. Choose another for one of the two."
             )
-
-
-def _require_pipeline_size(sizes: Mapping[str, int], pp: str, ranks: int) -> None:
-    if sizes[pp] != ranks:
+    if (size := sizes[dims.pp]) != ranks:
         raise InputError(
-            f"mesh: got {sizes[pp]} processes along {pp!r}, expected one for each of the schedule's {ranks} ranks. "
-            f"Build the schedule for ranks={sizes[pp]}, or another mesh."
+            f"mesh: got {size} processes along {dims.pp!r}, expected one for each of the schedule's {ranks} ranks. "
+            f"Build the schedule for ranks={size}, or another mesh."
         )
 
 
@@ -283,8 +275,3 @@ def require_collectives(schedule: Schedule, copies: PipelineCopies) -> None:
                     f"schedule: got {action} on rank {rank}, expected no such action: there are no copies of the "
                     "pipeline. Pass mesh and dp or shard, or the schedule without UNSHARD, RESHARD and REDUCE_GRAD."
                 )
-
-
-def _require_choice(what: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise InputError(f"{what}: got {value!r}, expected one of {list(choices)}. Choose one.")

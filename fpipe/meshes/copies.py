@@ -19,7 +19,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.meshes.exchange import CopyLinks, DistributedPeers, LocalPeers, Meeting, Peers
+from fpipe.meshes.exchange import CopyLinks, DistributedPeers, LocalPeers, Meeting
 from schedules import Schedule, forwards, reduce_gradients, shard
 from schedules.language.actions import GATHERINGS
 
@@ -93,9 +93,11 @@ class PipelineCopies:
     def link(self) -> Mapping[int, CopyLinks]:
         """Return the groups of every copy that this process plays, for one step."""
         if not self.is_local:
-            own, across = (_peers(group) for group in self.groups)
-            return {copy: CopyLinks(own, across) for copy in self.here}
-        rows, columns = _meetings(self.replicas, self.shards), _meetings(self.shards, self.replicas)
+            alone = LocalPeers(0, Meeting(1))
+            ends = [alone if group is None else DistributedPeers(group) for group in self.groups]
+            return {copy: CopyLinks(*ends) for copy in self.here}
+        rows = [Meeting(self.shards) for _ in range(self.replicas)]
+        columns = [Meeting(self.replicas) for _ in range(self.shards)]
         return {
             copy: CopyLinks(LocalPeers(s, rows[r]), LocalPeers(r, columns[s]))
             for copy in self.here
@@ -127,11 +129,3 @@ class PipelineCopies:
 
 ALONE = PipelineCopies()
 """A single copy, as without a mesh."""
-
-
-def _peers(group: dist.ProcessGroup | None) -> Peers:
-    return LocalPeers(0, Meeting(1)) if group is None else DistributedPeers(group)
-
-
-def _meetings(groups: int, members: int) -> list[Meeting]:
-    return [Meeting(members) for _ in range(groups)]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.meshes.pieces import FlatBuffer, Pieces
-from fpipe.network.waiting import Awaited, await_all, break_group, reporting
+from fpipe.network.waiting import Awaited, PendingWorks, await_all, reporting
 from fpipe.runtime.local import LocalHandle
 from fpipe.runtime.transport import Handle, Payload
 from fpipe.stages.accumulation import Grads
@@ -37,30 +37,16 @@ from fpipe.tensors.torch_private import post_all_gather
 from schedules import Action
 
 
-class CollectiveHandle:
+class CollectiveHandle(PendingWorks):
     """A posted collective of torch.distributed: its works, what it sends, and what it gives."""
 
     end, is_done = "GROUP", False
 
     def __init__(
-        self, message: Action, group: dist.ProcessGroup, works: Sequence[dist.Work], sent: Payload, data: Payload
+        self, message: Action, works: Sequence[dist.Work], awaited: Awaited, sent: Payload, data: Payload
     ) -> None:
-        self.message, self.group, self.works, self.sent, self.data = message, group, works, sent, data
-
-    @property
-    def awaited(self) -> Awaited:
-        """The part of every other process of the group."""
-        return await_all(str(self.message), self.group)
-
-    def wait(self) -> None:
-        """Block until every process has sent its part; raise `BrokenWaitError` if one does not."""
-        with reporting(self.awaited):
-            for work in self.works:
-                work.wait()
-
-    def give_up(self) -> None:
-        """Break the group."""
-        break_group(self.group)
+        super().__init__(works, awaited)
+        self.message, self.sent, self.data = message, sent, data
 
     def take(self) -> Payload:
         """Return what arrived, and drop it from the handle."""
@@ -87,10 +73,10 @@ class DistributedPeers:
 
     def share(self, message: Action, data: Tensor) -> CollectiveHandle:
         """Post bytes for all; the handle gives those of every process. All pass as many."""
-        rows = data.new_empty(self.count, len(data))
-        with reporting(await_all(str(message), self.group)):
+        rows, awaited = data.new_empty(self.count, len(data)), await_all(str(message), self.group)
+        with reporting(awaited):
             work = post_all_gather(rows.view(-1), data, self.group)
-        return CollectiveHandle(message, self.group, (work,), (data,), rows.unbind())
+        return CollectiveHandle(message, (work,), awaited, (data,), rows.unbind())
 
     def exchange(
         self, message: Action, leaving: Sequence[Payload], arriving: Sequence[Payload], result: Payload
@@ -99,14 +85,14 @@ class DistributedPeers:
 
         A process sends itself nothing. The next process comes first, so that no process is everyone's first.
         """
-        operations = list[dist.P2POp]()
+        operations, awaited = list[dist.P2POp](), await_all(str(message), self.group)
         for step in range(1, self.count):
             target, source = (self.rank + step) % self.count, (self.rank - step) % self.count
             operations += [self._operation(dist.isend, tensor, target) for tensor in leaving[target] if len(tensor)]
             operations += [self._operation(dist.irecv, tensor, source) for tensor in arriving[source] if len(tensor)]
-        with reporting(await_all(str(message), self.group)):
+        with reporting(awaited):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return CollectiveHandle(message, self.group, works, (leaving, arriving), result)
+        return CollectiveHandle(message, works, awaited, (leaving, arriving), result)
 
     def _operation(self, kind: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, group=self.group, group_peer=peer)

@@ -149,9 +149,9 @@ class Holdings:
 
         whole = spec.shape if split is None else split.shape
         stride = torch.empty(whole, device="meta").stride()
-        mesh, within = self._find_mesh(name, split), {} if split is None else _by_dimension(split)
+        mesh, rows = self._find_mesh(name, split), _shard_rows(split)
+        within = {} if split is None else dict(zip(split.mesh.mesh_dim_names or (), split.placements, strict=True))
         names, shards = mesh.mesh_dim_names or (), self.copies.names[-1]
-        rows = _shard_rows(split)
         places = [rows if dim == shards else within.get(dim, Replicate()) for dim in names]
         return Placed(mesh, tuple(places), whole, stride)
 
@@ -175,10 +175,6 @@ class Holdings:
                 f"other than {list(own)}. Call parallelize_module(model, mesh[...], ...) with that mesh."
             )
         return mesh[tuple(dim for dim in every if dim in (*own, *others))]
-
-
-def _by_dimension(split: Placed) -> dict[str, Placement]:
-    return dict(zip(split.mesh.mesh_dim_names or (), split.placements, strict=True))
 
 
 def _shard_rows(split: Placed | None) -> Placement:

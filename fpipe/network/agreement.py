@@ -66,7 +66,7 @@ class Field(NamedTuple):
 
 
 def agree(rank: int, exchange: RowExchange, call: str, fields: Sequence[Field], note: int = 0) -> list[int]:
-    """RowExchange a row with all ranks; return every rank's note.
+    """Exchange a row with all ranks; return every rank's note.
 
     Raise `TransportError` unless all ranks make the same call with the same fields.
     """
@@ -88,7 +88,7 @@ def announce_refusal(exchange: RowExchange, call: str, error: BaseException) -> 
 
 
 def exchange_texts(gather: Gather, mine: str) -> list[str]:
-    """RowExchange texts of any length; return those of all ranks."""
+    """Exchange texts of any length; return those of all ranks."""
     data = mine.encode()[: MOST_BYTES * MOST_SHOWN]
     lengths = [int(one.item()) for one in gather(torch.tensor([len(data)]))]
     padded = torch.zeros(max([*lengths, 1]), dtype=torch.uint8)
@@ -158,7 +158,7 @@ def _find_start(lines: Sequence[str]) -> int:
     return max(0, common - WIDTH // 4)
 
 
-def _excerpt(text: str, start: int = 0) -> str:
+def _excerpt(text: str, start: int) -> str:
     shown = text[start : start + WIDTH]
     return f"{'...' if start else ''}{shown}{'...' if start + WIDTH < len(text) else ''}"
 

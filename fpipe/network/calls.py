@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls that processes make together: they agree before they act, and hear of it if one of them fails.
 
-Problem. A function that all ranks call may fail on one of them: before all have agreed on it, in the middle, or without
-a word, because the process dies.
+Problem. A function that all ranks call may fail on one of them: before all have agreed on it, in the middle, or
+silently, because the process dies.
 
 Idea. What is raised before all have agreed is announced in place of this process's agreement, so that all raise at once
-(`fpipe.network.agreement`). What is raised later is published on the board, and the groups on which the
-others wait are broken. A connection that ends is looked up on the board: another rank may know why.
+(`fpipe.network.agreement`). What is raised later is published on the board, and the groups on which the others wait are
+broken. When a connection ends, the board is read: another rank may know why.
 
 What an error here means to the others is a state of this process (`fpipe.network.standing`).
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank per process: the communication and agreement of torch.distributed processes.
 
-Messages travel over channels (`fpipe.network.channels`). Before any is sent, all ranks agree on what they are
-about to do (`fpipe.network.agreement`), over a separate group (`fpipe.network.groups`).
+Messages travel over channels (`fpipe.network.channels`). Before any is sent, all ranks agree on what they are about to
+do (`fpipe.network.agreement`), over a separate group (`fpipe.network.groups`).
 
-If a call fails on one rank, the others hear of it (`fpipe.network.calls`), and the pipeline's own groups are
-broken, so that nobody waits for it. The user's groups stay whole.
+If a call fails on one rank, the others hear of it (`fpipe.network.calls`), and the pipeline's own groups are broken, so
+that nobody waits for it. The user's groups stay whole.
 
 Runs when a pipeline is built and in every step, if ranks are separate processes.
 """
@@ -30,7 +30,7 @@ from fpipe.network.groups import GRACE, RESULTS, Control, Creator, choose_timeou
 from fpipe.network.ranks import Fields, Ranks, claim_turn, require_at_rest, require_unclosed
 from fpipe.network.waiting import Line, PendingWorks, Waitable, await_all, has_streams, reporting
 from fpipe.runtime.executor import Execution, Milestone, Outcome
-from fpipe.runtime.transport import Route, Transport, exhaust
+from fpipe.runtime.transport import Route, Transport
 from fpipe.tensors.spec import Spec
 
 
@@ -152,14 +152,10 @@ class DistributedRanks(Ranks):
                 "one whose ranks agree: messages would no longer match. Restart all processes from a checkpoint."
             )
 
-    def run(self, copies: Sequence[Callable[[int, Transport], Execution]]) -> list[dict[int, Outcome]]:
-        """Run this process's rank to completion, blocking on each handle that it yields; return its outcome."""
-        return exhaust(self.follow(copies))
-
     def follow(
         self, copies: Sequence[Callable[[int, Transport], Execution]]
     ) -> Generator[None, None, list[dict[int, Outcome]]]:
-        """Do what `run` does, and yield whenever the execution reaches a milestone."""
+        """Run this process's rank, blocking on each handle that it yields; yield whenever it reaches a milestone."""
         (rank,), (execution,) = self.ranks, copies
         self.calls.begin()
         situation, wait, trail = self.calls.situation, self.calls.lookout.wait, self.transport.trail
@@ -206,10 +202,6 @@ class DistributedRanks(Ranks):
     def spread(self, tensor: Tensor | None, spec: Spec, member: int) -> Tensor:
         """Return on every process that agrees the tensor of number `member` among them."""
         return self._broadcast(self.everyone, tensor, spec, member)
-
-    def agree_if_any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
-        return any(self.agree(about="a question to all ranks", note=int(flag)))
 
     def exchange_text(self, text: str, about: str = "what the model asks about its batch") -> list[str]:
         """Return the texts of all ranks, including this one; every rank must call this."""

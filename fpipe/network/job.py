@@ -193,19 +193,16 @@ def enter_job(call: str) -> Iterator[JobProcesses]:
 
 
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Return the process group; raise `InputError` for a mesh of several dimensions."""
-    return take_dimension(group) if isinstance(group, DeviceMesh) else group
-
-
-def take_dimension(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of a mesh with one dimension; raise `InputError` for another mesh."""
-    if mesh.ndim != 1:
-        names = list(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
+    """Return the process group, given as itself or as a mesh; raise `InputError` for a mesh of several dimensions."""
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        names = list(group.mesh_dim_names or map(str, range(group.ndim)))
         raise InputError(
             f"group: got a device mesh with the dimensions {names}, expected the one along which the pipeline "
             'runs. Name it: fpipe.Place(group=mesh["pp"]).'
         )
-    return mesh.get_group()
+    return group.get_group()
 
 
 def join_launched() -> None:

@@ -4,15 +4,15 @@
 Problem. A rank that waits hears only from the rank it waits for. It hears nothing of a failure elsewhere, or of a peer
 that is stopped, and a signal such as Ctrl-C has to wait with it.
 
-Idea. The rank waits as ever; all it does in a step is to say for what. Twice a second, this thread looks whether the
-same wait is still on. If so, it looks at the board for the cause of a failure, gives a sign of life there, and reports
-a slow peer. Once the timeout of the process group is over, it finds out who keeps all others waiting: it follows who
-waits for whom, to a rank that gives no sign of life, or that waits for nobody. To end a wait, it breaks the groups.
+Idea. A rank only notes what it waits for. Twice a second, this thread checks whether the same wait is still on. If so,
+it looks at the board for the cause of a failure, gives a sign of life there, and reports a slow peer. Once the timeout
+of the process group is over, it finds out who keeps all others waiting: it follows who waits for whom, to a rank that
+gives no sign of life, or that waits for nobody. To end a wait, it breaks the groups.
 
 An accelerator waits in place of the host, which goes on, and may leave the call. What the device has not passed yet is
 then a wait like any other (`fpipe.network.trail`). A device does not notice that a peer is gone. But the connections
-over which the ranks agree end with a process, so this thread looks at them if the device is long at one place. Once its
-groups are broken the device goes on, with garbage: from then on, whatever the host does in a call raises.
+over which the ranks agree end with a process, so this thread checks them if the device stays long at one place. Once
+its groups are broken, the device goes on, with garbage: from then on, whatever the host does in a call raises.
 
 Invariant: the thread asks the store only while a call is running, or while the device still works on one, so that a
 process can end at any time between calls.
@@ -82,7 +82,7 @@ class Lookout:
         group: dist.ProcessGroup,
         timeout: timedelta,
         release: Callable[[], None],
-        trail: Trail | None = None,
+        trail: Trail | None,
     ) -> None:
         self.board, self.processes, self.group, self.timeout = board, processes, group, timeout.total_seconds()
         self.release, self.trail, self.situation = release, trail, Situation()

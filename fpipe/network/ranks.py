@@ -35,7 +35,7 @@ class Ranks:
     """The pipeline ranks that this process runs, and its communication with the others.
 
     This class runs all `count` ranks of a schedule, so that there are no others. `fpipe.network.distributed` has one
-    rank for each process, and overrides every method.
+    rank for each process, and overrides every method that calls no other of these.
 
     - `ranks`: the ranks of this process.
     - `processes`: the numbers in the job of the processes that are the ranks; none if this process is all of them.
@@ -137,7 +137,7 @@ class Ranks:
 
     def agree_if_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
-        return flag
+        return any(self.agree(about="a question to all ranks", note=int(flag)))
 
     def exchange_text(self, text: str, about: str = "") -> list[str]:
         """Send a text to all ranks; return every process's text, in rank order. `about` names it in errors."""

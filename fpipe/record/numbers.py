@@ -34,7 +34,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fpipe.tensors.patching import current, replace
 from fpipe.tensors.torch_private import DataDependentOutputException, FakeTensor, list_dispatch_modes
-from fpipe.tensors.tree import NAMESPACE
+from fpipe.tensors.tree import COMMON_TYPES, NAMESPACE
 
 PythonNumber: TypeAlias = int | float
 
@@ -375,6 +375,8 @@ def has_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _holds_number(one: Any) -> bool:
+    if type(one) in COMMON_TYPES:
+        return False
     if isinstance(one, slice):
         return any(isinstance(part, Number) for part in (one.start, one.stop, one.step))
     if isinstance(one, list | tuple):

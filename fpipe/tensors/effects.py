@@ -86,6 +86,8 @@ class Effects:
         """Record an operator call that is about to run."""
         if self.observer is not None:
             self.observer(func, args, kwargs)
+        if not has_effects(func):
+            return
         for argument in written_arguments(func, args, kwargs):
             self._write(argument)
         if func is torch.ops.aten._to_copy.default:
@@ -95,7 +97,8 @@ class Effects:
 
     def note_return(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Record the random draws of an operator call that returned `out`."""
-        self.drawn.update(dict.fromkeys(random_devices(func, args, kwargs, out)))
+        if has_effects(func):
+            self.drawn.update(dict.fromkeys(random_devices(func, args, kwargs, out)))
 
     def _write(self, argument: Any) -> None:
         for tensor in argument if isinstance(argument, tuple | list) else (argument,):
@@ -135,6 +138,21 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
         undeclared = position in UNDECLARED.get(func._schema.name, ()) and args[TRAINING_FLAG]
         if undeclared or (declared.alias_info is not None and declared.alias_info.is_write):
             yield args[position] if position < len(args) else kwargs.get(declared.name)
+
+
+@cache
+def has_effects(func: Any) -> bool:
+    """Return whether an operator may do more than return something: write, cast, draw random numbers, or communicate.
+
+    >>> aten = torch.ops.aten
+    >>> [has_effects(one) for one in (aten.mul.Tensor, aten.mul_.Tensor, aten._to_copy.default, aten.bernoulli.default)]
+    [False, True, True, True]
+    """
+    if not isinstance(func, OpOverload):
+        return True
+    casts = func is torch.ops.aten._to_copy.default
+    takes_generator = any("Generator" in str(one.type) for one in func._schema.arguments)
+    return casts or takes_generator or _may_write(func) or is_random(func) or is_communication(func)
 
 
 @cache

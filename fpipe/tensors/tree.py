@@ -13,7 +13,7 @@ Runs when a pipeline is built and in every step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -105,6 +105,15 @@ def flatten(tree: Tree, opaque: bool = False) -> tuple[list[Tensor], Structure]:
     if not opaque:
         require_transparent("a tree", structure)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], structure
+
+
+def list_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples and lists, in order; faster than `flatten`."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from list_tensors(one)
 
 
 def require_transparent(what: str, structure: Structure) -> None:

@@ -89,7 +89,8 @@ def clip_value(grads: State, value: float, donate: bool = False) -> State:
     for name, grad in grads.items():
         require_dense(f"grads[{name!r}]", grad)
     limit = require_bound("value", value)
-    clamped = {name: grad if donate else grad.clone() for name, grad in _add_parts(grads).items()}
+    complete = {name: without_partial(grad) for name, grad in grads.items()}
+    clamped = {name: grad if donate else grad.clone() for name, grad in complete.items()}
     clip_grad_value_(_hold(clamped.values()), limit)
     return clamped
 
@@ -105,11 +106,6 @@ def require_bound(what: str, value: Any) -> float:
             f"{what}: got {describe_argument(value)}, expected a number of at least 0. Pass the largest allowed value."
         )
     return number
-
-
-def _add_parts(grads: State) -> State:
-    """Return the gradients; those that are still to be summed over processes are summed."""
-    return {name: without_partial(grad) for name, grad in grads.items()}
 
 
 def _hold(grads: Iterable[Tensor]) -> list[Tensor]:

@@ -100,20 +100,17 @@ def as_patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-def select_names(patterns: Iterable[str], names: Sequence[str], where: str = "names") -> list[str]:
-    """Return the names that match any of the patterns, in the order of `names`.
+def select_names(patterns: tuple[str, ...], names: Sequence[str]) -> set[str]:
+    """Return the names that match any of the patterns; raise `InputError` for a pattern that matches nothing.
 
-    Raise `InputError` for a pattern that matches nothing.
-
-    >>> select_names(["*.bias"], ["0.weight", "0.bias", "1.norm.bias"])
+    >>> sorted(select_names(("*.bias",), ["0.weight", "0.bias", "1.norm.bias"]))
     ['0.bias', '1.norm.bias']
     """
-    patterns = tuple(patterns)
     if patterns == ("*",):
-        return list(names)
+        return set(names)
     for pattern in patterns:
-        require_match(pattern, names, where)
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        require_match(pattern, names, "names")
+    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def require_match(pattern: str, names: Sequence[str], where: str) -> None:

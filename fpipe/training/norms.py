@@ -98,7 +98,7 @@ def all_finite(pipe: Pipeline, grads: State) -> Tensor:
 def choose_gradients(pipe: Pipeline, grads: State, names: str | Iterable[str]) -> State:
     """Return the gradients that the patterns in `names` select; raise `InputError` as `norm` does."""
     require_gradients_of(pipe, grads)
-    chosen = set(select_names(as_patterns(names), pipe.names))
+    chosen = select_names(as_patterns(names), pipe.names)
     return {name: grad for name, grad in grads.items() if name in chosen}
 
 

@@ -72,9 +72,9 @@ def optimizer(
     computes in its `step` for the parameters of one dtype. A parameter without a gradient is returned unchanged, with
     its state. Parameters are returned as leaves, with the flags that they had.
 
-    Options may change from update to update, so a learning-rate schedule is a function of the step:
-    `update(..., lr=schedule(i))`. As in `fpipe.optimizer`, options by name apply to all parameters whose group does not
-    set them, and `groups={pattern: {...}}` set them for a group.
+    Options may change from update to update, so a learning-rate schedule is a function of the step: `update(...,
+    lr=schedule(i))`. As in `fpipe.optimizer`, options by name apply to all parameters whose group does not set them,
+    and `groups={pattern: {...}}` set them for a group.
 
     The update does not communicate, so it does not detect ranks with different optimizers: compare them with
     `fpipe.require_same`, or use `fpipe.train_step`, which compares them. Ranks without parameters call it like all

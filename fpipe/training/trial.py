@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +56,7 @@ def try_optimizer(cls: type[torch.optim.Optimizer], options: Mapping[str, Any], 
     errors, trials = list[Exception](), list[Traits]()
     with torch.random.fork_rng(devices=[]):
         for shape in SHAPES:
-            first, second = (torch.linspace(*ends, math.prod(shape)).reshape(shape) for ends in ((-1, 1), (2, 5)))
-            alone, pair = [first.clone()], [first, second]
+            alone, pair = _make_probes(shape)
             try:
                 instances = cls(alone, **options), cls(pair, **options)
             except (TypeError, ValueError, RuntimeError) as error:
@@ -89,19 +88,29 @@ def is_independent(instance: torch.optim.Optimizer) -> bool | None:
             known = vars(instance) | group
             options = {name: known[name] for name in list(named)[2:] if name in known}
             for shape, size in itertools.product(SHAPES, GRADIENT_SIZES):
-                first, second = (torch.linspace(*ends, math.prod(shape)).reshape(shape) for ends in ((-1, 1), (2, 5)))
-                alone, pair = [first.clone()], [first, second]
+                alone, pair = _make_probes(shape)
                 try:
                     instances = cls(alone, **options), cls(pair, **options)
                     for _ in range(3):
-                        for tensor in (*alone, *pair):
-                            tensor.grad = size * tensor.detach()
-                        for one in instances:
-                            one.step()
+                        _step(instances, (*alone, *pair), size)
                 except (TypeError, ValueError, RuntimeError, AttributeError):
                     continue
                 found.append(same_bits(alone[0], pair[0]))
     return all(found) if found else None
+
+
+def _make_probes(shape: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return a tensor alone, and the same one together with another."""
+    first, second = (torch.linspace(*ends, math.prod(shape)).reshape(shape) for ends in ((-1, 1), (2, 5)))
+    return [first.clone()], [first, second]
+
+
+def _step(instances: Iterable[torch.optim.Optimizer], probes: Iterable[Tensor], size: float) -> None:
+    """Run a step of each optimizer, with gradients of this size."""
+    for tensor in probes:
+        tensor.grad = size * tensor.detach()
+    for one in instances:
+        one.step()
 
 
 def _list_needs(cls: type[torch.optim.Optimizer]) -> list[str]:
@@ -132,11 +141,8 @@ def _try_steps(
     before = _list_memory(both)
     found = Traits(frozenset(both.defaults), frozenset(), frozenset())
     for _ in range(2):
-        for tensor in (*alone, *pair):
-            tensor.grad = 3 * tensor.detach()
         try:
-            single.step()
-            both.step()
+            _step((single, both), (*alone, *pair), 3)
         except (RuntimeError, ValueError):  # it wants gradients of another kind, such as sparse ones
             return found
     _require_independent(both, before, pair, same_bits(alone[0], pair[0]))

@@ -41,7 +41,7 @@ def read_ranges(known: Sequence[ByteRange], tensor: Tensor) -> list[ByteRange]:
     """Return the ranges of a tensor's elements, by address, without what is between them; `known`: of its memory."""
     found, place = list[ByteRange](), 0
     for start, end in list_runs(tensor):
-        found += [one._replace(start=one.start + place, end=one.end + place) for one in cut_ranges(known, start, end)]
+        found += shift_ranges(cut_ranges(known, start, end), place)
         place += end - start
     return cut_ranges(found, 0, place)
 
@@ -56,9 +56,8 @@ def write_ranges(known: list[ByteRange], tensor: Tensor, new: Sequence[ByteRange
             for one in known
             if one.end > end
         ]
-        part = cut_ranges(new, place, place + end - start)
-        middle = [one._replace(start=start + one.start, end=start + one.end) for one in part]
-        known[:] = [*before, *middle, *after]
+        middle = cut_ranges(new, place, place + end - start)
+        known[:] = [*before, *shift_ranges(middle, start), *after]
         place += end - start
 
 
@@ -163,10 +162,15 @@ def join_windows(pieces: list[ByteWindow]) -> tuple[ByteWindow, ...]:
     return (ByteWindow(pieces[0].source, pieces[0].at, tuple(dims)),)
 
 
-def cut_ranges(stretches: Sequence[ByteRange], start: int, end: int) -> list[ByteRange]:
+def shift_ranges(known: Sequence[ByteRange], by: int) -> list[ByteRange]:
+    """Return the same ranges at places that are `by` bytes later."""
+    return [one._replace(start=one.start + by, end=one.end + by) for one in known]
+
+
+def cut_ranges(known: Sequence[ByteRange], start: int, end: int) -> list[ByteRange]:
     """Return what is between two places, counted from the first; neighbors that continue each other are joined."""
     found: list[ByteRange] = []
-    for one in stretches:
+    for one in known:
         first, last = max(one.start, start), min(one.end, end)
         if first >= last:
             continue

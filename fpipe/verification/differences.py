@@ -2,8 +2,8 @@
 """Say where two computations of a result part: at which action, at which operator.
 
 Equal expressions have one number, so what only one side computed is known exactly. The first of these that a result is
-made of is where its side went wrong: its operands are computed on the other side, too, but there nobody combines them
-so. If everything that the pipeline computed of a result is right, it left out something: the first that is missing.
+made of is where its side went wrong: the other side computes the same operands, but doesn't combine them in this way.
+If everything that the pipeline computed of a result is right, it left out something: the first that is missing.
 
 Runs when `prove` finds a difference.
 """

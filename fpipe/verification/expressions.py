@@ -14,11 +14,11 @@ operator that wrote it. Inputs, which no operator made, are known by their bytes
 What depends on no input is a constant, and known by its bytes, too.
 
 Lemmas, of operators that compute the same bits: sums of two operands in either order, and the sums of their parts; what
-is concatenated, and its parts; a number, and a tensor without
-dimensions that holds it, rounded where the operator rounds it; reductions that keep a dimension of size 1, and those
-that don't; an operator and its in-place and `out=` variants; an operator on a list and one for each of its elements; a
-power with exponent 1 and its base; results of a backward, whichever others it is asked for; the gradients of both
-biases of a recurrent layer. Nothing else is assumed to be equal.
+is concatenated, and its parts; a number, and a tensor without dimensions that holds it, rounded where the operator
+rounds it; reductions that keep a dimension of size 1, and those that don't; an operator and its in-place and `out=`
+variants; an operator on a list and one for each of its elements; a power with exponent 1 and its base; results of a
+backward, whichever others it is asked for; the gradients of both biases of a recurrent layer. Nothing else is assumed
+to be equal.
 
 Runs when `prove` is called.
 """
@@ -47,6 +47,7 @@ from fpipe.tensors.torch_private import (
     active_fake_mode,
     count_dispatch_modes,
 )
+from fpipe.tensors.tree import list_tensors
 from fpipe.verification.byte_ranges import (
     ByteRange,
     ByteWindow,
@@ -61,9 +62,10 @@ from fpipe.verification.byte_ranges import (
     list_runs,
     order_dims,
     read_ranges,
+    shift_ranges,
     write_ranges,
 )
-from fpipe.verification.operator_calls import OperatorCall, read_generator, round_number, spell_number, tensors_in
+from fpipe.verification.operator_calls import OperatorCall, read_generator, round_number, spell_number
 from schedules.status import say
 
 Expression: TypeAlias = int
@@ -242,7 +244,7 @@ class Expressions(TorchDispatchMode):
     ) -> Any:
         """Run an operator; record the expressions of its results, and of what it wrote."""
         kwargs = kwargs or {}
-        operands = tensors_in((*args, *kwargs.values()))
+        operands = [*list_tensors((*args, *kwargs.values()))]
         if self._is_recorded(types, operands):
             return func(*args, **kwargs)
         self.operators += 1
@@ -286,7 +288,7 @@ class Expressions(TorchDispatchMode):
         if call.draws or call.name.startswith(("empty", "new_empty")):
             return False
         read = [value for name, value in call.given.items() if not (name == "self" and call.name in FILL)]
-        return call.name in READ_METADATA or all(map(self._is_constant, tensors_in(read)))
+        return call.name in READ_METADATA or all(map(self._is_constant, list_tensors(read)))
 
     def _is_constant(self, tensor: Tensor) -> bool:
         return self._scalar(tensor) is not None or all(
@@ -320,8 +322,7 @@ class Expressions(TorchDispatchMode):
         number = self._scalar(tensor)
         if number is not None:
             return torch.tensor(float(number[1]), dtype=tensor.dtype)
-        dims = list_dims(tensor)
-        if dims is None or len(dims) > 1:
+        if is_scattered(tensor):
             return None
         data = b"".join([self._bytes(one) for one in read_ranges(self._ranges(tensor), tensor)])
         return torch.frombuffer(bytearray(data), dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
@@ -382,10 +383,7 @@ class Expressions(TorchDispatchMode):
             return False
         found, place = list[ByteRange](), 0
         for part in parts:
-            found += [
-                one._replace(start=one.start + place, end=one.end + place)
-                for one in read_ranges(self._ranges(part), part)
-            ]
+            found += shift_ranges(read_ranges(self._ranges(part), part), place)
             place += part.nbytes
         self._hold(tensor, cut_ranges(found, 0, place))
         return True

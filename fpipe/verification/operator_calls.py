@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import string_at
 from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fpipe.tensors.tree import list_tensors
 
 IN_PLACE_VIEWS: Final = frozenset(
     ("detach", "transpose", "t", "squeeze", "unsqueeze", "as_strided", "swapaxes", "swapdims", "set")
@@ -83,7 +85,7 @@ class OperatorCall(NamedTuple):
         """Return the call of an operator with these arguments."""
         known = _signature(func)
         given = {**dict(zip(known.names, args, strict=False)), **kwargs}
-        written = tuple(tensors_in([given.get(name) for name in known.writes])) if known.writes else ()
+        written = tuple(list_tensors([given.get(name) for name in known.writes]))
         a, b = given.get("self"), given.get("other")
         commutes = False
         if known.name == "add" and given.get("alpha", 1) == 1 and isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -128,17 +130,6 @@ def round_number(described: Any) -> Any:
     if type(described) is tuple and described[:1] == ("number",):
         return "number", repr(ctypes.c_float(float(described[1])).value)
     return described
-
-
-def tensors_in(value: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors in nested lists and tuples, in order."""
-    found = list[Tensor]()
-    for one in value:
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, list | tuple):
-            found += tensors_in(one)
-    return found
 
 
 def read_generator(given: Mapping[str, Any]) -> bytes:

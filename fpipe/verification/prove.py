@@ -14,9 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
-import optree
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +34,7 @@ from fpipe.record.front_ends.parts import as_module
 from fpipe.streams.train_stream import require_streamable, train_stream
 from fpipe.tensors.placed import require_plain
 from fpipe.tensors.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from fpipe.tensors.tree import flatten
 from fpipe.training.optimizers import Optimizer
 from fpipe.training.train_step import Version, train_step
 from fpipe.verification.comparison import Pair, Results, list_pairs
@@ -185,14 +185,12 @@ def _prove_here(trial: Trial, seed: int | None, optimizer: Optimizer | None) -> 
     """Return the proof of a pipeline whose ranks are all in this process."""
     trial, params, buffers, mode = _take_values(trial)
     ledger = Expressions(mode)
-    leaves: list[Any] = optree.tree_leaves(cast("Any", (params, buffers, trial.batch)))
-    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if mode is None:  # make all plans; on fakes, nothing of that is taken for a step
         verify_steps(trial._replace(compare=lambda *given: 0), params, buffers, seed, 1)
     ranks = WatchedRanks(_find_plan(trial), ledger)
     claims = Claims(ledger, ranks)
     with postpone_collection(), ledger, _refusing_questions():  # expressions are no cycles
-        ledger.declare(given)
+        ledger.declare(flatten((params, buffers, trial.batch), opaque=True)[0])
         told = trial._replace(pipe=replace(trial.pipe, ranks=ranks), compare=claims.compare, side=ledger.on)
         verify_steps(told, params, buffers, seed, 1)
         if optimizer is not None:
@@ -218,8 +216,7 @@ def _prove_stream(trial: Trial, seed: int | None, optimizer: Optimizer | None) -
     ranks = WatchedRanks(pipe.training, ledger)
     claims = Claims(ledger, ranks)
     with postpone_collection(), ledger, _refusing_questions():
-        leaves: list[Any] = optree.tree_leaves(cast("Any", (params, buffers, batches)))
-        ledger.declare([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        ledger.declare(flatten((params, buffers, batches), opaque=True)[0])
         found = []
         watched = train_stream(replace(pipe, ranks=ranks), optimizer)
         for side, run in ((PIPELINE, watched), (REFERENCE, reference_stream(pipe, optimizer))):
@@ -240,15 +237,11 @@ def _prove_stream(trial: Trial, seed: int | None, optimizer: Optimizer | None) -
 
 def _vary(batch: tuple[Any, Any], k: int) -> tuple[Any, Any]:
     """Return a batch like this one with other values: other floats, and integers in another order."""
-
-    def vary(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        moved = leaf.detach().flatten().roll(k).view_as(leaf).clone()
-        return moved + NOISE * k if moved.is_floating_point() else moved
-
-    varied: Any = optree.tree_map(vary, cast("Any", batch))
-    return varied[0], varied[1]
+    tensors, structure = flatten(batch, opaque=True)
+    moved = [one.detach().flatten().roll(k).view_as(one).clone() for one in tensors]
+    varied = [one + NOISE * k if one.is_floating_point() else one for one in moved]
+    inputs, targets = structure.unflatten(varied)
+    return inputs, targets
 
 
 def _compare_updates(

@@ -57,14 +57,13 @@ def run_on_one_device(
     first: Mapping[str, Tensor] = MappingProxyType({}),
     start: Tensors = (),
     orders: Mapping[str, list[Orders]] | None = None,
-) -> tuple[dict[int, Tensors], Tensors, dict[str, Tensor]]:
+) -> tuple[dict[int, Tensors], State, dict[str, Tensor]]:
     """Run all microbatches in sequence; return the results of each, the final buffers, and gradients by name.
 
     `params` has the parameters of each microbatch: the same, but for schedules that update weights in flight. `batch`
-    has the microbatches of each leaf; `skips` has those without a backward. `onto` has the sums of gradients to
-    go on from, `start` the cotangent of the loss, if it is not 1, `orders` the order of each sum, if it is not the
-    plan's. Other sums begin with `first`, which gives them their
-    dtype, where it has something.
+    has the microbatches of each leaf; `skips` has those without a backward. `onto` has the sums of gradients to go on
+    from, `start` the cotangent of the loss, if it is not 1, `orders` the order of each sum, if it is not the plan's.
+    Other sums begin with `first`, which gives them their dtype, if it has something.
     """
     whole = plan.assembly.whole
     state, last = tuple(buffers[name] for name in whole.buffers), params[0]
@@ -89,7 +88,8 @@ def run_on_one_device(
     totals = {
         name: [total for one in by_stage if (total := one.total()) is not None] for name, by_stage in sums.items()
     }
-    return results, state, {name: reduce(add, totals[name]) for name in dict.fromkeys(whole.grads) if totals[name]}
+    found = {name: reduce(add, totals[name]) for name in dict.fromkeys(whole.grads) if totals[name]}
+    return results, {**buffers, **dict(zip(whole.buffers, state, strict=True))}, found
 
 
 def _places_of_terms(names: Sequence[str], sums: Mapping[str, Sequence[CopySum]]) -> list[tuple[CopySum, int]]:
@@ -225,10 +225,9 @@ def make_reference_step(pipe: Pipeline, variant: Variant, aux: Aux = NO_AUX) -> 
             keys, start = make_keys(plan, seed)[:: plan.slices], start_backward([[whole]], scale).get((0, 0), ())
             with wait_for_turn(), random.preserve_generators(plan.generators):
                 whole_params = [params] * len(plan.lasts)
-                results, state, made = run_on_one_device(
+                results, new, made = run_on_one_device(
                     plan, whole_params, buffers, parts, keys, skips, sums, first, start
                 )
-        new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
         optional, alone = find_optional(plan, begins or bool(sums)), plan.copies.count == 1
         grads = join_sums(sums, made, optional) if alone else add_reduced(sums, join_sums({}, made, optional))
         out = place_buffers(merge_results(plan, results).with_buffers(new), plan)

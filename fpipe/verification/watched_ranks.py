@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of this process that say, to a ledger of expressions, whose action computes.
+"""Ranks of this process that tell a ledger of expressions whose action computes.
 
-An execution knows its instruction; a rank runs until it waits. So whoever runs is noted before, and forgotten after.
+An execution knows its instruction, and a rank runs until it waits: between two waits, what computes is that rank's.
 
 Runs when `prove` is called.
 """

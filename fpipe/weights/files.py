@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that someone else may have written: regular ones, of bearable size, and never outside of their directory.
+"""Files that someone else may have written: regular ones, of limited size, and never outside of their directory.
 
 Problem. A name in a file may lead anywhere, a path may be a pipe that never ends, and a length may be any number.
 
@@ -23,7 +23,7 @@ from schedules.errors import quote
 
 AnyPath: TypeAlias = str | os.PathLike[str]
 MOST_READ: Final = 2**28
-"""More bytes than any text has that fpipe reads whole."""
+"""The most bytes of a text that is read whole."""
 ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/{1,2}[^/]")
 """`s3://bucket/run`, and what `Path` makes of it; a drive has one letter."""
 
@@ -68,7 +68,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def write_new(path: Path, text: str) -> Path:
-    """Write a file that did not exist, and whatever stood in its place is not followed; return its path."""
+    """Write a new file, in place of any other or of a link, which is not followed; return its path."""
     path.unlink(missing_ok=True)
     with path.open("x") as file:
         file.write(text)

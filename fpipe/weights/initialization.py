@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
-from fpipe.record.model.skeleton import skeleton
+from fpipe.record.model.skeleton import on_meta, skeleton
 from fpipe.tensors import random
 from fpipe.tensors.effects import storage_id, written_memory
 from fpipe.tensors.spec import Spec
@@ -93,7 +93,7 @@ class _Initialization:
         self.aliases = list_aliases(model)
         devices = {torch.device("cpu"): None} | {spec.device: None for spec in self.specs.values()}
         self.devices = [device for device in devices if device.type in ("cpu", "cuda")]
-        self.copy = skeleton(model, _on_meta)
+        self.copy = skeleton(model, on_meta)
         self.order = {path: place for place, path in enumerate(_children_first(self.copy))}
 
     def fill(self, group: Sequence[str]) -> dict[str, Tensor]:
@@ -156,10 +156,6 @@ class _Initialization:
 def _split_name(name: str) -> tuple[str, str]:
     owner, _, own = name.rpartition(".")
     return owner, own
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _children_first(module: nn.Module, path: str = "") -> Iterator[str]:

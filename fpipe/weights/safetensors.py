@@ -120,9 +120,9 @@ def _read_tensor(path: Path, name: str) -> Tensor:
 
 
 def _get_tensor(file: Any, name: str) -> Tensor:
-    """Return a tensor of an open file; raise `KeyboardInterrupt` for one that torch has taken for an error of its own.
+    """Return a tensor of an open file; raise the `KeyboardInterrupt` that torch has turned into an error of its own.
 
-    It asks the mapped file for its first byte, in Python, and drops what the handler of a signal raises there.
+    Torch reads the mapped file's first byte in Python, and drops what a signal handler raises there.
     """
     try:
         tensor: Tensor = file.get_tensor(name)
@@ -171,7 +171,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(dict(tensors), path, metadata={"format": "pt"})  # without which transformers refuses the file
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    _require_bearable_header(path)  # else nobody could load it
+    _require_small_header(path)  # else nobody could load it
 
 
 def require_savable(where: str, tensor: Tensor) -> None:
@@ -196,13 +196,13 @@ def require_savable(where: str, tensor: Tensor) -> None:
 def open_safetensors(path: Path) -> Any:
     """Return the open file, as a context manager."""
     require_regular(path)
-    _require_bearable_header(path)
+    _require_small_header(path)
     from safetensors import safe_open
 
     return safe_open(path, framework="pt")
 
 
-def _require_bearable_header(path: Path) -> None:
+def _require_small_header(path: Path) -> None:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
     if MOST_HEADER < size <= path.stat().st_size:

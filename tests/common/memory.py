@@ -61,6 +61,22 @@ class Memory(TorchDispatchMode):
         return sum(size for _, size, owner in self.owners.values() if owner == rank)
 
 
+class Alive(TorchDispatchMode):
+    """The most bytes at once of all tensors that operations make within."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for storage in (tensor.untyped_storage() for tensor in tensors(out)):
+            self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return out
+
+
 def tensors(tree):
     return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 

@@ -141,21 +141,22 @@ def contents(container: Any) -> tuple[Any, ...]:
 
 def held(one: Any) -> list[Any]:
     """Return the objects that an object holds; none for leaves and for objects of libraries."""
-    if isinstance(one, dict):
+    kind = type(one)  # `isinstance` would read `__class__`, which a capture notes for modules
+    if issubclass(kind, nn.Module):
+        return [vars(one), kind.forward]
+    if issubclass(kind, dict):
         return list(dict.values(one))
-    if isinstance(one, list | tuple | set | frozenset | deque | CellType):
+    if issubclass(kind, (list, tuple, set, frozenset, deque, CellType)):
         return list(contents(one))
-    if isinstance(one, FunctionType):
+    if issubclass(kind, FunctionType):
         return [*(one.__closure__ or ()), *(one.__defaults__ or ()), one.__kwdefaults__, vars(one)]
-    if isinstance(one, MethodType):
+    if issubclass(kind, MethodType):
         return [one.__self__, one.__func__]
-    if isinstance(one, partial):
+    if issubclass(kind, partial):
         return [one.func, one.args, one.keywords]
-    if isinstance(one, nn.Module):
-        return [vars(one), type(one).forward]
-    if isinstance(one, staticmethod | classmethod):
+    if issubclass(kind, (staticmethod, classmethod)):
         return [one.__func__]
-    if isinstance(one, property):
+    if issubclass(kind, property):
         return [one.fget]
     if not has_entries(one):
         return []
@@ -228,16 +229,23 @@ class Walk:
         self.seen: dict[int, Any] = {}
         self.containers: dict[object, Any] = {}
         self.functions: list[FunctionType] = []
+        self.are_leaves: dict[type, bool] = {}
 
     def follow(self, roots: Iterable[object]) -> None:
         """Walk from `roots`."""
         stack = list(roots)
         while stack:
             one = stack.pop()
-            if id(one) in self.seen or issubclass(type(one), self.LEAVES):  # no read of `__class__`, as by isinstance
+            if id(one) in self.seen or self._is_leaf(type(one)):
                 continue
             self.seen[id(one)] = one
             stack += self.visit(one)
+
+    def _is_leaf(self, kind: type) -> bool:
+        """Return whether objects of a class hold nothing; ask once for each class, since an abstract one is slow."""
+        if kind not in self.are_leaves:
+            self.are_leaves[kind] = issubclass(kind, self.LEAVES)
+        return self.are_leaves[kind]
 
     def enter(self) -> None:
         """Go into the functions found so far, and into those found later."""
@@ -246,13 +254,14 @@ class Walk:
 
     def visit(self, one: Any) -> Iterable[Any]:
         """Record an object, and return the objects to visit next."""
-        if isinstance(one, FunctionType):
+        kind = type(one)
+        if issubclass(kind, FunctionType):
             self.functions.append(one)
             return self._inside(one) if self.into else ()
-        if isinstance(one, AssignedGlobals | ClassAttributes):
+        if issubclass(kind, (AssignedGlobals, ClassAttributes)):
             self.containers[id(one[0]), one.names] = one
             return ()
-        if isinstance(one, (dict, list, set, deque, CellType, CACHED)):
+        if issubclass(kind, (dict, list, set, deque, CellType, CACHED)):
             self.containers[id(one)] = one
         return held(one)
 

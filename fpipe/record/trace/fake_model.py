@@ -211,6 +211,7 @@ def find_seats(model: nn.Module, names: nn.Module) -> dict[Source, list[Seat]]:
     One for each name in `model`. Other buffers are constants; raise `CaptureError` for other parameters.
     """
     found: dict[Source, list[Seat]] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
     for kind, table in (("parameters", "_parameters"), ("buffers", "_buffers")):
         known = first_names(names, kind)
         for name in first_names(model, kind):
@@ -222,5 +223,5 @@ def find_seats(model: nn.Module, names: nn.Module) -> dict[Source, list[Seat]]:
             path, _, last = name.rpartition(".")
             if name in known:
                 source: Source = Parameter(known[name]) if kind == "parameters" else Buffer(known[name])
-                found.setdefault(source, []).append((getattr(model.get_submodule(path), table), last))
+                found.setdefault(source, []).append((getattr(modules[path], table), last))
     return found

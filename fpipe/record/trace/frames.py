@@ -26,7 +26,7 @@ from fpipe.record.fakes.assumed_values import is_torch_function
 from fpipe.record.numbers import Number, to_python
 from fpipe.tensors.settings import Settings, settings
 from fpipe.tensors.torch_private import count_dispatch_modes
-from fpipe.tensors.tree import PLAIN, flatten_all, flatten_closures
+from fpipe.tensors.tree import COMMON_TYPES, NAMESPACE, PLAIN, flatten_all, flatten_closures
 
 PART = "a part, which is never cut"
 """The seal of a call inside which the user wants no cut; unlike other sealed calls, it is opened."""
@@ -46,17 +46,18 @@ class Invocation:
         self.function = function
         self.leaves, self.spec = flatten_closures((args, kwargs))
         tensors = {k: value(leaf) for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
-        numbers = {k: value(leaf.tensor) for k, leaf in enumerate(self.leaves) if isinstance(leaf, Number)}
+        others = [(k, leaf) for k, leaf in enumerate(self.leaves) if type(leaf) not in COMMON_TYPES]
+        numbers = {k: value(leaf.tensor) for k, leaf in others if isinstance(leaf, Number)}
         tensors = dict(sorted({**tensors, **numbers}.items())) if numbers else tensors
         self.reads = tuple(dict.fromkeys(tensors.values()))
         self.numbers = frozenset(map(self.reads.index, numbers.values()))
         self.holes = [(k, self.reads.index(v)) for k, v in tensors.items()]
-        hiding = [type(leaf).__name__ for leaf in self.leaves if _hides(leaf)]
+        hiding = [type(leaf).__name__ for _, leaf in others if _hides(leaf)]
         self.opaque = hiding[0] if hiding else ""
         for k in tensors:
             self.leaves[k] = None
         given = [k for k, argument in enumerate(args) if isinstance(argument, Tensor | Number)]
-        self.flat = len(given) == len(self.holes) and all(map(_is_immutable, self.spec.children()))
+        self.flat = len(given) == len(self.holes) and all(map(_is_immutable, (*args, *kwargs.values())))
         self.args = [None if isinstance(one, Tensor | Number) else one for one in args] if self.flat else []
         self.kwargs = kwargs if self.flat else {}
         self.places = [(k, read) for k, (_, read) in zip(given, self.holes, strict=False)]
@@ -107,13 +108,13 @@ def _compare(leaf: Any) -> Hashable:
     return kind, leaf
 
 
-def _is_immutable(spec: optree.PyTreeSpec) -> bool:
-    """Return whether nobody can change a container of this tree; the outermost is passed as a copy."""
-    return all(_is_frozen(child) for child in spec.children())
-
-
-def _is_frozen(spec: optree.PyTreeSpec) -> bool:
-    return spec.is_leaf() or (spec.type in (tuple, type(None)) and all(map(_is_frozen, spec.children())))
+def _is_immutable(argument: Any) -> bool:
+    """Return whether nobody can change a container in an argument: it is a leaf, `None`, or a tuple of these."""
+    if type(argument) in COMMON_TYPES or argument is None:
+        return True
+    if type(argument) is tuple:
+        return all(map(_is_immutable, argument))
+    return optree.tree_structure(argument, namespace=NAMESPACE).is_leaf()
 
 
 def _hides(leaf: Any) -> bool:

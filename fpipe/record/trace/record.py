@@ -88,7 +88,10 @@ class Values:
     def add(self, tensor: Tensor) -> Value:
         """Return the value for a new tensor."""
         value = Value(len(self.tensors))
-        self.know({value: tensor})
+        with DisableTorchFunction():  # not a call of the model
+            storage = storage_id(tensor)
+        self.tensors[value], self.storage[value], self.known[id(tensor)] = tensor, storage, value
+        self.memories.add(storage)
         return value
 
     def know(self, tensors: Mapping[Value, Tensor]) -> None:

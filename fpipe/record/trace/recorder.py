@@ -561,7 +561,7 @@ class Recorder(TorchFunctionMode):
             picks,
             ticks=(tick, self.record.tick),
             written=frozenset(self.effects.written & self.values.memories),
-            casts=frozenset(value for value in (*invocation.reads, *used) if storage[value] in cast),
+            casts=frozenset([value for value in (*invocation.reads, *used) if storage[value] in cast] if cast else ()),
             draw=self.record.draws.found[-1].tick if self.record.draws.has_from(tick) else None,
             communicates=self.effects.communicates,
         )
@@ -569,9 +569,10 @@ class Recorder(TorchFunctionMode):
     def _unit(
         self, invocation: Invocation, used: list[Value], makes: tuple[Value, ...], picks: tuple[int, ...]
     ) -> Unit:
-        name = getattr(invocation.function, "__name__", str(invocation.function))
+        name = getattr(invocation.function, "__name__", None) or str(invocation.function)
         where = f"{self.stack.where}, {name}"
-        data = [*map(_describe_data, hide_group_names(invocation.function, filter(_is_data, invocation.leaves)))]
+        leaves = [leaf for leaf in invocation.leaves if leaf is not None and _is_data(leaf)]
+        data = [*map(_describe_data, hide_group_names(invocation.function, leaves))]
         reads = (*invocation.reads, *used)
         return Unit(
             self.stack.path, reads, makes, lambda *tensors: pick(invocation(tensors), picks, where), f"{name}{data}"

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.network.waiting import NEVER_SENT
+from fpipe.tensors.tree import list_tensors
 from tests.common.world.fibers import Process, Signal, World
 
 # ------------------------------------------------------------------------------------------ The stream of a process
@@ -243,15 +244,6 @@ def _collect(func: Any, args: Any, kwargs: Any, made: tuple[Tensor | None, ...])
         same = [arg.name for arg in schema.arguments if arg.alias_info and arg.alias_info.before_set == names]
         results.append(given[same[0]] if names is not None else new)
     return results[0] if len(results) == 1 else tuple(results)
-
-
-def list_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among arguments."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from list_tensors(value)
 
 
 def swap(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -36,8 +36,9 @@ def case(function=None, *, sizes: Collection[int] = (2, 4), day: Collection[int]
     """
     if function is None:
         return partial(case, sizes=sizes, day=day, name=name)
-    by_day = day if day is not None else [2] if 2 in sizes else sizes
-    CASES[name or function.__name__] = Case(function, sizes, by_day)
+    name, by_day = name or function.__name__, day if day is not None else [2] if 2 in sizes else sizes
+    assert name not in CASES, f"two cases are called {name}"
+    CASES[name] = Case(function, sizes, by_day)
     return function
 
 

@@ -31,7 +31,7 @@ from schedules import (
 )
 from tests.common import gates
 from tests.common.cases import mse
-from tests.common.comparison import Result, assert_same
+from tests.common.comparison import assert_same
 from tests.common.loops import loop, loop_as_stated
 from tests.common.running import build, run, run_reference
 from tests.common.schedules import SCHEDULES, descending, looped_fill_drain, vee_fill_drain
@@ -129,19 +129,6 @@ def a_step_again_is_the_same(rank, size):
     assert not same_bits(other.loss, first.loss)
 
 
-@case
-def two_pipelines_in_turns(rank, size):
-    """Pipelines can be built and run one between the steps of the other."""
-    one = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
-    two = build(ZOO["skips"], SCHEDULES["split_backward"](size, 2), 8)
-    alone = run(*one), run(*two)
-    steps = [fpipe.value_and_grad(built[0], outputs=True) for built in (one, two)]
-    for _ in range(2):
-        for (pipe, model, inputs, targets), step, want in zip((one, two), steps, alone, strict=True):
-            out, grads = step(*pipe.init(model), inputs, targets)
-            assert_same(Result(out.loss, out.outputs, grads, out.buffers), want)
-
-
 # ------------------------------------------------------------ Every model of the zoo, by every front end that takes it
 
 
@@ -180,11 +167,10 @@ def add_step(name: str, front: str, kind: str) -> None:
     case(partial(step_of_the_zoo, name, front, kind), sizes=sizes, day=day, name=title)
 
 
-for _k, (_name, _front) in enumerate((name, front) for name, one in ZOO.items() for front in one.fronts):
-    add_step(_name, _front, ("one_f_one_b", "split_backward", "gpipe")[_k % 3])
-
-for _name, _kind in product(("skips", "chained"), SCHEDULES):
-    add_step(_name, "export", _kind)
+_FRONTS = [(name, front) for name, one in ZOO.items() for front in one.fronts]
+_STEPS = [(*one, ("one_f_one_b", "split_backward", "gpipe")[k % 3]) for k, one in enumerate(_FRONTS)]
+for _step in {*_STEPS, *product(("skips", "chained"), ("export",), SCHEDULES)}:
+    add_step(*_step)
 
 
 # -------------------------- Parameters and their gradients: each rank's share, tied ones, and those without a gradient

@@ -468,19 +468,10 @@ def masters_on_a_mesh(rank, size):
 @case(sizes=[4])
 def meshes_that_differ_are_refused_on_all_ranks(rank, size):
     """One process replicates over a dimension that the others leave alone, or shard over."""
-    model, (x,), y = ZOO["mlp"].make(16)
-    mesh = mesh_of(pp=2, dp=2)
     for mine in ({"dp": "dp"}, {"shard": "dp"}, {"dp": "dp", "reduce": "sum"}, {"dp": "dp", "rows": "own"}):
-        options = mine if rank == 1 else {}
+        options = grouped({"mesh": mesh_of(pp=2, dp=2), **(mine if rank == 1 else {})})
         with raises(fpipe.TransportError, "differ"):
-            fpipe.pipeline(
-                model,
-                example=(x,),
-                targets=y,
-                loss=ZOO["mlp"].loss,
-                schedule=HOW,
-                **grouped({"mesh": mesh, **options}),
-            )
+            build(ZOO["mlp"], HOW, 16, **options)
 
 
 @case(sizes=[4])

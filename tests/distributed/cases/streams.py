@@ -26,6 +26,15 @@ BY_NIGHT = ("mlp", "dropping", "skips", "unet", "later", "strides", "mixed_preci
 MODELS = BY_NIGHT if NIGHTLY else ("dropping", "skips", "tied_sequence")
 
 
+def require_stream_of_one_device(pipe, model, batches, what: str) -> None:
+    """Raise unless a stream is that of one device: the losses, and this rank's share of all else."""
+    got, want = (train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream))
+    for field, mine, theirs in zip(Trained._fields, optree.tree_map(whole, got, none_is_leaf=True), want, strict=True):
+        require_part(mine, theirs, f"{what}: {field}")
+    shares = gather(list(got.params))
+    assert {key for keys in shares for key in keys} == want.params.keys()
+
+
 def stream_of(pipe, model, batches, **options) -> fpipe.Stream:
     params, buffers = pipe.init(model)
     return fpipe.train_stream(pipe, ADAM)(params, buffers, ADAM.init(params), batches, **options)
@@ -36,13 +45,8 @@ def streams_are_those_of_one_device(rank, size):
     """Losses on every rank; of parameters, buffers and state, each rank's share."""
     hows = (pipedream(size, 1), pipedream_2bw(size, size, accumulate=size), split_backward(pipedream(size, 1)))
     for name, how in in_turn(MODELS, hows):
-        pipe, model, inputs, targets = build(ZOO[name], how, 2 * how.microbatches, capture="trace")
-        batches = [(inputs, targets)] * COUNT
-        got, want = (train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream))
-        for what, mine, theirs in zip(Trained._fields, got, want, strict=True):
-            require_part(mine, theirs, f"{name}, {how!r}: {what}")
-        shares = gather(list(got.params))
-        assert {key for keys in shares for key in keys} == want.params.keys()
+        pipe, model, *batch = build(ZOO[name], how, 2 * how.microbatches, capture="trace")
+        require_stream_of_one_device(pipe, model, [(*batch,)] * COUNT, f"{name}, {how!r}")
 
 
 @case(sizes=[2, 4], day=[])
@@ -54,9 +58,7 @@ def larger_models_train_as_on_one_device(rank, size):
             batches = [*itertools.islice(itertools.cycle(some), COUNT)]
             inputs, targets = batches[0]
             pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=trained.loss, schedule=how)
-            got, want = (train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream))
-            for what, mine, theirs in zip(Trained._fields, got, want, strict=True):
-                require_part(mine, theirs, f"{name}, {how!r}: {what}")
+            require_stream_of_one_device(pipe, model, batches, f"{name}, {how!r}")
 
 
 @case(sizes=[4], day=[4])
@@ -66,11 +68,7 @@ def streams_of_copies_are_those_of_one_device(rank, size):
         for how in (pipedream(2, 1), pipedream_2bw(2, 2, accumulate=2)):
             place = {"mesh": mesh_of(pp=2, dp=2), kind: "dp"}
             pipe, model, inputs, targets = build(ZOO[name], how, 4 * how.microbatches, capture="trace", **place)
-            batches = [(inputs, targets)] * COUNT
-            got, want = (train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream))
-            got = optree.tree_map(whole, got, none_is_leaf=True)
-            for what, mine, theirs in zip(Trained._fields, got, want, strict=True):
-                require_part(mine, theirs, f"{name}, {kind}, {how!r}: {what}")
+            require_stream_of_one_device(pipe, model, [(inputs, targets)] * COUNT, f"{name}, {kind}, {how!r}")
     with raises((fpipe.InputError, fpipe.RankError, fpipe.TransportError), "batches"):
         list(stream_of(pipe, model, [(inputs, targets)] * (9 if rank % 2 else 6), seed=1))
 

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, pipedream, zb_h1
-from tests.common.running import build
+from tests.common.comparison import assert_same
+from tests.common.running import build, run, run_evaluation
 from tests.common.sizes import NIGHTLY
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import case, raises, require_exact_across_ranks
@@ -97,21 +98,14 @@ def fifty_process_groups(rank, size):
 
 @case
 def two_pipelines_in_turns(rank, size):
-    """Their steps, evaluations and streams of outputs alternate, and each has the results that it has alone."""
-    made = [
-        build(ZOO[name], how(size, 4), 8, capture="trace") for name, how in (("mlp", zb_h1), ("skips", one_f_one_b))
-    ]
-    calls = [
-        (fpipe.value_and_grad(pipe), fpipe.evaluate(pipe), pipe.init(model), batch) for pipe, model, *batch in made
-    ]
-    alone = [[(step(*held, *batch), check(*held, *batch)) for _ in range(2)] for step, check, held, batch in calls]
-    for k in range(4):
-        for (step, check, held, batch), known in zip(calls, alone, strict=True):
-            got, want = (step(*held, *batch), check(*held, *batch)) if k % 2 else (None, None), known[0]
-            if k % 2:
-                assert same_bits(got[0][0].loss, want[0][0].loss)
-                assert same_bits(got[1].loss, want[1].loss)
-                assert all(same_bits(grad, want[0][1][name]) for name, grad in got[0][1].items())
+    """Their steps and evaluations alternate, and each has the results that it has alone."""
+    hows = (("mlp", zb_h1(size, 4)), ("skips", one_f_one_b(size, 4)))
+    made = [build(ZOO[name], how, 8, capture="trace") for name, how in hows]
+    alone = [(run(*one), run_evaluation(*one)) for one in made]
+    for _ in range(2):
+        for one, (step, evaluation) in zip(made, alone, strict=True):
+            assert_same(run(*one), step)
+            assert_same(run_evaluation(*one), evaluation)
 
 
 class BrokenError(Exception):

@@ -19,7 +19,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb_v
 from tests.common import collectives, contexts, experts
 from tests.common.cases import mse
-from tests.common.gates import Marked
+from tests.common.gates import Marked, Rare
 from tests.common.options import grouped
 from tests.common.sizes import NIGHTLY, covering_array
 from tests.common.tensor_parallel import (
@@ -481,17 +481,6 @@ def recomputation_in_replicas_of_split_models_on_a_mesh(rank, size):
     assert all(same_bits(local(again[name]), local(grad)) for name, grad in grads.items())
     alone = plain_loop(GPT(), {"ids": ids}, wanted, entropy)  # four microbatches, as two of two replicas
     require_close(grads, alone.grads)
-
-
-class Rare(nn.Module):
-    """A layer that only large values go through."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.inner(x) if x.detach().max() > 0.9 else x
 
 
 @case(sizes=[4], day=[])

@@ -530,7 +530,9 @@ def test_nothing_is_held_after_a_step_and_no_more_than_drawn_within():
 # ------------------------------------------------------------------------------------------------------ Who accepts it
 
 
+@pytest.fixture
 def small():
+    """A model, a batch, and what its pipeline is made of."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     x, y = torch.randn(6, 4), torch.randn(6, 1)
@@ -538,8 +540,8 @@ def small():
     return net, x, y, {"example": (x,), "targets": y, "loss": nn.functional.mse_loss, "schedule": how}
 
 
-def test_the_drop_in_module_is_audited():
-    net, x, y, given = small()
+def test_the_drop_in_module_is_audited(small):
+    net, x, y, given = small
     told, losses = [], []
     for audit in (None, fpipe.Audit(draws=ALL, allowance=INF, report=told.append)):
         model = fpipe.Pipelined(net, audit=audit, **given)
@@ -554,8 +556,8 @@ def test_the_drop_in_module_is_audited():
 
 
 @pytest.mark.parametrize("max_norm", [None, 1e-3])
-def test_a_training_step_is_audited(max_norm):
-    net, x, y, given = small()
+def test_a_training_step_is_audited(small, max_norm):
+    net, x, y, given = small
     pipe, told = fpipe.pipeline(net, **given), []
     adam, found = fpipe.optimizer(torch.optim.AdamW, lr=0.1), []
     for audit in (None, fpipe.Audit(draws=ALL, allowance=INF, report=told.append)):
@@ -568,8 +570,8 @@ def test_a_training_step_is_audited(max_norm):
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_a_fault_in_a_training_step_is_found():
-    net, x, y, given = small()
+def test_a_fault_in_a_training_step_is_found(small):
+    net, x, y, given = small
     pipe = fpipe.pipeline(net, **given)
     adam = fpipe.optimizer(torch.optim.AdamW, lr=0.1)
     params, buffers = pipe.init(net)
@@ -579,26 +581,18 @@ def test_a_fault_in_a_training_step_is_found():
         step(params, buffers, adam.init(params), (x,), y)
 
 
-def test_updates_in_place_are_refused():
-    net, x, y, given = small()
-    pipe = fpipe.pipeline(net, **given)
-    adam = fpipe.optimizer(torch.optim.AdamW, lr=0.1, donate=True)
+def test_what_cannot_be_audited_is_refused(small):
+    """Updates in place, steps that are recorded, accelerators; and whatever is no audit."""
+    net, x, y, given = small
+    pipe, adam = fpipe.pipeline(net, **given), fpipe.optimizer(torch.optim.AdamW, lr=0.1, donate=True)
     params, buffers = pipe.init(net)
     step = fpipe.train_step(pipe, adam, audit=fpipe.Audit())
     with pytest.raises(fpipe.InputError, match="an audit runs actions again with the old parameters"):
         step(params, buffers, adam.init(params), (x,), y)
-
-
-def test_a_record_and_an_audit_are_not_for_the_same_steps():
-    net, _, _, given = small()
-    pipe = fpipe.pipeline(net, **given)
     with pytest.raises(fpipe.InputError, match="audit: got record, too, expected one of them"):
         fpipe.value_and_grad(pipe, record=print, audit=fpipe.Audit())
-
-
-def test_accelerators_are_refused_by_name():
-    net, _, _, given = small()
-    pipe = fpipe.pipeline(net, **given)
+    with pytest.raises(fpipe.InputError, match="audit: got True"):
+        fpipe.value_and_grad(pipe, audit=True)
     with (
         patch.object(type(pipe), "device", torch.device("cuda:0")),
         pytest.raises(fpipe.InputError, match="audit: got a pipeline on cuda:0, expected one on a CPU"),
@@ -622,10 +616,3 @@ def test_accelerators_are_refused_by_name():
 def test_wrong_audits_are_refused(given, message):
     with pytest.raises(fpipe.InputError, match=re.escape(message)):
         fpipe.Audit(**given)
-
-
-def test_something_else_is_no_audit():
-    net, _, _, given = small()
-    pipe = fpipe.pipeline(net, **given)
-    with pytest.raises(fpipe.InputError, match="audit: got True"):
-        fpipe.value_and_grad(pipe, audit=True)

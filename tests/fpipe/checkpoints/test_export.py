@@ -63,10 +63,16 @@ def test_what_is_exported_is_the_state_dict(how, tmp_path):
     assert fpipe.safetensors((tmp_path / "new" / "model").glob("*.safetensors")).keys() == found.keys()
 
 
-def test_what_cannot_be_exported_is_refused(tmp_path):
-    model, x = Norms(), torch.ones(4, 4)
-    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(2, 2), cuts=["b"])
-    params, buffers = pipe.init(model)
+@pytest.fixture
+def norms():
+    """A pipeline, and the parameters and buffers of its model."""
+    model = Norms()
+    pipe = fpipe.pipeline(model, example=(torch.ones(4, 4),), loss=torch.mean, schedule=gpipe(2, 2), cuts=["b"])
+    return pipe, *pipe.init(model)
+
+
+def test_what_cannot_be_exported_is_refused(norms, tmp_path):
+    pipe, params, buffers = norms
     with pytest.raises(fpipe.InputError, match=r"buffers: got none, expected \['scale', 'shift'\]"):
         fpipe.export(pipe, tmp_path, params)
     with pytest.raises(fpipe.InputError, match=r"params\['a\.bias'\]: got float64"):
@@ -82,10 +88,8 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
         fpipe.export(pipe, Path(__file__), params, buffers)
 
 
-def test_an_export_replaces_the_one_before_whole_or_not_at_all(tmp_path, monkeypatch):
-    model, x = Norms(), torch.ones(4, 4)
-    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(2, 2), cuts=["b"])
-    params, buffers = pipe.init(model)
+def test_an_export_replaces_the_one_before_whole_or_not_at_all(norms, tmp_path, monkeypatch):
+    pipe, params, buffers = norms
 
     def export(value):
         fpipe.export(pipe, tmp_path, {name: torch.full_like(p, value) for name, p in params.items()}, buffers)
@@ -117,10 +121,8 @@ def fill(path):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_of_two_jobs_that_export_at_once_one_is_told(tmp_path, monkeypatch):
-    model, x = Norms(), torch.ones(4, 4)
-    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(2, 2), cuts=["b"])
-    params, buffers = pipe.init(model)
+def test_of_two_jobs_that_export_at_once_one_is_told(norms, tmp_path, monkeypatch):
+    pipe, params, buffers = norms
 
     def write_late(path, tensors):
         """While this is written, another job's export begins and ends."""

@@ -4,15 +4,13 @@
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import gpipe, one_f_one_b
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import eval_loop
+from tests.common.memory import Alive
 from tests.common.running import build
 from tests.common.schedules import SCHEDULES
 from tests.common.sizes import sampled
@@ -47,24 +45,6 @@ def test_streamed_outputs_are_those_of_each_microbatch():
             assert same_bits(seen[i], model.eval()(inputs[0][2 * i : 2 * i + 2]))
 
 
-class Sizes(TorchDispatchMode):
-    """The bytes of all tensors that exist, and the most that did."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.most = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for one in tree_leaves(made):
-            if isinstance(one, torch.Tensor):
-                storage = one.untyped_storage()
-                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self.alive.values()))
-        return made
-
-
 @sampled(1)
 @pytest.mark.parametrize("cuts", [["1"], ["2"]], ids=["before logits", "after logits"])
 def test_a_loss_needs_the_memory_of_a_few_microbatches(cuts):
@@ -76,10 +56,8 @@ def test_a_loss_needs_the_memory_of_a_few_microbatches(cuts):
         return nn.functional.cross_entropy(out.flatten(0, 1), ids.flatten())
 
     pipe = fpipe.pipeline(model, example=(ids,), targets=ids, loss=entropy, schedule=one_f_one_b(2, 16), cuts=cuts)
-    state, module = (
-        pipe.init(model),
-        fpipe.Pipelined(model, example=(ids,), targets=ids, loss=entropy, schedule=one_f_one_b(2, 16), cuts=cuts),
-    )
+    state = pipe.init(model)
+    module = fpipe.Pipelined(model, example=(ids,), targets=ids, loss=entropy, schedule=one_f_one_b(2, 16), cuts=cuts)
     want = fpipe.evaluate(pipe)(*state, (ids,), ids).loss
     for run in (
         lambda: fpipe.evaluate(pipe, outputs=False)(*state, (ids,), ids).loss,
@@ -87,9 +65,9 @@ def test_a_loss_needs_the_memory_of_a_few_microbatches(cuts):
         lambda: module.eval()(ids, targets=ids),
     ):
         run()
-        with Sizes() as sizes:
+        with Alive() as alive:
             assert same_bits(run(), want)
-        assert sizes.most < 8 * 4 * words * 4, "of 16 microbatches with logits of 4 rows"
+        assert alive.most < 8 * 4 * words * 4, "of 16 microbatches with logits of 4 rows"
 
 
 def test_without_outputs_and_targets_there_is_nothing_to_compute():

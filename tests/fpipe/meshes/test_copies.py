@@ -100,17 +100,7 @@ def test_any_mesh_schedule_model_and_options(data):
     gathered = data.draw(st.none() | st.integers(1, 2))
     extra = {"backward": data.draw(st.sampled_from(["autograd", "graph"]))}
     extra["reduce"] = data.draw(st.sampled_from(["mean", "sum"]))
-    model, inputs, targets = ZOO[name].make(rows)
-    pipe = fpipe.pipeline(
-        model,
-        example=inputs,
-        targets=targets,
-        loss=ZOO[name].loss,
-        schedule=how,
-        cuts=ZOO[name].at(how.stages),
-        **grouped(extra),
-        **grouped(options(ranks, replicas, shards, gathered)),
-    )
+    pipe, model, inputs, targets = copies(rows, how, replicas, shards, gathered, name, **extra)
     fpipe.verify(pipe, model, inputs, targets, seed=3)
 
 
@@ -126,20 +116,7 @@ def test_losses_are_summed_on_request(shape):
 
 def test_weights_are_over_all_copies():
     """Rows are weighted by a count, so the loss is that of the whole batch, however it is split."""
-    model, (x,), _ = ZOO["mlp"].make(14)
-    y = torch.randn_like(model(x))
-
-    def loss(out, wanted):
-        return mse(out, wanted)
-
-    pipe = fpipe.pipeline(
-        model,
-        example=(x,),
-        targets=y,
-        loss=loss,
-        schedule=TWO,
-        **grouped({"weight": lambda inputs, targets: len(targets), **options(2, 2, 2)}),
-    )
+    pipe, model, (x,), y = copies(14, TWO, 2, 2, weight=lambda inputs, targets: len(targets))
     step, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     assert torch.isclose(step.loss, mse(model(x), y))
 

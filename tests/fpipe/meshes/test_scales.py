@@ -15,7 +15,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import gpipe, one_f_one_b, zb_h1, zb_v
 from tests.common import experts
 from tests.common.cases import mse
-from tests.common.gates import Marked
+from tests.common.gates import Marked, Rare
 from tests.common.generators import seeded
 from tests.common.meshes import SHAPES, loop_over_copies, options
 from tests.common.options import grouped
@@ -189,17 +189,6 @@ def test_gradients_in_bfloat16_are_added_in_float32(shape):
         exact = torch.stack([one[name].double() for one in terms]).sum(0)
         assert grad.dtype == torch.float32
         torch.testing.assert_close(grad.double(), exact, rtol=0, atol=1e-6)
-
-
-class Rare(nn.Module):
-    """A layer that only large values go through."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.inner(x) if x.detach().max() > 0.9 else x
 
 
 def split_over(shape, model, batch, **more):

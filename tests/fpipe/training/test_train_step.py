@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step that updates each stage early trains as a step, a clip and an update do, bit for bit."""
 
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import U, dualpipe, gpipe, interleaved_1f1b, one_f_one_b, pipedream, update_weights, zb_h1, zb_v
+from tests.common.memory import Alive
 from tests.common.running import build
 from tests.common.sizes import covering, sampled
 from tests.common.updates import (
@@ -158,24 +156,6 @@ def test_a_donating_optimizer_updates_in_place_where_nothing_can_be_undone():
     assert all(params[name] is given[name] and same_bits(params[name], after.params[name]) for name in params)
     with pytest.raises(fpipe.InputError, match=r"optimizer: got one that updates in place.*max_norm=1.0 is undone"):
         fpipe.train_step(pipe, adam, 1.0)(params, buffers, state, inputs, targets)
-
-
-class Alive(TorchDispatchMode):
-    """The most bytes alive at once, of tensors that operations make within."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes, self.most = {}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.sizes:
-                memory = leaf.untyped_storage()
-                self.sizes[memory._cdata] = memory.nbytes()
-                weakref.finalize(memory, self.sizes.pop, memory._cdata)
-        self.most = max(self.most, sum(self.sizes.values()))
-        return result
 
 
 @pytest.mark.parametrize("limit", [1e-6, 1e6])

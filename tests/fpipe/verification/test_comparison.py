@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fpipe
+from fpipe.pipelines import step
 from fpipe.stages.stage import ModelStage
 from schedules import one_f_one_b
 from tests.common.cases import mse
@@ -103,23 +104,18 @@ def test_verify_finds_a_wrong_sum(monkeypatch):
         fpipe.verify(pipe, model, inputs, targets)
 
 
-def test_verify_finds_a_lost_gradient(monkeypatch):
-    from fpipe.pipelines import step
-
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("mlp", lambda grads: {n: g for n, g in grads.items() if n != "4.weight"}, "4.weight: got nothing, expected a"),
+        ("unused", lambda grads: {**grads, "spare": torch.zeros(3)}, "spare: got a tensor, expected nothing"),
+    ],
+)
+def test_verify_finds_a_lost_and_an_extra_gradient(name, change, words, monkeypatch):
     right = step.collect_gradients
-    monkeypatch.setattr(step, "collect_gradients", lambda *a: {n: g for n, g in right(*a).items() if n != "4.weight"})
-    pipe, model, inputs, targets = build(ZOO["mlp"], HOW, 6)
-    with pytest.raises(fpipe.MismatchError, match=r"gradient 4\.weight: got nothing, expected a tensor"):
-        fpipe.verify(pipe, model, inputs, targets)
-
-
-def test_verify_finds_an_extra_gradient(monkeypatch):
-    from fpipe.pipelines import step
-
-    right = step.collect_gradients
-    monkeypatch.setattr(step, "collect_gradients", lambda *a: {**right(*a), "spare": torch.zeros(3)})
-    pipe, model, inputs, targets = build(ZOO["unused"], HOW, 6)
-    with pytest.raises(fpipe.MismatchError, match="gradient spare: got a tensor, expected nothing"):
+    monkeypatch.setattr(step, "collect_gradients", lambda *given: change(right(*given)))
+    pipe, model, inputs, targets = build(ZOO[name], HOW, 6)
+    with pytest.raises(fpipe.MismatchError, match=f"gradient {words}"):
         fpipe.verify(pipe, model, inputs, targets)
 
 

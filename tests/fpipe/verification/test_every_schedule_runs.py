@@ -24,7 +24,6 @@ from schedules import (
     pipedream,
     pipedream_2bw,
     recompute,
-    reduce_gradients,
     seq_1f1b,
     split_backward,
 )
@@ -137,8 +136,3 @@ def test_a_batch_of_a_schedule_that_updates_in_flight_is_what_an_update_applies(
 def test_a_sliced_schedule_is_refused_for_a_model_without_a_carry():
     with pytest.raises(fpipe.InputError, match=r"whose forward takes no carry.*schedule of whole microbatches"):
         build(seq_1f1b(ranks=2, microbatches=4))
-
-
-def test_collectives_are_refused_without_copies():
-    with pytest.raises(fpipe.InputError, match=r"got .REDUCE_GRAD.* on rank 0, expected no such action.*Pass mesh"):
-        build(reduce_gradients(families.gpipe(ranks=2, microbatches=4)))

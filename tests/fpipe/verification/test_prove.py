@@ -2,6 +2,7 @@
 """A proof says that a step is the same expression as on one device, finds what equal bits hide, and is never wrong."""
 
 import copy
+from dataclasses import dataclass
 
 import optree
 import pytest
@@ -89,16 +90,7 @@ MESHES = {
 def test_a_mesh_is_proved(name, mesh, how):
     sizes, roles = MESHES[mesh]
     place = fpipe.Place(mesh={"pp": how.ranks, **sizes}, **roles)
-    model, inputs, targets = ZOO[name].make(24)
-    pipe = fpipe.pipeline(
-        model,
-        example=inputs,
-        targets=targets,
-        loss=ZOO[name].loss,
-        schedule=how,
-        cuts=ZOO[name].at(how.stages),
-        place=place,
-    )
+    pipe, model, inputs, targets = build(ZOO[name], how, 24, capture="trace", place=place)
     found = fpipe.prove(pipe, model, inputs, targets)
     assert found.unproved == ()
     assert {f"gradient {name}" for name, p in model.named_parameters() if p.requires_grad} <= {*found.reference}
@@ -126,9 +118,8 @@ def test_updates_are_proved(name, how, adam):
 
 def test_updates_of_shards_are_not_proved():
     sizes, roles = MESHES["shards"]
-    model, inputs, targets = ZOO["mlp"].make(8)
     place = fpipe.Place(mesh={"pp": 2, **sizes}, **roles)
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=gpipe(2, 2), place=place)
+    pipe, model, inputs, targets = build(ZOO["mlp"], gpipe(2, 2), 8, place=place)
     with pytest.raises(fpipe.InputError, match="optimizer: got one for parameters in 2 shards"):
         fpipe.prove(pipe, model, inputs, targets, optimizer=OPTIMIZERS["sgd"]())
 
@@ -223,6 +214,33 @@ def test_attention_without_dropout_draws_nothing():
     x, y = torch.randn(2, 4, 4)
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=one_f_one_b(2, 4), cuts=["2"])
     assert fpipe.prove(pipe, model, (x,), y, seed=1).is_complete
+
+
+@dataclass
+class Pair:
+    a: Tensor
+    b: Tensor
+
+
+class Doubling(nn.Module):
+    """The double of one tensor and another one: by a product, or by a sum of the same bits."""
+
+    def __init__(self, double):
+        super().__init__()
+        self.double, self.first, self.last = double, nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, pair):
+        return self.last(torch.tanh(self.first(self.double(pair.a) + pair.b)))
+
+
+def test_tensors_of_a_dataclass_are_inputs():
+    model, other = Doubling(lambda a: a * 2), Doubling(lambda a: a + a)
+    other.load_state_dict(model.state_dict())
+    pair = Pair(*torch.randn(2, 4, 4))
+    pipe = fpipe.pipeline(model, example=(pair,), loss=torch.mean, schedule=gpipe(2, 2))
+    assert fpipe.prove(pipe, model, (pair,)).is_complete
+    assert fpipe.verify(pipe, other, (pair,)).eager
+    assert {one.against for one in fpipe.prove(pipe, other, (pair,)).unproved} == {"the model run eagerly"}
 
 
 # ------------------------------------------------------ Faults in stages: bits that are right by chance are not proved

@@ -221,17 +221,9 @@ def without_grad(outputs):
 def test_a_loss_that_trains_nothing_is_refused(loss, capture, backward):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(fpipe.CaptureError, match=r"loss: got one without a gradient for any parameter.*'0.bias', '0"):
-        pipeline(
-            loss, model, recording=fpipe.Recording(front_end=capture), gradients=fpipe.Gradients(backward=backward)
-        )
+        pipeline(loss, model, front_end=capture, backward=backward)
     model.requires_grad_(False)
-    assert (
-        not pipeline(
-            loss, model, recording=fpipe.Recording(front_end=capture), gradients=fpipe.Gradients(backward=backward)
-        )
-        .stages[0]
-        .grads
-    )
+    assert not pipeline(loss, model, front_end=capture, backward=backward).stages[0].grads
 
 
 # -------------------------------------------------------------------------------------------------- what verify takes

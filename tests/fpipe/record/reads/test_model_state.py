@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fpipe
+from fpipe.record.model.walk import Walk
 from schedules import one_f_one_b
 from tests.common.comparison import assert_same
 from tests.common.loops import eval_loop, loop
@@ -286,3 +287,19 @@ def test_state_that_the_model_sets_itself_is_not_a_change():
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, cuts=["1"])
     assert fpipe.verify(pipe, model, (x,), y).eager, "which calls the model"
     assert_same(run_step(pipe, model, x, y), loop(model, loss, (x,), y, 3))
+
+
+def test_a_walk_over_a_model_reads_no_attributes_of_modules():
+    read = set()
+
+    class Noting(nn.Sequential):
+        def __getattribute__(self, name):
+            read.add(name)
+            return super().__getattribute__(name)
+
+    model = Noting(nn.Linear(2, 2), Noting(nn.Dropout()))
+    read.clear()
+    walk = Walk()
+    walk.follow([model])
+    assert id(vars(model)) in walk.containers
+    assert read == {"__dict__"}  # a capture records what it reads, and each such read takes time
