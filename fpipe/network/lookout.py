@@ -72,6 +72,7 @@ class Lookout:
     - `release`: breaks the groups of the pipeline. `trail`: what its device has to do, if it has one.
     - `situation`: what the rank is doing. `vigil`: the wait that the thread has seen last.
     - `latest`: what the rank waited for last in its call. `cut`: what was awaited when the groups were broken.
+    - `stalled`: what the device has not passed, and since when; the host may wait for something else meanwhile.
     - `alone`: since when the board is lost, as far as the thread has seen.
     """
 
@@ -89,6 +90,7 @@ class Lookout:
         self.latest: Waitable | None = None
         self.cut: Awaited | None = None
         self.vigil = Vigil(None, 0.0, FIRST_REPORT)
+        self.stalled: tuple[Waitable | None, float] = (None, 0.0)
         self.alone: float | None = None
         self.is_over = False
         self.bell, self.string = socket.socketpair()
@@ -166,9 +168,12 @@ class Lookout:
 
     def _look(self, is_interrupted: bool) -> None:
         """Look whether the rank waits, and for how long; let the others know that it is alive."""
-        posted, now = self.situation.posted or self._find_unfinished(), monotonic()
+        unfinished, now = self._find_unfinished(), monotonic()
+        posted = self.situation.posted or unfinished
         if posted is not self.vigil.posted or posted is None:
             self.vigil = Vigil(posted, now, FIRST_REPORT)
+        if unfinished is not self.stalled[0]:  # the device may wait for one rank, and the host for another
+            self.stalled = unfinished, now
         is_failed = self.board.read() is not None
         if posted is None and is_failed and self.trail is not None:
             posted = self.latest  # wherever the host waits for the device: here, in a loss, in torch
@@ -180,8 +185,13 @@ class Lookout:
             return
         if is_interrupted:  # others must not take it for a death
             self.board.publish(Cause(self.board.rank, self.situation.place, KeyboardInterrupt.__name__))
-        is_over, waited = is_failed or is_interrupted, now - self.vigil.since
-        if is_over or self._is_left_alone(awaited, waited) or self._is_too_long(awaited, waited):
+        waits: list[tuple[Waitable | None, float]] = [(posted, self.vigil.since), self.stalled]
+        is_over = (
+            is_failed
+            or is_interrupted
+            or any(self._is_left_alone(one.awaited, now - since) for one, since in waits if one is not None)
+        )
+        if is_over or self._is_too_long(awaited, now - self.vigil.since):
             self.cut = awaited  # before it breaks: who sees garbage must see this
             posted.give_up()
             self.break_all()

@@ -147,6 +147,18 @@ def test_a_device_that_waits_for_a_process_that_is_gone_is_freed(stuck, monkeypa
     assert lookout.board._ask(learned, default=False), "nobody lingers for rank 2, which is gone as well"
 
 
+def test_a_device_is_freed_while_its_host_waits_for_somebody_else(stuck, monkeypatch):
+    monkeypatch.setattr(module, "LONG", 0.2)
+    monkeypatch.setattr(module, "is_on_host", lambda group: group == "host")
+    monkeypatch.setattr(module, "list_closed", lambda awaited: [*awaited.peers])
+    lookout, _, _ = stuck()
+    host = Posted()
+    host.awaited = Awaited("an agreement", (12,), "host")
+    with lookout.on_duty("a step (call 2)"), pytest.raises(BrokenWaitError, match="an agreement"):
+        lookout.wait(host)
+    assert lookout.board.found == (1, "before 1SEND_B0>0", module.DIED)
+
+
 def test_a_device_is_freed_soon_once_the_board_is_lost_for_long(stuck, monkeypatch):
     """Or ranks in a row would be freed one after the other, each after a long wait."""
     monkeypatch.setattr(module, "LONG", HOUR.total_seconds())
