@@ -266,7 +266,7 @@ class StreamRun:
         """Agree with all ranks on the stream, by its first batch."""
         pipe, function, self.cast = self.pipe, self.function, cast
         held = hold_for_backward(pipe, cast, self.old.params, self.buffers)
-        update = Updater(function.optimizer, Version(held.params, self.old.state), self.options(0))
+        update = Updater(function.optimizer, self.old, self.options(0))
         update.require_fit(pipe, "microbatches in flight still use the weights before an update")
         inputs, targets = self.arrivals.raw[0]
         self.example = pipe.batch(cast, inputs, targets, pipe.ranks.exchange_text)

@@ -129,7 +129,8 @@ def optimizer(
             _require_gradient(name, grad, params[name])
             _require_own_slots(cls.__name__, name, state[name], params[name], traits[chosen[name]])
             leaves[name] = _make_leaf(params[name], grad, donate)
-        new = _step(cls, now, chosen, leaves, {name: state[name] if donate else _copy(state[name]) for name in leaves})
+        held = {name: state[name] if donate else copy_slots(state[name]) for name in leaves}
+        new = _step(cls, now, chosen, leaves, held)
         return _collect(params, leaves, donate), {**state, **new}
 
     return Optimizer(init, update)
@@ -142,7 +143,8 @@ def _make_leaf(p: Tensor, grad: Tensor, donate: bool) -> Tensor:
     return leaf
 
 
-def _copy(slots: Mapping[str, Any]) -> dict[str, Any]:
+def copy_slots(slots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a parameter's state."""
     return {slot: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for slot, value in slots.items()}
 
 

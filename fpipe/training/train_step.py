@@ -20,7 +20,6 @@ Runs when `train_step` is called; the function that it returns runs in every ste
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
@@ -59,7 +58,7 @@ from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import require_plain, wrap_state
 from fpipe.training.clipping import require_bound, scale_to_norm
 from fpipe.training.norms import compute_total
-from fpipe.training.optimizers import Optimizer, OptimizerState, require_fitting
+from fpipe.training.optimizers import Optimizer, OptimizerState, copy_slots, require_fitting
 
 TrainStep: TypeAlias = Callable[..., tuple[Step, State, OptimizerState, Tensor | None]]
 """Runs one step; returns its `Step`, the new parameters and state, and the norm if there is a limit."""
@@ -232,7 +231,7 @@ class Updater(NamedTuple):
             return
         name = min(trainable, key=lambda one: params[one].numel())
         p, nothing = params[name].detach().clone(), torch.zeros_like(params[name], requires_grad=False)
-        held = {name: copy.deepcopy(state[name])}, {name: p}
+        held = {name: copy_slots(state[name])}, {name: p}
         try:
             new, _ = self.optimizer.update({name: nothing}, *held, **self.options)
         except InputError:

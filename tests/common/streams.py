@@ -32,14 +32,15 @@ def decay(t: int) -> dict[str, float]:
     return {"lr": 0.05 / (1 + t)}
 
 
-def train(make, pipe, model, batches, optimizer, look_ahead=None, seed=SEED) -> Trained:
-    """A stream by `fpipe.train_stream` or `fpipe.reference_stream`, from the model's parameters."""
+def train(make, pipe, model, batches, optimizer, look_ahead=None, seed=SEED, streams=1) -> Trained:
+    """Streams by `fpipe.train_stream` or `fpipe.reference_stream`, each from the end of the last one."""
     params, buffers = pipe.init(model) if make is fpipe.train_stream else whole(model)
-    stream = make(pipe, optimizer, look_ahead)(
-        params, buffers, optimizer.init(params), batches, seed=seed, options=decay
-    )
-    losses = list(stream)
-    return Trained(losses, *stream.end)
+    begin, state, losses, each = make(pipe, optimizer, look_ahead), optimizer.init(params), [], len(batches) // streams
+    for first in range(0, len(batches), each):
+        stream = begin(params, buffers, state, batches[first : first + each], seed=seed, options=decay)
+        losses += stream
+        params, buffers, state = stream.end
+    return Trained(losses, params, buffers, state)
 
 
 def whole(model) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -27,8 +27,9 @@ MODELS = BY_NIGHT if NIGHTLY else ("dropping", "skips", "tied_sequence")
 
 
 def require_stream_of_one_device(pipe, model, batches, what: str) -> None:
-    """Raise unless a stream is that of one device: the losses, and this rank's share of all else."""
-    got, want = (train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream))
+    """Raise unless two streams are those of one device: the losses, and this rank's share of all else."""
+    functions = fpipe.train_stream, fpipe.reference_stream
+    got, want = (train(one, pipe, model, batches, ADAM, streams=2) for one in functions)
     for field, mine, theirs in zip(Trained._fields, optree.tree_map(whole, got, none_is_leaf=True), want, strict=True):
         require_part(mine, theirs, f"{what}: {field}")
     shares = gather(list(got.params))
