@@ -71,6 +71,6 @@ class Transfers:
         if parcel.source != parcel.target:
             return self.placement.home(parcel.target, parcel.microbatch)
         replicas = self.placement.replicas(parcel.source)
-        if parcel.slice is not None:
+        if len(replicas) > 2 and parcel.slice is not None:
             return replicas[parcel.slice]
         return next((rank for rank in replicas if rank != source), source)

@@ -22,6 +22,7 @@ from schedules import (
     lower,
     one_f_one_b,
     parse,
+    seq_1f1b,
 )
 from schedules.language.actions import message_of, receive_of
 from schedules.playing.rows import edit
@@ -51,6 +52,14 @@ GOOD = (
     "0RECV_B0<1 0F0 0SEND_F0>1 0B0 0WAIT_F0>1",
     "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1WAIT_B0>0",
 )
+
+
+@networks
+def test_a_message_of_a_slice_to_its_own_stage_is_never_sent(network):
+    how = seq_1f1b(ranks=1, microbatches=1, slices=2)
+    row = " ".join([*map(str, lower(how).actions(0)), "0RECV_B0.1<0"])
+    with pytest.raises(ProgramError, match=r"left over at the end: 0RECV_B0\.1<0"):
+        interpret(Table(how, chain(1), (row,)), network)
 
 
 @networks
