@@ -73,7 +73,7 @@ class Lookout:
     - `situation`: what the rank is doing. `vigil`: the wait that the thread has seen last.
     - `latest`: what the rank waited for last in its call. `cut`: what was awaited when the groups were broken.
     - `stalled`: what the device has not passed, and since when; the host may wait for something else meanwhile.
-    - `alone`: since when the board is lost, as far as the thread has seen.
+    - `alone`: since when the board is lost, as far as the thread has seen; `None` while it answers.
     """
 
     def __init__(
@@ -179,7 +179,9 @@ class Lookout:
             posted = self.latest  # wherever the host waits for the device: here, in a loss, in torch
         awaited = None if posted is None else posted.awaited
         self.board.give_sign(self.situation.place, () if awaited is None else self.ranks_of(awaited))
-        if self.alone is None and self.board.is_lost:
+        if not self.board.is_lost:  # or it answers again
+            self.alone = None
+        elif self.alone is None:
             self.alone = now
         if posted is None or awaited is None:
             return

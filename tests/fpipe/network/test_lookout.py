@@ -167,6 +167,10 @@ def test_a_device_is_freed_soon_once_the_board_is_lost_for_long(stuck, monkeypat
     lookout, posted, _ = stuck()
     assert not posted.given_up.wait(10 * module.SLICE)
     lookout.alone = -inf
+    assert not posted.given_up.wait(10 * module.SLICE), "the board answers again"
+    assert lookout.alone is None
+    monkeypatch.setattr(Board, "is_lost", True)
+    lookout.alone = -inf
     assert posted.given_up.wait(5)
 
 
