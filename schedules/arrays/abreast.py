@@ -11,16 +11,18 @@ bit, since they come from the same sums in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedules.arrays.codes import CODE_OF, PASSES, ROW_END, Codes, Numbers
-from schedules.arrays.lives import Lives, find_last
+from schedules.arrays.lives import Lives, Same, find_last, read_lives
+from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
-from schedules.playing.costs import Costs
-from schedules.playing.dependencies import Wire, Wires
+from schedules.playing.costs import NO_COSTS, UNITS, Costs
+from schedules.playing.dependencies import Wire, Wires, wires
 
 Floats = NDArray[np.float64]
 
@@ -39,6 +41,18 @@ class Needs(NamedTuple):
 
     makers: Numbers
     delays: Floats
+
+
+def can_be_played(schedule: Schedule, graph: Graph) -> bool:
+    """Return whether a schedule obeys all rules. Keep the answer for one: whoever simulates it checks it, too."""
+    return _can_be_played(Same(schedule), graph)
+
+
+@lru_cache(maxsize=1)
+def _can_be_played(same: Same, graph: Graph) -> bool:
+    schedule, found = same.schedule, read_lives(same.schedule)
+    wired = wires(schedule, graph, NO_COSTS, UNITS)
+    return found is not None and play_abreast(schedule, *found, wired, NO_COSTS) is not None
 
 
 def play_abreast(schedule: Schedule, codes: Codes, lives: Lives, wires: Wires, costs: Costs) -> Totals | None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from schedules import (
     Action,
+    B,
     Costs,
     F,
     Link,
@@ -29,7 +30,7 @@ from schedules import (
     split_backward,
 )
 from schedules.analysis import simulation
-from schedules.arrays import gate, lowered
+from schedules.arrays import abreast, gate, lowered
 from schedules.arrays.abreast import play_abreast
 from schedules.arrays.codes import CODE_OF
 from schedules.arrays.lives import read_lives
@@ -193,6 +194,22 @@ def test_what_is_no_valid_action_has_no_code(wrong):
     assert not read_lives(edit(schedule, [[wrong, *row[1:]]]))
 
 
+@pytest.mark.parametrize("slice", [None, True, 0.0, -1, 2, 2**40, "0"])
+def test_what_is_no_slice_has_no_code(slice):
+    schedule = families.seq_1f1b(ranks=1, microbatches=2, slices=2)
+    row = rows(schedule)[0]
+    assert read_lives(edit(schedule, [row]))
+    assert not read_lives(edit(schedule, [[F(0, 0, slice), *row]]))
+    assert not read_lives(edit(schedule, [[row[0], row[1]._replace(slice=slice), *row[2:]]]))
+
+
+def test_what_packs_into_the_bytes_of_integers_has_no_code():
+    schedule = families.gpipe(ranks=1, microbatches=104)
+    row = rows(schedule)[0]
+    assert row[103:105] == [F(0, 103), B(0, 0)]
+    assert not read_lives(edit(schedule, [[*row[:103], F(0, True), B(0, 0.0), *row[105:]]]))
+
+
 def test_a_generator_that_raises_or_never_ends_has_no_codes():
     schedule = families.gpipe(ranks=1, microbatches=2)
     assert not read_lives(edit(schedule, [[F(0, 0)] * 1000]))
@@ -215,6 +232,15 @@ def test_large_schedules_are_checked_and_simulated_as_arrays(large, monkeypatch)
     assert simulate(large, Costs(F=1, B=2)).makespan > 0
     with pytest.raises(AssertionError, match="a loop"):
         simulate(large, Costs(jitter=0.1))
+
+
+def test_a_large_schedule_is_played_once_for_those_who_check_and_simulate_it(large, monkeypatch):
+    check(large)
+    with monkeypatch.context() as patch:
+        patch.setattr(abreast, "play_abreast", forbid)
+        check(large)
+        with pytest.raises(AssertionError, match="a loop"):
+            check(replace(large))  # another schedule, if an equal one
 
 
 def test_large_programs_are_lowered_as_arrays(large, monkeypatch):
