@@ -94,11 +94,11 @@ class RankMemory:
         return self.instance.has_room(n, self.held, self.done) if kind == FORWARD else self.done[kind - 1][n] > k
 
     def find_taker(self, job: Job, kept: set[Job]) -> Job | None:
-        """Return the last forward that has run of another microbatch, which has not gone on since."""
+        """Return the last forward that has run of another stage and microbatch, which has not gone on since."""
         row = self.instance.on[self.instance.rank[job[1]]]
         for one in reversed(self.order):
             kind, n, k = one
-            if kind != FORWARD or k == job[2] or one in kept or self.done[FORWARD][n] != k + 1:
+            if kind != FORWARD or n == job[1] or k == job[2] or one in kept or self.done[FORWARD][n] != k + 1:
                 continue
             if all(self.done[FORWARD][m] <= k for m in row[row.index(n) + 1 :]) and self.done[INPUT_HALF][n] <= k:
                 return one

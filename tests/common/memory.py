@@ -82,10 +82,15 @@ def tensors(tree):
 
 
 class Watched:
-    """A stage on a rank, whose functions hold what they keep, and give copies away."""
+    """A stage on a rank, whose functions hold what they keep, and give copies away.
+
+    - `shared`: per microbatch, the outputs that its rank keeps for a later stage, from the forward to the backward.
+    - `recomputed`: how many of these microbatches have another forward before their backward.
+    """
 
     def __init__(self, stage, rank, memory):
         self.stage, self.rank, self.memory = stage, rank, memory
+        self.shared, self.recomputed = [], 0
 
     def __getattr__(self, name):
         return getattr(self.stage, name)
@@ -108,22 +113,36 @@ class Watched:
         memory.rank = NOBODY
         return out
 
+    def share(self, outputs):
+        kept = copies([outputs[k] for k in self.stage.keeps])
+        for tensor in kept:
+            self.memory.own(tensor, self.rank)
+        self.shared.append(kept)
+
     def forward(self, params, buffers, inputs, key):
         received = (*buffers, *inputs[self.leaves_taken :])
         outputs, new, residuals = self.computed("forward", received, params, buffers, inputs, key)
+        if self.recomputed:
+            self.recomputed -= 1
+        else:
+            self.share(outputs)
         return copies(outputs), changed(buffers, new), residuals
 
     def evaluate(self, params, buffers, inputs, key):
         received = (*buffers, *inputs[self.leaves_taken :])
         outputs, new = self.computed("evaluate", received, params, buffers, inputs, key)
+        self.share(outputs)
+        self.recomputed += 1
         return copies(outputs), changed(buffers, new)
 
     def backward(self, residuals, cotangents, onto):
         outgoing, grads = self.computed("backward", cotangents, residuals, cotangents, onto)
+        self.shared.pop()
         return copies(outgoing), grads if onto else copies(grads)
 
     def backward_input(self, residuals, cotangents):
         outgoing, deferred = self.computed("backward_input", cotangents, residuals, cotangents)
+        self.shared.pop()
         return copies(outgoing), deferred
 
     def backward_weight(self, deferred, onto):

@@ -7,7 +7,7 @@ from math import inf
 from random import Random
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from schedules import (
@@ -373,7 +373,12 @@ def times(instance, costs, orders) -> float:
     return simulate(schedule, costs).makespan
 
 
+FREE_FORWARDS = Costs(F=0.0, I=0.0, W=1.0, B=100, comm=1.0)
+FULL_OF_FORWARDS = FREE_FORWARDS, make_instance(Problem(FREE_FORWARDS, vee(3), 5, 3.0, split=True))
+
+
 @given(instances(), st.integers(0, 99))
+@example(FULL_OF_FORWARDS, 3)  # a forward must not be put off behind a later one of its own stage
 def test_every_way_to_orders_fits_and_takes_the_time_that_it_says(case, seed):
     (costs, instance), random = case, Random(seed)
     attempts = [take_turns(instance), find_unit(instance, random), follow(instance, draw_rule(random), random)]

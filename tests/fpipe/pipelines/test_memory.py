@@ -38,7 +38,7 @@ from schedules.playing.outputs import inputs_of
 from tests.common.cases import Case, mse, rows_of
 from tests.common.layers import Assigned, Average, linears
 from tests.common.memory import SEED, require_as_simulated
-from tests.common.random_models import case_of, descriptions, places
+from tests.common.random_models import Description, Leaf, case_of, descriptions, places
 from tests.common.random_pipelines import build_unless_refused, schedules_of
 from tests.common.running import build
 from tests.common.sizes import by_day, covering, few, sampled
@@ -96,6 +96,14 @@ def test_memory_of_recomputed_stages_is_as_simulated(name, how):
     how = SCHEDULES[how]
     for stages in (range(how.stages), [1, 3]):
         require_as_simulated(*build_case(name, recompute(how, tuple(stages))))
+
+
+def test_memory_of_a_value_that_a_rank_keeps_for_a_later_stage_is_as_simulated():
+    two = Description((Leaf("plain"), Leaf("plain")))
+    how = interleaved_1f1b(ranks=2, microbatches=3, chunks=2)
+    for one in (how, recompute(how)):
+        cuts = ("body.parts.0.b", "body.parts.1", "body.parts.1.b")
+        require_as_simulated(*build_unless_refused(two, case_of(two), one, 6, cuts, capture="trace"))
 
 
 @settings(max_examples=few(8))
