@@ -55,8 +55,21 @@ def _can_be_played(same: Same, graph: Graph) -> bool:
     return found is not None and play_abreast(schedule, *found, wired, NO_COSTS) is not None
 
 
-def play_abreast(schedule: Schedule, codes: Codes, lives: Lives, wires: Wires, costs: Costs) -> Totals | None:
-    """Return the totals of a schedule without jitter, or `None` if ranks wait for each other."""
+class Played(NamedTuple):
+    """A play of all actions: by number, when they end, what they wait for, their times, and the growth of memory.
+
+    `ends` has two places more. `clock` is when each rank ends.
+    """
+
+    ends: Floats
+    needs: list[Needs]
+    times: Floats
+    growth: Floats
+    clock: Floats
+
+
+def play_all(schedule: Schedule, codes: Codes, lives: Lives, wires: Wires, costs: Costs) -> Played | None:
+    """Play a schedule without jitter; `None` if ranks wait for each other."""
     n = len(codes.kinds)
     times, growth = _read_costs(schedule, codes, wires, costs)
     needs = _list_needs(schedule, codes, lives, wires)
@@ -74,15 +87,21 @@ def play_abreast(schedule: Schedule, codes: Codes, lives: Lives, wires: Wires, c
             break
         now = np.where(runs, ready, now)
         heads += runs
-    if (heads < codes.ends).any():
+    return None if (heads < codes.ends).any() else Played(ends, needs, times, growth, now)
+
+
+def play_abreast(schedule: Schedule, codes: Codes, lives: Lives, wires: Wires, costs: Costs) -> Totals | None:
+    """Return the totals of a schedule without jitter, or `None` if ranks wait for each other."""
+    played = play_all(schedule, codes, lives, wires, costs)
+    if played is None:
         return None
     begin = np.zeros(schedule.ranks)
-    for makers, delays in needs:
-        begin = np.maximum(begin, ends[makers[codes.firsts]] + delays[codes.firsts])
+    for makers, delays in played.needs:
+        begin = np.maximum(begin, played.ends[makers[codes.firsts]] + delays[codes.firsts])
     rows = [slice(*ends) for ends in zip(codes.firsts, codes.ends + 1, strict=True)]
-    busy = [float(np.cumsum(times[row])[-1]) for row in rows]
-    peak = [max(0.0, float(np.cumsum(growth[row]).max())) for row in rows]
-    return Totals(begin.tolist(), now.tolist(), busy, peak)
+    busy = [float(np.cumsum(played.times[row])[-1]) for row in rows]
+    peak = [max(0.0, float(np.cumsum(played.growth[row]).max())) for row in rows]
+    return Totals(begin.tolist(), played.clock.tolist(), busy, peak)
 
 
 def _number_wires(schedule: Schedule, codes: Codes) -> Numbers:

@@ -19,6 +19,7 @@ from schedules.language.schedule import Schedule
 from schedules.lowering.program import Program, lower_at_once
 from schedules.playing.costs import Costs
 from schedules.playing.dependencies import Wires
+from schedules.playing.engine import Span
 
 if TYPE_CHECKING:
     from schedules.arrays.abreast import Totals
@@ -76,3 +77,23 @@ def play_large(schedule: Schedule, wires: Wires, costs: Costs) -> Totals | None:
 
     found = read_lives(schedule)
     return None if found is None else play_abreast(schedule, *found, wires, costs)
+
+
+def trace_large(schedule: Schedule, graph: Graph, costs: Costs) -> list[tuple[Span, float]] | None:
+    """Return the spans on the critical path of most large schedules, each with the transfer time it waited for."""
+    if not is_large(schedule) or costs.jitter:
+        return None
+    from schedules.arrays.lives import read_lives
+    from schedules.arrays.paths import trace_path
+
+    found = read_lives(schedule)
+    return None if found is None else trace_path(schedule, graph, *found, costs)
+
+
+def list_kinds_large(schedule: Schedule) -> frozenset[str] | None:
+    """Return the kinds of a large schedule's actions, if they have codes: whoever checks it next need not read it."""
+    if not is_large(schedule):
+        return None
+    from schedules.arrays.lives import list_kinds
+
+    return list_kinds(schedule)

@@ -51,6 +51,12 @@ def read_lives(schedule: Schedule) -> tuple[Codes, Lives] | None:
     return _read(Same(schedule))
 
 
+def list_kinds(schedule: Schedule) -> frozenset[str] | None:
+    """Return the kinds of a schedule's actions, or `None` if it breaks a rule, or has no codes."""
+    found = read_lives(schedule)
+    return None if found is None else frozenset(name for name, code in CODE_OF.items() if code in found[0].kinds)
+
+
 @lru_cache(maxsize=1)  # a schedule is mostly checked, lowered and simulated in a row
 def _read(same: Same) -> tuple[Codes, Lives] | None:
     codes = encode(same.schedule)

@@ -20,6 +20,7 @@ from schedules import (
     Sizes,
     chain,
     check,
+    critical_path,
     families,
     forwards,
     interleaved_1f1b,
@@ -35,7 +36,9 @@ from schedules.arrays.abreast import play_abreast
 from schedules.arrays.codes import CODE_OF
 from schedules.arrays.lives import read_lives
 from schedules.arrays.lowered import lower_all
+from schedules.arrays.paths import trace_path
 from schedules.checking import rules
+from schedules.checking.rules import kinds_of
 from schedules.lowering import program as lowering
 from schedules.playing.costs import NO_COSTS, UNITS
 from schedules.playing.dependencies import wires
@@ -116,6 +119,24 @@ def test_arrays_find_the_times_of_the_loops(case, data):
             replay_to_end(schedule, wires(schedule, graph, costs, sizes), costs),
         )
         assert found == (played.begin, played.clock, played.busy, played.peak)
+
+
+@often
+@given(correct(), st.data())
+def test_arrays_find_the_critical_path_of_the_loops(case, data):
+    schedule, graph = case
+    if has_codes(schedule):
+        costs, _ = data.draw(unlike(schedule) | st.just((Costs(), UNITS)) | st.just((Costs(B=0), UNITS)))
+        found = trace_path(schedule, graph, *read_lives(schedule), costs)
+        has_others = {"OVERLAP_F", "G"} & kinds_of(schedule)
+        assert (found is None) == bool(has_others)
+        assert found is None or found == list(critical_path(schedule, costs, graph).stretches)
+
+
+def test_arrays_find_the_critical_path_through_slices():
+    schedule, costs = families.seq_1f1b(ranks=4, microbatches=3, slices=2), Costs(F=1.1, B=2.3, comm=0.7)
+    found = trace_path(schedule, chain(4), *read_lives(schedule), costs)
+    assert found == list(critical_path(schedule, costs).stretches)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +277,15 @@ def test_large_programs_are_lowered_as_arrays(large, monkeypatch):
 
 def test_without_numpy_the_loops_find_the_same(large, monkeypatch):
     found = simulate(large, Costs(F=1.1, B=2.3, comm=0.7))
+    with monkeypatch.context() as patch:
+        patch.setattr("schedules.analysis.critical_path.spans", forbid)
+        path = critical_path(large, Costs(F=1.1, B=2.3, comm=0.7))
+    kinds_of.cache_clear()
+    assert kinds_of(large) == {"F", "B"}
+    kinds_of.cache_clear()
     monkeypatch.setitem(sys.modules, "numpy", None)
+    assert kinds_of(large) == {"F", "B"}
+    assert critical_path(large, Costs(F=1.1, B=2.3, comm=0.7)) == path
     assert not gate.is_large(large)
     assert gate.play_large(large, wires(large, chain(large.stages), NO_COSTS, UNITS), NO_COSTS) is None
     assert simulate(large, Costs(F=1.1, B=2.3, comm=0.7)) == found
