@@ -15,6 +15,7 @@ Runs when a large schedule is checked, lowered or simulated.
 from __future__ import annotations
 
 import marshal
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -39,7 +40,7 @@ MOST_OF_UNIT: Final = 4
 READ_AT_ONCE: Final = 512
 """So many actions stay in the processor's cache, and out of the garbage collector's way."""
 _VERSION: Final = 2
-_NOTHING, _ZERO = marshal.dumps((), _VERSION), marshal.dumps(0, _VERSION)
+_NOTHING, _INTEGER = marshal.dumps((), _VERSION), marshal.dumps(0, _VERSION)[:1]
 _PACKED: Final = np.dtype([("type", "S1"), ("value", "<i4")])
 """How `marshal` packs an integer: other types, `bool` among them, and larger integers have other first bytes."""
 
@@ -60,26 +61,33 @@ class Codes(NamedTuple):
 
 def encode(schedule: Schedule) -> Codes | None:
     """Return the codes of a schedule, or `None` if it has none."""
-    kinds, packed, ends = bytearray(), [bytearray() for _ in range(2 + (schedule.slices > 1))], list[int]()
+    kinds, columns, ends = bytearray(), [array("i") for _ in range(2 + (schedule.slices > 1))], list[int]()
     with suppress(Exception):  # the loops over actions say what is wrong
         for rank in range(schedule.ranks):
+            packed = [bytearray() for _ in columns]
             for chunk in _chunks(schedule, rank):
                 names, numbers = _read(chunk, schedule.slices > 1)
                 kinds += names
-                for column, more in zip(packed, numbers, strict=True):
-                    column += marshal.dumps(more, _VERSION)[len(_NOTHING) :]
+                for some, more in zip(packed, numbers, strict=True):
+                    some += marshal.dumps(more, _VERSION)[len(_NOTHING) :]
+            for column, some in zip(columns, packed, strict=True):
+                column.frombytes(_unpack(some))
+                column.append(0)
             ends.append(len(kinds))
             kinds.append(ROW_END)
-            for column in packed:
-                column += _ZERO
-    if len(ends) < schedule.ranks or any(len(column) != len(kinds) * _PACKED.itemsize for column in packed):
+    if len(ends) < schedule.ranks:
         return None
-    columns = [np.frombuffer(column, _PACKED) for column in packed]
-    if any((column["type"] != _ZERO[:1]).any() for column in columns):
-        return None
-    s, i, *part = (column["value"].astype(np.int32) for column in columns)
+    s, i, *part = (np.frombuffer(column, np.int32) for column in columns)
     codes = Codes(np.frombuffer(kinds, np.int8), s, i, np.append(0, np.array(ends)[:-1] + 1), np.array(ends))
     return _number_units(schedule, codes, *part) if _are_placed(schedule, codes) else None
+
+
+def _unpack(packed: bytearray) -> bytes:
+    """Return integers as an array has them. Raise some error for anything else: the first has its type where we look."""
+    found = np.frombuffer(packed, _PACKED)
+    if (found["type"] != _INTEGER).any():
+        raise TypeError
+    return found["value"].astype(np.int32).tobytes()
 
 
 def _chunks(schedule: Schedule, rank: int) -> Iterator[list[Action]]:
