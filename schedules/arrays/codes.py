@@ -83,7 +83,7 @@ def encode(schedule: Schedule) -> Codes | None:
 
 
 def _unpack(packed: bytearray) -> bytes:
-    """Return integers as an array has them. Raise some error for anything else: the first has its type where we look."""
+    """Return integers as an array has them. Raise some error for anything else: the first has its type in its place."""
     found = np.frombuffer(packed, _PACKED)
     if (found["type"] != _INTEGER).any():
         raise TypeError
