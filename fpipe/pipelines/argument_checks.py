@@ -18,10 +18,10 @@ from fpipe.record.model.skeleton import require_plain_tensors, require_registere
 from fpipe.record.objective import Loss, require_no_parameters
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly
-from fpipe.stages.backends import kinds_of
 from fpipe.tensors.arguments import describe_argument
 from fpipe.tensors.late import find_imported
 from schedules import KINDS, OwnKind, Schedule, SizeError
+from schedules.checking.rules import kinds_of
 from schedules.endless import lengthen
 
 REDUCTIONS: Final = ("mean", "sum")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from itertools import product, takewhile
+from itertools import islice, product, takewhile
 from math import ceil, inf
 from time import monotonic
 from typing import Final, TypeAlias
@@ -326,14 +326,14 @@ def improve(candidate: Candidate) -> Iterator[Candidate]:
     problem = candidate.problem
     loads = Loads(problem.profile, _find_base(candidate.schedule))
     listed = loads.list_cuts(problem.places, problem.pinned)[TRIED_AT_START:TRIED_LATER]
-    moves: tuple[Callable[[tuple[int, ...]], list[tuple[int, ...]]], ...] = (
+    moves: tuple[Callable[[tuple[int, ...]], Iterable[tuple[int, ...]]], ...] = (
         lambda cuts: listed,
-        lambda cuts: list(_neighbors(cuts, problem)),
-        lambda cuts: [pair for one in _neighbors(cuts, problem) for pair in _neighbors(one, problem)],
+        lambda cuts: _neighbors(cuts, problem),
+        lambda cuts: (pair for one in _neighbors(cuts, problem) for pair in _neighbors(one, problem)),
     )
     k = 0
     while k < len(moves):
-        better = _best_of(candidate, loads, moves[k](candidate.cuts)[:TRIED_LATER])
+        better = _best_of(candidate, loads, [*islice(moves[k](candidate.cuts), TRIED_LATER)])
         if better is candidate:
             k += 1
             continue

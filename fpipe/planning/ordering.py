@@ -23,6 +23,7 @@ from fpipe.planning.candidates import Candidate, PlanProblem
 from fpipe.planning.chain import partition_chain
 from fpipe.stages.backends import splits
 from schedules import Graph, Link, Placement, Schedule, SizeError, search
+from schedules.checking.rules import kinds_of
 
 ORDERED: Final = 3
 """The number of candidates that get an order of their own."""
@@ -48,8 +49,7 @@ def list_orderable(found: Sequence[Candidate]) -> Iterator[Candidate]:
 
 
 def _is_plain(schedule: Schedule) -> bool:
-    kinds = {action.kind for rank in range(schedule.ranks) for action in schedule.actions(rank)}
-    return kinds <= ORDERABLE and not schedule.placement.mirrors and schedule.slices == 1
+    return kinds_of(schedule) <= ORDERABLE and not schedule.placement.mirrors and schedule.slices == 1
 
 
 def reorder(candidate: Candidate) -> Candidate | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import NamedTuple, TypeAlias, cast
 
 from fpipe.errors import InputError
@@ -34,6 +34,7 @@ from fpipe.stages.recorded import Recorded, skip_absent
 from fpipe.tensors.effects import storage_id
 from fpipe.tensors.torch_private import find_compiler, list_compilers
 from schedules import Schedule
+from schedules.checking.rules import kinds_of
 
 AS_GRAPH_REMARK = "as a graph"
 """The remark on a stage whose recorded operators run one by one."""
@@ -63,12 +64,6 @@ def _compiler_of(backward: Backward) -> Compiler:
             "torch.compile. Pass one of these."
         )
     return cast("Compiler", find_compiler(backward))
-
-
-@lru_cache(maxsize=64)  # several rules ask, one after the other, and a plan asks for all that it tries
-def kinds_of(schedule: Schedule) -> frozenset[str]:
-    """Return the kinds of a schedule's actions."""
-    return frozenset(action.kind for rank in range(schedule.ranks) for action in schedule.actions(rank))
 
 
 def needs_graphs(schedule: Schedule) -> bool:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from schedules.analysis.simulation import spans
 from schedules.arguments import require_types
+from schedules.arrays.gate import trace_large
 from schedules.language.actions import BESIDE, KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule, graph_of
@@ -72,13 +73,16 @@ class CriticalPath:
 def critical_path(schedule: Schedule, costs: Costs = Costs(), graph: Graph | None = None) -> CriticalPath:
     """Return the path that determines the makespan of `schedule` under `costs`. All spans are kept in memory.
 
-    Of several equally long paths, return the one that stays on its rank where it can. Raise what `schedules.spans`
-    raises.
+    Of several equally long paths, return the one that ends on the lowest rank and stays on its rank where it can. Raise
+    what `schedules.spans` raises.
     """
     require_types(critical_path, locals())
     graph = graph_of(schedule, graph)
+    traced = trace_large(schedule, graph, costs)
+    if traced is not None:
+        return CriticalPath(tuple(map(Stretch._make, traced)))
     index = _SpanIndex(schedule, graph, spans(schedule, costs, graph))
-    span: Span | None = max(index.all, key=lambda span: span.end, default=None)
+    span: Span | None = max(index.all, key=lambda span: (span.end, -span.rank), default=None)
     stretches: list[Stretch] = []
     while span is not None:
         before, transfer = index.find_cause(span, costs)

@@ -24,7 +24,7 @@ from typing import TypeAlias
 from schedules.arguments import require_types
 from schedules.arrays.gate import play_large
 from schedules.checking.progress import Progress
-from schedules.checking.rules import check, count_versions, require_forward_before_backward
+from schedules.checking.rules import check, count_versions, kinds_of, require_forward_before_backward
 from schedules.language.actions import BESIDE, COLLECTIVES, KINDS
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule, graph_of
@@ -231,7 +231,7 @@ def weight_memory(schedule: Schedule, rank: int, sizes: Sizes) -> float:
     >>> weight_memory(pipedream(ranks=3, microbatches=8), rank=0, sizes=Sizes(weight=2))
     6
     """
-    if not sizes.weight or not _has_updates(schedule):  # counting versions takes ten times as long
+    if not sizes.weight or "U" not in kinds_of(schedule):  # counting versions takes ten times as long
         return _weigh_once(schedule, rank, sizes)
     return sum(kept * of_stage(sizes.weight, stage) for stage, kept in count_versions(schedule, rank).items())
 
@@ -239,8 +239,3 @@ def weight_memory(schedule: Schedule, rank: int, sizes: Sizes) -> float:
 def _weigh_once(schedule: Schedule, rank: int, sizes: Sizes) -> float:
     """Return the size of the weights on a rank that keeps one version."""
     return sum(of_stage(sizes.weight, stage) for stage in schedule.placement.stages_on(rank)) if sizes.weight else 0
-
-
-@lru_cache(maxsize=64)  # as for `_require_correct`
-def _has_updates(schedule: Schedule) -> bool:
-    return any(action.kind == "U" for rank in range(schedule.ranks) for action in schedule.actions(rank))

@@ -11,16 +11,18 @@ bit, since they come from the same sums in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedules.arrays.codes import CODE_OF, PASSES, ROW_END, Codes, Numbers
-from schedules.arrays.lives import Lives, find_last
+from schedules.arrays.lives import Lives, Same, find_last, read_lives
+from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
-from schedules.playing.costs import Costs
-from schedules.playing.dependencies import Wire, Wires
+from schedules.playing.costs import NO_COSTS, UNITS, Costs
+from schedules.playing.dependencies import Wire, Wires, wires
 
 Floats = NDArray[np.float64]
 
@@ -41,8 +43,33 @@ class Needs(NamedTuple):
     delays: Floats
 
 
-def play_abreast(schedule: Schedule, codes: Codes, lives: Lives, wires: Wires, costs: Costs) -> Totals | None:
-    """Return the totals of a schedule without jitter, or `None` if ranks wait for each other."""
+def can_be_played(schedule: Schedule, graph: Graph) -> bool:
+    """Return whether a schedule obeys all rules. Keep the answer for one: whoever simulates it checks it, too."""
+    return _can_be_played(Same(schedule), graph)
+
+
+@lru_cache(maxsize=1)
+def _can_be_played(same: Same, graph: Graph) -> bool:
+    schedule, found = same.schedule, read_lives(same.schedule)
+    wired = wires(schedule, graph, NO_COSTS, UNITS)
+    return found is not None and play_abreast(schedule, *found, wired, NO_COSTS) is not None
+
+
+class Played(NamedTuple):
+    """A play of all actions: by number, when they end, what they wait for, their times, and the growth of memory.
+
+    `ends` has two places more. `clock` is when each rank ends.
+    """
+
+    ends: Floats
+    needs: list[Needs]
+    times: Floats
+    growth: Floats
+    clock: Floats
+
+
+def play_all(schedule: Schedule, codes: Codes, lives: Lives, wires: Wires, costs: Costs) -> Played | None:
+    """Play a schedule without jitter; `None` if ranks wait for each other."""
     n = len(codes.kinds)
     times, growth = _read_costs(schedule, codes, wires, costs)
     needs = _list_needs(schedule, codes, lives, wires)
@@ -60,15 +87,21 @@ def play_abreast(schedule: Schedule, codes: Codes, lives: Lives, wires: Wires, c
             break
         now = np.where(runs, ready, now)
         heads += runs
-    if (heads < codes.ends).any():
+    return None if (heads < codes.ends).any() else Played(ends, needs, times, growth, now)
+
+
+def play_abreast(schedule: Schedule, codes: Codes, lives: Lives, wires: Wires, costs: Costs) -> Totals | None:
+    """Return the totals of a schedule without jitter, or `None` if ranks wait for each other."""
+    played = play_all(schedule, codes, lives, wires, costs)
+    if played is None:
         return None
     begin = np.zeros(schedule.ranks)
-    for makers, delays in needs:
-        begin = np.maximum(begin, ends[makers[codes.firsts]] + delays[codes.firsts])
+    for makers, delays in played.needs:
+        begin = np.maximum(begin, played.ends[makers[codes.firsts]] + delays[codes.firsts])
     rows = [slice(*ends) for ends in zip(codes.firsts, codes.ends + 1, strict=True)]
-    busy = [float(np.cumsum(times[row])[-1]) for row in rows]
-    peak = [max(0.0, float(np.cumsum(growth[row]).max())) for row in rows]
-    return Totals(begin.tolist(), now.tolist(), busy, peak)
+    busy = [float(np.cumsum(played.times[row])[-1]) for row in rows]
+    peak = [max(0.0, float(np.cumsum(played.growth[row]).max())) for row in rows]
+    return Totals(begin.tolist(), played.clock.tolist(), busy, peak)
 
 
 def _number_wires(schedule: Schedule, codes: Codes) -> Numbers:

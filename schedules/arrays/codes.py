@@ -14,6 +14,7 @@ Runs when a large schedule is checked, lowered or simulated.
 
 from __future__ import annotations
 
+import marshal
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -38,6 +39,10 @@ MOST_OF_UNIT: Final = 4
 """The most passes of a unit on its stage: a checkpointed forward, its recomputation, and the halves of a backward."""
 READ_AT_ONCE: Final = 512
 """So many actions stay in the processor's cache, and out of the garbage collector's way."""
+_VERSION: Final = 2
+_NOTHING, _INTEGER = marshal.dumps((), _VERSION), marshal.dumps(0, _VERSION)[:1]
+_PACKED: Final = np.dtype([("type", "S1"), ("value", "<i4")])
+"""How `marshal` packs an integer: other types, `bool` among them, and larger integers have other first bytes."""
 
 
 class Codes(NamedTuple):
@@ -56,23 +61,33 @@ class Codes(NamedTuple):
 
 def encode(schedule: Schedule) -> Codes | None:
     """Return the codes of a schedule, or `None` if it has none."""
-    kinds, stages, microbatches, slices, ends = bytearray(), array("i"), array("i"), array("i"), list[int]()
+    kinds, columns, ends = bytearray(), [array("i") for _ in range(2 + (schedule.slices > 1))], list[int]()
     with suppress(Exception):  # the loops over actions say what is wrong
         for rank in range(schedule.ranks):
+            packed = [bytearray() for _ in columns]
             for chunk in _chunks(schedule, rank):
-                some = _read(chunk, schedule.slices > 1)
-                kinds += some[0]
-                for column, more in zip((stages, microbatches, slices), some[1:], strict=True):
-                    column.extend(more)
+                names, numbers = _read(chunk, schedule.slices > 1)
+                kinds += names
+                for some, more in zip(packed, numbers, strict=True):
+                    some += marshal.dumps(more, _VERSION)[len(_NOTHING) :]
+            for column, some in zip(columns, packed, strict=True):
+                column.frombytes(_unpack(some))
+                column.append(0)
             ends.append(len(kinds))
             kinds.append(ROW_END)
-            for column in (stages, microbatches, slices):
-                column.append(0)
     if len(ends) < schedule.ranks:
         return None
-    s, i, part = (np.frombuffer(column, np.int32) for column in (stages, microbatches, slices))
+    s, i, *part = (np.frombuffer(column, np.int32) for column in columns)
     codes = Codes(np.frombuffer(kinds, np.int8), s, i, np.append(0, np.array(ends)[:-1] + 1), np.array(ends))
-    return _number_units(schedule, codes, part) if _are_placed(schedule, codes) else None
+    return _number_units(schedule, codes, *part) if _are_placed(schedule, codes) else None
+
+
+def _unpack(packed: bytearray) -> bytes:
+    """Return integers as an array has them. Raise some error for anything else: the first has its type in its place."""
+    found = np.frombuffer(packed, _PACKED)
+    if (found["type"] != _INTEGER).any():
+        raise TypeError
+    return found["value"].astype(np.int32).tobytes()
 
 
 def _chunks(schedule: Schedule, rank: int) -> Iterator[list[Action]]:
@@ -83,19 +98,15 @@ def _chunks(schedule: Schedule, rank: int) -> Iterator[list[Action]]:
         yield chunk
 
 
-def _read(chunk: list[Action], sliced: bool) -> tuple[bytes, tuple[int, ...], tuple[int, ...], list[int]]:
+def _read(chunk: list[Action], sliced: bool) -> tuple[bytes, list[tuple[int, ...]]]:
     """Return the fields of actions; of a slice one more, and 0 for none. Raise some error if one has no code."""
     if {*map(type, chunk)} != {Action}:
         raise TypeError
     names, stages, microbatches, peers, slices = zip(*chunk, strict=True)
-    types = {*map(type, stages), *map(type, microbatches)}
-    cuts = list[int]()
-    if sliced:
-        cuts = [0 if one is None else one + 1 or -1 for one in slices]
-        types |= {*map(type, slices)} - {type(None)}
-    if types != {int} or peers.count(None) < len(chunk) or (not sliced and slices.count(None) < len(chunk)):
+    if peers.count(None) < len(chunk) or (not sliced and slices.count(None) < len(chunk)):
         raise TypeError
-    return bytes(map(_code_of, names)), stages, microbatches, cuts
+    cuts = (tuple(0 if one is None else one if type(one) is bool else one + 1 or -1 for one in slices),) * sliced
+    return bytes(map(_code_of, names)), [stages, microbatches, *cuts]
 
 
 def _are_placed(schedule: Schedule, codes: Codes) -> bool:
@@ -110,9 +121,9 @@ def _are_placed(schedule: Schedule, codes: Codes) -> bool:
     )
 
 
-def _number_units(schedule: Schedule, codes: Codes, slices: NDArray[np.int32]) -> Codes | None:
+def _number_units(schedule: Schedule, codes: Codes, slices: NDArray[np.int32] | None = None) -> Codes | None:
     """Return the codes with slices as units, or `None` if a slice is missing, or does not exist."""
-    if schedule.slices == 1:
+    if slices is None:
         return codes
     passes = codes.kinds < len(PASSES)
     if (slices[passes] < 1).any() or slices.max() > schedule.slices or slices[~passes].any():

@@ -17,8 +17,9 @@ from schedules.language.actions import Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.lowering.program import Program, lower_at_once
-from schedules.playing.costs import NO_COSTS, UNITS, Costs
-from schedules.playing.dependencies import Wires, wires
+from schedules.playing.costs import Costs
+from schedules.playing.dependencies import Wires
+from schedules.playing.engine import Span
 
 if TYPE_CHECKING:
     from schedules.arrays.abreast import Totals
@@ -46,7 +47,11 @@ def is_large(schedule: Schedule) -> bool:
 
 def is_surely_correct(schedule: Schedule, graph: Graph) -> bool:
     """Return whether arrays show that a schedule is correct; if not, `check` has to look."""
-    return is_large(schedule) and play_large(schedule, wires(schedule, graph, NO_COSTS, UNITS), NO_COSTS) is not None
+    if not is_large(schedule):
+        return False
+    from schedules.arrays.abreast import can_be_played
+
+    return can_be_played(schedule, graph)
 
 
 @lower_at_once.register
@@ -72,3 +77,23 @@ def play_large(schedule: Schedule, wires: Wires, costs: Costs) -> Totals | None:
 
     found = read_lives(schedule)
     return None if found is None else play_abreast(schedule, *found, wires, costs)
+
+
+def trace_large(schedule: Schedule, graph: Graph, costs: Costs) -> list[tuple[Span, float]] | None:
+    """Return the spans on the critical path of most large schedules, each with the transfer time it waited for."""
+    if not is_large(schedule) or costs.jitter:
+        return None
+    from schedules.arrays.lives import read_lives
+    from schedules.arrays.paths import trace_path
+
+    found = read_lives(schedule)
+    return None if found is None else trace_path(schedule, graph, *found, costs)
+
+
+def list_kinds_large(schedule: Schedule) -> frozenset[str] | None:
+    """Return the kinds of a large schedule's actions, if they have codes: whoever checks it next need not read it."""
+    if not is_large(schedule):
+        return None
+    from schedules.arrays.lives import list_kinds
+
+    return list_kinds(schedule)

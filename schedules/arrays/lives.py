@@ -34,13 +34,13 @@ class Lives(NamedTuple):
     done: NDArray[np.int32]
 
 
-class _Same(NamedTuple):
+class Same(NamedTuple):
     """A schedule that is the same only as itself: equal ones may print differently."""
 
     schedule: Schedule
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.schedule is other.schedule
+        return isinstance(other, Same) and self.schedule is other.schedule
 
     def __hash__(self) -> int:
         return id(self.schedule)
@@ -48,11 +48,17 @@ class _Same(NamedTuple):
 
 def read_lives(schedule: Schedule) -> tuple[Codes, Lives] | None:
     """Return the codes and lives of a schedule, or `None` if it breaks a rule, or has no codes. Keep those of one."""
-    return _read(_Same(schedule))
+    return _read(Same(schedule))
+
+
+def list_kinds(schedule: Schedule) -> frozenset[str] | None:
+    """Return the kinds of a schedule's actions, or `None` if it breaks a rule, or has no codes."""
+    found = read_lives(schedule)
+    return None if found is None else frozenset(name for name, code in CODE_OF.items() if code in found[0].kinds)
 
 
 @lru_cache(maxsize=1)  # a schedule is mostly checked, lowered and simulated in a row
-def _read(same: _Same) -> tuple[Codes, Lives] | None:
+def _read(same: Same) -> tuple[Codes, Lives] | None:
     codes = encode(same.schedule)
     lives = None if codes is None else find_lives(same.schedule, codes)
     return None if codes is None or lives is None else (codes, lives)

@@ -12,7 +12,7 @@ Invariant: the program is that of `schedules.lowering`, action by action.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -56,7 +56,10 @@ class Lowered(NamedTuple):
     fields: ActionTables
 
     def decode(self, rank: int) -> Iterator[Action]:
-        """Return an iterator over the actions of a rank."""
+        """Return an iterator over the actions of a rank; they are put together when the first is asked for."""
+        return chain.from_iterable(map(self._decode, [rank]))
+
+    def _decode(self, rank: int) -> Iterator[Action]:
         codes = self.messages.codes
         first, end = codes.firsts[rank], codes.ends[rank]
         start, stop = self.posts.starts[rank : rank + 2]

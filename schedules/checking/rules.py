@@ -10,10 +10,12 @@ stack like filters: one pass over each rank's generator, keeping only what is in
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from itertools import chain
 from typing import TypeAlias
 
 from schedules.arguments import require_types
-from schedules.arrays.gate import is_surely_correct
+from schedules.arrays.gate import is_surely_correct, list_kinds_large
 from schedules.checking.channels import LoweredProgram, check_transfers
 from schedules.checking.collectives import require_collected, require_reductions_everywhere
 from schedules.checking.posts import check_posts
@@ -217,6 +219,14 @@ def list_versions(schedule: Schedule) -> dict[tuple[int, int], int]:
             elif KINDS[kind].crosses == "F":
                 found.setdefault((s, i), made[s] if schedule.version is None else schedule.version(i))
     return found
+
+
+@lru_cache(maxsize=64)  # several ask, one after the other, and a plan asks for all that it tries
+def kinds_of(schedule: Schedule) -> frozenset[str]:
+    """Return the kinds of a schedule's actions."""
+    found = list_kinds_large(schedule)
+    every = chain.from_iterable(map(schedule.actions, range(schedule.ranks)))
+    return frozenset(action.kind for action in every) if found is None else found
 
 
 RULES: tuple[ActionRule, ...] = (

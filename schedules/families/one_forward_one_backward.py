@@ -7,17 +7,19 @@ Idea. Such a schedule is an order of forwards, an order of backwards, and the nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
+from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
 from schedules.errors import SizeError
-from schedules.language.actions import Action, B, F
+from schedules.language.actions import Action, B, F, I, new_tuple
 from schedules.language.placement import linear
 from schedules.language.schedule import Limits, schedule
 
 Element = TypeVar("Element")
 Maker: TypeAlias = Callable[[int, int], Action]
+_KIND_OF: Mapping[Maker, str] = MappingProxyType({F: "F", B: "B", I: "I"})
 
 
 def alternate(ahead: int, forwards: Iterator[Element], backwards: Iterator[Element]) -> Iterator[Element]:
@@ -35,7 +37,15 @@ def group_passes(steps: Sequence[tuple[Maker, int]], groups: Iterable[range]) ->
     >>> list(group_passes([(F, 0), (F, 4)], [range(2), range(2, 3)]))
     [F(0, 0), F(0, 1), F(4, 0), F(4, 1), F(0, 2), F(4, 2)]
     """
-    return chain.from_iterable(map(kind, repeat(stage), group) for group in groups for kind, stage in steps)
+    return chain.from_iterable(_run(kind, stage, group) for group in groups for kind, stage in steps)
+
+
+def _run(kind: Maker, stage: int, group: range) -> Iterator[Action]:
+    """Return a pass for each microbatch of a group. Common kinds need no call for each, which takes longer."""
+    if kind not in _KIND_OF:
+        return map(kind, repeat(stage), group)
+    fields = zip(repeat(_KIND_OF[kind]), repeat(stage), group, repeat(None), repeat(None), strict=False)
+    return map(new_tuple, repeat(Action), fields)
 
 
 @schedule(placement=linear, limits=Limits(memory=lambda rank, ranks, microbatches: min(ranks - rank, microbatches)))

@@ -37,23 +37,23 @@ def recompute(rank: int, schedule: Schedule, stages: tuple[int, ...] | None = No
     rank 1 |.  C0 R0 B0    C1 R1 B1    .  .  |
     """
     every = range(schedule.stages)
-    chosen = (every if stages is None else stages) if schedule.backward else ()
-    kept = set[Action]()  # invariant: the R of each forward checkpointed here and not recomputed yet
+    chosen = frozenset((every if stages is None else stages) if schedule.backward else ())
+    kept = set[tuple[int, int, int | None]]()  # invariant: the forwards checkpointed here and not recomputed yet
     pair: tuple[Action, ...] = ()  # a fused forward, held until its partner
     for action in schedule.actions(rank):
         kind, stage, i, _, part = action
+        unit = stage, i, part
         if kind in ("F", "OVERLAP_F") and stage in chosen:
-            kept.add(R(stage, i, part))
+            kept.add(unit)
             yield C(stage, i, part)
         elif kind == "OVERLAP_F":
             pair = (action,)
-        elif kind in ("OFFLOAD", "RELOAD") and R(stage, i, part) in kept:
+        elif kind in ("OFFLOAD", "RELOAD") and unit in kept:
             continue  # there is nothing to move
         else:
-            again = R(stage, i, part)
-            if KINDS[kind].crosses == "B" and again in kept:
-                kept.remove(again)
-                yield again
+            if unit in kept and KINDS[kind].crosses == "B":
+                kept.remove(unit)
+                yield R(stage, i, part)
             yield from pair
             yield action
             pair = ()

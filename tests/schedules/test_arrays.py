@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from schedules import (
     Action,
+    B,
     Costs,
     F,
     Link,
@@ -19,6 +20,7 @@ from schedules import (
     Sizes,
     chain,
     check,
+    critical_path,
     families,
     forwards,
     interleaved_1f1b,
@@ -29,12 +31,14 @@ from schedules import (
     split_backward,
 )
 from schedules.analysis import simulation
-from schedules.arrays import gate, lowered
+from schedules.arrays import abreast, gate, lowered
 from schedules.arrays.abreast import play_abreast
 from schedules.arrays.codes import CODE_OF
 from schedules.arrays.lives import read_lives
 from schedules.arrays.lowered import lower_all
+from schedules.arrays.paths import trace_path
 from schedules.checking import rules
+from schedules.checking.rules import kinds_of
 from schedules.lowering import program as lowering
 from schedules.playing.costs import NO_COSTS, UNITS
 from schedules.playing.dependencies import wires
@@ -117,6 +121,24 @@ def test_arrays_find_the_times_of_the_loops(case, data):
         assert found == (played.begin, played.clock, played.busy, played.peak)
 
 
+@often
+@given(correct(), st.data())
+def test_arrays_find_the_critical_path_of_the_loops(case, data):
+    schedule, graph = case
+    if has_codes(schedule):
+        costs, _ = data.draw(unlike(schedule) | st.just((Costs(), UNITS)) | st.just((Costs(B=0), UNITS)))
+        found = trace_path(schedule, graph, *read_lives(schedule), costs)
+        has_others = {"OVERLAP_F", "G"} & kinds_of(schedule)
+        assert (found is None) == bool(has_others)
+        assert found is None or found == list(critical_path(schedule, costs, graph).stretches)
+
+
+def test_arrays_find_the_critical_path_through_slices():
+    schedule, costs = families.seq_1f1b(ranks=4, microbatches=3, slices=2), Costs(F=1.1, B=2.3, comm=0.7)
+    found = trace_path(schedule, chain(4), *read_lives(schedule), costs)
+    assert found == list(critical_path(schedule, costs).stretches)
+
+
 @pytest.mark.parametrize(
     "make", [families.dualpipe, families.chimera, lambda P, M: overlap(families.one_f_one_b(P, M))]
 )
@@ -193,6 +215,22 @@ def test_what_is_no_valid_action_has_no_code(wrong):
     assert not read_lives(edit(schedule, [[wrong, *row[1:]]]))
 
 
+@pytest.mark.parametrize("slice", [None, True, 0.0, -1, 2, 2**40, "0"])
+def test_what_is_no_slice_has_no_code(slice):
+    schedule = families.seq_1f1b(ranks=1, microbatches=2, slices=2)
+    row = rows(schedule)[0]
+    assert read_lives(edit(schedule, [row]))
+    assert not read_lives(edit(schedule, [[F(0, 0, slice), *row]]))
+    assert not read_lives(edit(schedule, [[row[0], row[1]._replace(slice=slice), *row[2:]]]))
+
+
+def test_what_packs_into_the_bytes_of_integers_has_no_code():
+    schedule = families.gpipe(ranks=1, microbatches=104)
+    row = rows(schedule)[0]
+    assert row[103:105] == [F(0, 103), B(0, 0)]
+    assert not read_lives(edit(schedule, [[*row[:103], F(0, True), B(0, 0.0), *row[105:]]]))
+
+
 def test_a_generator_that_raises_or_never_ends_has_no_codes():
     schedule = families.gpipe(ranks=1, microbatches=2)
     assert not read_lives(edit(schedule, [[F(0, 0)] * 1000]))
@@ -217,6 +255,15 @@ def test_large_schedules_are_checked_and_simulated_as_arrays(large, monkeypatch)
         simulate(large, Costs(jitter=0.1))
 
 
+def test_a_large_schedule_is_played_once_for_those_who_check_and_simulate_it(large, monkeypatch):
+    check(large)
+    with monkeypatch.context() as patch:
+        patch.setattr(abreast, "play_abreast", forbid)
+        check(large)
+        with pytest.raises(AssertionError, match="a loop"):
+            check(replace(large))  # another schedule, if an equal one
+
+
 def test_large_programs_are_lowered_as_arrays(large, monkeypatch):
     program = lower(large)
     found = [*program.actions(5)]
@@ -230,7 +277,15 @@ def test_large_programs_are_lowered_as_arrays(large, monkeypatch):
 
 def test_without_numpy_the_loops_find_the_same(large, monkeypatch):
     found = simulate(large, Costs(F=1.1, B=2.3, comm=0.7))
+    with monkeypatch.context() as patch:
+        patch.setattr("schedules.analysis.critical_path.spans", forbid)
+        path = critical_path(large, Costs(F=1.1, B=2.3, comm=0.7))
+    kinds_of.cache_clear()
+    assert kinds_of(large) == {"F", "B"}
+    kinds_of.cache_clear()
     monkeypatch.setitem(sys.modules, "numpy", None)
+    assert kinds_of(large) == {"F", "B"}
+    assert critical_path(large, Costs(F=1.1, B=2.3, comm=0.7)) == path
     assert not gate.is_large(large)
     assert gate.play_large(large, wires(large, chain(large.stages), NO_COSTS, UNITS), NO_COSTS) is None
     assert simulate(large, Costs(F=1.1, B=2.3, comm=0.7)) == found

@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as incumbent
 
 from schedules import (
+    Action,
+    B,
+    C,
     Costs,
     F,
     I,
@@ -32,6 +35,7 @@ from schedules import (
     forwards,
     gis,
     gpipe,
+    group_passes,
     hanayo,
     interleaved_1f1b,
     interleaved_zero_bubble,
@@ -227,6 +231,13 @@ def test_families_coincide_at_their_special_sizes(s, k):
 def test_one_wave_is_chimera_with_its_replicas_merged(P, R):
     folded = rows(chimera(2 * P, 2 * P * R), without="G")[:P]
     assert rows(hanayo(P, P * R)) == [[a._replace(microbatch=a.microbatch // 2) for a in row] for row in folded]
+
+
+@pytest.mark.parametrize("maker", [F, B, I, W, C], ids=lambda maker: maker.__name__)
+def test_passes_in_groups_are_those_that_their_makers_return(maker):
+    passes = list(group_passes([(maker, 3), (F, 1)], [range(2), range(5, 6)]))
+    assert passes == [maker(3, 0), maker(3, 1), F(1, 0), F(1, 1), maker(3, 5), F(1, 5)]
+    assert {*map(type, passes)} == {Action}
 
 
 @given(s=members(interleaved_1f1b) | members(interleaved_zero_bubble))

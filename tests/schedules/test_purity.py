@@ -18,12 +18,12 @@ class OnlyTheStandardLibrary:
 sys.meta_path.insert(0, OnlyTheStandardLibrary())
 import schedules
 found = [module.name for module in pkgutil.walk_packages(schedules.__path__, "schedules.")]
-LARGE = {f"schedules.arrays.{name}" for name in ("abreast", "codes", "lives", "lowered", "posts")}
+LARGE = {f"schedules.arrays.{name}" for name in ("abreast", "codes", "lives", "lowered", "paths", "posts")}
 names = [name for name in found if not name.startswith("schedules.testing") and name not in LARGE]
 for name in names:
     importlib.import_module(name)
 large = schedules.one_f_one_b(ranks=64, microbatches=256)
-schedules.simulate(large)
+schedules.simulate(large), schedules.critical_path(large)
 next(schedules.lower(large).actions(0))
 assert not LARGE & {*sys.modules}
 try:
