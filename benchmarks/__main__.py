@@ -80,10 +80,10 @@ def run(name: str) -> Found:
     return Found(name, rows, f"## {details.strip()}" if details else "", failed, time.perf_counter() - start)
 
 
-def notes(name: str) -> str:
+def notes(one: Found) -> str:
     """Return the docstring of a benchmark under a heading; its command, being indented, shows as code."""
-    text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())) or ""
-    return f"### `benchmarks/{name}.py`\n\n{text}"
+    text = ast.get_docstring(ast.parse((FOLDER / f"{one.name}.py").read_text())) or ""
+    return f"### `benchmarks/{one.name}.py`, {one.seconds:.0f} s\n\n{text}"
 
 
 def page(found: list[Found]) -> str:
@@ -100,7 +100,7 @@ def page(found: list[Found]) -> str:
     behind = missed(table)
     goals = f"Goals not met, {len(behind)}: {'; '.join(behind)}." if behind else "All goals are met."
     parts = [head, goals, table, *[one.details for one in found if one.details], "## What was measured"]
-    return "\n\n".join([*parts, *(notes(one.name) for one in found)]) + "\n"
+    return "\n\n".join([*parts, *map(notes, found)]) + "\n"
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -82,10 +82,10 @@ def scheduled(contest: Contest) -> Schedule:
     return contest.factory(ranks=PIPELINE, microbatches=MICROBATCHES)
 
 
-def ours(contest: Contest, layout: str, mesh: DeviceMesh, backward: Literal["autograd", "graph"] = "autograd") -> Step:
+def ours(contest: Contest, layout: str, mesh: DeviceMesh) -> Step:
     """Return this process's step in fpipe, which returns gradients."""
     dims: dict[str, Any] = {layout: layout}
-    return run_schedule(scheduled(contest), mesh, mesh.get_local_rank(layout), backward=backward, **dims)
+    return run_schedule(scheduled(contest), mesh, mesh.get_local_rank(layout), **dims)
 
 
 def run_schedule(how: Schedule, mesh: DeviceMesh, copy: int, **options: Any) -> Step:
@@ -158,8 +158,7 @@ def rename(name: str, first: int) -> str:
 
 
 SIDES: Final[dict[str, Callable[[Contest, str, DeviceMesh], Step]]] = {
-    "autograd": ours,
-    "graph": partial(ours, backward="graph"),
+    "fpipe": ours,
     "incumbent": incumbents,
 }
 
@@ -200,7 +199,7 @@ def rank(side: str, *names: str) -> None:
     dist.init_process_group("gloo")
     meshes = {layout: init_device_mesh("cpu", (PIPELINE, COPIES), mesh_dim_names=("pp", layout)) for layout in LAYOUTS}
     found: Report = {name: contest(side, name, meshes) for name in names}
-    ranks.report(found | ({"gathers": gathers(meshes)} if side == "autograd" else {}))
+    ranks.report(found | ({"gathers": gathers(meshes)} if side == "fpipe" else {}))
     dist.destroy_process_group()
 
 
@@ -219,9 +218,8 @@ def rows(name: str, jobs: Mapping[str, Sequence[Report]], model: str) -> Iterato
     layout, schedule = name.split(" ")
     what = f"{CONTESTS[schedule].title}, 2 ranks {LAYOUTS[layout]}, {model}"
     speed = {side: 1 / statistics.median(found[0][name]["times"]) for side, found in jobs.items()}
-    for way in ("autograd", "graph"):
-        yield row(f"{what}, {way} stages", "steps/s", speed[way], speed["incumbent"], least(1, of="ratio"))
-    sent = [bulk(most_of(name, jobs[side])) / 1e6 for side in ("autograd", "incumbent")]
+    yield row(what, "steps/s", speed["fpipe"], speed["incumbent"], least(1.03, of="ratio"))
+    sent = [bulk(most_of(name, jobs[side])) / 1e6 for side in SIDES]
     yield row(f"{what}, sent by a process to gather and to reduce", "MB", sent[0], sent[1], most(1, of="ratio"))
 
 
@@ -243,10 +241,10 @@ def counts(names: Sequence[str], jobs: Mapping[str, Sequence[Report]]) -> Iterat
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for name in names:
         layout, schedule = name.split(" ")
-        for side, library in (("autograd", "fpipe"), ("incumbent", "incumbent")):
+        for side in SIDES:
             found = most_of(name, jobs[side])
             calls, sent = found
-            cells = [schedule, LAYOUTS[layout], library, calls["gather"], calls["reduce"], f"{bulk(found) / 1e6:.3f}"]
+            cells = [schedule, LAYOUTS[layout], side, calls["gather"], calls["reduce"], f"{bulk(found) / 1e6:.3f}"]
             cells += [calls["small"], sent["small"], calls["send"], f"{sent['send'] / 1e6:.3f}"]
             yield f"| {' | '.join(map(str, cells))} |"
 
@@ -275,7 +273,7 @@ def main() -> None:
     for name in names:
         require_equal(name, jobs)
         print(*rows(name, jobs, model), sep="\n")
-    print(*counts(names, jobs), *orders(jobs["autograd"]), sep="\n")
+    print(*counts(names, jobs), *orders(jobs["fpipe"]), sep="\n")
 
 
 if __name__ == "__main__":

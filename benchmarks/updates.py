@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The time that updates within the step save: a step that updates each stage early, over a step and then its update.
 
-    python -m benchmarks.updates                 # 8 ranks
-    python -m benchmarks.updates 4 zb_v          # fewer, some
+    python -m benchmarks.updates                 # 4 ranks
+    python -m benchmarks.updates 8 zb_v          # more, some
 
 Sleeping stages, ranks, transport and executor are those of `benchmarks/prediction.py`; an update sleeps, too. Both ways
 end with one collective of all ranks, the norm. After a step, each rank then updates all of its stages; within it, each
@@ -39,7 +39,7 @@ from fpipe.runtime.instructions import link
 from fpipe.runtime.transport import Transport
 from schedules import Costs, Program, Schedule, simulate, update_weights
 
-ROUNDS: Final = rounds(3)
+ROUNDS: Final = rounds(2)
 FAMILIES: Final = ("one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe")
 Times = tuple[float, ...]
 
@@ -127,7 +127,7 @@ def rank(*names: str) -> None:
 
 
 def main() -> None:
-    count = next((int(word) for word in sys.argv[1:] if word.isdigit()), 8)
+    count = next((int(word) for word in sys.argv[1:] if word.isdigit()), 4)
     report = ranks.start("benchmarks.updates", count, *[word for word in sys.argv[1:] if not word.isdigit()])[0]
     ratios = {name: within / after for name, (within, after, _, _) in report.items()}
     for kind in profiles(1):

@@ -79,7 +79,7 @@ def sequence(model: nn.Sequential, blocks: int, tokens: Tensor, targets: Tensor,
     return Task(model, tokens, targets, microbatches, cuts, pieces)
 
 
-def ours(contest: Contest, task: Task, backward: Literal["autograd", "graph"] = "autograd") -> Step:
+def ours(contest: Contest, task: Task, backward: Literal["autograd", "graph"] = "graph") -> Step:
     """Return this rank's step in fpipe, which returns gradients. `backward` says how stages are differentiated."""
     import fpipe  # here, so that a process that measures one library does not import the other
 
