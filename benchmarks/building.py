@@ -28,7 +28,7 @@ from benchmarks.common.turns import seconds, without_collection
 from benchmarks.llama import LENGTH, MICROBATCHES, ROWS, WORDS, llama
 from schedules import Schedule, one_f_one_b, zb_h1
 
-COUNTS: Final = (8, 32, 80)
+COUNTS: Final = (8, 80)
 RANKS, TURNS, STEPS = 4, rounds(5), rounds(3)
 
 
