@@ -92,12 +92,12 @@ class ResultCache:
             table = self.known[func] = {} if _is_cacheable(func) else None
         if table is None or torch.is_inference_mode_enabled():
             return run()
-        key, tensors = [torch.get_default_dtype(), default_device()], list[Tensor]()
+        key, tensors, mode = [torch.get_default_dtype(), default_device()], list[Tensor](), self.mode
         try:
             with DisableTorchFunction():  # these calls are not the model's
-                self._add_to_key(args, key, tensors)
+                _add_to_key(args, key, tensors, mode)
                 for name, value in kwargs.items():
-                    self._add_to_key((name, value), key, tensors)
+                    _add_to_key((name, value), key, tensors, mode)
                 known = table.get(tuple(key))
                 if known is not None:
                     return self._make_result(known, tensors)
@@ -107,26 +107,6 @@ class ResultCache:
         with suppress(_UnlikeError), DisableTorchFunction():
             table[tuple(key)] = self._describe_result(out, tensors)
         return out
-
-    def _add_to_key(self, values: Sequence[Any], key: list[Any], tensors: list[Tensor]) -> None:
-        """Append the metadata or value of each argument to `key`, and the tensors among them to `tensors`.
-
-        Raise `_UnlikeError` for an argument that cannot be part of a key.
-        """
-        for value in values:
-            kind = type(value)
-            if kind is FakeTensor:
-                if not is_plain(value, self.mode):
-                    raise _UnlikeError
-                tensors.append(value)
-                key.append(_metadata(value))
-            elif kind in CACHEABLE or (kind is torch.device and (value.type == "cpu" or value.index is not None)):
-                key += (kind, value)
-            elif kind is list or kind is tuple:
-                key += (kind, len(value))
-                self._add_to_key(value, key, tensors)
-            else:
-                raise _UnlikeError
 
     def _describe_result(self, out: Any, tensors: Sequence[Tensor]) -> CachedResult:
         """Return a description from which an equal result can be made; raise `_UnlikeError` if there is none."""
@@ -170,6 +150,27 @@ class ResultCache:
             meta = torch.empty((0,), dtype=made.dtype, device="meta")
             meta.set_(tensors[made.argument].untyped_storage(), made.offset, made.shape, made.stride)
         return self.make(self.mode, meta, made.device)
+
+
+def _add_to_key(values: Sequence[Any], key: list[Any], tensors: list[Tensor], mode: FakeTensorMode) -> None:
+    """Append the metadata or value of each argument to `key`, and the tensors among them to `tensors`.
+
+    Raise `_UnlikeError` for an argument that cannot be part of a key.
+    """
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if not is_plain(value, mode):
+                raise _UnlikeError
+            tensors.append(value)
+            key.append(_metadata(value))
+        elif kind in CACHEABLE or (kind is torch.device and (value.type == "cpu" or value.index is not None)):
+            key += (kind, value)
+        elif kind is list or kind is tuple:
+            key += (kind, len(value))
+            _add_to_key(value, key, tensors, mode)
+        else:
+            raise _UnlikeError
 
 
 def is_plain(tensor: Any, mode: FakeTensorMode) -> bool:

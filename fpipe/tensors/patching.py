@@ -75,10 +75,11 @@ class _Switch(ByThread):
 
     def install(self) -> None:
         """Put the switch in its place."""
-        newest, original = self.newest, self.original
+        newest, original, stacks = self.newest, self.original, self.stacks
 
         def switch(*args: Any, **kwargs: Any) -> Any:
-            return newest(original)(*args, **kwargs)
+            stack = stacks.get(get_ident())  # a capture comes here for each attribute of a module that is read
+            return (stack[-1] if stack else newest(original))(*args, **kwargs)
 
         kind = classmethod if self.is_class_method else property if self.is_property else None
         setattr(self.owner, self.name, switch if kind is None else kind(switch))
