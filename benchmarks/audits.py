@@ -43,9 +43,9 @@ from benchmarks.common.sleeping import WIDTH, Times, sleeping_model, weights_may
 from fpipe.audits.checksum import checksum
 
 UNIT: Final = 0.010  # seconds
-TURNS: Final = {"sleeping": rounds(30), "GPT": rounds(100)}
+TURNS: Final = {"sleeping": rounds(16), "GPT": rounds(40)}
 WARM_UP, DAY = 8, 86400
-SLEEPING: Final = ("one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v")
+SLEEPING: Final = ("one_f_one_b", "zb_v")
 RANKS, MICROBATCHES, ROWS = 4, 12, 12
 GPT: Final[dict[str, int]] = {"blocks": 4, "width": 192, "heads": 6, "words": 512, "length": 64}
 GPT_ROWS, GPT_MICROBATCHES = 16, 8

@@ -29,7 +29,7 @@ from benchmarks.llama import LENGTH, MICROBATCHES, ROWS, WORDS, llama
 from schedules import Schedule, one_f_one_b, zb_h1
 
 COUNTS: Final = (8, 32, 80)
-RANKS, TURNS, STEPS = 4, rounds(5), rounds(3)
+RANKS, TURNS, STEPS, STARTS = 4, rounds(5), rounds(3), rounds(2)
 
 
 def measure(model: Any, ids: torch.Tensor, how: Schedule, backward: str) -> tuple[float, float]:
@@ -75,7 +75,7 @@ def layered() -> Iterator[str]:
     beyond = {}
     for layers in COUNTS:
         eager, ready, length = (
-            statistics.median(some) for some in zip(*(start(layers) for _ in range(STEPS)), strict=True)
+            statistics.median(some) for some in zip(*(start(layers) for _ in range(STARTS)), strict=True)
         )
         beyond[layers] = ready - eager
         title = f"processor time to build and begin, beside an eager step on fake tensors, {layers} layers"

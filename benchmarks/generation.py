@@ -31,8 +31,8 @@ from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from schedules import one_f_one_b
 
-LAYERS, WIDTH, PROMPTS, GROUPS, CONTEXT, LENGTH, SHORT, LONG = 8, 256, 8, 4, 32, 128, 8, 72
-ROUNDS: Final = rounds(5)
+LAYERS, WIDTH, PROMPTS, GROUPS, CONTEXT, LENGTH, SHORT, LONG = 8, 256, 8, 4, 32, 128, 8, 40
+ROUNDS: Final = rounds(3)
 WAYS: Final = ("autograd", "graph")
 
 

@@ -31,7 +31,7 @@ from benchmarks.common.rows import most, row
 from benchmarks.common.turns import medians
 
 LAYERS, WIDTH, HEADS, GROUPS, WORDS, LENGTH = 8, 256, 8, 4, 256, 64
-ROWS, MICROBATCHES, ROUNDS = 16, 4, rounds(20)
+ROWS, MICROBATCHES, ROUNDS = 16, 4, rounds(12)
 BACKWARDS: Final[tuple[Literal["autograd", "graph"], ...]] = ("autograd", "graph")
 GOALS: Final = {"graph": most(1 / 1.05), "autograd": None}
 """The default stages have a goal."""

@@ -33,7 +33,7 @@ from benchmarks.common.rows import most, row
 from schedules import Schedule, one_f_one_b
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH, ROWS, MICROBATCHES = 8, 256, 8, 256, 64, 16, 8
-ROUNDS, RANKS = rounds(15), 2
+ROUNDS, RANKS = rounds(9), 2
 
 
 def build(how: Schedule) -> tuple[fpipe.Pipeline, Any, tuple[Tensor, Tensor]]:

@@ -30,7 +30,7 @@ from benchmarks.prediction import hurry
 from schedules import Costs, Schedule, one_f_one_b, pipedream, pipedream_2bw, simulate, update_weights
 from schedules.endless import lengthen
 
-UNIT: Final = 0.05
+UNIT: Final = 0.03
 MICROBATCHES: Final = 64
 SGD: Final = fpipe.optimizer(torch.optim.SGD, lr=1e-3)
 

@@ -35,7 +35,7 @@ from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import least, row
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 8, 256, 8, 256, 64
-ROWS, MICROBATCHES, WARM_UP, TURNS, TIMED, STARTS = 16, 8, 2, rounds(3), 3, rounds(2)
+ROWS, MICROBATCHES, WARM_UP, TURNS, TIMED, STARTS = 16, 8, 2, rounds(2), 3, rounds(2)
 KEPT: Final = {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_THRESHOLD_": str(2**33)}
 SIDES: Final[dict[str, Callable[[Contest, Task], Step]]] = {
     "fpipe": ours,

@@ -120,8 +120,6 @@ def _find_shards(pipe: Pipeline, grads: State) -> dict[tuple[int, int], State]:
     the processes of these combine the norms. Empty shards are left out, and all but the first of several equal tensors.
     """
     copies, held = pipe.copies, pipe.holdings
-    if copies.here[0] >= copies.shards:
-        return {(copies.part, copies.shard_of(copies.here[0])): {}}
     if copies.mesh is None and copies.shards == 1:
         return {(0, 0): grads}
     complete = {name: without_partial(grad) for name, grad in grads.items()}

@@ -15,8 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.tensors import patching
-from fpipe.tensors.patching import MISSING, caller, current, original, replace, replace_value, replaced_places, share
-from fpipe.tensors.torch_private import FAKE_TENSOR, FakeTensor, FakeTensorMode
+from fpipe.tensors.patching import (
+    MISSING,
+    OWNER,
+    caller,
+    current,
+    original,
+    replace,
+    replace_value,
+    replaced_places,
+    share,
+)
+from fpipe.tensors.torch_private import FAKE_TENSOR, FakeTensor, FakeTensorMode, set_thread_local
 from schedules import one_f_one_b
 from tests.common.sizes import sampled
 
@@ -61,6 +71,18 @@ def test_only_the_thread_that_replaces_gets_the_replacement():
         assert Some().method(1) == Other().method(1) == ("replaced", 1)
         assert elsewhere(lambda: Some().method(1)) == ("original", 1)
     assert Some().method(1) == ("original", 1)
+
+
+def test_a_thread_of_a_backward_gets_the_replacements_of_the_thread_it_works_for():
+    here = threading.get_ident()
+
+    def work(owner):
+        set_thread_local(OWNER, owner)  # as torch does before it runs a backward in another thread
+        return Some().method(1)
+
+    with replace(Some, "method", lambda self, x: ("replaced", x)):
+        assert elsewhere(lambda: work(here)) == ("replaced", 1)
+        assert elsewhere(lambda: work(0)) == ("original", 1)
 
 
 def test_class_methods_get_their_class():

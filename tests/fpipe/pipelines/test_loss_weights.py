@@ -2,6 +2,7 @@
 """Weighted losses, and losses in earlier stages or of the model itself, equal a plain loop over microbatches."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -87,6 +88,18 @@ def test_a_batch_of_weight_zero_is_refused():
     for function in (fpipe.value_and_grad(pipe), fpipe.evaluate(pipe), fpipe.reference(pipe)):
         with pytest.raises(fpipe.InputError, match="weight: got 0 for each of the 3 microbatches"):
             function(*state, inputs, torch.full_like(targets, -100))
+
+
+@pytest.mark.parametrize("read", [lambda inputs, targets: targets[0, 0], lambda inputs, targets: float(targets[0, 0])])
+def test_weights_that_are_no_counts_are_refused(read):
+    model, x, y = nn.Linear(WIDTH, WIDTH), torch.randn(8, WIDTH), torch.ones(8, WIDTH)
+    how, counting = one_f_one_b(ranks=1, microbatches=4), fpipe.Microbatching(weight=read)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, microbatching=counting)
+    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    for wrong in (-0.5, math.inf, math.nan):
+        y[4] = wrong
+        with pytest.raises(fpipe.InputError, match=f"weight, microbatch 2: got {wrong}, expected a finite number, 0"):
+            step(*state, (x,), y)
 
 
 class Averaged(nn.Module):

@@ -12,6 +12,7 @@ from schedules import one_f_one_b
 from tests.common.cases import mse
 from tests.common.loops import loop
 from tests.common.options import grouped
+from tests.common.running import require_eager
 from tests.common.sizes import covering, sampled
 
 BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
@@ -262,3 +263,35 @@ def test_autocast_around_building_a_pipeline_changes_nothing(backward):
     step, _ = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), (ids,), targets)
     assert step.outputs.dtype is torch.float32
     assert fpipe.verify(pipe, model, (ids,), targets).eager
+
+
+class Reusing(nn.Module):
+    """Multiplies by its weight twice under autocast, and once after it."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.weight, self.between = nn.Parameter(torch.randn(WIDTH, WIDTH)), between
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = x @ self.weight
+            if self.between == "gradients disabled":
+                with torch.no_grad():
+                    x.sum()
+            elif self.between == "autocast off":
+                with torch.autocast("cpu", enabled=False):
+                    x = x.float().sin()
+            if self.between != "another autocast":
+                x = x @ self.weight
+        if self.between == "another autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                x = x @ self.weight
+        return x.float() @ self.weight
+
+
+@pytest.mark.parametrize("between", ["gradients disabled", "autocast off", "another autocast"])
+def test_casts_are_shared_within_one_autocast_and_not_between_two(between):
+    """Else gradients would be added before or after they are cast back."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Reusing(between), Reusing(between)), torch.randn(4, WIDTH)
+    require_eager(model, (x,), backward="autograd")

@@ -24,7 +24,7 @@ from schedules import one_f_one_b, split_backward
 from tests.common.generators import seeded
 from tests.common.loops import loop
 from tests.common.running import FRONT_END, build, run
-from tests.common.sizes import by_day, few, sampled
+from tests.common.sizes import NIGHTLY, by_day, few, sampled
 from tests.common.zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.*_flat_weights")
@@ -104,8 +104,7 @@ def test_the_two_halves_make_the_whole_backward(name):
         assert len(grads) == (len(stage.grads) if kept is not None else 0)
 
 
-@sampled(2)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES if NIGHTLY else ["strides", "chained"])
 def test_values_and_cotangents_have_their_inferred_layouts(name, monkeypatch):
     """Shapes, dtypes and strides of values and cotangents; nothing has to be laid out anew."""
     different = []

@@ -88,6 +88,12 @@ def test_uses_within_one_stage_are_not_copied():
     assert_same(got, run(*build(ZOO["chained"], gpipe(1, 3), 6)))
 
 
+def test_each_microbatch_sends_its_own_cotangent_of_a_tied_parameter():
+    """Under autograd the parameter is one leaf in all microbatches, whose `.grad` must not add up over them."""
+    built = _, model, inputs, targets = build(ZOO["chained"], HOW, 6, backward="autograd")
+    assert_same(run(*built), loop(model, mse, inputs, targets, 3))
+
+
 @sampled(2)
 @covering(name=["chained", "one_weight"], how=[dualpipe(4, 5), chimera(4, 4), mirror(one_f_one_b(4, 3))])
 def test_replicas_are_summed_first(name, how):

@@ -9,6 +9,7 @@ import fpipe
 from fpipe.stages import metadata
 from schedules import one_f_one_b, zb_h1
 from tests.common.comparison import assert_same
+from tests.common.loops import loop
 from tests.common.running import run, run_reference
 
 RANKS = 5
@@ -83,6 +84,14 @@ def test_stages_that_record_anything_else_share_nothing(other):
     built = build([Layer(scale), Layer(scale), OTHERS[other](), Layer(scale), Layer(scale)])
     assert forwards(built[0]) == [0, 1, 2, 1, 3]
     assert_same(run(*built), run_reference(*built))
+
+
+def test_stages_that_train_share_nothing_with_frozen_ones_of_their_form():
+    """Else their outputs would pass for ones that need no gradient."""
+    built = build([*[Layer().requires_grad_(False) for _ in range(2)], *[Layer() for _ in range(3)]])
+    got = run(*built)
+    assert got.grads.keys() == {f"{k}.linear.{name}" for k in (2, 3, 4) for name in ("weight", "bias")}
+    assert_same(got, loop(built[1], torch.mean, built[2], None, RANKS))
 
 
 class Summing(nn.Module):

@@ -252,7 +252,6 @@ SUBTLE = {
 }
 
 
-@sampled(2)
 @pytest.mark.parametrize("name", SUBTLE)
 def test_subtle_operators_are_exact_as_graphs(name):
     function, early = SUBTLE[name]
