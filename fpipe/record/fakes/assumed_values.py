@@ -64,7 +64,8 @@ def _index(tensor: Tensor, index: Any) -> Tensor:
 def _index_items(item: Any) -> list[Any]:
     """Return an index item with bounds of zero, or for a mask an empty index for each of its dimensions."""
     if isinstance(item, slice):
-        return [slice(*[0 if isinstance(end, Tensor) else end for end in (item.start, item.stop)], item.step)]
+        start, stop = (0 if isinstance(end, Tensor) else end for end in (item.start, item.stop))
+        return [slice(start, stop, item.step)]
     if not isinstance(item, Tensor) or item.dtype not in (torch.bool, torch.uint8):
         return [item]
     return [item.new_empty((0,), dtype=torch.int64)] * item.dim()
