@@ -35,15 +35,13 @@ class Ring(NamedTuple):
     @classmethod
     def of(cls, program: EndlessProgram) -> Ring:
         """Return a ring in which no two microbatches, or messages of theirs, are in one slot at a time."""
-        each, routes, size = program.schedule.microbatches, len(program.schedule.placement.routes), 1
+        each, size = program.schedule.microbatches, 1
         for rank in range(program.schedule.ranks):
             for k in range(program.known):
                 touched = [action.microbatch // each for action in program.window(rank, k)]
                 latest = max(k + program.reach[rank], *touched)  # batches begin as soon as they must be there
                 size = max(size, latest - min(touched) + 1)
-        while size * each % routes or size % program.period:
-            size += 1
-        return cls(size, each)
+        return cls(size + -size % program.period, each)
 
     @property
     def slots(self) -> int:

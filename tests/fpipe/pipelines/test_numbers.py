@@ -76,7 +76,9 @@ COMPUTING = {
     "alpha": lambda h, n, f, x: torch.add(h, h.tanh(), alpha=f) - torch.sub(h, h, alpha=n),
     "clamps": lambda h, n, f, x: h.clamp(-f, n + 1).clamp(max=f * 3),
     "masks": lambda h, n, f, x: torch.where(h < f, h.masked_fill(h > n, f), n),
-    "Python's arithmetic": lambda h, n, f, x: h * (0.9**n) + (n // 2 - divmod(7, n + 1)[1] + abs(-f) + f**2 + round(f)),
+    "Python's arithmetic": lambda h, n, f, x: (
+        h * (0.9**n) + (n // 2 - divmod(7, n + 1)[1] + abs(-f) + f**2 + round(f) + round(f, 1))
+    ),
     "math": lambda h, n, f, x: h * math.sqrt(n) + math.cos(math.pow(f, 2) * math.pi),
     "built-in functions": lambda h, n, f, x: h * sum([n, f]) / max(f, 0.001),
     "in place": _in_place,

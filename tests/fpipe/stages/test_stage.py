@@ -23,7 +23,8 @@ from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, split_backward
 from tests.common.generators import seeded
 from tests.common.loops import loop
-from tests.common.running import FRONT_END, build, run
+from tests.common.memory import Alive
+from tests.common.running import FRONT_END, build, run, staged
 from tests.common.sizes import NIGHTLY, by_day, few, sampled
 from tests.common.zoo import ZOO
 
@@ -257,6 +258,17 @@ def test_the_backward_frees_what_the_forward_kept():
     del kept, outputs, arguments
     gc.collect()
     assert not [ref for ref in alive if ref() is not None]
+
+
+def test_a_checkpointed_forward_keeps_nothing_for_a_backward():
+    """Autograd records it, but drops each tensor that it saves at once."""
+    model, x = nn.Sequential(nn.Linear(4, 4), *[nn.Tanh() for _ in range(8)]), torch.randn(1000, 4)
+    pipe, alive = staged(model, (x,), cuts=(), microbatches=1, backward="autograd"), Alive()
+    (stage,) = pipe.stages
+    leaves = stage.leaves(pipe.init(model)[0])
+    with alive:
+        stage.evaluate(leaves, (), (x,), 0)
+    assert alive.most < 4 * x.nbytes
 
 
 class Either(nn.Module):
