@@ -244,7 +244,7 @@ def test_fakes_are_made_as_torch_makes_them():
 
 @pytest.mark.parametrize("mode", [Fakes, Tape])
 def test_torch_calls_modes_of_captures_directly(mode):
-    """torch wraps `__torch_dispatch__`, to turn its compiler off in there, which takes longer than many a fake operator."""
+    """torch wraps `__torch_dispatch__` to turn its compiler off in there, which takes longer than many an operator."""
     assert hasattr(Told.__torch_dispatch__, "__wrapped__")
     assert mode.__torch_dispatch__ is vars(mode)["__torch_dispatch__"]
     assert not hasattr(mode.__torch_dispatch__, "__wrapped__")
