@@ -29,6 +29,7 @@ from benchmarks.common.models import cross_entropy, gpt, starts
 from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from benchmarks.common.turns import timed, without_collection
+from fpipe.audits.auditor import Auditor
 from fpipe.network.recording import RecordSpan
 from fpipe.pipelines.inputs import scatter
 from fpipe.pipelines.pipeline import Pipeline
@@ -47,9 +48,10 @@ Step = Callable[[], object]
 
 
 def run_unrecorded(
-    pipe: Pipeline, plan: StepPlan, inputs: Mapping[int, Inputs], record: RecordSpan | None = None
+    pipe: Pipeline, plan: StepPlan, inputs: Mapping[int, Inputs], *recorders: RecordSpan | Auditor | None
 ) -> dict[int, dict[int, Outcome]]:
     """Run a plan as `run_copies` would if it could not record."""
+    assert not any(recorders)
     ((copy, own),) = inputs.items()
 
     def execution(rank: int, transport: Transport) -> Execution:

@@ -56,13 +56,16 @@ def _nowhere(condition: Tensor) -> tuple[Tensor, ...]:
 
 
 def _index(tensor: Tensor, index: Any) -> Tensor:
-    """Return the result of indexing with masks, as if they selected nothing."""
+    """Return the result of indexing with masks, as if they selected nothing, and with bounds, as if they were zero."""
     items = index if isinstance(index, tuple) else (index,)
     return tensor[tuple(one for item in items for one in _index_items(item))]
 
 
 def _index_items(item: Any) -> list[Any]:
-    """Return an index item, or for a mask an empty index for each of its dimensions."""
+    """Return an index item with bounds of zero, or for a mask an empty index for each of its dimensions."""
+    if isinstance(item, slice):
+        start, stop = (0 if isinstance(end, Tensor) else end for end in (item.start, item.stop))
+        return [slice(start, stop, item.step)]
     if not isinstance(item, Tensor) or item.dtype not in (torch.bool, torch.uint8):
         return [item]
     return [item.new_empty((0,), dtype=torch.int64)] * item.dim()

@@ -335,6 +335,33 @@ def test_a_loss_named_in_unsplittable_may_read_values(loss, named, backward):
     assert torch.equal(step.loss, sum(half / 2 for half in halves))
 
 
+class Stretched(nn.Module):
+    """Stretches the beginning of each row, as long as the batch says, and writes it over another beginning."""
+
+    def forward(self, x, lengths, wanted):
+        out = torch.zeros_like(x)
+        for k, (row, given, length) in enumerate(zip(x, lengths, wanted, strict=True)):
+            part = row[:given]
+            if part.numel() and length > 0:
+                out[k, :length] = functional.interpolate(part[None, None], size=length)[0, 0]
+        return out
+
+
+class Stretching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.stretched, self.b = nn.Linear(6, 6), Stretched(), nn.Linear(6, 6)
+
+    def forward(self, x, mask, other):
+        return self.b(self.stretched(self.a(x), mask.sum(-1), other.sum(-1)))
+
+
+@pytest.mark.parametrize("unsplittable", [[], [Stretched]], ids=["recorded", "whole"])
+def test_slices_are_bounded_by_numbers_from_the_batch(unsplittable):
+    x, ones = torch.randn(6, 6), torch.ones(6, 6).long()
+    require_eager(Stretching(), (x, ones.triu(), ones.triu().flip(0)), cuts=["b"], unsplittable=unsplittable)
+
+
 class Sampled(nn.Module):
     """Samples by a reparametrized normal distribution, whose arguments are looked at."""
 
