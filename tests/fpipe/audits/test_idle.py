@@ -4,6 +4,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fpipe.audits.auditor import run_again
 from fpipe.audits.idle import REMEMBERED, Allowance, IdleTimes
 
 waits = st.lists(st.floats(0, 1), min_size=1, max_size=12)
@@ -57,3 +58,17 @@ def test_nothing_is_left_at_first_and_everything_without_a_limit():
     endless.earn(0.1)
     endless.spend(1e9)
     assert endless.allows(1e9)
+
+
+class Ready:
+    """An action to run again, which takes as long as it did."""
+
+    is_ready, seconds = True, 1.0
+
+    def compare(self, free):
+        return self.seconds
+
+
+def test_what_runs_again_fits_into_the_free_time_together():
+    actions = [Ready() for _ in range(3)]
+    assert [run_again(actions, free) for free in (1.0, 1.5, 2.5, 9.0)] == [0.0, 1.0, 2.0, 3.0]
