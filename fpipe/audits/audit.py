@@ -22,7 +22,7 @@ from schedules import Action
 
 FORWARDS: Final = ("F", "OVERLAP_F", "C")
 BACKWARDS: Final = ("B", "I", "W")
-CHAINED: Final = ("F", "OVERLAP_F", *BACKWARDS)
+CHAINED: Final = ("F", "OVERLAP_F", "R", *BACKWARDS)
 DRAWN_KINDS: Final = (*FORWARDS, *BACKWARDS, "G")
 """The kinds of actions that are drawn. What an `R` makes is seen by the backward that uses it."""
 
@@ -100,16 +100,11 @@ def list_drawable(program: LinkedProgram) -> list[int]:
 def find_chain(program: LinkedProgram, drawn: int) -> list[int]:
     """Return the positions of the instructions to run again, in order, for the drawn one, which is the last.
 
-    A backward consumes what its forward saved, so the forward is run again, too: the one that ran last, which is the
-    recomputation if there is one.
+    A backward consumes what its forward saved, so the forward is run again, too, or the recomputation if there is one:
+    then the forward saved nothing.
     """
     last = program.instructions[drawn].action
     if last.kind not in BACKWARDS:
         return [drawn]
-    chain: list[int] = []
-    for k, (_, action, *_) in enumerate(program.instructions[: drawn + 1]):
-        if action == last._replace(kind="R"):
-            chain = [k]
-        elif action._replace(kind=last.kind) == last and action.kind in CHAINED:
-            chain.append(k)
-    return chain
+    before = enumerate(program.instructions[: drawn + 1])
+    return [k for k, (_, a, *_) in before if a.kind in CHAINED and a._replace(kind=last.kind) == last]

@@ -120,7 +120,7 @@ class ForwardWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += 1
-        self.varying |= func in VALUE_READS
+        self.varying |= func in VALUE_READS or func is PAD
         self.setting |= settings().kernels != self.before
         self.casting |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         return func(*args, **(kwargs or {}))

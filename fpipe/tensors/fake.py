@@ -31,6 +31,7 @@ from fpipe.tensors.torch_private import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    Uncompiled,
     compiled_place,
     grouped_mm_output,
     import_tracer,
@@ -111,7 +112,7 @@ def fake_mode() -> Fakes:
     return Fakes()
 
 
-class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
+class Fakes(Uncompiled, FakeTensorMode):  # type: ignore[no-untyped-call]
     """torch's fake tensor mode, corrected where its fake kernels differ from the real ones.
 
     torch's mode refuses grouped matrix multiplication, which mixtures of experts use, for dtypes other than bfloat16.

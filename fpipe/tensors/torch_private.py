@@ -100,6 +100,7 @@ NAMES: Final[Paths] = {
     # modes that see calls and operators
     "seeing operators, and telling them from functions": [
         "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
         "torch.utils._python_dispatch._get_current_dispatch_mode",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
         "torch._ops.OpOverload",
@@ -317,6 +318,20 @@ current_dispatch_mode: Any = _get_current_dispatch_mode
 list_dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 DisableTorchFunction: Any = torch._C.DisableTorchFunction
+
+
+class Uncompiled:
+    """A base of dispatch modes in which nothing is compiled, so that torch need not make sure for each operator.
+
+    torch's wrapper that makes sure takes longer than many a fake operator. Derive from this before torch's mode.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return false: torch leaves `__torch_dispatch__` as it is."""
+        return False
+
+
 set_grad_enabled: Any = torch._C._set_grad_enabled
 gelu: Any = torch._C._nn.gelu
 PACK: Any = torch._pack_padded_sequence

@@ -129,7 +129,8 @@ def require_transparent(what: str, structure: Structure) -> None:
 def flatten_all(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return all leaves of `tree`, and its treespec."""
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
-    if _register(set(map(type, leaves)) - COMMON_TYPES):
+    others = set(map(type, leaves)) - COMMON_TYPES
+    if others and _register(others):
         return flatten_all(tree)
     return leaves, spec
 
@@ -326,7 +327,8 @@ class Closure:
 def flatten_closures(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return the leaves and treespec of a tree, in which functions that hold tensors are subtrees."""
     leaves, spec = flatten_all(tree)
-    if not any(issubclass(kind, (partial, FunctionType)) for kind in set(map(type, leaves))):  # nearly always
+    others = set(map(type, leaves)) - COMMON_TYPES
+    if not any(issubclass(kind, (partial, FunctionType)) for kind in others):  # nearly always
         return leaves, spec
     return flatten_all(open_closures(tree))
 

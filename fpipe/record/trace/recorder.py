@@ -76,7 +76,7 @@ from fpipe.tensors.effects import Effects, has_handle, is_collective, operator_n
 from fpipe.tensors.fake import Fakes
 from fpipe.tensors.settings import changes_since
 from fpipe.tensors.torch_private import PACK, TENSOR_METHODS, active_fake_mode, count_dispatch_modes, process_groups
-from fpipe.tensors.tree import closure_contents, flatten, flatten_all
+from fpipe.tensors.tree import COMMON_TYPES, closure_contents, flatten, flatten_all
 from schedules.status import say
 
 GRAD_FN: Any = TENSOR_METHODS["grad_fn"].__get__
@@ -628,6 +628,8 @@ class Recorder(TorchFunctionMode):
 
 def _holds_module(leaf: object) -> bool:
     """Return whether an argument is a module, a method of one, or a function that closes over one."""
+    if leaf is None or type(leaf) in COMMON_TYPES:  # nearly always
+        return False
     inner = (leaf.__self__,) if isinstance(leaf, MethodType) else closure_contents(leaf)
     return any(isinstance(one, nn.Module) for one in (leaf, *inner))
 

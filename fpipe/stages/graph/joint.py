@@ -39,7 +39,14 @@ from fpipe.tensors.effects import is_collective, is_random, random_devices, writ
 from fpipe.tensors.fake import DEVICE
 from fpipe.tensors.layouts import aten
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.torch_private import TENSOR_METHODS, FakeTensor, OpOverload, TorchDispatchMode, no_dispatch
+from fpipe.tensors.torch_private import (
+    TENSOR_METHODS,
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    Uncompiled,
+    no_dispatch,
+)
 
 PLAIN_KINDS = frozenset({Tensor, nn.Parameter, FakeTensor})
 """The classes of tensors whose operators are recorded."""
@@ -227,7 +234,7 @@ def _require_real(tensor: Any) -> Tensor:
     return tensor
 
 
-class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tape(Uncompiled, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that notes operators, each as a node that reads the nodes of its arguments.
 
     It only looks on: what it cannot note, it reports in `failure`, and the run goes on without it. The generator is

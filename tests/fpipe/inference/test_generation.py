@@ -55,7 +55,7 @@ class Recorder:
 
 
 @sampled(1)
-@covering(build=[llama, gpt2], padded=[False, True])
+@covering(build=[llama, gpt2], padded=[True, False])
 def test_tokens_and_logits_are_those_of_a_plain_loop(build, padded):
     model, seen = build(), Recorder()
     pipe, mask = pipeline(model), padding(4, WIDTH) if padded else None
@@ -117,6 +117,17 @@ def test_draws_depend_on_the_seed_and_not_on_ranks_or_torch(small):
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[3])
+
+
+def test_each_token_has_draws_of_its_own(small):
+    drawn, (_, pipe, state) = [], small
+
+    def choose(logits, generator):
+        drawn.append(torch.rand((), generator=generator).item())
+        return logits.argmax(-1)
+
+    fpipe.generate(pipe, 12, decoder=AverageDecoder, choose=choose)(*state, texts(4, 2), 9, seed=3)
+    assert len({*drawn}) == 9
 
 
 @given(top=st.integers(1, 6), seed=st.integers(0, 99), temperature=st.floats(0.1, 5))

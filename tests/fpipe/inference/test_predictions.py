@@ -45,6 +45,14 @@ def test_streamed_outputs_are_those_of_each_microbatch():
             assert same_bits(seen[i], model.eval()(inputs[0][2 * i : 2 * i + 2]))
 
 
+def test_streamed_microbatches_are_numbered_copy_by_copy():
+    one, seen = ZOO["mlp"], {}
+    pipe, model, inputs, _ = build(one, one_f_one_b(2, 2), 8, capture="trace", mesh={"pp": 2, "dp": 2}, dp="dp")
+    fpipe.stream(pipe, seen.__setitem__)(*pipe.init(model), inputs)
+    with torch.no_grad():
+        assert [same_bits(seen[i], model.eval()(inputs[0][2 * i : 2 * i + 2])) for i in range(4)] == [True] * 4
+
+
 @sampled(1)
 @pytest.mark.parametrize("cuts", [["1"], ["2"]], ids=["before logits", "after logits"])
 def test_a_loss_needs_the_memory_of_a_few_microbatches(cuts):

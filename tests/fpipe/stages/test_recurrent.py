@@ -5,12 +5,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import fpipe
 from fpipe.stages.recorded import Recorded
 from schedules import one_f_one_b, zb_h1, zb_v
 from tests.common.options import grouped
+from tests.common.running import require_eager
 from tests.common.sizes import by_night, covering, sampled
 
 WIDTH, STEPS = 6, 9
@@ -157,3 +158,28 @@ def test_the_lengths_of_packed_sequences_come_with_the_batch(kind, way):
     )
     for given in (lengths, torch.tensor([1, 7, 6, 8])):
         assert fpipe.verify(pipe, model, (x, given), y).eager
+
+
+class Padding(nn.Module):
+    """Pads what an earlier module packed."""
+
+    def forward(self, data, sizes):
+        return pad_packed_sequence(PackedSequence(data, sizes), batch_first=True)[0]
+
+
+class Apart(nn.Module):
+    """Packs sequences in one stage and pads them in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.pad, self.last = nn.Linear(4, 4), Padding(), nn.Linear(4, 2)
+
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(self.first(x), lengths, batch_first=True)
+        return self.last(self.pad(packed.data.tanh(), packed.batch_sizes))
+
+
+def test_a_stage_that_only_pads_packed_sequences_is_exact():
+    """It reads the sizes where no mode sees it, so no graph of operators can show what it does."""
+    model, x, lengths = Apart(), torch.randn(4, 5, 4), torch.tensor([5, 2, 5, 3])
+    require_eager(model, (x, lengths), cuts=["pad"], backward="graph")

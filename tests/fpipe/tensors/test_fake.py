@@ -9,8 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
+from fpipe.stages.graph.joint import Tape
 from fpipe.tensors.effects import Effects
-from fpipe.tensors.fake import META_KERNELS, fake, fake_mode
+from fpipe.tensors.fake import META_KERNELS, Fakes, fake, fake_mode
 from fpipe.tensors.layouts import LAYOUT_RULES
 from fpipe.tensors.torch_private import VERSION
 from schedules import one_f_one_b
@@ -239,6 +240,14 @@ def test_fakes_are_made_as_torch_makes_them():
         assert (ours.shape, ours.stride(), ours.device) == (torchs.shape, torchs.stride(), torchs.device)
         assert torch._C._dispatch_keys(ours) == torch._C._dispatch_keys(torchs)
         assert vars(ours) is not vars(mode.make(meta, cpu))
+
+
+@pytest.mark.parametrize("mode", [Fakes, Tape])
+def test_torch_calls_modes_of_captures_directly(mode):
+    """torch wraps `__torch_dispatch__` to turn its compiler off in there, which takes longer than many an operator."""
+    assert hasattr(Told.__torch_dispatch__, "__wrapped__")
+    assert mode.__torch_dispatch__ is vars(mode)["__torch_dispatch__"]
+    assert not hasattr(mode.__torch_dispatch__, "__wrapped__")
 
 
 def test_tensors_of_different_devices_are_refused():
