@@ -89,7 +89,7 @@ def ours(contest: Contest, layout: str, mesh: DeviceMesh) -> Step:
 
 
 def run_schedule(how: Schedule, mesh: DeviceMesh, copy: int, **options: Any) -> Step:
-    """Return a step in fpipe with these options of `fpipe.pipeline`."""
+    """Return a step in fpipe with these options of `fpipe.Place`."""
     import fpipe  # here, so that torch's processes do not import it
 
     model, tokens, targets = task(copy)
@@ -101,8 +101,7 @@ def run_schedule(how: Schedule, mesh: DeviceMesh, copy: int, **options: Any) -> 
         loss=cross_entropy,
         schedule=how,
         cuts=cuts,
-        place=fpipe.Place(mesh=mesh, rows="own"),
-        **options,
+        place=fpipe.Place(mesh=mesh, rows="own", **options),
     )
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
     return lambda: step(*state, (tokens,), targets)[1]

@@ -19,6 +19,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from math import inf
 from random import Random
 from typing import Any, NamedTuple, TypeAlias
@@ -216,15 +218,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="for each search; default 60")
     options = parser.parse_args()
-    print("\n## Searched schedules")
-    drawn = rounds(24)
-    literature = print_cells("Published costs", published(options.seconds))
-    print_cells("Uneven stages", uneven(options.seconds))
-    small = compare_small("Small problems", draw_small, drawn, min(options.seconds, 5.0))
-    tight = compare_small("Small problems in little memory", draw_tight, drawn, min(options.seconds, 5.0))
-    best = slow_links(options.seconds)
+    with redirect_stdout(StringIO()) as details:  # rows come before
+        print("\n## Searched schedules")
+        drawn = rounds(24)
+        literature = print_cells("Published costs", published(options.seconds))
+        print_cells("Uneven stages", uneven(options.seconds))
+        small = compare_small("Small problems", draw_small, drawn, min(options.seconds, 5.0))
+        tight = compare_small("Small problems in little memory", draw_tight, drawn, min(options.seconds, 5.0))
+        best = slow_links(options.seconds)
     worst = max(one.found.makespan / one.makespan for one in literature)
-    print()
     gap = 100 * max(one.found.gap for one in literature)
     print(row(f"searched / family, worst of {len(literature)} cells", "ratio", round(worst, 9), None, most(1.0)))
     print(row(f"gap to the bound, worst of {len(literature)} cells", "%", gap, None, most(2)))
@@ -234,3 +236,4 @@ if __name__ == "__main__":
         worst, unproved = max(one.ratio for one in answers), sum(not one.is_proved for one in answers)
         print(row(f"{name}, worst of {len(answers)} against CP-SAT", "ratio", round(worst, 9), None, most(1.0)))
         print(row(f"{name} that the search does not prove", f"of {drawn}", unproved, None, most(1)))
+    print(details.getvalue())

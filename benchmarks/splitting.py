@@ -160,8 +160,8 @@ def measure(layers: nn.Sequential, x: Tensor, repeats: int) -> dict[str, tuple[d
 
 
 STAGES = {
-    "4 GPT blocks, width 256, 4 x 128 tokens": (4, lambda: Block(256, HEADS), (4, 128, 256), rounds(41), most(1.02)),
-    "16 GPT blocks, width 64, 4 x 32 tokens": (16, lambda: Block(64, HEADS), (4, 32, 64), rounds(101), most(1.1)),
+    "4 GPT blocks, width 256, 4 x 128 tokens": (4, lambda: Block(256, HEADS), (4, 128, 256), rounds(21), most(1.02)),
+    "16 GPT blocks, width 64, 4 x 32 tokens": (16, lambda: Block(64, HEADS), (4, 32, 64), rounds(51), most(1.1)),
     "Linear(8, 8), 4 rows": (1, lambda: nn.Linear(8, 8), (4, 8), rounds(3001), most(1.3)),
 }
 

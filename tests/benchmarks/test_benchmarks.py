@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks measure is what they say."""
+"""What benchmarks measure is what they say, and all of them run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fpipe
+from benchmarks.__main__ import NAMES, run
+from benchmarks.common.rounds import QUICK
 from benchmarks.common.sleeping import WIDTH, Times, sleeping_model, weights_may_rest
 from benchmarks.common.traffic import Traffic, measure_traffic, most
 from benchmarks.splitting import least, measure
 from schedules import zb_h1
+from tests.common.sizes import by_night
 
 # ------------------------ The bytes that a process sends in collectives, without other processes: a fake group of four
 
@@ -86,3 +89,14 @@ def test_it_counts_the_bytes_that_are_kept():
     layers, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8)
     found = measure(layers, x, repeats=1)
     assert {name: kept for name, (_, kept) in found.items()} == dict.fromkeys(found, least(layers, x))
+
+
+# --------------------------------------------------------------------------------------- All benchmarks of the page run
+
+
+@by_night
+@pytest.mark.parametrize("name", NAMES)
+def test_every_benchmark_of_the_page_runs(name, monkeypatch):
+    monkeypatch.setenv(QUICK, "1")
+    found = run(name)
+    assert not found.failed, found.rows
