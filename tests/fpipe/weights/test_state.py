@@ -86,6 +86,10 @@ CHANGES = {
     "no tensor": (lambda params: put(params, repr), "got str, expected a tensor"),
     "no values": (lambda params: put(params, lambda p: p.to("meta")), "got a tensor on the meta device.*initialise"),
     "sparse": (lambda params: put(params, torch.Tensor.to_sparse), "got a tensor of layout torch.sparse"),
+    "sparse and trained": (
+        lambda params: put(params, lambda p: p.detach().to_sparse().requires_grad_()),
+        "got a tensor of layout torch.sparse",
+    ),
     "nested": (lambda params: put(params, lambda p: torch.nested.nested_tensor([*p])), "got a nested tensor"),
 }
 FLAGS = {  # which only a training step asks about
