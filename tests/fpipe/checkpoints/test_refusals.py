@@ -20,7 +20,6 @@ import fpipe
 from fpipe.checkpoints.manifest import sign, sum_file
 from fpipe.tensors.tree import same_bits
 from schedules import gpipe
-from tests.common.sizes import sampled
 
 X = torch.ones(4, 4)
 
@@ -256,7 +255,6 @@ OTHERS = {
 }
 
 
-@sampled(2)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_checkpoint_of_another_model_is_refused(original, kind):
     model, words = OTHERS[kind]
