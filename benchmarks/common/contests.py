@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -79,8 +79,8 @@ def sequence(model: nn.Sequential, blocks: int, tokens: Tensor, targets: Tensor,
     return Task(model, tokens, targets, microbatches, cuts, pieces)
 
 
-def ours(contest: Contest, task: Task, backward: Literal["autograd", "graph"] = "graph") -> Step:
-    """Return this rank's step in fpipe, which returns gradients. `backward` says how stages are differentiated."""
+def ours(contest: Contest, task: Task) -> Step:
+    """Return this rank's step in fpipe, which returns gradients."""
     import fpipe  # here, so that a process that measures one library does not import the other
 
     how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
@@ -92,7 +92,6 @@ def ours(contest: Contest, task: Task, backward: Literal["autograd", "graph"] = 
         loss=task.loss,
         schedule=how,
         cuts=task.cuts(how.stages),
-        gradients=fpipe.Gradients(backward=backward),
     )
     state, step = pipe.init(task.model), fpipe.value_and_grad(pipe)
     return lambda: step(*state, batch, task.targets)[1]
