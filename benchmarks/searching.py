@@ -10,7 +10,7 @@
    from another model of transfers; I and W are fitted to the first row.
 3. Uneven stages: random costs, on a line and on a vee, in the memory of 1F1B and in half of it.
 4. Small random problems (p <= 4, m <= 8), in memory from the least to plenty: against CP-SAT, which begins at one
-   microbatch at a time and gets a minute for each.
+   microbatch at a time and gets ten seconds for each.
 5. The same with 4 ranks of two stages that differ in size, in memory from the least that fits to a quarter more.
 """
 
@@ -170,7 +170,7 @@ def answer(
     return Answers(found.makespan, found.gap < 1e-9, best, solved.bound >= best * (1 - 1e-9))
 
 
-def compare_small(title: str, draw: Draw, number: int, seconds: float, limit: float = 60.0) -> list[Answers]:
+def compare_small(title: str, draw: Draw, number: int, seconds: float, limit: float = 10.0) -> list[Answers]:
     """Print what a search finds alone, and CP-SAT alone, for problems drawn at random."""
     print(f"\n### {title}\n\n| problem | searched | proved | CP-SAT | proved |\n|---|---|---|---|---|")
     done = []
@@ -220,7 +220,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     with redirect_stdout(StringIO()) as details:  # rows come before
         print("\n## Searched schedules")
-        drawn = rounds(24)
+        drawn = rounds(16)
         literature = print_cells("Published costs", published(options.seconds))
         print_cells("Uneven stages", uneven(options.seconds))
         small = compare_small("Small problems", draw_small, drawn, min(options.seconds, 5.0))
