@@ -13,8 +13,9 @@ Runs when a plan is made: once per kind of batch.
 from __future__ import annotations
 
 import dis
+import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, NamedTuple
@@ -23,7 +24,12 @@ GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 FREE = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 STORING = frozenset({"STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR"})
-SKIPPED = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME", "COPY_FREE_VARS", "MAKE_CELL"})
+SKIPPED = frozenset({"CACHE", "NOP", "PRECALL", "PUSH_NULL", "RESUME", "COPY_FREE_VARS", "MAKE_CELL"})
+NAMED, VARIABLES = frozenset(dis.hasname), frozenset(dis.haslocal + dis.hasfree)
+SHIFTS = {"LOAD_GLOBAL": 1} | ({"LOAD_ATTR": 1, "LOAD_SUPER_ATTR": 2} if sys.version_info >= (3, 12) else {})
+"""The low bits of an argument that do not belong to the number of a name."""
+IN_PLACE = range(13, 26)
+"""The arguments of `BINARY_OP` that stand for `+=` and its like."""
 CHANGING = frozenset(
     {"append", "appendleft", "extend", "insert", "add", "update", "remove", "discard", "clear", "setdefault"}
 )
@@ -106,6 +112,38 @@ def _is_in(variables: Collection[str], lookup: Lookup, name: str = "") -> bool:
     return lookup.root == "free" and (lookup.variable or name) in variables
 
 
+class Step(NamedTuple):
+    """An instruction, its argument, and what that stands for: a name, the names of two variables, or a constant."""
+
+    what: str
+    argument: int = 0
+    name: Any = None
+
+
+NO_STEP = Step("")
+
+
+def steps_of(code: CodeType) -> Iterator[Step]:
+    """Yield the instructions of `code` that matter here, as `dis` reads them, but in a fifth of the time."""
+    cells = [one for one in code.co_cellvars if one not in code.co_varnames]
+    variables = (*code.co_varnames, *cells, *code.co_freevars)
+    above = 0
+    for number, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument, what = above | low, dis.opname[number]
+        above = argument << 8 if number == dis.EXTENDED_ARG else 0
+        if above or what in SKIPPED:
+            continue
+        name: Any = None
+        if number in NAMED:
+            name = code.co_names[argument >> SHIFTS.get(what, 0)]
+        elif what == "LOAD_CONST":
+            name = code.co_consts[argument]
+        elif number in VARIABLES:
+            is_pair = what.count("_FAST") > 1  # since Python 3.13
+            name = (variables[argument >> 4], variables[argument & 15]) if is_pair else variables[argument]
+        yield Step(what, argument, name)
+
+
 class _Reader:
     """Reads one code object; `first` is the variable that holds the first argument of the outermost function.
 
@@ -120,52 +158,50 @@ class _Reader:
 
     def read(self) -> CodeNames:
         """Return what the code reads and assigns, without the functions in it."""
-        steps = [step for step in dis.get_instructions(self.code) if step.opname not in SKIPPED]
-        for before, step, after in zip([None, *steps], steps, [*steps[1:], None], strict=False):
+        steps = [NO_STEP, *steps_of(self.code), NO_STEP]
+        for before, step, after in zip(steps, steps[1:-1], steps[2:], strict=False):
             self._collect(before, step, after)
             self._follow(step)
         self.found.outer.update(name for name, count in self.outer.items() if count > 0)
         return self.found
 
-    def _collect(self, before: dis.Instruction | None, step: dis.Instruction, after: dis.Instruction | None) -> None:
+    def _collect(self, before: Step, step: Step, after: Step) -> None:
         """Add the names that a step reads, unless it only feeds an update."""
-        what, name = step.opname, step.argval
-        changing = after is not None and after.opname in ATTRIBUTE and after.argval in CHANGING
+        what, _, name = step
+        changing = after.what in ATTRIBUTE and after.name in CHANGING
         if what in GLOBAL or what in FREE:
             self.outer[name] += not changing
         elif what in ATTRIBUTE:
-            changed = name in CHANGING or (before is not None and before.opname == "COPY")  # x.n += 1 copies x
-            if not changing and not changed:
+            if not changing and name not in CHANGING and before.what != "COPY":  # x.n += 1 copies x
                 self.found.attributes.add(name)
                 self.found.own.update([name] if self._top() == FIRST else [])
         elif what in STORING:
-            if before is not None and before.opname == "BINARY_OP" and before.argrepr.endswith("="):
+            if before.what == "BINARY_OP" and before.argument in IN_PLACE:
                 self.outer[name] -= what != "STORE_ATTR"
-        elif what == "LOAD_CONST" and isinstance(name, str):
-            stored_at = after is not None and after.opname in ("COPY", "STORE_SUBSCR")  # d["n"] += 1 copies d and "n"
-            self.found.keys.update([] if stored_at else [name])
+        elif what == "LOAD_CONST" and isinstance(name, str) and after.what not in ("COPY", "STORE_SUBSCR"):
+            self.found.keys.add(name)  # d["n"] += 1 copies d and "n"
 
-    def _follow(self, step: dis.Instruction) -> None:
+    def _follow(self, step: Step) -> None:
         """Do to the stack what a step does, and note what it assigns; forget the stack if the step does anything else.
 
         A method or function that is about to be called is one object here, although Python pushes two.
         """
-        what = step.opname
+        what, argument, name = step
         if what.startswith("LOAD_"):
-            self._load(what, step.argval)
+            self._load(what, name)
         elif what.startswith("STORE_"):
-            self._store(what, step.argval)
+            self._store(what, name)
         elif what == "COPY":
-            self.stack.append(self._top(step.arg or 1))
-        elif what == "SWAP" and len(self.stack) >= (count := step.arg or 2):
-            self.stack[-1], self.stack[-count] = self.stack[-count], self.stack[-1]
+            self.stack.append(self._top(argument))
+        elif what == "SWAP" and len(self.stack) >= argument:
+            self.stack[-1], self.stack[-argument] = self.stack[-argument], self.stack[-1]
         elif what in ("BINARY_OP", "BINARY_SUBSCR", "COMPARE_OP"):
             self._pop(2)
             self.stack.append(UNKNOWN)
         elif what == "CALL":
-            argument = self._top()
-            self._pop(step.arg or 0)
-            self.stack.append(self._call(self._pop(), argument))
+            last = self._top()
+            self._pop(argument)
+            self.stack.append(self._call(self._pop(), last))
         else:
             self.stack.clear()
 

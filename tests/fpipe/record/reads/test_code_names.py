@@ -1,7 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names that the code of a function reads."""
 
-from fpipe.record.reads.code_names import Lookup, find_names
+import argparse
+import ast
+import dataclasses
+import dis
+import inspect
+import typing
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fpipe.record.model.walk import codes
+from fpipe.record.reads.code_names import IN_PLACE, SKIPPED, Lookup, find_names, steps_of
 
 TABLE: dict[str, float] = {}
 WAYS = ()
@@ -22,3 +34,19 @@ def test_names_that_are_only_written_are_not_read():
     assert "scale" in found.keys
     assert "unread" not in found.keys
     assert found.stored == {(Lookup("global"), "FACTOR"), (Lookup("first", "", ("helper",)), "count")}
+
+
+@pytest.mark.parametrize("module", [argparse, ast, dataclasses, inspect, typing], ids=lambda module: module.__name__)
+def test_instructions_are_those_that_python_disassembles(module: ModuleType):
+    assert module.__file__
+    for code in codes(compile(Path(module.__file__).read_text(), module.__file__, "exec")):
+        expected = [one for one in dis.get_instructions(code) if one.opname not in {*SKIPPED, "EXTENDED_ARG"}]
+        found = [*steps_of(code)]
+        assert [(one.opname, one.arg or 0) for one in expected if one.arg is not None] == [
+            (step.what, step.argument) for one, step in zip(expected, found, strict=True) if one.arg is not None
+        ]
+        for one, step in zip(expected, found, strict=True):
+            if one.opcode in {*dis.hasname, *dis.haslocal, *dis.hasfree} or one.opname == "LOAD_CONST":
+                assert step.name == one.argval
+            if one.opname == "BINARY_OP":
+                assert (one.arg in IN_PLACE) == one.argrepr.endswith("=")
