@@ -49,6 +49,9 @@ OPERATOR_SETTINGS: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
     }
 )
 
+OF_KERNELS: Final = tuple(KERNEL_SETTINGS.values())
+OF_OPERATORS: Final = tuple(OPERATOR_SETTINGS.values())
+
 VARIABLES: Final = ("CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "NVIDIA_TF32_OVERRIDE")
 """Variables of the environment that select kernels."""
 SMALLEST: Final = 2.0**-149
@@ -64,9 +67,7 @@ class Settings(NamedTuple):
 
 def settings() -> Settings:
     """Return the current settings."""
-    return Settings(
-        tuple([get() for get in KERNEL_SETTINGS.values()]), tuple([get() for get in OPERATOR_SETTINGS.values()])
-    )
+    return Settings(tuple([get() for get in OF_KERNELS]), tuple([get() for get in OF_OPERATORS]))
 
 
 def changes_since(before: Settings) -> str:

@@ -96,6 +96,8 @@ def share_state(model: nn.Module) -> nn.Module:
     searches: dict[int, PartSearch] = {}
 
     def is_apart(value: object) -> bool:
+        if id(value) not in parts and not held(value):  # nearly always
+            return True
         if id(value) not in searches:
             searches[id(value)] = PartSearch(parts)
             searches[id(value)].follow([value])

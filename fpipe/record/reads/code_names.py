@@ -24,6 +24,7 @@ GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 FREE = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 STORING = frozenset({"STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR"})
+COLLECTED = GLOBAL | FREE | ATTRIBUTE | STORING | {"LOAD_CONST"}
 SKIPPED = frozenset({"CACHE", "NOP", "PRECALL", "PUSH_NULL", "RESUME", "COPY_FREE_VARS", "MAKE_CELL"})
 NAMED, VARIABLES = frozenset(dis.hasname), frozenset(dis.haslocal + dis.hasfree)
 SHIFTS = {"LOAD_GLOBAL": 1} | ({"LOAD_ATTR": 1, "LOAD_SUPER_ATTR": 2} if sys.version_info >= (3, 12) else {})
@@ -160,7 +161,8 @@ class _Reader:
         """Return what the code reads and assigns, without the functions in it."""
         steps = [NO_STEP, *steps_of(self.code), NO_STEP]
         for before, step, after in zip(steps, steps[1:-1], steps[2:], strict=False):
-            self._collect(before, step, after)
+            if step.what in COLLECTED:
+                self._collect(before, step, after)
             self._follow(step)
         self.found.outer.update(name for name, count in self.outer.items() if count > 0)
         return self.found
@@ -187,7 +189,9 @@ class _Reader:
         A method or function that is about to be called is one object here, although Python pushes two.
         """
         what, argument, name = step
-        if what.startswith("LOAD_"):
+        if what == "LOAD_FAST":  # the most frequent
+            self.stack.append(FIRST if name == self.first else self.variables.get(name, UNKNOWN))
+        elif what.startswith("LOAD_"):
             self._load(what, name)
         elif what.startswith("STORE_"):
             self._store(what, name)

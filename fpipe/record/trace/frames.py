@@ -45,20 +45,23 @@ class Invocation:
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, value: Callable[[Tensor], Value]) -> None:
         self.function = function
         self.leaves, self.spec = flatten_closures((args, kwargs))
-        tensors = {k: value(leaf) for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
-        others = [(k, leaf) for k, leaf in enumerate(self.leaves) if type(leaf) not in COMMON_TYPES]
-        numbers = {k: value(leaf.tensor) for k, leaf in others if isinstance(leaf, Number)}
-        tensors = dict(sorted({**tensors, **numbers}.items())) if numbers else tensors
-        self.reads = tuple(dict.fromkeys(tensors.values()))
-        self.numbers = frozenset(map(self.reads.index, numbers.values()))
-        self.holes = [(k, self.reads.index(v)) for k, v in tensors.items()]
-        hiding = [type(leaf).__name__ for _, leaf in others if _hides(leaf)]
-        self.opaque = hiding[0] if hiding else ""
-        for k in tensors:
-            self.leaves[k] = None
+        reads, numbers = dict[Value, int](), set[int]()
+        self.holes, self.opaque = list[tuple[int, int]](), ""
+        for k, leaf in enumerate(self.leaves):
+            is_tensor = isinstance(leaf, Tensor)
+            if not is_tensor and type(leaf) in COMMON_TYPES:  # most of the others
+                continue
+            if not is_tensor and not self.opaque and _hides(leaf):
+                self.opaque = type(leaf).__name__
+            if is_tensor or isinstance(leaf, Number):
+                read = reads.setdefault(value(leaf if is_tensor else leaf.tensor), len(reads))
+                numbers |= set() if is_tensor else {read}
+                self.holes.append((k, read))
+                self.leaves[k] = None
+        self.reads, self.numbers = tuple(reads), frozenset(numbers)
         given = [k for k, argument in enumerate(args) if isinstance(argument, Tensor | Number)]
         self.flat = len(given) == len(self.holes) and all(map(_is_immutable, (*args, *kwargs.values())))
-        self.args = [None if isinstance(one, Tensor | Number) else one for one in args] if self.flat else []
+        self.args = [None if k in given else one for k, one in enumerate(args)] if self.flat else []
         self.kwargs = kwargs if self.flat else {}
         self.places = [(k, read) for k, (_, read) in zip(given, self.holes, strict=False)]
         self.direct = self.flat and not kwargs and self.places == [(k, k) for k in range(len(args))]

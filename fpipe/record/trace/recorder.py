@@ -547,6 +547,8 @@ class Recorder(TorchFunctionMode):
 
     def _new_tensors(self, out: Any) -> dict[int, Tensor]:
         """Return the new tensors among those that a call returned, each once, by leaf number."""
+        if isinstance(out, Tensor):  # nearly always
+            return {} if id(out) in self.values.known else {0: out}
         returned, leaves = tensors_at(out), dict[int, int]()
         for leaf, tensor in returned.items():
             if id(tensor) not in self.values.known:

@@ -113,3 +113,28 @@ def test_recording_again_finds_nothing_where_nothing_has_changed():
     model.train()
     _, again = step(*state, (x,), seed=0)
     assert all(torch.equal(grads[name], again[name]) for name in grads)
+
+
+class Counted(nn.Module):
+    """Counts the calls of its forward where no comparison sees it; remembers the sizes it has met if it `caches`."""
+
+    def __init__(self, caches):
+        super().__init__()
+        self.inner, self.ticks, self.caches, self.sizes = nn.Linear(4, 4), Ticks(), caches, dict[int, int]()
+
+    def forward(self, x):
+        self.ticks.next()
+        if self.caches:
+            self.sizes.setdefault(len(x), len(x))
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(("caches", "again"), [(False, 1), (True, 2)])
+def test_another_size_is_recorded_twice_only_if_the_model_changes_its_state(caches, again):
+    model = nn.Sequential(Counted(caches), nn.Linear(4, 4))
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=(torch.randn(4, 4),), loss=torch.mean, schedule=how, cuts=["1"])
+    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    assert model[0].ticks.next() == 2
+    step(*state, (torch.randn(8, 4),))
+    assert model[0].ticks.next() == 3 + again
