@@ -25,7 +25,7 @@ from fpipe.errors import InputError
 from fpipe.record.fakes.recurrent import RecurrentForward
 from fpipe.stages.autograd import Autograd
 from fpipe.stages.graph.codegen import PhaseFunction, generate_adding, generate_function
-from fpipe.stages.graph.compiler import Compiler, compile_adding, compile_phase
+from fpipe.stages.graph.compiler import Compilation, Compiler
 from fpipe.stages.graph.form import form_of
 from fpipe.stages.graph.joint import Joint, Node
 from fpipe.stages.graph.phases import Phase, divide
@@ -50,8 +50,8 @@ def backend_of(backward: Backward) -> Backend | None:
     if backward == "graph":
         return AS_GRAPH
     compiler, name = _compiler_of(backward), backward if isinstance(backward, str) else repr(backward)
-    run, add = partial(compile_phase, compiler=compiler), partial(compile_adding, compiler=compiler)
-    return partial(record_stage, run, add, f"as a graph, compiled by {name}")
+    made = Compilation(compiler)
+    return partial(record_stage, made.compile, made.compile_adding, f"as a graph, compiled by {name}")
 
 
 def _compiler_of(backward: Backward) -> Compiler:

@@ -129,7 +129,7 @@ class EffectsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the arguments that an operator call writes to."""
-    if not _may_write(func):
+    if not isinstance(func, OpOverload) or not _may_write(func):
         return
     if is_collective(func) and func._schema.name.endswith("_"):  # writes its first argument, undeclared
         yield from args[0] if isinstance(args[0], list | tuple) else args[:1]
@@ -158,8 +158,6 @@ def has_effects(func: Any) -> bool:
 @cache
 def _may_write(func: Any) -> bool:
     """Return whether an operator may write to some of its arguments."""
-    if not isinstance(func, OpOverload):
-        return False
     schema = func._schema
     return schema.is_mutable or schema.name in UNDECLARED or (is_collective(func) and schema.name.endswith("_"))
 

@@ -118,6 +118,7 @@ class Settling:
                 return answers[-1]
 
             last, computed = self._run(ask_and_remember, suspects[0])
+            last.ask = refuse_questions  # what asks knows the cache that will hold the record, which would be a cycle
             plain, settled, changed = plain_state(skeleton), before, frozenset[str]()
             self._keep_constant_buffers(last)
             has_changed = bool(self.filled) or any(one.has_changed for one in before.containers.values())
@@ -133,9 +134,7 @@ class Settling:
         except BaseException:
             before.restore()
             raise
-        tables = [
-            ContainerState(one.table, contents(one.table), False) for one in last.reassignments.by_place.values()
-        ]
+        tables = [ContainerState(one.table, contents(one.table), False) for one in last.reassignments.by_place.values()]
         written = (*settle(before, settled, mode), *tables, *self.filled.values())
         return SettledRun(last, computed, written, tuple(settled.containers.values()), changed)
 

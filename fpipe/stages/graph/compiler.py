@@ -4,13 +4,17 @@
 A compiler fuses operators and so sums in a different order: the results are close, but not the same bits. It can't
 reseed generators, so a phase that draws random numbers is not compiled, nor is one with checks of values.
 
+A compiler takes long, and deep models repeat themselves. So it gets the blocks of a phase, each kind of block once.
+
 Runs when a plan is made, if stages are compiled; the compiled functions run in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import getitem
 from typing import Any, TypeAlias
 
 import torch
@@ -21,85 +25,111 @@ from torch.fx import Node as GraphNode
 from fpipe.errors import InputError
 from fpipe.record.fakes.recurrent import RecurrentBackward, RecurrentForward
 from fpipe.stages.accumulation import own_all
+from fpipe.stages.graph.blocks import cut_blocks
 from fpipe.stages.graph.codegen import PhaseFunction, generate_function
+from fpipe.stages.graph.form import GraphForm, form_of_block
 from fpipe.stages.graph.joint import ACTING, Node, map_nodes, number_in
 from fpipe.stages.graph.phases import Phase
 from fpipe.tensors import random
+from fpipe.tensors.spec import Spec
 from fpipe.tensors.torch_private import FakeTensor, foreach_add_
 from schedules.errors import quote
 
-Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[Any]]]
+Compiled: TypeAlias = Callable[..., Sequence[Any]]
+Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Compiled]
 """`compiler(module, examples)` returns a function equivalent to the module, as backends of `torch.compile` do."""
 CALLS = (RecurrentForward, RecurrentBackward)
 UNCOMPILED = ACTING | {random.state_of, number_in}
 
 
-def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
-    """Return the phase as a function compiled by `compiler`.
+@dataclass(frozen=True)
+class Compilation:
+    """The functions that one compiler makes of a model's phases.
 
-    It stays uncompiled if it has no nodes, or seeds a generator, checks values or reads numbers.
+    - `made`: the function of the first block of each form, with that block, whose constants the form names by id.
     """
-    if not phase.nodes or any(node.target in UNCOMPILED or isinstance(node.target, CALLS) for node in phase.nodes):
-        return generate_function(phase)
-    takes = [node for node in phase.inputs if node.value is not None]
-    run, plain = compiler(_module(phase, takes), [node.value for node in takes]), generate_function(phase)
 
-    if not callable(run):
-        raise InputError(
-            f"backward: got {quote(run)} from the backend {quote(compiler)}, expected a function that computes what "
-            "the module does. Return one, such as module.forward."
+    compiler: Compiler
+    made: dict[GraphForm, tuple[Phase, Compiled]] = field(default_factory=dict)
+
+    def compile(self, phase: Phase) -> PhaseFunction:
+        """Return the phase as a function that calls compiled blocks.
+
+        It stays uncompiled if it has no nodes, or seeds a generator, checks values or reads numbers.
+        """
+        plain = generate_function(phase)
+        if not phase.nodes or any(node.target in UNCOMPILED or isinstance(node.target, CALLS) for node in phase.nodes):
+            return plain
+        run = generate_function(self._in_blocks(phase))
+
+        def call(*groups: Any) -> Any:
+            taken = (value for group in groups if isinstance(group, tuple | list) for value in group)
+            if any(isinstance(value, FakeTensor) for value in taken):  # compiled kernels need real memory
+                return plain(*groups)
+            with torch.no_grad():
+                return run(*groups)
+
+        return call
+
+    def compile_adding(self, phase: Phase) -> PhaseFunction:
+        """Return the same with an optional last argument: sums, to which it adds the last group.
+
+        Without sums, it copies the last group: a compiler may drop a copy, or return one tensor for two equal results.
+        """
+        run, count = self.compile(phase), len(phase.takes)
+
+        def call(*groups: Any) -> Any:
+            found, onto = run(*groups[:count]), groups[count] if groups[count:] else ()
+            several = len(phase.gives) > 1
+            grads = found[-1] if several else found
+            if onto:
+                foreach_add_(onto, grads)
+            total = onto or (grads and own_all([*grads], fresh=()))
+            return (*found[:-1], total) if several else total
+
+        return call
+
+    def _in_blocks(self, phase: Phase) -> Phase:
+        """Return a phase that does the same by a call for each block."""
+        blocks, nodes, to = cut_blocks(phase), list[Node](), dict[Node, Node]()
+        for block in blocks:
+            values = [node.value for node in block.outputs if node.value is not None]
+            layouts = [*map(Spec.of, values)] if len(blocks) > 1 else None  # for these the next one is compiled
+            run = partial(_run_block, self._block(block), layouts)
+            nodes.append(called := Node(run, [to.get(node, node) for node in block.inputs]))
+            for k, node in enumerate(block.outputs):
+                nodes.append(made := Node(getitem, (called, k)))
+                to[node], made.value = made, node.value
+        gives = tuple(
+            None if group is None else type(group)([to.get(node, node) for node in group])  # type: ignore[call-arg]
+            for group in phase.gives
         )
+        return phase._replace(nodes=tuple(nodes), gives=gives)
 
-    def call(*groups: Any) -> Any:
-        taken = [value for group in groups if isinstance(group, tuple | list) for value in group]
-        given = [value for value in taken if isinstance(value, Tensor)]  # all but the key
-        del taken
-        if any(isinstance(tensor, FakeTensor) for tensor in given):  # compiled kernels need real memory
-            return plain(*groups)
-        for group in groups:
-            if isinstance(group, list):
-                group.clear()
-        with torch.no_grad():
-            found = _regroup(phase, run(*given))
-        return found if len(found) > 1 else found[0]
-
-    return call
-
-
-def compile_adding(phase: Phase, compiler: Compiler) -> PhaseFunction:
-    """Return the phase as a compiled function with an optional last argument: sums, to which it adds the last group.
-
-    Without sums, it copies the last group: a compiler may drop a copy, or return one tensor for two equal results.
-    """
-    run, count = compile_phase(phase, compiler), len(phase.takes)
-
-    def call(*groups: Any) -> Any:
-        found, onto = run(*groups[:count]), groups[count] if groups[count:] else ()
-        several = len(phase.gives) > 1
-        grads = found[-1] if several else found
-        if onto:
-            foreach_add_(onto, grads)
-        total = onto or (grads and own_all([*grads], fresh=()))
-        return (*found[:-1], total) if several else total
-
-    return call
+    def _block(self, block: Phase) -> Compiled:
+        """Return a block as a function compiled by the compiler, the same for all blocks of one form."""
+        takes, gives = [*block.inputs], [*block.outputs]
+        form = form_of_block(takes, block.nodes, gives)
+        if form in self.made:
+            return self.made[form][1]
+        run = self.compiler(_module(block), [node.value for node in takes])
+        if not callable(run):
+            raise InputError(
+                f"backward: got {quote(run)} from the backend {quote(self.compiler)}, expected a function that "
+                "computes what the module does. Return one, such as module.forward."
+            )
+        self.made.update({form: (block, run)} if form is not None else {})
+        return run
 
 
-def _regroup(phase: Phase, tensors: Iterable[Any]) -> tuple[Any, ...]:
-    """Return a phase's results in groups, the first of them in the phase's layouts."""
-    left = iter(tensors)
-    kinds: list[Any] = [type(group) for group in phase.gives]
-    groups = [
-        None if group is None else kind(islice(left, len(group)))
-        for kind, group in zip(kinds, phase.gives, strict=True)
-    ]
-    if phase.layouts:
-        groups[0] = tuple([spec.like(tensor) for spec, tensor in zip(phase.layouts, groups[0] or (), strict=True)])
-    return tuple(groups)
+def _run_block(run: Compiled, layouts: Sequence[Spec] | None, *tensors: Tensor) -> Sequence[Any]:
+    """Return what a compiled block returns, each tensor in its layout, if there are any."""
+    found = run(*tensors)
+    return found if layouts is None else [spec.like(one) for spec, one in zip(layouts, found, strict=True)]
 
 
-def _module(phase: Phase, takes: Sequence[Node]) -> GraphModule:
-    """Return the phase as a module of `torch.fx`; constants are its buffers."""
+def _module(block: Phase) -> GraphModule:
+    """Return a block as a module of `torch.fx`; constants are its buffers."""
     graph, to = Graph(), dict[Node, GraphNode]()
     holder = torch.nn.Module()
 
@@ -116,10 +146,10 @@ def _module(phase: Phase, takes: Sequence[Node]) -> GraphModule:
             made(node, graph.get_attr(name))
         return to[node]
 
-    for k, node in enumerate(takes):
+    for k, node in enumerate(block.inputs):
         made(node, graph.placeholder(f"taken_{k}"))
-    for node in phase.nodes:
+    for node in block.nodes:
         args, kwargs = map_nodes((node.args, node.kwargs), operand)
         made(node, graph.call_function(node.target, args, kwargs))
-    graph.output(tuple(map(operand, phase.outputs)))
+    graph.output(tuple(map(operand, block.outputs)))
     return GraphModule(holder, graph)

@@ -16,7 +16,7 @@ Runs when a plan is made, if stages are recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from operator import getitem
 from typing import Any, TypeAlias
 
@@ -37,7 +37,8 @@ def form_of(joint: Joint) -> GraphForm | None:
     Constants are in it by id: it holds as long as the graph is alive.
     """
     taken = (*joint.params, *joint.buffers, *joint.inputs, joint.key, *joint.cotangents)
-    number = {node: k for k, node in enumerate(dict.fromkeys((*taken, *joint.nodes)))}
+    given = dict.fromkeys(taken)
+    number = {node: k for k, node in enumerate(dict.fromkeys((*given, *joint.nodes)))}
     memories: dict[int, int] = {}
 
     def name(node: Node) -> Hashable:
@@ -52,12 +53,26 @@ def form_of(joint: Joint) -> GraphForm | None:
     try:
         return (
             tuple(map(len, groups)),
-            tuple([_call(node, name, memories) for node in [*number]]),
+            tuple([_metadata(node, memories) for node in given]),
+            tuple([_call(node, name, memories) for node in joint.nodes if node not in given]),
             tuple([node in joint.forward for node in joint.nodes]),
             tuple([tuple(map(name, group)) for group in returned]),
         )
     except TypeError:
         return None
+
+
+def form_of_block(takes: Sequence[Node], nodes: Sequence[Node], gives: Sequence[Node]) -> GraphForm | None:
+    """Return the form of some nodes of a graph, what they take, and what they give."""
+    return form_of(Joint((*nodes,), (), (), (*takes,), Node(ARGUMENT), (), frozenset(), (*gives,), (), (), ()))
+
+
+def code_of(node: Node) -> Hashable:
+    """Return what a node calls, whatever it reads; an object equal to nothing else for what cannot be compared."""
+    try:
+        return _call(node, lambda one: None if one.held is None else id(one.held), {})
+    except TypeError:
+        return object()
 
 
 def _call(node: Node, name: Callable[[Node], Hashable], memories: dict[int, int]) -> Hashable:
