@@ -24,7 +24,7 @@ from fpipe.stages.graph.form import code_of
 from fpipe.stages.graph.joint import Node
 from fpipe.stages.graph.phases import Phase
 
-LEAST: Final = 16
+LEAST: Final = 8
 """The least number of operators in a block: calling a smaller one takes as long as running it."""
 TRIED: Final = 8
 """The number of periods that are tried, the most frequent distances between equal operators first."""
