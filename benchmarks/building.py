@@ -29,7 +29,9 @@ from benchmarks.llama import LENGTH, MICROBATCHES, ROWS, WORDS, llama
 from schedules import Schedule, one_f_one_b, zb_h1
 
 COUNTS: Final = (8, 32, 80)
-RANKS, TURNS, STEPS, STARTS = 4, rounds(5), rounds(3), rounds(2)
+RANKS, TURNS, STEPS, STARTS = 4, rounds(3), rounds(3), rounds(2)
+SHORT: Final = ROWS // 2
+"""The rows of a batch where steps only stand beside builds."""
 
 
 def measure(model: Any, ids: torch.Tensor, how: Schedule, backward: str) -> tuple[float, float]:
@@ -51,11 +53,11 @@ def measure(model: Any, ids: torch.Tensor, how: Schedule, backward: str) -> tupl
 def start(layers: int) -> tuple[float, float, float]:
     """Return the seconds of an eager step on fake tensors, to build and begin, and to begin another length."""
     with FakeTensorMode():
-        fake, given = llama(layers), torch.zeros(ROWS // MICROBATCHES, LENGTH, dtype=torch.int64)
+        fake, given = llama(layers), torch.zeros(SHORT // MICROBATCHES, LENGTH, dtype=torch.int64)
         begin = seconds()
         fake(input_ids=given, labels=given).loss.backward()
         eager = seconds() - begin
-    model, ids = llama(layers), torch.randint(WORDS, (ROWS, LENGTH))
+    model, ids = llama(layers), torch.randint(WORDS, (SHORT, LENGTH))
     batches: list[dict[str, Any]] = [{"input_ids": one, "labels": one} for one in (ids, ids[:, : LENGTH - 8])]
     begin = seconds()
     how = one_f_one_b(RANKS, MICROBATCHES)
