@@ -31,7 +31,7 @@ from benchmarks.common.rows import most, row
 from benchmarks.common.turns import medians
 
 LAYERS, WIDTH, HEADS, GROUPS, WORDS, LENGTH = 8, 256, 8, 4, 256, 64
-ROWS, MICROBATCHES, ROUNDS = 16, 4, rounds(8)
+ROWS, MICROBATCHES, ROUNDS = 16, 4, rounds(6)
 
 
 def llama(layers: int = LAYERS) -> Any:

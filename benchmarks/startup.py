@@ -38,7 +38,7 @@ from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import most, row
 from benchmarks.throughput import task
 
-RANKS, STARTS = 4, rounds(3)
+RANKS, STARTS = 4, rounds(2)
 PIPELINING = "torch.distributed.pipelining"
 
 

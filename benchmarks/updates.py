@@ -40,7 +40,7 @@ from fpipe.runtime.transport import Transport
 from schedules import Costs, Program, Schedule, simulate, update_weights
 
 ROUNDS: Final = rounds(2)
-FAMILIES: Final = ("one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe")
+FAMILIES: Final = ("one_f_one_b", "zb_v", "dualpipe")
 Times = tuple[float, ...]
 
 
