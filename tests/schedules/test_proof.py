@@ -18,7 +18,9 @@ from schedules import (
     W,
     chain,
     dualpipe,
+    forward_only,
     gpipe,
+    interleaved_1f1b,
     lower,
     one_f_one_b,
     parse,
@@ -90,6 +92,8 @@ def without(word):
         (("1F0", "0F0"), "rank 0, position 0, 1F0: "),
         (("2F0", ""), "rank 0, position 0, 2F0: "),
         ((GOOD[0], GOOD[1].replace("1F0", "1RECV_F0<0 1F0")), "left over at the end: 1RECV_F0<0"),
+        ((f"{GOOD[0]} 0WAIT_F0>1", GOOD[1]), "0WAIT_F0>1: waits for no send, or waits again"),
+        ((f"{GOOD[0]} 1RECV_F0<0", GOOD[1]), "1RECV_F0<0: is not an action on a stage that this rank holds"),
     ],
 )
 def test_broken_programs_are_refused(network, rows, why):
@@ -156,6 +160,57 @@ def test_shared_gradients_must_go_both_ways(network):
 def test_broken_schedules_are_refused(row, why):
     with pytest.raises(ProgramError, match=why):
         prove(edit(gpipe(1, 1), (row,)))
+
+
+ONE, TWO = gpipe(1, 1), gpipe(1, 2)
+HALF_TIED, TIED = (Graph(2, frozenset(), frozenset(), frozenset(edges)) for edges in ([(0, 1)], [(0, 1), (1, 0)]))
+BOTH = [" ".join(map(str, dualpipe(2, 2).actions(rank))) for rank in range(2)]
+REDUCED = "0F0 1F0 1B0 0B0 1REDUCE_GRAD0 {} 0REDUCE_GRAD0 {}"
+
+
+@pytest.mark.parametrize(
+    ("how", "graph", "rows", "why"),
+    [
+        (ONE, None, ["0F0 0UNSHARD0 0B0 0RESHARD0"], "0UNSHARD0: gathers weights that are already gathered"),
+        (ONE, None, ["0UNSHARD1 0F0 0B0 0RESHARD1"], "0UNSHARD1: .* has the wrong number"),
+        (ONE, None, ["0UNSHARD0 0F0 0B0 0U0 0RESHARD0"], "0U0: leaves gathered weights out of date"),
+        (ONE, None, ["0UNSHARD0 0F0 0RESHARD0 0B0"], "0B0: reads weights that are not gathered"),
+        (ONE, None, ["0UNSHARD0 0C0 0RESHARD0 0R0 0UNSHARD1 0B0 0RESHARD1"], "0R0: reads weights that are not gathered"),
+        (ONE, None, ["0F0 0B0 0RESHARD0"], "0RESHARD0: frees weights that are not gathered"),
+        (ONE, None, ["0UNSHARD0 0F0 0B0"], "left over at the end: weights"),
+        (ONE, None, ["0F0 0B0 0U0 0REDUCE_GRAD0"], "0REDUCE_GRAD0: .*comes too late"),
+        (ONE, None, ["0F0 0B0 0REDUCE_GRAD0 0REDUCE_GRAD0"], "0REDUCE_GRAD0: does not reduce a whole gradient"),
+        (TWO, None, ["0F0 0B0 0REDUCE_GRAD1 0F1 0B1"], "0REDUCE_GRAD1: does not reduce a whole gradient"),
+        (TWO, None, ["0F0 0F1 0B0 0B1 0REDUCE_GRAD1 0U0 0U1"], "0U0: applies .* a part of a reduced sum"),
+        (ONE, None, ["0F0 0B0 0U1"], "0U1: applies gradients that do not exist"),
+        (ONE, None, ["0F0 0B0 0U0 0U0"], "0U0: applies .* already applied"),
+        (TWO, None, ["0F0 0F1 0B0 0B1 0U0"], "no update applies the gradients of stage 0 after microbatch 0"),
+        (gpipe(2, 1), None, ["0F0 0B0 0REDUCE_GRAD0", "1F0 1B0"], "rank 1 never reduces the gradient of stage 1"),
+        (gpipe(2, 2), HALF_TIED, ["0F0 0B0 0U0 0F1 0B1 0U1", "1F0 1B0 1F1 1B1 1U1"], "copies of stage 0's weights drift"),
+        (interleaved_1f1b(1, 1, 2), TIED, [REDUCED.format("1U0", "0U0")], "1U0 needs G 0>1 of microbatch 0"),
+        (dualpipe(2, 2), None, [f"{BOTH[0]} 0G0", BOTH[1]], "0G0: is not the one sum over the stage's replicas"),
+        (dualpipe(2, 2), None, [BOTH[0].replace("0G0", "0G1"), BOTH[1]], "0G1: is not an action on a stage"),
+        (dualpipe(2, 4), None, ["0F0 0F2 0G0", ""], "0G0: is not the one sum over the stage's replicas"),
+        (ONE, None, ["0OVERLAP_F0 0B0"], "deadlock: rank 0 at position 0, 0OVERLAP_F0 needs residuals 0>0"),
+        (ONE, None, ["0F0 0OVERLAP_F0"], "0OVERLAP_F0: overlaps with no backward"),
+        (forward_only(1, 1), None, ["0C0"], "0C0: is checkpointed, and the schedule has no backwards"),
+        (seq_1f1b(1, 1, 2), None, ["0F0.0 0U0 0F0.1 0B0.1 0B0.0"], "0U0: applies gradients that do not exist"),
+        (
+            seq_1f1b(1, 2, 2),
+            None,
+            ["0F0.0 0F0.1 0B0.1 0B0.0 0F1.0 0U0 0F1.1 0B1.1 0B1.0 0U1"],
+            "0F1.1: uses other weights than an earlier slice",
+        ),
+    ],
+)
+def test_wrong_sums_updates_and_gatherings_are_refused(how, graph, rows, why):
+    with pytest.raises(ProgramError, match=why):
+        ideal(edit(how, [map(parse, row.split()) for row in rows]), graph)
+
+
+def test_gradients_are_reduced_before_another_stage_updates_with_them():
+    rows = map(parse, REDUCED.format("", "1U0 0U0").split())
+    ideal(edit(interleaved_1f1b(1, 1, 2), [rows]), TIED)
 
 
 def test_a_sum_over_replicas_must_have_all_terms():
