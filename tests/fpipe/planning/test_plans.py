@@ -133,6 +133,10 @@ def test_little_memory_makes_stages_recompute():
     assert max(plan.predicted.memory) <= 75
 
 
+def test_a_rank_with_little_memory_gets_few_blocks_though_a_step_takes_longer():
+    assert find_plan(chain_profile([1] * 8), [one_f_one_b], caps=(inf, 18.0)).cuts == ("7",)
+
+
 def test_activations_are_moved_to_a_fast_host_where_memory_is_short(tmp_path):
     """Stages of 20 bytes and 2 s per forward: at 10 bytes per second, a move takes as long as a pass."""
     profile, given_ = chain_profile([1] * 8), {"ranks": 4, "microbatches": 8, "caps": 80.0}
@@ -171,6 +175,9 @@ def test_the_stages_whose_recomputation_lowers_the_peak_most_are_recomputed_and_
         "of stage 3, which keeps more, no two microbatches are held"
     )
     assert fitting.predicted.memory[0] <= 50
+    twice = replace(chain_profile([1] * 2, weights=[0] * 2), activation=(Spread(30, (0,)), Spread(10, (1,))))
+    held = fit_memory(problem_of(twice, caps=30.0).try_out(chimera(2, 4), (1,)))
+    assert dict(held.schedule.arguments)["stages"] == (0,), "recomputed for one rank, which is enough for the other"
 
 
 @sampled(1)
@@ -197,8 +204,8 @@ def test_a_pinned_stage_leaves_no_places_inside():
 @pytest.mark.parametrize(
     ("cuts", "stages", "words"),
     [
-        (("4",), (("2", "7"),), r"stages: got \('2', '7'\) and a stage that begins at '4', in the middle"),
-        ((), (("2", "7"), ("5", None)), r"stages: got \('2', '7'\) and a stage that begins at '5'"),
+        (("6",), (("2", "7"),), r"stages: got \('2', '7'\) and a stage that begins at '6', in the middle"),
+        ((), (("2", "7"), ("3", None)), r"stages: got \('2', '7'\) and a stage that begins at '3'"),
         ((), ("27",), r"stages\[0\]: got '27', expected two names of modules"),
         ((), (("7", "2"),), r"stages\[0\]: got \(.7., .2.\), expected a second module that comes after"),
     ],
