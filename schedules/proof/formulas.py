@@ -50,19 +50,13 @@ class Meaning:
         model = whole_model(graph, microbatches, slices, backward)
         _require("outputs", self.outputs, model.outputs)
         _require("gradient terms", self.gradients, model.gradients)
-        for s, sums in enumerate(self.sums):
-            _require_same(f"stage {s}", s, sums, "Add up all replicas' gradients, in the order of routes, on each.")
         for (s, t), copies in self.copies.items():
-            repair = f"Send it after the last backward of stage {s}."
-            _require_same(f"stage {t}", s, (self.sums[s][0], *copies), repair)
-
-
-def _require_same(where: str, stage: int, got: tuple[Formula, ...], repair: str) -> None:
-    different = next((one for one in got if one != got[0]), None)
-    if different is not None:
-        raise ProgramError(
-            f"{where}: got {different} as gradient of stage {stage}'s parameters, expected {got[0]}. {repair}"
-        )
+            for got in copies:
+                if got != self.sums[s][0]:
+                    raise ProgramError(
+                        f"stage {t}: got {got} as gradient of stage {s}'s parameters, expected {self.sums[s][0]}. Send "
+                        f"it after the last backward of stage {s}."
+                    )
 
 
 def _require(what: str, got: Formulas, expected: Formulas) -> None:
