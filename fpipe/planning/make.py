@@ -81,7 +81,8 @@ def plan(
       AdamW's moments.
     - `host`: the bytes per second at which a rank can move activations to its host and back, such as "25GB"; a plan may
       then offload if memory is short (`schedules.offload`). All stages have to be recorded.
-    - `microbatches`: the numbers to try; by default 1, 2, 4 and 8 per rank, if the batch has enough rows.
+    - `microbatches`: the numbers to try; by default those of the `schedules`, or 1, 2, 4 and 8 per rank, if the batch
+      has enough rows.
     - `slices`: for a model with a carry, the numbers of slices of its sequence to try, such as `(1, 2, 4)`; 1 is for
       whole sequences. By default, those that `schedules` have.
     - `schedules`: the schedules to try: factories `(ranks, microbatches) -> Schedule`, or schedules.
@@ -208,7 +209,7 @@ def _read_microbatches(
     """Return the numbers of microbatches to choose from, ascending."""
     if microbatches is None:
         given = [one.microbatches for one in schedules if isinstance(one, Schedule)]
-        if given and len(given) == len(schedules):
+        if given:
             return sorted(set(given))
         rows = min((len(one) for one in flatten((example, targets))[0] if one.ndim), default=1)
         numbers = [ranks * k for k in PER_RANK if ranks * k <= rows]
