@@ -43,11 +43,11 @@ from fpipe.planning.cut_model import (
     training_variant_here,
 )
 from fpipe.planning.holdings import BlockMemory, find_hops, find_parameters, join_hops
-from fpipe.planning.kept import KeptFile, KeptProfile
-from fpipe.planning.links import MESSAGE_SIZES, fit_link
+from fpipe.planning.kept import KeptFile
 from fpipe.planning.profile import PROFILE_FORMAT, Profile
 from fpipe.planning.ranges import add_times
 from fpipe.planning.roofline import Roofline, calibrate
+from fpipe.planning.timing import MESSAGE_SIZES, fit_link
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.objective import Loss
 from fpipe.record.variant import TRAINING
@@ -205,7 +205,7 @@ def _name_file(cache: Path, ranks: Ranks, model: CutModel, alone: Pipeline, aske
         *[f"{block.marks} {block}" for block in model.blocks],
         *[str(block) for k in range(1, model.slices) for block in model.blocks_of(k)],
     )
-    return KeptFile.of(cache, KeptProfile, lines)
+    return KeptFile.of(cache, Profile, lines)
 
 
 def _find_kept(file: KeptFile, ranks: Ranks) -> Profile | None:
