@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.cutting.partition import CutsArgument, parse_places
@@ -139,7 +138,8 @@ def profile(
         ranks = _join(job, find_home(example, targets), group)
     with ranks.enter_call("profile"):
         alone = given.build(module, example, targets)
-        values = module if source is None and _has_values(module) else source
+        is_whole = not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        values = module if source is None and is_whole else source
         return _profile_together(ranks, alone, asked._replace(source=values))
 
 
@@ -177,10 +177,6 @@ def _join(job: JobProcesses, device: torch.device, group: dist.ProcessGroup | De
         return Ranks(1)
     job.require_device(device, resolve_group(group))
     return job.join(dist.get_world_size() if group is None else group.size(), resolve_group(group), device)
-
-
-def _has_values(module: nn.Module) -> bool:
-    return not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _profile_together(ranks: Ranks, alone: Pipeline, asked: Asked) -> Profile:
