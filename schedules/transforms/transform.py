@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, overload
 
-from schedules.arguments import require_types
+from schedules.arguments import require_function, require_types, without_rank
 from schedules.errors import ArgumentError, quote
 from schedules.language.actions import Action
 from schedules.language.schedule import (
@@ -26,8 +26,6 @@ from schedules.language.schedule import (
     Limits,
     Schedule,
     Shape,
-    require_function,
-    without_rank,
 )
 
 
