@@ -200,16 +200,7 @@ def require_shape(where: str, ranks: int, parts: int, name: str = "chunks") -> N
         raise SizeError.of(where, what, sizes[what], expected, f"Choose {what} >= 1.")
 
 
-def require_function(decorator: str, generator: object) -> None:
-    """Raise `ArgumentError` unless a decorator was given a function."""
-    if not callable(generator) or not hasattr(generator, "__name__") or isinstance(generator, type):
-        raise ArgumentError(
-            f"{decorator}: got {quote(generator)}, expected a generator function (rank, ...). Put @{decorator} above "
-            "its def."
-        )
-
-
-def require_positive(factory: str, name: str, size: object, least: int = 1) -> None:
+def require_size(factory: str, name: str, size: object, least: int = 1) -> None:
     """Raise `SizeError` unless a size of a schedule is in its range."""
     most = MOST_MICROBATCHES if name == "microbatches" else MOST_STAGES
     if not is_size(size, least, most):
@@ -219,11 +210,16 @@ def require_positive(factory: str, name: str, size: object, least: int = 1) -> N
         raise SizeError.of(factory, name, size, expected, f"Choose {name} >= {least}.")
 
 
-def without_rank(generator: Callable[..., object], *first: str) -> inspect.Signature:
+def without_rank(decorator: str, generator: Callable[..., object], *first: str) -> inspect.Signature:
     """Return the parameters of a factory of schedules: those of `generator` without `rank`.
 
-    Raise `ArgumentError` unless the parameters of `generator` begin with `rank` and the names in `first`.
+    Raise `ArgumentError` unless it is a function, and its parameters begin with `rank` and the names in `first`.
     """
+    if not callable(generator) or not hasattr(generator, "__name__") or isinstance(generator, type):
+        raise ArgumentError(
+            f"{decorator}: got {quote(generator)}, expected a generator function (rank, ...). Put @{decorator} above "
+            "its def."
+        )
     signature = inspect.signature(generator)
     names, expected = list(signature.parameters), ["rank", *first]
     if names[: len(expected)] != expected:
@@ -235,27 +231,28 @@ def without_rank(generator: Callable[..., object], *first: str) -> inspect.Signa
 
 
 def bind(name: str, signature: inspect.Signature, *args: object, **kwargs: object) -> dict[str, Any]:
-    """Return the arguments of a call, with the defaults.
-
-    Raise `ArgumentError` unless the signature takes them, and each has a hash.
-    """
+    """Return the arguments of a call, with the defaults. Raise `ArgumentError` unless the signature takes them."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         wanted = f"{name}({', '.join(signature.parameters)})"
         raise ArgumentError(f"{name}: got a call with {error}, expected {wanted}. Pass these.") from error
     bound.apply_defaults()
-    for argument, value in bound.arguments.items():
+    return bound.arguments
+
+
+def require_hash(factory: str, arguments: Mapping[str, object]) -> None:
+    """Raise `ArgumentError` unless all arguments of a factory have a hash."""
+    for name, value in arguments.items():
         try:
             hash(value)
         except TypeError:
             raise ArgumentError(
-                f"{name}: got {argument}={quote(value)}, expected a value with a hash. Pass a tuple in place of a list."
+                f"{factory}: got {name}={quote(value)}, expected a value with a hash. Pass a tuple in place of a list."
             ) from None
-    return bound.arguments
 
 
-def require_parentheses(placement: Callable[..., object]) -> None:
+def require_placer(placement: Callable[..., object]) -> None:
     """Raise `ArgumentError` if `schedule` decorates a generator directly, and takes it for a placement."""
     if next(iter(inspect.signature(placement).parameters), None) == "rank":
         raise ArgumentError(

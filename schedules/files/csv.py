@@ -115,7 +115,7 @@ def _two_lines(s: int, i: int, home: int, rank: int) -> TableError:
 
 
 def _make_factory(generator: Callable[Concatenate[int, Arguments], Iterator[Action]]) -> Factory[Arguments]:
-    return Factory(generator, without_rank(generator, "rows"), _infer_shape)
+    return Factory(generator, without_rank("table", generator, "rows"), _infer_shape)
 
 
 @_make_factory

@@ -19,15 +19,7 @@ from functools import partial, singledispatch, update_wrapper
 from math import inf
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec
 
-from schedules.arguments import (
-    bind,
-    is_size,
-    require_function,
-    require_parentheses,
-    require_positive,
-    require_types,
-    without_rank,
-)
+from schedules.arguments import bind, is_size, require_hash, require_placer, require_size, require_types, without_rank
 from schedules.errors import ArgumentError, GraphError, ScheduleError, SizeError, quote
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph, chain
@@ -218,7 +210,10 @@ class Factory(Generic[Arguments]):
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Schedule:
         """Return the schedule for these sizes."""
-        return self.make(tuple(bind(self.__name__, self.signature, *args, **kwargs).items()))
+        arguments = bind(self.__name__, self.signature, *args, **kwargs)
+        made = self.make(tuple(arguments.items()))
+        require_hash(self.__name__, arguments)
+        return made
 
     def make(self, arguments: tuple[tuple[str, Hashable], ...]) -> Schedule:
         """Return the schedule for these arguments: all of them, in signature order."""
@@ -266,16 +261,16 @@ def schedule(
     """
 
     require_types(schedule, locals())
-    require_parentheses(placement)
+    require_placer(placement)
 
     def decorate(generator: Callable[Concatenate[int, Arguments], Actions]) -> Factory[Arguments]:
-        require_function("schedule", generator)
+        signature = without_rank("schedule", generator, "ranks", "microbatches")
 
         def shape(arguments: dict[str, Any]) -> Shape:
             taken = inspect.signature(placement).parameters
             sizes = {name: value for name, value in arguments.items() if name in taken or name in SIZES}
             for name, size in sizes.items():
-                require_positive(generator.__name__, name, size)
+                require_size(generator.__name__, name, size)
             if requires is not None:
                 requires(**arguments)
             placed = placement(**{name: size for name, size in sizes.items() if name in taken})
@@ -284,10 +279,10 @@ def schedule(
                     f"{generator.__name__}: got {quote(placed)} from placement, expected a Placement. Pass a function "
                     "such as linear or looped."
                 )
-            require_positive(generator.__name__, "microbatches", sizes["microbatches"], len(placed.routes))
+            require_size(generator.__name__, "microbatches", sizes["microbatches"], len(placed.routes))
             known = sizes["ranks"], sizes["microbatches"], placed, sizes.get("slices", 1), backward, None
             return Shape(*known, version and partial(version, **arguments), ticks and partial(ticks, **arguments))
 
-        return Factory(generator, without_rank(generator, "ranks", "microbatches"), shape, limits)
+        return Factory(generator, signature, shape, limits)
 
     return decorate

@@ -106,8 +106,9 @@ class Program:
     def _deciding(self, rank: int) -> set[int]:
         """Return the ranks that decide on the order of one rank's transfers, with itself.
 
-        With ticks, these are its peers. Else ranks wait in a circle along channels. Where some part of the others is connected to it by one of them alone, no
-        circle leads through it, that one and a third: so that one decides for the whole part.
+        If the schedule has ticks, these are its peers. Else ranks wait in a circle along channels. Where some part of
+        the others is connected to it by one of them alone, no circle leads through it, that one and a third: so that
+        one decides for the whole part.
         """
         peers, found = defaultdict[int, set[int]](set), {rank}
         for a, b in self.channels:

@@ -27,7 +27,7 @@ def _shape(arguments: dict[str, Any]) -> Shape:
 
 
 def _make_factory(generator: Callable[Concatenate[int, Arguments], Iterator[Action]]) -> Factory[Arguments]:
-    return Factory(generator, without_rank(generator, "rows", "placement", "microbatches"), _shape)
+    return Factory(generator, without_rank("from_rows", generator, "rows", "placement", "microbatches"), _shape)
 
 
 @_make_factory
