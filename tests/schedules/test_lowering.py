@@ -210,6 +210,34 @@ def test_a_rank_of_a_ring_without_ticks_needs_to_know_all():
     assert all(program._deciding(rank) == {*range(5)} for rank in range(5))
 
 
+def test_ranks_that_a_ring_hides_decide_on_the_program_of_a_rank():
+    """Two schedules differ in rank 3 only, to which rank 1 has no channel. In one of them, rank 1 must receive 4SEND_F0
+    before it runs 5B2, since that waits for what rank 0 does after the send; in the other, only after 1F3, since the
+    message depends on it. So without ticks, no rank of a ring can do without any other.
+    """
+    before = [F(s, i) for i in (1, 2) for s in range(8)] + [B(7, 1), B(6, 1), B(5, 1)]
+    before += [F(0, 0), F(1, 0), F(2, 0), F(0, 3)]
+    middle = {
+        "one": [F(3, 0), F(4, 0), B(4, 1), B(3, 1), B(7, 2), B(6, 2), B(5, 2), F(1, 3), F(2, 3), F(3, 3)],
+        "other": [B(7, 2), B(6, 2), B(5, 2), F(1, 3), F(2, 3), F(3, 3), F(3, 0), F(4, 0), B(4, 1), B(3, 1)],
+    }
+    after = [F(s, i) for i in (0, 3) for s in range(5 - (i > 0), 8)]
+    after += [B(s, i) for i, top in ((1, 3), (2, 5), (0, 8), (3, 8)) for s in reversed(range(top))]
+    whole = {name: [*before, *some, *after] for name, some in middle.items()}
+    rows = {name: [[a for a in order if a.stage % 4 == rank] for rank in range(4)] for name, order in whole.items()}
+    assert rows["one"][:3] == rows["other"][:3]
+    how = interleaved_1f1b(4, 4)
+    one, other = (lower(edit(how, some)) for some in rows.values())
+    for program, first, second in ((one, "5RECV_F0<4", "5B2"), (other, "1F3", "5RECV_F0<4")):
+        check(program, device=True)
+        found = [*map(str, program.actions(1))]
+        assert found.index(first) < found.index(second)
+    for program, wrong in ((one, other), (other, one)):
+        mixed = [list(program.actions(0)), list(wrong.actions(1)), list(program.actions(2)), list(program.actions(3))]
+        with pytest.raises(ScheduleError, match="would never end"):
+            check(EditedProgram(program.schedule, program.graph, tuple(mixed)), device=True)
+
+
 RINGS = [families.interleaved_1f1b, families.breadth_first, families.interleaved_zero_bubble, families.gis]
 
 
