@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave all that has been imported out of garbage collections, which would walk it again, and collect less often."""
+    """Collect garbage less often, and leave out all that has been imported: each collection would walk it again."""
     if "fpipe" in sys.modules:
         from fpipe.tensors.torch_private import import_tracer
 
