@@ -2,7 +2,6 @@
 """A stream under a schedule that updates in flight trains as a loop on one device with the same delays, bit for bit."""
 
 import itertools
-import weakref
 from itertools import pairwise
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fpipe
 from fpipe.stages.ties import MODES
@@ -337,7 +337,7 @@ def test_batches_are_asked_for_as_they_are_needed():
     def draw():
         for _ in range(10):
             x = torch.rand(4, WIDTH)
-            asked.append(weakref.ref(x))
+            asked.append(StorageWeakRef(x.untyped_storage()))
             yield (x,), torch.rand(4, WIDTH)
 
     params, buffers = pipe.init(model)
@@ -351,7 +351,7 @@ def test_batches_are_asked_for_as_they_are_needed():
     assert asked == []
     next(stream)
     assert len(asked) <= 4
-    assert max(sum(one() is not None for one in asked) for _ in stream) <= 4
+    assert max(sum(not one.expired() for one in asked) for _ in stream) <= 5  # with the one that `feed` holds
     assert seen == want
 
 
