@@ -36,10 +36,13 @@ from fpipe.tensors.spec import Spec
 from schedules import Action
 
 
+FORWARDS: Final = frozenset({"F", "C"})
+
+
 def _begins_alone(program: LinkedProgram) -> bool:
     """Return whether a program begins with a forward that needs nothing of other ranks, for one of them."""
-    first = program.instructions[0]
-    return first.action.kind in FORWARDS and not first.receives and bool(first.sends)
+    first = program.instructions[:1]
+    return any(one.action.kind in FORWARDS and one.sends and not one.receives for one in first)
 
 
 def _begin_after_first(program: LinkedProgram, begin: Callable[[], None]) -> LinkedProgram:
@@ -52,9 +55,6 @@ def _begin_after_first(program: LinkedProgram, begin: Callable[[], None]) -> Lin
         return values
 
     return program._replace(instructions=(first._replace(handler=handler), *others))
-
-
-FORWARDS: Final = frozenset({"F", "C"})
 
 
 class DistributedRanks(Ranks):
