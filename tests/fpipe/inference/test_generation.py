@@ -84,6 +84,31 @@ def test_greedy_tokens_are_those_of_the_models_own_generate():
     assert torch.equal(generate(*pipe.init(model), prompts, COUNT), own[:, WIDTH:])
 
 
+class Counter(nn.Module):
+    """Makes the number of calls so far the likeliest word."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, logits):
+        self.calls += 1
+        return logits + 100 * nn.functional.one_hot(self.calls, VOCABULARY)
+
+
+def test_buffers_that_a_model_changes_go_from_token_to_token():
+    model = Average()
+    model.head = nn.Sequential(model.head, Counter())
+    ids = texts(4, 2)
+    how = gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=(ids,), targets=ids, loss=word_loss, schedule=how, cuts=["mix"])
+    params, buffers = pipe.init(model)
+    for _ in range(2):  # the second time, from the same buffers
+        tokens = fpipe.generate(pipe, 9, decoder=AverageDecoder)(params, buffers, ids, 5)
+        assert tokens.tolist() == [[1, 2, 3, 4, 5]] * 4
+    assert not buffers["head.1.calls"]
+
+
 @by_night
 @settings(max_examples=12, deadline=None)
 @given(rows=st.sampled_from([1, 2, 3]), width=st.integers(1, 4), count=st.integers(1, 6), seed=st.integers(0, 99))

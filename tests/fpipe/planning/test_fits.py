@@ -39,8 +39,8 @@ def test_no_fit_is_negative(transfers):
     assert min(fit_line(transfers)) >= 0
 
 
-@given(LATENCY, PER_BYTE, st.floats(2, 10))
-def test_a_slow_pair_is_noted_with_its_factor(latency, per_byte, factor):
+@given(LATENCY, PER_BYTE, st.floats(2, 10) | st.floats(0.1, 0.5))
+def test_a_slow_or_fast_pair_is_noted_with_its_factor(latency, per_byte, factor):
     def seconds(a, b, size):
         return (latency + size * per_byte) * (factor if {a, b} == {0, 3} else 1)
 
