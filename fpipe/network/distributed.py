@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,10 @@ from fpipe.tensors.spec import Spec
 from schedules import Action
 
 
-FORWARDS: Final = frozenset({"F", "C"})
-
-
 def _begins_alone(program: LinkedProgram) -> bool:
     """Return whether a program begins with a forward that needs nothing of other ranks, for one of them."""
     first = program.instructions[:1]
-    return any(one.action.kind in FORWARDS and one.sends and not one.receives for one in first)
+    return any(one.action.kind in ("F", "C") and one.sends and not one.receives for one in first)
 
 
 def _begin_after_first(program: LinkedProgram, begin: Callable[[], None]) -> LinkedProgram:
