@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from inspect import signature
 from itertools import product
-from math import inf, isnan
+from math import inf
 from typing import Any, Final, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -251,8 +251,8 @@ def _list_counts(name: str, given: Any) -> list[int]:
     return sorted(set(numbers))
 
 
-def _require_positive(name: str, number: Any) -> None:
-    if isinstance(number, bool) or not isinstance(number, int | float) or isnan(number) or not 0 < number < inf:
+def _require_positive(name: str, number: float) -> None:
+    if not 0 < number < inf:
         raise InputError(f"{name}: got {number!r}, expected a number above 0. Correct it.")
 
 
@@ -306,11 +306,6 @@ def _require_profile_of(
 
     `options` are other arguments of `fpipe.profile`, which are ignored.
     """
-    if not isinstance(profile, Profile):
-        raise InputError(
-            f"profile: got {profile!r}, expected a Profile. Pass what fpipe.profile returned, or "
-            "fpipe.Profile.read(path)."
-        )
     batching = make_batchings(example, targets, microbatching, microbatches, microbatches)[True]
     module, first = as_module(model), str(batching.split(batching.example)[0])
     held = sum({id(one): one.nbytes for one in module.parameters()}.values())
