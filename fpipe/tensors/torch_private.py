@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -38,11 +39,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.tensors.late import find_imported
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor import DTensor, Placement
+    from typing_extensions import TypeIs
 
 __all__ = [
     "DataDependentOutputException",
@@ -497,6 +497,19 @@ def list_compilers() -> list[str]:
 def find_compiler(name: str) -> Any:
     """Return the backend of torch.compile with this name."""
     return torch._dynamo.lookup_backend(name)
+
+
+def find_imported(module: str, name: str) -> Any:
+    """Return the class `name` of a module if somebody has imported it; else `()`, of which nothing is an instance.
+
+    `torch.distributed.tensor` takes .7 s to import, and a process that never captures has no use for it.
+    """
+    return getattr(sys.modules.get(module), name, ())
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Return whether a value is a DTensor."""
+    return isinstance(value, find_imported("torch.distributed.tensor", "DTensor"))
 
 
 def unfinished_class() -> Any:

@@ -32,9 +32,8 @@ from fpipe.record.objective import Computed, Objective
 from fpipe.record.variant import Variant
 from fpipe.tensors import random
 from fpipe.tensors.arguments import require_integer
-from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.placed import Placed, local_part, whole_tensor, wrap_state
-from fpipe.tensors.torch_private import FakeTensor
+from fpipe.tensors.torch_private import FakeTensor, is_dtensor
 from fpipe.tensors.tree import flatten
 from fpipe.verification.comparison import (
     SPLIT,
