@@ -362,9 +362,6 @@ class ModelStages(Sequence[Stage]):
         return [{name: values[name] for name in one or {} if name in values} for one in given]
 
 
-"""The number of kinds of batches whose recordings are kept."""
-
-
 def merge_by_name(what: str, given: Any, wanted: Iterable[str]) -> dict[str, Tensor]:
     """Return parameters or buffers by name; raise `InputError` if stages have different values under one name."""
     if not isinstance(given, Mapping | Sequence):
