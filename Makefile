@@ -8,6 +8,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+unexport PYTHONDONTWRITEBYTECODE  # some containers set it; compiling again takes each process half a second
+
 .PHONY: demo test docs bench gpu nightly versions clean
 
 demo: .venv/installed

@@ -5,7 +5,7 @@
 
 Every rank is a process, over Gloo. Steps with an audit and without take turns, and between two of them all ranks meet
 in a call of fpipe. A step lasts from one meeting to the next. The audit is the default, `fpipe.Audit()`: each rank
-draws one action in each step. Steps are not timed until ranks know where they are idle.
+draws one action in each step. Audited steps run before those that are timed, until ranks know where they are idle.
 
 Two kinds of stages: some that sleep, on more ranks than this machine has cores, and a GPT on as many as it has. On a
 machine with other work, a GPT's ranks are not idle where they wait: others compute there. Then only the time counts
@@ -43,7 +43,7 @@ from benchmarks.common.sleeping import WIDTH, Times, sleeping_model, weights_may
 from fpipe.audits.checksum import checksum
 
 UNIT: Final = 0.010  # seconds
-TURNS: Final = {"sleeping": rounds(16), "GPT": rounds(40)}
+TURNS: Final = {"sleeping": rounds(12), "GPT": rounds(32)}
 WARM_UP, DAY = 8, 86400
 SLEEPING: Final = ("one_f_one_b", "zb_v")
 RANKS, MICROBATCHES, ROWS = 4, 12, 12
@@ -87,28 +87,29 @@ def measured(turns: int, pipe: fpipe.Pipeline, state: Any, batch: Any) -> dict[s
     audited = fpipe.value_and_grad(pipe, audit=fpipe.Audit(report=told.append))
     sides = {"plain": fpipe.value_and_grad(pipe), "audited": audited}
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(WARM_UP + turns):
+    for _ in range(WARM_UP):
+        timed(pipe, partial(audited, *state, *batch))
+    for turn in range(turns):
         for name in [*sides][:: (-1) ** turn]:
-            found = timed(pipe, partial(sides[name], *state, *batch))
-            times[name] += [found] * (turn >= WARM_UP)
+            times[name].append(timed(pipe, partial(sides[name], *state, *batch)))
     told = [one for one in told if one.number >= WARM_UP]
     again = Counter(one.action.kind for one in told if one.seconds is not None)
     count = len([a for a in pipe.schedule.actions(*pipe.ranks.ranks) if a.kind in "FBIW"])
     return {**times, "drawn": len(told), "again": again, "actions": count, "added": sum(one.added for one in told)}
 
 
-def rank(name: str, kind: str) -> None:
+def rank(kind: str, *names: str) -> None:
     """Run one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    make = sleeping if kind == "sleeping" else training
     with weights_may_rest():
-        ranks.report(measured(TURNS[kind], *(sleeping if kind == "sleeping" else training)(name)))
+        ranks.report({name: measured(TURNS[kind], *make(name)) for name in names})
     dist.destroy_process_group()
 
 
-def show(name: str, kind: str, count: int) -> None:
-    """Run the ranks, and print the rows of one schedule."""
-    found = ranks.start("benchmarks.audits", count, name, kind)
+def show(name: str, kind: str, count: int, found: list[dict[str, Any]]) -> None:
+    """Print the rows of one schedule, of what its ranks have reported."""
     where = f"{name}, {count} ranks, {kind}"
     of = {side: [max(times) for times in zip(*[one[side] for one in found], strict=True)] for side in SIDES}
     plain, audited = (statistics.median(of[side]) for side in SIDES)
@@ -145,9 +146,10 @@ def sums() -> None:
 
 def main() -> None:
     sums()
-    for name in sys.argv[1:] or SLEEPING:
-        show(name, "sleeping", RANKS)
-    show("one_f_one_b", "GPT", 2)
+    for kind, count, names in (("sleeping", RANKS, sys.argv[1:] or SLEEPING), ("GPT", 2, SLEEPING[:1])):
+        found = ranks.start("benchmarks.audits", count, kind, *names)
+        for name in names:
+            show(name, kind, count, [one[name] for one in found])
 
 
 if __name__ == "__main__":

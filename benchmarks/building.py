@@ -28,8 +28,11 @@ from benchmarks.common.turns import seconds, without_collection
 from benchmarks.llama import LENGTH, MICROBATCHES, ROWS, WORDS, llama
 from schedules import Schedule, one_f_one_b, zb_h1
 
-COUNTS: Final = (8, 32, 80)
-RANKS, TURNS, STEPS, STARTS = 4, rounds(5), rounds(3), rounds(2)
+COUNTS: Final = {8: rounds(3), 32: rounds(2), 80: 1}
+"""How often to start, by the number of layers."""
+RANKS, TURNS, STEPS = 4, rounds(3), rounds(3)
+SHORT: Final = ROWS // 2
+"""The rows of a batch where steps only stand beside builds."""
 
 
 def measure(model: Any, ids: torch.Tensor, how: Schedule, backward: str) -> tuple[float, float]:
@@ -51,11 +54,11 @@ def measure(model: Any, ids: torch.Tensor, how: Schedule, backward: str) -> tupl
 def start(layers: int) -> tuple[float, float, float]:
     """Return the seconds of an eager step on fake tensors, to build and begin, and to begin another length."""
     with FakeTensorMode():
-        fake, given = llama(layers), torch.zeros(ROWS // MICROBATCHES, LENGTH, dtype=torch.int64)
+        fake, given = llama(layers), torch.zeros(SHORT // MICROBATCHES, LENGTH, dtype=torch.int64)
         begin = seconds()
         fake(input_ids=given, labels=given).loss.backward()
         eager = seconds() - begin
-    model, ids = llama(layers), torch.randint(WORDS, (ROWS, LENGTH))
+    model, ids = llama(layers), torch.randint(WORDS, (SHORT, LENGTH))
     batches: list[dict[str, Any]] = [{"input_ids": one, "labels": one} for one in (ids, ids[:, : LENGTH - 8])]
     begin = seconds()
     how = one_f_one_b(RANKS, MICROBATCHES)
@@ -73,18 +76,17 @@ def start(layers: int) -> tuple[float, float, float]:
 def layered() -> Iterator[str]:
     """Yield the rows for models of more and more layers of one kind."""
     beyond = {}
-    for layers in COUNTS:
+    fewest, most_layers = min(COUNTS), max(COUNTS)
+    for layers, starts in COUNTS.items():
         eager, ready, length = (
-            statistics.median(some) for some in zip(*(start(layers) for _ in range(STARTS)), strict=True)
+            statistics.median(some) for some in zip(*(start(layers) for _ in range(starts)), strict=True)
         )
         beyond[layers] = ready - eager
         title = f"processor time to build and begin, beside an eager step on fake tensors, {layers} layers"
         yield row(title, "s", ready, eager)
-        yield row(f"a new length, {layers} layers", "s", length, None, most(0.1) if layers == COUNTS[0] else None)
-    growth = beyond[COUNTS[-1]] / beyond[COUNTS[0]]
-    yield row(
-        f"what build and beginning take beyond it, {COUNTS[-1]} over {COUNTS[0]} layers", "", growth, None, most(3)
-    )
+        yield row(f"a new length, {layers} layers", "s", length, None, most(0.1) if layers == fewest else None)
+    growth = beyond[most_layers] / beyond[fewest]
+    yield row(f"what build and beginning take beyond it, {most_layers} over {fewest} layers", "", growth, None, most(3))
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, Final, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,7 @@ from benchmarks.common.rows import most, row
 from benchmarks.common.turns import medians
 
 LAYERS, WIDTH, HEADS, GROUPS, WORDS, LENGTH = 8, 256, 8, 4, 256, 64
-ROWS, MICROBATCHES, ROUNDS = 16, 4, rounds(12)
-BACKWARDS: Final[tuple[Literal["autograd", "graph"], ...]] = ("autograd", "graph")
-GOALS: Final = {"graph": most(1 / 1.05), "autograd": None}
-"""The default stages have a goal."""
+ROWS, MICROBATCHES, ROUNDS = 16, 4, rounds(6)
 
 
 def llama(layers: int = LAYERS) -> Any:
@@ -107,29 +104,25 @@ def plain(model: Any, batch: dict[str, Tensor]) -> Callable[[], None]:
     return step
 
 
-def piped(model: Any, batch: dict[str, Tensor], backward: Literal["autograd", "graph"]) -> Callable[[], object]:
+def piped(model: Any, batch: dict[str, Tensor]) -> Callable[[], object]:
     """Return a step of a pipeline with all stages in this process, cut where fpipe chooses."""
     import fpipe
     from schedules import one_f_one_b
 
     how = one_f_one_b(ranks=2, microbatches=MICROBATCHES)
-    pipe = fpipe.pipeline(
-        model, example=batch, loss=lambda out: out.loss, schedule=how, gradients=fpipe.Gradients(backward=backward)
-    )
+    pipe = fpipe.pipeline(model, example=batch, loss=lambda out: out.loss, schedule=how)
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
     return lambda: step(*state, batch)
 
 
 def beside_a_loop() -> Iterator[str]:
-    """Yield a row for each kind of batch and stages."""
+    """Yield a row for each kind of batch."""
     model, tokens = llama(), torch.randint(0, WORDS, (ROWS, LENGTH))
     bare = {"input_ids": tokens, "labels": tokens}
     for what, batch in (("no mask", bare), ("a mask of ones", bare | {"attention_mask": torch.ones_like(tokens)})):
-        sides: dict[str, Callable[[], object]] = {way: piped(model, batch, way) for way in BACKWARDS}
-        found = medians({"plain": plain(model, batch)} | sides, ROUNDS)
-        for way in BACKWARDS:
-            title = f"processor time of a step / of a plain loop: Llama of {LAYERS} layers, {what}, {way} stages"
-            yield row(title, "ratio", found[way] / found["plain"], None, GOALS[way])
+        found = medians({"plain": plain(model, batch), "piped": piped(model, batch)}, ROUNDS)
+        title = f"processor time of a step / of a plain loop: Llama of {LAYERS} layers, {what}"
+        yield row(title, "ratio", found["piped"] / found["plain"], None, most(1 / 1.05))
 
 
 def loop() -> None:

@@ -95,7 +95,7 @@ def save(folder: str) -> None:
 def main() -> None:
     with TemporaryDirectory() as folder:
         save(folder)
-        found = {way: ranks.start("benchmarks.memory", RANKS, way, folder) for way in WAYS}
+        found = {way: ranks.start_fresh("benchmarks.memory", RANKS, way, folder) for way in WAYS}
     with torch.device("meta"):
         whole = sum(parameter.nbytes for parameter in made().parameters()) / MIB
     for way, reports in found.items():

@@ -57,7 +57,7 @@ from schedules import (
 
 PIPELINE, COPIES = 2, 2
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 4, 256, 8, 256, 64
-ROWS, MICROBATCHES, WARM_UP, TURNS, TIMED = 8, 8, 1, rounds(4), 2
+ROWS, MICROBATCHES, WARM_UP, TURNS, TIMED = 8, 8, 1, rounds(2), 2
 NAMES: Final = ("1F1B", "interleaved", "ZB-V")
 LAYOUTS: Final = {"shard": "sharded over 2", "dp": "replicated 2 times"}
 ORDERS: Final = {

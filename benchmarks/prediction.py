@@ -9,7 +9,7 @@ of Linear(8, 8) lasts exactly as long as its action costs, including its computa
 is measured first. For the same reason ranks have real-time priority, if the system grants it, so that a rank that wakes
 up runs immediately, as it would on its own core. Program, executor and transport are those of any step. The simulation
 uses these costs and, as `comm`, the time of a transfer while all ranks send one, as they do in a step. A step lasts
-from the first start on any rank to the last end; the second one counts.
+from the first start on any rank to the last end. One step before it, whose stages do not sleep, is not timed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -92,31 +92,35 @@ def lateness() -> float:
     return statistics.median(times)
 
 
-def step_of(how: Schedule, late: float) -> Callable[[], object]:
-    """Return one step of this rank, with sleeping stages."""
+def steps_of(how: Schedule, late: float) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return one step of this rank whose stages do not sleep, and one with sleeping stages."""
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(how.stages)])
     x = torch.randn(how.microbatches, WIDTH)
     cuts = [str(stage) for stage in range(1, how.stages)]
     pipe = fpipe.pipeline(model, example=(x,), loss=Tensor.mean, schedule=how, cuts=cuts)
     plan, (rank,) = pipe.training, pipe.ranks.ranks
-    stages = {s: Sleeping(pipe.stages[s], late) for s in how.placement.stages_on(rank)}
-    linked = link(plan.program.actions(rank), stages, how.placement)
+    awake = {s: pipe.stages[s] for s in how.placement.stages_on(rank)}
     inputs = scatter(plan, *pipe.init(model), pipe.batch(TRAINING, (x,), None), None)
 
-    def execution(rank: int, transport: Transport) -> Execution:
-        return Execution(rank, linked, transport, inputs)
+    def run(stages: Mapping[int, Any]) -> Callable[[], object]:
+        linked = link(plan.program.actions(rank), stages, how.placement)
 
-    def step() -> object:
-        with pipe.ranks.enter_call("a step"):
-            return pipe.ranks.run([execution])
+        def execution(rank: int, transport: Transport) -> Execution:
+            return Execution(rank, linked, transport, inputs)
 
-    return step
+        def step() -> object:
+            with pipe.ranks.enter_call("a step"):
+                return pipe.ranks.run([execution])
+
+        return step
+
+    return run(awake), run({s: Sleeping(stage, late) for s, stage in awake.items()})
 
 
 def measured(how: Schedule, late: float) -> float:
     """Return the seconds of a step, after one that is not timed."""
-    step = step_of(how, late)
-    step()
+    warm, step = steps_of(how, late)
+    warm()
     dist.barrier()
     start = time.perf_counter()
     step()

@@ -29,7 +29,7 @@ from benchmarks.common.rows import most, row
 from schedules import one_f_one_b
 
 WIDTH: Final = "2048"
-LAYERS, ROWS, ROUNDS, ALONE = 12, 64, rounds(4), rounds(3)
+LAYERS, ROWS, ROUNDS, ALONE = 12, 64, rounds(3), rounds(3)
 
 
 def time_once(call: Callable[[], object]) -> float:

@@ -31,7 +31,7 @@ from schedules import Costs, Schedule, one_f_one_b, pipedream, pipedream_2bw, si
 from schedules.endless import lengthen
 
 UNIT: Final = 0.03
-MICROBATCHES: Final = 64
+MICROBATCHES: Final = 48
 SGD: Final = fpipe.optimizer(torch.optim.SGD, lr=1e-3)
 
 

@@ -5,23 +5,26 @@
 
 A GPT, under four schedules on 2 and on 4 ranks, one thread each. Both libraries train the same model on the same batch,
 cut into the same stages and microbatches. A step is forward and backward with fresh gradients, from when all ranks are
-ready to when all are done. First, in one job, both must compute the same gradients.
+ready to when all are done. Both must compute the same gradients.
 
-Then each runs in separate processes, and they take turns. A turn is four steps, all but the first timed: that one
-brings back what the other side has pushed out of the caches. Even identical processes differ by
-a few percent, depending on the layout of their memory, so all are started several times; medians of all timed steps.
+Each runs in separate processes, and they take turns. A turn is three steps, all but the first timed: that one brings
+back what the other side has pushed out of the caches. Even identical processes differ by a few percent, depending on
+the layout of their memory, so all are started twice; medians of all timed steps.
 Freed memory stays with a process: how much would be returned to the system, only to be fetched again a step later, is a
 matter of luck.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import torch
@@ -35,7 +38,8 @@ from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import least, row
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 8, 256, 8, 256, 64
-ROWS, MICROBATCHES, WARM_UP, TURNS, TIMED, STARTS = 16, 8, 2, rounds(2), 3, rounds(2)
+ROWS, MICROBATCHES, TURNS, TIMED, STARTS = 16, 8, rounds(2), 2, rounds(2)
+FOLDER: Final = "BENCHMARK_GRADIENTS"
 KEPT: Final = {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_THRESHOLD_": str(2**33)}
 SIDES: Final[dict[str, Callable[[Contest, Task], Step]]] = {
     "fpipe": ours,
@@ -62,8 +66,7 @@ def timed(step: Step) -> float:
 def contest(side: str, name: str, work: Task) -> list[float]:
     """Return the seconds of each turn of a side under a schedule."""
     step = SIDES[side](CONTESTS[name], work)
-    for _ in range(WARM_UP):
-        step()
+    torch.save(step(), where(side, name, dist.get_rank(), os.environ[FOLDER]))
     found = []
     for _ in turns(side, name, TURNS):
         step()
@@ -71,27 +74,28 @@ def contest(side: str, name: str, work: Task) -> list[float]:
     return found
 
 
-def agreed(name: str, work: Task) -> None:
-    """Raise `AssertionError` unless both sides compute the same gradients."""
-    require_equal(*[step(CONTESTS[name], work)() for step in SIDES.values()])
+def where(side: str, name: str, rank: int, folder: str) -> Path:
+    """Return the file of a rank's gradients."""
+    return Path(folder) / f"{side}-{name}-{rank}.pt"
 
 
-def rank(work: Task, what: str, *names: str) -> None:
-    """Run one rank of a side, or of the job in which all must agree."""
+def rank(work: Task, side: str, *names: str) -> None:
+    """Run one rank of a side."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    does = agreed if what == "agreed" else partial(contest, what)
-    ranks.report({name: does(name, work) for name in names})
+    ranks.report({name: contest(side, name, work) for name in names})
     dist.destroy_process_group()
 
 
 def rows(module: str, model: str, names: Sequence[str], starts: int = STARTS) -> Iterator[str]:
     """Run the contests of a model, whose ranks run `python -m module`, and yield a row for each."""
     for count in (2, 4)[: rounds(2)]:
-        ranks.start(module, count, "agreed", *names)
         times = defaultdict[tuple[str, str], list[float]](list)
         for _ in range(starts):
-            jobs = taken(module, count, [*SIDES], dict.fromkeys(names, TURNS), **KEPT)
+            with TemporaryDirectory() as folder:
+                jobs = taken(module, count, [*SIDES], dict.fromkeys(names, TURNS), **KEPT, **{FOLDER: folder})
+                for name, one in product(names, range(count)):
+                    require_equal(*[torch.load(where(side, name, one, folder)) for side in SIDES])
             for side, found in jobs.items():
                 for name in names:
                     times[side, name] += found[0][name]

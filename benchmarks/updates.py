@@ -8,7 +8,7 @@ Sleeping stages, ranks, transport and executor are those of `benchmarks/predicti
 end with one collective of all ranks, the norm. After a step, each rank then updates all of its stages; within it, each
 stage is updated once its gradient is complete (`schedules.update_weights`). Three kinds of models: every stage's update
 takes as long as two forwards; the first stage is frozen; the last one, with a large head, takes four times as long as
-the others. Medians.
+the others. Both ways take turns; medians.
 
 The rank that finishes last can't hide its update. So equal stages gain nothing; otherwise the gain is the difference
 between the longest update and that of the rank that finishes last.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -40,7 +40,7 @@ from fpipe.runtime.transport import Transport
 from schedules import Costs, Program, Schedule, simulate, update_weights
 
 ROUNDS: Final = rounds(2)
-FAMILIES: Final = ("one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe")
+FAMILIES: Final = ("one_f_one_b", "zb_v", "dualpipe")
 Times = tuple[float, ...]
 
 
@@ -60,48 +60,58 @@ def spend(seconds: float) -> None:
         time.sleep(seconds)
 
 
-def ways(how: Schedule, late: float, times: Times) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return a step of this rank that updates within, and a step and then its update."""
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(how.stages)])
-    x = torch.randn(how.microbatches, WIDTH)
-    cuts = [str(stage) for stage in range(1, how.stages)]
-    pipe = fpipe.pipeline(model, example=(x,), loss=Tensor.mean, schedule=how, cuts=cuts)
-    plan, (rank,) = pipe.training, pipe.ranks.ranks
-    homes = how.placement.stages_on(rank)
-    stages = {s: Sleeping(pipe.stages[s], late) for s in homes}
-    given = scatter(plan, *pipe.init(model), pipe.batch(TRAINING, (x,), None), None)
-    inputs = given._replace(update=lambda s, *_: spend(times[s] - late))
+class Ways:
+    """A step of this rank that updates within, and a step and then its update, for each kind of model."""
 
-    def run(program: Program) -> Callable[[], object]:
-        linked = link(program.actions(rank), stages, how.placement)
+    def __init__(self, how: Schedule, late: float) -> None:
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(how.stages)])
+        x = torch.randn(how.microbatches, WIDTH)
+        cuts = [str(stage) for stage in range(1, how.stages)]
+        pipe = fpipe.pipeline(model, example=(x,), loss=Tensor.mean, schedule=how, cuts=cuts)
+        self.pipe, self.how, self.late, (self.rank,) = pipe, how, late, pipe.ranks.ranks
+        self.homes = how.placement.stages_on(self.rank)
+        self.inputs = scatter(pipe.training, *pipe.init(model), pipe.batch(TRAINING, (x,), None), None)
+        awake = {s: pipe.stages[s] for s in self.homes}
+        for program in (pipe.training.program, pipe.training.updating.program):
+            self.run(program, awake, (0.0,) * how.stages)()
+
+    def run(self, program: Program, stages: Mapping[int, Any], times: Times) -> Callable[[], object]:
+        """Return a step of some stages, whose updates take so long."""
+        linked = link(program.actions(self.rank), stages, self.how.placement)
+        inputs = self.inputs._replace(update=lambda s, *_: spend(times[s] - self.late))
 
         def execution(rank: int, transport: Transport) -> Execution:
             return Execution(rank, linked, transport, inputs)
 
         def step() -> object:
-            with pipe.ranks.enter_call("a step"):
-                return pipe.ranks.run([execution]), ranks.everywhere(0.0)
+            with self.pipe.ranks.enter_call("a step"):
+                return self.pipe.ranks.run([execution]), ranks.everywhere(0.0)
 
         return step
 
-    backward = run(plan.program)
+    def both(self, times: Times) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Return both ways, with sleeping stages."""
+        plan = self.pipe.training
+        stages = {s: Sleeping(self.pipe.stages[s], self.late) for s in self.homes}
+        backward = self.run(plan.program, stages, times)
 
-    def after() -> None:
-        backward()
-        spend(sum(times[s] for s in homes) - late)
+        def after() -> None:
+            backward()
+            spend(sum(times[s] for s in self.homes) - self.late)
 
-    return run(plan.updating.program), after
+        return self.run(plan.updating.program, stages, times), after
 
 
-def measured(step: Callable[[], object]) -> float:
-    """Return the median seconds of a step."""
-    times = []
-    for turn in range(1 + ROUNDS):
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        times += [ranks.makespan(start, time.perf_counter())] * bool(turn)
-    return statistics.median(times)
+def measured(steps: Sequence[Callable[[], object]]) -> list[float]:
+    """Return the median seconds of each step; they take turns."""
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(ROUNDS):
+        for step, found in zip(steps, times, strict=True):
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            found.append(ranks.makespan(start, time.perf_counter()))
+    return [statistics.median(found) for found in times]
 
 
 def simulated(how: Schedule, times: Times) -> tuple[float, float]:
@@ -119,9 +129,9 @@ def rank(*names: str) -> None:
     count, late, found = dist.get_world_size(), lateness(), dict[str, Any]()
     for name in names or FAMILIES:
         how = getattr(schedules, name)(ranks=count, microbatches=2 * count)
+        ways = Ways(how, late)
         for kind, times in profiles(how.stages).items():
-            both = [measured(step) for step in ways(how, late, times)]
-            found[f"{name}, {kind}"] = *both, *simulated(how, times)
+            found[f"{name}, {kind}"] = *measured(ways.both(times)), *simulated(how, times)
     ranks.report(found)
     dist.destroy_process_group()
 

@@ -64,7 +64,7 @@ with postpone_collection():
     from fpipe.verification.comparison import Verification
     from fpipe.verification.nonfinite import NonFinite, find_nonfinite
     from fpipe.verification.prove import Proof, prove
-    from fpipe.verification.reference_stream import reference_stream
+    from fpipe.verification.reference import reference_stream
     from fpipe.weights.safetensors import safetensors
     from schedules import __version__
 

@@ -38,10 +38,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave all that has been imported out of garbage collections, each of which would walk it again."""
+    """Collect garbage less often, and leave out all that has been imported: each collection would walk it again."""
     if "fpipe" in sys.modules:
         from fpipe.tensors.torch_private import import_tracer
 
         import_tracer()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(5_000)  # a test makes many objects that last as long as it does

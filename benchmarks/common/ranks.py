@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as separate processes over Gloo: a script starts itself again, once per rank, and reads their reports.
+"""Ranks as separate processes over Gloo: a script starts itself again as each rank, and reads their reports.
 
 if ranks.inside():
     ranks.report(measure())
@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -33,25 +33,47 @@ class UnfinishedError(RuntimeError):
 
 
 def start(module: str, count: int, *arguments: object, **environment: str) -> list[Any]:
-    """Run `python -m module *arguments` as `count` ranks with one thread each, and return what each has reported."""
-    return start_within(None, module, count, *arguments, **environment)
+    """Run `python -m module *arguments` as `count` ranks with one thread each, and return what each has reported.
+
+    The ranks are forks of a process that has imported the module.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as an agent of torchrun holds it
+    own = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(count)}
+    own |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    command = ["benchmarks.common.forks", module, str(count)]
+    return _run(None, command, module, count, arguments, own | environment)
 
 
-def start_within(limit: float | None, module: str, count: int, *arguments: object, **environment: str) -> list[Any]:
-    """Do the same; raise `UnfinishedError` if a rank fails, or after `limit` seconds."""
+def start_fresh(
+    module: str, count: int, *arguments: object, limit: float | None = None, **environment: str
+) -> list[Any]:
+    """Do the same under torchrun, each rank a process that starts anew; give up after `limit` seconds."""
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", module]
+    return _run(limit, command, module, count, arguments, environment)
+
+
+def _run(
+    limit: float | None,
+    command: Sequence[str],
+    module: str,
+    count: int,
+    arguments: Iterable[object],
+    environment: Mapping[str, str],
+) -> list[Any]:
+    """Run a command that starts ranks; raise `UnfinishedError` if a rank fails, or after `limit` seconds."""
     with TemporaryDirectory() as folder:
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-        command = [sys.executable, "-m", *torchrun, "-m", module, *map(str, arguments)]
         own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", FOLDER: folder}
         why = ""
-        with subprocess.Popen(command, env={**os.environ, **own, **environment}) as job:
+        with subprocess.Popen(
+            [sys.executable, "-m", *command, *map(str, arguments)], env={**os.environ, **own, **environment}
+        ) as job:
             try:
                 if code := job.wait(limit):
                     why = f"exit code {code}; its output says why"
             except subprocess.TimeoutExpired:
                 why = f"not finished after {limit:.0f} s"
             finally:
-                job.terminate()  # torchrun stops its ranks then
+                job.terminate()  # its ranks stop then, too
         paths = [Path(folder) / f"{rank}.json" for rank in range(count)]
         found = [json.loads(path.read_text()) for path in paths if path.exists()]
     if why:

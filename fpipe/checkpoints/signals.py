@@ -66,7 +66,7 @@ def catch_signals(pipe: Pipeline, signals: Sequence[int] = (signal.SIGTERM,)) ->
     def is_caught() -> bool:
         nonlocal told
         with pipe.ranks.enter_call("a question about signals"):
-            told |= pipe.ranks.agree_if_any(bool(caught))
+            told = pipe.ranks.agree_if_any(bool(caught))
         return told
 
     try:

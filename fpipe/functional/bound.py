@@ -67,15 +67,7 @@ def split_rows(tree: Any, microbatches: int) -> Sequence[Any]:
     >>> [one["x"].tolist() for one in split_rows({"x": torch.arange(3), "scale": 2}, 2)]
     [[0, 1], [2]]
     """
-    columns, structure = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
-    for path, leaf in zip(optree.tree_paths(tree, none_is_leaf=True, namespace=NAMESPACE), columns, strict=True):
-        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) < microbatches):
-            raise InputError(
-                f"batch, leaf {'.'.join(map(str, path))}: got shape {list(leaf.shape)}, expected at least "
-                f"{microbatches} rows, one for each microbatch. Pass a larger batch, or split=."
-            )
-    parts = [torch.tensor_split(c, microbatches) if isinstance(c, Tensor) else [c] * microbatches for c in columns]
-    return [optree.tree_unflatten(structure, [part[i] for part in parts]) for i in range(microbatches)]
+    return _split(tree, microbatches, 0, "rows", "microbatch. Pass a larger batch, or split=.")
 
 
 def split_columns(tree: Any, slices: int) -> Sequence[Any]:
@@ -86,15 +78,19 @@ def split_columns(tree: Any, slices: int) -> Sequence[Any]:
     """
     if slices == 1:
         return [tree]
+    repair = "slice. Pass longer sequences, a schedule with fewer slices, or slicing=."
+    return _split(tree, slices, 1, "columns", repair)
+
+
+def _split(tree: Any, count: int, dim: int, what: str, repair: str) -> Sequence[Any]:
+    """Return so many parts of a tree, cut along dimension `dim`; columns of tensors that have them."""
     columns, structure = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
-    for path, leaf in zip(optree.tree_paths(tree, none_is_leaf=True, namespace=NAMESPACE), columns, strict=True):
-        if isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[1] < slices:
+    is_cut = [isinstance(one, Tensor) and (dim == 0 or one.dim() > dim) for one in columns]
+    for path, leaf, cut in zip(structure.paths(), columns, is_cut, strict=True):
+        if cut and (leaf.dim() == 0 or leaf.shape[dim] < count):
             raise InputError(
-                f"batch, leaf {'.'.join(map(str, path))}: got shape {list(leaf.shape)}, expected at least {slices} "
-                "columns, one for each slice. Pass longer sequences, a schedule with fewer slices, or slicing=."
+                f"batch, leaf {'.'.join(map(str, path))}: got shape {list(leaf.shape)}, expected at least {count} "
+                f"{what}, one for each {repair}"
             )
-    cut = [isinstance(c, Tensor) and c.dim() > 1 for c in columns]
-    parts = [
-        torch.tensor_split(c, slices, 1) if is_cut else [c] * slices for c, is_cut in zip(columns, cut, strict=True)
-    ]
-    return [optree.tree_unflatten(structure, [part[k] for part in parts]) for k in range(slices)]
+    parts = [torch.tensor_split(c, count, dim) if cut else [c] * count for c, cut in zip(columns, is_cut, strict=True)]
+    return [optree.tree_unflatten(structure, [part[k] for part in parts]) for k in range(count)]

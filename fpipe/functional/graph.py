@@ -178,13 +178,7 @@ def _reroute(read: StageRead, reader: int, readers: Sequence[int], passed: Seque
         return read
     before = [t for t in readers if t < reader]
     if before:
-        return StageRead(
-            before[-1],
-            (
-                "1",
-                str(passed[before[-1]].index(read)),
-            ),
-        )
+        return StageRead(before[-1], ("1", str(passed[before[-1]].index(read))))
     return StageRead(read.source, ("0", *read.keys)) if passed[read.source] else read
 
 

@@ -76,9 +76,8 @@ class ModelRecord:
     @property
     def captured(self) -> Captured:
         """The torch calls in order, with what each reads and makes."""
-        variant = _variant(self.captures.loss is not None)
-        batching = self.captures.batchings[variant.loss]
-        return self.captures.of(variant, batching.split(batching.example)[0]).captured
+        batching, example = self._example
+        return self.captures.of(_variant(self.captures.loss is not None), batching.split(example)[0]).captured
 
     @property
     def graph(self) -> Graph:
@@ -360,9 +359,6 @@ class ModelStages(Sequence[Stage]):
         if isinstance(given, Mapping):
             return {name: values[name] for name in given if name in values}
         return [{name: values[name] for name in one or {} if name in values} for one in given]
-
-
-"""The number of kinds of batches whose recordings are kept."""
 
 
 def merge_by_name(what: str, given: Any, wanted: Iterable[str]) -> dict[str, Tensor]:

@@ -242,7 +242,7 @@ class Session:
 
     - `pipe`: the pipeline of the decoder; `variant`: how it runs.
     - `held`: this process's parameters and the model's buffers, by the decoder's names.
-    - `caches`: by group, the decoder's own buffers.
+    - `caches`: by group, the decoder's own buffers, and those of the model as its tokens have left them.
     - `leaves`: by plan, per microbatch and stage, the parameters in the form that the stage takes.
     """
 
@@ -291,12 +291,12 @@ class Session:
         return [by_cut[cut] for cut in plan.assemblies]
 
     def _keep(self, plan: StepPlan, outcomes: Mapping[int, Outcome]) -> None:
-        """Keep the caches that the groups leave, for their next tokens."""
+        """Keep the buffers that the groups leave, for their next tokens."""
         for outcome in outcomes.values():
             for cache, by_stage in zip(self.caches, outcome.buffers, strict=True):
                 for s, values in by_stage.items():
                     names = plan.assembly.stages[s].buffers
-                    cache.update({n: v for n, v in zip(names, values, strict=True) if not n.startswith(PREFIX)})
+                    cache.update(zip(names, values, strict=True))
 
 
 def _make_caches(plan: StepPlan) -> State:

@@ -26,10 +26,8 @@ from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import broadcast_results, gather, merge_results, spread_results
 from fpipe.pipelines.step import begin_evaluation, hold_plain, run_copies
-from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
-from fpipe.record.variant import EVALUATION, Variant
-from fpipe.runtime.executor import Inputs
+from fpipe.record.variant import EVALUATION
 from fpipe.tensors.names import accept_trees
 
 
@@ -59,7 +57,9 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
     @accept_trees("params", "buffers")
     def run(params: State, buffers: State, inputs: Any, *, seed: int | None = None) -> Any:
         with suspend_autocast(EVALUATION) as variant, pipe.ranks.enter_call("a prediction"):
-            plan, given = _prepare(pipe, variant, params, buffers, inputs, seed)
+            params, buffers, _ = hold_plain(pipe, params, buffers)
+            batch = pipe.batch(variant, inputs, None, pipe.ranks.exchange_text)
+            plan, given = agree_to_step(pipe, variant, params, buffers, batch, CommonArguments(seed))
             outcomes = run_copies(pipe, plan, given)
             found = {copy: broadcast_results(plan.parts[copy], pipe.ranks, one) for copy, one in outcomes.items()}
             return merge_results(plan, spread_results(plan, pipe.ranks, found)).outputs
@@ -130,12 +130,3 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., Te
         return loss
 
     return run
-
-
-def _prepare(
-    pipe: Pipeline, variant: Variant, params: State, buffers: State, inputs: Any, seed: int | None
-) -> tuple[StepPlan, dict[int, Inputs]]:
-    """Return the plan for a batch and the inputs of each copy here, once all ranks have agreed on the call."""
-    params, buffers, _ = hold_plain(pipe, params, buffers)
-    batch = pipe.batch(variant, inputs, None, pipe.ranks.exchange_text)
-    return agree_to_step(pipe, variant, params, buffers, batch, CommonArguments(seed))

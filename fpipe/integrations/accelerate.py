@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fpipe.checkpoints.export import export
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import InputError
-from fpipe.integrations.options import Exclusion, Support, refusing
+from fpipe.integrations.options import Exclusion, Refusals, refusing
 from fpipe.integrations.replica import collect_flags, collect_state, compare, find_model, scale_losses
 
 OWN_RANKS: Final = "The model is an fpipe.Pipelined, which has its own ranks: pass place=fpipe.Place(mesh=...) to it."
@@ -43,13 +43,8 @@ _HALF: Final = Exclusion(
     "The scaler of float16 sees the gradients of only one rank: use bf16.", accepted=(None, "no", "bf16")
 )
 
-_OPTIONS: Final = Support(
+_OPTIONS: Final = Refusals(
     "PipelineAccelerator(...)",
-    (
-        *("device_placement", "split_batches", "gradient_accumulation_steps", "cpu", "dataloader_config", "rng_types"),
-        *("log_with", "project_dir", "gradient_accumulation_plugin", "step_scheduler_with_optimizer"),
-        *("kwargs_handlers", "project_config"),
-    ),
     {
         "mixed_precision": _HALF,
         **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "torch_tp_plugin"), _SHARDS),
@@ -58,21 +53,16 @@ _OPTIONS: Final = Support(
         "dynamo_plugin": Exclusion(COMPILE, accepted=(None,)),
     },
 )
-LOADERS: Final = Support(
+LOADERS: Final = Refusals(
     "DataLoaderConfiguration(...)",
-    (
-        *("split_batches", "even_batches", "use_seedable_sampler", "data_seed", "non_blocking"),
-        "use_stateful_dataloader",
-    ),
     {
         "dispatch_batches": Exclusion(
             "It sends different rows to each rank; here every rank takes the whole batch.", accepted=(None, False)
         )
     },
 )
-_HANDLERS: Final = Support(
+_HANDLERS: Final = Refusals(
     "kwargs_handlers",
-    ("AutocastKwargs", "InitProcessGroupKwargs", "ProfileKwargs"),
     {
         "DistributedDataParallelKwargs": NO_DDP,
         **dict.fromkeys(
@@ -83,25 +73,8 @@ _HANDLERS: Final = Support(
         "TorchDynamoPlugin": Exclusion(COMPILE, accepted=(None,)),
     },
 )
-_METHODS: Final = Support(
+_METHODS: Final = Refusals(
     "methods of PipelineAccelerator",
-    (
-        *("accumulate", "autocast", "backward", "check_trigger", "clear", "clip_grad_norm_", "clip_grad_value_"),
-        *("context_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank", "deepspeed_plugin", "device"),
-        *("dispatch_batches", "distributed_type", "end_training", "even_batches", "fp8_backend", "free_memory"),
-        *("gather", "gather_for_metrics", "get_state_dict", "get_tracker", "gradient_accumulation_steps"),
-        *("init_trackers", "is_composable_parallelism_enabled", "is_fsdp2", "is_last_process"),
-        *("is_local_main_process", "is_main_process", "join_uneven_inputs", "local_main_process_first"),
-        *("local_process_index", "log", "logging_dir", "main_process_first", "maybe_context_parallel"),
-        *("mixed_precision", "multi_device", "no_sync", "non_blocking", "num_processes", "on_last_process"),
-        *("on_local_main_process", "on_local_process", "on_main_process", "on_process", "optimizer_step_was_skipped"),
-        *("pad_across_processes", "parallelism_config", "pipeline_parallel_rank", "prepare", "prepare_data_loader"),
-        *("prepare_model", "prepare_optimizer", "prepare_scheduler", "print", "process_index", "profile"),
-        *("project_dir", "reduce", "save", "save_iteration", "save_model", "set_trigger", "should_save_model"),
-        *("skip_first_batches", "split_batches", "split_between_processes", "sync_gradients", "tensor_parallel_rank"),
-        *("torch_device_mesh", "trigger_sync_in_backward", "unscale_gradients", "unwrap_model", "use_distributed"),
-        *("use_seedable_sampler", "use_stateful_dataloader", "verify_device_map", "wait_for_everyone"),
-    ),
     {
         **dict.fromkeys(("save_state", "load_state", "register_for_checkpointing"), Exclusion(_SAVE)),
         **dict.fromkeys(("register_save_state_pre_hook", "register_load_state_pre_hook"), Exclusion(_SAVE)),

@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import InputError
-from fpipe.integrations.options import Exclusion, Support, refusing
+from fpipe.integrations.options import Exclusion, Refusals, refusing
 from fpipe.integrations.replica import broadcast_value, collect_flags, compare, find_model, scale_losses
 
 _SAVE: Final = (
@@ -34,17 +34,8 @@ _SAVE: Final = (
     "fpipe.load."
 )
 
-_OPTIONS: Final = Support(
+_OPTIONS: Final = Refusals(
     "Trainer(strategy=PipelineStrategy(), ...)",
-    (
-        *("accelerator", "strategy", "logger", "callbacks", "fast_dev_run", "max_epochs", "min_epochs", "max_steps"),
-        *("min_steps", "max_time", "limit_train_batches", "limit_val_batches", "limit_test_batches"),
-        *("limit_predict_batches", "overfit_batches", "val_check_interval", "check_val_every_n_epoch"),
-        *("num_sanity_val_steps", "log_every_n_steps", "enable_progress_bar", "enable_model_summary"),
-        *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark"),
-        *("inference_mode", "use_distributed_sampler", "profiler", "detect_anomaly", "barebones"),
-        *("reload_dataloaders_every_n_epochs", "default_root_dir", "enable_autolog_hparams", "model_registry"),
-    ),
     {
         "devices": Exclusion("Start a process per rank with torchrun.", accepted=(1, "auto")),
         "num_nodes": Exclusion("torchrun sets the number of nodes.", accepted=(1,)),
@@ -58,20 +49,8 @@ _OPTIONS: Final = Support(
         "sync_batchnorm": Exclusion("There is one replica, with the whole batch.", accepted=(False,)),
     },
 )
-_METHODS: Final = Support(
+_METHODS: Final = Refusals(
     "methods of PipelineStrategy",
-    (
-        *("accelerator", "all_gather", "backward", "barrier", "batch_to_device", "broadcast", "checkpoint_io"),
-        *("connect", "handles_gradient_accumulation", "is_global_zero", "launcher", "lightning_module"),
-        *("lightning_restore_optimizer", "model", "model_sharded_context", "model_to_device", "on_exception"),
-        *("on_predict_end", "on_predict_start", "on_test_end", "on_test_start", "on_train_batch_start"),
-        *("on_train_end", "on_train_start", "on_validation_end", "on_validation_start", "optimizer_step"),
-        *("optimizers", "post_backward", "post_training_step", "pre_backward", "precision_plugin", "predict_step"),
-        *("process_dataloader", "reduce", "reduce_boolean_decision", "register_strategies", "root_device"),
-        *("restore_checkpoint_after_setup", "setup", "setup_environment", "setup_optimizers"),
-        *("setup_precision_plugin", "teardown", "tensor_init_context", "test_step", "training_step"),
-        *("validation_step", "strategy_name"),
-    ),
     dict.fromkeys(
         (
             *("save_checkpoint", "load_checkpoint", "remove_checkpoint", "lightning_module_state_dict"),

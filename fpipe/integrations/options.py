@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the options and methods of a library: honored, or refused with the repair.
+"""Tables of the options and methods of a library that are refused, with the repair.
 
 Problem. A library has hundreds of options, and some would be ignored: they concern replicas, what the first process
 holds, or a loss that the drop-in module computes by itself. The run would train something else, without a word.
 
-Idea. A table of all names: each is honored, as without a pipeline, or refused with the repair, at construction.
-The refusals of methods are made from the table, so it can't say anything else than the code does. A test compares its
-names with those that the library has, so a new one is seen.
+Idea. A table of those that are refused at construction. Refusals of methods are made from the table, so it can't say
+anything else than the code does. `docs/integrations.md` also lists all other names, which are honored. A test compares
+them with those that the library has, so a new one is seen.
 
 Runs when a trainer is made, or when a method is called that is refused.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from textwrap import fill
 from typing import Any, TypeVar
 
 from fpipe.errors import InputError
@@ -45,10 +44,10 @@ class Exclusion:
 
 
 @dataclass(frozen=True)
-class Support:
-    """The options or methods of `subject`: those honored, and those refused, with the repair.
+class Refusals:
+    """The options or methods of `subject` that are refused, with the repair.
 
-    >>> table = Support("Trainer(...)", ("epochs",), {"shards": Exclusion("Leave it out.", accepted=(1,))})
+    >>> table = Refusals("Trainer(...)", {"shards": Exclusion("Leave it out.", accepted=(1,))})
     >>> table.require({"epochs": 3, "shards": 1})
     >>> table.require({"shards": 2})
     Traceback (most recent call last):
@@ -56,7 +55,6 @@ class Support:
     """
 
     subject: str
-    honored: tuple[str, ...]
     refused: Mapping[str, Exclusion]
 
     def require(self, options: Mapping[str, object]) -> None:
@@ -75,13 +73,8 @@ class Support:
         method.__doc__ = f"Raise `InputError`. {self.refused[name].repair}"
         return method
 
-    def __str__(self) -> str:
-        rows = "".join(f"| `{name}` | {refusal} |\n" for name, refusal in self.refused.items())
-        names = ", ".join(f"`{name}`" for name in self.honored)
-        return f"### {self.subject}\n\n{fill(f'Honored: {names}.', 120)}\n\n| refused | expected |\n|---|---|\n{rows}"
 
-
-def refusing(table: Support) -> Callable[[Library], Library]:
+def refusing(table: Refusals) -> Callable[[Library], Library]:
     """Return a class decorator that adds the methods that a table refuses."""
 
     def decorate(cls: Library) -> Library:

@@ -26,7 +26,7 @@ from fpipe.checkpoints.export import export, require_no_other_weights
 from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import InputError
 from fpipe.integrations.accelerate import COMPILE, LOADERS, NO_DDP, OWN_RANKS, PipelineAccelerator
-from fpipe.integrations.options import Exclusion, Support, refusing
+from fpipe.integrations.options import Exclusion, Refusals, refusing
 
 _SAVE: Final = "Save with trainer.save_model(path), or with fpipe.save in a callback."
 _LOSS: Final = "Compute it in the loss of fpipe.Pipelined(model, loss=...)."
@@ -34,30 +34,8 @@ _HALF: Final = "The scaler of float16 sees the gradients of only one rank: use b
 _CAST: Final = "It converts the parameters: use bf16=True."
 _HUB: Final = "Upload the folder that trainer.save_model wrote."
 
-_ARGUMENTS: Final = Support(
+_ARGUMENTS: Final = Refusals(
     "TrainingArguments(...)",
-    (
-        *("output_dir", "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate"),
-        *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim_args", "weight_decay", "adam_beta1"),
-        *("adam_beta2", "adam_epsilon", "optim_target_modules", "gradient_accumulation_steps", "max_grad_norm"),
-        *("average_tokens_across_devices", "bf16", "tf32", "activation_checkpointing"),
-        *("activation_checkpointing_kwargs", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
-        *("torch_compile_backend", "torch_compile_mode", "liger_kernel_config", "use_cache", "neftune_noise_alpha"),
-        *("torch_empty_cache_steps", "logging_strategy", "logging_steps", "logging_first_step"),
-        *("log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen", "log_level"),
-        *("log_level_replica", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id"),
-        *("trackio_bucket_id", "trackio_static_space_id", "eval_strategy", "eval_steps", "eval_delay"),
-        *("per_device_eval_batch_size", "prediction_loss_only", "eval_on_start", "eval_do_concat_batches"),
-        *("eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics"),
-        *("save_only_model", "save_steps", "save_on_each_node", "save_total_limit", "hub_token"),
-        *("hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
-        *("metric_for_best_model", "greater_is_better", "ignore_data_skip"),
-        *("restore_callback_states_from_checkpoint", "full_determinism", "seed", "data_seed", "use_cpu"),
-        *("accelerator_config", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory"),
-        *("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
-        *("dataloader_in_order", "label_names", "train_sampling_strategy", "length_column_name", "ddp_backend"),
-        *("ddp_timeout", "fsdp_config", "skip_memory_metrics", "do_train", "do_eval", "do_predict", "local_rank"),
-    ),
     {
         "save_strategy": Exclusion(_SAVE, accepted=("no",)),
         "remove_unused_columns": Exclusion("The columns are those of the example.", accepted=(False,)),
@@ -88,32 +66,15 @@ _ARGUMENTS: Final = Support(
         ),
     },
 )
-_OPTIONS: Final = Support(
+_OPTIONS: Final = Refusals(
     "PipelineTrainer(...)",
-    (
-        *("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics"),
-        *("callbacks", "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"),
-    ),
     {
         "model_init": Exclusion("Pass model=fpipe.Pipelined(...).", accepted=(None,)),
         "compute_loss_func": Exclusion(_LOSS, accepted=(None,)),
     },
 )
-_METHODS: Final = Support(
+_METHODS: Final = Refusals(
     "methods of PipelineTrainer",
-    (
-        *("add_callback", "autocast_smart_context_manager", "call_model_init", "compute_loss"),
-        *("compute_loss_context_manager", "create_accelerator_and_postprocess", "create_model_card"),
-        *("create_optimizer", "create_optimizer_and_scheduler", "create_scheduler", "end", "evaluate"),
-        *("evaluation_loop", "floating_point_ops", "get_batch_samples", "get_cp_size"),
-        *("get_decay_parameter_names", "get_eval_dataloader", "get_learning_rates"),
-        *("get_num_trainable_parameters", "get_optimizer_cls_and_kwargs", "get_optimizer_group", "get_sp_size"),
-        *("get_test_dataloader", "get_total_train_batch_size", "get_tp_size", "get_train_dataloader"),
-        *("is_local_process_zero", "is_world_process_zero", "log", "log_metrics", "loss_is_scaled_for_ga"),
-        *("metrics_format", "num_examples", "pop_callback", "predict", "prediction_step", "remove_callback"),
-        *("save_metrics", "save_model", "save_state", "set_initial_training_values", "store_flos", "train"),
-        "training_step",
-    ),
     {
         "push_to_hub": Exclusion(_HUB),
         "init_hf_repo": Exclusion(_HUB),

@@ -19,7 +19,7 @@ from fpipe.record.objective import Loss, require_no_parameters
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly
 from fpipe.tensors.arguments import describe_argument
-from fpipe.tensors.late import find_imported
+from fpipe.tensors.torch_private import find_imported
 from schedules import KINDS, OwnKind, Schedule, SizeError
 from schedules.checking.rules import kinds_of
 from schedules.endless import lengthen

@@ -37,8 +37,8 @@ from fpipe.record.numbers import DTYPES, as_tensor
 from fpipe.record.questions import Answer
 from fpipe.record.slicing import Slicing
 from fpipe.tensors.arguments import require_primal
-from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.spec import Spec
+from fpipe.tensors.torch_private import is_dtensor
 from fpipe.tensors.tree import (
     Structure,
     broadcast,

@@ -36,6 +36,7 @@ from fpipe.pipelines.resolver import Resolver
 from fpipe.pipelines.slices import find_slicing
 from fpipe.record.captured import Captured, Unit, Value
 from fpipe.record.exchanges import require_joined_hooks
+from fpipe.record.fakes.eager_types import hide_fakes
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.front_ends.registry import find_capture
 from fpipe.record.model.skeleton import skeleton
@@ -106,7 +107,7 @@ class Builder:
 
     def build(self, module: nn.Module, example: SplitBatch) -> Pipeline:
         """Return the pipeline of a module for batches like the example; every rank must call this."""
-        with torch.inference_mode(False), suspend_autocast(TRAINING), self.ranks.enter_call("pipeline"):
+        with torch.inference_mode(False), suspend_autocast(TRAINING), self.ranks.enter_call("pipeline"), hide_fakes():
             agree_to_build(self.ranks, self.schedule, self.batchings[True], self.recording.plans, self.copies)
             pipe = self._bind(module, example)
             require_trained(pipe.training.assembly, self.schedule)
@@ -116,7 +117,12 @@ class Builder:
         if weight is not None:
             other = replace(self, batchings={**self.batchings, True: replace(self.batchings[True], weight=weight)})
             return other._rebuild(model, example=replace(example, batching=other.batchings[True]))
-        with torch.inference_mode(False), suspend_autocast(TRAINING), self.ranks.enter_call("pipe.rebuilt"):
+        with (
+            torch.inference_mode(False),
+            suspend_autocast(TRAINING),
+            self.ranks.enter_call("pipe.rebuilt"),
+            hide_fakes(),
+        ):
             module = as_module(model)
             require_buildable(module, (), self.loss, self.schedule)
             return self._bind(module, example)

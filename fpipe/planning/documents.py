@@ -24,11 +24,10 @@ from math import inf, isnan
 from typing import Annotated, Any, Final, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
 
 from fpipe.errors import InputError, PipelineError
-from fpipe.weights.files import AnyPath, as_path, read_text
+from fpipe.weights.files import AnyPath, as_path, read_text, write_whole
 from schedules import Certificate, Costs, Link, Schedule, Sizes
 from schedules.errors import printable, quote
 from schedules.files.calls import read_call, read_value, spell_call, spell_value
-from schedules.files.whole import open_whole
 
 Limit: TypeAlias = Annotated[float, "or infinity"]
 MOST_TEXT: Final = 10_000
@@ -63,13 +62,7 @@ class Format:
 
     def save(self, path: AnyPath, value: Any) -> None:
         """Write a value to a file, whole or not at all; raise `InputError` if there can be none at this path."""
-        try:
-            with open_whole(as_path(path)) as file:
-                file.write(self.write(value))
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"{path}: got {type(error).__name__}: {error}, expected a file. Choose another path."
-            ) from error
+        write_whole(path, self.write(value))
 
     def load(self, path: AnyPath, make: type[Any]) -> Any:
         """Return the value in a file; raise `InputError`, naming the file and the field, for anything else."""

@@ -94,7 +94,7 @@ class BlockMemory:
         """Return the memory of an assembly whose stages are single blocks, given what each of them holds."""
         storage = observe(assembly.captured).storage
         activation, residual, versions = MemoryPieces(), MemoryPieces(), [0] * len(assembly.stages)
-        entering = list[tuple[int, int, int, Hashable, bool]]()
+        entering = list[tuple[Arrival, Hashable, bool]]()
         count = len(assembly.stages)
         for stage, found in zip(assembly.stages, holdings, strict=True):
             s, names = stage.index, _crossing_names(assembly, stage, storage)
@@ -109,47 +109,44 @@ class BlockMemory:
                 activation.add(s, known, 0 if unsaved else held.activation)
                 residual.add(s, known, held.residual)
                 versions[s] += 0 if got else held.inputs
-                entering += [(sources[number], s, held.inputs, known[0], unsaved) for number in got[:1]]
-        pieces = activation.pieces()
-        arrivals = defaultdict[tuple[int, int, int], int](int)
-        for source, target, size, name, unsaved in entering:
-            users = [*pieces.get(activation.find(name), ()), len(assembly.stages)]
-            arrivals[source, target, min(s for s in users if s >= target) if unsaved else target] += size
-        return cls(
-            _spread(pieces),
-            _spread(residual.pieces()),
-            tuple(Arrival(source, target, size, saved) for (source, target, saved), size in sorted(arrivals.items())),
-            tuple(versions),
-        )
+                entering += [(Arrival(sources[number], s, held.inputs, s), known[0], unsaved) for number in got[:1]]
+        pieces, arrivals = activation.pieces(), list[Arrival]()
+        for one, name, unsaved in entering:
+            users = [*pieces.get(activation.find(name), ()), count]
+            arrivals.append(one._replace(saved=min(s for s in users if s >= one.target)) if unsaved else one)
+        spreads = _spread(pieces), _spread(residual.pieces())
+        return cls(*spreads, _sum_arrivals(arrivals), tuple(versions))
 
     @classmethod
     def join(cls, slices: Sequence[BlockMemory]) -> BlockMemory:
         """Return the memory of the blocks for a microbatch, given that for each slice of it."""
-        if len(slices) == 1:
-            return slices[0]
-        held = [defaultdict[tuple[int, ...], int](int), defaultdict[tuple[int, ...], int](int)]
-        arrivals = defaultdict[tuple[int, int, int], int](int)
-        for one in slices:
-            for sizes, spreads in zip(held, (one.activation, one.residual), strict=True):
-                for size, blocks in spreads:
-                    sizes[blocks] += size
-            for source, target, size, saved in one.arrivals:
-                arrivals[source, target, saved] += size
-        activation, residual = (tuple(Spread(size, blocks) for blocks, size in sorted(one.items())) for one in held)
         return cls(
-            activation,
-            residual,
-            tuple(Arrival(source, target, size, saved) for (source, target, saved), size in sorted(arrivals.items())),
+            _sum_spreads(spread for one in slices for spread in one.activation),
+            _sum_spreads(spread for one in slices for spread in one.residual),
+            _sum_arrivals(arrival for one in slices for arrival in one.arrivals),
             tuple(map(sum, zip(*[one.versions for one in slices], strict=True))),
         )
 
 
 def _spread(pieces: Mapping[Hashable, Mapping[int, int]]) -> tuple[Spread, ...]:
-    """Return each piece with its blocks; pieces of the same blocks are added up."""
-    own = defaultdict[tuple[int, ...], int](int)
-    for sizes in pieces.values():
-        own[tuple(sorted(sizes))] += max(sizes.values())
-    return tuple(Spread(size, blocks) for blocks, size in sorted(own.items()))
+    """Return each piece with its blocks."""
+    return _sum_spreads(Spread(max(sizes.values()), tuple(sorted(sizes))) for sizes in pieces.values())
+
+
+def _sum_spreads(spreads: Iterable[Spread]) -> tuple[Spread, ...]:
+    """Return memory in the order of its blocks; that of the same blocks is added up."""
+    found = defaultdict[tuple[int, ...], int](int)
+    for size, blocks in spreads:
+        found[blocks] += size
+    return tuple(Spread(size, blocks) for blocks, size in sorted(found.items()))
+
+
+def _sum_arrivals(arrivals: Iterable[Arrival]) -> tuple[Arrival, ...]:
+    """Return arrivals in order; those between the same blocks are added up."""
+    found = defaultdict[tuple[int, int, int], int](int)
+    for source, target, size, saved in arrivals:
+        found[source, target, saved] += size
+    return tuple(Arrival(source, target, size, saved) for (source, target, saved), size in sorted(found.items()))
 
 
 class StageHolding(NamedTuple):
@@ -255,8 +252,4 @@ def find_parameters(assembly: Assembly) -> tuple[Spread, ...]:
     for stage in assembly.stages:
         for name in (*stage.parameters, *stage.unused):
             users[name].append(stage.index)
-    found = defaultdict[tuple[int, ...], int](int)
-    for name, blocks in users.items():
-        if name in specs:
-            found[tuple(blocks)] += specs[name].nbytes
-    return tuple(Spread(size, blocks) for blocks, size in sorted(found.items()))
+    return _sum_spreads(Spread(specs[name].nbytes, tuple(blocks)) for name, blocks in users.items() if name in specs)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from inspect import signature
 from itertools import product
-from math import inf, isnan
+from math import inf
 from typing import Any, Final, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +26,7 @@ from fpipe.pipelines.description import format_bytes
 from fpipe.pipelines.options import Microbatching, gather_fields
 from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory, list_factories
 from fpipe.planning.choosing import PlanProgress, choose, say_progress
-from fpipe.planning.kept import KeptFile, KeptPlan
+from fpipe.planning.kept import KeptFile
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import PROFILE_FORMAT, Profile
 from fpipe.planning.profiler import profile as measure
@@ -81,7 +81,8 @@ def plan(
       AdamW's moments.
     - `host`: the bytes per second at which a rank can move activations to its host and back, such as "25GB"; a plan may
       then offload if memory is short (`schedules.offload`). All stages have to be recorded.
-    - `microbatches`: the numbers to try; by default 1, 2, 4 and 8 per rank, if the batch has enough rows.
+    - `microbatches`: the numbers to try; by default those of the `schedules`, or 1, 2, 4 and 8 per rank, if the batch
+      has enough rows.
     - `slices`: for a model with a carry, the numbers of slices of its sequence to try, such as `(1, 2, 4)`; 1 is for
       whole sequences. By default, those that `schedules` have.
     - `schedules`: the schedules to try: factories `(ranks, microbatches) -> Schedule`, or schedules.
@@ -143,7 +144,7 @@ def plan(
     file = None
     if options.get("cache") is not None and schedules is None:
         profiles = [PROFILE_FORMAT.write(one.profile) for one in problems]
-        file = KeptFile.of(as_path(options["cache"]), KeptPlan, [*profiles, *describe_value({**same, **pins})])
+        file = KeptFile.of(as_path(options["cache"]), Plan, [*profiles, *describe_value({**same, **pins})])
         kept: Plan | None = file.find()
         if kept is not None:
             return kept
@@ -208,18 +209,15 @@ def _read_microbatches(
     """Return the numbers of microbatches to choose from, ascending."""
     if microbatches is None:
         given = [one.microbatches for one in schedules if isinstance(one, Schedule)]
-        if given and len(given) == len(schedules):
+        if given:
             return sorted(set(given))
         rows = min((len(one) for one in flatten((example, targets))[0] if one.ndim), default=1)
         numbers = [ranks * k for k in PER_RANK if ranks * k <= rows]
         return numbers or [rows]
-    several = [microbatches] if isinstance(microbatches, int) else microbatches
-    numbers = [*each("microbatches", several, object, InputError)]
-    for number in numbers:
-        require_count("microbatches", number)
+    numbers = _list_counts("microbatches", microbatches)
     if not numbers:
         raise InputError("microbatches: got none, expected at least one number. Leave the argument out for a choice.")
-    return sorted(set(numbers))
+    return numbers
 
 
 def _read_slices(
@@ -238,18 +236,23 @@ def _read_slices(
             with suppress(SizeError):
                 found.add(getattr(one if isinstance(one, Schedule) else one(ranks, number), "slices", 1))
         return sorted(found or {1})
-    several = [slices] if isinstance(slices, int) else each("slices", slices, object, InputError)
-    numbers = [*several]
-    for number in numbers:
-        require_count("slices", number)
+    numbers = _list_counts("slices", slices)
     if not numbers or (isinstance(profile, Profile) and numbers != [len(profile.parts)]):
         known = f"{len(profile.parts)}, for which the profile is" if numbers and profile is not None else "at least one"
         raise InputError(f"slices: got {numbers}, expected {known}. Correct it, or leave it out.")
+    return numbers
+
+
+def _list_counts(name: str, given: Any) -> list[int]:
+    """Return one number or several, ascending; raise `InputError` for anything but counts."""
+    numbers = [given] if isinstance(given, int) else [*each(name, given, object, InputError)]
+    for number in numbers:
+        require_count(name, number)
     return sorted(set(numbers))
 
 
-def _require_positive(name: str, number: Any) -> None:
-    if isinstance(number, bool) or not isinstance(number, int | float) or isnan(number) or not 0 < number < inf:
+def _require_positive(name: str, number: float) -> None:
+    if not 0 < number < inf:
         raise InputError(f"{name}: got {number!r}, expected a number above 0. Correct it.")
 
 
@@ -277,16 +280,12 @@ def parse_caps(memory: Amount | Sequence[Amount] | None, ranks: int) -> tuple[fl
         return (inf,) * ranks
     if isinstance(memory, str | int | float):
         return (parse_bytes("memory", memory),) * ranks
-    caps = tuple(parse_bytes(f"memory[{rank}]", one) for rank, one in enumerate(_listed(memory)))
+    if not isinstance(memory, Sequence):
+        raise InputError(f"memory: got {memory!r}, expected a number of bytes, or one for each rank. Correct it.")
+    caps = tuple(parse_bytes(f"memory[{rank}]", one) for rank, one in enumerate(memory))
     if len(caps) != ranks:
         raise InputError(f"memory: got {len(caps)} amounts, expected {ranks}: one for each rank. Correct it.")
     return caps
-
-
-def _listed(memory: Any) -> list[Any]:
-    if not isinstance(memory, Sequence):
-        raise InputError(f"memory: got {memory!r}, expected a number of bytes, or one for each rank. Correct it.")
-    return list(memory)
 
 
 def _require_profile_of(
@@ -307,11 +306,6 @@ def _require_profile_of(
 
     `options` are other arguments of `fpipe.profile`, which are ignored.
     """
-    if not isinstance(profile, Profile):
-        raise InputError(
-            f"profile: got {profile!r}, expected a Profile. Pass what fpipe.profile returned, or "
-            "fpipe.Profile.read(path)."
-        )
     batching = make_batchings(example, targets, microbatching, microbatches, microbatches)[True]
     module, first = as_module(model), str(batching.split(batching.example)[0])
     held = sum({id(one): one.nbytes for one in module.parameters()}.values())

@@ -23,10 +23,9 @@ from fpipe.errors import InputError
 from fpipe.pipelines.handshake import call_together
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.arguments import require_arguments
-from fpipe.weights.files import AnyPath, as_path
+from fpipe.weights.files import AnyPath, write_whole
 from schedules import KINDS, Action, Costs, Graph, Schedule, Span, drawing, estimate
 from schedules.drawing import Panel
-from schedules.files.whole import open_whole
 from schedules.playing.timelines import read_spans
 
 WORDS: Final = tuple(KINDS)
@@ -68,14 +67,7 @@ class MeasuredTimeline(tuple[Span, ...]):
 
 def write_page(path: AnyPath, panels: Mapping[str, Panel]) -> None:
     """Write a page of timelines; raise `InputError` if there can be none at this path."""
-    document = drawing.page(panels)
-    try:
-        with open_whole(as_path(path)) as file:
-            file.write(document)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path}: got {type(error).__name__}: {error}, expected a file. Choose another path."
-        ) from error
+    write_whole(path, drawing.page(panels))
 
 
 def timeline(pipe: Pipeline, spans: Iterable[Span]) -> MeasuredTimeline:

@@ -27,9 +27,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import CaptureError
-from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.placed import Placed, is_holder, storage_holder
-from fpipe.tensors.torch_private import DisableTorchFunction, FakeTensor, OpOverload, TorchDispatchMode, as_group
+from fpipe.tensors.torch_private import (
+    DisableTorchFunction,
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    as_group,
+    is_dtensor,
+)
 
 Observer: TypeAlias = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
 """Called with an operator and its positional and keyword arguments, before it runs."""

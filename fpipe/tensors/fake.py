@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from fpipe.errors import CaptureError
 from fpipe.tensors.effects import Effects, Observer, is_collective, require_same_draws, storage_id
 from fpipe.tensors.fake_cache import ResultCache, is_plain
-from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.layouts import LAYOUT_RULES, apply_layout, aten
 from fpipe.tensors.patching import replace
 from fpipe.tensors.placed import Placed, holder_classes, local_part
@@ -36,6 +35,7 @@ from fpipe.tensors.torch_private import (
     grouped_mm_output,
     import_tracer,
     in_kernel_invocation_manager,
+    is_dtensor,
     set_warn_deprecated_on_mutable_data_ptr,
 )
 

@@ -30,8 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import CaptureError, InputError
-from fpipe.tensors.late import is_dtensor
-from fpipe.tensors.torch_private import finish_collective, make_dtensor, unfinished_class
+from fpipe.tensors.torch_private import finish_collective, is_dtensor, make_dtensor, unfinished_class
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

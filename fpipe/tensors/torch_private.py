@@ -4,11 +4,11 @@
 Problem. fpipe reaches into torch where no public name exists, and torch may drop such a name in any release. The error
 would be an `AttributeError` in the middle of a step.
 
-Idea. Each name is listed here under what fpipe needs it for. Importing fpipe looks every name up and raises one
-`ImportError` that lists those that are missing. Those of `LATE` packages, which take longer to import than torch, are
-looked up before the first capture. The rest of fpipe imports private names from this module. Two kinds stay where they
-are used, because a function around them would only obscure: private attributes of torch's objects (`ATTRIBUTES`), and
-operators whose names begin with an underscore (`OPERATORS`).
+Idea. Each name is listed here. Importing fpipe looks every name up and raises one `ImportError` that lists those that
+are missing. Those of `LATE` packages, which take longer to import than torch, are looked up before the first capture.
+The rest of fpipe imports private names from this module. Two kinds stay where they are used, because a function around
+them would only obscure: private attributes of torch's objects (`ATTRIBUTES`), and operators whose names begin with an
+underscore (`OPERATORS`).
 
 Differences between versions of torch are handled here, too.
 
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -38,11 +39,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.tensors.late import find_imported
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor import DTensor, Placement
+    from typing_extensions import TypeIs
 
 __all__ = [
     "DataDependentOutputException",
@@ -73,140 +73,75 @@ SETTINGS: Final = (
 )
 """The settings that choose kernels, by the names of their getters."""
 
-Paths: TypeAlias = Mapping[str, Sequence[str]]
-"""Dotted paths in torch, by what fails without them."""
+Names: TypeAlias = Mapping[str, Sequence[str]]
+"""Names in torch, by the class or module that has them."""
 
-NAMES: Final[Paths] = {
-    # tensors without values
-    "running a model without computing": [
-        "torch._subclasses.FakeTensor",
-        "torch._subclasses.fake_tensor.FakeTensor",
-        "torch._subclasses.fake_tensor.FakeTensorMode",
-        "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
-        "torch._C._set_warn_deprecated_on_mutable_data_ptr",
-    ],
-    "noticing that a model reads values, or that shapes depend on them": [
-        "torch._subclasses.fake_tensor.DataDependentOutputException",
-        "torch._subclasses.fake_tensor.DynamicOutputShapeException",
-        "torch._guards.active_fake_mode",
-    ],
-    "shapes and strides that fake tensors get wrong": [
-        "torch._meta_registrations._create_grouped_mm_output_tensor",
-        "torch._prims_common.compute_elementwise_output_strides",
-        "torch._prims_common.suggest_memory_format",
-    ],
-    "caching the results of operators on fake tensors": ["torch._C._dispatch_keys", "torch._C._get_default_device"],
-    "models whose parameters exist on other ranks only": ["torch._C._disabled_torch_function_impl"],
-    # modes that see calls and operators
-    "seeing operators, and telling them from functions": [
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
-        "torch.utils._python_dispatch._get_current_dispatch_mode",
-        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
-        "torch._ops.OpOverload",
-    ],
-    "computing for real during a capture": [
-        "torch.utils._python_dispatch._disable_current_modes",
-        "torch.utils._mode_utils.no_dispatch",
-        "torch._C.DisableTorchFunction",
-    ],
-    "noticing modes that the model enters": ["torch._C._len_torch_dispatch_stack", "torch._C._set_grad_enabled"],
-    "calling recorded operators the fast way": ["torch._C._nn.gelu"],
-    "packed sequences whose lengths come with the batch": ["torch._pack_padded_sequence", "torch._pad_packed_sequence"],
-    # what a capture replaces
-    "compiled code, run as plain Python": [
-        "torch._dynamo.variables.builder.VariableBuilder._type_dispatch",
-        "torch._dynamo.eval_frame._callback_from_stance",
-    ],
-    "seeing calls of custom autograd functions": [
-        "torch.autograd.function._SingleLevelFunction",
-        "torch.autograd.function.BackwardCFunction",
-    ],
-    "models and distributions that check their tensors": ["torch._check_tensor_all_with", "torch._is_all_true"],
-    "the fast path of torch's attention modules": [
-        "torch._transformer_encoder_layer_fwd",
-        "torch._native_multi_head_attention",
-        "torch.nn.modules.activation._is_make_fx_tracing",
-    ],
-    "captures that run a backward in the threads of an accelerator": [
-        "torch._C._stash_obj_in_tls",
-        "torch._C._is_key_in_tls",
-        "torch._C._get_obj_in_tls",
-    ],
-    "refusing to exchange Python objects": ["torch.distributed.distributed_c10d._object_to_tensor"],
-    "activation checkpointing": [f"torch.utils.checkpoint.{GENERATOR}", "torch.utils.checkpoint._checkpoint_hook"],
-    "models that call torch.func": [
-        "torch._functorch.apis.vmap_impl",
-        "torch._functorch.eager_transforms.grad_impl",
-        "torch._functorch.eager_transforms.grad_and_value_impl",
-    ],
-    "the trees that torch.export returns": ["torch.utils._pytree"],
-    # autograd
-    "noticing that a model asks for .grad, .grad_fn or .is_leaf": ["torch._C.TensorBase"],
-    "calling the autograd engine": ["torch.autograd.graph._engine_run_backward"],
-    "running recorded stages without autograd": ["torch._C._AutoDispatchBelowAutograd"],
-    "noticing saved-tensor hooks around a step": ["torch._C._autograd._top_saved_tensors_default_hooks"],
-    "refusing tensors with tangents, or inside transforms of torch.func": [
-        "torch.autograd.forward_ad._current_level",
-        "torch._C._functorch.maybe_current_level",
-        "torch._C._functorch.is_functorch_wrapped_tensor",
-        "torch._C._functorch.is_gradtrackingtensor",
-        "torch._C._functorch.get_unwrapped",
-    ],
-    "adding gradients in one call": ["torch._foreach_add_"],
-    "norms that torch's clipping takes of a rank's share": ["torch.nn.utils.clip_grad._get_total_norm.__closure__"],
-    "norms of gradients with the bits of torch's clipping": [
-        "torch._foreach_norm",
-        "torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
-    ],
-    # tensors that are split over processes
-    "tensor parallelism inside stages": [
-        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
-        "torch.distributed.tensor._dtensor_spec.DTensorSpec",
-        "torch.distributed.tensor._dtensor_spec.TensorMeta",
-        "torch.distributed.tensor.placement_types._StridedShard",
-    ],
-    # process groups
-    "names, timeouts, devices and the end of process groups": [
-        "torch.distributed.distributed_c10d._world",
-        "torch.distributed.distributed_c10d._World.group_count",
-        "torch.distributed.distributed_c10d._World.pg_to_tag",
-        "torch.distributed.distributed_c10d._World.tags_to_pg",
-        "torch.distributed.ProcessGroup._get_backend",
-        "torch.distributed.ProcessGroup._device_types",
-    ],
-    # settings
-    "comparing the settings that choose kernels": [f"torch._C._get_{setting}" for setting in SETTINGS],
+NAMES: Final[Names] = {
+    "torch": (
+        *("_check_tensor_all_with", "_foreach_add_", "_foreach_norm", "_is_all_true", "_native_multi_head_attention"),
+        *("_pack_padded_sequence", "_pad_packed_sequence", "_transformer_encoder_layer_fwd"),
+    ),
+    "torch._C": (
+        *("DisableTorchFunction", "TensorBase", "_AutoDispatchBelowAutograd", "_disabled_torch_function_impl"),
+        *("_dispatch_keys", "_get_default_device", "_get_obj_in_tls", "_is_key_in_tls", "_len_torch_dispatch_stack"),
+        *("_set_grad_enabled", "_set_warn_deprecated_on_mutable_data_ptr", "_stash_obj_in_tls"),
+        *[f"_get_{setting}" for setting in SETTINGS],
+    ),
+    "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
+    "torch._C._functorch": (
+        *("get_unwrapped", "is_functorch_wrapped_tensor", "is_gradtrackingtensor", "maybe_current_level"),
+    ),
+    "torch._C._nn": ("gelu",),
+    "torch._dynamo.eval_frame": ("_callback_from_stance",),
+    "torch._dynamo.variables.builder.VariableBuilder": ("_type_dispatch",),
+    "torch._functorch.apis": ("vmap_impl",),
+    "torch._functorch.eager_transforms": ("grad_and_value_impl", "grad_impl"),
+    "torch._guards": ("active_fake_mode",),
+    "torch._meta_registrations": ("_create_grouped_mm_output_tensor",),
+    "torch._ops": ("OpOverload",),
+    "torch._prims_common": ("compute_elementwise_output_strides", "suggest_memory_format"),
+    "torch._subclasses": ("FakeTensor",),
+    "torch._subclasses.fake_tensor": (
+        *("DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode"),
+        "in_kernel_invocation_manager",
+    ),
+    "torch.autograd.forward_ad": ("_current_level",),
+    "torch.autograd.function": ("BackwardCFunction", "_SingleLevelFunction"),
+    "torch.autograd.graph": ("_engine_run_backward",),
+    "torch.distributed.ProcessGroup": ("_device_types", "_get_backend"),
+    "torch.distributed._functional_collectives": ("AsyncCollectiveTensor",),
+    "torch.distributed.distributed_c10d": ("_object_to_tensor", "_world"),
+    "torch.distributed.distributed_c10d._World": ("group_count", "pg_to_tag", "tags_to_pg"),
+    "torch.distributed.tensor._dtensor_spec": ("DTensorSpec", "TensorMeta"),
+    "torch.distributed.tensor.placement_types": ("_StridedShard",),
+    "torch.nn.modules.activation": ("_is_make_fx_tracing",),
+    "torch.nn.utils.clip_grad._get_total_norm": ("__closure__",),
+    "torch.utils": ("_pytree",),
+    "torch.utils._foreach_utils": ("_group_tensors_by_device_and_dtype",),
+    "torch.utils._mode_utils": ("no_dispatch",),
+    "torch.utils._python_dispatch": (
+        *("TorchDispatchMode", "_disable_current_modes", "_get_current_dispatch_mode"),
+        "_get_current_dispatch_mode_stack",
+    ),
+    "torch.utils._python_dispatch.TorchDispatchMode": ("_should_skip_dynamo",),
+    "torch.utils.checkpoint": (GENERATOR, "_checkpoint_hook"),
 }
 
-ATTRIBUTES: Final[Paths] = {
-    "caching results on fake tensors": ["torch._subclasses.fake_tensor.FakeTensor._has_symbolic_sizes_strides"],
-    "noticing tensors that were modified, and views": ["torch.Tensor._version", "torch.Tensor._is_view"],
-    "making fake and absent tensors": ["torch.Tensor._make_subclass"],
-    "tensor parallelism inside stages": ["torch.distributed.tensor.DTensor._local_tensor"],
-    "hooks on the gradients of parameters": [
-        "torch.Tensor._backward_hooks",
-        "torch.Tensor._post_accumulate_grad_hooks",
-    ],
-    "naming custom autograd functions": ["torch.autograd.Function._backward_cls._forward_cls"],
-    "counting the bytes of sparse tensors": ["torch.Tensor._indices", "torch.Tensor._values"],
-    "telling whether two tensors share memory": ["torch.UntypedStorage._cdata"],
-    "reading what a module holds": [
-        "torch.nn.Module()._parameters",
-        "torch.nn.Module()._buffers",
-        "torch.nn.Module()._modules",
-        "torch.nn.Module()._non_persistent_buffers_set",
-    ],
-    "hooks on modules": [
-        "torch.nn.Module()._forward_hooks",
-        "torch.nn.Module()._forward_pre_hooks",
-        "torch.nn.Module()._backward_hooks",
-        "torch.nn.Module()._backward_pre_hooks",
-    ],
-    "models that were compiled in place": ["torch.nn.Module()._compiled_call_impl"],
-    "initializing modules one by one": ["torch.nn.MultiheadAttention._reset_parameters"],
-    "telling what an operator writes": ["torch.ops.aten.add.Tensor._schema"],
-    "calling recorded operators the fast way": ["torch.ops.aten.add.Tensor._op"],
+ATTRIBUTES: Final[Names] = {
+    "torch.Tensor": (
+        *("_backward_hooks", "_indices", "_is_view", "_make_subclass", "_post_accumulate_grad_hooks", "_values"),
+        "_version",
+    ),
+    "torch.UntypedStorage": ("_cdata",),
+    "torch._subclasses.fake_tensor.FakeTensor": ("_has_symbolic_sizes_strides",),
+    "torch.autograd.Function._backward_cls": ("_forward_cls",),
+    "torch.distributed.tensor.DTensor": ("_local_tensor",),
+    "torch.nn.Module()": (
+        *("_backward_hooks", "_backward_pre_hooks", "_buffers", "_compiled_call_impl", "_forward_hooks"),
+        *("_forward_pre_hooks", "_modules", "_non_persistent_buffers_set", "_parameters"),
+    ),
+    "torch.nn.MultiheadAttention": ("_reset_parameters",),
+    "torch.ops.aten.add.Tensor": ("_op", "_schema"),
 }
 """Private attributes of torch's objects. `Module()` stands for an instance."""
 
@@ -249,27 +184,23 @@ def look_up(path: str) -> Any:
         return getattr(import_module(f"torch.{holder}"), name)
 
 
-def require_names(names: Paths, late: bool = False) -> None:
-    """Raise `ImportError`, naming what stops working, if this version of torch lacks one of `names`.
-
-    Look up those of the packages in `LATE`, or all others.
-    """
-    missing = ""
-    for purpose, paths in names.items():
-        for path in paths:
-            try:
-                if path.startswith(LATE) is late:
-                    look_up(path)
-            except (AttributeError, ImportError):
-                missing += f"\n  {path}: {purpose}"
+def require_names(names: Names, late: bool = False) -> None:
+    """Raise `ImportError` if this version of torch lacks one of `names`: in `LATE` packages, or in all others."""
+    missing = []
+    for path in [f"{holder}.{name}" for holder, listed in names.items() for name in listed]:
+        try:
+            if path.startswith(LATE) is late:
+                look_up(path)
+        except (AttributeError, ImportError):
+            missing.append(path)
     if missing:
         raise ImportError(
-            f"torch {torch.__version__} lacks private names that fpipe needs, each for what follows it:{missing}\n"
-            f"Install a version of torch that fpipe was tested with: {', '.join(TESTED)}."
+            f"torch {torch.__version__} lacks private names that fpipe needs: {', '.join(missing)}. Install a version "
+            f"of torch that fpipe was tested with: {', '.join(TESTED)}."
         )
 
 
-require_names({**NAMES, **ATTRIBUTES, "shapes of operators": [f"torch.ops.aten.{name}" for name in OPERATORS]})
+require_names({**NAMES, **ATTRIBUTES, "torch.ops.aten": OPERATORS})
 
 
 # --------------------------------------------------------------------------------------------------------------- names
@@ -566,6 +497,19 @@ def list_compilers() -> list[str]:
 def find_compiler(name: str) -> Any:
     """Return the backend of torch.compile with this name."""
     return torch._dynamo.lookup_backend(name)
+
+
+def find_imported(module: str, name: str) -> Any:
+    """Return the class `name` of a module if somebody has imported it; else `()`, of which nothing is an instance.
+
+    `torch.distributed.tensor` takes .7 s to import, and a process that never captures has no use for it.
+    """
+    return getattr(sys.modules.get(module), name, ())
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Return whether a value is a DTensor."""
+    return isinstance(value, find_imported("torch.distributed.tensor", "DTensor"))
 
 
 def unfinished_class() -> Any:

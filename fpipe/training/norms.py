@@ -31,10 +31,9 @@ from fpipe.pipelines.inputs import State
 from fpipe.pipelines.norm_table import NormTable, list_gradients
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.arguments import require_dense
-from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import local_part, require_same_placement, whole_tensor, without_partial
-from fpipe.tensors.torch_private import foreach_norm
+from fpipe.tensors.torch_private import foreach_norm, is_dtensor
 from fpipe.tensors.tree import stored_values
 from fpipe.training.groups import as_patterns, select_names
 

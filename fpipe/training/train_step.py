@@ -53,9 +53,9 @@ from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
 from fpipe.record.variant import Variant
 from fpipe.runtime.executor import Outcome
-from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import require_plain, wrap_state
+from fpipe.tensors.torch_private import is_dtensor
 from fpipe.training.clipping import require_bound, scale_to_norm
 from fpipe.training.norms import compute_total
 from fpipe.training.optimizers import Optimizer, OptimizerState, copy_slots, require_fitting

@@ -21,10 +21,9 @@ from fpipe.errors import MismatchError
 from fpipe.pipelines.results import Merged
 from fpipe.record.captured import Tensors
 from fpipe.record.objective import Computed
-from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.placed import local_part
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.torch_private import FakeTensor, finish_collective
+from fpipe.tensors.torch_private import FakeTensor, finish_collective, is_dtensor
 from fpipe.tensors.tree import flatten, same_bits, stored_values
 from fpipe.verification.reference import CopySum
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,8 +33,6 @@ from fpipe.runtime.contract import StageLike
 from fpipe.runtime.executor import ActionHandler, Execution, Inputs, Instruction, LinkedProgram
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.runtime.transport import Payload, Transport
-from fpipe.stages.assembly import Assembly
-from fpipe.stages.stage import ModelStage
 from fpipe.tensors import random
 from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import local_part
@@ -146,7 +144,7 @@ def _replay(pipe: Pipeline, plan: StepPlan, given: Mapping[int, Inputs]) -> _Fin
 
     def execution(copy: int, rank: int, transport: Transport) -> Execution:
         part = plan.parts[copy]
-        return _CheckedExecution(part, seen, rank, _add_checks(part.programs[rank]), transport, given[copy])
+        return Execution(rank, _Checks(part, seen, set()).add_to(part.programs[rank]), transport, given[copy])
 
     with random.preserve_generators(plan.generators), plan.context():
         copies = pipe.ranks.run([partial(execution, copy) for copy in given])
@@ -159,33 +157,42 @@ def _replay(pipe: Pipeline, plan: StepPlan, given: Mapping[int, Inputs]) -> _Fin
     return seen
 
 
-class _CheckedExecution(Execution):
-    """An execution of one copy whose actions look at what they make; `bad` are the sums of gradients that are bad."""
+class _Checks(NamedTuple):
+    """The checks of what the actions of a rank make; `bad` are the sums of gradients that are bad."""
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        seen: _Findings,
-        rank: int,
-        program: LinkedProgram,
-        transport: Transport,
-        inputs: Inputs,
-    ) -> None:
-        super().__init__(rank, program, transport, inputs)
-        self.plan, self.seen, self.bad = plan, seen, set[tuple[int, str]]()
+    plan: StepPlan
+    seen: _Findings
+    bad: set[tuple[int, str]]
 
-    def look(self, action: Action, values: Payload) -> None:
+    def add_to(self, program: LinkedProgram) -> LinkedProgram:
+        """Return the program with handlers that look at what they make."""
+        wrapped = cache(self._wrap)
+        instructions = [
+            one._replace(handler=wrapped(one.handler)) if _is_checked(one) else one for one in program.instructions
+        ]
+        return program._replace(instructions=tuple(instructions))
+
+    def _wrap(self, handler: ActionHandler) -> ActionHandler:
+        def checked(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+            values = handler(run, action, stage, arrived)
+            self._look(run, action, values)
+            return values
+
+        return checked
+
+    def _look(self, run: Execution, action: Action, values: Payload) -> None:
         """Note the first thing that an action made and that is not finite, unless its microbatch counts for nothing."""
-        if self.unit[1] in self.inputs.skips:
+        if run.unit[1] in run.inputs.skips:
             return
-        made = [*self._list_made(action, values), *self._list_sums(action.stage)]
+        made = [*self._list_made(action, values), *self._list_sums(action.stage, run.grads)]
         bad = [(leaf, got) for leaf, tensor in made if (got := _judge(tensor))]
         if bad:
-            self.seen.found.append((self._order(action), NonFinite(self.rank, str(action), *bad[0])))
+            self.seen.found.append((self._order(action), NonFinite(run.rank, str(action), *bad[0])))
 
     def _list_made(self, action: Action, values: Payload) -> Iterator[tuple[str, Any]]:
         """Yield what an action made, with its name: values with a gradient, the loss, cotangents."""
-        stage, assembly = self._stage(action), self._cut(action)
+        assembly = self.plan.assemblies[action.microbatch * self.plan.slices + (action.slice or 0)]
+        stage = assembly.stages[action.stage]
         paths = {value: unit.path for unit in assembly.captured.units for value in unit.makes}
         if action.kind in FORWARDS:
             differentiable = {(one.source, value) for one in stage.pulled_by for value in one.values}
@@ -200,19 +207,13 @@ class _CheckedExecution(Execution):
             for (_, value), tensor in zip(sent, values, strict=False):
                 yield f"the gradient with respect to the output of {paths.get(value, '')!r}", tensor
 
-    def _list_sums(self, s: int) -> Iterator[tuple[str, Any]]:
+    def _list_sums(self, s: int, grads: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
         """Yield the sums of gradients of a stage that have just become bad; later ones have it from these."""
         names = self.plan.assembly.stages[s].grads
-        for name, grad in zip(names, self.grads.get(s, ()), strict=False):
+        for name, grad in zip(names, grads.get(s, ()), strict=False):
             if (s, name) not in self.bad and _judge(grad):
                 self.bad.add((s, name))
                 yield f"grads[{name!r}]", grad
-
-    def _stage(self, action: Action) -> ModelStage:
-        return self._cut(action).stages[action.stage]
-
-    def _cut(self, action: Action) -> Assembly:
-        return self.plan.assemblies[action.microbatch * self.plan.slices + (action.slice or 0)]
 
     def _order(self, action: Action) -> Order:
         i = self.plan.copy * self.plan.microbatches + action.microbatch
@@ -225,24 +226,6 @@ def _is_checked(one: Instruction) -> bool:
     """Return whether an instruction computes values of a microbatch, or gradients."""
     kind = one.action.kind
     return kind in (*FORWARDS, *BACKWARDS, "G") and one.handler is HANDLERS[kind]
-
-
-def _add_checks(program: LinkedProgram) -> LinkedProgram:
-    """Return the program with handlers that look at what they make."""
-    wrapped = cache(_add_check)
-    instructions = [
-        one._replace(handler=wrapped(one.handler)) if _is_checked(one) else one for one in program.instructions
-    ]
-    return program._replace(instructions=tuple(instructions))
-
-
-def _add_check(handler: ActionHandler) -> ActionHandler:
-    def checked(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-        values = handler(run, action, stage, arrived)
-        cast(_CheckedExecution, run).look(action, values)
-        return values
-
-    return checked
 
 
 def _judge(tensor: object) -> str:

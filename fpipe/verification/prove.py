@@ -10,11 +10,12 @@ Runs when `prove` is called.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,16 @@ from fpipe.pipelines.argument_checks import updates_in_flight
 from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.memo import KnownMicrobatch
-from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.results import collect_gradients
 from fpipe.pipelines.step import training_variant
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.front_ends.parts import as_module
+from fpipe.record.model.skeleton import skeleton
+from fpipe.runtime.executor import Execution, Outcome
+from fpipe.runtime.transport import Transport
 from fpipe.streams.train_stream import require_streamable, train_stream
+from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.placed import require_plain
 from fpipe.tensors.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from fpipe.tensors.tree import flatten
@@ -40,11 +45,8 @@ from fpipe.training.train_step import Version, train_step
 from fpipe.verification.comparison import Pair, Results, list_pairs
 from fpipe.verification.differences import Unproved, find_difference
 from fpipe.verification.expressions import Expressions
-from fpipe.verification.reference import make_reference_step
-from fpipe.verification.reference_stream import reference_stream
-from fpipe.verification.stand_ins import has_no_values, make_stand_ins
+from fpipe.verification.reference import make_reference_step, reference_stream
 from fpipe.verification.verify import EAGER, PIPELINE, REFERENCE, Trial, gather_state, read_state, verify_steps
-from fpipe.verification.watched_ranks import WatchedRanks
 from schedules.proof.interpreter import prove as prove_program
 from schedules.status import showing
 
@@ -187,7 +189,7 @@ def _prove_here(trial: Trial, seed: int | None, optimizer: Optimizer | None) -> 
     ledger = Expressions(mode)
     if mode is None:  # make all plans; on fakes, nothing of that is taken for a step
         verify_steps(trial._replace(compare=lambda *given: 0), params, buffers, seed, 1)
-    ranks = WatchedRanks(_find_plan(trial), ledger)
+    ranks = WatchedRanks(trial.begin()[2], ledger)
     claims = Claims(ledger, ranks)
     with postpone_collection(), ledger, _refusing_questions():  # expressions are no cycles
         ledger.declare(flatten((params, buffers, trial.batch), opaque=True)[0])
@@ -275,10 +277,10 @@ def _pair_versions(mine: Version, theirs: Version) -> Iterator[Pair]:
 
 def _take_values(trial: Trial) -> tuple[Trial, State, State, FakeTensorMode | None]:
     """Return the trial with values, and parameters and buffers; without any, fakes, and their mode."""
-    if not has_no_values(trial.module):
+    if not any(tensor.is_meta for tensor in (*trial.module.parameters(), *trial.module.buffers())):
         params, buffers = (_tell_apart(state) for state in trial.pipe.init(trial.module))
         return trial, params, buffers, None
-    mode, module, batch = make_stand_ins(trial.module, trial.batch)
+    mode, module, batch = _make_stand_ins(trial.module, trial.batch)
     params, buffers = read_state(module)
     for mine, p in zip(params.values(), module.parameters(), strict=True):
         mine.requires_grad_(p.requires_grad)
@@ -286,6 +288,17 @@ def _take_values(trial: Trial) -> tuple[Trial, State, State, FakeTensorMode | No
     few = batching.weight is None and batching.of_batch(*batch).microbatches < batching.microbatches
     total = batching.example.divisor if few and batching.example.divisor > 1 else None  # as in what is recorded
     return trial._replace(module=module, batch=batch, total=total), params, buffers, mode
+
+
+def _make_stand_ins(module: nn.Module, batch: tuple[Any, Any]) -> tuple[FakeTensorMode, nn.Module, tuple[Any, Any]]:
+    """Return a mode, and fakes of it for the tensors of a copy of a module, and of a batch.
+
+    Fake tensors carry their mode with them, so no mode is entered: what code makes itself, such as a seed, is real.
+    """
+    mode, home = fake_mode(), torch.device("cpu")
+    tensors, structure = flatten(batch)
+    inputs, targets = structure.unflatten([fake(mode, tensor, home) for tensor in tensors])
+    return mode, skeleton(module, lambda tensor: fake(mode, tensor, home)), (inputs, targets)
 
 
 @contextmanager
@@ -302,16 +315,79 @@ def _refusing_questions() -> Iterator[None]:
 
 def _prove_rest(trial: Trial) -> tuple[int, int]:
     """Return how many microbatches the batch has, and how many the schedule; if more, prove its program on formulas."""
-    pipe, schedule, ran = trial.pipe, trial.pipe.schedule, _find_plan(trial).microbatches
+    pipe, schedule, ran = trial.pipe, trial.pipe.schedule, trial.begin()[2].microbatches
     if ran < schedule.microbatches:
         prove_program(schedule, pipe.training.assembly.graph)
     return ran, schedule.microbatches
 
 
-def _find_plan(trial: Trial) -> StepPlan:
-    """Return the plan of the step that is proved."""
-    with suspend_autocast(trial.variant) as variant:
-        return trial.pipe.plan(variant, trial.pipe.batch(variant, *trial.batch, total=trial.total).signature)
+class WatchedRanks(Ranks):
+    """All ranks of a plan in this process, whose actions a ledger learns; `outcomes` are those of the last run.
+
+    A rank runs until it waits: between two waits, what computes is that rank's.
+    """
+
+    def __init__(self, plan: StepPlan, ledger: Expressions) -> None:
+        super().__init__(plan.placement.ranks)
+        self.plan, self.ledger = plan, ledger
+        self.outcomes: list[dict[int, Outcome]] = []
+
+    def follow(
+        self, copies: Sequence[Callable[[int, Transport], Execution]]
+    ) -> Generator[None, None, list[dict[int, Outcome]]]:
+        """Do what `Ranks.follow` does; see there."""
+        told = [partial(self._watch, k if len(copies) > 1 else None, one) for k, one in enumerate(copies)]
+        self.outcomes = yield from super().follow(told)
+        return self.outcomes
+
+    def shared(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the gradients that several processes would return, as each would: the name, and the name with where.
+
+        In this process they are one result, so nobody else looks at each. Those of shards are put together.
+        """
+        shards, held = self.plan.copies.shards, defaultdict[tuple[str, str], list[Tensor]](list)
+        for copy, outcomes in zip(self.plan.parts, self.outcomes, strict=True):
+            for rank, outcome in outcomes.items():
+                where = f" on rank {rank}" + f" of replica {copy // shards}" * (self.plan.copies.count > 1)
+                found = collect_gradients(replace(self.plan.parts[copy], ranks=(rank,)), {rank: outcome})
+                for name, grad in found.items():
+                    held[name, f"gradient {name}{where}"].append(grad)
+        holders = Counter(name for name, _ in held)
+        for (name, leaf), pieces in held.items():
+            if holders[name] > 1:
+                yield name, leaf, pieces[0] if shards == 1 else torch.cat(pieces)
+
+    def _watch(
+        self, copy: int | None, start: Callable[[int, Transport], Execution], rank: int, transport: Transport
+    ) -> Execution:
+        execution = start(rank, transport)
+        where = f"copy {copy}, rank {rank}" * (copy is not None) or f"rank {rank}"
+        vars(execution)["run"] = partial(self._run, execution.run(), RunningRank(where, execution))
+        return execution
+
+    def _run(self, running: Generator[Any, None, Outcome], rank: RunningRank) -> Generator[Any, None, Outcome]:
+        """Run an execution, and be the one that computes until its next wait."""
+        while True:
+            self.ledger.running = rank
+            try:
+                handle = next(running)
+            except StopIteration as stop:
+                outcome: Outcome = stop.value
+                return outcome
+            finally:
+                self.ledger.running = None
+            yield handle
+
+
+class RunningRank(NamedTuple):
+    """An execution of a program, and its rank; as text, also the action that it is at."""
+
+    rank: str
+    execution: Execution
+
+    def __str__(self) -> str:
+        at = self.execution.at
+        return self.rank if at is None else f"{self.rank}, position {at.position}, {at.action}"
 
 
 class Claims:

@@ -7,13 +7,15 @@ microbatches, and those sums are added in route order. If several stages compute
 (`fpipe.stages.ties`), so does the loop, and it adds these last, in stage order. If the pipeline has copies on a mesh,
 each sums the gradients of its microbatches, and these sums are added as the copies reduce them.
 
-Runs in every step of the function that `reference` returns, and when `verify` is called.
+A stream of batches is late by as many updates as the pipeline: what `train_stream` must equal.
+
+Runs in every step of the function that `reference` returns, and when `verify` or `reference_stream` is called.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import add
 from types import MappingProxyType
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from fpipe.errors import InputError
 from fpipe.network.ranks import wait_for_turn
-from fpipe.pipelines.batch import Signature
+from fpipe.pipelines.batch import SplitBatch
 from fpipe.pipelines.earlier_sums import add_reduced, find_optional, join_sums, negative_zeros
 from fpipe.pipelines.inputs import State, find_skips, make_keys, start_backward
 from fpipe.pipelines.memory import require_apart
@@ -31,17 +33,24 @@ from fpipe.pipelines.merge import NO_AUX, Aux
 from fpipe.pipelines.modes import require_gradients, suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, merge_results
-from fpipe.pipelines.step import ValueAndGrad, place_buffers, restore_step, scale_variant
+from fpipe.pipelines.step import ValueAndGrad, place_buffers, restore_step, scale_variant, training_variant
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
 from fpipe.record.variant import Variant
+from fpipe.stages.assembly import Assembly
 from fpipe.stages.kinds import require_alike_uncut
+from fpipe.streams.corrections import LookAhead
+from fpipe.streams.train_stream import Stream, StreamResult, require_streamable
+from fpipe.streams.updates import OptionsOf, clip_updates
+from fpipe.streams.versions import list_parameter_versions
 from fpipe.tensors import random
-from fpipe.tensors.arguments import require_seed, require_tensors
+from fpipe.tensors.arguments import require_arguments, require_seed, require_tensors
 from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import unwrap_state, wrap_state
-from fpipe.weights.state import Form, require_recordable
+from fpipe.training.optimizers import Optimizer, OptimizerState
+from fpipe.weights.state import Form, Forms, require_recordable
 from schedules import KINDS, Schedule
+from schedules.endless import lengthen
 
 Orders: TypeAlias = Sequence[Sequence[int]]
 
@@ -189,7 +198,7 @@ def make_reference_step(pipe: Pipeline, variant: Variant, aux: Aux = NO_AUX) -> 
     """Return the function that runs a step of the captured, uncut model in a plain microbatch loop."""
     known = pipe.plan(variant).assembly
     require_whole_batches(pipe)
-    forms = Form("params", known.parameters, known.placed), Form("buffers", known.buffers, known.placed)
+    forms = _forms(known)
 
     @accept_trees("params", "buffers", "onto", restore=restore_step)
     def step(
@@ -203,7 +212,7 @@ def make_reference_step(pipe: Pipeline, variant: Variant, aux: Aux = NO_AUX) -> 
         scale: float | None = None,
         total: float | None = None,
     ) -> tuple[Step, State]:
-        params, buffers = forms[0].unwrap(params), forms[1].unwrap(buffers)
+        params, buffers = forms.params.unwrap(params), forms.buffers.unwrap(buffers)
         require_gradients()
         require_seed(seed)
         require_tensors("onto", {} if onto is None else onto)
@@ -214,10 +223,7 @@ def make_reference_step(pipe: Pipeline, variant: Variant, aux: Aux = NO_AUX) -> 
             require_recordable(batch.named_leaves())
             for name, leaves in (("params", params), ("buffers", buffers), ("onto", sums)):
                 require_recordable(leaves, name)
-            plan = _plan(pipe, what, batch.signature)
-            plan.watch.require_unchanged()
-            require_apart(batch.memories, plan.modified_leaves)
-            parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
+            plan, parts = _take(pipe, what, batch)
             whole = plan.assembly.whole
             skips = find_skips(batch)
             begins = what.sums is not None or len(skips) == len(plan.lasts)
@@ -246,10 +252,103 @@ def require_whole_batches(pipe: Pipeline) -> None:
         )
 
 
-def _plan(pipe: Pipeline, variant: Variant, signature: Signature) -> StepPlan:
-    """Return the plan for a kind of batch; of the plans on which ranks have not agreed, keep the last ones."""
+def _forms(known: Assembly) -> Forms:
+    return Forms(Form("params", known.parameters, known.placed), Form("buffers", known.buffers, known.placed))
+
+
+def _take(pipe: Pipeline, variant: Variant, batch: SplitBatch) -> tuple[StepPlan, Mapping[int, Sequence[Tensor]]]:
+    """Return the plan for a batch, and its leaves; of the plans on which ranks have not agreed, keep the last ones."""
     with wait_for_turn():
-        plan = pipe.plan(variant, signature)
+        plan = pipe.plan(variant, batch.signature)
         require_alike_uncut(plan.assemblies)
         pipe.memo.keep_last(alone=pipe.memo.most)
-        return plan
+    plan.watch.require_unchanged()
+    require_apart(batch.memories, plan.modified_leaves)
+    return plan, batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
+
+
+def reference_stream(
+    pipe: Pipeline, optimizer: Optimizer, look_ahead: LookAhead | None = None, max_norm: float | None = None
+) -> Callable[..., Stream]:
+    """Return what `train_stream` returns, on one device: a plain loop over the captured, uncut model, with the same
+    delays.
+
+    On any rank, the function takes all parameters and buffers of the model and the whole batches, which it reads before
+    it begins. Raise `InputError` for other arguments.
+
+    >>> import torch, fpipe
+    >>> from schedules import pipedream
+    >>> model, x = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), torch.ones(4, 2)
+    >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=pipedream(ranks=2, microbatches=1))
+    >>> params, buffers = pipe.init(model)
+    >>> sgd, batches = fpipe.optimizer(torch.optim.SGD, lr=0.1), [((x,), None)] * 5
+    >>> stream = fpipe.train_stream(pipe, sgd)(params, buffers, sgd.init(params), batches)
+    >>> same = fpipe.reference_stream(pipe, sgd)(params, buffers, sgd.init(params), batches)
+    >>> list(stream) == list(same)
+    True
+    >>> all(torch.equal(p, same.end.params[name]) for name, p in stream.end.params.items())
+    True
+    """
+    require_arguments(reference_stream, locals())
+    require_streamable(pipe)
+    require_whole_batches(pipe)
+    optimizer = clip_updates(pipe, optimizer, max_norm)
+
+    def run(
+        params: State,
+        buffers: State,
+        state: OptimizerState,
+        batches: Iterable[tuple[Any, Any]],
+        *,
+        seed: int | None = None,
+        options: OptionsOf | None = None,
+    ) -> Stream:
+        require_seed(seed)
+        require_gradients()
+        given = options or (lambda number: {})
+        losses = _run_late(pipe, optimizer, look_ahead, given, seed, (params, buffers, state), list(batches))
+        return Stream(losses, lambda: None)
+
+    return run
+
+
+def _run_late(
+    pipe: Pipeline,
+    optimizer: Optimizer,
+    look_ahead: LookAhead | None,
+    options: OptionsOf,
+    seed: int | None,
+    start: tuple[State, State, OptimizerState],
+    batches: Sequence[tuple[Any, Any]],
+) -> Generator[Tensor, None, StreamResult]:
+    """Yield the loss of every batch; return the parameters, buffers and state after the last.
+
+    `past` has every version of each parameter, as forwards use it. Each microbatch uses the version that its stage's
+    forward uses in the pipeline, as the checker counts (`schedules.list_versions`). Gradients go to the newest.
+    """
+    if not batches:
+        raise InputError("batches: got none, expected at least one. Pass batches, the same number on every rank.")
+    (params, buffers, newest), known = start, pipe.training.assembly
+    forms = _forms(known)
+    held, own = forms.params.unwrap(params), forms.buffers.unwrap(buffers)
+    past = {name: [tensor] for name, tensor in held.items()}
+    schedule = lengthen(pipe.schedule, len(batches))
+    versions = list_parameter_versions(known, schedule)
+    for t, (inputs, targets) in enumerate(batches):
+        with suspend_autocast(training_variant(False, None)) as variant:
+            plan, parts = _take(pipe, variant, pipe.batch(variant, inputs, targets))
+            units = [t * plan.microbatches + i % plan.microbatches for i in range(len(plan.lasts))]
+            rows = [{name: past[name][versions[name][k] if name in versions else -1] for name in past} for k in units]
+            keys, orders = make_keys(plan, None if seed is None else seed + t), find_orders(plan, schedule, t)
+            with wait_for_turn(), random.preserve_generators(plan.generators):
+                results, own, made = run_on_one_device(plan, rows, own, parts, keys, orders=orders)
+            grads = join_sums({}, made, find_optional(plan, begun=False))
+            new, newest = optimizer.update(grads, newest, held, **options(t))
+        ahead = {**new} if look_ahead is None else {**new, **look_ahead(new, held)}
+        held = new
+        for name, every in past.items():
+            every.append(ahead[name])
+        loss = merge_results(plan.without_outputs, results).loss
+        assert loss is not None, "a training step has a loss"
+        yield loss
+    return StreamResult({name: held[name] for name in params}, own, newest)

@@ -20,6 +20,7 @@ from typing import Final, TypeAlias
 
 from fpipe.errors import InputError
 from schedules.errors import quote
+from schedules.files.whole import open_whole
 
 AnyPath: TypeAlias = str | os.PathLike[str]
 MOST_READ: Final = 2**28
@@ -58,6 +59,17 @@ def make_folder(path: Path) -> None:
         raise InputError(
             f"{path}: got {type(error).__name__}: {error}, expected a folder that can be made and written. Choose "
             "another path, or change its owner."
+        ) from error
+
+
+def write_whole(path: AnyPath, text: str) -> None:
+    """Write a file, whole or not at all; raise `InputError` if there can be none at this path."""
+    try:
+        with open_whole(as_path(path)) as file:
+            file.write(text)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path}: got {type(error).__name__}: {error}, expected a file. Choose another path."
         ) from error
 
 

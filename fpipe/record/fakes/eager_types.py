@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -55,7 +55,7 @@ class _StandInMeta(type(FakeTensor)):  # type: ignore[misc]
 
     def __instancecheck__(cls, instance: object) -> bool:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        return (_is_ours(caller) or not HIDING.newest(False)) and isinstance(instance, FakeTensor)
+        return (_origin(caller)[0] or not HIDING.newest(False)) and isinstance(instance, FakeTensor)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> FakeTensor:
         return FakeTensor(*args, **kwargs)
@@ -175,17 +175,19 @@ def _namespaces() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     And of those outside of `OURS` that have imported `FakeTensor`.
     """
     foreign, importers = [], []
-    for name, module in list(sys.modules.items()):  # thousands: a function for each would take twice as long
-        package = name.partition(".")[0]
-        space = getattr(module, "__dict__", None)
-        if package in OURS or space is None:
+    for name, module in list(sys.modules.items()):  # thousands
+        is_ours, is_foreign = _origin(name)
+        if is_ours or (space := getattr(module, "__dict__", None)) is None:
             continue
-        if package not in UNCONCERNED and space.get("type", Type) is Type:
+        if is_foreign and space.get("type", Type) is Type:
             foreign.append(space)
         if (found := space.get("FakeTensor")) is FakeTensor or found is StandIn:
             importers.append(space)
     return foreign, importers
 
 
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] in OURS
+@cache
+def _origin(module: str) -> tuple[bool, bool]:
+    """Return whether a module is of torch or fpipe, and whether it may contain code of models."""
+    package = module.partition(".")[0]
+    return package in OURS, package not in UNCONCERNED

@@ -38,7 +38,7 @@ from fpipe.record.trace.record import ATTACHING
 from fpipe.record.trace.recorder import Recorder
 from fpipe.record.trace.settling import SettledRun, Settling
 from fpipe.record.variant import Casts
-from fpipe.tensors.late import is_dtensor
+from fpipe.tensors.torch_private import is_dtensor
 from fpipe.tensors.tree import Structure, flatten
 
 GRAPH_REPAIR = 'Rewrite that part, or choose front_end="trace", which runs the model.'

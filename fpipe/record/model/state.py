@@ -26,7 +26,7 @@ from fpipe.record.model.snapshot import ContainerState, Snapshot
 from fpipe.record.model.walk import NOT_SET, Walk, named_globals, visible
 from fpipe.record.refusals import original_state_error
 from fpipe.record.validity import observe
-from fpipe.tensors.late import is_dtensor
+from fpipe.tensors.torch_private import is_dtensor
 from fpipe.tensors.tree import PLAIN, Structure, flatten
 
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})

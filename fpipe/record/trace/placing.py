@@ -15,9 +15,8 @@ from contextlib import AbstractContextManager
 from torch import Tensor, nn
 
 from fpipe.record.captured import Function, Fuse, Labels, Tensors, Unit, Value
-from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.placed import Arrivals, Placed, enter, is_holder, leave
-from fpipe.tensors.torch_private import mark_as_parameter
+from fpipe.tensors.torch_private import is_dtensor, mark_as_parameter
 
 
 def find_placed(tensors: Mapping[Value, Tensor]) -> dict[Value, Placed]:

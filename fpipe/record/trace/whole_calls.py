@@ -29,8 +29,8 @@ from fpipe.record.captured import Function, Operation, Tensors, Value
 from fpipe.record.model.snapshot import ContainerState, restore_attributes, restore_containers
 from fpipe.record.trace.branching import attach
 from fpipe.record.trace.frames import Attribute, Frame, pick, require_constants, tensors_at
-from fpipe.tensors.late import is_dtensor
 from fpipe.tensors.placed import Placed, local_part
+from fpipe.tensors.torch_private import is_dtensor
 
 Seat: TypeAlias = tuple[dict[str, Any], str]
 """A place where a module keeps a tensor: one of its tables, and the name there."""

@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from fpipe.meshes.copies import ALONE
-from fpipe.pipelines import modes
+from fpipe.pipelines import builder, modes
 from fpipe.pipelines.batch import Signature
 from fpipe.pipelines.builder import Builder
 from fpipe.pipelines.captures import Captures
@@ -91,6 +91,7 @@ class Shelf:
         with (
             mock.patch.object(Planner, "_plan", find_plan),
             mock.patch.object(modes, "hide_fakes", nullcontext),
+            mock.patch.object(builder, "hide_fakes", nullcontext),
             mock.patch.object(Builder, "_captures", find_captures),
             mock.patch.object(Captures, "explore", find_capture),
             mock.patch.object(Planner, "_assemble", find_assembly),

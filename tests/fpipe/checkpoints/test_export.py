@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -119,6 +120,16 @@ def fill(path):
     if path.suffix == ".safetensors":
         path.write_bytes(b"the first part")
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_weights_that_somebody_puts_there_meanwhile_stay(norms, tmp_path, monkeypatch):
+    def write(path, tensors):
+        save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
+        write_safetensors(path, tensors)
+
+    monkeypatch.setattr("fpipe.checkpoints.export.write_safetensors", write)
+    fpipe.export(norms[0], tmp_path, *norms[1:])
+    assert (tmp_path / "other.safetensors").exists()
 
 
 def test_of_two_jobs_that_export_at_once_one_is_told(norms, tmp_path, monkeypatch):

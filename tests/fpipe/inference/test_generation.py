@@ -9,6 +9,8 @@ from torch import nn
 from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
 
 import fpipe
+from fpipe.inference import generation
+from fpipe.inference.decoders import build_decoding
 from fpipe.pipelines.planner import Planner
 from fpipe.tensors.tree import same_bits
 from schedules import dualpipe, forward_only, gpipe, one_f_one_b, zb_v
@@ -84,6 +86,31 @@ def test_greedy_tokens_are_those_of_the_models_own_generate():
     assert torch.equal(generate(*pipe.init(model), prompts, COUNT), own[:, WIDTH:])
 
 
+class Counter(nn.Module):
+    """Makes the number of calls so far the likeliest word."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, logits):
+        self.calls += 1
+        return logits + 100 * nn.functional.one_hot(self.calls, VOCABULARY)
+
+
+def test_buffers_that_a_model_changes_go_from_token_to_token():
+    model = Average()
+    model.head = nn.Sequential(model.head, Counter())
+    ids = texts(4, 2)
+    how = gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=(ids,), targets=ids, loss=word_loss, schedule=how, cuts=["mix"])
+    params, buffers = pipe.init(model)
+    for _ in range(2):  # the second time, from the same buffers
+        tokens = fpipe.generate(pipe, 9, decoder=AverageDecoder)(params, buffers, ids, 5)
+        assert tokens.tolist() == [[1, 2, 3, 4, 5]] * 4
+    assert not buffers["head.1.calls"]
+
+
 @by_night
 @settings(max_examples=12, deadline=None)
 @given(rows=st.sampled_from([1, 2, 3]), width=st.integers(1, 4), count=st.integers(1, 6), seed=st.integers(0, 99))
@@ -102,6 +129,18 @@ def test_all_tokens_share_two_captures(small, monkeypatch):
     for seed in range(3):
         generate(*state, texts(4, 3, seed), 30)
     assert len(made) == 2
+
+
+def test_the_kinds_of_prompts_that_were_used_last_are_kept(monkeypatch):
+    made = []
+    monkeypatch.setattr(generation, "build_decoding", lambda *given: made.append(1) or build_decoding(*given))
+    model, ids = Average(), texts(4, WIDTH)
+    given = {"recording": fpipe.Recording(plans=2), "schedule": gpipe(ranks=2, microbatches=2), "cuts": ["mix"]}
+    pipe = fpipe.pipeline(model, example=(ids,), targets=ids, loss=word_loss, **given)
+    state, generate = pipe.init(model), fpipe.generate(pipe, LENGTH, decoder=AverageDecoder)
+    for rows, count in ((2, 1), (4, 2), (2, 2), (6, 3), (2, 3)):
+        generate(*state, texts(rows, WIDTH), 1)
+        assert len(made) == count
 
 
 def test_draws_depend_on_the_seed_and_not_on_ranks_or_torch(small):

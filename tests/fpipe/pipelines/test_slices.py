@@ -214,9 +214,9 @@ def test_each_slice_is_under_an_autocast_of_its_own(backward):
     """So a weight is cast once per slice, and its gradients are cast back before they are added."""
     model, x, y = make_model(tied=True)
     context, how = partial(torch.autocast, "cpu", torch.bfloat16), fpipe.Gradients(backward=backward)
-    require_loop(model, x, y, seq_1f1b(2, 3, slices=3), [3, 3, 3], context=context, gradients=how)
+    pipe = require_loop(model, x, y, seq_1f1b(2, 3, slices=3), [3, 3, 3], context=context, gradients=how)
     with context():
-        assert fpipe.verify(build(model, x, y, seq_1f1b(2, 3, slices=3)), model, (x,), y).eager > 10
+        assert fpipe.verify(pipe, model, (x,), y).eager > 10
 
 
 class Averaging(nn.Module):

@@ -81,6 +81,15 @@ def test_a_plan_is_searched_once(tmp_path):
     assert plan(tmp_path, schedules=[again.schedule])[1] == plan(tmp_path, schedules=[again.schedule])[1]
 
 
+def test_a_search_that_was_ended_early_leaves_no_plan(tmp_path):
+    def interrupt(progress):
+        raise KeyboardInterrupt
+
+    given = {"ranks": 2, "loss": mse, "microbatches": 2, "cache": tmp_path}
+    assert not fpipe.plan(layers(), (X,), Y, progress=interrupt, **given).complete
+    assert not [*tmp_path.glob("plan-*")]
+
+
 def test_torch_and_machine_count(tmp_path):
     first, threads = profile(tmp_path), torch.get_num_threads()
     torch.set_num_threads(threads + 1)

@@ -78,6 +78,11 @@ def test_islands_are_found_whatever_their_ranks_and_whichever_links_are_noted(ra
     assert find_islands(link, 6) == islands
 
 
+def test_two_ranks_are_as_far_apart_as_their_slower_direction():
+    one_way = tuple(((a, b), 9.0) for a, b in permutations(range(4), 2) if a % 2 > b % 2)
+    assert find_islands(Link(latency=1, slow=one_way), 4) == ((0, 2), (1, 3))
+
+
 @pytest.mark.parametrize("link", [Link(), Link(latency=1, slow=(((0, 1), 1.8), ((1, 0), 1.8)))])
 def test_links_that_are_about_as_fast_make_no_islands(link):
     assert find_islands(link, 4) == ((0, 1, 2, 3),)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe.errors import InputError
 from fpipe.planning import choosing
-from fpipe.planning.candidates import FACTORIES, find_peak, fit_memory
+from fpipe.planning.candidates import FACTORIES, find_peak, fit_memory, keep_best, start
 from fpipe.planning.chain import partition_chain
 from fpipe.planning.choosing import PlanProgress
 from fpipe.planning.floor import bound_plans
@@ -92,6 +92,20 @@ def test_the_bound_names_everything_that_it_consists_of():
     assert (
         text == "one microbatch takes 24 s from end to end, and its transfers 60 s, and a step 3 s besides its actions"
     )
+    with_step, without = (
+        problem_of(one, 4, 1).try_out(one_f_one_b(4, 1), (2, 4, 6)) for one in (profile, replace(profile, step=0.0))
+    )
+    assert with_step.predicted.seconds == without.predicted.seconds + 3
+    twice = bound_plans(problem_of(profile, 4, 1), split=False, single=True, copies=2)  # two ranks may be all it visits
+    assert "its transfers 0 s" in twice.because
+
+
+@pytest.mark.parametrize(
+    ("forward", "factories"), [([1, 20, 1], [chimera]), ([1] * 8, [one_f_one_b, interleaved_1f1b])]
+)
+def test_the_bound_knows_that_ranks_may_share_a_block_or_hold_several_stages(forward, factories):
+    plan = find_plan(chain_profile(forward), factories)
+    assert plan.bound <= plan.predicted.seconds
 
 
 @settings(max_examples=30, deadline=None)
@@ -133,6 +147,11 @@ def test_little_memory_makes_stages_recompute():
     assert max(plan.predicted.memory) <= 75
 
 
+def test_a_rank_with_little_memory_gets_few_blocks_though_a_step_takes_longer():
+    found = start(problem_of(chain_profile([1] * 8), caps=(inf, 18.0)), one_f_one_b(2, 4))
+    assert (found.fits, found.cuts) == (True, (7,))
+
+
 def test_activations_are_moved_to_a_fast_host_where_memory_is_short(tmp_path):
     """Stages of 20 bytes and 2 s per forward: at 10 bytes per second, a move takes as long as a pass."""
     profile, given_ = chain_profile([1] * 8), {"ranks": 4, "microbatches": 8, "caps": 80.0}
@@ -147,6 +166,12 @@ def test_activations_are_moved_to_a_fast_host_where_memory_is_short(tmp_path):
     assert fast.bound <= fast.predicted.seconds
     fast.save(tmp_path / "plan.json")
     assert Plan.read(tmp_path / "plan.json") == fast
+
+
+def test_of_equal_schedules_the_best_cuts_are_kept():
+    problem = problem_of(chain_profile([1] * 8))
+    worse, best = (problem.try_out(one_f_one_b(2, 4), (cut,)) for cut in (7, 4))
+    assert keep_best([worse, best], 9) == keep_best([best, worse], 9) == [best]
 
 
 @given(
@@ -171,6 +196,9 @@ def test_the_stages_whose_recomputation_lowers_the_peak_most_are_recomputed_and_
         "of stage 3, which keeps more, no two microbatches are held"
     )
     assert fitting.predicted.memory[0] <= 50
+    twice = replace(chain_profile([1] * 2, weights=[0] * 2), activation=(Spread(30, (0,)), Spread(10, (1,))))
+    held = fit_memory(problem_of(twice, caps=30.0).try_out(chimera(2, 4), (1,)))
+    assert dict(held.schedule.arguments)["stages"] == (0,), "recomputed for one rank, which is enough for the other"
 
 
 @sampled(1)
@@ -197,8 +225,8 @@ def test_a_pinned_stage_leaves_no_places_inside():
 @pytest.mark.parametrize(
     ("cuts", "stages", "words"),
     [
-        (("4",), (("2", "7"),), r"stages: got \('2', '7'\) and a stage that begins at '4', in the middle"),
-        ((), (("2", "7"), ("5", None)), r"stages: got \('2', '7'\) and a stage that begins at '5'"),
+        (("6",), (("2", "7"),), r"stages: got \('2', '7'\) and a stage that begins at '6', in the middle"),
+        ((), (("2", "7"), ("3", None)), r"stages: got \('2', '7'\) and a stage that begins at '3'"),
         ((), ("27",), r"stages\[0\]: got '27', expected two names of modules"),
         ((), (("7", "2"),), r"stages\[0\]: got \(.7., .2.\), expected a second module that comes after"),
     ],
@@ -235,6 +263,12 @@ def test_it_says_what_is_faster_than_a_pipeline(profile, caps, advice):
     assert advice in plan.advice
     assert bool(plan.advice) == (plan.alone.fits or plan.copies.fits) == bool(advice)
     assert bool(advice) == (min(plan.alone.seconds, plan.copies.seconds) < plan.predicted.seconds and plan.alone.fits)
+
+
+def test_copies_fit_only_if_all_ranks_have_room_for_the_model():
+    plan = find_plan(chain_profile([1] * 8, weights=[100] * 8), [one_f_one_b], caps=(inf, 600.0))
+    assert (plan.alone.fits, plan.copies.fits) == (True, False)
+    assert "data parallelism" not in plan.advice
 
 
 def test_the_same_profile_gives_the_same_plan():

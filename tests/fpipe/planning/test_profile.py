@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fpipe import InputError
 from fpipe.planning.ranges import TIMED, Arrival, Hop, Spread, count_once, sum_blocks, sum_crossing, sum_entering
-from schedules import Link, dualpipe, gpipe, looped, vee
+from schedules import Link, Placement, dualpipe, gpipe, looped, vee
 from tests.common.profiles import TIMES, block, cuts_of, plain_profile, profiles
 
 FOUR = profiles(blocks=4)
@@ -69,6 +69,7 @@ def test_a_parameter_of_two_stages_on_a_rank_counts_once():
     assert profile.sizes([1, 2, 3], vee(ranks=2, chunks=2)).weight == (8, 1, 2, 0)
     assert profile.sizes([1, 2, 3], looped(ranks=2, chunks=2)).weight == (8, 1, 2, 8)
     assert profile.sizes([1, 2, 3], dualpipe(4, 4).placement).weight == (8, 1, 2, 0)
+    assert profile.sizes([3], Placement(3, (0, 1), ((1, 2),))).weight == (11, 8)
     assert profile.sizes([]).weight == (11,)
 
 

@@ -157,11 +157,13 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.scale
 
 
-def test_tensors_of_the_user_get_no_gradient():
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_tensors_of_the_user_get_no_gradient(backward):
     """Not even those that require one, of which autograd makes leaves."""
     model, x = nn.Sequential(Scaled(), Scaled()), torch.randn(6, 4)
     how = one_f_one_b(ranks=2, microbatches=3)
-    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=how, cuts=["1"])
+    gradients = fpipe.Gradients(backward=backward)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=how, cuts=["1"], gradients=gradients)
     params, buffers = pipe.init(model)
     buffers = {name: buffer.requires_grad_() for name, buffer in buffers.items()}
     fpipe.value_and_grad(pipe)(params, buffers, (x,), seed=0)
@@ -222,6 +224,25 @@ def test_gradients_that_share_memory_are_summed_apart(backward, split):
     assert grads.keys() == want.keys()
     assert all(same_bits(grads[name], want[name]) for name in want)
     assert len({grad.data_ptr() for grad in grads.values()}) == len(grads)
+
+
+def test_gradients_that_come_after_the_first_microbatch_share_no_memory():
+    """Autograd puts the same gradient into `.grad` of both, of the second one as a view."""
+
+    class Adding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.v, self.w = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(6))
+
+        def forward(self, x):
+            return x + self.v + self.w.view(3, 2)
+
+    pipe = staged(nn.Sequential(nn.Tanh(), Adding()), (torch.randn(3, 2),), microbatches=1, backward="autograd")
+    stage = pipe.stages[1]
+    leaves = stage.leaves({name: torch.randn(spec.shape) for name, spec in pipe.training.params.items()})
+    _, _, kept = stage.forward(leaves, (), (torch.randn(3, 2),), 0)
+    _, sums = stage.backward(kept, (), (None, None))
+    assert len({one.untyped_storage().data_ptr() for one in sums}) == 2
 
 
 def test_absent_gradients_add_nothing():

@@ -132,6 +132,12 @@ def test_files_that_cannot_be_read_are_named(folder):
         assert str(caught.value).startswith(f"{folder / name}: {words}")
 
 
+def test_no_file_is_written_that_would_take_too_long_to_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "MOST_HEADER", 8)
+    with pytest.raises(fpipe.InputError, match=r"got a header of .* bytes, expected at most 8, .*Split the file"):
+        checkpoint.write_safetensors(tmp_path / "many.safetensors", A)
+
+
 def test_a_missing_file_is_named(folder):
     found = fpipe.safetensors(index(folder))
     Path(folder / "model-2.safetensors").unlink()
