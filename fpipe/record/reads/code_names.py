@@ -29,7 +29,7 @@ SKIPPED = frozenset({"CACHE", "NOP", "PRECALL", "PUSH_NULL", "RESUME", "COPY_FRE
 NAMED, VARIABLES = frozenset(dis.hasname), frozenset(dis.haslocal + dis.hasfree)
 SHIFTS = {"LOAD_GLOBAL": 1} | ({"LOAD_ATTR": 1, "LOAD_SUPER_ATTR": 2} if sys.version_info >= (3, 12) else {})
 """The low bits of an argument that do not belong to the number of a name."""
-IN_PLACE = range(13, 26)
+UPDATES = range(13, 26)
 """The arguments of `BINARY_OP` that stand for `+=` and its like."""
 CHANGING = frozenset(
     {"append", "appendleft", "extend", "insert", "add", "update", "remove", "discard", "clear", "setdefault"}
@@ -113,7 +113,7 @@ def _is_in(variables: Collection[str], lookup: Lookup, name: str = "") -> bool:
     return lookup.root == "free" and (lookup.variable or name) in variables
 
 
-class Step(NamedTuple):
+class CodeStep(NamedTuple):
     """An instruction, its argument, and what that stands for: a name, the names of two variables, or a constant."""
 
     what: str
@@ -121,10 +121,10 @@ class Step(NamedTuple):
     name: Any = None
 
 
-NO_STEP = Step("")
+NO_STEP = CodeStep("")
 
 
-def steps_of(code: CodeType) -> Iterator[Step]:
+def steps_of(code: CodeType) -> Iterator[CodeStep]:
     """Yield the instructions of `code` that matter here, as `dis` reads them, but in a fifth of the time."""
     cells = [one for one in code.co_cellvars if one not in code.co_varnames]
     variables = (*code.co_varnames, *cells, *code.co_freevars)
@@ -142,7 +142,7 @@ def steps_of(code: CodeType) -> Iterator[Step]:
         elif number in VARIABLES:
             is_pair = what.count("_FAST") > 1  # since Python 3.13
             name = (variables[argument >> 4], variables[argument & 15]) if is_pair else variables[argument]
-        yield Step(what, argument, name)
+        yield CodeStep(what, argument, name)
 
 
 class _Reader:
@@ -167,7 +167,7 @@ class _Reader:
         self.found.outer.update(name for name, count in self.outer.items() if count > 0)
         return self.found
 
-    def _collect(self, before: Step, step: Step, after: Step) -> None:
+    def _collect(self, before: CodeStep, step: CodeStep, after: CodeStep) -> None:
         """Add the names that a step reads, unless it only feeds an update."""
         what, _, name = step
         changing = after.what in ATTRIBUTE and after.name in CHANGING
@@ -178,12 +178,12 @@ class _Reader:
                 self.found.attributes.add(name)
                 self.found.own.update([name] if self._top() == FIRST else [])
         elif what in STORING:
-            if before.what == "BINARY_OP" and before.argument in IN_PLACE:
+            if before.what == "BINARY_OP" and before.argument in UPDATES:
                 self.outer[name] -= what != "STORE_ATTR"
         elif what == "LOAD_CONST" and isinstance(name, str) and after.what not in ("COPY", "STORE_SUBSCR"):
             self.found.keys.add(name)  # d["n"] += 1 copies d and "n"
 
-    def _follow(self, step: Step) -> None:
+    def _follow(self, step: CodeStep) -> None:
         """Do to the stack what a step does, and note what it assigns; forget the stack if the step does anything else.
 
         A method or function that is about to be called is one object here, although Python pushes two.
