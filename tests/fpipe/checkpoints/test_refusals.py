@@ -267,7 +267,10 @@ def test_scalars_of_the_state_are_read_where_they_were(pipe, run, tmp_path, monk
     state = {name: {"step": torch.tensor(2.0)} for name in run["params"]}
     fpipe.save(pipe, tmp_path, params=run["params"], buffers=run["buffers"], state=state, step=7)
     resign(tmp_path / SIDECAR, on_device=["state.0.bias.step"])
-    elsewhere = lambda specs, placed: {name: replace(spec, device=torch.device("meta")) for name, spec in specs.items()}
+
+    def elsewhere(specs, placed):
+        return {name: replace(spec, device=torch.device("meta")) for name, spec in specs.items()}
+
     monkeypatch.setattr("fpipe.checkpoints.load.whole_specs", elsewhere)
     read = fpipe.load(pipe, tmp_path).state
     assert (read["0.bias"]["step"].device.type, read["0.weight"]["step"].device.type) == ("meta", "cpu")
