@@ -28,7 +28,7 @@ from benchmarks.common.turns import seconds, without_collection
 from benchmarks.llama import LENGTH, MICROBATCHES, ROWS, WORDS, llama
 from schedules import Schedule, one_f_one_b, zb_h1
 
-COUNTS: Final = {8: rounds(3), 32: rounds(2), 80: 1}
+COUNTS: Final = {8: rounds(3), 32: 1, 80: 1}
 """How often to start, by the number of layers."""
 RANKS, TURNS, STEPS = 4, rounds(3), rounds(3)
 SHORT: Final = ROWS // 2
