@@ -9,7 +9,8 @@ after which recorded stages have saved what they cost to build.
 
 Then Llamas of more and more layers, all alike: the processor time of the build, and what the first step takes more than
 the next one, over the time of one eager forward and backward on fake tensors of the same shapes; and what the first
-step with batches of another length takes more.
+step with batches of another length takes more. The median of three builds with 8 layers, and one with more; a build
+varies by 30 % between a quiet and a busy machine.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from benchmarks.common.rows import most, row
 from schedules import one_f_one_b
 
 LAYERS, WIDTH, PROMPTS, GROUPS, CONTEXT, LENGTH, SHORT, LONG = 8, 256, 8, 4, 32, 128, 8, 28
-ROUNDS: Final = rounds(2)
+ROUNDS: Final = rounds(3)
 WAYS: Final = ("autograd", "graph")
 
 
