@@ -4,7 +4,9 @@
     python -m benchmarks.agreement
 
 A GPT whose step takes about 50 ms on each rank, under 1F1B over Gloo. Steps with and without the agreement alternate;
-the difference is what a user pays. The agreement is also measured alone, over and over: its wall time when all ranks
+the difference is what a user pays. The other ranks wait for the first one's forward, so what that rank spends on the
+agreement in a step is on the critical path: to post it, and to wait, after the forward, for an answer that is not in
+yet. The agreement is also measured alone, over and over: its wall time when all ranks
 arrive together, and its CPU time. On a machine with other work, the fastest tenth shows what the agreement takes, and
 the median includes what it waits. If ranks share cores, so do a step and its agreement, and CPU time is what counts. A
 message is packed and unpacked with its header, and as bare bytes.
@@ -57,6 +59,7 @@ def measured() -> dict[str, float]:
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
     step(*state, (tokens,), targets)
     times = _in_turns(pipe.ranks, lambda: step(*state, (tokens,), targets))
+    times["first"] = _first_spends(pipe.ranks, lambda: step(*state, (tokens,), targets))
     with pipe.ranks.enter_call("a benchmark"):
         assert agree_on_plan(pipe, TRAINING) is pipe.training
         alone = _repeated(lambda: _agreed(pipe))
@@ -70,18 +73,42 @@ def _agreed(pipe: Any) -> None:
 
 
 def _in_turns(reached: Any, step: Callable[[], object]) -> dict[str, float]:
-    """Return the median times of steps with and without the agreement."""
+    """Return the median times of steps with and without the agreement, and of the difference within a pair."""
     found: dict[str, list[float]] = {"agreeing": [], "not agreeing": []}
     for turn in range(2 * STEPS):
         name = ("agreeing", "not agreeing")[turn % 2]
         if name == "not agreeing":
-            reached.agree = lambda fields=tuple, about="", note=0: [note]
+            reached.post_agreement = lambda fields, then: then()
         dist.barrier()
         start = time.perf_counter()
         step()
         found[name].append(ranks.makespan(start, time.perf_counter()))
-        vars(reached).pop("agree", None)
-    return {name: statistics.median(times) for name, times in found.items()}
+        vars(reached).pop("post_agreement", None)
+    pairs = zip(found["agreeing"], found["not agreeing"], strict=True)
+    more = statistics.median(one - other for one, other in pairs)
+    return {"more": more, **{name: statistics.median(times) for name, times in found.items()}}
+
+
+def _first_spends(reached: Any, step: Callable[[], object]) -> float:
+    """Return the median seconds that the first rank spends on the agreement of a step; 0 on the others."""
+    spent: list[float] = []
+
+    def timed(act: Callable[..., object]) -> Callable[..., object]:
+        def acting(*given: Any) -> object:
+            start = time.perf_counter()
+            found = act(*given)
+            spent[-1] += time.perf_counter() - start
+            return found
+
+        return acting
+
+    reached.post_agreement, reached.calls.settle = timed(reached.post_agreement), timed(reached.calls.settle)
+    for _ in range(STEPS):
+        dist.barrier()
+        spent.append(0.0)
+        step()
+    del reached.post_agreement, reached.calls.settle
+    return 0.0 if dist.get_rank() else statistics.median(spent)
 
 
 def _repeated(act: Callable[[], object]) -> dict[str, float]:
@@ -130,11 +157,11 @@ def main() -> None:
     for count in (2, 4):
         apart, shared = (most(1), None) if count <= (os.cpu_count() or 1) else (None, most(1))
         found = ranks.maxima(ranks.start("benchmarks.agreement", count, *sys.argv[1:]))
-        more = found["agreeing"] - found["not agreeing"]
         lines: list[tuple[str, str, float, Reach | None]] = [
             ("a step with agreement", "ms", found["agreeing"] * 1e3, None),
             ("the same without", "ms", found["not agreeing"] * 1e3, None),
-            ("what agreement adds to it", "us", more * 1e6, None),
+            ("what agreement adds to it", "us", found["more"] * 1e6, None),
+            ("what the first rank spends on it in a step", "us", found["first"] * 1e6, most(100)),
             ("agreement alone, all ranks at once", "us", found["alone"] * 1e6, most(100)),
             ("the same, the quickest tenth", "us", found["quick"] * 1e6, None),
             ("the same, the processor's time", "us", found["processor"] * 1e6, None),

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 
 from fpipe.errors import InputError
 from fpipe.runtime.executor import LinkedProgram
+from fpipe.tensors.arguments import require_arguments
 from schedules import Action
 
 FORWARDS: Final = ("F", "OVERLAP_F", "C")
@@ -73,18 +74,14 @@ class Audit:
     report: Callable[[Rerun], None] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.draws, int) or isinstance(self.draws, bool) or self.draws < 1:
+        require_arguments(Audit.__init__, vars(self))
+        if self.draws < 1:
             raise InputError(f"draws: got {self.draws!r}, expected an integer of at least 1. Pass Audit(draws=1).")
-        number = isinstance(self.allowance, int | float) and not isinstance(self.allowance, bool)
-        if not number or not self.allowance > 0:
+        if self.allowance <= 0:
             raise InputError(
                 f"allowance: got {self.allowance!r}, expected a number above 0, the share of time that an audit may "
                 "add. Pass Audit(allowance=0.01); to audit nothing, audit=None."
             )
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise InputError(f"seed: got {self.seed!r}, expected an integer. Pass Audit(seed=0).")
-        if self.report is not None and not callable(self.report):
-            raise InputError(f"report: got {self.report!r}, expected a function of a Rerun. Pass Audit(report=print).")
 
     def draw(self, number: int, copy: int, rank: int, drawable: list[int]) -> list[int]:
         """Return the drawn ones among some positions, in order, in step `number` of a rank of a copy."""

@@ -35,7 +35,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.names import accept_trees
 from fpipe.weights.files import as_path, make_folder, write_durably, write_error
 from fpipe.weights.loading import list_transient_buffers
-from fpipe.weights.safetensors import INDEX, read_index, write_safetensors
+from fpipe.weights.safetensors import INDEX, read_index, removing_on_error, write_safetensors
 from schedules.status import showing
 
 EXPORTED: Final = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
@@ -116,13 +116,9 @@ def _file_name(token: str, index: int, count: int) -> str:
 
 def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
     make_folder(file.parent)
-    try:
+    with removing_on_error(file, tensors):
         if tensors:
             write_safetensors(file, tensors)
-    except Exception as error:
-        with suppress(OSError):
-            file.unlink()
-        raise write_error(file, sum(one.nbytes for one in tensors.values()), error) from error
 
 
 def _replace(home: Path, index: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,8 @@ from fpipe.tensors.names import accept_trees
 from fpipe.tensors.placed import require_plain, whole_tensor
 from fpipe.tensors.spec import Spec
 from fpipe.training.optimizers import OptimizerState
-from fpipe.weights.files import as_path, write_error
-from fpipe.weights.safetensors import require_savable, write_safetensors
+from fpipe.weights.files import as_path
+from fpipe.weights.safetensors import removing_on_error, require_savable, write_safetensors
 from schedules.errors import quote
 from schedules.status import showing
 
@@ -294,12 +294,7 @@ def _start(share: _Share, shard: Path, token: str) -> Future[None]:
 def _write(share: _Share, shard: Path, token: str) -> None:
     if not share.writes:
         return
-    try:
+    with removing_on_error(shard, share.tensors):
         if share.tensors:
             write_safetensors(shard, share.tensors)
         write_sidecar(shard, token, share.numbers, share.on_device)
-    except Exception as error:
-        for path in (shard, shard.with_suffix(".json"), shard.with_suffix(".json.new")):
-            with suppress(OSError):
-                path.unlink()  # a full disk has room again, for others, too
-        raise write_error(shard, sum(one.nbytes for one in share.tensors.values()), error) from error

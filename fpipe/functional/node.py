@@ -160,7 +160,7 @@ class StageNode:
         """Run the backward; return what each edge carries back, and the sum of gradients."""
         entering = self._enter(kept, cotangents)
         if self.stage.backward is None:
-            outgoing, deferred = self._half(kept, entering)
+            outgoing, deferred = self._run_half(kept, entering)
             return outgoing, self.backward_weight(deferred, onto)
         found, grads = self.stage.backward(kept.residuals, entering)
         return self._leave(kept, found), (add_trees(*onto, grads),)
@@ -171,14 +171,10 @@ class StageNode:
         if self.stage.backward_input is None and self.stage.backward is not None:
             found, grads = self.stage.backward(kept.residuals, entering)
             return self._leave(kept, found), (grads,)
-        return self._half(kept, entering)
+        return self._run_half(kept, entering)
 
-    def _half(self, kept: NodeState, entering: Any) -> tuple[Payload, Any]:
-        if self.stage.backward_input is None:
-            raise InputError(
-                f"stage {self.name!r}: got a schedule with backwards, expected one without, since the stage has none. "
-                "Pass backward=, or a schedule of forwards only."
-            )
+    def _run_half(self, kept: NodeState, entering: Any) -> tuple[Payload, Any]:
+        assert self.stage.backward_input is not None, "the stage is differentiable"
         found, deferred = self.stage.backward_input(kept.residuals, entering)
         return self._leave(kept, found), deferred
 

@@ -73,10 +73,6 @@ class Refusals:
         method.__doc__ = f"Raise `InputError`. {self.refused[name].repair}"
         return method
 
-    def __str__(self) -> str:
-        rows = "".join(f"| `{name}` | {refusal} |\n" for name, refusal in self.refused.items())
-        return f"| refused | expected |\n|---|---|\n{rows}"
-
 
 def refusing(table: Refusals) -> Callable[[Library], Library]:
     """Return a class decorator that adds the methods that a table refuses."""

@@ -10,6 +10,8 @@ is sent. If not, everybody gets all rows; if calls differ, all exchange a digest
 digested, and raise the same error. A rank that refuses its arguments also says so in its row, so that the others are
 not left waiting.
 
+The row is posted first, and the answer is awaited later, so that a rank may begin to compute meanwhile.
+
 Invariant: whichever calls two ranks are in, the next message that each sends over the control group is a row of three.
 
 Runs when a pipeline is built and in every step, if ranks are separate processes.
@@ -38,8 +40,11 @@ class RowExchange(Protocol):
         """Return the tensors of all ranks."""
         ...
 
-    def compare(self, mine: Tensor) -> Sequence[Tensor] | int:
-        """Return the number of ranks if all have passed the same, else the tensors of all."""
+    def post(self, mine: Tensor) -> Callable[[], Sequence[Tensor] | int]:
+        """Post a comparison with the tensors of all ranks; return the function that waits for its answer.
+
+        That is the number of ranks if all have passed the same, else the tensors of all.
+        """
         ...
 
 
@@ -70,20 +75,32 @@ def agree(rank: int, exchange: RowExchange, call: str, fields: Sequence[Field], 
 
     Raise `TransportError` unless all ranks make the same call with the same fields.
     """
+    return post_agreement(rank, exchange, call, fields, note)()
+
+
+def post_agreement(
+    rank: int, exchange: RowExchange, call: str, fields: Sequence[Field], note: int = 0
+) -> Callable[[], list[int]]:
+    """Post what `agree` exchanges; return the function that does the rest of it."""
     assert len(fields) <= MOST_FIELDS, "there is room for the digests of all fields"
     mine = [0, digest((call, *[f"{field.name} {field.digest}" for field in fields])), note]
-    found = exchange.compare(torch.tensor(mine))
-    if isinstance(found, int):
-        return [note] * found
-    rows = [row.tolist() for row in found]
-    if any(row[:NOTE] != mine[:NOTE] for row in rows):
-        _raise_difference(rank, exchange.gather, call, fields, rows)
-    return [row[NOTE] for row in rows]
+    answer = exchange.post(torch.tensor(mine))
+
+    def finish() -> list[int]:
+        found = answer()
+        if isinstance(found, int):
+            return [note] * found
+        rows = [row.tolist() for row in found]
+        if any(row[:NOTE] != mine[:NOTE] for row in rows):
+            _raise_difference(rank, exchange.gather, call, fields, rows)
+        return [row[NOTE] for row in rows]
+
+    return finish
 
 
 def announce_refusal(exchange: RowExchange, call: str, error: BaseException) -> None:
     """Tell the other ranks, which wait for this one's row, that the call failed here."""
-    if not isinstance(exchange.compare(torch.tensor([1, digest([call]), 0])), int):  # else all of them refuse
+    if not isinstance(exchange.post(torch.tensor([1, digest([call]), 0]))(), int):  # else all of them refuse
         exchange_texts(exchange.gather, describe_error(error))
 
 

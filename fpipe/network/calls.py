@@ -8,6 +8,9 @@ Idea. What is raised before all have agreed is announced in place of this proces
 (`fpipe.network.agreement`). What is raised later is published on the board, and the groups on which the others wait are
 broken. When a connection ends, the board is read: another rank may know why.
 
+An agreement may be posted, and settled later: before anything else is posted, and before an error is shared. So ranks
+that differ raise the same, whatever this process has tried meanwhile.
+
 What an error here means to the others is a state of this process (`fpipe.network.standing`).
 
 Runs when a pipeline is built and in every step, if ranks are separate processes.
@@ -24,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import Cause, RankError, TransportError
-from fpipe.network.agreement import agree, announce_refusal, exchange_texts
+from fpipe.network.agreement import announce_refusal, exchange_texts, post_agreement
 from fpipe.network.board import Board
 from fpipe.network.groups import Control, World
 from fpipe.network.lookout import Lookout
@@ -41,7 +44,10 @@ class SharedCalls:
     - `owned`: returns the groups that nobody else uses, which are broken and destroyed if a call fails.
     - `count`: the number of calls so far; `situation`: what this process is doing.
     - `idle`: the seconds that the first agreement took since it was set to `None`.
+    - `pending`: settles the agreement that is posted, if one is.
     """
+
+    pending: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -66,7 +72,8 @@ class SharedCalls:
         with self.lookout.on_duty(f"{call} (call {self.count})"):
             try:
                 self.lookout.require_uncut()
-                yield
+                with self._settling():
+                    yield
                 self.lookout.require_uncut()
             except BrokenWaitError as error:
                 if (own := self._find_own(error)) is None:
@@ -84,23 +91,62 @@ class SharedCalls:
 
         `about` distinguishes several agreements within one call. Return the `note` that each rank passed.
         """
+        self.settle()
+        return self._post(fields, about, note)()
+
+    def post_agreement(self, fields: Fields, then: Callable[[], object]) -> None:
+        """Post an agreement, which is to be settled before anything else is posted; once it is, call `then`."""
+        finish = self._post(fields)
+
+        def settle() -> None:
+            execution, self.situation.execution = self.situation.execution, None  # to the others, nothing runs yet
+            finish()
+            self.situation.execution = execution
+            then()
+
+        self.pending = settle
+
+    def settle(self) -> None:
+        """Wait for the answer of the agreement that is posted, if one is; raise what `agree` raises."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending()
+
+    def _post(self, fields: Fields, about: str = "", note: int = 0) -> Callable[[], list[int]]:
+        """Post an agreement; return the function that settles it."""
         call = f"{self.situation.call}, {about}" if about else self.situation.call
         known, start = fields(), monotonic()
+        finish = post_agreement(self.table.rank, self, call, known, note)
+
+        def settle() -> list[int]:
+            try:
+                return finish()
+            except TransportError:
+                self.situation.move(Standing.CONCLUDED)  # the others raise it too
+                raise
+            finally:
+                self.idle = monotonic() - start if self.idle is None else self.idle
+
+        return settle
+
+    @contextmanager
+    def _settling(self) -> Iterator[None]:
+        """Return a context at whose end no agreement is pending; if ranks differ, an error within is due to that."""
         try:
-            return agree(self.table.rank, self, call, known, note)
-        except TransportError:
-            self.situation.move(Standing.CONCLUDED)  # the others raise it too
+            yield
+        except Exception:
+            if self.pending is not None:
+                self.begin()  # as the others do, unless they differ
             raise
-        finally:
-            self.idle = monotonic() - start if self.idle is None else self.idle
+        self.settle()
 
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
         """Return the tensors that all processes pass, of the same shape and dtype."""
         return self.table.gather(mine, self.lookout.wait, self.situation.call)
 
-    def compare(self, mine: Tensor) -> Sequence[Tensor] | int:
-        """Return the number of processes if all have passed the same tensor, else those of all."""
-        return self.table.compare(mine, self.lookout.wait, self.situation.call)
+    def post(self, mine: Tensor) -> Callable[[], Sequence[Tensor] | int]:
+        """Return the function that returns the number of processes if all pass the same tensor, else those of all."""
+        return self.table.post(mine, self.lookout.wait, self.situation.call)
 
     def exchange_text(self, text: str, about: str) -> list[str]:
         """Return the texts of all processes, in order; every one must call this."""
@@ -109,6 +155,7 @@ class SharedCalls:
 
     def begin(self) -> None:
         """Declare that the others wait for what this process does next: an error is theirs, too."""
+        self.settle()
         self.situation.move(Standing.MIDWAY)
 
     def decide(self) -> None:

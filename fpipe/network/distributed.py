@@ -29,9 +29,29 @@ from fpipe.network.channels import DistributedTransport
 from fpipe.network.groups import GRACE, RESULTS, Control, Creator, choose_timeout, share_group
 from fpipe.network.ranks import Fields, Ranks, claim_turn, require_at_rest, require_unclosed
 from fpipe.network.waiting import Line, PendingWorks, Waitable, await_all, has_streams, reporting
-from fpipe.runtime.executor import Execution, Milestone, Outcome
-from fpipe.runtime.transport import Route, Transport
+from fpipe.runtime.contract import StageLike
+from fpipe.runtime.executor import Execution, LinkedProgram, Milestone, Outcome
+from fpipe.runtime.transport import Payload, Route, Transport
 from fpipe.tensors.spec import Spec
+from schedules import Action
+
+
+def _begins_alone(program: LinkedProgram) -> bool:
+    """Return whether a program begins with a forward that needs nothing of other ranks, for one of them."""
+    first = program.instructions[:1]
+    return any(one.action.kind in ("F", "C") and one.sends and not one.receives for one in first)
+
+
+def _begin_after_first(program: LinkedProgram, begin: Callable[[], None]) -> LinkedProgram:
+    """Return the program with a call of `begin` before anything that its first action makes is sent."""
+    first, *others = program.instructions
+
+    def handler(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+        values = first.handler(run, action, stage, arrived)
+        begin()
+        return values
+
+    return program._replace(instructions=(first._replace(handler=handler), *others))
 
 
 class DistributedRanks(Ranks):
@@ -122,6 +142,21 @@ class DistributedRanks(Ranks):
         """Raise `TransportError` on every rank unless all have called the same function with the same fields."""
         return self.calls.agree(fields, about, note)
 
+    def post_agreement(self, fields: Fields, then: Callable[[], object]) -> None:
+        """Post an agreement, whose answer is awaited before the program that is run next sends anything.
+
+        It is awaited at once by the rank for which the others wait, by one that measures how long they wait, and on a
+        mesh, where the forward of a stage may itself need other processes.
+        """
+        self.calls.post_agreement(fields, then)
+        is_mesh = self.control.size > len(self.processes)
+        if is_mesh or self.control.rank == self.control.home or self.calls.idle is None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the answer of an agreement that was posted, if one was; raise what `agree` raises."""
+        self.calls.settle()
+
     @property
     def idle(self) -> float:  # type: ignore[override]
         """The seconds that the first agreement after `watch_idle` took here."""
@@ -156,11 +191,16 @@ class DistributedRanks(Ranks):
         self, copies: Sequence[Callable[[int, Transport], Execution]]
     ) -> Generator[None, None, list[dict[int, Outcome]]]:
         """Run this process's rank, blocking on each handle that it yields; yield whenever it reaches a milestone."""
-        (rank,), (execution,) = self.ranks, copies
-        self.calls.begin()
+        (rank,), (make,) = self.ranks, copies
         situation, wait, trail = self.calls.situation, self.calls.lookout.wait, self.transport.trail
-        situation.execution = execution(rank, self.transport)
-        run = situation.execution.run()
+        execution = make(rank, self.transport)
+        is_ahead = self.calls.pending is not None and _begins_alone(execution.program)
+        if is_ahead:
+            execution.program = _begin_after_first(execution.program, self.calls.begin)
+        else:
+            self.calls.begin()
+        situation.execution = execution
+        run = execution.run()
         try:
             while True:
                 posted: Any = next(run)

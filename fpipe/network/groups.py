@@ -205,8 +205,8 @@ GRACE: Final = timedelta(minutes=1)
 class Control(NamedTuple):
     """The group over which ranks agree, this process's rank in it, and the numbers in the job of all its processes.
 
-    Rows go to the first rank, and an answer comes back: two messages in sequence. A ring takes as many as there are
-    ranks, each in one of Gloo's threads.
+    Rows go to the last rank, and an answer comes back: two messages in sequence. A ring takes as many as there are
+    ranks, each in one of Gloo's threads. The last rank of most schedules has nothing to do until the others have begun.
     """
 
     group: dist.ProcessGroup
@@ -217,6 +217,11 @@ class Control(NamedTuple):
     def size(self) -> int:
         """The number of processes."""
         return len(self.processes)
+
+    @property
+    def home(self) -> int:
+        """The rank that compares the rows of all."""
+        return self.size - 1
 
     @classmethod
     def of(cls, world: list[int], replicas: list[list[int]], timeout: timedelta, creator: Creator) -> Control:
@@ -244,65 +249,64 @@ class Control(NamedTuple):
 
         `wait` waits for the others; `call` is what they are to do, for errors.
         """
-        table = torch.empty(self.size, *mine.shape, dtype=mine.dtype)
-        if self.rank:
-            self._ask(mine, table, wait, call)
-        else:
-            self._collect(mine, table, wait, call)
+        table = self._allocate(mine)
+        posted = self._post_row(mine, table, call)
+        for one in posted:
+            wait(one)
+        if self.rank == self.home:
             self._tell(table, wait, call)
         return table.unbind(0)
 
-    def compare(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor] | int:
-        """Return the number of ranks if all have passed the same, else the tensor of each; see `gather`.
+    def post(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Callable[[], Sequence[Tensor] | int]:
+        """Post a row; return the function that returns the number of ranks if all have passed the same.
 
-        Each rank sends and receives a row and a byte, however many there are, unless rows differ.
+        Otherwise, that returns the tensor of each; see `gather`. It must be called before anything else is posted over
+        the group. Each rank sends and receives a row and a byte, however many there are, unless rows differ.
         """
-        same, table = torch.empty(1, dtype=torch.uint8), torch.empty(0)
-        if self.rank:
-            self._ask(mine, same, wait, call)
-        else:
-            table = torch.empty(self.size, *mine.shape, dtype=mine.dtype)
-            self._collect(mine, table, wait, call)
-            same[0] = bool((table == mine).all())
-            self._tell(same, wait, call)
-        if same[0]:
-            return self.size
-        if self.rank:
-            table = torch.empty(self.size, *mine.shape, dtype=mine.dtype)
-            here = self._awaited(0, call)
-            with reporting(here):
-                works = [self.group.recv([table], 0, 0)]
-            wait(PendingWorks(works, here))
-        else:
-            self._tell(table, wait, call)
-        return table.unbind(0)
+        is_home = self.rank == self.home
+        same, table = torch.empty(1, dtype=torch.uint8), self._allocate(mine)
+        posted = self._post_row(mine, table if is_home else same, call)
 
-    def _ask(self, mine: Tensor, answer: Tensor, wait: Callable[[Waitable], None], call: str) -> None:
-        """Send this rank's row to the first, and receive the answer."""
-        here = self._awaited(0, call)
-        with reporting(here):
-            works = [self.group.recv([answer], 0, 0), self.group.send([mine], 0, 0)]
-        wait(PendingWorks(works[::-1], here))
+        def finish() -> Sequence[Tensor] | int:
+            for one in posted:
+                wait(one)
+            if is_home:
+                same[0] = bool((table == mine).all())
+                self._tell(same, wait, call)
+            if same[0]:
+                return self.size
+            if is_home:
+                self._tell(table, wait, call)
+            else:
+                wait(self._post(self.home, [(self.group.recv, table)], call))
+            return table.unbind(0)
 
-    def _collect(self, mine: Tensor, table: Tensor, wait: Callable[[Waitable], None], call: str) -> None:
-        """Fill the table with the rows of all ranks; for the first."""
-        rows = table.unbind(0)
-        rows[0].copy_(mine)
-        self._exchange(lambda other: self.group.recv([rows[other]], other, 0), wait, call)
+        return finish
+
+    def _allocate(self, mine: Tensor) -> Tensor:
+        """Return memory for the rows of all ranks."""
+        return torch.empty(self.size, *mine.shape, dtype=mine.dtype)
+
+    def _post_row(self, mine: Tensor, answer: Tensor, call: str) -> list[PendingWorks]:
+        """Send this rank's row to the last, and receive the answer; on the last, receive the rows of all others."""
+        if self.rank < self.home:
+            return [self._post(self.home, [(self.group.recv, answer), (self.group.send, mine)], call)]
+        rows = answer.unbind(0)
+        rows[self.home].copy_(mine)
+        return [self._post(other, [(self.group.recv, rows[other])], call) for other in range(self.home)]
 
     def _tell(self, answer: Tensor, wait: Callable[[Waitable], None], call: str) -> None:
-        """Send the answer to all other ranks; for the first."""
-        self._exchange(lambda other: self.group.send([answer], other, 0), wait, call)
-
-    def _exchange(self, post: Callable[[int], dist.Work], wait: Callable[[Waitable], None], call: str) -> None:
-        """Post one transfer for each of the others, and wait for them in turn."""
-        pending = list[PendingWorks]()
-        for other in range(1, self.size):
-            there = self._awaited(other, call)
-            with reporting(there):
-                pending.append(PendingWorks([post(other)], there))
-        for one in pending:
+        """Send the answer to all other ranks; for the last."""
+        for one in [self._post(other, [(self.group.send, answer)], call) for other in range(self.home)]:
             wait(one)
+
+    def _post(
+        self, other: int, transfers: Sequence[tuple[Callable[..., dist.Work], Tensor]], call: str
+    ) -> PendingWorks:
+        """Post transfers with another rank."""
+        there = self._awaited(other, call)
+        with reporting(there):
+            return PendingWorks([post([tensor], other, 0) for post, tensor in transfers][::-1], there)
 
     def _awaited(self, other: int, call: str) -> Awaited:
         return Awaited(f"agreement on {call}", (self.processes[other],), self.group)
@@ -364,10 +368,17 @@ class World(NamedTuple):
             wait(UnbreakableWorks(works, awaited))
         return [row.cpu() for row in rows]
 
-    def compare(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Sequence[Tensor] | int:
-        """Return the number of processes if all have passed the same, else the tensor of each."""
-        rows = self.gather(mine, wait, call)
-        return len(rows) if all(torch.equal(row, mine) for row in rows) else rows
+    def post(self, mine: Tensor, wait: Callable[[Waitable], None], call: str) -> Callable[[], Sequence[Tensor] | int]:
+        """Return the function that returns the number of processes if all have passed the same.
+
+        Otherwise, that returns the tensor of each.
+        """
+
+        def finish() -> Sequence[Tensor] | int:
+            rows = self.gather(mine, wait, call)
+            return len(rows) if all(torch.equal(row, mine) for row in rows) else rows
+
+        return finish
 
 
 def choose_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -85,6 +85,16 @@ class Ranks:
         """
         return [note]
 
+    def post_agreement(self, fields: Fields, then: Callable[[], object]) -> None:
+        """Do what `agree` does, but wait for the answer only in `settle`, or later; once it is in, call `then`.
+
+        A program that is run next may begin meanwhile. Nothing else may be sent before, and nothing changed.
+        """
+        then()
+
+    def settle(self) -> None:
+        """Wait for the answer of an agreement that was posted, if one was; raise what `agree` raises."""
+
     def watch_idle(self) -> None:
         """Measure `idle` when this process next agrees with the others."""
 

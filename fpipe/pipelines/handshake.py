@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -324,7 +324,10 @@ def agree_on_plan(
 def agree_to_step(
     pipe: Pipeline, variant: Variant, params: State, buffers: State, batch: SplitBatch, call: CommonArguments
 ) -> tuple[StepPlan, dict[int, Inputs]]:
-    """Return the plan for a batch and the inputs of each copy here, once all ranks have agreed on the step."""
+    """Return the plan for a batch and the inputs of each copy here, once all ranks have agreed on the step.
+
+    If they can be known before, the agreement is only posted: its answer is awaited before anything is sent.
+    """
     require_seed(call.seed)
     kind = variant, batch.signature
     plan = agree_on_plan(pipe, *kind, call)
@@ -340,11 +343,16 @@ def agree_to_step(
         copy: scatter(part, pipe.holdings.locals(params, copy), buffers, batch, call.seed, links.get(copy))
         for copy, part in plan.parts.items()
     }
-    numbers, skips = number_fields(batch.signature), variant.training and any(one.skips for one in inputs.values())
-    notes = pipe.ranks.agree(
-        lambda: [*pipe.memo.agreements[kind].fields, *call_fields(call, pipe.device), *numbers], note=int(skips)
-    )
-    if any(notes):
+    numbers = number_fields(batch.signature)
+
+    def fields() -> list[Field]:
+        return [*pipe.memo.agreements[kind].fields, *call_fields(call, pipe.device), *numbers]
+
+    if pipe.compared and batch.batching.weight is None:
+        pipe.ranks.post_agreement(fields, partial(pipe.memo.use, kind))
+        return plan, inputs
+    skips = variant.training and any(one.skips for one in inputs.values())
+    if any(pipe.ranks.agree(fields, note=int(skips))):
         inputs = _share_skips(pipe, inputs)
     pipe.memo.use(kind)
     if not pipe.compared:

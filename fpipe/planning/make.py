@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from inspect import signature
 from itertools import product
-from math import inf, isnan
+from math import inf
 from typing import Any, Final, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +26,7 @@ from fpipe.pipelines.description import format_bytes
 from fpipe.pipelines.options import Microbatching, gather_fields
 from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory, list_factories
 from fpipe.planning.choosing import PlanProgress, choose, say_progress
-from fpipe.planning.kept import KeptFile, KeptPlan
+from fpipe.planning.kept import KeptFile
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import PROFILE_FORMAT, Profile
 from fpipe.planning.profiler import profile as measure
@@ -144,7 +144,7 @@ def plan(
     file = None
     if options.get("cache") is not None and schedules is None:
         profiles = [PROFILE_FORMAT.write(one.profile) for one in problems]
-        file = KeptFile.of(as_path(options["cache"]), KeptPlan, [*profiles, *describe_value({**same, **pins})])
+        file = KeptFile.of(as_path(options["cache"]), Plan, [*profiles, *describe_value({**same, **pins})])
         kept: Plan | None = file.find()
         if kept is not None:
             return kept
@@ -251,8 +251,8 @@ def _list_counts(name: str, given: Any) -> list[int]:
     return sorted(set(numbers))
 
 
-def _require_positive(name: str, number: Any) -> None:
-    if isinstance(number, bool) or not isinstance(number, int | float) or isnan(number) or not 0 < number < inf:
+def _require_positive(name: str, number: float) -> None:
+    if not 0 < number < inf:
         raise InputError(f"{name}: got {number!r}, expected a number above 0. Correct it.")
 
 
@@ -306,11 +306,6 @@ def _require_profile_of(
 
     `options` are other arguments of `fpipe.profile`, which are ignored.
     """
-    if not isinstance(profile, Profile):
-        raise InputError(
-            f"profile: got {profile!r}, expected a Profile. Pass what fpipe.profile returned, or "
-            "fpipe.Profile.read(path)."
-        )
     batching = make_batchings(example, targets, microbatching, microbatches, microbatches)[True]
     module, first = as_module(model), str(batching.split(batching.example)[0])
     held = sum({id(one): one.nbytes for one in module.parameters()}.values())

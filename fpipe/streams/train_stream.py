@@ -273,6 +273,7 @@ class StreamRun:
         given = describe_value(dict(self.options(0)))
         call = CommonArguments(self.seed, update=Field.of("update", given))
         self.plan, _ = agree_to_step(pipe, cast, held.params, held.buffers, self.example, call)
+        pipe.ranks.settle()
         self.held = held
         links = pipe.copies.link() if pipe.copies.count > 1 else {}
         for copy, part in self.plan.parts.items():

@@ -211,13 +211,6 @@ def original(owner: Any, name: str) -> Any:
     return switch.before
 
 
-def replaced_places() -> list[tuple[Any, str]]:
-    """Return the places that are replaced now, in any thread: the owner or namespace, and the name there."""
-    with _LOCK:
-        shared = [(space, name) for name, one in _SHARED.items() for space, _ in one.before.values()]
-        return [*((switch.owner, switch.name) for switch in _SWITCHES.values()), *shared]
-
-
 def caller() -> FrameType:
     """Return the frame that called the replaced function; the replacement must call this."""
     frame: Any = sys._getframe(2)

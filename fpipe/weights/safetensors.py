@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fpipe.errors import InputError
 from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
-from fpipe.weights.files import AnyPath, as_path, join_inside, read_text, require_regular
+from fpipe.weights.files import AnyPath, as_path, join_inside, read_text, require_regular, write_error
 from schedules.errors import printable, quote
 from schedules.status import say
 
@@ -172,6 +172,18 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     _require_small_header(path)  # else nobody could load it
+
+
+@contextmanager
+def removing_on_error(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Remove the file of these tensors if it can't be written, and the JSON beside it; raise `OSError`."""
+    try:
+        yield
+    except Exception as error:
+        for one in (path, path.with_suffix(".json"), path.with_suffix(".json.new")):
+            with suppress(OSError):
+                one.unlink()  # a full disk has room again, for others, too
+        raise write_error(path, sum(tensor.nbytes for tensor in tensors.values()), error) from error
 
 
 def require_savable(where: str, tensor: Tensor) -> None:

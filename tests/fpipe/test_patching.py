@@ -23,7 +23,6 @@ from fpipe.tensors.patching import (
     original,
     replace,
     replace_value,
-    replaced_places,
     share,
 )
 from fpipe.tensors.torch_private import FAKE_TENSOR, FakeTensor, FakeTensorMode, set_thread_local
@@ -254,6 +253,13 @@ def ask_about_fakes():
     except AttributeError as error:
         failed = str(error)
     return isinstance(fake, FakeTensor), type(fake) is fake_tensor.FakeTensor, failed
+
+
+def replaced_places():
+    """The places that are replaced now, in any thread: the owner or namespace, and the name there."""
+    with patching._LOCK:
+        shared = [(space, name) for name, one in patching._SHARED.items() for space, _ in one.before.values()]
+        return [*((switch.owner, switch.name) for switch in patching._SWITCHES.values()), *shared]
 
 
 def drain(queue):

@@ -128,7 +128,7 @@ BROKEN = {
 
 
 BROKEN_ON_DEVICES = {
-    "garbage is not noticed": (mock.patch.object(Lookout, "require_uncut", return_value=None), 23),
+    "garbage is not noticed": (mock.patch.object(Lookout, "require_uncut", return_value=None), 33),
     "nobody notes what a device waits for": (mock.patch.object(Trail, "follow", return_value=None), 36),
     "groups of a mesh are not broken": (mock.patch.object(Lookout, "break_all", lambda one: one.release()), 47),
     "groups of a mesh connect in a step": (mock.patch.object(job, "connect_all", return_value=None), 96),
