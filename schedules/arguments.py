@@ -198,3 +198,64 @@ def require_shape(where: str, ranks: int, parts: int, name: str = "chunks") -> N
         what = (wrong or [name])[0]
         expected = f"an integer of at least 1, with at most {MOST_STAGES} stages in all"
         raise SizeError.of(where, what, sizes[what], expected, f"Choose {what} >= 1.")
+
+
+def require_size(factory: str, name: str, size: object, least: int = 1) -> None:
+    """Raise `SizeError` unless a size of a schedule is in its range."""
+    most = MOST_MICROBATCHES if name == "microbatches" else MOST_STAGES
+    if not is_size(size, least, most):
+        expected = f"an integer of at least {least}" + (
+            f", and at most {most}" if isinstance(size, int) and size > most else ""
+        )
+        raise SizeError.of(factory, name, size, expected, f"Choose {name} >= {least}.")
+
+
+def without_rank(decorator: str, generator: Callable[..., object], *first: str) -> inspect.Signature:
+    """Return the parameters of a factory of schedules: those of `generator` without `rank`.
+
+    Raise `ArgumentError` unless it is a function, and its parameters begin with `rank` and the names in `first`.
+    """
+    if not callable(generator) or not hasattr(generator, "__name__") or isinstance(generator, type):
+        raise ArgumentError(
+            f"{decorator}: got {quote(generator)}, expected a generator function (rank, ...). Put @{decorator} above "
+            "its def."
+        )
+    signature = inspect.signature(generator)
+    names, expected = list(signature.parameters), ["rank", *first]
+    if names[: len(expected)] != expected:
+        raise ArgumentError(
+            f"{generator.__name__}: got parameters {names}, expected them to begin with {', '.join(expected)}. "
+            "Write a generator for one rank that takes these parameters first."
+        )
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def bind(name: str, signature: inspect.Signature, /, *args: object, **kwargs: object) -> dict[str, Any]:
+    """Return the arguments of a call, with the defaults. Raise `ArgumentError` unless the signature takes them."""
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        wanted = f"{name}({', '.join(signature.parameters)})"
+        raise ArgumentError(f"{name}: got a call with {error}, expected {wanted}. Pass these.") from error
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def require_hash(factory: str, arguments: Mapping[str, object]) -> None:
+    """Raise `ArgumentError` unless all arguments of a factory have a hash."""
+    for name, value in arguments.items():
+        try:
+            hash(value)
+        except TypeError:
+            raise ArgumentError(
+                f"{factory}: got {name}={quote(value)}, expected a value with a hash. Pass a tuple in place of a list."
+            ) from None
+
+
+def require_placer(placement: Callable[..., object]) -> None:
+    """Raise `ArgumentError` if `schedule` decorates a generator directly, and takes it for a placement."""
+    if next(iter(inspect.signature(placement).parameters), None) == "rank":
+        raise ArgumentError(
+            f"schedule: got placement={quote(placement)}, a generator of actions, expected a placement. Write "
+            "@schedule() with parentheses above it."
+        )

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 
 from fpipe.cutting.balance import Forbidden, Positions, Refusal, balance, refusals
-from fpipe.cutting.calls import Calls, Mark, Selector, describe_selector, is_pattern, selects
+from fpipe.cutting.calls import Calls, Mark, Selector, describe_selector, is_pattern, outermost, selects
 from fpipe.cutting.purity import Purity
 from fpipe.errors import CutError
 from fpipe.record.captured import BatchLeaf, Call, Captured, Parameter
@@ -283,8 +283,7 @@ def cut_at_marks(calls: Calls, stages: Sequence[Sequence[Mark]], what: str) -> P
 
 def find_slices(captured: Captured, count: int) -> tuple[int, ...]:
     """Return the positions of the units at which slices after the first begin, in the record of all of them."""
-    calls = [call for call in captured.calls if not call.path]
-    outer = [call for k, call in enumerate(calls) if k == 0 or call.start >= max(one.stop for one in calls[:k])]
+    outer = outermost(call for call in captured.calls if not call.path)
     if len(outer) != count:
         raise CutError(
             f"(root): got {len(outer)} calls of the model in the record, expected {count}, one for each slice. Record "

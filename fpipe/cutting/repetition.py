@@ -31,15 +31,16 @@ Runs when a plan is made: once per kind of batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from torch import Tensor
 
+from fpipe.cutting.calls import outermost
 from fpipe.cutting.purity import Purity
 from fpipe.cutting.traffic import measure, stored_bytes
-from fpipe.record.captured import BatchLeaf, Buffer, Call, Captured, Observed, Unit, Value
+from fpipe.record.captured import BatchLeaf, Buffer, Captured, Observed, Unit, Value
 
 RATIO = 32
 """Memory over links: an H100 has 3,350 GB/s of memory, 50 of InfiniBand, and 450 of NVLink."""
@@ -186,7 +187,8 @@ def find_absent(purity: Purity, repeated: Collection[Value], leaving: Iterable[V
     The values `leaving` must still be made.
     """
     captured = purity.captured
-    whole = [*_whole_calls(captured.calls, purity)]
+    calls = (call for call in captured.calls if call.whole and call.start < call.stop)
+    whole = outermost(call for call in calls if purity.stage_of(call.start) == purity.stage_of(call.stop - 1))
     groups = [*purity.written_groups, *({*range(call.start, call.stop)} for call in whole)]
     hooked = {k for call in whole if call.has_hooks for k in range(call.start, call.stop)}
     kept = {*leaving, *purity.results, *captured.reassigned.values()}
@@ -215,13 +217,3 @@ def _is_local(purity: Purity, value: Value) -> bool:
     """Return whether everything that a value was computed from is made in the stage that makes it."""
     first, last = purity.history((value,))[0], purity.makers[value]
     return purity.stage_of(first) == purity.stage_of(last)
-
-
-def _whole_calls(calls: Iterable[Call], purity: Purity) -> Iterator[Call]:
-    """Yield the outermost calls that run as a whole: those inside one stage."""
-    last = 0
-    for call in calls:
-        inside = purity.stage_of(call.start) == purity.stage_of(call.stop - 1)
-        if inside and call.whole and last <= call.start < call.stop:
-            last = call.stop
-            yield call

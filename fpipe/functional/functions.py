@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import optree
@@ -26,8 +25,7 @@ from fpipe.functional.node import Layouts, StageNode
 from fpipe.runtime.executor import Inputs, LinkedProgram, Outcome
 from fpipe.runtime.instructions import link
 from fpipe.tensors import random
-from fpipe.tensors.fake import fake_mode
-from fpipe.tensors.spec import Spec
+from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.tree import NAMESPACE
 from schedules import Program, Schedule
 
@@ -161,15 +159,11 @@ def find_layouts(stages: Stages, params: Any, buffers: Any, units: Sequence[Mapp
         one for one in optree.tree_leaves(everything, namespace=NAMESPACE) if isinstance(one, Tensor)
     ]
     home = next((one.device for one in tensors if one.device.type != "meta"), torch.device("cpu"))
-
-    def as_fake(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return replace(Spec.of(leaf), device=home if leaf.device.type == "meta" else leaf.device).allocate()
-
-    found, carried = list[Layouts](), dict[tuple[int, int], Any]()
-    with fake_mode():
-        rows, weights, state = optree.tree_map(as_fake, everything, namespace=NAMESPACE)
+    found, carried, mode = list[Layouts](), dict[tuple[int, int], Any](), fake_mode()
+    rows, weights, state = optree.tree_map(
+        lambda leaf: fake(mode, leaf, home) if isinstance(leaf, Tensor) else leaf, everything, namespace=NAMESPACE
+    )
+    with mode:
         for k, batch in enumerate(rows):
             layouts = dict[tuple[int, int], TreeShape]()
             for s in range(len(stages)):

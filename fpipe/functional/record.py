@@ -76,9 +76,8 @@ class ModelRecord:
     @property
     def captured(self) -> Captured:
         """The torch calls in order, with what each reads and makes."""
-        variant = _variant(self.captures.loss is not None)
-        batching = self.captures.batchings[variant.loss]
-        return self.captures.of(variant, batching.split(batching.example)[0]).captured
+        batching, example = self._example
+        return self.captures.of(_variant(self.captures.loss is not None), batching.split(example)[0]).captured
 
     @property
     def graph(self) -> Graph:

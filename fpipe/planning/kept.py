@@ -29,7 +29,7 @@ from typing import Any, Final
 import torch
 
 import schedules
-from fpipe.errors import InputError
+from fpipe.errors import InputError, PipelineError
 from fpipe.planning.documents import Format
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
@@ -40,31 +40,15 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class KeptProfile:
-    """A profile, and the digest of what it was measured for."""
-
-    digest: str
-    value: Profile
-
-
-@dataclass(frozen=True)
-class KeptPlan:
-    """A plan, and the digest of what it was chosen for."""
-
-    digest: str
-    value: Plan
-
-
-@dataclass(frozen=True)
 class KeptFile:
-    """The file of a value in a folder; `made` is the class of what the file holds."""
+    """The file of a profile or a plan in a folder; `digest` is that of what the value follows from."""
 
     folder: Path
-    made: type[KeptProfile] | type[KeptPlan]
+    made: type[Profile] | type[Plan]
     digest: str
 
     @classmethod
-    def of(cls, folder: Path, made: type[KeptProfile] | type[KeptPlan], lines: Iterable[str]) -> KeptFile:
+    def of(cls, folder: Path, made: type[Profile] | type[Plan], lines: Iterable[str]) -> KeptFile:
         """Return the file of a value that follows from what these lines describe, and from the code and machine."""
         found = blake2b(digest_size=16)
         for line in (*_describe_code(), *_describe_user_files(), *describe_machine(), *lines):
@@ -73,31 +57,31 @@ class KeptFile:
 
     @property
     def format(self) -> Format:
-        """The format of the file."""
-        return Format(self.made.__name__, 1, "Remove the file.")
+        """The format of the file, which no other file has."""
+        return Format(f"{self.made.__name__} {self.digest}", 1, "Remove the file.")
 
     @property
     def path(self) -> Path:
         """The path of the file."""
-        return self.folder / f"{self.made.__name__.removeprefix('Kept').lower()}-{self.digest}.json"
+        return self.folder / f"{self.made.__name__.lower()}-{self.digest}.json"
 
     def find(self) -> Any:
         """Return the value that is kept; `None` if there is none, or none that can be used."""
         try:
-            kept = self.format.load(self.path, self.made)
-            if isinstance(kept.value, Plan):
-                kept.value.require_consistent()
-        except InputError as error:
+            value = self.format.load(self.path, self.made)
+            if isinstance(value, Plan):
+                value.require_consistent()
+        except PipelineError as error:
             if self.path.exists():
                 _LOG.warning("%s. It is not used, and made again.", error)
             return None
-        return kept.value if kept.digest == self.digest else None
+        return value
 
     def keep(self, value: Any) -> None:
         """Keep a value; if the folder can't be written, only say so, since the value is there."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.format.save(self.path, self.made(self.digest, value))
+            self.format.save(self.path, value)
         except (OSError, InputError) as error:
             _LOG.warning("%s: got %s, expected a folder that can be written. Nothing was kept.", self.folder, error)
 

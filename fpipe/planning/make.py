@@ -26,7 +26,7 @@ from fpipe.pipelines.description import format_bytes
 from fpipe.pipelines.options import Microbatching, gather_fields
 from fpipe.planning.candidates import FACTORIES, PlanProblem, ScheduleFactory, list_factories
 from fpipe.planning.choosing import PlanProgress, choose, say_progress
-from fpipe.planning.kept import KeptFile, KeptPlan
+from fpipe.planning.kept import KeptFile
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import PROFILE_FORMAT, Profile
 from fpipe.planning.profiler import profile as measure
@@ -144,7 +144,7 @@ def plan(
     file = None
     if options.get("cache") is not None and schedules is None:
         profiles = [PROFILE_FORMAT.write(one.profile) for one in problems]
-        file = KeptFile.of(as_path(options["cache"]), KeptPlan, [*profiles, *describe_value({**same, **pins})])
+        file = KeptFile.of(as_path(options["cache"]), Plan, [*profiles, *describe_value({**same, **pins})])
         kept: Plan | None = file.find()
         if kept is not None:
             return kept

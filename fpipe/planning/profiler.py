@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.cutting.partition import CutsArgument, parse_places
@@ -43,11 +42,11 @@ from fpipe.planning.cut_model import (
     training_variant_here,
 )
 from fpipe.planning.holdings import BlockMemory, find_hops, find_parameters, join_hops
-from fpipe.planning.kept import KeptFile, KeptProfile
-from fpipe.planning.links import MESSAGE_SIZES, fit_link
+from fpipe.planning.kept import KeptFile
 from fpipe.planning.profile import PROFILE_FORMAT, Profile
 from fpipe.planning.ranges import add_times
 from fpipe.planning.roofline import Roofline, calibrate
+from fpipe.planning.timing import MESSAGE_SIZES, fit_link
 from fpipe.record.front_ends.parts import as_module
 from fpipe.record.objective import Loss
 from fpipe.record.variant import TRAINING
@@ -139,7 +138,8 @@ def profile(
         ranks = _join(job, find_home(example, targets), group)
     with ranks.enter_call("profile"):
         alone = given.build(module, example, targets)
-        values = module if source is None and _has_values(module) else source
+        is_whole = not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        values = module if source is None and is_whole else source
         return _profile_together(ranks, alone, asked._replace(source=values))
 
 
@@ -179,10 +179,6 @@ def _join(job: JobProcesses, device: torch.device, group: dist.ProcessGroup | De
     return job.join(dist.get_world_size() if group is None else group.size(), resolve_group(group), device)
 
 
-def _has_values(module: nn.Module) -> bool:
-    return not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-
-
 def _profile_together(ranks: Ranks, alone: Pipeline, asked: Asked) -> Profile:
     """Return the profile that all ranks find together: that of the slowest, and the time of transfers between them."""
     model = _cut(alone, asked)
@@ -205,7 +201,7 @@ def _name_file(cache: Path, ranks: Ranks, model: CutModel, alone: Pipeline, aske
         *[f"{block.marks} {block}" for block in model.blocks],
         *[str(block) for k in range(1, model.slices) for block in model.blocks_of(k)],
     )
-    return KeptFile.of(cache, KeptProfile, lines)
+    return KeptFile.of(cache, Profile, lines)
 
 
 def _find_kept(file: KeptFile, ranks: Ranks) -> Profile | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the actions of a model cut into stages, in one process.
+"""Time the actions of a model cut into stages, in one process, and fit links to measured transfers.
 
 Problem. Most blocks are too small to be timed alone, and what happens between two actions takes time as well:
 transfers, turns of the ranks, calls of functions.
@@ -28,7 +28,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from statistics import median
+from math import exp, inf, log
+from statistics import fmean, median
 from time import perf_counter
 from typing import Final, NamedTuple, TypeAlias
 
@@ -44,8 +45,11 @@ from fpipe.planning.ranges import TIMED, ActionTimes
 from fpipe.record.captured import Tensors
 from fpipe.runtime.executor import Inputs
 from fpipe.tensors.random import preserve_generators
-from schedules import Action, B, C, F, I, Placement, R, Span, W, schedule
+from schedules import Action, B, C, F, I, Link, Placement, R, Span, W, schedule
 
+MESSAGE_SIZES: Final = (2**10, 2**14, 2**18, 2**22)
+UNLIKE: Final = 1.1
+"""Two ranks whose transfers take this factor longer, or shorter, than those of the median pair are noted."""
 FEWEST_TURNS, MOST_TURNS, WARM_UP = 2, 50, 1
 Samples: TypeAlias = dict[tuple[str, int], list[float]]
 """Seconds that actions took, by kind and stage."""
@@ -196,3 +200,51 @@ def _pool(samples: Mapping[int, Sequence[float]], alike: Sequence[Hashable]) -> 
 def _slope(whole: float, stages: Sequence[float]) -> float:
     """Return how much longer actions of the uncut model take for each more stage; at most what it takes itself."""
     return min(max(0.0, sum(stages) - whole) / max(1, len(stages) - 1), whole)
+
+
+def fit_link(rows: Tensor) -> Link:
+    """Return the link for measured transfers: rows of sender, receiver, bytes and seconds. Without any, it is instant.
+
+    A transfer takes `latency + bytes / bandwidth`. Both are those of the median pair of ranks. Pairs that take clearly
+    longer or shorter are noted with the factor by which they do.
+
+    >>> import torch
+    >>> rows = [(0, 1, size, 2.0 + size / 8) for size in (8, 64)] + [(1, 0, size, 2.0 + size / 8) for size in (8, 64)]
+    >>> link = fit_link(torch.tensor([*rows, (0, 2, 8, 9.0), (0, 2, 64, 30.0)]))
+    >>> round(link.latency, 6), round(link.bandwidth, 6), [(ends, round(factor, 6)) for ends, factor in link.slow]
+    (2.0, 8.0, [((0, 2), 3.0)])
+    """
+    pairs = defaultdict[tuple[int, int], list[tuple[float, float]]](list)
+    for source, target, size, seconds in rows.tolist():
+        pairs[int(source), int(target)].append((size, seconds))
+    if not pairs:
+        return Link()
+    fits = [fit_line(transfers) for transfers in pairs.values()]
+    latency, per_byte = (median(column) for column in zip(*fits, strict=True))
+    factors = {ends: _factor(transfers, latency, per_byte) for ends, transfers in sorted(pairs.items())}
+    slow = tuple((ends, one) for ends, one in factors.items() if max(one, 1 / one) > UNLIKE)
+    return Link(latency, 1 / per_byte if per_byte else inf, slow=slow)
+
+
+def fit_line(transfers: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the latency and the seconds per byte with the least relative error; neither is negative.
+
+    >>> [round(number, 6) for number in fit_line([(0, 3.0), (10, 8.0)])]
+    [3.0, 0.5]
+    >>> fit_line([(1, 1.0), (10, 0.5)])[1]
+    0.0
+    """
+    weights = [1 / seconds**2 for _, seconds in transfers]
+    total = sum(weights)
+    size, time = (sum(w * one[k] for w, one in zip(weights, transfers, strict=True)) / total for k in (0, 1))
+    spread = sum(w * (one[0] - size) ** 2 for w, one in zip(weights, transfers, strict=True))
+    slope = sum(w * (one[0] - size) * (one[1] - time) for w, one in zip(weights, transfers, strict=True))
+    per_byte = max(0.0, slope / spread) if spread else 0.0
+    if time < per_byte * size:
+        return 0.0, time / size
+    return time - per_byte * size, per_byte
+
+
+def _factor(transfers: Sequence[tuple[float, float]], latency: float, per_byte: float) -> float:
+    """Return by which factor transfers take longer than usual, in the geometric mean over sizes."""
+    return exp(fmean(log(max(seconds, 1e-12) / max(latency + size * per_byte, 1e-12)) for size, seconds in transfers))

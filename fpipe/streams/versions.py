@@ -123,8 +123,6 @@ class Versions:
         self.params.update(new)
         for name in names:
             self.kept_shared[name][version] = ahead.get(name, self.params[name])
-            for s in self.holders[name]:
-                self.latest.pop(s, None)
         self._drop_shared()
 
     def _drop_shared(self) -> None:

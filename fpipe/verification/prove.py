@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -28,16 +27,16 @@ from fpipe.pipelines.argument_checks import updates_in_flight
 from fpipe.pipelines.handshake import agree_on_arguments, call_together
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.memo import KnownMicrobatch
-from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import collect_gradients
 from fpipe.pipelines.step import training_variant
 from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.front_ends.parts import as_module
+from fpipe.record.model.skeleton import skeleton
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.transport import Transport
 from fpipe.streams.train_stream import require_streamable, train_stream
-from fpipe.tensors.fake import as_parameter, fake, fake_mode
+from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.placed import require_plain
 from fpipe.tensors.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from fpipe.tensors.tree import flatten
@@ -190,7 +189,7 @@ def _prove_here(trial: Trial, seed: int | None, optimizer: Optimizer | None) -> 
     ledger = Expressions(mode)
     if mode is None:  # make all plans; on fakes, nothing of that is taken for a step
         verify_steps(trial._replace(compare=lambda *given: 0), params, buffers, seed, 1)
-    ranks = WatchedRanks(_find_plan(trial), ledger)
+    ranks = WatchedRanks(trial.begin()[2], ledger)
     claims = Claims(ledger, ranks)
     with postpone_collection(), ledger, _refusing_questions():  # expressions are no cycles
         ledger.declare(flatten((params, buffers, trial.batch), opaque=True)[0])
@@ -297,15 +296,9 @@ def _make_stand_ins(module: nn.Module, batch: tuple[Any, Any]) -> tuple[FakeTens
     Fake tensors carry their mode with them, so no mode is entered: what code makes itself, such as a seed, is real.
     """
     mode, home = fake_mode(), torch.device("cpu")
-    held: dict[int, Any] = {}
-    for p in module.parameters():
-        held[id(p)] = as_parameter(fake(mode, p, home), p.requires_grad)
-    for buffer in module.buffers():
-        held[id(buffer)] = fake(mode, buffer, home)
     tensors, structure = flatten(batch)
-    leaves: list[Tensor] = [fake(mode, tensor, home) for tensor in tensors]
-    inputs, targets = structure.unflatten(leaves)
-    return mode, deepcopy(module, held), (inputs, targets)
+    inputs, targets = structure.unflatten([fake(mode, tensor, home) for tensor in tensors])
+    return mode, skeleton(module, lambda tensor: fake(mode, tensor, home)), (inputs, targets)
 
 
 @contextmanager
@@ -322,16 +315,10 @@ def _refusing_questions() -> Iterator[None]:
 
 def _prove_rest(trial: Trial) -> tuple[int, int]:
     """Return how many microbatches the batch has, and how many the schedule; if more, prove its program on formulas."""
-    pipe, schedule, ran = trial.pipe, trial.pipe.schedule, _find_plan(trial).microbatches
+    pipe, schedule, ran = trial.pipe, trial.pipe.schedule, trial.begin()[2].microbatches
     if ran < schedule.microbatches:
         prove_program(schedule, pipe.training.assembly.graph)
     return ran, schedule.microbatches
-
-
-def _find_plan(trial: Trial) -> StepPlan:
-    """Return the plan of the step that is proved."""
-    with suspend_autocast(trial.variant) as variant:
-        return trial.pipe.plan(variant, trial.pipe.batch(variant, *trial.batch, total=trial.total).signature)
 
 
 class WatchedRanks(Ranks):

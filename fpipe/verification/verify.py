@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fpipe.errors import InputError
 from fpipe.pipelines.argument_checks import require_backward
+from fpipe.pipelines.batch import SplitBatch
 from fpipe.pipelines.handshake import agree_on_arguments
 from fpipe.pipelines.inputs import State, find_skips
 from fpipe.pipelines.merge import NO_AUX, Aux
@@ -26,6 +27,7 @@ from fpipe.pipelines.modes import suspend_autocast
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Merged, merge_results
 from fpipe.pipelines.step import hold_plain, make_training_step
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.record.captured import Tensors
 from fpipe.record.model.snapshot import restore_model
 from fpipe.record.objective import Computed, Objective
@@ -93,6 +95,12 @@ class Trial(NamedTuple):
         opaque = self.pipe.training.assembly.captured.structure.opaque
         return Variant(training=True, loss=True, outputs=self.pipe.copies.is_local and not opaque)
 
+    def begin(self) -> tuple[Variant, SplitBatch, StepPlan]:
+        """Return the variant under the autocast that is on, the batch as it splits it, and the plan."""
+        with suspend_autocast(self.variant) as variant:
+            batch = self.pipe.batch(variant, *self.batch, total=self.total)
+            return variant, batch, self.pipe.plan(variant, batch.signature)
+
 
 def verify_steps(
     trial: Trial, params: State | None, buffers: State | None, seed: int | None, steps: int
@@ -134,16 +142,13 @@ def _verify_step(
 
 def _compare_with_eager(trial: Trial, params: State, got: Results) -> int:
     """Return the number of leaves that equal those of the module run eagerly; 0 if random numbers are drawn."""
-    pipe = trial.pipe
-    with suspend_autocast(trial.variant) as variant:
-        batch = pipe.batch(variant, *trial.batch, total=trial.total)
-        plan = pipe.plan(variant, batch.signature)
+    variant, batch, plan = trial.begin()
     if plan.devices:
         return 0
     orders = find_orders(plan)
     names = [name for name in params if len(orders.get(name, ())) < 2]
     sums = {name: CopySum(plan, by_stage[0]) for name, by_stage in orders.items() if name in names}
-    objective = pipe.captures.objective(variant, batch.batching.split(batch.signature)[0])
+    objective = trial.pipe.captures.objective(variant, batch.batching.split(batch.signature)[0])
     if plan.slices > 1:
         return 0 if trial.near is None else _compare_with_whole_sequences(trial, trial.near, params, got, objective)
     with trial.side(EAGER), suspend_autocast(variant), random.preserve_generators(plan.generators):
@@ -189,12 +194,9 @@ def _compare_with_whole_batch(trial: Trial, params: State, got: Results, fractio
     Outputs are compared where they are concatenated. Raise `InputError` if random numbers are drawn: microbatches draw
     others.
     """
-    pipe, (tensors, structure) = trial.pipe, flatten(trial.batch)
-    with suspend_autocast(trial.variant) as variant:
-        batch = pipe.batch(variant, *trial.batch)
-        plan = pipe.plan(variant, batch.signature)
+    (tensors, structure), (variant, batch, plan) = flatten(trial.batch), trial.begin()
     first, *_ = batch.batching.split(batch.signature)
-    objective = replace(pipe.captures.objective(variant, first).unsliced, divisor=1)
+    objective = replace(trial.pipe.captures.objective(variant, first).unsliced, divisor=1)
     scale = None if batch.batching.weight is None else torch.ones((), dtype=torch.float64)
 
     def compute(model: Any, leaves: Sequence[Tensor]) -> Computed:

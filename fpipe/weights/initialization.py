@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from fpipe.errors import InputError
 from fpipe.record.model.skeleton import on_meta, skeleton
 from fpipe.tensors import random
-from fpipe.tensors.effects import storage_id, written_memory
+from fpipe.tensors.effects import EffectsMode, storage_id, written_memory
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.torch_private import TorchDispatchMode
 from fpipe.tensors.tree import first_names
 from fpipe.weights.state import require_leaf
 
@@ -98,8 +97,17 @@ class _Initialization:
 
     def fill(self, group: Sequence[str]) -> dict[str, Tensor]:
         """Return those leaves of a group that the initializer fills."""
-        blanks = {name: _blank(self.specs[name]) for name in group}
-        with self._lend_blanks(blanks), _WriteWatch() as watch:
+        blanks, written = {name: _blank(self.specs[name]) for name in group}, set[int]()
+
+        def note(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            if any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values())):
+                raise InputError(
+                    f"initialise: got {func} with its own generator, expected the default generator, which is seeded "
+                    "from the seed and the module. Drop the generator argument."
+                )
+            written.update(written_memory(func, args, kwargs))
+
+        with self._lend_blanks(blanks), EffectsMode() as watch, watch.effects.observe(note):
             for path in self._around(group):
                 for device in self.devices:
                     random.reseed(self.key, random.label(f"initialise {path} for {group[0]}", 0), device)
@@ -108,7 +116,7 @@ class _Initialization:
         return {
             name: _take(name, leaf, self.specs[name])
             for name, leaf in found.items()
-            if leaf is not None and _is_filled(leaf, blanks[name], watch.written)
+            if leaf is not None and _is_filled(leaf, blanks[name], written)
         }
 
     def _around(self, group: Sequence[str]) -> list[str]:
@@ -199,24 +207,3 @@ def _require_all(held: Collection[str], made: Collection[str], model: nn.Module)
             "on meta lacks the values that its constructor computed. Pass a function that fills them, as in "
             "pipe.initialise(function, seed=0). For a Hugging Face model, pass model._init_weights."
         )
-
-
-class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records the memory that operations write, and refuses generators passed to them."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.written: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values())):
-            raise InputError(
-                f"initialise: got {func} with its own generator, expected the default generator, which is seeded "
-                "from the seed and the module. Drop the generator argument."
-            )
-        out = func(*args, **kwargs)
-        self.written |= written_memory(func, args, kwargs)
-        return out

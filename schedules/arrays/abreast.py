@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from schedules.arrays.codes import CODE_OF, PASSES, ROW_END, Codes, Numbers
 from schedules.arrays.lives import Lives, Same, find_last, read_lives
+from schedules.arrays.ticks import place_actions
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.playing.costs import NO_COSTS, UNITS, Costs
@@ -44,15 +45,26 @@ class Needs(NamedTuple):
 
 
 def can_be_played(schedule: Schedule, graph: Graph) -> bool:
-    """Return whether a schedule obeys all rules. Keep the answer for one: whoever simulates it checks it, too."""
+    """Return whether a schedule obeys all rules. Keep the answer for one: whoever simulates it checks it, too.
+
+    If ticks ascend on each rank, and from what actions need to the actions, no ranks wait for each other.
+    """
     return _can_be_played(Same(schedule), graph)
 
 
 @lru_cache(maxsize=1)
 def _can_be_played(same: Same, graph: Graph) -> bool:
     schedule, found = same.schedule, read_lives(same.schedule)
+    if found is None:
+        return False
     wired = wires(schedule, graph, NO_COSTS, UNITS)
-    return found is not None and play_abreast(schedule, *found, wired, NO_COSTS) is not None
+    if schedule.ticks is None:
+        return play_all(schedule, *found, wired, NO_COSTS) is not None
+    places = place_actions(schedule)
+    if places is None:
+        return False
+    makers = np.append(places, [-1, -1])
+    return all((makers[needs.makers] < places).all() for needs in _list_needs(schedule, *found, wired))
 
 
 class Played(NamedTuple):

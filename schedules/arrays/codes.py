@@ -105,8 +105,10 @@ def _read(chunk: list[Action], sliced: bool) -> tuple[bytes, list[tuple[int, ...
     names, stages, microbatches, peers, slices = zip(*chunk, strict=True)
     if peers.count(None) < len(chunk) or (not sliced and slices.count(None) < len(chunk)):
         raise TypeError
-    cuts = (tuple(0 if one is None else one if type(one) is bool else one + 1 or -1 for one in slices),) * sliced
-    return bytes(map(_code_of, names)), [stages, microbatches, *cuts]
+    numbers = [stages, microbatches]
+    if sliced:
+        numbers.append(tuple(0 if one is None else one if type(one) is bool else one + 1 or -1 for one in slices))
+    return bytes(map(_code_of, names)), numbers
 
 
 def _are_placed(schedule: Schedule, codes: Codes) -> bool:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from schedules.arrays.codes import CODE_OF, ROW_END, Numbers
 from schedules.arrays.lives import read_lives
-from schedules.arrays.posts import PARTS, RUN, SENT, WAITED, AllMessages, Posts, list_messages, meet, order_posts
+from schedules.arrays.posts import PARTS, RUN, WAITED, AllMessages, Posts, list_messages, meet, order_posts
+from schedules.arrays.ticks import TickedPosts, order_by_ticks
 from schedules.language.actions import KINDS, RECEIVES, SENDS, WAITS, Action, new_tuple
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
@@ -52,7 +53,7 @@ class Lowered(NamedTuple):
     """A program: its messages, the posts of all ranks, and what its actions hold."""
 
     messages: AllMessages
-    posts: Posts
+    posts: Posts | TickedPosts
     fields: ActionTables
 
     def decode(self, rank: int) -> Iterator[Action]:
@@ -62,10 +63,9 @@ class Lowered(NamedTuple):
     def _decode(self, rank: int) -> Iterator[Action]:
         codes = self.messages.codes
         first, end = codes.firsts[rank], codes.ends[rank]
-        start, stop = self.posts.starts[rank : rank + 2]
-        posted, slots = (np.frombuffer(column, np.int32)[start : stop - 1] for column in self.posts[::2])
+        posted, slots = self.posts.row(rank)
         turns, waited = self._list_waits(rank)
-        does = np.where(slots % PARTS == SENT, SEND, RECEIVE) + _IS_BACK[codes.kinds[posted]]
+        does = np.where((first <= posted) & (posted < end), SEND, RECEIVE) + _IS_BACK[codes.kinds[posted]]
         order = np.argsort(
             np.concatenate([slots, np.arange(end - first) * PARTS + RUN, turns * PARTS + WAITED]), kind="stable"
         )
@@ -103,10 +103,9 @@ def lower_all(schedule: Schedule, graph: Graph) -> Lowered | None:
     messages = list_messages(schedule, graph, *found)
     if messages is None:
         return None
-    posts = order_posts(messages)
-    if not meet(posts, len(found[0].kinds) * MOST_LOOKS // schedule.ranks):
-        return None
-    return Lowered(messages, posts, _list_fields(schedule, messages))
+    looks = len(found[0].kinds) * MOST_LOOKS // schedule.ranks
+    posts = meet(order_posts(messages), looks) if schedule.ticks is None else order_by_ticks(schedule, messages)
+    return None if posts is None else Lowered(messages, posts, _list_fields(schedule, messages))
 
 
 def _list_fields(schedule: Schedule, messages: AllMessages) -> ActionTables:

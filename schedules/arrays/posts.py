@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,9 @@ NEEDED, EARLY, RUN, BETWEEN, SENT, WAITED = range(6)
 """The parts of a turn: receives for its action, for the next one, the action, late receives, its send, and waits."""
 PARTS: Final = 8
 """The slot of a part is the place of its action on the rank times this, plus the part."""
+
+
+AnyNumbers: TypeAlias = NDArray[np.signedinteger[Any]]
 
 
 class Ends(NamedTuple):
@@ -98,6 +101,12 @@ class Posts(NamedTuple):
     slots: array[int]
     starts: list[int]
 
+    def row(self, rank: int) -> tuple[AnyNumbers, AnyNumbers]:
+        """Return the messages of a rank in the order of their posts, and their slots."""
+        start, stop = self.starts[rank : rank + 2]
+        messages, slots = (np.frombuffer(column, np.int32)[start : stop - 1] for column in (self.messages, self.slots))
+        return messages, slots
+
 
 def list_messages(schedule: Schedule, graph: Graph, codes: Codes, lives: Lives) -> AllMessages | None:
     """Return all messages, or `None` if an action takes or gives several."""
@@ -143,8 +152,8 @@ def _order_row(messages: AllMessages, rank: int) -> Iterator[Numbers]:
     yield slots[order]
 
 
-def meet(posts: Posts, patience: int) -> bool:
-    """Play the posts, and bring them into an order in which they all pass; false after too many changes, or if stuck.
+def meet(posts: Posts, patience: int) -> Posts | None:
+    """Bring posts into an order in which they all pass, and return them; `None` after too many changes, or if stuck.
 
     A message passes once both of its ranks are at it. Most of the time few ranks can go on, so this is a loop.
     """
@@ -161,11 +170,11 @@ def meet(posts: Posts, patience: int) -> bool:
             at[rank] = k
         changes = [_change_order(posts, at, circle) for circle in _list_circles(peers, at)]
         if not changes:
-            return all(peers[k] == rank for rank, k in enumerate(at))
+            return posts if all(peers[k] == rank for rank, k in enumerate(at)) else None
         if not all(changes):
-            return False
+            return None
         ready = [rank for some in changes for rank in some]
-    return False
+    return None
 
 
 def _list_circles(peers: array[int], at: list[int]) -> Iterator[list[int]]:

@@ -13,7 +13,7 @@ from functools import cached_property
 from schedules.errors import ScheduleError
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
-from schedules.language.schedule import Schedule
+from schedules.language.schedule import Schedule, graph_of
 
 Life = Mapping[str, tuple[str, str]]
 
@@ -109,7 +109,7 @@ class Progress:
     """The record of one rank: the `work` on each of its stages; `graph` says which stages share parameters."""
 
     def __init__(self, schedule: Schedule, rank: int, graph: Graph | None = None) -> None:
-        self.schedule, self.rank = schedule, rank
+        self.schedule, self.rank, self.graph = schedule, rank, graph_of(schedule, graph)
         tied = {stage for edge in graph.gradients for stage in edge} if graph else set[int]()
         stages = schedule.placement.stages_on(rank)
         self.work = {stage: Work(schedule, rank, stage, stage in tied) for stage in stages}

@@ -10,8 +10,9 @@ stack like filters: one pass over each rank's generator, keeping only what is in
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
+from operator import index
 from typing import TypeAlias
 
 from schedules.arguments import require_types
@@ -27,10 +28,12 @@ from schedules.language.graph import Graph
 from schedules.language.membership import require_compute_only, require_placed
 from schedules.language.schedule import Actions, Schedule, graph_of
 from schedules.lowering.program import lower
+from schedules.lowering.turns import place_of
 from schedules.own_kinds import OwnKind
 from schedules.playing.costs import NO_COSTS, ROUNDING, UNITS
 from schedules.playing.dependencies import wires
 from schedules.playing.engine import replay
+from schedules.playing.outputs import inputs_of
 
 ActionRule: TypeAlias = Callable[[Progress, Actions], Actions]
 
@@ -181,6 +184,29 @@ def require_within_memory(progress: Progress, actions: Actions) -> Actions:
         yield action
 
 
+def require_ascending_ticks(progress: Progress, actions: Actions) -> Actions:
+    """Require each pass to come after the one before it on its rank, and after what it needs, in the order of ticks."""
+    schedule, graph, rank, latest = progress.schedule, progress.graph, progress.rank, None
+    assert schedule.ticks is not None, "the rule is for a schedule with ticks"
+    ticks = cache(schedule.ticks)
+    repair = "Correct the function ticks of the schedule, or leave it out."
+    for position, action in enumerate(actions):
+        try:
+            place = place_of(action, schedule, ticks, rank)
+            needs = inputs_of(action, graph) if place else []
+            makers = [action._replace(kind=what, stage=s) for what, s, _ in needs if s != action.stage]
+            early = [place_of(one, schedule, ticks, schedule.placement.home(*one[1:3])) for one in makers]
+            is_late = place is None or all(other < place for other in (latest, *early) if other)
+            index(place[0] if place else 0)
+        except (IndexError, TypeError, ValueError) as error:
+            raise violation("ticked", progress, position, action, f"has no tick: {error}", repair) from error
+        if not is_late:
+            problem = "has no later tick than the pass before it, or than what it needs"
+            raise violation("ticked", progress, position, action, problem, repair)
+        latest = place or latest
+        yield action
+
+
 def count_versions(schedule: Schedule, rank: int) -> dict[int, int]:
     """Return, for each stage on `rank`, the most weight versions kept at once; 1 without updates.
 
@@ -240,10 +266,12 @@ RULES: tuple[ActionRule, ...] = (
 
 def rules_of(schedule: Schedule) -> tuple[ActionRule, ...]:
     """Return the rules that apply to this schedule, beyond those on which actions it may contain at all."""
-    further = (require_sliced,) * (schedule.slices > 1) + (require_within_memory,) * (
-        schedule.limits.memory is not None
-    )
-    return RULES + further
+    further = {
+        require_sliced: schedule.slices > 1,
+        require_within_memory: schedule.limits.memory is not None,
+        require_ascending_ticks: schedule.ticks is not None,
+    }
+    return RULES + tuple(rule for rule, applies in further.items() if applies)
 
 
 def check(schedule: Schedule | LoweredProgram, graph: Graph | None = None, *, device: bool = False) -> None:

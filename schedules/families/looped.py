@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from schedules.arguments import is_size
 from schedules.errors import SizeError
@@ -50,6 +50,56 @@ def _in_rounds(rank: int, ranks: int, groups: list[range], chunks: int, each: in
     return alternate(_count_ahead(rank, ranks, groups, chunks, each), forwards, backwards)
 
 
+def _ticks_in_rounds(
+    stage: int, ranks: int, groups: list[range], chunks: int, each: int, more: int = 0
+) -> tuple[list[int], list[int]]:
+    """Return the ticks of a stage under `_in_rounds`, or if all forwards come first, those of `more` microbatches.
+
+    A forward and a backward begin every two ticks. While a rank does both, the next rank does the same forward `each`
+    ticks later, and the same backward as much earlier. Forwards that run ahead, and backwards after the last forward,
+    take two ticks from rank to rank. If a round has enough microbatches, the next chunk follows without a wait.
+    """
+    chunk, rank = divmod(stage, ranks)
+    turn, end = _count_ahead(rank, ranks, groups, chunks, each), chunks * groups[-1].stop
+    drain = end - _count_ahead(rank, ranks, groups[-1:], chunks, each)
+    if len(groups) == 1:  # leave room for as many microbatches as ranks
+        turn += (chunks - 1) * (max(ranks, end // chunks) - end // chunks)
+        groups = [range(max(ranks, end // chunks))]
+    start = 2 * (_count_ahead(0, ranks, groups, chunks, each) + more) - 2 * rank
+    near, far = (2 - each) * rank, (2 - each) * (ranks - 1)
+    wait = max(0, 2 * (ranks - len(groups[-1])))
+    forwards, backwards = list[int](), list[int]()
+    for k, group in enumerate(groups):
+        first, size = chunks * group.start, len(group)
+        early = far + wait * (chunks - chunks * k - chunk)
+        late = far + wait * (chunks - chunks * (len(groups) - 1 - k) - chunk)
+        forwards += _step(first + chunk * size, size, turn, 2 * rank - early, 2 * rank - near)
+        backwards += _step(first + (chunks - 1 - chunk) * size, size, drain, start + near, start + late)
+    return forwards, backwards
+
+
+def _step(first: int, size: int, turn: int, before: int, after: int) -> Iterator[int]:
+    """Return two ticks for each of so many passes; other ticks from the pass at the `turn` on."""
+    cut = sorted((first, turn, first + size))[1]
+    return chain(range(2 * first + before, 2 * cut + before, 2), range(2 * cut + after, 2 * (first + size) + after, 2))
+
+
+def _interleaved_ticks(stage: int, ranks: int, microbatches: int, chunks: int) -> tuple[list[int], list[int]]:
+    return _ticks_in_rounds(stage, ranks, rounds(ranks, microbatches), chunks, min(chunks, 2))
+
+
+def _breadth_first_ticks(stage: int, ranks: int, microbatches: int, chunks: int) -> tuple[list[int], list[int]]:
+    return _ticks_in_rounds(stage, ranks, [range(microbatches)], chunks, 2, microbatches)
+
+
+def _zero_bubble_ticks(stage: int, ranks: int, microbatches: int, chunks: int) -> tuple[list[int], list[int]]:
+    return _gis_ticks(stage, ranks, microbatches, chunks, ranks)
+
+
+def _gis_ticks(stage: int, ranks: int, microbatches: int, chunks: int, group: int) -> tuple[list[int], list[int]]:
+    return _ticks_in_rounds(stage, ranks, rounds(min(ranks, group), microbatches), chunks, 1)
+
+
 def _interleaved_memory(rank: int, ranks: int, microbatches: int, chunks: int) -> float:
     ahead = _count_ahead(rank, ranks, rounds(ranks, microbatches), chunks, min(chunks, 2))
     return min(ahead + 1, chunks * microbatches) / chunks
@@ -72,7 +122,7 @@ def _require_group(ranks: int, microbatches: int, chunks: int, group: int) -> No
         )
 
 
-@schedule(placement=looped, limits=Limits(memory=_interleaved_memory))
+@schedule(placement=looped, limits=Limits(memory=_interleaved_memory), ticks=_interleaved_ticks)
 def interleaved_1f1b(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
     """Interleaved 1F1B: 1F1B on `V` chunks per rank, in rounds (Megatron-LM, arXiv 2104.04473, section 2.2).
 
@@ -88,7 +138,11 @@ def interleaved_1f1b(rank: int, ranks: int, microbatches: int, chunks: int = 2) 
     return _in_rounds(rank, ranks, rounds(ranks, microbatches), chunks, min(chunks, 2), B)
 
 
-@schedule(placement=looped, limits=Limits(memory=lambda rank, ranks, microbatches, chunks: microbatches))
+@schedule(
+    placement=looped,
+    limits=Limits(memory=lambda rank, ranks, microbatches, chunks: microbatches),
+    ticks=_breadth_first_ticks,
+)
 def breadth_first(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
     """All microbatches through one chunk before the next: all forwards, then all backwards (arXiv 2211.05953).
 
@@ -104,7 +158,7 @@ def breadth_first(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> 
     return group_passes(legs(stages, stages), [range(microbatches)])
 
 
-@schedule(placement=looped, limits=Limits(memory=_zero_bubble_memory))
+@schedule(placement=looped, limits=Limits(memory=_zero_bubble_memory), ticks=_zero_bubble_ticks)
 def interleaved_zero_bubble(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
     """Interleaved 1F1B, backward split, rank `r` deferring `r` weight gradients (arXiv 2401.10241).
 
@@ -127,7 +181,7 @@ def interleaved_zero_bubble(rank: int, ranks: int, microbatches: int, chunks: in
     yield from owed
 
 
-@schedule(placement=looped, limits=Limits(memory=_gis_memory), requires=_require_group)
+@schedule(placement=looped, limits=Limits(memory=_gis_memory), requires=_require_group, ticks=_gis_ticks)
 def gis(rank: int, ranks: int, microbatches: int, chunks: int = 2, group: int = 1024) -> Iterator[Action]:
     """Interleaved 1F1B, backward split, one forward ahead for each later rank (GIS, arXiv 2503.01328, section 3.1).
 

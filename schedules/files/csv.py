@@ -26,14 +26,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Concatenate, Final, TextIO, TypeAlias
 
-from schedules.arguments import MOST_MICROBATCHES, MOST_STAGES, require_types
+from schedules.arguments import MOST_MICROBATCHES, MOST_STAGES, require_types, without_rank
 from schedules.errors import GraphError, TableError, printable, quote
 from schedules.files.cells import Notation, ScheduleOrProgram, has_transfers, own, read_row
 from schedules.files.whole import open_whole
 from schedules.language.actions import GATHERINGS, KINDS, Action
 from schedules.language.graph import Edge, Graph, chain
 from schedules.language.placement import Placement
-from schedules.language.schedule import Arguments, Factory, Schedule, Shape, graph_of, without_rank
+from schedules.language.schedule import Arguments, Factory, Schedule, Shape, graph_of
 from schedules.lowering.program import Program
 from schedules.transforms.connect import connect, format_graph, parse_graph
 
@@ -115,7 +115,7 @@ def _two_lines(s: int, i: int, home: int, rank: int) -> TableError:
 
 
 def _make_factory(generator: Callable[Concatenate[int, Arguments], Iterator[Action]]) -> Factory[Arguments]:
-    return Factory(generator, without_rank(generator, "rows"), _infer_shape)
+    return Factory(generator, without_rank("table", generator, "rows"), _infer_shape)
 
 
 @_make_factory

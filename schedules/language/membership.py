@@ -74,17 +74,11 @@ def require_placed(schedule: Schedule, rank: int, actions: Actions) -> Actions:
 
 
 def require_valid_actions(schedule: Schedule) -> None:
-    """Raise `ScheduleError` if any action breaks one of these two rules."""
-    for rank in range(schedule.ranks):
-        for _ in require_placed(schedule, rank, require_compute_only(schedule, rank, schedule.actions(rank))):
-            pass
-
-
-def require_single_actions(schedule: Schedule) -> None:
-    """Raise `ScheduleError` if a microbatch passes through a stage twice in the same way."""
+    """Raise `ScheduleError` if any action breaks one of these two rules, or passes through its stage a second time."""
     for rank in range(schedule.ranks):
         seen = set[tuple[object, ...]]()
-        for position, action in enumerate(schedule.actions(rank)):
+        actions = require_placed(schedule, rank, require_compute_only(schedule, rank, schedule.actions(rank)))
+        for position, action in enumerate(actions):
             step = KINDS[action.kind].crosses, *action[1:]
             if step[0] and step in seen:
                 problem = "has already run", f"Drop {action}: each runs once."

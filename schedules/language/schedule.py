@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial, singledispatch, update_wrapper
 from math import inf
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec
 
-from schedules.arguments import MOST_MICROBATCHES, MOST_STAGES, is_size, require_types
+from schedules.arguments import bind, is_size, require_hash, require_placer, require_size, require_types, without_rank
 from schedules.errors import ArgumentError, GraphError, ScheduleError, SizeError, quote
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph, chain
@@ -28,6 +28,7 @@ from schedules.language.placement import Placement, Placer, linear
 Arguments = ParamSpec("Arguments")
 Actions = Iterator[Action]
 VersionRule = Callable[[int], int]
+TickRule = Callable[[int], tuple[Sequence[int], Sequence[int]]]
 SIZES = ("ranks", "microbatches", "chunks", "slices")
 
 
@@ -68,7 +69,7 @@ class Schedule:
     Two schedules are equal if the same factory made them from the same arguments. `repr` is that call; `str` draws the
     timeline. `graph` is the stage graph the schedule targets, by default the chain (`schedules.connect`). `version(i)`
     is the weight version that microbatch `i` uses on every rank: the number of updates before it. Without one, a rank
-    uses its newest.
+    uses its newest. `ticks(s)` are those of the forwards and of the backwards of stage `s`, by microbatch.
 
     >>> from schedules import one_f_one_b
     >>> s = one_f_one_b(ranks=2, microbatches=2)
@@ -85,6 +86,7 @@ class Schedule:
     backward: bool = field(compare=False, default=True)
     graph: Graph | None = field(compare=False, default=None)
     version: VersionRule | None = field(compare=False, default=None)
+    ticks: TickRule | None = field(compare=False, default=None)
     limits: Limits = field(compare=False, default=UNLIMITED)
 
     @property
@@ -181,6 +183,7 @@ class Shape(NamedTuple):
     backward: bool = True
     graph: Graph | None = None
     version: VersionRule | None = None
+    ticks: TickRule | None = None
 
 
 class Factory(Generic[Arguments]):
@@ -200,22 +203,16 @@ class Factory(Generic[Arguments]):
         shape: Callable[[dict[str, Any]], Shape],
         limits: Limits = UNLIMITED,
     ) -> None:
-        self.generator, self.signature, self.shape, self.limits = generator, signature, shape, limits
+        self.generator, self.shape, self.limits = generator, shape, limits
+        self.signature = signature.replace(return_annotation=Schedule)
         update_wrapper(self, generator)
-        self.__signature__ = signature  # `help` shows the parameters a caller passes: no rank
+        self.__signature__ = self.signature  # `help` shows the parameters a caller passes: no rank
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Schedule:
         """Return the schedule for these sizes."""
-        try:
-            bound = self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            wanted = f"{self.__name__}({', '.join(self.signature.parameters)})"
-            problem = f"{self.__name__}: got a call with {error}, expected {wanted}. Pass these."
-            raise ArgumentError(problem) from error
-        bound.apply_defaults()
-        made = self.make(tuple(bound.arguments.items()))
-        for name, value in bound.arguments.items():
-            _require_hashable(self.__name__, name, value)
+        arguments = bind(self.__name__, self.signature, *args, **kwargs)
+        made = self.make(tuple(arguments.items()))
+        require_hash(self.__name__, arguments)
         return made
 
     def make(self, arguments: tuple[tuple[str, Hashable], ...]) -> Schedule:
@@ -235,6 +232,7 @@ def schedule(
     requires: Callable[..., None] | None = None,
     backward: bool = True,
     version: Callable[..., int] | None = None,
+    ticks: Callable[..., tuple[Sequence[int], Sequence[int]]] | None = None,
 ) -> Callable[[Callable[Concatenate[int, Arguments], Actions]], Factory[Arguments]]:
     """Turn a generator function `(rank, ranks, microbatches, ...)` into a factory of schedules.
 
@@ -245,6 +243,9 @@ def schedule(
     - `backward` is false for a schedule without backwards, for inference.
     - `version(microbatch, ...)`, given the arguments too, returns the weight version that the microbatch uses, on every
       rank: the number of updates that made it. Without one, each rank uses the newest that it has at the forward.
+    - `ticks(stage, ...)`, given the arguments too, returns two sequences of integers: the ticks of the stage's forwards
+      and of its backwards, by microbatch and slice. They put the passes of all ranks into one order, in which nothing
+      comes before what it needs. So on a ring, each rank can lower its program without looking at all others.
 
     If the function takes `slices`, every microbatch is cut into that many. Any other parameters must be hashable. The
     factory raises `SizeError` for sizes that are not positive integers.
@@ -260,20 +261,16 @@ def schedule(
     """
 
     require_types(schedule, locals())
-    if next(iter(inspect.signature(placement).parameters), None) == "rank":
-        raise ArgumentError(
-            f"schedule: got placement={quote(placement)}, a generator of actions, expected a placement. Write "
-            "@schedule() with parentheses above it."
-        )
+    require_placer(placement)
 
     def decorate(generator: Callable[Concatenate[int, Arguments], Actions]) -> Factory[Arguments]:
-        require_function("schedule", generator)
+        signature = without_rank("schedule", generator, "ranks", "microbatches")
 
         def shape(arguments: dict[str, Any]) -> Shape:
             taken = inspect.signature(placement).parameters
             sizes = {name: value for name, value in arguments.items() if name in taken or name in SIZES}
             for name, size in sizes.items():
-                _require_positive(generator.__name__, name, size)
+                require_size(generator.__name__, name, size)
             if requires is not None:
                 requires(**arguments)
             placed = placement(**{name: size for name, size in sizes.items() if name in taken})
@@ -282,52 +279,10 @@ def schedule(
                     f"{generator.__name__}: got {quote(placed)} from placement, expected a Placement. Pass a function "
                     "such as linear or looped."
                 )
-            _require_positive(generator.__name__, "microbatches", sizes["microbatches"], len(placed.routes))
-            rule = None if version is None else partial(version, **arguments)
-            return Shape(sizes["ranks"], sizes["microbatches"], placed, sizes.get("slices", 1), backward, version=rule)
+            require_size(generator.__name__, "microbatches", sizes["microbatches"], len(placed.routes))
+            known = sizes["ranks"], sizes["microbatches"], placed, sizes.get("slices", 1), backward, None
+            return Shape(*known, version and partial(version, **arguments), ticks and partial(ticks, **arguments))
 
-        return Factory(generator, without_rank(generator, "ranks", "microbatches"), shape, limits)
+        return Factory(generator, signature, shape, limits)
 
     return decorate
-
-
-def without_rank(generator: Callable[..., Actions], *first: str) -> inspect.Signature:
-    """Return the factory's signature: that of `generator` without `rank`.
-
-    Raise `ArgumentError` unless the parameters of `generator` begin with `rank` and the names in `first`.
-    """
-    signature = inspect.signature(generator)
-    names, expected = list(signature.parameters), ["rank", *first]
-    if names[: len(expected)] != expected:
-        raise ArgumentError(
-            f"{generator.__name__}: got parameters {names}, expected them to begin with {', '.join(expected)}. "
-            "Write a generator for one rank that takes these parameters first."
-        )
-    return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=Schedule)
-
-
-def require_function(decorator: str, generator: object) -> None:
-    """Raise `ArgumentError` unless a decorator was given a function."""
-    if not callable(generator) or not hasattr(generator, "__name__") or isinstance(generator, type):
-        raise ArgumentError(
-            f"{decorator}: got {quote(generator)}, expected a generator function (rank, ...). Put @{decorator} above "
-            "its def."
-        )
-
-
-def _require_hashable(factory: str, name: str, value: object) -> None:
-    try:
-        hash(value)
-    except TypeError:
-        raise ArgumentError(
-            f"{factory}: got {name}={quote(value)}, expected a value with a hash. Pass a tuple in place of a list."
-        ) from None
-
-
-def _require_positive(factory: str, name: str, size: object, least: int = 1) -> None:
-    most = MOST_MICROBATCHES if name == "microbatches" else MOST_STAGES
-    if not is_size(size, least, most):
-        expected = f"an integer of at least {least}" + (
-            f", and at most {most}" if isinstance(size, int) and size > most else ""
-        )
-        raise SizeError.of(factory, name, size, expected, f"Choose {name} >= {least}.")

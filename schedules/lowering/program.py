@@ -17,6 +17,9 @@ for each other, one of them goes on: it takes a message that another rank has re
 it posts a receive only after the action in between, because its message depends on that action. The consuming action
 waits for its receives itself, so the vocabulary has no wait for them.
 
+Where a schedule has ticks, these put the actions of all ranks into one order, and no ranks wait in a circle: a message
+passes once its receiver is ready for it, but before its sender goes on. Its peers are all that a rank needs to know.
+
 A send buffer must live until the transfer completes, and asking whether it has costs a wait. But once we consume a
 message that the peer made after consuming one of our sends, that send has completed: its `WAIT` returns at once. Sends
 that no message vouches for are waited for at the end. Without backwards, as in evaluation, that would be all of them.
@@ -31,16 +34,18 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Set
 from dataclasses import dataclass
-from functools import cached_property, singledispatch
+from functools import cache, cached_property, singledispatch
+from heapq import heappop, heappush
 from itertools import pairwise
+from math import inf
 
 from schedules.arguments import require_types
 from schedules.errors import ScheduleError
 from schedules.language.actions import BESIDE, Action, Message, receive_of, wait_of
 from schedules.language.graph import Graph
-from schedules.language.membership import require_single_actions, require_valid_actions
+from schedules.language.membership import require_valid_actions
 from schedules.language.schedule import Schedule, graph_of, picture
-from schedules.lowering.turns import Turn, Turns, target_of
+from schedules.lowering.turns import Turn, Turns, place_of, target_of
 
 IN_FLIGHT = 2
 """The number of microbatches whose values a rank without backwards sends before it waits for the first of them."""
@@ -101,13 +106,16 @@ class Program:
     def _deciding(self, rank: int) -> set[int]:
         """Return the ranks that decide on the order of one rank's transfers, with itself.
 
-        Ranks wait in a circle along channels. Where some part of the others is connected to it by one of them alone, no
-        circle leads through it, that one and a third: so that one decides for the whole part.
+        If the schedule has ticks, these are its peers. Else ranks wait in a circle along channels. Where some part of
+        the others is connected to it by one of them alone, no circle leads through it, that one and a third: so that
+        one decides for the whole part.
         """
         peers, found = defaultdict[int, set[int]](set), {rank}
         for a, b in self.channels:
             peers[a].add(b)
             peers[b].add(a)
+        if self.schedule.ticks is not None:
+            return found | peers[rank]
         for peer in peers[rank]:
             part, left = {rank}, [peer]
             while left and peer not in found:
@@ -188,6 +196,7 @@ class _Play:
 
     - `ready`: the ranks that may go on; `latest`: the one that went on last.
     - `path`: blocked ranks, each of which waits for the next.
+    - `next`: if the schedule has ticks, the places of the ranks' next turns (`_place`), as a heap.
     """
 
     def __init__(self, program: Program, wanted: Collection[int], played: Set[int]) -> None:
@@ -198,6 +207,8 @@ class _Play:
         self.ready = [*reversed(self.ranks.values())]
         self.path = list[_Rank]()
         self.latest = self.ready[0]
+        self.ticks = cache(program.schedule.ticks) if program.schedule.ticks else None
+        self.next: list[tuple[float, bool, int, int]] = [(-inf, False, one, 0) for one in turns if self.ticks]
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield the actions of one rank as they become known."""
@@ -206,6 +217,8 @@ class _Play:
             while me.line or not me.has_ended:
                 if me.line:
                     yield me.line.popleft()
+                elif self.next:
+                    self._step(self.ranks[abs(self.next[0][2])], self.next[0][3])
                 elif self.ready:
                     self.latest = self.ready.pop()
                     self._advance(self.latest)
@@ -213,7 +226,6 @@ class _Play:
                     self._unblock(me if self.latest.has_ended else self.latest)
         except KeyError:
             require_valid_actions(self.schedule)
-            require_single_actions(self.schedule)
             raise
 
     def _advance(self, rank: _Rank) -> None:
@@ -241,6 +253,35 @@ class _Play:
             self._pass(source, rank)
             self.ready.append(source)
 
+    def _place(self, rank: _Rank) -> tuple[float, bool, int, int]:
+        """Return the place of a rank's next pass in the order of ticks, and the number of turns up to it."""
+        number = 0
+        while (turn := rank.turn(number)) and turn.actions:
+            number += 1
+            if place := place_of(turn.actions[-1], self.schedule, self.ticks, rank.number):
+                return *place, number
+        return inf, number == 0, rank.number, number or 2  # the end, after all other turns
+
+    def _step(self, rank: _Rank, turns: int) -> None:
+        """Play the next turns of the rank that comes first in the order of ticks. What it has made leaves first."""
+        for _ in range(turns):
+            while rank.sends:
+                self._pass(rank, self.ranks[rank.sends[0][1]])
+            rank.line.extend(map(wait_of, rank.confirmed))
+            rank.confirmed.clear()
+            while message := rank.find_wanted():
+                if (message, rank.number) in self._source(message).sends:
+                    self._pass(self._source(message), rank, message)
+                elif rank.is_early:
+                    rank.late.add(message)
+                else:
+                    rank.wanted = message
+                    raise self._explain_deadlock(rank)
+            self._run(rank)
+        heappop(self.next)
+        if not rank.has_ended:
+            heappush(self.next, self._place(rank))
+
     def _run(self, rank: _Rank) -> None:
         """Run the next turn of a rank; at the end, wait for the sends that no message vouches for."""
         turn = rank.turns.popleft() if rank.turns else None
@@ -264,9 +305,10 @@ class _Play:
             rank.sends.append((message, target_of(message, self.schedule.placement)))
         rank.line.extend(turn.actions)
 
-    def _pass(self, source: _Rank, target: _Rank) -> None:
-        """Pass the next message of one rank to another."""
-        message, _ = source.sends.popleft()
+    def _pass(self, source: _Rank, target: _Rank, message: Message | None = None) -> None:
+        """Pass a message of one rank to another, by default the next one."""
+        message = message or source.sends[0][0]
+        source.sends.remove((message, target.number))
         source.unconfirmed[message] = None
         target.posted[message] = source.consumed.pop(target.number, [])
         target.wanted = None
@@ -321,7 +363,8 @@ class _Play:
         elif other.has_ended:
             problem = f"waits for {rank.wanted}, which rank {other.number} never runs, or runs only once"
         else:
-            problem = f"waits for {rank.wanted}, but its sender needs {other.wanted} first"
+            first = f"needs {other.wanted} first" if other.wanted else "has a later tick"
+            problem = f"waits for {rank.wanted}, but its sender {first}"
         repair = "Run check(schedule, graph) first: it names the cause."
         action, position = (next(iter(turn.actions), None), turn.position) if turn else (None, 0)
         return ScheduleError("ordered", rank.number, position, action, problem, repair)

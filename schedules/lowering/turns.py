@@ -14,7 +14,7 @@ from typing import NamedTuple
 from schedules.language.actions import KINDS, SENDS, Action, Message, new_tuple
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement
-from schedules.language.schedule import Schedule, completes_gradient
+from schedules.language.schedule import Schedule, TickRule, completes_gradient
 
 
 class Turn(NamedTuple):
@@ -85,6 +85,15 @@ class Turns:
         if opener is not None:
             yield opener
         yield Turn(position + 1, (), [*self.gradients.left_to_receive()], nothing)
+
+
+def place_of(action: Action, schedule: Schedule, ticks: TickRule | None, rank: int) -> tuple[int, bool, int] | None:
+    """Return the place of a pass in the order of ticks: in each, forwards go down the ranks, then backwards go up."""
+    kind, s, i, _, part = action
+    if ticks is None or not KINDS[kind].crosses:
+        return None
+    is_back = KINDS[kind].crosses == "B"
+    return ticks(s)[is_back][i * schedule.slices + (part or 0)], is_back, -rank if is_back else rank
 
 
 def target_of(message: Message, placement: Placement) -> int:

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Concatenate
 
+from schedules.arguments import without_rank
 from schedules.errors import SizeError
 from schedules.language.actions import Action
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement
-from schedules.language.schedule import Arguments, Factory, Schedule, Shape, without_rank
+from schedules.language.schedule import Arguments, Factory, Schedule, Shape
 
 
 def _shape(arguments: dict[str, Any]) -> Shape:
@@ -26,7 +27,7 @@ def _shape(arguments: dict[str, Any]) -> Shape:
 
 
 def _make_factory(generator: Callable[Concatenate[int, Arguments], Iterator[Action]]) -> Factory[Arguments]:
-    return Factory(generator, without_rank(generator, "rows", "placement", "microbatches"), _shape)
+    return Factory(generator, without_rank("from_rows", generator, "rows", "placement", "microbatches"), _shape)
 
 
 @_make_factory

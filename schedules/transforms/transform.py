@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, overload
 
-from schedules.arguments import require_types
+from schedules.arguments import require_types, without_rank
 from schedules.errors import ArgumentError, quote
 from schedules.language.actions import Action
 from schedules.language.schedule import (
@@ -26,8 +26,6 @@ from schedules.language.schedule import (
     Limits,
     Schedule,
     Shape,
-    require_function,
-    without_rank,
 )
 
 
@@ -69,7 +67,7 @@ def transform(
     require_types(transform, locals())
 
     def decorate(generator: Callable[..., Iterator[Action]]) -> Factory[...]:
-        require_function("transform", generator)
+        signature = without_rank("transform", generator, "schedule")
 
         def shape(arguments: dict[str, Any]) -> Shape:
             schedule = arguments["schedule"]
@@ -83,7 +81,7 @@ def transform(
             sizes = schedule.ranks, schedule.microbatches, schedule.placement, schedule.slices
             return Shape(*sizes, backward and schedule.backward, schedule.graph, schedule.version)
 
-        return Factory(generator, without_rank(generator, "schedule"), shape, limits)
+        return Factory(generator, signature, shape, limits)
 
     return decorate if generator is None else decorate(generator)
 

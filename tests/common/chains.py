@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules of chains that nobody would write."""
 
+from dataclasses import replace
 from itertools import accumulate
 from random import Random
 
@@ -10,10 +11,11 @@ from schedules import Action, Placement, from_rows
 
 
 @st.composite
-def any_order_of_a_chain(draw, walks=False):
+def any_order_of_a_chain(draw, walks=False, ticked=False):
     """Any order of the passes of a chain on any ranks, in which inputs come first.
 
     If it `walks`, ranks are in a row, and each stage is on the rank of the stage before it, or on one beside that.
+    If it is `ticked`, the schedule has ticks: those of the passes in the order in which they were drawn.
     """
     random = Random(draw(st.integers(0, 2**32)))
     P, S, M, slices = (
@@ -33,6 +35,7 @@ def any_order_of_a_chain(draw, walks=False):
         for part in range(slices)
     }
     rows, done = [[] for _ in {*homes}], set()
+    ticks, latest = [([0] * M * slices, [0] * M * slices) for _ in homes], (0, False, -1)
     while left:
         ready = [
             (s, i, part)
@@ -53,7 +56,13 @@ def any_order_of_a_chain(draw, walks=False):
         done.add(("F" if kind in "FC" else "B" if kind in "BI" else "", *unit))
         if not left[unit]:
             del left[unit]
-    return from_rows(tuple(map(tuple, rows)), Placement(len(rows), homes), M, slices)
+        if kind in "FCBI":
+            tick, is_back, rank = latest[0], kind in "BI", homes[s] * (-1 if kind in "BI" else 1)
+            tick += (tick, is_back, rank) <= latest or random.choice([0, 0, 1])
+            latest = tick, is_back, rank
+            ticks[s][is_back][i * slices + part] = tick
+    how = from_rows(tuple(map(tuple, rows)), Placement(len(rows), homes), M, slices)
+    return replace(how, ticks=ticks.__getitem__) if ticked else how
 
 
 def edges(s, i, part, stages, slices):

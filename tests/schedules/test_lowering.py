@@ -3,7 +3,8 @@
 
 import gc
 from collections import Counter
-from itertools import pairwise, takewhile
+from dataclasses import replace
+from itertools import islice, pairwise, product, takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -30,6 +31,7 @@ from schedules import (
     parse,
     split_backward,
 )
+from schedules.arrays.abreast import can_be_played
 from schedules.files.csv import table
 from schedules.language.actions import message_of, receive_of
 from schedules.lowering import program as lowering
@@ -37,7 +39,7 @@ from schedules.lowering.turns import Turns
 from schedules.playing.rows import edit
 from schedules.proof.interpreter import Interpreter, require_whole
 from schedules.proof.networks import Links, fifo, rendezvous
-from schedules.testing import orders, require_matching_ends
+from schedules.testing import orders, require_matching_ends, schedules
 from schedules.testing.mutants import EditedProgram
 from tests.common.chains import any_order_of_a_chain
 from tests.common.sizes import NIGHTLY, by_night, sampled
@@ -176,7 +178,7 @@ def test_ranks_that_wait_for_each_other_are_followed_once(monkeypatch):
     followed = list[int]()
     blocker = lowering._Play._blocker
     monkeypatch.setattr(lowering._Play, "_blocker", lambda play, rank: followed.append(1) or blocker(play, rank))
-    streams = lower(interleaved_1f1b(ranks=64, microbatches=16)).streams(range(64))
+    streams = lower(replace(interleaved_1f1b(ranks=64, microbatches=16), ticks=None)).streams(range(64))
     actions = sum(1 for stream in streams for _ in stream)
     assert 0 < len(followed) < actions
 
@@ -203,9 +205,102 @@ def test_a_rank_between_others_needs_to_know_its_neighbors_only(how):
             assert read == {max(0, rank - 1), rank, min(how.ranks - 1, rank + 1)}
 
 
-def test_a_rank_of_a_ring_needs_to_know_all():
-    program = lower(interleaved_1f1b(ranks=5, microbatches=5))
+def test_a_rank_of_a_ring_without_ticks_needs_to_know_all():
+    program = lower(replace(interleaved_1f1b(ranks=5, microbatches=5), ticks=None))
     assert all(program._deciding(rank) == {*range(5)} for rank in range(5))
+
+
+def test_ranks_that_a_ring_hides_decide_on_the_program_of_a_rank():
+    """Two schedules differ in rank 3 only, to which rank 1 has no channel. In one of them, rank 1 must receive 4SEND_F0
+    before it runs 5B2, since that waits for what rank 0 does after the send; in the other, only after 1F3, since the
+    message depends on it. So without ticks, no rank of a ring can do without any other.
+    """
+    before = [F(s, i) for i in (1, 2) for s in range(8)] + [B(7, 1), B(6, 1), B(5, 1)]
+    before += [F(0, 0), F(1, 0), F(2, 0), F(0, 3)]
+    middle = {
+        "one": [F(3, 0), F(4, 0), B(4, 1), B(3, 1), B(7, 2), B(6, 2), B(5, 2), F(1, 3), F(2, 3), F(3, 3)],
+        "other": [B(7, 2), B(6, 2), B(5, 2), F(1, 3), F(2, 3), F(3, 3), F(3, 0), F(4, 0), B(4, 1), B(3, 1)],
+    }
+    after = [F(s, i) for i in (0, 3) for s in range(5 - (i > 0), 8)]
+    after += [B(s, i) for i, top in ((1, 3), (2, 5), (0, 8), (3, 8)) for s in reversed(range(top))]
+    whole = {name: [*before, *some, *after] for name, some in middle.items()}
+    rows = {name: [[a for a in order if a.stage % 4 == rank] for rank in range(4)] for name, order in whole.items()}
+    assert rows["one"][:3] == rows["other"][:3]
+    how = interleaved_1f1b(4, 4)
+    one, other = (lower(edit(how, some)) for some in rows.values())
+    for program, first, second in ((one, "5RECV_F0<4", "5B2"), (other, "1F3", "5RECV_F0<4")):
+        check(program, device=True)
+        found = [*map(str, program.actions(1))]
+        assert found.index(first) < found.index(second)
+    for program, wrong in ((one, other), (other, one)):
+        mixed = [list(program.actions(0)), list(wrong.actions(1)), list(program.actions(2)), list(program.actions(3))]
+        with pytest.raises(ScheduleError, match="would never end"):
+            check(EditedProgram(program.schedule, program.graph, tuple(mixed)), device=True)
+
+
+RINGS = [families.interleaved_1f1b, families.breadth_first, families.interleaved_zero_bubble, families.gis]
+
+
+@settings(deadline=None)
+@given(schedules(RINGS) | any_order_of_a_chain(ticked=True))
+def test_a_rank_of_a_schedule_with_ticks_needs_to_know_its_peers_only(how):
+    program, actions, read = lower(how), Schedule.actions, set[int]()
+    together = [list(stream) for stream in program.streams(range(how.ranks))]
+    require_matching_ends(program)
+    check(program, device=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Schedule, "actions", lambda self, rank: read.add(rank) or actions(self, rank))
+        for rank, expected in enumerate(together):
+            read.clear()
+            assert list(program.actions(rank)) == expected
+            assert read == {rank} | {b for a, b in program.channels if a == rank}
+
+
+def test_a_rank_of_a_large_ring_is_lowered_with_its_neighbors(monkeypatch):
+    read, actions = set[int](), Schedule.actions
+    monkeypatch.setattr(Schedule, "actions", lambda self, rank: read.add(rank) or actions(self, rank))
+    for make in RINGS:
+        group = {"group": 2048} if make is families.gis else {}
+        found = [*islice(lower(make(ranks=2048, microbatches=2048, **group)).actions(1000), 3000)]
+        assert str(found[0]) == "1000RECV_F0<999"
+    assert read == {999, 1000, 1001}
+
+
+@by_night
+@pytest.mark.parametrize("make", RINGS)
+def test_the_ticks_of_rings_put_all_passes_in_order(make):
+    for P, M, V in product(range(1, 10 if NIGHTLY else 6), range(1, 25 if NIGHTLY else 12), range(1, 5)):
+        groups = {1024, P, (P + 1) // 2} if make is families.gis else {None}
+        for group in groups:
+            how = make(P, M, V) if group is None else make(P, M, V, group=group)
+            check(how)
+
+
+WRONG_TICKS = {
+    "missing": lambda s: ([], []),
+    "none": lambda s: None,
+    "no_numbers": lambda s: ("ab", "cd"),
+    "no_one_kind": lambda s: ([s, "a"], [8 - s, 9 - s]),
+    "equal": lambda s: ([0, 0], [8 - s, 9 - s]),
+    "against_values": lambda s: ([-s, 1 - s], [8 - s, 9 - s]),
+    "against_cotangents": lambda s: ([s, s + 1], [8 + s, 9 + s]),
+}
+
+
+@pytest.mark.parametrize("ticks", [*WRONG_TICKS.values()], ids=[*WRONG_TICKS])
+def test_wrong_ticks_are_refused(ticks):
+    right = replace(gpipe(2, 2), ticks=lambda s: ([s, s + 1], [8 - s, 9 - s]))
+    check(lower(right), device=True)
+    wrong = replace(right, ticks=ticks)
+    with pytest.raises(ScheduleError, match="ticked"):
+        check(wrong)
+    assert not can_be_played(wrong, chain(2))
+
+
+def test_a_rank_whose_input_has_a_later_tick_is_not_lowered():
+    program = lower(replace(gpipe(2, 2), ticks=lambda s: ([-s, 1 - s], [8 - s, 9 - s])))
+    with pytest.raises(ScheduleError, match="1F0: waits for 0SEND_F0>1, but its sender has a later tick"):
+        [*program.actions(1)]
 
 
 @settings(deadline=None)

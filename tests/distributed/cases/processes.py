@@ -25,8 +25,8 @@ from fpipe.network import measurements, recording
 from fpipe.network.channels import Envelope
 from fpipe.network.trail import Arrived, Trail
 from fpipe.network.waiting import Awaited
-from fpipe.planning.links import MESSAGE_SIZES
 from fpipe.planning.profile import PROFILE_FORMAT
+from fpipe.planning.timing import MESSAGE_SIZES
 from fpipe.tensors.tree import same_bits
 from schedules import KINDS, Action, B, F, Link, one_f_one_b, simulate, zb_h1
 from tests.common import collectives

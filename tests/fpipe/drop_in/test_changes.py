@@ -188,6 +188,16 @@ def test_settings_that_alternate_are_built_once():
     assert len(seen) == 2
 
 
+def test_the_settings_that_were_used_last_are_kept(monkeypatch):
+    monkeypatch.setattr("fpipe.drop_in.settings.KEPT_PIPELINES", 2)
+    model, built = make(Net()), []
+    for rate in (1.0, 0.0, 1.0, 2.0, 1.0):
+        model.block.rate = rate
+        train(model)
+        built.append(model.pipe)
+    assert built[0] is built[2] is built[4]
+
+
 class Adversaries(nn.Module):
     """A generator and what judges it, trained in turns on objectives of their own."""
 

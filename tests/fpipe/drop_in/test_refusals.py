@@ -266,6 +266,9 @@ def test_an_epsilon_from_the_dtype_of_another_parameter():
     with pytest.raises(InputError, match=f"got Adafactor without an epsilon for parameters in .{dtypes}.,"):
         torch.optim.Adafactor(model.parameters()).step()
     torch.optim.Adafactor(model.parameters(), eps=(1e-16, 1e-3)).step()
+    model = make(net())
+    model(X, targets=Y).backward()
+    torch.optim.Adafactor(model.parameters()).step()
 
 
 class Talking(nn.Sequential):

@@ -9,6 +9,8 @@ from torch import nn
 from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
 
 import fpipe
+from fpipe.inference import generation
+from fpipe.inference.decoders import build_decoding
 from fpipe.pipelines.planner import Planner
 from fpipe.tensors.tree import same_bits
 from schedules import dualpipe, forward_only, gpipe, one_f_one_b, zb_v
@@ -127,6 +129,18 @@ def test_all_tokens_share_two_captures(small, monkeypatch):
     for seed in range(3):
         generate(*state, texts(4, 3, seed), 30)
     assert len(made) == 2
+
+
+def test_the_kinds_of_prompts_that_were_used_last_are_kept(monkeypatch):
+    made = []
+    monkeypatch.setattr(generation, "build_decoding", lambda *given: made.append(1) or build_decoding(*given))
+    model, ids = Average(), texts(4, WIDTH)
+    given = {"recording": fpipe.Recording(plans=2), "schedule": gpipe(ranks=2, microbatches=2), "cuts": ["mix"]}
+    pipe = fpipe.pipeline(model, example=(ids,), targets=ids, loss=word_loss, **given)
+    state, generate = pipe.init(model), fpipe.generate(pipe, LENGTH, decoder=AverageDecoder)
+    for rows, count in ((2, 1), (4, 2), (2, 2), (6, 3), (2, 3)):
+        generate(*state, texts(rows, WIDTH), 1)
+        assert len(made) == count
 
 
 def test_draws_depend_on_the_seed_and_not_on_ranks_or_torch(small):

@@ -204,12 +204,27 @@ def test_masters_of_shards():
     assert all(p.dtype is torch.bfloat16 for p in params.values())
 
 
+def mean_square(out):
+    return out.square().mean()
+
+
 @pytest.mark.parametrize("shape", ["dp", "three shards"])
 def test_sparse_gradients_are_reduced_dense(shape):
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
     ids, how = torch.arange(24).reshape(12, 2) % 10, one_f_one_b(ranks=2, microbatches=2)
-    loss = {"loss": lambda out: out.square().mean(), "schedule": how}
+    loss = {"loss": mean_square, "schedule": how}
     pipe = fpipe.pipeline(model, example=(ids,), **grouped(loss), **grouped(options(2, *SHAPES[shape])))
     _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ids,))
     assert grads["0.weight"].layout is torch.strided
     fpipe.verify(pipe, model, (ids,))
+
+
+@pytest.mark.parametrize("shape", ["dp", "three shards"])
+def test_gradients_have_the_strides_of_their_parameters(shape):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    for layer in model:
+        layer.weight.data = layer.weight.data.t()
+    x, given = torch.randn(12, 6), {"loss": mean_square, "schedule": TWO}
+    pipe = fpipe.pipeline(model, example=(x,), **grouped(given), **grouped(options(2, *SHAPES[shape])))
+    _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,))
+    assert {name: grad.stride() for name, grad in grads.items()} == {n: p.stride() for n, p in model.named_parameters()}

@@ -12,9 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fpipe.network.measurements import pair_up
-from fpipe.planning.links import MESSAGE_SIZES, fit_line, fit_link
 from fpipe.planning.ranges import TIMED
-from fpipe.planning.timing import fit_times, two_at_a_time
+from fpipe.planning.timing import MESSAGE_SIZES, fit_line, fit_link, fit_times, two_at_a_time
 from schedules import Link, check, lower
 
 LATENCY, PER_BYTE = st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-7)

@@ -2,16 +2,18 @@
 """A stream under a schedule that updates in flight trains as a loop on one device with the same delays, bit for bit."""
 
 import itertools
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fpipe
 from fpipe.stages.ties import MODES
-from fpipe.streams.versions import find_shared
+from fpipe.streams.versions import Versions, find_shared
 from schedules import (
     B,
     F,
@@ -124,14 +126,22 @@ TIED = ("tied_sequence", "chained", "one_weight")
 @covering(
     name=TIED, how=(pipedream(4, 1), pipedream_2bw(2, 3, accumulate=3), split_backward(pipedream(2, 1))), tied=MODES
 )
-def test_tied_parameters_have_one_version(name, how, tied):
-    """On all of their stages, which is that of the stage that updates last."""
+def test_tied_parameters_have_one_version(name, how, tied, monkeypatch):
+    """On all of their stages, which is that of the stage that updates last; no more versions are held than are late."""
+    held, update = [], Versions.update_shared
+
+    def watched(self, *arguments):
+        update(self, *arguments)
+        held.extend(map(len, self.kept_shared.values()))
+
+    monkeypatch.setattr(Versions, "update_shared", watched)
     pipe, model, inputs, targets = build(ZOO[name], how, 2 * how.microbatches, capture="trace", tied=tied)
     for count in (1, 6):
         batches = [(inputs, targets)] * count
         require_equal(*(train(one, pipe, model, batches, ADAM) for one in (fpipe.train_stream, fpipe.reference_stream)))
     shared = {name for name, stages in find_shared(pipe.training.assembly).items()}
     late = fpipe.delays(pipe)
+    assert max(held) <= 1 + max(late.values())
     assert shared
     assert {late[name] for name in shared} == {max(late.values())}
 
@@ -285,8 +295,6 @@ def test_a_declared_version_is_used_on_every_rank(ranks):
 
 @pytest.mark.parametrize("how", [pipedream(3, 1), pipedream_2bw(3, 3, accumulate=3), always_two_late(3, 1)], ids=repr)
 def test_as_many_versions_are_kept_as_the_checker_counts(how, monkeypatch):
-    from fpipe.streams.versions import Versions
-
     most: dict[int, int] = {}
     update = Versions.update
 
@@ -327,9 +335,10 @@ def test_batches_are_asked_for_as_they_are_needed():
     pipe, model = pipe_of(how, draw=0.5)
 
     def draw():
-        for t in range(10):
-            asked.append(t)
-            yield (torch.rand(4, WIDTH),), torch.rand(4, WIDTH)
+        for _ in range(10):
+            x = torch.rand(4, WIDTH)
+            asked.append(StorageWeakRef(x.untyped_storage()))
+            yield (x,), torch.rand(4, WIDTH)
 
     params, buffers = pipe.init(model)
     torch.manual_seed(0)
@@ -342,7 +351,7 @@ def test_batches_are_asked_for_as_they_are_needed():
     assert asked == []
     next(stream)
     assert len(asked) <= 4
-    list(stream)
+    assert max(sum(not one.expired() for one in asked) for _ in stream) <= 5  # with the one that `feed` holds
     assert seen == want
 
 
@@ -464,6 +473,24 @@ def test_updates_are_clipped_where_that_is_exact():
     require_equal(got, want)
 
 
+class Reversed(nn.Module):
+    """Uses its layers last first."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.a(self.b(x))
+
+
+def test_norms_are_summed_in_the_order_of_the_model():
+    x = torch.randn(4, WIDTH)
+    pipe = fpipe.pipeline(Reversed(), example=(x,), targets=x, loss=mse, schedule=pipedream(1, 1))
+    (stage,) = pipe.training.assembly.stages
+    assert stage.grads == pipe.names == ("a.weight", "a.bias", "b.weight", "b.bias")
+
+
 class Branching(nn.Module):
     """Its first layer asks about the batch."""
 
@@ -564,6 +591,26 @@ def test_feedback_goes_to_masters_and_not_past_them():
     for grad in (1.0, 3.0):  # 1 + 3 + (3 - 1)
         params, state = update({"w": torch.full((1,), grad, dtype=torch.bfloat16)}, state, params)
     assert state["w"]["master"].item() == 1 - 6 * 2.0**-10
+
+
+def test_feedback_goes_on_after_a_batch_without_a_gradient():
+    optimizer, params = fpipe.error_feedback(fpipe.optimizer(torch.optim.SGD, lr=1.0)), {"w": torch.zeros(1)}
+    state = optimizer.init(params)
+    for grads in ({"w": torch.ones(1)}, {}, {"w": torch.full((1,), 3.0)}):  # 1 + 3 + (3 - 1)
+        params, state = optimizer.update(grads, state, params)
+    assert params["w"].item() == -6
+
+
+def test_pipemare_ends_with_the_rate_that_was_passed():
+    optimizer, params = (
+        fpipe.pipemare(fpipe.optimizer(torch.optim.SGD), {"w": 4}, lr=1.0, steps=2),
+        {"w": torch.zeros(1)},
+    )
+    state, seen = optimizer.init(params), [0.0]
+    for _ in range(5):
+        params, state = optimizer.update({"w": torch.ones(1)}, state, params)
+        seen.append(params["w"].item())
+    assert [a - b for a, b in pairwise(seen)] == [0.25, 0.5, 1, 1, 1]
 
 
 def test_delays_are_counted_in_updates():

@@ -242,6 +242,12 @@ def powers(module, x):
     return (y**1).mul_(y) + y
 
 
+def normed(module, x):
+    """The gradient of the bias is a view of what the norm's backward computes, which is not deferred."""
+    x = functional.linear(x, module.weight)
+    return functional.layer_norm(x, (WIDTH,), None, module.bias.view(1, WIDTH).view(WIDTH))
+
+
 SUBTLE = {
     "cast once": (cast_once, set()),
     "sums": (summed, set()),
@@ -249,6 +255,8 @@ SUBTLE = {
     "constants": (started, set()),
     "noise": (noise, set()),
     "powers": (powers, set()),
+    "a product of weights": (lambda m, x: x @ (m.weight @ m.weight.t()) + m.bias, {"weight", "bias"}),
+    "a norm with a view of its weight": (normed, {"bias"}),
 }
 
 
