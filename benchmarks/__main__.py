@@ -53,7 +53,11 @@ NAMES: Final = (
     "generation",
     "audits",
 )
-ARGUMENTS: Final = {"searching": ("--seconds", "1"), "certificates": ("256", "1024"), "proving": ("31",)}
+ARGUMENTS: Final = {
+    "searching": ("--seconds", "1", "--ranks", "8"),
+    "certificates": ("256", "1024"),
+    "proving": ("31",),
+}
 """The arguments of those that would take too long for the page without."""
 MINUTES: Final = 15
 

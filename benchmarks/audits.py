@@ -43,7 +43,7 @@ from benchmarks.common.sleeping import WIDTH, Times, sleeping_model, weights_may
 from fpipe.audits.checksum import checksum
 
 UNIT: Final = 0.010  # seconds
-TURNS: Final = {"sleeping": rounds(12), "GPT": rounds(32)}
+TURNS: Final = {"sleeping": rounds(8), "GPT": rounds(32)}
 WARM_UP, DAY = 8, 86400
 SLEEPING: Final = ("one_f_one_b", "zb_v")
 RANKS, MICROBATCHES, ROWS = 4, 12, 12

@@ -36,7 +36,7 @@ from fpipe.stages.assembly import Assembly
 from fpipe.tensors.spec import Spec
 from schedules import one_f_one_b
 
-LAYERS, STAGES, MICROBATCHES, ROUNDS = 8, 4, 4, rounds(4)
+LAYERS, STAGES, MICROBATCHES, ROUNDS = 8, 4, 4, rounds(8)
 MIB: Final = 2**20
 
 

@@ -414,7 +414,7 @@ def measure(name: str) -> list[Finding]:
     """Run a part as a job; return what it found, or how it ended."""
     start = time.perf_counter()
     try:
-        found = ranks.start_fresh("benchmarks.gpu", PARTS[name].ranks, name, limit=LIMIT, **({} if DRY else SHARED))[0]
+        found = ranks.start_within(LIMIT, "benchmarks.gpu", PARTS[name].ranks, name, **({} if DRY else SHARED))[0]
     except ranks.UnfinishedError as error:
         found = [*(error.found or [[]])[0], ("**unfinished**", str(error))]
     return [*[Finding(*row) for row in found], Finding("seconds", figure(time.perf_counter() - start))]

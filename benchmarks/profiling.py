@@ -42,7 +42,7 @@ from fpipe.tensors import random
 from schedules import Span, one_f_one_b
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 4, 256, 8, 256, 64
-ROWS, WARM_UP, TURNS = 16, 2, rounds(16)
+ROWS, WARM_UP, TURNS = 16, 1, rounds(14)
 OFF, ON = 1.02, 1.05  # upper limits
 Step = Callable[[], object]
 

@@ -20,7 +20,7 @@ from benchmarks.common.turns import Function, medians
 from schedules import Schedule, one_f_one_b, seq_1f1b
 
 WIDTH, HEADS, LAYERS, WORDS, LENGTH, MICROBATCHES = 256, 4, 4, 256, 512, 2
-ROUNDS = rounds(3)
+ROUNDS = rounds(4)
 
 
 class Block(nn.Module):

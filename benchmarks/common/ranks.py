@@ -37,19 +37,26 @@ def start(module: str, count: int, *arguments: object, **environment: str) -> li
 
     The ranks are forks of a process that has imported the module.
     """
+    return _fork("warm", module, count, arguments, environment)
+
+
+def start_fresh(module: str, count: int, *arguments: object, **environment: str) -> list[Any]:
+    """Do the same with ranks that import everything by themselves."""
+    return _fork("fresh", module, count, arguments, environment)
+
+
+def start_within(limit: float, module: str, count: int, *arguments: object, **environment: str) -> list[Any]:
+    """Do the same under torchrun; raise `UnfinishedError` after `limit` seconds."""
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", module]
+    return _run(limit, command, module, count, arguments, environment)
+
+
+def _fork(way: str, module: str, count: int, arguments: Iterable[object], environment: Mapping[str, str]) -> list[Any]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as an agent of torchrun holds it
     own = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(count)}
     own |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    command = ["benchmarks.common.forks", module, str(count)]
-    return _run(None, command, module, count, arguments, own | environment)
-
-
-def start_fresh(
-    module: str, count: int, *arguments: object, limit: float | None = None, **environment: str
-) -> list[Any]:
-    """Do the same under torchrun, each rank a process that starts anew; give up after `limit` seconds."""
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", module]
-    return _run(limit, command, module, count, arguments, environment)
+    command = ["benchmarks.common.forks", way, module, str(count)]
+    return _run(None, command, module, count, arguments, {**own, **environment})
 
 
 def _run(
