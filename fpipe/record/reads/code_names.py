@@ -29,8 +29,8 @@ SKIPPED = frozenset({"CACHE", "NOP", "PRECALL", "PUSH_NULL", "RESUME", "COPY_FRE
 NAMED, VARIABLES = frozenset(dis.hasname), frozenset(dis.haslocal + dis.hasfree)
 SHIFTS = {"LOAD_GLOBAL": 1} | ({"LOAD_ATTR": 1, "LOAD_SUPER_ATTR": 2} if sys.version_info >= (3, 12) else {})
 """The low bits of an argument that do not belong to the number of a name."""
-IN_PLACE_OPERATORS = range(13, 26)
-"""The arguments of `BINARY_OP` that stand for `+=` and its like."""
+AUGMENTING = range(13, 26)
+"""The arguments of `BINARY_OP` in augmented assignments, such as `+=`."""
 CHANGING = frozenset(
     {"append", "appendleft", "extend", "insert", "add", "update", "remove", "discard", "clear", "setdefault"}
 )
@@ -178,7 +178,7 @@ class _Reader:
                 self.found.attributes.add(name)
                 self.found.own.update([name] if self._top() == FIRST else [])
         elif what in STORING:
-            if before.what == "BINARY_OP" and before.argument in IN_PLACE_OPERATORS:
+            if before.what == "BINARY_OP" and before.argument in AUGMENTING:
                 self.outer[name] -= what != "STORE_ATTR"
         elif what == "LOAD_CONST" and isinstance(name, str) and after.what not in ("COPY", "STORE_SUBSCR"):
             self.found.keys.add(name)  # d["n"] += 1 copies d and "n"

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from fpipe.record.model.walk import codes
-from fpipe.record.reads.code_names import IN_PLACE_OPERATORS, SKIPPED, Lookup, find_names, steps_of
+from fpipe.record.reads.code_names import AUGMENTING, SKIPPED, Lookup, find_names, steps_of
 
 TABLE: dict[str, float] = {}
 WAYS = ()
@@ -49,4 +49,4 @@ def test_instructions_are_those_that_python_disassembles(module: ModuleType):
             if one.opcode in {*dis.hasname, *dis.haslocal, *dis.hasfree} or one.opname == "LOAD_CONST":
                 assert step.name == one.argval
             if one.opname == "BINARY_OP":
-                assert (one.arg in IN_PLACE_OPERATORS) == one.argrepr.endswith("=")
+                assert (one.arg in AUGMENTING) == one.argrepr.endswith("=")
