@@ -230,7 +230,7 @@ def without_rank(decorator: str, generator: Callable[..., object], *first: str) 
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def bind(name: str, signature: inspect.Signature, *args: object, **kwargs: object) -> dict[str, Any]:
+def bind(name: str, signature: inspect.Signature, /, *args: object, **kwargs: object) -> dict[str, Any]:
     """Return the arguments of a call, with the defaults. Raise `ArgumentError` unless the signature takes them."""
     try:
         bound = signature.bind(*args, **kwargs)

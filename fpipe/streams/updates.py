@@ -83,7 +83,7 @@ def clip_updates(pipe: Pipeline, optimizer: Optimizer, max_norm: float | None) -
     """
     if max_norm is None:
         return optimizer
-    limit, places = require_bound("max_norm", max_norm), {name: k for k, name in enumerate(pipe.names)}
+    limit = require_bound("max_norm", max_norm)
     if pipe.schedule.stages > 1 or pipe.copies.shards > 1:
         raise InputError(
             f"max_norm: got {max_norm!r} for {pipe.schedule.stages} stages and {pipe.copies.shards} shards, expected "
@@ -93,7 +93,7 @@ def clip_updates(pipe: Pipeline, optimizer: Optimizer, max_norm: float | None) -
 
     def update(grads: State, state: OptimizerState, params: State, **options: Any) -> tuple[State, OptimizerState]:
         """Return the parameters and the state after one update."""
-        own = {name: grads[name].clone() for name in sorted(grads, key=places.__getitem__)}
+        own = {name: grad.clone() for name, grad in grads.items()}
         clipped = scale_to_norm(own, limit, get_total_norm(own.values()))
         return optimizer.update({name: clipped[name] for name in grads}, state, params, **options)
 

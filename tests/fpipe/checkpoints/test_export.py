@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import fpipe
+from fpipe.checkpoints import export as exporting
 from fpipe.tensors.tree import same_bits
 from fpipe.weights.safetensors import write_safetensors
 from schedules import dualpipe, gpipe, one_f_one_b
@@ -91,6 +92,7 @@ def test_what_cannot_be_exported_is_refused(norms, tmp_path):
 
 def test_an_export_replaces_the_one_before_whole_or_not_at_all(norms, tmp_path, monkeypatch):
     pipe, params, buffers = norms
+    replace = exporting._replace
 
     def export(value):
         fpipe.export(pipe, tmp_path, {name: torch.full_like(p, value) for name, p in params.items()}, buffers)
@@ -113,6 +115,11 @@ def test_an_export_replaces_the_one_before_whole_or_not_at_all(norms, tmp_path, 
     value, files = found()
     assert (value, len(files)) == (2.0, 2)
     assert not {*files} & {*before[1]} - {"model.safetensors.index.json"}
+    with monkeypatch.context() as patch:
+        patch.setattr("fpipe.checkpoints.export._replace", lambda *given: replace(*given) or fill(tmp_path))
+        with pytest.raises(OSError, match="No space left"):
+            export(3.0)
+    assert found()[0] == 3.0, "the index is there already"
 
 
 def fill(path):

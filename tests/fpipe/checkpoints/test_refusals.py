@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import zlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -260,6 +261,19 @@ def test_a_checkpoint_of_another_model_is_refused(original, kind):
     model, words = OTHERS[kind]
     with pytest.raises(fpipe.InputError, match=words):
         fpipe.load(pipeline_of(model, X.to(next(model.parameters()).dtype)), original)
+
+
+def test_scalars_of_the_state_are_read_where_they_were(pipe, run, tmp_path, monkeypatch):
+    state = {name: {"step": torch.tensor(2.0)} for name in run["params"]}
+    fpipe.save(pipe, tmp_path, params=run["params"], buffers=run["buffers"], state=state, step=7)
+    resign(tmp_path / SIDECAR, on_device=["state.0.bias.step"])
+
+    def elsewhere(specs, placed):
+        return {name: replace(spec, device=torch.device("meta")) for name, spec in specs.items()}
+
+    monkeypatch.setattr("fpipe.checkpoints.load.whole_specs", elsewhere)
+    read = fpipe.load(pipe, tmp_path).state
+    assert (read["0.bias"]["step"].device.type, read["0.weight"]["step"].device.type) == ("meta", "cpu")
 
 
 def test_no_checkpoint_is_refused(pipe, tmp_path):

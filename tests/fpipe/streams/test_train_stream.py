@@ -473,6 +473,24 @@ def test_updates_are_clipped_where_that_is_exact():
     require_equal(got, want)
 
 
+class Reversed(nn.Module):
+    """Uses its layers last first."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.a(self.b(x))
+
+
+def test_norms_are_summed_in_the_order_of_the_model():
+    x = torch.randn(4, WIDTH)
+    pipe = fpipe.pipeline(Reversed(), example=(x,), targets=x, loss=mse, schedule=pipedream(1, 1))
+    (stage,) = pipe.training.assembly.stages
+    assert stage.grads == pipe.names == ("a.weight", "a.bias", "b.weight", "b.bias")
+
+
 class Branching(nn.Module):
     """Its first layer asks about the batch."""
 
