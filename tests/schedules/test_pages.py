@@ -110,10 +110,10 @@ def show(browser, tmp_path):
     assert browser.problems == []
 
 
-def place_of(browser, text, panel=0):
+def place_of(browser, text):
     """Where an action is on the screen."""
     return browser.ask(
-        f"(() => {{ const p = panels[{panel}], a = p.byText.get('{text}'), box = canvas.getBoundingClientRect();"
+        f"(() => {{ const p = panels[0], a = p.byText.get('{text}'), box = canvas.getBoundingClientRect();"
         "return [box.x + (xOf(p, a.start) + xOf(p, a.end)) / 2, box.y + yOf(p, a.rank) + lanesOf(p).work / 2]; })()"
     )
 

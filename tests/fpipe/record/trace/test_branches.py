@@ -146,14 +146,14 @@ def test_experts_may_see_any_rows():
 # --------------------------------------------------------------------------------------------------- draws in branches
 
 
-def switching(how, cuts=("1",), draw=functional.dropout):
+def switching(how, cuts=("1",)):
     class First(nn.Linear):
         """Returns its input, so that the data decide the branch."""
 
         def forward(self, x):
             return x + 0 * super().forward(x)
 
-    model = nn.Sequential(First(WIDTH, WIDTH), Switch(draw), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(First(WIDTH, WIDTH), Switch(functional.dropout), nn.Linear(WIDTH, WIDTH))
     x = torch.ones(4, WIDTH)
     pipe = staged(model, (x,), x, cuts, schedule=how, unsplittable=Switch)
     return pipe, model, (torch.cat([x, -x]).roll(2, 0),), torch.cat([x, x])
