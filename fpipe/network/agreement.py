@@ -128,7 +128,7 @@ def _raise_difference(rank: int, gather: Gather, call: str, fields: Sequence[Fie
         said = [f"- rank {r}: {told[r][: 3 * WIDTH]}" for r, row in enumerate(rows) if row[REFUSED]]
         raise TransportError(
             f"rank {rank}, {call}: got errors on some ranks, expected a call that works on every "
-            "rank. Nothing was computed on any rank. Fix these errors and call it again:\n" + "\n".join(said)
+            "rank. Nothing was sent or changed on any rank. Fix these errors and call it again:\n" + "\n".join(said)
         )
     digests = _exchange_digests(gather, call, fields)
     if len({row[0] for row in digests}) > 1:
@@ -146,8 +146,8 @@ def _raise_difference(rank: int, gather: Gather, call: str, fields: Sequence[Fie
         lines += [f"- and also: {', '.join(fields[k].name for k in apart[MOST_SHOWN:])}"] * (len(apart) > MOST_SHOWN)
         repair = " ".join(dict.fromkeys(fields[k].repair for k in shown))
     raise TransportError(
-        f"rank {rank}, {call}: got ranks that differ, expected the same on every rank. {repair} Nothing was computed "
-        "on any rank:\n" + "\n".join(lines)
+        f"rank {rank}, {call}: got ranks that differ, expected the same on every rank. {repair} Nothing was sent or "
+        "changed on any rank:\n" + "\n".join(lines)
     )
 
 
