@@ -38,25 +38,36 @@ class Meaning:
     - `gradients`: per stage, the terms of its gradient, in the order they are added: replica by replica.
     - `sums`: per stage, its gradient on each rank that holds it.
     - `copies`: per edge of tied parameters, the gradients that reached the other stage, one for each route.
+    - `updates`: per stage, the gradient that its one update applied, on each rank that holds it; empty for a stage that
+      is updated on no rank, or several times.
     """
 
     outputs: Formulas
     gradients: Formulas
     sums: Formulas
     copies: Mapping[Edge, tuple[Formula, ...]]
+    updates: Formulas
 
     def require(self, graph: Graph, microbatches: int, slices: int = 1, backward: bool = True) -> None:
         """Raise `ProgramError` unless this is the whole model's, with each microbatch exactly once, in any order."""
         model = whole_model(graph, microbatches, slices, backward)
         _require("outputs", self.outputs, model.outputs)
         _require("gradient terms", self.gradients, model.gradients)
+        for s, sums in enumerate(self.sums):
+            _require_same(f"stage {s}", s, sums, "Add up all replicas' gradients, in the order of routes, on each.")
+        for s, seen in enumerate(self.updates):
+            _require_same(f"the update of stage {s}", s, (self.sums[s][0], *seen), "Update after the last gradient.")
         for (s, t), copies in self.copies.items():
-            for got in copies:
-                if got != self.sums[s][0]:
-                    raise ProgramError(
-                        f"stage {t}: got {got} as gradient of stage {s}'s parameters, expected {self.sums[s][0]}. Send "
-                        f"it after the last backward of stage {s}."
-                    )
+            repair = f"Send it after the last backward of stage {s}."
+            _require_same(f"stage {t}", s, (self.sums[s][0], *copies), repair)
+
+
+def _require_same(where: str, stage: int, got: tuple[Formula, ...], repair: str) -> None:
+    different = next((one for one in got if one != got[0]), None)
+    if different is not None:
+        raise ProgramError(
+            f"{where}: got {different} as gradient of stage {stage}'s parameters, expected {got[0]}. {repair}"
+        )
 
 
 def _require(what: str, got: Formulas, expected: Formulas) -> None:
@@ -110,4 +121,5 @@ def whole_model(graph: Graph, microbatches: int, slices: int = 1, backward: bool
         tuple(map(tuple, gradients)),
         sums,
         {(s, t): (sums[s][0],) for s, t in graph.gradients},
+        ((),) * S,
     )

@@ -24,7 +24,8 @@ class Sums:
     - `terms`: by place, in the order they were added; `added`: the parts they are from.
     - `totals`: by place, the sum over all replicas once computed.
     - `reduced`: the places whose gradient is reduced over the data-parallel group.
-    - `applied`: by place, the last microbatch whose gradients have been applied; `updates`: the number of updates.
+    - `applied`: by place, the last microbatch whose gradients have been applied; `updates`: the number of updates;
+      `seen`: the gradient that the last of them found.
     """
 
     def __init__(self, schedule: Schedule, stages: int) -> None:
@@ -37,6 +38,7 @@ class Sums:
         actions = (action for rank in range(schedule.ranks) for action in schedule.actions(rank))
         self.reduces = any(action.kind == "REDUCE_GRAD" for action in actions)
         self.applied, self.updates = dict.fromkeys(places, -1), dict.fromkeys(places, 0)
+        self.seen: dict[Replica, Formula] = {}
         self.versions: dict[tuple[Replica, int], int] = {}  # the number of updates before a microbatch began
 
     def add(self, s: int, rank: int, part: MicrobatchSlice, term: Formula) -> None:
@@ -109,6 +111,7 @@ class Sums:
         if allowed:
             self.applied[s, rank] = i
             self.updates[s, rank] += 1
+            self.seen[s, rank] = self.full_gradient(s, rank)
         return allowed
 
     def begin(self, s: int, rank: int, i: int) -> bool:
@@ -129,6 +132,13 @@ class Sums:
         """Return the gradient of every stage, on each rank that holds it."""
         return tuple(
             tuple(self.full_gradient(s, rank) for rank in self.placement.replicas(s)) for s in range(self.stages)
+        )
+
+    def gradients_updated_with(self) -> Formulas:
+        """Return the gradient that the update of every stage found, on each rank; none if that is not one update."""
+        return tuple(
+            tuple(self.seen[s, rank] for rank in self.placement.replicas(s) if self.updates[s, rank] == 1)
+            for s in range(self.stages)
         )
 
     def require_all_applied(self) -> None:

@@ -106,7 +106,8 @@ class Interpreter:
         self.sums.require_equal_copies(self.graph)
         self.sums.require_sums_last()
         self.sums.require_all_reduced()
-        return Meaning(tuple(map(tuple, self.outputs)), gradients, sums, copies)
+        updates = self.sums.gradients_updated_with()
+        return Meaning(tuple(map(tuple, self.outputs)), gradients, sums, copies, updates)
 
     def _require_nothing_left(self) -> None:
         left = [str(parcel) for parcels in self.store.parcels for parcel in parcels]

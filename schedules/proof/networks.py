@@ -59,6 +59,8 @@ class Links:
 
     def send(self, channel: Edge, message: Message, value: Formula) -> Iterator[tuple[Message, Formula]]:
         """Post a send, and yield every message that passes now, with its value."""
+        if message in self._values:
+            raise ProgramError(f"{message} is posted again before it was delivered. Send each value once.")
         self._sends[channel].append(message)
         self._values[message] = value
         yield from self._pass(channel)

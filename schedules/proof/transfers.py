@@ -45,7 +45,10 @@ class Transfers:
 
     def _receive(self, rank: int, action: Action) -> None:
         message = message_of(action)
-        source = self.placement.home(message.stage, message.microbatch)
+        parcel, source = parcel_of(message), self.placement.home(message.stage, message.microbatch)
+        if rank != self._find_target(source, parcel):
+            repair = "Receive it on the rank that holds the stage that uses it."
+            raise self.store.error(rank, "is for another rank", repair)
         self._deliver(self.links.receive((source, rank), message))
 
     def _wait(self, rank: int, action: Action) -> Waits:

@@ -18,7 +18,7 @@ class OnlyTheStandardLibrary:
 sys.meta_path.insert(0, OnlyTheStandardLibrary())
 import schedules
 found = [module.name for module in pkgutil.walk_packages(schedules.__path__, "schedules.")]
-LARGE = {f"schedules.arrays.{name}" for name in ("abreast", "codes", "lives", "lowered", "paths", "posts")}
+LARGE = {f"schedules.arrays.{name}" for name in ("abreast", "codes", "lives", "lowered", "paths", "posts", "ticks")}
 names = [name for name in found if not name.startswith("schedules.testing") and name not in LARGE]
 for name in names:
     importlib.import_module(name)
