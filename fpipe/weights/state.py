@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check parameters and buffers that are passed as dicts keyed by the model's own names.
 
-Each can be wrong in a dozen ways in any step: `.data`, `requires_grad_` and hooks change a tensor in place, so that it
-is the tensor of the last step proves nothing. Checking takes about 2 us for each.
+Problem. A model may have tens of thousands of parameters, and each can be wrong in a dozen ways in any step: `.data`,
+`requires_grad_` and hooks change a tensor in place, so that it is the tensor of the last step proves nothing.
+
+Idea. A step looks at each leaf once, for what an ordinary leaf has (`Form.is_plain`). Only if one is not ordinary, all
+checks run, one after the other; they say what is wrong, or find that it makes no difference.
+
+Invariant: what `Form.is_plain` accepts, no check refuses.
 
 Runs in every step, and when values are loaded or initialized.
 """
@@ -11,15 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
-from fpipe.tensors.arguments import require_primal
+from fpipe.tensors.arguments import is_differentiated, require_primal
 from fpipe.tensors.placed import Placed, unwrap_state
 from fpipe.tensors.spec import Spec
+
+_ORDINARY = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,19 +46,44 @@ class Form:
 
     def unwrap(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the plain tensors of leaves; raise `InputError`, naming the leaf, unless they have this form."""
-        plain = unwrap_state(self.what, given, self.placed)
-        require_state(self.what, plain, self.specs)
-        return plain
+        return given if self.is_plain(given) else self._unwrap(given)
 
     def unwrap_for_backward(self, given: dict[str, Tensor], returned: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Return them for a training step; raise `InputError` also for a leaf that a backward can't use as it is.
 
         `returned` are trainable parameters that fpipe has made, by id.
         """
-        plain = self.unwrap(given)
+        if self.is_plain(given):
+            return given
+        plain = self._unwrap(given)
         if self.trainable is not None:
             require_flags(given, self.trainable, returned)
         require_recordable(plain, self.what)
+        return plain
+
+    def is_plain(self, given: object) -> bool:
+        """Return whether all leaves are ordinary tensors of this form, about which no check has anything to say."""
+        if not isinstance(given, Mapping) or len(given) != len(self._rows) or self.placed or is_differentiated():
+            return False
+        for name, shape, dtype, device, is_trainable in self._rows:
+            leaf: Any = given.get(name)
+            # A subclass may answer otherwise, and a nested tensor has no shape: both are asked nothing more.
+            if type(leaf) not in _ORDINARY or leaf.is_nested or leaf.shape != shape or leaf.dtype is not dtype:
+                return False
+            if leaf.device != device or leaf.layout is not torch.strided or leaf.requires_grad is not is_trainable:
+                return False
+            if leaf.is_inference() or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+                return False
+        return True
+
+    @cached_property
+    def _rows(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype, torch.device, bool], ...]:
+        flags = self.trainable or ()
+        return tuple((name, s.shape, s.dtype, s.device, name in flags) for name, s in self.specs.items())
+
+    def _unwrap(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        plain = unwrap_state(self.what, given, self.placed)
+        require_state(self.what, plain, self.specs)
         return plain
 
 
@@ -86,15 +119,14 @@ def require_state(what: str, got: Mapping[str, Tensor], expected: Mapping[str, S
         )
     require_primal(what, got)
     for name, spec in expected.items():
-        leaf = got[name]
-        require_leaf(what, name, leaf, spec)
-        if leaf.layout is not torch.strided:
+        require_leaf(what, name, got[name], spec)
+        if got[name].layout is not torch.strided:
             raise InputError(
-                f"{what}[{name!r}]: got a tensor of layout {leaf.layout}, expected a dense one. Pass it dense."
+                f"{what}[{name!r}]: got a tensor of layout {got[name].layout}, expected a dense one. Pass it dense."
             )
-        if leaf.device != spec.device:
+        if got[name].device != spec.device:
             raise InputError(
-                f"{what}[{name!r}]: got {spec} on {leaf.device}, expected it on {spec.device}. Move it, or build "
+                f"{what}[{name!r}]: got {spec} on {got[name].device}, expected it on {spec.device}. Move it, or build "
                 "the pipeline from the model as it is now."
             )
 
@@ -136,15 +168,13 @@ def require_recordable(leaves: Mapping[str, object], what: str = "") -> None:
 
 def require_leaf(what: str, name: str, leaf: object, spec: Spec) -> None:
     """Raise `InputError` unless `leaf` is a tensor with values and with the spec's shape and dtype, on any device."""
-    if not isinstance(leaf, Tensor):
-        got = type(leaf).__name__
-        raise InputError(f"{what}[{name!r}]: got {got}, expected a tensor {spec}. Pass the tensor itself.")
-    is_nested = leaf.is_nested  # such a tensor has no shape to compare
-    if not is_nested and leaf.shape == spec.shape and leaf.dtype is spec.dtype and not leaf.is_meta:
-        return
     where = f"{what}[{name!r}]: got"
-    if is_nested:
+    if isinstance(leaf, Tensor) and leaf.is_nested:  # it has no shape to compare
         raise InputError(f"{where} a nested tensor, expected a tensor {spec}. Pass the tensor that the pipeline has.")
+    if isinstance(leaf, Tensor) and (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype) and not leaf.is_meta:
+        return
+    if not isinstance(leaf, Tensor):
+        raise InputError(f"{where} {type(leaf).__name__}, expected a tensor {spec}. Pass the tensor itself.")
     if leaf.device.type == "meta":
         raise InputError(
             f"{where} a tensor on the meta device, expected values. Make this process's share with "
