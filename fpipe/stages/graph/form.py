@@ -68,9 +68,9 @@ def form_of_block(takes: Sequence[Node], nodes: Sequence[Node], gives: Sequence[
 
 
 def code_of(node: Node) -> Hashable:
-    """Return what a node calls, whatever it reads; an object equal to nothing else for what cannot be compared."""
+    """Return what a node calls, whatever it reads; an object that equals nothing else if that cannot be compared."""
     try:
-        return _call(node, lambda one: None if one.held is None else id(one.held), {})
+        return _call(node, lambda one: None, {})
     except TypeError:
         return object()
 
