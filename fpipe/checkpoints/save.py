@@ -294,7 +294,7 @@ def _start(share: _Share, shard: Path, token: str) -> Future[None]:
 def _write(share: _Share, shard: Path, token: str) -> None:
     if not share.writes:
         return
-    with removing_on_error(shard, share.tensors):
+    with removing_on_error(shard, share.tensors, shard.with_suffix(".json"), shard.with_suffix(".json.new")):
         if share.tensors:
             write_safetensors(shard, share.tensors)
         write_sidecar(shard, token, share.numbers, share.on_device)

@@ -86,9 +86,9 @@ class Loads:
             self.work = ranges.parameters
         self.blocks, self.outside = len(profile.blocks), profile.step
         passes = [[0] * schedule.stages for _ in range(schedule.ranks)]
-        for homes in schedule.placement.routes:
+        for route, homes in enumerate(schedule.placement.routes):
             for s, rank in enumerate(homes):
-                passes[rank][s] += schedule.microbatches // len(schedule.placement.routes)
+                passes[rank][s] += len(range(route, schedule.microbatches, len(schedule.placement.routes)))
         self.passes = torch.tensor(passes, dtype=torch.float64)
 
     def busiest(self, cuts: Tensor) -> Tensor:

@@ -175,12 +175,12 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def removing_on_error(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Remove the file of these tensors if it can't be written, and the JSON beside it; raise `OSError`."""
+def removing_on_error(path: Path, tensors: Mapping[str, Tensor], *beside: Path) -> Iterator[None]:
+    """Remove the file of these tensors if it can't be written, and those `beside` it; raise `OSError`."""
     try:
         yield
     except Exception as error:
-        for one in (path, path.with_suffix(".json"), path.with_suffix(".json.new")):
+        for one in (path, *beside):
             with suppress(OSError):
                 one.unlink()  # a full disk has room again, for others, too
         raise write_error(path, sum(tensor.nbytes for tensor in tensors.values()), error) from error
