@@ -4,6 +4,8 @@
 import ast
 from pathlib import Path
 
+from tests.common.sources import list_nodes
+
 ROOT = Path(__file__).parents[1]
 MODULES = sorted([*ROOT.glob("fpipe/**/*.py"), *ROOT.glob("schedules/**/*.py")])
 CLAUSES = ("What", "Where", "How", "Whether", "That")
@@ -12,11 +14,7 @@ CLAUSES = ("What", "Where", "How", "Whether", "That")
 
 def first_words(path):
     """The first word of each docstring in a module, by whose it is."""
-    nodes = [
-        node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-    ]
+    nodes = [node for node in list_nodes(path) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
     where = path.relative_to(ROOT)
     return {f"{where}: {getattr(node, 'name', '')}": (ast.get_docstring(node) or "").split(" ")[0] for node in nodes}
 
@@ -28,5 +26,5 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
 
 def test_every_module_of_fpipe_says_when_it_runs():
     modules = [path for path in MODULES if path.is_relative_to(ROOT / "fpipe") and path.name != "__init__.py"]
-    docs = {path.relative_to(ROOT).as_posix(): ast.get_docstring(ast.parse(path.read_text())) or "" for path in modules}
+    docs = {path.relative_to(ROOT).as_posix(): ast.get_docstring(list_nodes(path)[0]) or "" for path in modules}
     assert [path for path, text in docs.items() if not text.split("\n\n")[-1].startswith("Runs ")] == []

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.common.sources import list_nodes
+
 HOME = Path(__file__).parents[1]
 FILES = sorted(file for package in ("fpipe", "schedules") for file in (HOME / package).rglob("*.py"))
 SHARED = {"costs", "main", "prove"}  # `Costs`, measured or drawn; a command line; a proof on formulas or operators
@@ -27,7 +29,7 @@ def names(tree: ast.Module) -> Iterator[str]:
 def test_no_public_name_has_two_definitions():
     where = defaultdict(set)
     for file in (file for file in FILES if file.name != ALONE):
-        for name in names(ast.parse(file.read_text())):
+        for name in names(list_nodes(file)[0]):
             if not name.startswith("_"):
                 where[name].add(str(file.relative_to(HOME)))
     assert {name: found for name, found in where.items() if len(found) > 1 and name not in SHARED} == {}
@@ -43,7 +45,7 @@ def test_functions_stay_short():
     functions = {
         f"{file.relative_to(HOME)}: {node.name}": body(node)
         for file in FILES
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in list_nodes(file)
         if isinstance(node, ast.FunctionDef) and body(node) > BODY
     }
     assert set(functions) <= {"schedules/playing/engine.py: _play"}, "the one loop, with a comment per paragraph"

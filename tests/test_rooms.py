@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.common.sources import list_nodes
+
 HOME = Path(__file__).parents[1]
 PACKAGES = ("schedules", "fpipe")
 CORE = ("schedules.language", "schedules.lowering", "fpipe.runtime")
@@ -44,9 +46,9 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(module: str, tree: ast.AST, known: dict[str, Path]) -> Iterator[Import]:
+def imports(module: str, file: Path, known: dict[str, Path]) -> Iterator[Import]:
     """Yield every import of ours, deferred ones and those for types only included."""
-    for node in ast.walk(tree):
+    for node in list_nodes(file):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
@@ -67,7 +69,7 @@ def room(module: str) -> str:
 @cache
 def found_imports() -> list[Import]:
     known = modules()
-    return [one for name, file in known.items() for one in imports(name, ast.parse(file.read_text()), known)]
+    return [one for name, file in known.items() for one in imports(name, file, known)]
 
 
 def test_every_room_is_in_the_tables():
@@ -105,7 +107,7 @@ def test_the_core_imports_nothing_else_of_the_house():
 
 def test_the_core_needs_the_standard_library_only():
     for name, file in core().items():
-        nodes = list(ast.walk(ast.parse(file.read_text())))
+        nodes = list_nodes(file)
         imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
         assert {one.split(".")[0] for one in imported} <= {*sys.stdlib_module_names, *PACKAGES}, name
@@ -134,15 +136,14 @@ def private(name: str | None) -> bool:
 def test_rooms_keep_their_private_names():
     places = [(one, one.name) for one in found_imports()]
     for module, file in modules().items():
-        tree = ast.parse(file.read_text())
         aliases = {
             alias.asname or alias.name: f"{node.module}.{alias.name}"
-            for node in ast.walk(tree)
+            for node in list_nodes(file)
             if isinstance(node, ast.ImportFrom) and node.module
             for alias in node.names
             if f"{node.module}.{alias.name}" in modules()
         }
-        for node in ast.walk(tree):
+        for node in list_nodes(file):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
                 places.append((Import(module, node.lineno, aliases[node.value.id], None), node.attr))
     assert not [

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TypeVar
 
 import pytest
@@ -43,9 +42,9 @@ def finish(command: Sequence[object], log: Path, limit: float = LIMIT) -> int:
         return process.wait()
 
 
-def finish_ranks(worker: ModuleType, count: int, folder: Path, *arguments: object) -> tuple[list[int], list[str]]:
-    """Run `worker.main(rank, *arguments)` in `count` processes; return their exit codes and outputs."""
-    code = finish((FORKS, worker.__name__, count, folder, *arguments), folder / "log")
+def finish_ranks(module: str, count: int, folder: Path, *arguments: object) -> tuple[list[int], list[str]]:
+    """Run `main(rank, *arguments)` of a module in `count` processes; return their exit codes and outputs."""
+    code = finish((FORKS, module, count, folder, *arguments), folder / "log")
     ends, logs = folder / "codes.json", sorted(folder.glob("log-*"))
     codes = json.loads(ends.read_text()) if ends.exists() else [code] * count
     return codes, [log.read_text() for log in logs or [folder / "log"]]

@@ -50,7 +50,7 @@ class Job:
 def start(size, folder):
     """Start two ranks as users do, and more of them by hand, which takes less time."""
     if size > 2:
-        return size, str(folder), *finish_ranks(worker, size, folder, size, folder)
+        return size, str(folder), *finish_ranks(worker.__name__, size, folder, size, folder)
     code = finish((*shlex.split(TORCHRUN.format(size, 0)), worker.__file__, folder), folder / "log")
     return size, str(folder), [code], [(folder / "log").read_text()]
 
@@ -107,7 +107,7 @@ def test_this_process_resumes_what_four_saved(job, subject, layout):
 @by_night
 def test_a_killed_peer_makes_the_others_fail(tmp_path):
     """One rank ends in the middle of a step: none of the others hangs, all fail."""
-    codes, printed = finish_ranks(worker, 4, tmp_path, 4, tmp_path, "dies_in_the_middle")
+    codes, printed = finish_ranks(worker.__name__, 4, tmp_path, 4, tmp_path, "dies_in_the_middle")
     assert codes[2] == 7
     assert [codes[rank] for rank in (0, 1, 3)] == [1, 1, 1], "\n".join(printed)
     assert all("failed at once" in printed[rank] for rank in (0, 1, 3)), "\n".join(printed)
@@ -115,7 +115,7 @@ def test_a_killed_peer_makes_the_others_fail(tmp_path):
 
 @by_night
 def test_a_killed_peer_makes_a_rank_fail_that_waits_for_its_device(tmp_path):
-    codes, printed = finish_ranks(worker, 2, tmp_path, 2, tmp_path, "dies_while_another_waits_for_its_device")
+    codes, printed = finish_ranks(worker.__name__, 2, tmp_path, 2, tmp_path, "dies_while_another_waits_for_its_device")
     assert codes == [1, 7], "\n".join(printed)
     assert "failed as it should" in printed[0], printed[0]
 

@@ -4,29 +4,37 @@ device."""
 
 import doctest
 import os
-import subprocess
-import sys
 
 import pytest
 
 from fpipe.integrations import options
-from tests.common.processes import ENVIRONMENT, finish_ranks, once, run_under_torchrun
+from tests.common.processes import finish_ranks, once, run_under_torchrun
 from tests.common.sizes import NIGHTLY, by_night
 from tests.distributed import integration_worker, option_worker
+from tests.distributed.integration_worker import RANKS
 
+JOB = "tests.distributed.integration_job"  # which imports all libraries
 BY_DAY = ("transformers",)
 SEED, DRAWS = int(os.environ.get("OPTION_SEED", "0")), int(os.environ.get("OPTION_DRAWS", "6"))
 
 
-@pytest.mark.parametrize("library", BY_DAY)
-def test_two_ranks_train_as_one_device(library, tmp_path_factory):
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A folder, and the exit codes and outputs of two ranks, and of the process that draws options.
+
+    They import libraries together, and the ranks have the environment that torchrun gives to them.
+    """
 
     def start(folder):
-        """Start two ranks, which import torch together, with the environment that torchrun gives to them."""
-        return finish_ranks(integration_worker, 2, folder, folder / "store", folder, *BY_DAY)
+        return str(folder), *finish_ranks(JOB, RANKS + 1, folder, folder, SEED, DRAWS, *BY_DAY)
 
-    codes, printed = once(tmp_path_factory, "integrations", start)
-    assert "\n".join(printed).count(f"passed with {library}") == 2, "\n".join(printed)[-3000:]
+    return once(tmp_path_factory, "integrations", start)
+
+
+@pytest.mark.parametrize("library", BY_DAY)
+def test_two_ranks_train_as_one_device(library, job):
+    _, (*codes, _), (*printed, _) = job
+    assert [text.count(f"passed with {library}\n") for text in printed] == [1] * RANKS, "\n".join(printed)[-3000:]
     assert not any(codes)
 
 
@@ -38,14 +46,13 @@ def test_two_ranks_train_as_one_device_under_torchrun(library, tmp_path):
     assert out.count(f"passed with {library}") == 2
 
 
-def test_drawn_options_are_honored_or_refused(tmp_path):
+def test_drawn_options_are_honored_or_refused(job):
     """A script with a pipeline, and the plain script: equal, or refused before anything is trained."""
-    command = [sys.executable, option_worker.__file__, tmp_path, SEED, DRAWS]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, env=ENVIRONMENT)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-3000:]
-    assert f"passed {DRAWS}: " in done.stdout
+    folder, (*_, code), (*_, printed) = job
+    assert code == 0, printed[-3000:]
+    assert f"passed {DRAWS}: " in printed
     if NIGHTLY:
-        code, out, err = run_under_torchrun(option_worker.__file__, tmp_path, SEED, DRAWS)
+        code, out, err = run_under_torchrun(option_worker.__file__, folder, SEED, DRAWS)
         assert code == 0, f"{out}\n{err}"[-3000:]
         assert out.count(f"passed {DRAWS}: ") == 2
 

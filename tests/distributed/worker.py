@@ -28,8 +28,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.distributed.cases import CASES
-from tests.distributed.cases.checks import names
+import fpipe  # noqa: F401  (as in any script: a process that a case spawns imports this file, but needs no cases)
+
+if __name__ != "__mp_main__":
+    from tests.distributed.cases import CASES
+    from tests.distributed.cases.checks import names
 
 PATIENCE = timedelta(minutes=10)  # ends what hangs, and nothing else, however slow the machine is
 

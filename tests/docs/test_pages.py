@@ -18,6 +18,7 @@ import fpipe
 from schedules import Costs, drawing, families, one_f_one_b, simulate, spans, zb_h1
 from schedules.__main__ import main
 from tests.common.sizes import sampled
+from tests.common.sources import list_nodes
 
 # --------- The README and the pages of docs tell the truth: their Python runs, and pictures are what the command draws
 
@@ -310,7 +311,7 @@ def text(node):
 @pytest.fixture(scope="module")
 def literals():
     files = [file for package in ("fpipe", "schedules") for file in sorted((HOME / package).rglob("*.py"))]
-    return {text(node) for file in files for node in ast.walk(ast.parse(file.read_text()))}
+    return {text(node) for file in files for node in list_nodes(file)}
 
 
 @sampled(21)

@@ -28,6 +28,7 @@ from fpipe.tensors.patching import (
 from fpipe.tensors.torch_private import FAKE_TENSOR, FakeTensor, FakeTensorMode, set_thread_local
 from schedules import one_f_one_b
 from tests.common.sizes import sampled
+from tests.common.sources import list_nodes
 
 HOME = Path(__file__).parents[2]
 FRONTS = ["trace", "modules", "export", "fx", "dynamo"]
@@ -171,7 +172,7 @@ def test_a_replacement_knows_who_called():
 
 def test_functions_are_replaced_nowhere_else():
     for file in (HOME / "fpipe").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in list_nodes(file):
             if isinstance(node, ast.ImportFrom | ast.Import):
                 names = [getattr(node, "module", "") or "", *(alias.name for alias in node.names)]
                 assert not any("mock" in name for name in names), file

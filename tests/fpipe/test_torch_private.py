@@ -25,6 +25,7 @@ from fpipe.tensors.torch_private import (
     read_checkpoint,
     require_names,
 )
+from tests.common.sources import list_nodes
 
 HOME = Path(__file__).parents[2]
 OURS = Path(torch_private.__file__)
@@ -50,16 +51,16 @@ def is_private(name: str) -> bool:
 
 
 @cache
-def trees() -> list[tuple[str, ast.Module]]:
-    files = [file for file in (HOME / "fpipe").rglob("*.py") if file != OURS]
-    return [(str(file.relative_to(HOME)), ast.parse(file.read_text())) for file in files]
+def files() -> list[tuple[str, tuple[ast.AST, ...]]]:
+    found = [file for file in (HOME / "fpipe").rglob("*.py") if file != OURS]
+    return [(str(file.relative_to(HOME)), list_nodes(file)) for file in found]
 
 
 def own_names() -> set[str]:
     """The private names that fpipe defines itself."""
     found = set()
-    for _, tree in trees():
-        for node in ast.walk(tree):
+    for _, nodes in files():
+        for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -71,16 +72,16 @@ def own_names() -> set[str]:
 
 def accesses() -> Iterator[tuple[str, int, str, str]]:
     """Yield the file, the line, what is accessed and the private name, of every access by attribute."""
-    for file, tree in trees():
-        for node in ast.walk(tree):
+    for file, nodes in files():
+        for node in nodes:
             if isinstance(node, ast.Attribute) and is_private(node.attr):
                 yield file, node.lineno, ast.unparse(node.value), node.attr
 
 
 def test_nothing_private_is_imported_from_torch_elsewhere():
     found = []
-    for file, tree in trees():
-        for node in ast.walk(tree):
+    for file, nodes in files():
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
                 names = [*node.module.split("."), *(alias.name for alias in node.names)]
                 found += [(file, node.lineno, name) for name in names if is_private(name)]
@@ -102,16 +103,16 @@ def test_private_attributes_of_torch_are_in_the_tables():
 
 def test_private_names_of_torch_are_not_spelled_as_strings_elsewhere():
     inside = last_parts(NAMES)
-    for file, tree in trees():
-        for node in ast.walk(tree):
+    for file, nodes in files():
+        for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_private(node.value):
                 assert node.value not in inside, f"{file}:{node.lineno}"
 
 
 def test_no_row_is_left_over():
     used = {name for *_, name in accesses()}
-    for _, tree in trees():
-        used |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str}
+    for _, nodes in files():
+        used |= {node.value for node in nodes if isinstance(node, ast.Constant) and type(node.value) is str}
     assert used >= OPERATOR | ATTRIBUTE | {*SETTINGS}
     getters = {f"_get_{setting}" for setting in SETTINGS}
     text = OURS.read_text().partition("# ----")[2]
@@ -120,7 +121,7 @@ def test_no_row_is_left_over():
 
 def test_every_private_name_that_the_module_uses_has_a_row():
     listed = {part for path in paths(NAMES, ATTRIBUTES) for part in path.split(".")}
-    for node in ast.walk(ast.parse(OURS.read_text())):
+    for node in list_nodes(OURS):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             assert node.attr in listed | {"_dynamo", "_timeout"}, node.lineno
 

@@ -65,11 +65,11 @@ def larger_models_train_as_on_one_device(rank, size):
 @case(sizes=[4], day=[4])
 def streams_of_copies_are_those_of_one_device(rank, size):
     """Each process has a copy of its stage; gradients of every batch are reduced over the mesh."""
-    for name, kind in (("dropping", "dp"), ("tied_sequence", "dp"), ("dropping", "shard")):
-        for how in (pipedream(2, 1), pipedream_2bw(2, 2, accumulate=2)):
-            place = {"mesh": mesh_of(pp=2, dp=2), kind: "dp"}
-            pipe, model, inputs, targets = build(ZOO[name], how, 4 * how.microbatches, capture="trace", **place)
-            require_stream_of_one_device(pipe, model, [(inputs, targets)] * COUNT, f"{name}, {kind}, {how!r}")
+    models = (("dropping", "dp"), ("dropping", "shard"), ("tied_sequence", "dp"))
+    for (name, kind), how in in_turn(models, (pipedream(2, 1), pipedream_2bw(2, 2, accumulate=2))):
+        place = {"mesh": mesh_of(pp=2, dp=2), kind: "dp"}
+        pipe, model, inputs, targets = build(ZOO[name], how, 4 * how.microbatches, capture="trace", **place)
+        require_stream_of_one_device(pipe, model, [(inputs, targets)] * COUNT, f"{name}, {kind}, {how!r}")
     with raises((fpipe.InputError, fpipe.RankError, fpipe.TransportError), "batches"):
         list(stream_of(pipe, model, [(inputs, targets)] * (9 if rank % 2 else 6), seed=1))
 

@@ -65,7 +65,10 @@ def workers_of_data_loaders(rank, size):
     net, data = nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)]), TensorDataset(torch.randn(24, 4))
     model = None
     for context in ("fork", "spawn", "forkserver") if NIGHTLY else ("fork", "spawn"):
-        loader = DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context=context, persistent_workers=True)
+        count = 2 if NIGHTLY or context == "fork" else 1  # others import torch
+        loader = DataLoader(
+            data, batch_size=8, num_workers=count, multiprocessing_context=context, persistent_workers=True
+        )
         for _ in range(2):
             for (x,) in loader:
                 if model is None:
