@@ -45,7 +45,7 @@ UNCOMPILED = ACTING | {random.state_of, number_in}
 
 @dataclass(frozen=True, eq=False)
 class CompiledBlock:
-    """What a compiler made of a block; the form of the block names its constants by id, so it is kept, too."""
+    """A block, and what a compiler made of it: its form names constants by id, so it is kept, too."""
 
     block: Phase
     run: Compiled
