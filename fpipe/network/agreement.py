@@ -29,7 +29,7 @@ from fpipe.errors import TransportError
 from fpipe.network.fingerprint import digest
 from schedules.errors import describe_error
 
-Row: TypeAlias = tuple[int, int, int]
+AgreementRow: TypeAlias = tuple[int, int, int]
 """Whether a rank refuses its arguments, the digest of its call, and a note."""
 Gather: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
 """Returns the tensors of all ranks; every rank passes one, of the same shape and dtype."""
@@ -42,7 +42,7 @@ class RowExchange(Protocol):
         """Return the tensors of all ranks."""
         ...
 
-    def post(self, mine: Row) -> Callable[[], Sequence[Tensor] | int]:
+    def post(self, mine: AgreementRow) -> Callable[[], Sequence[Tensor] | int]:
         """Post a comparison with the rows of all ranks; return the function that waits for its answer.
 
         That is the number of ranks if all have passed the same, else the rows of all.

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import Cause, RankError, TransportError
-from fpipe.network.agreement import Row, announce_refusal, exchange_texts, post_agreement
+from fpipe.network.agreement import AgreementRow, announce_refusal, exchange_texts, post_agreement
 from fpipe.network.board import Board
 from fpipe.network.groups import Control, Slate, World
 from fpipe.network.lookout import Lookout
@@ -145,7 +145,7 @@ class SharedCalls:
         """Return the tensors that all processes pass, of the same shape and dtype."""
         return self.table.gather(mine, self.lookout.wait, self.situation.call)
 
-    def post(self, mine: Row) -> Callable[[], Sequence[Tensor] | int]:
+    def post(self, mine: AgreementRow) -> Callable[[], Sequence[Tensor] | int]:
         """Return the function that returns the number of processes if all pass the same row, else those of all."""
         self.slate.write(mine)
         return self.table.post(self.slate, self.lookout.wait, self.situation.call)

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.network.agreement import Row
+from fpipe.network.agreement import AgreementRow
 from fpipe.network.devices import run_on
 from fpipe.network.waiting import (
     Awaited,
@@ -220,7 +220,7 @@ class Slate:
         self.rows = self.table.unbind(0)
         self.answer = torch.frombuffer(self.are_same, dtype=torch.uint8)
 
-    def write(self, row: Row) -> None:
+    def write(self, row: AgreementRow) -> None:
         """Write the row of this rank."""
         self.numbers[:] = array("q", row)
 
