@@ -86,15 +86,10 @@ def layered() -> Iterator[str]:
         title = f"processor time to build and begin, beside an eager step on fake tensors, {layers} layers"
         yield row(title, "s", ready, eager)
         yield row(f"a new length, {layers} layers", "s", length, None, most(0.1) if layers == fewest else None)
-    ends = f"{most_layers} over {fewest} layers"
-    yield row(
-        f"to build and begin / an eager step on fake tensors, {ends}",
-        "",
-        ratios[most_layers] / ratios[fewest],
-        None,
-        most(3),
-    )
-    yield row(f"what build and beginning take beyond an eager step, {ends}", "", beyond[most_layers] / beyond[fewest])
+    ends, growth = f"{most_layers} over {fewest} layers", ratios[most_layers] / ratios[fewest]
+    yield row(f"to build and begin / an eager step on fake tensors, {ends}", "", growth, None, most(3))
+    growth = beyond[most_layers] / beyond[fewest]
+    yield row(f"what build and beginning take beyond an eager step, {ends}", "", growth, None)
 
 
 def main() -> None:
