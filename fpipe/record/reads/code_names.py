@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -79,6 +80,7 @@ class CodeNames:
             found |= vars(other)[name]
 
 
+@lru_cache(maxsize=2**12)  # every pipeline of a process reaches the same library code
 def find_names(code: CodeType) -> CodeNames:
     """Return the names that `code`, and the functions defined in it, read and assign.
 
