@@ -57,6 +57,8 @@ ARGUMENTS: Final = {
     "searching": ("--seconds", "1", "--ranks", "8"),
     "certificates": ("256", "1024"),
     "proving": ("31",),
+    "memory": ("safetensors", "whole model"),
+    "generation": ("graph",),
     "audits": ("one_f_one_b",),
 }
 """The arguments of those that would take too long for the page without."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The time of a token in generation, over a plain loop on one device with the same cache.
 
-    python -m benchmarks.generation
+    python -m benchmarks.generation          # stages that autograd differentiates, and recorded ones
+    python -m benchmarks.generation graph    # recorded ones only
 
 A Llama of 8 layers and width 256, 8 prompts of 32 tokens in 4 groups, a `StaticCache` of 128 positions, the likeliest
 tokens. The column `torch` is a plain loop over the same model, cache and groups, which continues one group after the
@@ -16,6 +17,7 @@ long call and a short one.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -103,14 +105,15 @@ def measured(backward: str) -> dict[str, float]:
 def rank() -> None:
     """Measure one rank of two. The plain loop runs on both at once, as two replicas would."""
     dist.init_process_group("gloo")
-    ranks.report({f"{way} {name}": found for way in WAYS for name, found in measured(way).items()})
+    ranks.report({f"{way} {name}": found for way in sys.argv[1:] for name, found in measured(way).items()})
     dist.destroy_process_group()
 
 
 def main() -> None:
-    both = ranks.maxima(ranks.start("benchmarks.generation", 2))
+    ways = sys.argv[1:] or WAYS
+    both = ranks.maxima(ranks.start("benchmarks.generation", 2, *ways))
     what = f"a token for {PROMPTS} prompts in {GROUPS} groups, Llama of {LAYERS} layers"
-    for way in WAYS:
+    for way in ways:
         alone = measured(way)
         one, two = alone["token"] * 1e3, both[f"{way} token"] * 1e3
         print(row(f"{what}, {way} stages, both ranks in one process", "ms", one, alone["plain"] * 1e3))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of four ranks, each holding a quarter of a model that none of them ever builds in full.
 
-    python -m benchmarks.memory
+    python -m benchmarks.memory                              # all ways to get parameters
+    python -m benchmarks.memory safetensors "whole model"    # some
 
 A GPT of 118 million parameters (float32) is built on the meta device and cut into four stages. Every rank is a separate
 process over Gloo, and creates its share in one of three ways: from an initializer, from safetensors files, or, for
@@ -95,7 +96,7 @@ def save(folder: str) -> None:
 def main() -> None:
     with TemporaryDirectory() as folder:
         save(folder)
-        found = {way: ranks.start_fresh("benchmarks.memory", RANKS, way, folder) for way in WAYS}
+        found = {way: ranks.start_fresh("benchmarks.memory", RANKS, way, folder) for way in sys.argv[1:] or WAYS}
     with torch.device("meta"):
         whole = sum(parameter.nbytes for parameter in made().parameters()) / MIB
     for way, reports in found.items():

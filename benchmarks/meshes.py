@@ -36,13 +36,13 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.common import ranks
 from benchmarks.common.contests import CONTESTS, Contest, Step
-from benchmarks.common.jobs import taken, turns
+from benchmarks.common.jobs import taken
 from benchmarks.common.models import cross_entropy, gpt, parts, starts
 from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import figure, least, most, row
 from benchmarks.common.traffic import Traffic, measure_traffic
 from benchmarks.common.traffic import most as most_traffic
-from benchmarks.throughput import KEPT, timed
+from benchmarks.throughput import KEPT, take_turns
 from schedules import (
     Costs,
     Schedule,
@@ -57,7 +57,7 @@ from schedules import (
 
 PIPELINE, COPIES = 2, 2
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 4, 256, 8, 256, 64
-ROWS, MICROBATCHES, WARM_UP, TURNS, TIMED = 8, 8, 1, rounds(2), 2
+ROWS, MICROBATCHES, TURNS = 8, 8, rounds(3)
 NAMES: Final = ("1F1B", "interleaved", "ZB-V")
 LAYOUTS: Final = {"shard": "sharded over 2", "dp": "replicated 2 times"}
 ORDERS: Final = {
@@ -166,12 +166,8 @@ def contest(side: str, name: str, meshes: Meshes) -> Report:
     """Return the seconds of each step of a side, the norms of its gradients in this process, and its traffic."""
     layout, schedule = name.split(" ")
     step = SIDES[side](CONTESTS[schedule], layout, meshes[layout])
-    for _ in range(WARM_UP):
-        grads = step()
-    times: list[float] = []
-    for _ in turns(side, name, TURNS):
-        step()
-        times += [timed(step) for _ in range(TIMED)]
+    grads = step()
+    times = take_turns(side, name, TURNS, step)
     norms = {name: float(local(grad).double().norm()) for name, grad in grads.items()}
     return {"times": times, "norms": norms, "traffic": measure_traffic(step, meshes[layout].get_group(layout))}
 

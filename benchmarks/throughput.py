@@ -7,10 +7,10 @@ A GPT, under four schedules on 2 and on 4 ranks, one thread each. Both libraries
 cut into the same stages and microbatches. A step is forward and backward with fresh gradients, from when all ranks are
 ready to when all are done. Both must compute the same gradients.
 
-Each runs in separate processes, and they take turns. A turn is three steps, all but the first timed: that one brings
-back what the other side has pushed out of the caches. Even identical processes differ by a few percent, depending on
-the layout of their memory, so all are started twice; medians of all eight timed steps. From run to run, their ratio
-varies by up to 5 %.
+Each runs in separate processes, and they take turns, so that both meet the same other work on the machine. A turn is
+two steps, of which the second is timed: the first brings back what the other side has pushed out of the caches. Even
+identical processes differ by a few percent, depending on the layout of their memory, so all are started twice; medians
+of all six timed steps. From run to run, their ratio varies by up to 5 %.
 Freed memory stays with a process: how much would be returned to the system, only to be fetched again a step later, is a
 matter of luck.
 """
@@ -39,7 +39,7 @@ from benchmarks.common.rounds import rounds
 from benchmarks.common.rows import least, row
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 8, 256, 8, 256, 64
-ROWS, MICROBATCHES, TURNS, TIMED, STARTS = 16, 8, rounds(2), 2, rounds(2)
+ROWS, MICROBATCHES, TURNS, STARTS = 16, 8, rounds(3), rounds(2)
 FOLDER: Final = "BENCHMARK_GRADIENTS"
 KEPT: Final = {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_THRESHOLD_": str(2**33)}
 SIDES: Final[dict[str, Callable[[Contest, Task], Step]]] = {
@@ -65,13 +65,18 @@ def timed(step: Step) -> float:
 
 
 def contest(side: str, name: str, work: Task) -> list[float]:
-    """Return the seconds of each turn of a side under a schedule."""
+    """Return the seconds of each turn of a side under a schedule, after a first step."""
     step = SIDES[side](CONTESTS[name], work)
     torch.save(step(), where(side, name, dist.get_rank(), os.environ[FOLDER]))
+    return take_turns(side, name, TURNS, step)
+
+
+def take_turns(side: str, name: str, length: int, step: Step) -> list[float]:
+    """Return the seconds of a step in each turn of a side, the second in a row."""
     found = []
-    for _ in turns(side, name, TURNS):
+    for _ in turns(side, name, length):
         step()
-        found += [timed(step) for _ in range(TIMED)]
+        found.append(timed(step))
     return found
 
 

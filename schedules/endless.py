@@ -126,7 +126,17 @@ class EndlessProgram:
     @cached_property
     def reach(self) -> tuple[int, ...]:
         """Per rank, how many batches after its own a window touches: if one of them does not exist, it is another."""
-        return tuple(self._count_unlike(rank, *self._pattern) for rank in range(self.schedule.ranks))
+        return tuple([max(unlike, self._look_ahead(rank)) for rank, unlike in enumerate(self._unlike)])
+
+    def _look_ahead(self, rank: int) -> int:
+        """Return how many batches after its own a window names; the first ones may name more than those that repeat."""
+        windows, each = self._windows(self.known)[rank], self.schedule.microbatches
+        return max(action.microbatch // each - k for k, window in enumerate(windows) for action in window)
+
+    @cached_property
+    def _unlike(self) -> tuple[int, ...]:
+        """Per rank, how many of the last windows of many batches are others than with more batches."""
+        return tuple([self._count_unlike(rank, *self._pattern) for rank in range(self.schedule.ranks)])
 
     @cached_property
     def program(self) -> Program:
@@ -150,13 +160,13 @@ class EndlessProgram:
 
         Without `batches`, there are more than the window touches.
         """
-        known, period, reach = self.known, self.period, self.reach[rank]
+        known, period, unlike = self.known, self.period, self._unlike[rank]
         if batches is not None and batches < known:
             return self._windows(batches)[rank][k]
-        if batches is not None and k >= batches - reach:
+        if batches is not None and k >= batches - unlike:
             alike = known + (batches - known) % period
             return self._shift(self._windows(alike)[rank][k - (batches - alike)], batches - alike)
-        last = known - reach - period + (k - known + reach) % period if k >= known - reach else k
+        last = known - unlike - period + (k - known + unlike) % period if k >= known - unlike else k
         return self._shift(self._windows(known)[rank][last], k - last)
 
     def _repeats(self, rank: int, count: int, period: int) -> bool:

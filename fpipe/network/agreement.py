@@ -29,6 +29,8 @@ from fpipe.errors import TransportError
 from fpipe.network.fingerprint import digest
 from schedules.errors import describe_error
 
+AgreementRow: TypeAlias = tuple[int, int, int]
+"""Whether a rank refuses its arguments, the digest of its call, and a note."""
 Gather: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
 """Returns the tensors of all ranks; every rank passes one, of the same shape and dtype."""
 
@@ -40,10 +42,10 @@ class RowExchange(Protocol):
         """Return the tensors of all ranks."""
         ...
 
-    def post(self, mine: Tensor) -> Callable[[], Sequence[Tensor] | int]:
-        """Post a comparison with the tensors of all ranks; return the function that waits for its answer.
+    def post(self, mine: AgreementRow) -> Callable[[], Sequence[Tensor] | int]:
+        """Post a comparison with the rows of all ranks; return the function that waits for its answer.
 
-        That is the number of ranks if all have passed the same, else the tensors of all.
+        That is the number of ranks if all have passed the same, else the rows of all.
         """
         ...
 
@@ -83,15 +85,15 @@ def post_agreement(
 ) -> Callable[[], list[int]]:
     """Post what `agree` exchanges; return the function that does the rest of it."""
     assert len(fields) <= MOST_FIELDS, "there is room for the digests of all fields"
-    mine = [0, digest((call, *[f"{field.name} {field.digest}" for field in fields])), note]
-    answer = exchange.post(torch.tensor(mine))
+    mine = 0, digest([call, *[f"{field.name} {field.digest}" for field in fields]]), note
+    answer = exchange.post(mine)
 
     def finish() -> list[int]:
         found = answer()
         if isinstance(found, int):
             return [note] * found
         rows = [row.tolist() for row in found]
-        if any(row[:NOTE] != mine[:NOTE] for row in rows):
+        if any(row[:NOTE] != [*mine[:NOTE]] for row in rows):
             _raise_difference(rank, exchange.gather, call, fields, rows)
         return [row[NOTE] for row in rows]
 
@@ -100,7 +102,7 @@ def post_agreement(
 
 def announce_refusal(exchange: RowExchange, call: str, error: BaseException) -> None:
     """Tell the other ranks, which wait for this one's row, that the call failed here."""
-    if not isinstance(exchange.post(torch.tensor([1, digest([call]), 0]))(), int):  # else all of them refuse
+    if not isinstance(exchange.post((1, digest([call]), 0))(), int):  # else all of them refuse
         exchange_texts(exchange.gather, describe_error(error))
 
 

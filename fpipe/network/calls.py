@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import Cause, RankError, TransportError
-from fpipe.network.agreement import announce_refusal, exchange_texts, post_agreement
+from fpipe.network.agreement import AgreementRow, announce_refusal, exchange_texts, post_agreement
 from fpipe.network.board import Board
-from fpipe.network.groups import Control, World
+from fpipe.network.groups import Control, Slate, World
 from fpipe.network.lookout import Lookout
 from fpipe.network.ranks import Fields
 from fpipe.network.standing import Standing
@@ -59,6 +59,7 @@ class SharedCalls:
     ) -> None:
         self.table, self.owned, self.count = table, owned, 0
         self.idle: float | None = 0.0
+        self.slate = Slate(len(table.processes))
         self.lookout = Lookout(Board.of(table.group), table.processes, table.group, timeout, release, trail)
         self.situation = self.lookout.situation
 
@@ -144,9 +145,10 @@ class SharedCalls:
         """Return the tensors that all processes pass, of the same shape and dtype."""
         return self.table.gather(mine, self.lookout.wait, self.situation.call)
 
-    def post(self, mine: Tensor) -> Callable[[], Sequence[Tensor] | int]:
-        """Return the function that returns the number of processes if all pass the same tensor, else those of all."""
-        return self.table.post(mine, self.lookout.wait, self.situation.call)
+    def post(self, mine: AgreementRow) -> Callable[[], Sequence[Tensor] | int]:
+        """Return the function that returns the number of processes if all pass the same row, else those of all."""
+        self.slate.write(mine)
+        return self.table.post(self.slate, self.lookout.wait, self.situation.call)
 
     def exchange_text(self, text: str, about: str) -> list[str]:
         """Return the texts of all processes, in order; every one must call this."""

@@ -44,11 +44,8 @@ LINES: Final = 20_000
 
 def digest(lines: Iterable[str]) -> int:
     """Return a 63-bit digest of lines of text."""
-    found = blake2b(digest_size=8)
-    for line in lines:
-        found.update(line.encode())
-        found.update(b"\n")
-    return int.from_bytes(found.digest()) >> 1
+    text = "\n".join([*lines, ""])
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def digest_tensor(tensor: Tensor) -> str:

@@ -81,9 +81,11 @@ class PendingWorks:
 
     def wait(self) -> None:
         """Block until all works are done; raise `BrokenWaitError` if they can't be."""
-        with reporting(self.awaited):
+        try:
             for work in self.works:
                 work.wait()
+        except RuntimeError as error:
+            raise BrokenWaitError(self.awaited) from error
         self.works = ()
 
     def give_up(self) -> None:

@@ -197,9 +197,8 @@ class Captures:
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
         """Return the computation to capture for such a microbatch."""
         loss = self.loss if variant.loss else None
-        known = any(one == variant for one, _ in self.memo.recordings)
         whole = Objective(loss, microbatch.structure, microbatch.divisor, casts=variant.casts, ranks_of=self.ranks_of)
-        return replace(whole, slicing=self.batchings[True].slicing, is_known=known)
+        return replace(whole, slicing=self.batchings[True].slicing)
 
     def _with_plain_numbers(self, objective: Objective, tensors: int) -> Objective:
         """Return the objective with Python numbers in its batch, which are a question about the batch."""

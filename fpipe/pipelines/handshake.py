@@ -77,6 +77,7 @@ def batch_fields(pipe: Pipeline, kind: BatchKind, known: int = 0) -> tuple[Field
 
 
 NO_UPDATE: Final = Field.of("update", ())
+NO_NUMBERS: Final = Field.of("numbers in the batch", ())
 
 
 class CommonArguments(NamedTuple):
@@ -97,19 +98,22 @@ class CommonArguments(NamedTuple):
 
 def call_fields(call: CommonArguments, device: torch.device) -> tuple[Field, ...]:
     """Return the fields of one call, on a device; they are made in every step."""
-    seed, others, settings = str(call.seed), str(call), _setting_lines(device)
+    return *_common_fields(str(call.seed), str(call), _setting_lines(device)), call.update
+
+
+@lru_cache(maxsize=8)
+def _common_fields(seed: str, others: str, settings: tuple[str, ...]) -> tuple[Field, ...]:
     return (
-        Field("seed", digest([seed]), lambda: [seed]),
-        Field("scale, total and onto", _cached_digest((others,)), lambda: [others]),
-        Field("settings", _cached_digest(settings), lambda: settings, SETTINGS_REPAIR),
-        call.update,
+        Field.of("seed", [seed]),
+        Field.of("scale, total and onto", [others]),
+        Field.of("settings", settings, SETTINGS_REPAIR),
     )
 
 
 def number_fields(signature: Signature) -> tuple[Field, ...]:
     """Return the field of the numbers in a batch."""
-    lines = [str(signature.numbers)] if signature.numbers else []
-    return (Field("numbers in the batch", digest(lines), lambda: lines),)
+    numbers = signature.numbers
+    return (Field.of("numbers in the batch", [str(numbers)]) if numbers else NO_NUMBERS,)
 
 
 def _pipeline_lines(pipe: Pipeline) -> list[str]:
@@ -143,10 +147,6 @@ def _format_settings(
     lines = [f"autocast on {kind}: {cast}" for kind, cast in zip(DEVICE_TYPES, casts, strict=True)]
     lines += [] if threads is None else [f"threads within an operator: {threads}"]
     return f"default dtype: {dtype}", f"deterministic algorithms: {deterministic}", *lines
-
-
-_cached_digest = lru_cache(maxsize=8)(digest)
-"""Returns the digest of lines, cached for as long as they stay the same."""
 
 
 def _batch_lines(batching: Batching, signature: Signature) -> list[str]:
@@ -343,10 +343,11 @@ def agree_to_step(
         copy: scatter(part, pipe.holdings.locals(params, copy), buffers, batch, call.seed, links.get(copy))
         for copy, part in plan.parts.items()
     }
-    numbers = number_fields(batch.signature)
+    agreed, numbers = pipe.memo.batches[kind].agreement, number_fields(batch.signature)
+    assert agreed is not None, "by all ranks, just now or before"
 
     def fields() -> list[Field]:
-        return [*pipe.memo.agreements[kind].fields, *call_fields(call, pipe.device), *numbers]
+        return [*agreed.fields, *call_fields(call, pipe.device), *numbers]
 
     if pipe.compared and batch.batching.weight is None:
         pipe.ranks.post_agreement(fields, partial(pipe.memo.use, kind))

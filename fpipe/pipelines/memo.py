@@ -106,7 +106,7 @@ class Memo:
 
     def use(self, kind: BatchKind) -> None:
         """Make a kind of batch the most recently used one."""
-        if kind != next(iter(self.agreements)):
+        if len(self.batches) > 1 and kind != next(iter(self.agreements)):
             self.batches[kind] = self.batches.pop(kind)
 
     def keep_last(self, alone: int) -> None:

@@ -21,7 +21,7 @@ from fpipe.cutting.calls import Selector
 from fpipe.errors import InputError
 from fpipe.meshes.arguments import Place
 from fpipe.pipelines.argument_checks import require_count, require_reduction
-from fpipe.pipelines.batch import split_evenly
+from fpipe.pipelines.leaf import split_evenly
 from fpipe.pipelines.loss_weights import Weight
 from fpipe.record.captured import CaptureFunction, FrontEnd
 from fpipe.stages.backends import Backward

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from fpipe.errors import InputError
-from fpipe.pipelines.batch import META, Batching
+from fpipe.pipelines.batch import Batching
+from fpipe.pipelines.leaf import META
 from fpipe.pipelines.options import Microbatching, Recording
 from fpipe.record.slicing import CACHE, CARRY, Slicing, find_carry
 from fpipe.tensors.tree import broadcast, flatten

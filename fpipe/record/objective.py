@@ -112,7 +112,7 @@ class Objective:
     during a capture. Model and loss run under the autocast `casts`. The numbers in `batch` are replaced by those in the
     tensors that follow its tensor leaves; if they are plain, there are none. `way`: how to record it. `ranks_of`: as in
     `Captured`. `slicing`: for a model with a carry, how the microbatch is cut into slices. With several, outputs and
-    aux are tuples of those of each. `is_known`: whether the same computation has been recorded for other shapes.
+    aux are tuples of those of each.
     """
 
     loss: Loss | None
@@ -123,7 +123,6 @@ class Objective:
     way: Way = USUAL
     ranks_of: Mapping[int, int] = field(default_factory=dict, compare=False)
     slicing: Slicing | None = None
-    is_known: bool = field(default=False, compare=False)
 
     @property
     def unsliced(self) -> Objective:

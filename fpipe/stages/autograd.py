@@ -10,6 +10,7 @@ Runs in every step; also on fake tensors, to record a stage or to measure its me
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -231,8 +232,18 @@ class Autograd:
     ) -> tuple[Any, ...]:
         """Call autograd's engine as `grad` or, with `into_leaves`, `backward` does, but without their costly checks."""
         roots: tuple[Any, ...] = residuals.roots
-        with self.function.backward_scope(residuals.arguments):
+        with self._backward_scope(residuals.arguments):
             return run_backward(roots, cotangents, False, False, ends, True, accumulate_grad=into_leaves)
+
+    def _backward_scope(self, given: Tensors) -> AbstractContextManager[None]:
+        """Return the context for a backward that may rerun parts of the forward; what these modify is cloned first.
+
+        As on one device, reruns read the buffers as the forward left them.
+        """
+        if self.function.scope is None:
+            return nullcontext()
+        modified = self.wiring.modified
+        return self.function.scope(tuple([t.clone() if k in modified else t for k, t in enumerate(given)]))
 
 
 def _new_buffer(new: Tensor, old: Tensor) -> Tensor:

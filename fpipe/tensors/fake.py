@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fpipe.errors import CaptureError
 from fpipe.tensors.effects import Effects, Observer, is_collective, require_same_draws, storage_id
 from fpipe.tensors.fake_cache import ResultCache, is_plain
-from fpipe.tensors.layouts import LAYOUT_RULES, apply_layout, aten
+from fpipe.tensors.layouts import apply_layout, aten, rule_of
 from fpipe.tensors.patching import replace
 from fpipe.tensors.placed import Placed, holder_classes, local_part
 from fpipe.tensors.torch_private import (
@@ -85,6 +85,11 @@ META_KERNELS = frozenset(
         *(aten.unbind.int, aten.stack.default, aten.cat.default, aten.clone.default),
         *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.sum.dim_IntList, aten.mean.dim),
         *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.rsqrt.default),
+        *(aten.mul.Scalar, aten.div.Scalar, aten.pow.Tensor_Scalar, aten.neg.default, aten.where.self),
+        *(aten.exp.default, aten.sqrt.default, aten.sin.default, aten.cos.default),
+        *(aten.relu.default, aten.threshold_backward.default, aten.tanh.default, aten.tanh_backward.default),
+        *(aten.sigmoid.default, aten.sigmoid_backward.default, aten.slice_backward.default),
+        *(aten.mse_loss.default, aten.mse_loss_backward.default),
         *(aten.gelu.default, aten.gelu_backward.default, aten.silu.default, aten.silu_backward.default),
         *(aten.nll_loss_forward.default, aten.nll_loss_backward.default),
         *(aten._log_softmax.default, aten._log_softmax_backward_data.default),
@@ -205,10 +210,11 @@ class Fakes(Uncompiled, FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is aten.native_batch_norm.default and _is_mixed(*args[:2]):
             with self:
                 out = out[0], *[one.float() for one in out[1:]]
-        if func not in LAYOUT_RULES:
+        rule = rule_of(func, args)
+        if rule is None:
             return out
         with self:
-            return apply_layout(LAYOUT_RULES[func], args, out)
+            return apply_layout(rule, args, out)
 
     def _nonzero(self, tensor: Tensor) -> Any:
         """Return fake indices of the nonzero elements.

@@ -51,19 +51,22 @@ def images(position: int) -> LayoutRule:
 
 
 def like(position: int) -> LayoutRule:
-    """Return a rule that gives results the strides of the argument at `position`, if that is dense."""
+    """Return a rule that gives results the strides of the argument at `position`, if that is dense; not a number."""
 
     def rule(args: Sequence[Any], out: Tensor) -> Tensor:
-        return torch.empty_like(args[position], dtype=out.dtype)
+        return torch.empty_like(args[position], dtype=out.dtype) if out.dim() else out
 
     return rule
 
 
 def elementwise(*order: int) -> LayoutRule:
-    """Return the rule of elementwise kernels whose operands are the arguments at these positions, in this order."""
+    """Return the rule of elementwise kernels whose operands are the arguments at these positions, in this order.
+
+    A result that is reduced to a number has no layout.
+    """
 
     def rule(args: Sequence[Any], out: Tensor) -> Tensor:
-        operands = [args[k] for k in order if isinstance(args[k], Tensor)]
+        operands = [args[k] for k in order if isinstance(args[k], Tensor)] if out.dim() else [out]
         expanded = [operand.expand(out.shape) for operand in operands]
         strides = compute_elementwise_output_strides(*expanded)
         return out if out.stride() == strides else out.new_empty_strided(out.shape, strides)
@@ -79,7 +82,10 @@ ORDERS: Mapping[tuple[int, ...], Sequence[Any]] = MappingProxyType(
             *(aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default),
             *(aten.hardsigmoid_backward.default, aten.hardswish_backward.default, aten.hardtanh_backward.default),
             *(aten.softplus_backward.default, aten.logit_backward.default, aten.native_dropout_backward.default),
+            *(aten.mish_backward.default, aten.special_xlog1py.default),
+            *(aten.mse_loss.default, aten.smooth_l1_loss.default),
         ),
+        (0, 5): (aten.elu_backward.default,),
         (1, 0): (aten.threshold_backward.default, aten.leaky_relu_backward.default),
         (1, 2, 0): (aten._prelu_kernel_backward.default,),
     }
@@ -93,6 +99,8 @@ LAYOUT_RULES: Mapping[Any, LayoutRule] = MappingProxyType(
         aten._log_softmax_backward_data.default: rows,
         aten.mse_loss_backward.default: rows,
         aten.smooth_l1_loss_backward.default: rows,
+        aten.huber_loss_backward.default: rows,
+        aten.huber_loss.default: like(0),
         aten.binary_cross_entropy_backward.default: like(1),
         aten.soft_margin_loss_backward.default: like(2),
         aten.log_sigmoid_forward.default: host_rows,
@@ -100,6 +108,28 @@ LAYOUT_RULES: Mapping[Any, LayoutRule] = MappingProxyType(
         **{operation: elementwise(*order) for order, operations in ORDERS.items() for operation in operations},
     }
 )
+
+
+REDUCED = frozenset({torch.bfloat16, torch.float16})
+"""The dtypes that fake kernels compute in float32, on copies of the operands."""
+
+
+def rule_of(operation: Any, args: Sequence[Any]) -> LayoutRule | None:
+    """Return the rule for an operator on these arguments; `None` if its fake kernel is right.
+
+    A copy of an expanded operand is dense, and its layout counts; to the real kernel, expanded dimensions do not.
+    """
+    known = LAYOUT_RULES.get(operation)
+    if known is None and torch.Tag.pointwise in getattr(operation, "tags", ()) and any(map(_is_spread, args)):
+        return elementwise(*range(len(args)))
+    return known
+
+
+def _is_spread(one: Any) -> bool:
+    """Return whether an operand of reduced precision is expanded."""
+    if not isinstance(one, Tensor) or one.dtype not in REDUCED:
+        return False
+    return any(not step and size > 1 for step, size in zip(one.stride(), one.shape, strict=True))
 
 
 def apply_layout(rule: LayoutRule, args: Sequence[Any], out: Any) -> Any:

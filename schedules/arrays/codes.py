@@ -33,6 +33,9 @@ PASSES = tuple(kind for kind, word in KINDS.items() if word.after and kind not i
 CODE_OF: Mapping[str, int] = MappingProxyType({kind: code for code, kind in enumerate((*PASSES, "G"))})
 """The kinds that have a code: passes, then the sum of gradients."""
 _code_of = dict(CODE_OF).__getitem__
+_LETTERS: Final = frozenset(kind for kind in CODE_OF if len(kind) == 1)
+_CODE_OF_LETTER: Final = bytes(CODE_OF.get(chr(letter), 0) for letter in range(256))
+"""The codes of kinds that are one letter, which are translated at once."""
 ROW_END: Final = len(CODE_OF)
 """The code of what comes after the last action of a rank."""
 MOST_OF_UNIT: Final = 4
@@ -100,7 +103,7 @@ def _chunks(schedule: Schedule, rank: int) -> Iterator[list[Action]]:
 
 def _read(chunk: list[Action], sliced: bool) -> tuple[bytes, list[tuple[int, ...]]]:
     """Return the fields of actions; of a slice one more, and 0 for none. Raise some error if one has no code."""
-    if {*map(type, chunk)} != {Action}:
+    if [*map(type, chunk)].count(Action) < len(chunk):
         raise TypeError
     names, stages, microbatches, peers, slices = zip(*chunk, strict=True)
     if peers.count(None) < len(chunk) or (not sliced and slices.count(None) < len(chunk)):
@@ -108,7 +111,8 @@ def _read(chunk: list[Action], sliced: bool) -> tuple[bytes, list[tuple[int, ...
     numbers = [stages, microbatches]
     if sliced:
         numbers.append(tuple(0 if one is None else one if type(one) is bool else one + 1 or -1 for one in slices))
-    return bytes(map(_code_of, names)), numbers
+    found = "".join(names).encode().translate(_CODE_OF_LETTER) if {*names} <= _LETTERS else bytes(map(_code_of, names))
+    return found, numbers
 
 
 def _are_placed(schedule: Schedule, codes: Codes) -> bool:

@@ -70,9 +70,10 @@ def find_lives(schedule: Schedule, codes: Codes) -> Lives | None:
     if not schedule.backward and not np.isin(codes.kinds, [CODE_OF["F"], CODE_OF["G"], ROW_END]).all():
         return None
     lives = Lives(*np.full((3, S, units), n, np.int32))
+    states = [np.array([STATES.index(state) for state in one]) for one in _list_states(schedule.backward)]
     for rank in range(schedule.ranks):
         held = [*schedule.placement.stages_on(rank)]
-        found = _find_on_rank(schedule, codes, rank, held)
+        found = _find_on_rank(schedule, codes, rank, held, states)
         if found is None:
             return None
         for whole, part in zip(lives, found, strict=True):  # of a unit, one replica has the numbers
@@ -83,14 +84,18 @@ def find_lives(schedule: Schedule, codes: Codes) -> Lives | None:
     return lives if is_right and _fits(schedule, codes) else None
 
 
-def _find_on_rank(schedule: Schedule, codes: Codes, rank: int, held: list[int]) -> list[Numbers] | None:
-    """Return the lives of the stages that a rank holds, or `None` if something runs twice, or too early."""
+def _find_on_rank(
+    schedule: Schedule, codes: Codes, rank: int, held: list[int], states: list[Numbers]
+) -> list[Numbers] | None:
+    """Return the lives of the stages that a rank holds, or `None` if something runs twice, or too early.
+
+    `states`: of each kind of pass, the numbers of the states before and after.
+    """
     n, units, first = len(codes.kinds), schedule.microbatches * schedule.slices, codes.firsts[rank]
     kinds, stages, numbers = (column[first : codes.ends[rank]] for column in codes[:3])
     passes = np.flatnonzero(kinds < len(PASSES))
     kinds, place = kinds[passes], np.searchsorted(held, stages[passes]) * units + numbers[passes]
-    before, after = (np.array([STATES.index(state) for state in states]) for states in _list_states(schedule.backward))
-    start, end = (states[kinds] * (len(held) * units) + place for states in (before, after))
+    start, end = (one[kinds] * (len(held) * units) + place for one in states)
     used, made = (np.full(len(STATES) * len(held) * units, n) for _ in "ab")
     passes += first
     used[start] = made[end] = passes

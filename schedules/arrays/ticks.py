@@ -23,7 +23,8 @@ from schedules.language.actions import KINDS
 from schedules.language.schedule import Schedule, TickRule
 
 MOST_TICKS: Final = 2**40
-_WAYS = np.array([*(KINDS[name].crosses for name in CODE_OF), ""])
+_WAYS = [np.array([*(KINDS[name].crosses == way for name in CODE_OF), not way]) for way in ("B", "")]
+"""By code, whether something goes backward; and whether it goes no way, as the end of a row does."""
 
 
 class TickedPosts(NamedTuple):
@@ -84,17 +85,18 @@ def _sort(schedule: Schedule, ticks: TickRule, codes: Codes) -> Numbers | None:
         table = np.array([[one[:units] for one in ticks(s)] for s in range(schedule.stages)])
     if table.shape != (schedule.stages, 2, units) or table.dtype.kind != "i" or np.abs(table).max() > MOST_TICKS:
         return None
-    ranks, is_back = np.repeat(np.arange(P), codes.ends - codes.firsts + 1), _WAYS[codes.kinds] == "B"
-    keys = (2 * table[codes.stages, is_back.astype(np.intp), codes.units] + is_back) * P
+    ranks, is_back, is_other = (
+        np.repeat(np.arange(P), codes.ends - codes.firsts + 1),
+        *(of[codes.kinds] for of in _WAYS),
+    )
+    keys = (2 * table.ravel()[(2 * codes.stages + is_back) * units + codes.units] + is_back) * P
     keys += np.where(is_back, P - 1 - ranks, ranks)
-    others = _WAYS[codes.kinds] == ""
-    passes = np.flatnonzero(~others)
-    if not ((np.diff(keys[passes]) > 0) | (np.diff(ranks[passes]) > 0)).all():
+    keys[is_other] = keys.max() + 1 + ranks[is_other]
+    if np.count_nonzero(is_other) > P:  # not only the ends of rows
+        for first, end in zip(codes.firsts, codes.ends + 1, strict=True):  # others go with the next pass
+            keys[first:end] = np.minimum.accumulate(keys[first:end][::-1])[::-1]
+    if not ((np.diff(keys) > 0) | is_other[:-1]).all():
         return None
-    keys[others] = keys.max() + 1 + ranks[others]
-    found = keys.copy()
-    for first, end in zip(codes.firsts, codes.ends + 1, strict=True):  # others go with the next pass
-        found[first:end] = np.minimum.accumulate(keys[first:end][::-1])[::-1]
-    places = np.empty(len(found), np.intp)
-    places[np.argsort(found, kind="stable")] = np.arange(len(found))
+    places = np.empty(len(keys), np.intp)
+    places[np.argsort(keys, kind="stable")] = np.arange(len(keys))
     return places

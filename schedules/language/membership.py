@@ -30,7 +30,8 @@ def require_compute_only(schedule: Schedule, rank: int, actions: Actions) -> Act
             ):
                 yield action
                 continue
-        raise ScheduleError("compute_only", rank, position, action, *_explain_misfit(schedule, action))
+        got = action if type(action) is Action else repr(action)
+        raise ScheduleError("compute_only", rank, position, got, *_explain_misfit(schedule, action))
 
 
 def _has_valid_slice(action: Action, slices: int) -> bool:

@@ -44,6 +44,9 @@ class Limits:
     memory: Callable[..., float] | None = None
     versions: Callable[..., int] | None = None
 
+    def __post_init__(self) -> None:
+        require_types(Limits.__init__, vars(self))
+
 
 UNLIMITED = Limits()
 

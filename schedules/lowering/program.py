@@ -224,7 +224,9 @@ class _Play:
                     self._advance(self.latest)
                 else:
                     self._unblock(me if self.latest.has_ended else self.latest)
-        except KeyError:
+        except ScheduleError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError):  # a text instead of an action, say
             require_valid_actions(self.schedule)
             raise
 

@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from schedules.arguments import each, require_types
-from schedules.errors import ArgumentError, SizeError
+from schedules.errors import ArgumentError, SizeError, quote
 from schedules.language.actions import Action
 from schedules.language.schedule import Schedule
 from schedules.playing.board import Lanes, PlayBoard, list_lanes, make_board, sum_replicas
@@ -251,7 +251,7 @@ def play(problem: Problem, *rules: Rule, lanes: Lanes | None = None) -> Schedule
     """
     require_types(play, {"problem": problem})
     rules = tuple(each("rules", rules or (Rule(prefer("BIFW")),), Rule, ArgumentError))
-    board = make_board(problem, _list_all(problem) if lanes is None else lanes)
+    board = make_board(problem, _list_all(problem) if lanes is None else _read_lanes(problem, lanes))
     instance = Instance(problem)
     found = list[Play]()
     for rule in rules:
@@ -262,6 +262,20 @@ def play(problem: Problem, *rules: Rule, lanes: Lanes | None = None) -> Schedule
     best = min(found, key=lambda one: (float(f"{max(one.free):.9g}"), one.span))
     placement, backward = problem.placement, problem.backward
     return from_rows(read_rows(best), placement, problem.microbatches, board.slices, backward, problem.graph)
+
+
+def _read_lanes(problem: Problem, lanes: Lanes) -> Lanes:
+    """Return the lanes as lists. Raise `ArgumentError` unless they are lists of actions, per rank."""
+    try:
+        found = [[[*lane] for lane in row] for row in lanes]
+    except TypeError:
+        found = []
+    if len(found) != problem.ranks or not all(type(one) is Action for row in found for lane in row for one in lane):
+        raise ArgumentError(
+            f"play: got lanes={quote(lanes)}, expected a list of lanes, which are lists of actions, for each of "
+            f"{problem.ranks} ranks. Pass [[schedule.actions(rank)] for rank in range(schedule.ranks)], say."
+        )
+    return found
 
 
 def _list_all(problem: Problem) -> Lanes:

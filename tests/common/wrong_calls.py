@@ -6,6 +6,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import schedules
@@ -60,16 +61,12 @@ def wrong_arguments(known: Known) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Call it; read what it returns, if that is made as it is read."""
-    positional = [
-        arguments[name]
-        for name, one in inspect.signature(function).parameters.items()
-        if one.kind is one.POSITIONAL_ONLY and name in arguments
-    ]
-    several = [name for name, one in inspect.signature(function).parameters.items() if one.kind is one.VAR_POSITIONAL]
-    named = dict(arguments)
-    for name in several:
-        first = [named.pop(one) for one in inspect.signature(function).parameters if one in named and one != name]
-        positional = [*first, named.pop(name)] if name in named else first
+    expected, named = inspect.signature(function).parameters, dict(arguments)
+    only = [name for name, one in expected.items() if one.kind is one.POSITIONAL_ONLY]
+    positional = [arguments[name] for name in only if name in arguments]
+    for name in [name for name, one in expected.items() if one.kind is one.VAR_POSITIONAL]:
+        first = [named.pop(one) for one in takewhile(name.__ne__, expected) if one in named]
+        positional = [*first, *([named.pop(name)] if name in named else [])]
     found = function(*positional, **named)
     for _ in found if isinstance(found, Iterator) else ():
         pass

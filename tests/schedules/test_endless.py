@@ -78,6 +78,17 @@ def graphs_of(draw, stages):
     return Graph(stages, frozenset(edges), frozenset(cotangents), frozenset((s, t) for s, t in shared if s != t))
 
 
+def require_windows(endless, batches):
+    """The windows of so many batches are their program; those that are not among the last ones never change."""
+    program = endless.lower(batches)
+    check_transfers(program)
+    for rank, reach in enumerate(endless.reach):
+        windows = [endless.window(rank, k, batches) for k in range(batches)]
+        assert [action for window in windows for action in window] == list(program.actions(rank))
+        early = range(max(batches - reach, 0))
+        assert windows[: len(early)] == [endless.window(rank, k) for k in early]
+
+
 @settings(max_examples=few(60), deadline=None)
 @given(st.data())
 def test_windows_are_the_program_of_any_number_of_batches(data):
@@ -87,17 +98,20 @@ def test_windows_are_the_program_of_any_number_of_batches(data):
     for batches in {1, 2, known - 1, known, known + 1, data.draw(st.integers(1, 3 * known))}:
         longer = lengthen(how, batches)
         check(longer, replace(endless.graph, gradients=frozenset()))
-        program = endless.lower(batches)
-        check_transfers(program)
         if not endless.sharing and endless.graph.values == endless.graph.cotangents:
-            assert [*program.actions(0)] == [*lower(longer, endless.graph).actions(0)]
-        for rank in range(how.ranks):
-            windows = [endless.window(rank, k, batches) for k in range(batches)]
-            assert [action for window in windows for action in window] == list(program.actions(rank))
-            reach = endless.reach[rank]
-            assert windows[: max(batches - reach, 0)] == [
-                endless.window(rank, k) for k in range(max(batches - reach, 0))
-            ]
+            assert [*endless.lower(batches).actions(0)] == [*lower(longer, endless.graph).actions(0)]
+        require_windows(endless, batches)
+
+
+def test_a_first_window_may_name_a_later_batch_than_those_that_repeat():
+    """Rank 3 looks ahead by two batches at first, while it fills, and by one from then on."""
+    chained, shared = {(s, s + 1) for s in range(4)}, frozenset({(2, 4)})
+    endless = EndlessProgram(
+        pipedream(ranks=5, microbatches=1), Graph(5, frozenset(chained), frozenset({(0, 1), (1, 2)}), shared)
+    )
+    assert endless.reach == (5, 4, 2, 2, 2)
+    for batches in range(1, endless.known + 2):
+        require_windows(endless, batches)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import schedules
 from schedules import (
     Costs,
+    F,
     Graph,
     Link,
     Placement,
@@ -51,7 +52,11 @@ FACTORIES = [
 ]
 CALLS = {
     "bound": Known(schedules.bound, {"problem": schedules.Problem(Costs(), linear(2), 2)}),
-    "play": Known(schedules.play, {"problem": schedules.Problem(Costs(), linear(2), 2)}),
+    "play": Known(
+        schedules.play,
+        {"problem": schedules.Problem(Costs(), linear(2), 2)},
+        {"lanes": ([F(0, 0)], [[F(0, 0)], [F(1, 0)]], [[["0F0"]], [["1F0"]]], [[[F(0, 0)]]], [3, 4])},
+    ),
     "Problem": Known(
         schedules.Problem,
         {"costs": Costs(), "placement": linear(2), "microbatches": 2},
@@ -83,6 +88,7 @@ CALLS = {
         {"stages": (-1,), "values": (frozenset({(1, 0)}), frozenset("ab"))},
     ),
     "legend": Known(drawing.legend, {"kinds": ["F"]}),
+    "Limits": Known(schedules.Limits, {}),
     "Link": Known(
         Link,
         {},

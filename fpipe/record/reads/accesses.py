@@ -13,7 +13,7 @@ Runs when a plan is made: once per kind of batch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
@@ -35,7 +35,7 @@ from fpipe.record.model.walk import (
     is_library,
     is_users,
 )
-from fpipe.record.reads.code_names import UNKNOWN, CodeNames, Lookup
+from fpipe.record.reads.code_names import UNKNOWN, CodeNames, Lookup, find_names
 from fpipe.tensors.patching import current, replace
 from fpipe.tensors.tree import closure_variables
 
@@ -67,9 +67,8 @@ class Reach(Walk):
 
     LEAVES = (Tensor, *PLAIN_VALUES, BuiltinFunctionType, CodeType)
 
-    def __init__(self, roots: Iterable[Any], names_of: Callable[[CodeType], CodeNames]) -> None:
+    def __init__(self, roots: Iterable[Any]) -> None:
         super().__init__()
-        self.names_of = names_of
         self.classes: list[type] = []
         self.files: list[ModuleType] = []
         self.objects: list[Any] = []
@@ -126,7 +125,7 @@ class Reach(Walk):
         self.functions.append(function)
         self.names |= code_names(function)
         table = function.__globals__
-        return [*held(function), *[table[name] for name in self.names_of(function.__code__).outer & table.keys()]]
+        return [*held(function), *[table[name] for name in find_names(function.__code__).outer & table.keys()]]
 
 
 class Accesses:
@@ -143,7 +142,7 @@ class Accesses:
         self.own = defaultdict[type, set[str]](set)
         self.assigned, self.growing = set[tuple[int, str]](), set[int]()
         for function in reach.functions:
-            found = reach.names_of(function.__code__)
+            found = find_names(function.__code__)
             self.names.update(found)
             if function in reach.methods:
                 self.own[reach.methods[function]] |= found.own

@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ FREE = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 STORING = frozenset({"STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR"})
 COLLECTED = GLOBAL | FREE | ATTRIBUTE | STORING | {"LOAD_CONST"}
-SKIPPED = frozenset({"CACHE", "NOP", "PRECALL", "PUSH_NULL", "RESUME", "COPY_FREE_VARS", "MAKE_CELL"})
+SKIPPED = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME", "COPY_FREE_VARS", "MAKE_CELL"})
 NAMED, VARIABLES = frozenset(dis.hasname), frozenset(dis.haslocal + dis.hasfree)
 SHIFTS = {"LOAD_GLOBAL": 1} | ({"LOAD_ATTR": 1, "LOAD_SUPER_ATTR": 2} if sys.version_info >= (3, 12) else {})
 """The low bits of an argument that do not belong to the number of a name."""
@@ -79,6 +80,7 @@ class CodeNames:
             found |= vars(other)[name]
 
 
+@lru_cache(maxsize=2**12)  # every pipeline of a process reaches the same library code
 def find_names(code: CodeType) -> CodeNames:
     """Return the names that `code`, and the functions defined in it, read and assign.
 
@@ -132,7 +134,7 @@ def steps_of(code: CodeType) -> Iterator[CodeStep]:
     for number, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         argument, what = above | low, dis.opname[number]
         above = argument << 8 if number == dis.EXTENDED_ARG else 0
-        if above or what in SKIPPED:
+        if what in SKIPPED:
             continue
         name: Any = None
         if number in NAMED:

@@ -32,6 +32,7 @@ from fpipe.record.fakes.eager_types import STAND_INS
 from fpipe.record.model.places import module_place
 from fpipe.record.model.walk import NOT_SET, is_users
 from fpipe.record.reads.accesses import Accesses, Reads
+from fpipe.record.reads.code_names import find_names
 from fpipe.record.reads.expectations import (
     Difference,
     Expectation,
@@ -295,7 +296,7 @@ class NamespaceFinder:
         found: dict[int, tuple[dict[str, Any], set[str]]] = {}
         for function in self.reach.functions:
             table = function.__globals__
-            names = self.reach.names_of(function.__code__).outer & table.keys()
+            names = find_names(function.__code__).outer & table.keys()
             found.setdefault(id(table), (table, set()))[1].update(names)
         return found.values()
 

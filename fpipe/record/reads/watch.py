@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from types import CodeType
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -29,7 +28,6 @@ from fpipe.errors import InputError
 from fpipe.record.model.state import shared_attributes
 from fpipe.record.model.walk import is_users
 from fpipe.record.reads.accesses import Accesses, Reach, Reads
-from fpipe.record.reads.code_names import CodeNames, find_names
 from fpipe.record.reads.expectations import Difference
 from fpipe.record.reads.namespaces import ModelState, Namespace, NamespaceFinder, read_tables, torch_settings
 
@@ -130,12 +128,11 @@ def _raise_changed(found: Sequence[Difference], when: str) -> None:
 class Watcher:
     """A factory of watches for the model that a pipeline was built from, and its loss.
 
-    - `codes`: a cache of the names in code objects. `repair`: what to do about a change, for errors.
+    `repair`: what to do about a change, for errors.
     """
 
     origin: ModelState
     loss: Any
-    codes: dict[CodeType, CodeNames] = field(default_factory=dict)
     repair: str = REBUILD
 
     def shared_attributes(self) -> frozenset[str]:
@@ -145,7 +142,7 @@ class Watcher:
 
     def watch(self, reads: Reads, training: bool) -> Watch:
         """Return the watch over what a capture with these `reads` assumed."""
-        accesses = Accesses(Reach(self._roots(reads), self._names))
+        accesses = Accesses(Reach(self._roots(reads)))
         outside = NamespaceFinder(reads, accesses).find(self.loss)
         modules = self.origin.attributes(reads, accesses, training)
         tables = self.origin.tables(reads, training)
@@ -163,11 +160,6 @@ class Watcher:
                 for base in kind.__mro__:
                     read = {*reads.read.get(kind, ()), "forward"} & vars(base).keys() if is_users(base) else set()
                     yield from [vars(base)[name] for name in read]
-
-    def _names(self, code: CodeType) -> CodeNames:
-        if code not in self.codes:
-            self.codes[code] = find_names(code)
-        return self.codes[code]
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,7 +49,8 @@ from fpipe.record.questions import Answer, Sample
 from fpipe.record.trace.fake_model import FakeModel
 from fpipe.record.trace.frames import Frame, Invocation, outermost_checkpoints
 from fpipe.record.trace.record import Record, for_real
-from fpipe.record.trace.recorder import InnerCall, Recorder, RunningCall
+from fpipe.record.trace.recorder import Recorder
+from fpipe.record.trace.running_call import InnerCall, RunningCall
 from fpipe.record.trace.whole import WholeCalls
 from fpipe.tensors.torch_private import DisableTorchFunction, FakeTensor
 from fpipe.tensors.tree import PLAIN, closure_contents, same_bits

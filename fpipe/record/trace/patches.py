@@ -29,9 +29,10 @@ from fpipe.record.model.places import current_line
 from fpipe.record.model.state import is_torchs
 from fpipe.record.numbers import learn, record_math
 from fpipe.record.refusals import seeding_error
+from fpipe.record.trace.call_stack import CallStack
 from fpipe.record.trace.checkpoints import CheckpointFrames, CheckpointNode
 from fpipe.record.trace.frames import Frame
-from fpipe.record.trace.recorder import CallStack, Recorder
+from fpipe.record.trace.recorder import Recorder
 from fpipe.tensors.fake import as_parameter, refuse_marks
 from fpipe.tensors.patching import current, original, replace
 from fpipe.tensors.torch_private import (

@@ -13,14 +13,12 @@ Runs when a plan is made: once per kind of batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from types import MappingProxyType, MethodType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,7 +40,7 @@ from fpipe.record.fakes.assumed_values import (
 from fpipe.record.fakes.generators import Generators
 from fpipe.record.fakes.recurrent import call_function
 from fpipe.record.fakes.sizes import SIZED, read_sizes
-from fpipe.record.model.places import current_line, current_place, places
+from fpipe.record.model.places import current_line
 from fpipe.record.numbers import (
     READERS,
     compute,
@@ -61,6 +59,7 @@ from fpipe.record.numbers import (
 from fpipe.record.objective import USUAL, Way
 from fpipe.record.questions import Answer, Ask, Reply, Sample, refuse_questions
 from fpipe.record.trace.answers import deciding_masks, reader_of, result_on_fakes
+from fpipe.record.trace.call_stack import CallStack
 from fpipe.record.trace.checks import (
     find_fake_error,
     require_allowed,
@@ -69,14 +68,14 @@ from fpipe.record.trace.checks import (
     require_no_barrier,
     require_own_gradients,
 )
-from fpipe.record.trace.frames import PART, Attribute, Frame, Invocation, constants_at, pick, tensors_at
+from fpipe.record.trace.frames import Frame, Invocation, constants_at, pick, tensors_at
 from fpipe.record.trace.reassignment import Reassignments
 from fpipe.record.trace.record import ATTACHING, Facts, Record, Values, for_real
+from fpipe.record.trace.running_call import InnerCall, RunningCall, replay_calls
 from fpipe.tensors.effects import Effects, has_handle, is_collective, operator_name, written_memory
 from fpipe.tensors.fake import Fakes
-from fpipe.tensors.settings import changes_since
-from fpipe.tensors.torch_private import PACK, TENSOR_METHODS, active_fake_mode, count_dispatch_modes, process_groups
-from fpipe.tensors.tree import COMMON_TYPES, closure_contents, flatten, flatten_all
+from fpipe.tensors.torch_private import PACK, TENSOR_METHODS, active_fake_mode, process_groups
+from fpipe.tensors.tree import COMMON_TYPES, closure_contents, flatten
 from schedules.status import say
 
 GRAD_FN: Any = TENSOR_METHODS["grad_fn"].__get__
@@ -95,171 +94,6 @@ FACTS: Final = frozenset(
 
 WITH_PROCESSES: Final = ("broadcast", "reduce", "gather", "scatter", "send", "recv", "isend", "irecv")
 """The functions of torch.distributed that are passed the number of a process in the job."""
-
-
-class CallStack:
-    """The calls of a run.
-
-    - `frames`: the calls in progress, outermost first. `roots`: all calls so far that are not inside another.
-    - `within`: the names of modules in which control flow may depend on data.
-    - `paths`: the path of each module, by `id`. `names`: what errors call it.
-    - `generators`: checked around each call, if given.
-    """
-
-    def __init__(self, model: nn.Module, within: Collection[str], generators: Generators | None = None) -> None:
-        self.within = tuple(within)
-        self.roots: list[Frame] = []
-        self.frames: list[Frame] = []
-        self.paths = {id(module): path for path, module in model.named_modules()}
-        self.names = places(model)
-        self.generators = generators
-
-    def begin(self, frame: Frame) -> Frame:
-        """Push a call, inside the innermost one."""
-        (self.frames[-1].inner if self.frames else self.roots).append(frame)
-        self.frames.append(frame)
-        return frame
-
-    @contextmanager
-    def enter(self, frame: Frame) -> Iterator[None]:
-        """Push a call, and pop it on exit."""
-        self._look()
-        self.check_settings()
-        if not frame.checkpoint:  # one enters its own modes before the function is called
-            self.check_modes()
-        self.begin(frame)
-        try:
-            yield
-        finally:
-            self._look()
-            self.frames.pop()
-
-    def _look(self) -> None:
-        if self.generators is not None:
-            self.generators.look(self.where)
-
-    def seal(self, reason: str) -> None:
-        """Seal the innermost running module: it must run as a whole, for this reason if there is none yet."""
-        for frame in reversed(self.frames):
-            if not frame.checkpoint:
-                frame.sealed = reason if frame.sealed in ("", PART) else frame.sealed
-                return
-
-    def check_settings(self) -> None:
-        """Seal the innermost module if it has changed torch's settings since it was called."""
-        names = changes_since(self.frames[-1].settings) if self.frames else ""
-        if names:
-            self.seal(f"a change of torch's settings ({names}) around what it calls")
-
-    def check_modes(self) -> None:
-        """Seal the innermost module if it has entered a dispatch mode, which sees what torch calls do."""
-        if self.frames and count_dispatch_modes() != self.frames[-1].depth:
-            self.seal("a dispatch mode around what it calls")
-
-    def note_assignment(self, module: nn.Module, name: str, value: object, values: Values) -> None:
-        """Record an assignment to an attribute in every call in progress."""
-        for frame in self.frames:
-            if (module, name) not in frame.touched:
-                frame.touched.append((module, name))
-            frame.assigned = [one for one in frame.assigned if (one.module, one.name) != (module, name)]
-            if isinstance(value, Tensor) and id(value) in values.known:
-                frame.assigned.append(Attribute(module, name, values.known[id(value)]))
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The innermost running module; `None` inside a loss that is not a module."""
-        called = [frame.invocation.function for frame in reversed(self.frames)]
-        return next((module for module in called if isinstance(module, nn.Module)), None)
-
-    @property
-    def is_opaque(self) -> bool:
-        """True inside a module of `within`, which may branch on data because it is never cut."""
-        return any(map(self._is_within, self.frames))
-
-    @property
-    def innermost(self) -> list[Frame]:
-        """The call of the innermost running module, then the checkpointed functions running inside it."""
-        last = next((k for k, frame in enumerate(reversed(self.frames)) if not frame.checkpoint), 0)
-        return self.frames[-last - 1 :]
-
-    @property
-    def outermost_branching(self) -> Frame:
-        """The outermost call in progress that may branch on data or is checkpointed."""
-        return next(frame for frame in self.frames if frame.checkpoint or self._is_within(frame))
-
-    def _is_within(self, frame: Frame) -> bool:
-        return any(f"{frame.path}.".startswith(f"{name}.") for name in self.within)
-
-    @property
-    def path(self) -> str:
-        """The path of the innermost running module."""
-        return self.frames[-1].path if self.frames else ""
-
-    @property
-    def where(self) -> str:
-        """The innermost running module, for error messages."""
-        return f"module {self.path or '(root)'}"
-
-    def here(self) -> str:
-        """Return the innermost module that has a method running, for error messages."""
-        return current_place(self.names, self.where)
-
-
-class InnerCall(NamedTuple):
-    """A torch call inside another, such as one in the forward of a custom function, and its result."""
-
-    function: Any
-    args: Any
-    kwargs: Any
-    out: Any
-
-    @property
-    def writes(self) -> bool:
-        """True if the function changes its first argument in place."""
-        name = getattr(self.function, "__name__", "")
-        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-
-def replay_calls(calls: Sequence[InnerCall], tensors: dict[int, Tensor]) -> Any:
-    """Return the result of the last call, on real tensors in place of those with these ids."""
-    known, out = dict(tensors), None
-    for call in calls:
-        leaves, spec = flatten_all((call.args, call.kwargs))
-        args, kwargs = optree.tree_unflatten(spec, [known.get(id(leaf), leaf) for leaf in leaves])
-        out = call.function(*args, **kwargs)
-        made = tensors_at(out)
-        known.update({id(fake): made[k] for k, fake in tensors_at(call.out).items() if k in made})
-    return out
-
-
-@dataclass
-class RunningCall:
-    """A torch call that is running: the values passed to calls inside it, and whether it calls a collective.
-
-    `guarded`: whether questions inside it, which only guard its arguments, are answered with no. `inner`: the calls
-    inside it so far.
-    """
-
-    used: dict[Value, None] = field(default_factory=dict)
-    communicates: bool = False
-    guarded: bool = False
-    inner: list[InnerCall] = field(default_factory=list)
-
-    def history(self, last: InnerCall, values: Values) -> tuple[list[InnerCall], dict[int, Value]]:
-        """Return the calls inside that the arguments of `last` were computed by, and what else, by id of its tensor."""
-        needed = {id(tensor): tensor for tensor in tensors_at((last.args, last.kwargs)).values()}
-        calls: list[InnerCall] = []
-        for call in reversed(self.inner):
-            made = [*tensors_at(call.out).values(), *(call.args[:1] if call.writes else ())]
-            if any(id(tensor) in needed for tensor in made):
-                calls.insert(0, call)
-                needed.update({id(tensor): tensor for tensor in tensors_at((call.args, call.kwargs)).values()})
-        inside = {id(tensor) for call in calls for tensor in tensors_at(call.out).values()}
-        return calls, {key: values.read(tensor) for key, tensor in needed.items() if key not in inside}
-
-    def use(self, values: Iterable[Value]) -> None:
-        """Note that these values are used inside."""
-        self.used.update(dict.fromkeys(values))
 
 
 class Recorder(TorchFunctionMode):

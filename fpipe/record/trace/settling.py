@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a fake model until its Python state has settled, and keep the last record.
+"""Run a fake model twice, until its Python state has settled, and keep the second record.
 
 Models install hooks, register buffers and fill caches on their first call. The second run comes after that, so calls in
 a step find the state that they found in the record. Fake tensors that the first run left behind are replaced with real
 ones if they depend on constants alone; all others are removed.
 
 Microbatches must not depend on each other. So of what the first run left behind, the second may read only constants,
-and it must do the same work. A model that has been recorded before for other shapes runs once, if it changes nothing:
-the second run would find what the first one found.
+and it must do the same work.
 
 Runs when a plan is made: once per kind of batch.
 """
@@ -47,7 +46,7 @@ from fpipe.tensors.torch_private import FakeTensor, FakeTensorMode
 
 
 class SettledRun(NamedTuple):
-    """The last recorded run, which did the same as one before it.
+    """A recorded run that did the same as the run before it.
 
     - `written`: the containers that a run changes. `state`: all containers that any call may change.
     - `changed_attributes`: the names of attributes that only the first run changes.
@@ -93,17 +92,17 @@ class Settling:
             return self._settle(ask)
 
     def _settle(self, ask: Ask) -> SettledRun:
-        """Run the model, from the start again if some thread has drawn random numbers meanwhile."""
+        """Run the model twice, from the start again if some thread has drawn random numbers meanwhile."""
         suspects = Suspects(), Suspects()
         while True:
             with suppress(_UncertainError):
-                found = copy_context().run(self._record, ask, suspects)  # discards changes to context variables
+                found = copy_context().run(self._run_twice, ask, suspects)  # discards changes to context variables
                 seen = [drawing for one in suspects for drawing in one.common]
                 if seen and active_count() == 1:
                     raise drawing_error(seen[0])  # it drew once in this process: nothing else could have
                 return found
 
-    def _record(self, ask: Ask, suspects: tuple[Suspects, Suspects]) -> SettledRun:
+    def _run_twice(self, ask: Ask, suspects: tuple[Suspects, Suspects]) -> SettledRun:
         skeleton, mode = self.model.skeleton, self.model.mode
         original = Walk()
         original.follow([self.model.model])
@@ -117,26 +116,24 @@ class Settling:
                 answers.append(ask(question))
                 return answers[-1]
 
-            last, computed = self._run(ask_and_remember, suspects[0])
-            last.ask = refuse_questions  # what asks knows the cache that will hold the record, which would be a cycle
-            plain, settled, changed = plain_state(skeleton), before, frozenset[str]()
-            self._keep_constant_buffers(last)
-            has_changed = bool(self.filled) or any(one.has_changed for one in before.containers.values())
-            if has_changed:
-                fill_caches(before, Snapshot.of(*roots), last, mode)
-                settled = Snapshot.of(*roots)
-            if has_changed or not self.model.objective.is_known:
-                first, remaining = last, iter(answers)
-                last, computed = self._run(lambda q: next(remaining, None) or refuse_questions(q), suspects[1])
-                require_unchanged(plain, plain_state(skeleton))
-                require_same_run(first, last)
-                changed = changed_attributes(skeleton, before, settled)
+            first, _ = self._run(ask_and_remember, suspects[0])
+            plain = plain_state(skeleton)
+            self._keep_constant_buffers(first)
+            fill_caches(before, Snapshot.of(*roots), first, mode)
+            settled = Snapshot.of(*roots)
+            remaining = iter(answers)
+            second, computed = self._run(lambda q: next(remaining, None) or refuse_questions(q), suspects[1])
+            require_unchanged(plain, plain_state(skeleton))
+            require_same_run(first, second)
+            changed = changed_attributes(skeleton, before, settled)
         except BaseException:
             before.restore()
             raise
-        tables = [ContainerState(one.table, contents(one.table), False) for one in last.reassignments.by_place.values()]
+        tables = [
+            ContainerState(one.table, contents(one.table), False) for one in second.reassignments.by_place.values()
+        ]
         written = (*settle(before, settled, mode), *tables, *self.filled.values())
-        return SettledRun(last, computed, written, tuple(settled.containers.values()), changed)
+        return SettledRun(second, computed, written, tuple(settled.containers.values()), changed)
 
     def _keep_constant_buffers(self, recorder: Recorder) -> None:
         """Keep the caches that a run computed from constants alone and assigned to buffers.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import getitem
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -42,15 +43,28 @@ CALLS = (RecurrentForward, RecurrentBackward)
 UNCOMPILED = ACTING | {random.state_of, number_in}
 
 
+@dataclass(frozen=True, eq=False)
+class CompiledBlock:
+    """A block, and what a compiler made of it: its form names constants by id, so it is kept, too."""
+
+    block: Phase
+    run: Compiled
+
+    def call(self, layouts: Sequence[Spec] | None, *tensors: Tensor) -> Sequence[Any]:
+        """Return what the block computes, each tensor in its layout, if there are any."""
+        found = self.run(*tensors)
+        return found if layouts is None else [spec.like(one) for spec, one in zip(layouts, found, strict=True)]
+
+
 @dataclass(frozen=True)
 class Compilation:
     """The functions that one compiler makes of a model's phases.
 
-    - `made`: the function of the first block of each form, with that block, whose constants the form names by id.
+    - `made`: what was made of the first block of each form, as long as a phase uses it.
     """
 
     compiler: Compiler
-    made: dict[GraphForm, tuple[Phase, Compiled]] = field(default_factory=dict)
+    made: WeakValueDictionary[GraphForm, CompiledBlock] = field(default_factory=WeakValueDictionary)
 
     def compile(self, phase: Phase) -> PhaseFunction:
         """Return the phase as a function that calls compiled blocks.
@@ -95,7 +109,7 @@ class Compilation:
         for block in blocks:
             values = [node.value for node in block.outputs if node.value is not None]
             layouts = [*map(Spec.of, values)] if len(blocks) > 1 else None  # for these the next one is compiled
-            run = partial(_run_block, self._block(block), layouts)
+            run = partial(self._block(block).call, layouts)
             nodes.append(called := Node(run, [to.get(node, node) for node in block.inputs]))
             for k, node in enumerate(block.outputs):
                 nodes.append(made := Node(getitem, (called, k)))
@@ -106,26 +120,21 @@ class Compilation:
         )
         return phase._replace(nodes=tuple(nodes), gives=gives)
 
-    def _block(self, block: Phase) -> Compiled:
-        """Return a block as a function compiled by the compiler, the same for all blocks of one form."""
+    def _block(self, block: Phase) -> CompiledBlock:
+        """Return a block, compiled; the same for all blocks of one form."""
         takes, gives = [*block.inputs], [*block.outputs]
         form = form_of_block(takes, block.nodes, gives)
-        if form in self.made:
-            return self.made[form][1]
+        if form is not None and (known := self.made.get(form)):
+            return known
         run = self.compiler(_module(block), [node.value for node in takes])
         if not callable(run):
             raise InputError(
                 f"backward: got {quote(run)} from the backend {quote(self.compiler)}, expected a function that "
                 "computes what the module does. Return one, such as module.forward."
             )
-        self.made.update({form: (block, run)} if form is not None else {})
-        return run
-
-
-def _run_block(run: Compiled, layouts: Sequence[Spec] | None, *tensors: Tensor) -> Sequence[Any]:
-    """Return what a compiled block returns, each tensor in its layout, if there are any."""
-    found = run(*tensors)
-    return found if layouts is None else [spec.like(one) for spec, one in zip(layouts, found, strict=True)]
+        made = CompiledBlock(block, run)
+        self.made.update({} if form is None else {form: made})
+        return made
 
 
 def _module(block: Phase) -> GraphModule:

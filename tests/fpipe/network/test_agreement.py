@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from fpipe import InputError, TransportError
 from fpipe.network.agreement import MOST_FIELDS, Field, agree, announce_refusal
 from fpipe.network.fingerprint import describe_value, digest_tensor
-from fpipe.network.groups import Control
+from fpipe.network.groups import Control, Slate
 from fpipe.network.job import require_process_group
 from tests.common.lookalikes import LOOKALIKES, closure, function
 from tests.common.sizes import few
@@ -55,7 +55,8 @@ class Seat:
     def gather(self, mine):
         return self.room.exchange(self.rank, mine)
 
-    def post(self, mine):
+    def post(self, row):
+        mine = torch.tensor(row)
         found = self.gather(mine)
         return lambda: len(found) if all(torch.equal(one, mine) for one in found) else found
 
@@ -162,7 +163,7 @@ def test_every_row_has_the_same_size():
 
     class Alone:
         def post(self, mine):
-            shapes.append(tuple(mine.shape))
+            shapes.append(tuple(torch.tensor(mine).shape))
             return lambda: 1
 
     for count in (0, 3, MOST_FIELDS):
@@ -199,8 +200,9 @@ def test_512_processes_that_agree_move_few_bytes(odd):
 
     def run(rank):
         table = Control(wire.end(rank), rank, tuple(range(size)))
-        mine = torch.tensor([0, 3, int(rank == odd)])
-        found[rank] = table.post(mine, lambda pending: [work.wait() for work in pending.works], "a step")()
+        slate = Slate(size)
+        slate.write((0, 3, int(rank == odd)))
+        found[rank] = table.post(slate, lambda pending: [work.wait() for work in pending.works], "a step")()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -213,6 +215,28 @@ def test_512_processes_that_agree_move_few_bytes(odd):
     else:
         rows = [[0, 3, int(rank == odd)] for rank in range(size)]
         assert all([row.tolist() for row in one] == rows for one in (found[0], found[odd], found[-1]))
+
+
+def test_memory_that_is_used_again_does_not_tell_of_earlier_agreements():
+    """Each answer is that of its own rows: after a difference, and after none."""
+    wire, odds, found = Wire(3), [None, 1, None, 2, 0, None], [[] for _ in range(3)]
+
+    def run(rank):
+        table, slate = Control(wire.end(rank), rank, (0, 1, 2)), Slate(3)
+        for turn, odd in enumerate(odds):
+            slate.write((0, turn, int(rank == odd)))
+            answer = table.post(slate, lambda pending: [work.wait() for work in pending.works], "a step")()
+            found[rank] += [answer if isinstance(answer, int) else [row.tolist() for row in answer]]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = [
+        3 if odd is None else [[0, turn, int(rank == odd)] for rank in range(3)] for turn, odd in enumerate(odds)
+    ]
+    assert found == [expected] * 3
 
 
 @pytest.mark.parametrize("size", ["2", "16"])

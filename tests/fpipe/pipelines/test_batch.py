@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.pipelines.batch import Batching, Leaf, split_evenly
+from fpipe.pipelines.batch import Batching
+from fpipe.pipelines.leaf import Leaf, split_evenly
 from fpipe.pipelines.loss_weights import compute_scales
 from fpipe.pipelines.merge import Merge, merge
 from fpipe.tensors.spec import Spec

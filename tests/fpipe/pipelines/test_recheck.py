@@ -115,26 +115,36 @@ def test_recording_again_finds_nothing_where_nothing_has_changed():
     assert all(torch.equal(grads[name], again[name]) for name in grads)
 
 
-class Counted(nn.Module):
-    """Counts the calls of its forward where no comparison sees it; remembers the sizes it has met if it `caches`."""
+class Counting:
+    """A class that counts out of sight of a snapshot."""
 
-    def __init__(self, caches):
+    calls = 0
+
+
+class CountsLonger(nn.Module):
+    """A model that counts its calls with long batches only, and scales by the count."""
+
+    def __init__(self):
         super().__init__()
-        self.inner, self.ticks, self.caches, self.sizes = nn.Linear(4, 4), Ticks(), caches, dict[int, int]()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
-        self.ticks.next()
-        if self.caches:
-            self.sizes.setdefault(len(x), len(x))
-        return self.inner(x)
+        if x.shape[1] > 6:
+            Counting.calls += 1
+        return self.outer(self.inner(x) * (1 + Counting.calls))
 
 
-@pytest.mark.parametrize(("caches", "again"), [(False, 1), (True, 2)])
-def test_another_size_is_recorded_twice_only_if_the_model_changes_its_state(caches, again):
-    model = nn.Sequential(Counted(caches), nn.Linear(4, 4))
-    how = one_f_one_b(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(model, example=(torch.randn(4, 4),), loss=torch.mean, schedule=how, cuts=["1"])
+def test_state_that_changes_only_with_another_length_is_refused_at_its_first_batch():
+    model = CountsLonger()
+    pipe = fpipe.pipeline(
+        model,
+        example=(torch.randn(4, 4, 8),),
+        loss=lambda out: out.square().mean(),
+        schedule=one_f_one_b(ranks=2, microbatches=2),
+        cuts=["outer"],
+    )
     step, state = fpipe.value_and_grad(pipe), pipe.init(model)
-    assert model[0].ticks.next() == 2
-    step(*state, (torch.randn(8, 4),))
-    assert model[0].ticks.next() == 3 + again
+    for length in (4, 5):
+        step(*state, (torch.randn(4, length, 8),))
+    with pytest.raises(fpipe.InputError, match="calls"):
+        step(*state, (torch.randn(4, 9, 8),))

@@ -72,11 +72,11 @@ def test_fake_results_have_the_layout_of_real_ones(function):
 
 
 LAYOUTS = {
-    "rows": lambda: torch.rand(2, 3, 4),
-    "turned": lambda: torch.rand(2, 4, 3).transpose(1, 2),
-    "moved": lambda: torch.rand(4, 2, 3).permute(1, 2, 0),
-    "expanded": lambda: torch.rand(2, 1, 4).expand(2, 3, 4),
-    "with gaps": lambda: torch.rand(2, 3, 8)[..., ::2],
+    "rows": lambda dtype: torch.rand(2, 3, 4, dtype=dtype),
+    "turned": lambda dtype: torch.rand(2, 4, 3, dtype=dtype).transpose(1, 2),
+    "moved": lambda dtype: torch.rand(4, 2, 3, dtype=dtype).permute(1, 2, 0),
+    "expanded": lambda dtype: torch.rand(2, 1, 4, dtype=dtype).expand(2, 3, 4),
+    "with gaps": lambda dtype: torch.rand(2, 3, 8, dtype=dtype)[..., ::2],
 }
 NORMS = {  # whose tensors are not of one shape
     aten.native_batch_norm.default,
@@ -92,35 +92,52 @@ REST = {  # what operations take after tensors
     aten.leaky_relu_backward.default: (0.1, False),
     aten.mse_loss_backward.default: (1,),
     aten.smooth_l1_loss_backward.default: (1, 1.0),
+    aten.huber_loss_backward.default: (1, 1.0),
+    aten.huber_loss.default: (0, 1.0),
+    aten.smooth_l1_loss.default: (0, 1.0),
+    aten.mse_loss.default: (0,),
     aten.soft_margin_loss_backward.default: (1,),
     aten.binary_cross_entropy_backward.default: (None, 1),
     aten._log_softmax_backward_data.default: (1, torch.float32),
 }
 
 
+BETWEEN = {aten.elu_backward.default: (1.0, 1.0, 1.0, False)}
+"""What operations take between two tensors."""
+POINTWISE = [
+    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.lt.Tensor),
+    *(aten.atan2.default, aten.fmod.Tensor, aten.tanh_backward.default, aten.sigmoid_backward.default),
+    *(aten.gelu_backward.default, aten.silu_backward.default, aten.addcmul.default, aten.lerp.Tensor),
+]
+"""Some of those that need a rule only for operands of reduced precision."""
+
+
 def operands(operation):
-    """How many tensors of one shape an operation takes first."""
+    """How many tensors of one shape an operation takes first, or around others."""
     kinds = [str(argument.type) for argument in operation._schema.arguments]
-    return next((k for k, kind in enumerate(kinds) if kind != "Tensor"), len(kinds))
+    return 2 if operation in BETWEEN else next((k for k, kind in enumerate(kinds) if kind != "Tensor"), len(kinds))
 
 
 @sampled(4)
-@pytest.mark.parametrize("operation", [one for one in LAYOUT_RULES if one not in NORMS], ids=str)
-def test_fake_results_have_the_layout_of_real_ones_for_any_operands(operation):
+@pytest.mark.parametrize("operation", [*(one for one in LAYOUT_RULES if one not in NORMS), *POINTWISE], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fake_results_have_the_layout_of_real_ones_for_any_operands(operation, dtype):
     mode, met = fake_mode(), 0
     for names in itertools.product(LAYOUTS, repeat=operands(operation)):
-        tensors, rest = [LAYOUTS[name]() for name in names], REST.get(operation, ())
+        first, *others = [LAYOUTS[name](dtype) for name in names]
+        after = [dtype if one is torch.float32 else one for one in REST.get(operation, ())]
+        rest = (*BETWEEN.get(operation, ()), *others, *after)
         with mode:
-            fakes = operation(*[fake(mode, one, one.device) for one in tensors], *rest)
+            fakes = operation(*[fake(mode, x, x.device) if isinstance(x, torch.Tensor) else x for x in (first, *rest)])
         try:
-            real = operation(*tensors, *rest)
+            real = operation(first, *rest)
         except RuntimeError:
-            continue  # it takes some layouts only
+            continue  # it takes some layouts or dtypes only
         met += 1
         real, fakes = (one if isinstance(one, tuple) else (one,) for one in (real, fakes))
         shown = [[(x.shape, x.stride(), x.dtype) for x in made if x.numel() > 8] for made in (fakes, real)]
         assert shown[0] == shown[1], names
-    assert met
+    assert met or dtype is torch.bfloat16
 
 
 class Gated(torch.nn.Module):
@@ -145,6 +162,33 @@ def test_a_channels_last_gradient_is_viewed_as_it_is():
         schedule=one_f_one_b(ranks=2, microbatches=2),
         cuts=["gate"],
         gradients=fpipe.Gradients(backward="graph"),
+    )
+    assert fpipe.verify(pipe, model, (x,)).eager
+
+
+class Spread(torch.nn.Module):
+    """An expanded parameter, times a sequence that is laid out by channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = torch.nn.Linear(8, 8), torch.nn.Linear(48, 8)
+        self.gate = torch.nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        hidden = self.inner(x).transpose(1, 2)
+        return self.outer((self.gate.expand(len(x), 8, 6) * hidden).reshape(len(x), -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_an_expanded_operand_leaves_the_layout_to_the_other_in_any_precision(dtype):
+    torch.manual_seed(0)
+    model, x = Spread().to(dtype), torch.randn(4, 6, 8, dtype=dtype)
+    pipe = fpipe.pipeline(
+        model,
+        example=(x,),
+        loss=lambda out: out.square().mean(),
+        schedule=one_f_one_b(ranks=2, microbatches=2),
+        cuts=["outer"],
     )
     assert fpipe.verify(pipe, model, (x,)).eager
 
@@ -176,6 +220,24 @@ SAMPLES = {
     aten.mul.Tensor: lambda x, y, z: (x, 2),
     aten.div.Tensor: lambda x, y, z: (x, x),
     aten.rsqrt.default: lambda x, y, z: (x,),
+    aten.mul.Scalar: lambda x, y, z: (x, 2.0),
+    aten.div.Scalar: lambda x, y, z: (x, 3),
+    aten.pow.Tensor_Scalar: lambda x, y, z: (x, 2),
+    aten.neg.default: lambda x, y, z: (x,),
+    aten.where.self: lambda x, y, z: (x > 0.5, y, x),
+    aten.exp.default: lambda x, y, z: (x,),
+    aten.sqrt.default: lambda x, y, z: (x,),
+    aten.sin.default: lambda x, y, z: (x,),
+    aten.cos.default: lambda x, y, z: (x,),
+    aten.relu.default: lambda x, y, z: (x,),
+    aten.threshold_backward.default: lambda x, y, z: (y.expand(6, 8), x, 0.0),
+    aten.tanh.default: lambda x, y, z: (x,),
+    aten.tanh_backward.default: lambda x, y, z: (y.expand(6, 8), x),
+    aten.sigmoid.default: lambda x, y, z: (x,),
+    aten.sigmoid_backward.default: lambda x, y, z: (x, x),
+    aten.slice_backward.default: lambda x, y, z: (x, [6, 16], 1, 0, 8, 1),
+    aten.mse_loss.default: lambda x, y, z: (x, x * 2, 0),
+    aten.mse_loss_backward.default: lambda x, y, z: (y[0], x, x * 2, 1),
     aten.gelu.default: lambda x, y, z: (x,),
     aten.gelu_backward.default: lambda x, y, z: (x, x),
     aten.silu.default: lambda x, y, z: (x,),

@@ -408,6 +408,11 @@ def test_running_statistics_in_a_checkpoint_are_those_of_one_device(reentrant, c
     assert buffers["1.layers.0.norm.num_batches_tracked"] == 6
 
 
+def test_running_again_leaves_the_next_microbatch_its_buffers():
+    """Under 1F1B, the backward of a microbatch comes after the next forward, which has begun with the same buffers."""
+    require_as_loop(build_around(DenseBlock(reentrant=True), MANY["1F1B"], "2", "autograd"))
+
+
 class Dropping(nn.Module):
     """What is normalized is random; the running mean is that of the last microbatch."""
 

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A compiler gets each kind of block of a model once, and a step computes what all blocks in a row do."""
 
+import gc
+from weakref import WeakSet
+
 import pytest
 import torch
 from torch import nn
 
+import fpipe
 from schedules import one_f_one_b, zb_h1
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
@@ -14,13 +18,13 @@ from tests.common.running import build, run, run_reference
 HOWS = {"1F1B": one_f_one_b(ranks=2, microbatches=2), "ZB-H1": zb_h1(ranks=2, microbatches=2)}
 
 
-def build_deep(depth, how, compiler):
+def build_deep(depth, how, compiler, **options):
     """Return a pipeline of two stages, each with as many equal blocks after a linear layer, and its batch."""
 
     def stages():
         return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), *map(Block, [WIDTH] * depth)) for _ in range(2)])
 
-    return build(Case(stages, rows_of(), mse, ("1",) * 3), HOWS[how], 4, ("1",), "trace", backward=compiler)
+    return build(Case(stages, rows_of(), mse, ("1",) * 3), HOWS[how], 4, ("1",), "trace", backward=compiler, **options)
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -78,3 +82,19 @@ def test_each_block_gets_the_layouts_that_it_was_compiled_for():
 
     built = build_deep(4, "1F1B", compiler)
     assert_same(run(*built), run_reference(*built))
+
+
+def test_blocks_are_freed_with_the_plans_that_use_them():
+    made = WeakSet()
+
+    def compiler(module, examples):
+        made.add(module)
+        return module
+
+    pipe, model, *_ = build_deep(4, "1F1B", compiler, plans=1)
+    step, counts = fpipe.value_and_grad(pipe), []
+    for rows in (6, 8, 10, 12):
+        step(*pipe.init(model), *rows_of()(rows))
+        gc.collect()
+        counts.append(len(made))
+    assert len({*counts}) == 1, "the pipeline keeps its own plan, and that of the last kind of batch"
