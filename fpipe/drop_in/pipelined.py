@@ -44,6 +44,7 @@ from fpipe.tensors.arguments import require_arguments
 from fpipe.tensors.placed import require_plain
 from fpipe.tensors.tree import flatten
 from fpipe.training.clipping import clip
+from fpipe.weights.initialization import list_aliases
 from fpipe.weights.loading import ValueSource
 from schedules import Schedule
 
@@ -137,6 +138,7 @@ class Pipelined(nn.Module):
         self._pipelines = Pipelines(pipe, root, model, aux, audit)
         self._delivery: Delivery | None = None
         self._aux: Any = None
+        self.register_load_state_dict_pre_hook(_add_tied_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_ignore_other_ranks)  # type: ignore[no-untyped-call]
         self._spare = (nn.Parameter(torch.empty(0, device=pipe.device)),)  # in a tuple, so that it has no name
         self._root = (root,)  # in a tuple, so that it is no submodule
@@ -471,6 +473,14 @@ def _without_modules(method: MethodType, root: nn.Module) -> Callable[..., Any]:
             reads.remove()
 
     return call
+
+
+def _add_tied_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Add a tied tensor under its other names: a checkpoint has it once, and this rank may hold it under another."""
+    for aliases in list_aliases(module.pipe.model).values():  # type: ignore[union-attr, arg-type]
+        names = [prefix + alias for alias in aliases]
+        given = [state[name] for name in names if name in state]
+        state.update({name: given[0] for name in names if given and name not in state})
 
 
 def _ignore_other_ranks(module: nn.Module, keys: Any) -> None:

@@ -426,3 +426,36 @@ def test_torchs_function_is_put_back_with_the_last_module():
     gc.collect()
     assert total_norm_cell().cell_contents is before
     assert isinstance(before, FunctionType)
+
+
+class TiedEnds(nn.Module):
+    """A model whose head has the weight of its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.middle, self.head = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.middle(self.embed(x)).tanh())
+
+
+def test_a_checkpoint_restores_a_tied_model(tmp_path):
+    """A checkpoint has a tied tensor once; `load_state_dict` asks for all of its names."""
+    x = torch.arange(24).view(8, 3) % 11
+    first, second = (
+        fpipe.Pipelined(
+            TiedEnds(),
+            loss=lambda out, y: functional.cross_entropy(out.flatten(0, 1), y.flatten()),
+            example=(x,),
+            targets=x,
+            schedule=one_f_one_b(ranks=2, microbatches=4),
+        )
+        for _ in range(2)
+    )
+    fpipe.save(first.pipe, tmp_path / "run", params=dict(first.named_parameters()), buffers={})
+    saved = fpipe.load(second.pipe, tmp_path / "run")
+    assert "head.weight" not in saved.params
+    second.load_state_dict(saved.params)
+    assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
+    assert second.head.weight is second.embed.weight
