@@ -30,7 +30,7 @@ def require_compute_only(schedule: Schedule, rank: int, actions: Actions) -> Act
             ):
                 yield action
                 continue
-        got = action if type(action) is Action else repr(action)
+        got = "None" if action is None else action  # without an action, an error is about the end of a row
         raise ScheduleError("compute_only", rank, position, got, *_explain_misfit(schedule, action))
 
 

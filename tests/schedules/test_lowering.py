@@ -365,7 +365,7 @@ def test_schedules_that_cannot_be_lowered_are_refused(rows, why):
 
 @pytest.mark.parametrize("thing", ["0F0", ("F", 0, 0), ("F", 0, 0, None, None), None, 3])
 def test_what_is_not_an_action_is_refused_by_its_place(thing):
-    why = re.escape(f"rank 0, position 1, {thing!r}: got {thing!r}, expected an action [rule: compute_only].")
+    why = re.escape(f"rank 0, position 1, {thing}: got {thing!r}, expected an action [rule: compute_only].")
     program = lower(edit(gpipe(2, 1), ((F(0, 0), thing, B(0, 0)), (F(1, 0), B(1, 0)))))
     with pytest.raises(ScheduleError, match=why):
         list(program.actions(0))
