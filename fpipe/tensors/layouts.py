@@ -119,17 +119,16 @@ def rule_of(operation: Any, args: Sequence[Any]) -> LayoutRule | None:
 
     A copy of an expanded operand is dense, and its layout counts; to the real kernel, expanded dimensions do not.
     """
-    known = LAYOUT_RULES.get(operation)
-    if known is None and torch.Tag.pointwise in getattr(operation, "tags", ()) and any(map(_is_spread, args)):
-        return elementwise(*range(len(args)))
-    return known
+    known, operands = LAYOUT_RULES.get(operation), [one for one in args if isinstance(one, Tensor)]
+    if known is not None or len(operands) < 2 or torch.Tag.pointwise not in getattr(operation, "tags", ()):
+        return known  # one operand alone may be copied into another layout on request, as by `clone`
+    return elementwise(*range(len(args))) if any(map(_is_spread, operands)) else None
 
 
-def _is_spread(one: Any) -> bool:
+def _is_spread(one: Tensor) -> bool:
     """Return whether an operand of reduced precision is expanded."""
-    if not isinstance(one, Tensor) or one.dtype not in REDUCED:
-        return False
-    return any(not step and size > 1 for step, size in zip(one.stride(), one.shape, strict=True))
+    steps = zip(one.stride(), one.shape, strict=True)
+    return one.dtype in REDUCED and any(not step and size > 1 for step, size in steps)
 
 
 def apply_layout(rule: LayoutRule, args: Sequence[Any], out: Any) -> Any:

@@ -166,6 +166,17 @@ def test_a_channels_last_gradient_is_viewed_as_it_is():
     assert fpipe.verify(pipe, model, (x,)).eager
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_expanded_tensor_is_copied_as_it_is_asked_for(dtype):
+    """Attention with fewer heads of keys than of queries repeats them so."""
+    mode, heads = fake_mode(), torch.rand(2, 4, 16, 8, dtype=dtype).transpose(1, 2)
+    with mode:
+        got = fake(mode, heads, heads.device)[:, :, None].expand(2, 16, 3, 4, 8).reshape(2, 48, 4, 8)
+        copied = fake(mode, heads, heads.device)[:, :, None].expand(2, 16, 3, 4, 8).float()
+    assert got.stride() == heads[:, :, None].expand(2, 16, 3, 4, 8).reshape(2, 48, 4, 8).stride()
+    assert copied.stride() == heads[:, :, None].expand(2, 16, 3, 4, 8).float().stride()
+
+
 class Spread(torch.nn.Module):
     """An expanded parameter, times a sequence that is laid out by channels."""
 
@@ -209,7 +220,7 @@ SAMPLES = {
     aten.unbind.int: lambda x, y, z: (x, 1),
     aten.stack.default: lambda x, y, z: ([x, x], 1),
     aten.cat.default: lambda x, y, z: ([x, x * 2], 1),
-    aten.clone.default: lambda x, y, z: (x,),
+    aten.clone.default: lambda x, y, z: (x.expand(3, 6, 8).mT,),
     aten.mm.default: lambda x, y, z: (x, x.t()),
     aten.bmm.default: lambda x, y, z: (x[None], x.t()[None]),
     aten.addmm.default: lambda x, y, z: (y, x, torch.ones_like(x).t().mm(x)),
