@@ -9,15 +9,15 @@ after which recorded stages have saved what they cost to build.
 
 Then Llamas of few and of many layers, all alike: the processor time of the build, and what the first step takes more
 than the next one, over the time of one eager forward and backward on fake tensors of the same shapes; and what the
-first step with batches of another length takes more. The median of three builds with 8 layers, and one with more; a
-build varies by 30 % between a quiet and a busy machine.
+first step with batches of another length takes more, beside one eager forward of it. The median of three builds with 8
+layers, and one with more; a build varies by 30 % between a quiet and a busy machine.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -34,6 +34,8 @@ COUNTS: Final = {8: rounds(3), 80: 1}
 RANKS, TURNS, STEPS = 4, rounds(3), rounds(3)
 SHORT: Final = ROWS // 2
 """The rows of a batch where steps only stand beside builds."""
+OTHER: Final = LENGTH - 8
+"""The other length."""
 
 
 def measure(model: Any, ids: torch.Tensor, how: Schedule, backward: str) -> tuple[float, float]:
@@ -52,15 +54,31 @@ def measure(model: Any, ids: torch.Tensor, how: Schedule, backward: str) -> tupl
     return built, min(times)
 
 
-def start(layers: int) -> tuple[float, float, float]:
-    """Return the seconds of an eager step on fake tensors, to build and begin, and to begin another length."""
+class Started(NamedTuple):
+    """Seconds of the processor.
+
+    - `eager`, `forward`: of a step on fake tensors, and of a forward of another length.
+    - `ready`, `length`: to build and begin, and to begin the other length.
+    """
+
+    eager: float
+    forward: float
+    ready: float
+    length: float
+
+
+def start(layers: int) -> Started:
+    """Return the seconds of a model of so many layers."""
     with FakeTensorMode():
         fake, given = llama(layers), torch.zeros(SHORT // MICROBATCHES, LENGTH, dtype=torch.int64)
         begin = seconds()
         fake(input_ids=given, labels=given).loss.backward()
         eager = seconds() - begin
+        begin = seconds()
+        fake(input_ids=given[:, :OTHER], labels=given[:, :OTHER])
+        forward = seconds() - begin
     model, ids = llama(layers), torch.randint(WORDS, (SHORT, LENGTH))
-    batches: list[dict[str, Any]] = [{"input_ids": one, "labels": one} for one in (ids, ids[:, : LENGTH - 8])]
+    batches: list[dict[str, Any]] = [{"input_ids": one, "labels": one} for one in (ids, ids[:, :OTHER])]
     begin = seconds()
     how = one_f_one_b(RANKS, MICROBATCHES)
     pipe = fpipe.pipeline(model, example=batches[0], loss=lambda out: out.loss, schedule=how)
@@ -71,7 +89,7 @@ def start(layers: int) -> tuple[float, float, float]:
         times.append(seconds() - begin)
         begin = seconds()
     first, again, other = times
-    return eager, first - again, other - again
+    return Started(eager, forward, first - again, other - again)
 
 
 def layered() -> Iterator[str]:
@@ -79,13 +97,13 @@ def layered() -> Iterator[str]:
     beyond, ratios = dict[int, float](), dict[int, float]()
     fewest, most_layers = min(COUNTS), max(COUNTS)
     for layers, starts in COUNTS.items():
-        eager, ready, length = (
-            statistics.median(some) for some in zip(*(start(layers) for _ in range(starts)), strict=True)
-        )
+        many = [start(layers) for _ in range(starts)]
+        eager, forward, ready, length = (statistics.median(some) for some in zip(*many, strict=True))
         beyond[layers], ratios[layers] = ready - eager, ready / eager
         title = f"processor time to build and begin, beside an eager step on fake tensors, {layers} layers"
         yield row(title, "s", ready, eager)
-        yield row(f"a new length, {layers} layers", "s", length, None, most(0.1) if layers == fewest else None)
+        title = f"a new length; torch: an eager forward of it on fake tensors, {layers} layers"
+        yield row(title, "s", length, forward, most(0.1) if layers == fewest else None)
     ends, growth = f"{most_layers} over {fewest} layers", ratios[most_layers] / ratios[fewest]
     yield row(f"to build and begin / an eager step on fake tensors, {ends}", "", growth, None, most(3))
     growth = beyond[most_layers] / beyond[fewest]
