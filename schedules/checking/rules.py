@@ -28,12 +28,11 @@ from schedules.language.graph import Graph
 from schedules.language.membership import require_compute_only, require_placed
 from schedules.language.schedule import Actions, Schedule, graph_of
 from schedules.lowering.program import lower
-from schedules.lowering.turns import place_of
+from schedules.lowering.turns import Place, place_at
 from schedules.own_kinds import OwnKind
 from schedules.playing.costs import NO_COSTS, ROUNDING, UNITS
 from schedules.playing.dependencies import wires
 from schedules.playing.engine import replay
-from schedules.playing.outputs import inputs_of
 
 ActionRule: TypeAlias = Callable[[Progress, Actions], Actions]
 
@@ -186,24 +185,27 @@ def require_within_memory(progress: Progress, actions: Actions) -> Actions:
 
 def require_ascending_ticks(progress: Progress, actions: Actions) -> Actions:
     """Require each pass to come after the one before it on its rank, and after what it needs, in the order of ticks."""
-    schedule, graph, rank, latest = progress.schedule, progress.graph, progress.rank, None
+    schedule, graph, rank = progress.schedule, progress.graph, progress.rank
     assert schedule.ticks is not None, "the rule is for a schedule with ticks"
-    ticks = cache(schedule.ticks)
+    ticks, home, slices = cache(schedule.ticks), schedule.placement.home, schedule.slices
     repair = "Correct the function ticks of the schedule, or leave it out."
+    latest: Place | None = None
     for position, action in enumerate(actions):
-        try:
-            place = place_of(action, schedule, ticks, rank)
-            needs = inputs_of(action, graph) if place else []
-            makers = [action._replace(kind=what, stage=s) for what, s, _ in needs if s != action.stage]
-            early = [place_of(one, schedule, ticks, schedule.placement.home(*one[1:3])) for one in makers]
-            is_late = place is None or all(other < place for other in (latest, *early) if other)
-            index(place[0] if place else 0)
-        except (IndexError, TypeError, ValueError) as error:
-            raise violation("ticked", progress, position, action, f"has no tick: {error}", repair) from error
-        if not is_late:
-            problem = "has no later tick than the pass before it, or than what it needs"
-            raise violation("ticked", progress, position, action, problem, repair)
-        latest = place or latest
+        kind, s, i, _, part = action
+        if crosses := KINDS[kind].crosses:
+            unit, is_back = i * slices + (part or 0), crosses == "B"
+            try:
+                place = place_at(ticks, s, unit, is_back, rank)
+                index(place[0])
+                is_late = latest is None or latest < place
+                for peer in (graph.pulled_by if is_back else graph.fed_by)[s]:
+                    is_late = is_late and place_at(ticks, peer, unit, is_back, home(peer, i)) < place
+            except (IndexError, TypeError, ValueError) as error:
+                raise violation("ticked", progress, position, action, f"has no tick: {error}", repair) from error
+            if not is_late:
+                problem = "has no later tick than the pass before it, or than what it needs"
+                raise violation("ticked", progress, position, action, problem, repair)
+            latest = place
         yield action
 
 

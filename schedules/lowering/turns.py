@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from schedules.language.actions import KINDS, SENDS, Action, Message, new_tuple
 from schedules.language.graph import Graph
@@ -87,13 +87,22 @@ class Turns:
         yield Turn(position + 1, (), [*self.gradients.left_to_receive()], nothing)
 
 
-def place_of(action: Action, schedule: Schedule, ticks: TickRule | None, rank: int) -> tuple[int, bool, int] | None:
-    """Return the place of a pass in the order of ticks: in each, forwards go down the ranks, then backwards go up."""
+Place: TypeAlias = tuple[int, bool, int]
+"""The place of a pass in the order of ticks: in each, forwards go down the ranks, then backwards go up."""
+
+
+def place_of(action: Action, schedule: Schedule, ticks: TickRule | None, rank: int) -> Place | None:
+    """Return the place of an action of a rank in the order of ticks, if it is a pass of a schedule that has them."""
     kind, s, i, _, part = action
-    if ticks is None or not KINDS[kind].crosses:
+    crosses = KINDS[kind].crosses
+    if ticks is None or not crosses:
         return None
-    is_back = KINDS[kind].crosses == "B"
-    return ticks(s)[is_back][i * schedule.slices + (part or 0)], is_back, -rank if is_back else rank
+    return place_at(ticks, s, i * schedule.slices + (part or 0), crosses == "B", rank)
+
+
+def place_at(ticks: TickRule, stage: int, unit: int, is_back: bool, rank: int) -> Place:
+    """Return the place of the forward or backward of a stage for a unit, on a rank."""
+    return ticks(stage)[is_back][unit], is_back, -rank if is_back else rank
 
 
 def target_of(message: Message, placement: Placement) -> int:
