@@ -46,6 +46,12 @@ READS = (aten._local_scalar_dense.default, aten.equal.default)
 """Operators that return a value."""
 
 
+def _contents(tensor: Tensor) -> tuple[object, ...]:
+    """Return what identifies a live tensor's values until they are written: memory, part of it, and version."""
+    part = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return storage_id(tensor), *part, None if tensor.is_inference() else tensor._version
+
+
 def _is_mixed(tensor: Tensor, weight: Tensor | None) -> bool:
     """Return whether a norm has half-precision inputs and float32 weights; its statistics are then float32 too."""
     return weight is not None and weight.dtype is torch.float32 and tensor.dtype in (torch.bfloat16, torch.float16)
@@ -128,7 +134,7 @@ class Fakes(Uncompiled, FakeTensorMode):  # type: ignore[no-untyped-call]
     - `holders`: the classes of tensors that hold a local tensor, of which operators are called in turn.
     - `effects`: records the operators called, but not those that they decompose into; `None` to record nothing.
     - `answer_read(func, *tensors)`: returns an assumed result of an operator that reads values; `None` to assume none.
-    - `true_counts`: by memory, masks with a known number of true elements: that many values were assigned there.
+    - `true_counts`: by contents, masks with a known number of true elements: that many values were assigned there.
     """
 
     def __init__(self) -> None:
@@ -140,7 +146,7 @@ class Fakes(Uncompiled, FakeTensorMode):  # type: ignore[no-untyped-call]
         self.states: dict[torch.device, dict[str, Any]] = {}
         self.effects: Effects | None = None
         self.answer_read: Callable[..., Any] | None = None
-        self.true_counts: dict[int, tuple[Tensor, int]] = {}
+        self.true_counts: dict[tuple[object, ...], tuple[Tensor, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and type(args[0]) is FakeTensor:  # the most frequent call
@@ -221,10 +227,9 @@ class Fakes(Uncompiled, FakeTensorMode):  # type: ignore[no-untyped-call]
 
         Raise `DynamicOutputShapeException` if their number is neither known nor assumed.
         """
-        mask, count = self.true_counts.get(storage_id(tensor), (None, 0))
-        if mask is not None and mask.shape == tensor.shape:
+        if (known := self.true_counts.get(_contents(tensor))) is not None:
             with self:
-                return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
+                return tensor.new_empty((known[1], tensor.dim()), dtype=torch.int64)
         try:
             return super().dispatch(aten.nonzero.default, (), (tensor,))
         except DynamicOutputShapeException:
@@ -238,7 +243,7 @@ class Fakes(Uncompiled, FakeTensorMode):  # type: ignore[no-untyped-call]
         if mask is None or mask.dtype not in (torch.bool, torch.uint8) or any(one is not None for one in others):
             return
         if values.dim() == tensor.dim() - mask.dim() + 1 and len(values) > 1:  # else one value is broadcast
-            self.true_counts[storage_id(mask)] = mask, len(values)
+            self.true_counts[_contents(mask)] = mask, len(values)
 
     def make(self, meta: Tensor, device: torch.device) -> FakeTensor:
         """Return a fake tensor on `device` with the metadata of `meta`.

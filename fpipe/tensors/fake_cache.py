@@ -188,7 +188,7 @@ def _is_cacheable(func: Any) -> bool:
         and func.namespace == "aten"
         and not func._schema.is_mutable
         and not any(tag in func.tags for tag in VALUES_DECIDE)
-        and not func._schema.name.startswith("aten::lift")
+        and not func._schema.name.startswith(("aten::lift", "aten::index_put"))  # each assignment tells of its mask
     )
 
 

@@ -127,6 +127,27 @@ def test_values_stay_unknown():
         assert [torch.tensor(k).item() for k in (3, 4)] == [3, 4]  # constants keep theirs
 
 
+def test_as_many_values_as_were_assigned_through_a_mask_are_selected():
+    mode = fake_mode()
+    with mode:
+        x = torch.empty(6)
+        for count in (3, 3, 4):
+            mask = torch.empty(6, dtype=torch.bool)
+            torch.index_put(x, (mask,), torch.empty(count))
+            assert len(x[mask]) == count
+
+
+@pytest.mark.parametrize("other", [lambda masks: masks[1], lambda masks: masks[0].fill_(True)])
+def test_an_assignment_tells_nothing_of_other_masks_in_the_same_memory(other):
+    mode = fake_mode()
+    with mode:
+        x, masks = torch.empty(6), torch.empty(2, 6, dtype=torch.bool)
+        x[masks[0]] = torch.empty(3)
+        assert len(x[masks[0]]) == 3
+        with pytest.raises(Exception, match="nonzero"):
+            x[other(masks)]
+
+
 def test_tensors_of_another_mode_are_left_to_torch():
     ours, other = fake_mode(), fake_mode()
     with ours:
