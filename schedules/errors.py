@@ -142,7 +142,7 @@ class ScheduleError(PipelineError, ValueError):
     def __init__(self, rule: str, rank: int, position: int, action: object | None, problem: str, repair: str) -> None:
         self.rule, self.rank, self.position, self.action = rule, rank, position, action
         self.problem, self.repair = problem, repair
-        where = f"rank {rank}, position {position}" + (f", {action}" if action else ", end of its actions")
+        where = f"rank {rank}, position {position}" + (", end of its actions" if action is None else f", {action}")
         super().__init__(f"{where}: {problem} [rule: {rule}]. {repair}")
 
     def __reduce__(self) -> tuple[type[ScheduleError], tuple[object, ...]]:

@@ -25,7 +25,7 @@ from schedules.checking.updates import require_updated, require_updates_everywhe
 from schedules.errors import GraphError
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
-from schedules.language.membership import require_compute_only, require_placed
+from schedules.language.membership import explain_misfits, require_compute_only, require_placed
 from schedules.language.schedule import Actions, Schedule, graph_of
 from schedules.lowering.program import lower
 from schedules.lowering.turns import Place, place_at
@@ -239,13 +239,14 @@ def list_versions(schedule: Schedule) -> dict[tuple[int, int], int]:
     """
     require_types(list_versions, locals())
     found: dict[tuple[int, int], int] = {}
-    for rank in range(schedule.ranks):
-        made = dict.fromkeys(schedule.placement.stages_on(rank), 0)
-        for kind, s, i, _, _ in schedule.actions(rank):
-            if kind == "U":
-                made[s] += 1
-            elif KINDS[kind].crosses == "F":
-                found.setdefault((s, i), made[s] if schedule.version is None else schedule.version(i))
+    with explain_misfits(schedule):
+        for rank in range(schedule.ranks):
+            made = dict.fromkeys(schedule.placement.stages_on(rank), 0)
+            for kind, s, i, _, _ in schedule.actions(rank):
+                if kind == "U":
+                    made[s] += 1
+                elif KINDS[kind].crosses == "F":
+                    found.setdefault((s, i), made[s] if schedule.version is None else schedule.version(i))
     return found
 
 

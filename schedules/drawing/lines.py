@@ -224,7 +224,7 @@ def _fold(sections: Mapping[str, Sequence[_Line]], grid: _Grid, columns: int, pa
 
 
 def _label_error(drawn: Strip, action: object) -> str:
-    """Return the label of the offending action, which may be missing or not an action at all."""
+    """Return the label of the offending action, which may be missing or a text."""
     return drawn.label(action) if isinstance(action, Action) else str(action or "")
 
 

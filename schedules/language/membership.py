@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actions a schedule may contain at all: compute actions, on its own stages and microbatches, each on its rank.
 
-These are the first two rules of `check`. Code that meets anything else calls `require_valid_actions`, which raises.
+These are the first two rules of `check`. Other code reads actions as they come, inside `explain_misfits`: if it fails,
+the error is about the first action that breaks these rules.
 """
 
 from __future__ import annotations
 
-from schedules.errors import ScheduleError
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from schedules.errors import PipelineError, ScheduleError, quote
 from schedules.language.actions import GATHERINGS, KINDS, Action, is_own
 from schedules.language.schedule import Actions, Schedule
 
@@ -26,25 +30,17 @@ def require_compute_only(schedule: Schedule, rank: int, actions: Actions) -> Act
                 and type(stage) is type(i) is int  # True and 1.0 equal 1, but print differently
                 and 0 <= stage < S
                 and (0 <= i < M or (kind in GATHERINGS and i >= M))
-                and ((part is None and slices == 1) or _has_valid_slice(action, slices))
+                and (part is None if slices == 1 or not KINDS[kind].after else type(part) is int and 0 <= part < slices)
             ):
                 yield action
                 continue
-        got = "None" if action is None else action  # without an action, an error is about the end of a row
+        got = action if type(action) is Action else quote(action).strip("'")
         raise ScheduleError("compute_only", rank, position, got, *_explain_misfit(schedule, action))
-
-
-def _has_valid_slice(action: Action, slices: int) -> bool:
-    """Return whether the action has a valid slice: one if microbatches are sliced and it is for one, else none."""
-    part = action.slice
-    if slices == 1 or not KINDS[action.kind].after:
-        return part is None
-    return type(part) is int and 0 <= part < slices
 
 
 def _explain_misfit(schedule: Schedule, action: Action) -> tuple[str, str]:
     if type(action) is not Action:
-        return f"got {action!r}, expected an action", "Yield actions such as F(stage, microbatch)."
+        return f"got {quote(action)}, expected an action", "Yield actions such as F(stage, microbatch)."
     if (action.kind not in _KINDS and not is_own(action.kind)) or action.peer is not None:
         kinds = ", ".join(_COMPUTE)
         return "is not a compute action", f"Yield only {kinds}; lower() inserts the transfers."
@@ -74,14 +70,21 @@ def require_placed(schedule: Schedule, rank: int, actions: Actions) -> Actions:
         yield action
 
 
-def require_valid_actions(schedule: Schedule) -> None:
-    """Raise `ScheduleError` if any action breaks one of these two rules, or passes through its stage a second time."""
-    for rank in range(schedule.ranks):
-        seen = set[tuple[object, ...]]()
-        actions = require_placed(schedule, rank, require_compute_only(schedule, rank, schedule.actions(rank)))
-        for position, action in enumerate(actions):
-            step = KINDS[action.kind].crosses, *action[1:]
-            if step[0] and step in seen:
-                problem = "has already run", f"Drop {action}: each runs once."
-                raise ScheduleError("forward_before_backward", rank, position, action, *problem)
-            seen.add(step)
+@contextmanager
+def explain_misfits(schedule: Schedule) -> Iterator[None]:
+    """Raise `ScheduleError` if code in this context fails, and an action breaks these rules or comes a second time."""
+    try:
+        yield
+    except PipelineError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError):
+        for rank in range(schedule.ranks):
+            seen = set[tuple[object, ...]]()
+            actions = require_placed(schedule, rank, require_compute_only(schedule, rank, schedule.actions(rank)))
+            for position, action in enumerate(actions):
+                step = KINDS[action.kind].crosses, *action[1:]
+                if step[0] and step in seen:
+                    problem = "has already run", f"Drop {action}: each runs once."
+                    raise ScheduleError("forward_before_backward", rank, position, action, *problem) from None
+                seen.add(step)
+        raise

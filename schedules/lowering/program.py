@@ -43,7 +43,7 @@ from schedules.arguments import require_types
 from schedules.errors import ScheduleError
 from schedules.language.actions import BESIDE, Action, Message, receive_of, wait_of
 from schedules.language.graph import Graph
-from schedules.language.membership import require_valid_actions
+from schedules.language.membership import explain_misfits
 from schedules.language.schedule import Schedule, graph_of, picture
 from schedules.lowering.turns import Turn, Turns, place_of, target_of
 
@@ -101,7 +101,8 @@ class Program:
     def streams(self, ranks: Collection[int]) -> list[Iterator[Action]]:
         """Return such an iterator for each of these ranks; together they make one pass over the schedule."""
         played = self._deciding(*ranks) if len(ranks) == 1 else {*range(self.schedule.ranks)}
-        return [*map(lower_at_once(self, len(played)) or _Play(self, ranks, played).actions, ranks)]
+        with explain_misfits(self.schedule):
+            return [*map(lower_at_once(self, len(played)) or _Play(self, ranks, played).actions, ranks)]
 
     def _deciding(self, rank: int) -> set[int]:
         """Return the ranks that decide on the order of one rank's transfers, with itself.
@@ -213,7 +214,7 @@ class _Play:
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield the actions of one rank as they become known."""
         me = self.ranks[rank]
-        try:
+        with explain_misfits(self.schedule):
             while me.line or not me.has_ended:
                 if me.line:
                     yield me.line.popleft()
@@ -224,11 +225,6 @@ class _Play:
                     self._advance(self.latest)
                 else:
                     self._unblock(me if self.latest.has_ended else self.latest)
-        except ScheduleError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError):  # a text instead of an action, say
-            require_valid_actions(self.schedule)
-            raise
 
     def _advance(self, rank: _Rank) -> None:
         """Play one rank until it blocks, or to its end."""

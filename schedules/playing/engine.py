@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeAlias
 from schedules.errors import ScheduleError
 from schedules.language.actions import BESIDE, KINDS, Action
 from schedules.language.graph import Graph
-from schedules.language.membership import require_valid_actions
+from schedules.language.membership import explain_misfits
 from schedules.language.schedule import Schedule, graph_of
 from schedules.playing.costs import UNITS, Costs
 from schedules.playing.dependencies import Dependency, Wire, Wires, wires
@@ -36,7 +36,6 @@ from schedules.playing.outputs import unit_of
 Gives: TypeAlias = tuple[tuple[Dependency, float], ...]
 Pending: TypeAlias = tuple[Gives, int] | tuple[()]
 SPANS_AT_ONCE = 1024
-_BAD = (KeyError, TypeError, ValueError)  # raised when a generator yields something other than an action
 
 
 class Span(NamedTuple):
@@ -101,14 +100,9 @@ def replay(
     false. Raise `ScheduleError` (rule `ordered`) if the ranks deadlock or wait for something no rank makes. Time is
     linear in the number of actions; memory is proportional to what is in flight.
     """
-    try:
+    with explain_misfits(schedule):
         state = ReplayState(streams, costs, wires, len(schedule.placement.routes))
         yield from _play(schedule, state, wires, costs, spans)
-    except ScheduleError:
-        raise
-    except _BAD:
-        require_valid_actions(schedule)
-        raise
     if any(state.heads):
         raise _explain_deadlock(schedule, state)
     state.clock = [max(clock, *lanes.free.values(), 0.0) for clock, lanes in zip(state.clock, state.lanes, strict=True)]

@@ -14,11 +14,13 @@ Invariant: ranks, microbatches, slices, placement, stage graph and weight versio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any, Concatenate, overload
 
 from schedules.arguments import require_types, without_rank
 from schedules.errors import ArgumentError, quote
 from schedules.language.actions import Action
+from schedules.language.membership import explain_misfits
 from schedules.language.schedule import (
     UNLIMITED,
     Arguments,
@@ -51,7 +53,8 @@ def transform(
     Any other parameters must be hashable. `limits` declares the limits of the result, as functions of the arguments;
     `KEPT` means those of the original schedule. `requires` is called with the arguments and raises `SizeError` for
     those that the transform does not support. If `backward` is false, the result is for inference. The resulting
-    function raises `ArgumentError` for anything but a `Schedule`.
+    function raises `ArgumentError` for anything but a `Schedule`. Where the generator fails on what is not an action of
+    the original schedule, it raises `ScheduleError`.
 
     >>> from schedules import check, gpipe, transform
     >>> @transform
@@ -81,9 +84,20 @@ def transform(
             sizes = schedule.ranks, schedule.microbatches, schedule.placement, schedule.slices
             return Shape(*sizes, backward and schedule.backward, schedule.graph, schedule.version)
 
-        return Factory(generator, signature, shape, limits)
+        @wraps(generator)
+        def generate(rank: int, schedule: Schedule, **others: Any) -> Iterator[Action]:
+            found = generator(rank, schedule, **others)
+            return _explain(found, schedule) if isinstance(found, Iterator) else found
+
+        return Factory(generate, signature, shape, limits)
 
     return decorate if generator is None else decorate(generator)
+
+
+def _explain(actions: Iterator[Action], schedule: Schedule) -> Iterator[Action]:
+    """Yield actions that are made from those of a schedule; an error in between is about the latter."""
+    with explain_misfits(schedule):
+        yield from actions
 
 
 KEPT = Limits(

@@ -68,7 +68,8 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         first = [named.pop(one) for one in takewhile(name.__ne__, expected) if one in named]
         positional = [*first, *([named.pop(name)] if name in named else [])]
     found = function(*positional, **named)
-    for _ in found if isinstance(found, Iterator) else ():
+    made = found.actions(0) if isinstance(found, schedules.Schedule | schedules.Program) else found
+    for _ in made if isinstance(made, Iterator) else ():
         pass
 
 

@@ -24,6 +24,7 @@ from schedules import (
     check,
     dualpipe_v,
     families,
+    forward_only,
     forwards,
     gpipe,
     interleaved_1f1b,
@@ -364,9 +365,10 @@ def test_schedules_that_cannot_be_lowered_are_refused(rows, why):
 
 
 @pytest.mark.parametrize("thing", ["0F0", ("F", 0, 0), ("F", 0, 0, None, None), None, 3])
-def test_what_is_not_an_action_is_refused_by_its_place(thing):
+@pytest.mark.parametrize("how", [gpipe(2, 1), forward_only(2, 1)])
+def test_what_is_not_an_action_is_refused_by_its_place(how, thing):
     why = re.escape(f"rank 0, position 1, {thing}: got {thing!r}, expected an action [rule: compute_only].")
-    program = lower(edit(gpipe(2, 1), ((F(0, 0), thing, B(0, 0)), (F(1, 0), B(1, 0)))))
+    program = lower(edit(how, ((F(0, 0), thing, B(0, 0)), (F(1, 0), B(1, 0)))))
     with pytest.raises(ScheduleError, match=why):
         list(program.actions(0))
     with pytest.raises(ScheduleError, match=why):

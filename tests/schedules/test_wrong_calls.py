@@ -8,6 +8,8 @@ import pytest
 
 import schedules
 from schedules import (
+    Action,
+    B,
     Costs,
     F,
     Graph,
@@ -24,7 +26,8 @@ from schedules import (
     one_f_one_b,
     spans,
 )
-from tests.common.wrong_calls import Known, complain
+from schedules.playing.rows import edit
+from tests.common.wrong_calls import Known, complain, find_problem
 
 S = one_f_one_b(ranks=2, microbatches=2)
 TIMELINE = list(spans(S, Costs()))
@@ -94,10 +97,12 @@ CALLS = {
         {},
         numbers("latency", "bytes", "back") | {"bandwidth": (0, -1, NAN), "slow": ((1,), (((0, 1), -1),), ((0, 1), 2))},
     ),
+    "list_versions": Known(schedules.list_versions, {"schedule": S}),
     "lower": Known(lower, {"schedule": S}, {"graph": [chain(3)]}),
     "memory_over_time": Known(schedules.memory_over_time, {"timeline": TIMELINE, "schedule": S}, {"timeline": ([3],)}),
     "merge_backward": Known(schedules.merge_backward, {"schedule": S}),
     "mirror": Known(schedules.mirror, {"schedule": S}),
+    "offload": Known(schedules.offload, {"schedule": S}),
     "overlap": Known(schedules.overlap, {"schedule": S}),
     "parse": Known(schedules.parse, {"text": "0F0"}, {"text": ("", "0F", "9" * 5000 + "F0", "0F0\n")}),
     "Placement": Known(
@@ -136,3 +141,10 @@ CALLS = {
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_wrong_arguments_are_refused(name):
     assert not complain(CALLS[name])
+
+
+@pytest.mark.parametrize("thing", [None, "0F0", ("F", 0, 0), Action("Q", 0, 0), F("0", 0), F(9, 0), B(1, 0)])
+@pytest.mark.parametrize("name", [name for name, known in CALLS.items() if "schedule" in known.arguments])
+def test_what_no_rank_may_yield_is_refused_by_whatever_reads_it(name, thing):
+    wrong = edit(S, ((F(0, 0), thing, *S.actions(0)), S.actions(1)))
+    assert find_problem(CALLS[name].function, CALLS[name].arguments | {"schedule": wrong}) in ("", "accepted")
