@@ -121,8 +121,7 @@ def _update(run: Execution, action: Action, stage: StageLike, arrived: Payload) 
 
 def _unshard(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Post the gathering of the stage's weights; the next reader waits for it."""
-    handle = run.inputs.group.unshard(action.stage, action.microbatch)
-    run.posted[handle.message] = handle
+    run.posted[action] = run.inputs.group.unshard(action.stage, action.microbatch)
     return ()
 
 
@@ -149,8 +148,7 @@ def reduce_further(phase: int) -> ActionHandler:
 
 
 def _post_phase(run: Execution, action: Action, phase: int, values: Payload) -> Payload:
-    handle = run.inputs.group.reduce(action.stage, action.microbatch, phase, values)
-    run.posted[handle.message] = handle
+    run.posted[action] = run.inputs.group.reduce(action.stage, action.microbatch, phase, values)
     return ()
 
 

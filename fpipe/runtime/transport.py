@@ -11,7 +11,7 @@ Runs in every step, in the transports that implement it.
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from schedules.language.actions import Action, Message, receive_of
 
@@ -67,5 +67,4 @@ def exhaust(run: Generator[object, None, Returned]) -> Returned:
         try:
             next(run)
         except StopIteration as stop:
-            returned: Returned = stop.value
-            return returned
+            return cast(Returned, stop.value)

@@ -115,6 +115,5 @@ def chain(stages: int) -> Graph:
     >>> sorted(chain(3).values)
     [(0, 1), (1, 2)]
     """
-    if not is_size(stages, 0):
-        return Graph(stages, frozenset(), frozenset())  # which refuses it
-    return dag(stages, {(stage, stage + 1) for stage in range(stages - 1)})
+    edges = frozenset((s, s + 1) for s in range(stages - 1 if is_size(stages, 0) else 0))  # Graph refuses other sizes
+    return Graph(stages, edges, edges)

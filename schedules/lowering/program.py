@@ -91,7 +91,6 @@ class Program:
         return all(i <= j for order in orders for i, j in pairwise(order))
 
     def __str__(self) -> str:
-        """Draw the timeline of the schedule on this graph."""
         return picture(self)
 
     def actions(self, rank: int) -> Iterator[Action]:
@@ -101,8 +100,7 @@ class Program:
     def streams(self, ranks: Collection[int]) -> list[Iterator[Action]]:
         """Return such an iterator for each of these ranks; together they make one pass over the schedule."""
         played = self._deciding(*ranks) if len(ranks) == 1 else {*range(self.schedule.ranks)}
-        with explain_misfits(self.schedule):
-            return [*map(lower_at_once(self, len(played)) or _Play(self, ranks, played).actions, ranks)]
+        return [*map(lower_at_once(self, len(played)) or _Play(self, ranks, played).actions, ranks)]
 
     def _deciding(self, rank: int) -> set[int]:
         """Return the ranks that decide on the order of one rank's transfers, with itself.
@@ -201,8 +199,7 @@ class _Play:
     """
 
     def __init__(self, program: Program, wanted: Collection[int], played: Set[int]) -> None:
-        self.schedule, self.routes = program.schedule, program.schedule.placement.routes
-        self.waits_early = program.waits_early
+        self.program, self.schedule, self.routes = program, program.schedule, program.schedule.placement.routes
         turns = {one: Turns(program.schedule, program.graph, one, played - {one}) for one in sorted(played)}
         self.ranks = {one: _Rank(one, iter(turns[one]), deque(maxlen=None if one in wanted else 0)) for one in turns}
         self.ready = [*reversed(self.ranks.values())]
@@ -285,11 +282,10 @@ class _Play:
         turn = rank.turns.popleft() if rank.turns else None
         if turn is None:
             rank.has_ended = True
-            rank.confirmed += rank.unconfirmed
-            rank.line.extend(map(wait_of, rank.confirmed))
+            rank.line.extend(map(wait_of, (*rank.confirmed, *rank.unconfirmed)))
             return
         rank.late.clear()
-        if self.waits_early and turn.actions:
+        if self.program.waits_early and turn.actions:
             old = [sent for sent in rank.unconfirmed if sent.microbatch <= turn.actions[0].microbatch - IN_FLIGHT]
             for sent in old:
                 del rank.unconfirmed[sent]
