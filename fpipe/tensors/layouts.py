@@ -98,6 +98,7 @@ LAYOUT_RULES: Mapping[Any, LayoutRule] = MappingProxyType(
         aten.native_layer_norm_backward.default: rows,
         aten._log_softmax_backward_data.default: rows,
         aten.mse_loss_backward.default: rows,
+        aten.pow.Scalar: rows,
         aten.smooth_l1_loss_backward.default: rows,
         aten.huber_loss_backward.default: rows,
         aten.huber_loss.default: like(0),
