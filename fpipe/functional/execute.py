@@ -29,6 +29,7 @@ from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.transport import Transport
 from fpipe.tensors.arguments import require_seed
 from schedules import Program
+from schedules.language.membership import explain_misfits
 
 UNSUPPORTED = {
     "U": "updates weights",
@@ -200,10 +201,11 @@ def _require_runnable(program: Program, stages: Any) -> None:
             f"program: got {schedule!r} of {schedule.slices} slices, expected whole microbatches for stages that are "
             "cut from a model. Pass the schedule to fpipe.pipeline, or connect stages that are functions."
         )
-    for rank in range(schedule.ranks):
-        for position, action in enumerate(schedule.actions(rank)):
-            if action.kind in UNSUPPORTED:
-                raise InputError(
-                    f"rank {rank}, position {position}: got {action}, which {UNSUPPORTED[action.kind]}, expected "
-                    "compute actions of stages only. Pass the schedule to fpipe.pipeline."
-                )
+    with explain_misfits(schedule):
+        for rank in range(schedule.ranks):
+            for position, action in enumerate(schedule.actions(rank)):
+                if action.kind in UNSUPPORTED:
+                    raise InputError(
+                        f"rank {rank}, position {position}: got {action}, which {UNSUPPORTED[action.kind]}, expected "
+                        "compute actions of stages only. Pass the schedule to fpipe.pipeline."
+                    )

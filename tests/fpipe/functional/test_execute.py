@@ -30,6 +30,7 @@ from schedules import (
     zb_h1,
     zb_v,
 )
+from schedules.playing.rows import edit
 from tests.common.comparison import Result, assert_same
 from tests.common.running import build, run
 from tests.common.sizes import covering, sampled
@@ -410,6 +411,7 @@ REFUSALS = {
     "one tree of parameters": (lambda: execute(params={"a": 1}), "params: got dict, expected a sequence"),
     "too few rows": (lambda: execute(x={"a": [X[:1]]}), "leaf a.0: got shape [1, 2], expected at least 2 rows"),
     "an update": (lambda: execute(how=update_weights(HOW)), "which updates weights"),
+    "a text in place of an action": (lambda: execute(how=edit(HOW, (("0F0",), ()))), "rank 0, position 0, 0F0: got"),
     "no backward": (lambda: execute([BACKLESS, scalar]), "stage '0': got no backward"),
     "a loss of two numbers": (lambda: execute([affine, affine]), "the last: got float32[2, 2], expected a floating"),
     "an argument is modified": (lambda: execute([in_place, scalar]), "'in_place': got a function that modifies"),
