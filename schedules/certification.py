@@ -37,7 +37,8 @@ class Certificate:
     `python certificate.py FILE` checks it anywhere, with a copy of `schedules/certificate.py` alone.
 
     - `makespan`, `bound`: the time of the program, and the least that any order of its actions on these ranks takes.
-    - `peaks`: per rank, the most that it holds, in the units of the sizes.
+    - `peaks`: per rank, the most that it holds, in the unit of the sizes: by default, what one stage keeps for one
+      microbatch, where `simulate` counts what one rank keeps for one.
     """
 
     text: str

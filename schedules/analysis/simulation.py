@@ -45,8 +45,8 @@ class Timeline:
     - `busy`: per rank, the time spent in actions, without those that run beside the others.
     - `waited`: per rank, the time spent waiting for others between its first action and its last.
     - `peak_memory`: per rank, the most memory held at once. Without sizes, in units of one rank's activations for one
-      microbatch, held from the start of `F` or `R` to the end of `B` or `W`. With sizes, weights count too, once for
-      each version kept.
+      microbatch (in a certificate, those of one stage), held from the start of `F` or `R` to the end of `B` or `W`.
+      With sizes, weights count too, once for each version kept.
     """
 
     makespan: float
