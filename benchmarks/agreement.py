@@ -128,7 +128,8 @@ def _least(reached: Any, step: Callable[[], object]) -> dict[str, float]:
 
     def post(fields: object, then: Callable[[], object]) -> None:
         if control.rank == control.home:
-            for one in [dist.irecv(row, other, control.group) for other in others]:
+            receives: list[Any] = [dist.irecv(row, other, control.group) for other in others]
+            for one in receives:
                 one.wait()
             posted.extend(dist.isend(answer, other, control.group) for other in others)
         else:

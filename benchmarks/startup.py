@@ -98,7 +98,7 @@ def fake_forward(work: Task) -> float:
     """Return the processor time of the forward of a microbatch on torch's fake tensors."""
     batch = [one.tensor_split(work.microbatches)[0] for one in (work.tokens, work.targets)]
     state, start, mode = work.model.state_dict(), time.process_time(), FakeTensorMode()
-    fake = {name: mode.from_tensor(one) for name, one in state.items()}
+    fake: dict[str, torch.Tensor] = {name: mode.from_tensor(one) for name, one in state.items()}
     tokens, targets = map(mode.from_tensor, batch)
     with mode:
         work.loss(functional_call(work.model, fake, (tokens,)), targets)
