@@ -81,6 +81,11 @@ def is_size(value: object, least: int = 1, most: int = MOST_STAGES) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
+def _is_placer(value: object) -> bool:
+    """Return whether a value is a function, but not a generator of a rank's actions."""
+    return callable(value) and next(iter(inspect.signature(value).parameters), "") != "rank"
+
+
 def _has_parts(value: object) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str)
 
@@ -102,6 +107,7 @@ TYPES: Final[Mapping[str, ArgumentType]] = types.MappingProxyType(
             "an open text file", "Open the file first.", lambda x: hasattr(x, "read") or hasattr(x, "write")
         ),
         "Schedule": ArgumentType("a Schedule", "Call the factory first, as in one_f_one_b(ranks=4, microbatches=8)."),
+        "Placer": ArgumentType("a placement", "Write @schedule() with parentheses, or placement=linear.", _is_placer),
     }
 )
 """What arguments are, by the name of their type."""
@@ -165,7 +171,7 @@ def _choices(hint: Any, known: Mapping[str, ArgumentType]) -> list[ArgumentType]
 
 def _row_of(kind: type, known: Mapping[str, ArgumentType]) -> ArgumentType:
     """Return the row of a class, complete."""
-    if getattr(kind, "_is_protocol", False):
+    if getattr(kind, "_is_protocol", False) and kind.__name__ not in known:
         members = [name for name in vars(kind) if name == "__call__" or not name.startswith("_")]
         own = known["Callable"] if "__call__" in members else known["Schedule"]
         return own._replace(accepts=lambda x: all(hasattr(x, name) for name in members))
@@ -241,6 +247,20 @@ def bind(name: str, signature: inspect.Signature, /, *args: object, **kwargs: ob
     return bound.arguments
 
 
+def require_takes(
+    factory: str, name: str, rule: Callable[..., object] | None, signature: inspect.Signature, *first: str
+) -> None:
+    """Raise `ArgumentError` unless a function, if there is one, takes `first`, and by name what the factory takes."""
+    try:
+        if rule is not None:
+            inspect.signature(rule).bind(*first, **dict.fromkeys(signature.parameters))
+    except (TypeError, ValueError):  # that of a built-in function may not be known
+        raise ArgumentError(
+            f"{factory}: got {name}={quote(rule)}, expected a function ({', '.join([*first, *signature.parameters])}). "
+            "Write these parameters, or **others for those that it does not use."
+        ) from None
+
+
 def require_hash(factory: str, arguments: Mapping[str, object]) -> None:
     """Raise `ArgumentError` unless all arguments of a factory have a hash."""
     for name, value in arguments.items():
@@ -250,12 +270,3 @@ def require_hash(factory: str, arguments: Mapping[str, object]) -> None:
             raise ArgumentError(
                 f"{factory}: got {name}={quote(value)}, expected a value with a hash. Pass a tuple in place of a list."
             ) from None
-
-
-def require_placer(placement: Callable[..., object]) -> None:
-    """Raise `ArgumentError` if `schedule` decorates a generator directly, and takes it for a placement."""
-    if next(iter(inspect.signature(placement).parameters), None) == "rank":
-        raise ArgumentError(
-            f"schedule: got placement={quote(placement)}, a generator of actions, expected a placement. Write "
-            "@schedule() with parentheses above it."
-        )

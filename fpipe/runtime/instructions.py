@@ -84,11 +84,6 @@ def _place(action: Action) -> int:
     return AFTER if word.does == "SEND" else BEFORE
 
 
-def channel(placement: Placement, message: Message) -> Route:
-    """Return the ranks that send and receive a message."""
-    return placement.home(message.stage, message.microbatch), target_of(message, placement)
-
-
 class Linker:
     """The linker of one program, maybe in pieces: numbers its messages and channels, and what actions take and post.
 
@@ -178,8 +173,9 @@ class Linker:
     def _transfer(self, action: Action) -> Transfer:
         message = message_of(action)
         _, specs = self._kind(message)
-        route = self.channels[channel(self.placement, message)]
-        return Transfer(self.numbers[message], route, message, specs[message.kind, message.stage, message.peer])
+        route = self.placement.home(message.stage, message.microbatch), target_of(message, self.placement)
+        found = specs[message.kind, message.stage, message.peer]
+        return Transfer(self.numbers[message], self.channels[route], message, found)
 
     def _take_later(self, position: int, action: Action) -> None:
         message = message_of(action)

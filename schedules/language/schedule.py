@@ -19,7 +19,7 @@ from functools import partial, singledispatch, update_wrapper
 from math import inf
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec
 
-from schedules.arguments import bind, is_size, require_hash, require_placer, require_size, require_types, without_rank
+from schedules.arguments import bind, is_size, require_hash, require_size, require_takes, require_types, without_rank
 from schedules.errors import ArgumentError, GraphError, ScheduleError, SizeError, quote
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph, chain
@@ -206,6 +206,8 @@ class Factory(Generic[Arguments]):
         shape: Callable[[dict[str, Any]], Shape],
         limits: Limits = UNLIMITED,
     ) -> None:
+        for name, limit in vars(limits).items():
+            require_takes(generator.__name__, name, limit, signature, "rank")
         self.generator, self.shape, self.limits = generator, shape, limits
         self.signature = signature.replace(return_annotation=Schedule)
         update_wrapper(self, generator)
@@ -264,10 +266,12 @@ def schedule(
     """
 
     require_types(schedule, locals())
-    require_placer(placement)
 
     def decorate(generator: Callable[Concatenate[int, Arguments], Actions]) -> Factory[Arguments]:
         signature = without_rank("schedule", generator, "ranks", "microbatches")
+        require_takes(generator.__name__, "requires", requires, signature)
+        require_takes(generator.__name__, "version", version, signature, "microbatch")
+        require_takes(generator.__name__, "ticks", ticks, signature, "stage")
 
         def shape(arguments: dict[str, Any]) -> Shape:
             taken = inspect.signature(placement).parameters

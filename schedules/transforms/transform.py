@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, Concatenate, overload
 
-from schedules.arguments import require_types, without_rank
+from schedules.arguments import require_takes, require_types, without_rank
 from schedules.errors import ArgumentError, quote
 from schedules.language.actions import Action
 from schedules.language.membership import explain_misfits
@@ -71,6 +71,7 @@ def transform(
 
     def decorate(generator: Callable[..., Iterator[Action]]) -> Factory[...]:
         signature = without_rank("transform", generator, "schedule")
+        require_takes(generator.__name__, "requires", requires, signature)
 
         def shape(arguments: dict[str, Any]) -> Shape:
             schedule = arguments["schedule"]

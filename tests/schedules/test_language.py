@@ -26,6 +26,7 @@ from schedules import (
     Graph,
     GraphError,
     I,
+    Limits,
     Placement,
     R,
     ScheduleError,
@@ -341,6 +342,21 @@ def test_a_schedule_is_a_generator(body):
     body.__name__ = "mine"
     with pytest.raises(ArgumentError, match=r"mine: got .* from it, expected a generator.*Write yield"):
         check(schedule()(body)(ranks=1, microbatches=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "given"),
+    [
+        ("memory", "rank, ", {"limits": Limits(memory=lambda rank: 2)}),
+        ("versions", "rank, ", {"limits": Limits(versions=lambda rank, ranks: 2)}),
+        ("requires", "", {"requires": lambda: None}),
+        ("version", "microbatch, ", {"version": lambda microbatch: 0}),
+        ("ticks", "stage, ", {"ticks": min}),
+    ],
+)
+def test_functions_of_the_arguments_take_all_of_them(name, taken, given):
+    with pytest.raises(ArgumentError, match=rf"endless: got {name}=.*function \({taken}ranks, microbatches\)\. Write"):
+        schedule(**given)(endless.generator)
 
 
 def test_decorators_need_parentheses_and_functions():
