@@ -75,6 +75,11 @@ class Delivery:
         self.is_late, self.grads = self.grads is not None, None
 
     @property
+    def is_done(self) -> bool:
+        """True if `backward` has been called."""
+        return self.grads is None
+
+    @property
     def is_overdue(self) -> bool:
         """True if sums were borrowed and not given back."""
         return self.grads is not None and bool(self.borrowed)

@@ -15,7 +15,7 @@ Runs in the place of the model, in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce, wraps
 from operator import add
 from types import MethodType
@@ -32,6 +32,7 @@ from fpipe.drop_in.norms import watch_norms
 from fpipe.drop_in.settings import Pipelines
 from fpipe.drop_in.updates import watch_optimizers
 from fpipe.errors import InputError
+from fpipe.network.agreement import Field
 from fpipe.network.job import join_launched
 from fpipe.pipelines.argument_checks import require_steps
 from fpipe.pipelines.inputs import State
@@ -51,7 +52,12 @@ from schedules import Schedule
 CHANGED: Final = 1
 ADDS: Final = 2
 USED: Final = 4
+DELIVERED: Final = 8
 """What ranks tell each other before a forward, as bits of one number."""
+SEED_REPAIR: Final = (
+    "Call torch.manual_seed with the same number on every rank before the model is made: ranks that draw other weights "
+    "and batches train no model that one device could."
+)
 OWN_KEYWORDS = ("targets", "steps", "total", "scale", "seed")
 
 
@@ -131,7 +137,7 @@ class Pipelined(nn.Module):
             _require_parameters_everywhere(pipe)
             _require_free_names(example)
             root = pipe.module(*pipe.init(model if weights is None else weights))
-            pipe.ranks.agree()
+            pipe.ranks.agree(lambda: _seed_fields(pipe))
         self.training = root.training
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[table] = vars(root)[table]  # not by `register_parameter`: a model may have a parameter `scale`
@@ -172,6 +178,7 @@ class Pipelined(nn.Module):
             batch = _join_inputs(inputs, keywords)
             whole = _find_total(pipe, (batch, targets), steps, total)
             notes = pipe.ranks.agree(note=self._check())
+        _require_same_backwards(notes)
         if any(note & CHANGED for note in notes):
             self._pipelines.follow()
         if not self.training:
@@ -271,17 +278,18 @@ class Pipelined(nn.Module):
 
     def _check(self) -> int:
         """Return what the other ranks must know; raise `InputError` if the module is not ready for a forward."""
-        changed = 0 if self._pipelines.current.fits(self.training) else CHANGED
+        known = self._delivery
+        found = 0 if self._pipelines.current.fits(self.training) else CHANGED
+        found |= known is not None and known.is_done and DELIVERED
         if not self.training:
             _require_eval_mode(self)
-            return changed
+            return found
         if not torch.is_grad_enabled():
             raise InputError(
                 "the model: got a forward in train mode under no_grad, expected one that computes gradients. Call "
                 "model.eval() first."
             )
         _require_no_hooks(dict(self.named_parameters()))
-        known = self._delivery
         if known is not None and known.is_overdue:
             raise InputError(
                 "the model: got a forward although the loss of the last one had no backward, expected "
@@ -289,7 +297,7 @@ class Pipelined(nn.Module):
                 "call model.eval(); to drop these gradients, call model.zero_grad()."
             )
         adds = any(p.grad is not None and p.requires_grad for _, p in self.named_parameters())
-        return changed | (adds and ADDS) | (known is not None and known.is_used and USED)
+        return found | (adds and ADDS) | (known is not None and known.is_used and USED)
 
     def _train(
         self, inputs: Any, targets: Any, seed: int | None, total: float | None, scale: float, adds: bool
@@ -366,12 +374,30 @@ def _require_parameters_everywhere(pipe: Pipeline) -> None:
             )
 
 
+def _seed_fields(pipe: Pipeline) -> list[Field]:
+    """Return the field of the script's seed; copies of a pipeline may each draw their own rows."""
+    return (
+        [Field.of("torch.initial_seed()", [str(torch.initial_seed())], SEED_REPAIR)] if pipe.copies.count == 1 else []
+    )
+
+
 def _require_free_names(example: Any) -> None:
     taken = [name for name in OWN_KEYWORDS if isinstance(example, dict) and name in example]
     if taken:
         raise InputError(
             f"example: got arguments named {taken}, expected other names than {list(OWN_KEYWORDS)}, which "
             "fpipe.Pipelined takes itself. Pass inputs by position, or use fpipe.pipeline."
+        )
+
+
+def _require_same_backwards(notes: Sequence[int]) -> None:
+    """Raise `InputError`, on every rank, if only some ranks have called `backward` since the last forward."""
+    ranks = [rank for rank, note in enumerate(notes) if note & DELIVERED]
+    if 0 < len(ranks) < len(notes):
+        raise InputError(
+            f"the model: got loss.backward() of the last forward on ranks {ranks} of {len(notes)}, expected it on all "
+            "ranks or none: the others have no gradients to update their parameters with. Call it on every rank, and "
+            "restart from a checkpoint."
         )
 
 

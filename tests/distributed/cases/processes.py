@@ -468,6 +468,34 @@ def a_drop_in_module_refused_on_one_rank(rank, size):
     model(x).backward()
 
 
+@case(sizes=[2])
+def a_script_with_another_seed_on_each_rank_is_refused(rank, size):
+    """Its stages would be of different models, and its data loader would shuffle inputs and targets differently."""
+    torch.manual_seed(rank)
+    net, x, y = nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)]), torch.ones(4, 4), torch.ones(4, 4)
+    how = one_f_one_b(ranks=size, microbatches=2)
+    with raises(fpipe.TransportError, "torch.initial_seed(): got on rank 0: 0; on rank 1: 1", "torch.manual_seed"):
+        fpipe.Pipelined(net, loss=nn.functional.mse_loss, example=(x,), targets=y, schedule=how)
+    torch.manual_seed(0)
+    fpipe.Pipelined(net, loss=nn.functional.mse_loss, example=(x,), targets=y, schedule=how)
+
+
+@case(sizes=[2])
+def a_backward_on_one_rank_only_is_found_at_the_next_forward(rank, size):
+    net, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)]), torch.ones(4, 4)
+    how = one_f_one_b(ranks=size, microbatches=2)
+    model = fpipe.Pipelined(net, loss=lambda out: out.square().mean(), example=(x,), schedule=how)
+    model(x)  # a loss without a backward on any rank
+    loss = model(x)
+    if rank == 0:
+        loss.backward()
+    with raises(fpipe.InputError, "got loss.backward() of the last forward on ranks [0] of 2"):
+        model(x)
+    if rank == 1:
+        loss.backward()
+    model(x).backward()
+
+
 # --- Processes that build many pipelines, or run many steps, hold no more threads, descriptors and objects than before
 
 
