@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cached_property, partial
 from types import CellType, FunctionType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import optree
 import torch
@@ -30,6 +30,8 @@ from fpipe.tensors.spec import as_bytes
 from fpipe.tensors.torch_private import FakeTensor, torch_pytree
 
 Tree: TypeAlias = Any
+MOST_LEAVES: Final = 5
+"""The most places that an error lists."""
 NAMESPACE = "fpipe"
 
 
@@ -121,7 +123,8 @@ def require_transparent(what: str, structure: Structure) -> None:
     for path, kind in structure.opaque[:1]:
         raise InputError(
             f"{what}, at {path or 'the root'}: got {kind}, expected tensors, numbers, strings, flags or None in "
-            "tuples, lists, dicts and dataclasses. Leave it out (use_cache=False, where a model returns a cache), or "
+            "tuples, lists, dicts and dataclasses. Convert it, as by torch.as_tensor; leave it out (use_cache=False, "
+            "where a model returns a cache), or "
             'register its type with optree.register_pytree_node(..., namespace="fpipe").'
         )
 
@@ -224,8 +227,9 @@ def require_same_tree(what: str, got: Structure, expected: Structure) -> None:
         return
     mine, theirs = _list_leaves(got), _list_leaves(expected)
     apart = [path for path in {**theirs, **mine} if mine.get(path) != theirs.get(path)]
+    more = f", and so on, at {len(apart)} places in all" if len(apart) > MOST_LEAVES else ""
     has, lacks = (
-        ", ".join(f"{one.get(path, 'nothing')} at {path}" for path in apart) or _show(structure)
+        ", ".join(f"{one.get(path, 'nothing')} at {path}" for path in apart[:MOST_LEAVES]) + more or _show(structure)
         for one, structure in ((mine, got), (theirs, expected))
     )
     targets = what == "inputs" and apart and not any(path in theirs for path in apart)

@@ -4,6 +4,7 @@
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -102,6 +103,20 @@ def test_the_message_shows_no_treespec(got, words):
     assert "PyTreeSpec" not in str(caught.value)
     with pytest.raises(InputError, match=r"got \[a tensor\], expected \(a tensor,\), as in") as caught:
         require_same_tree("inputs", flatten([torch.ones(1)])[1], flatten((torch.ones(1),))[1])
+
+
+def test_the_message_about_a_nested_list_is_short():
+    wanted = flatten((torch.ones(8, 64),))[1]
+    with pytest.raises(InputError) as caught:
+        require_same_tree("inputs", flatten((torch.ones(8, 64).tolist(),))[1], wanted)
+    assert "expected a tensor at [0], nothing at [0][0][0]" in str(caught.value)
+    assert "and so on, at 513 places in all" in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_an_array_in_a_batch_is_to_be_converted():
+    with pytest.raises(InputError, match=r"got ndarray, .* Convert it, as by torch\.as_tensor"):
+        flatten((numpy.ones(2),))
 
 
 def test_tied_parameters_and_shared_modules_go_by_their_first_name():
