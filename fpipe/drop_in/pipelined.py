@@ -55,8 +55,7 @@ USED: Final = 4
 DELIVERED: Final = 8
 """What ranks tell each other before a forward, as bits of one number."""
 SEED_REPAIR: Final = (
-    "Call torch.manual_seed with the same number on every rank before the model is made: ranks that draw other weights "
-    "and batches train no model that one device could."
+    "Call torch.manual_seed with the same number on every rank before the model is made, or load the same checkpoint."
 )
 OWN_KEYWORDS = ("targets", "steps", "total", "scale", "seed")
 
@@ -137,7 +136,7 @@ class Pipelined(nn.Module):
             _require_parameters_everywhere(pipe)
             _require_free_names(example)
             root = pipe.module(*pipe.init(model if weights is None else weights))
-            pipe.ranks.agree(lambda: _seed_fields(pipe))
+            _require_same_values(pipe, model, weights is None)
         self.training = root.training
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[table] = vars(root)[table]  # not by `register_parameter`: a model may have a parameter `scale`
@@ -374,11 +373,17 @@ def _require_parameters_everywhere(pipe: Pipeline) -> None:
             )
 
 
-def _seed_fields(pipe: Pipeline) -> list[Field]:
-    """Return the field of the script's seed; copies of a pipeline may each draw their own rows."""
-    return (
-        [Field.of("torch.initial_seed()", [str(torch.initial_seed())], SEED_REPAIR)] if pipe.copies.count == 1 else []
-    )
+def _require_same_values(pipe: Pipeline, model: nn.Module, is_source: bool) -> None:
+    """Raise `TransportError`, on every rank, if the values of the model begin differently on some.
+
+    If it has no values somewhere, or is not where they come from (`is_source`), nothing is compared.
+    """
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    plain = {name: one for name, one in tensors.items() if type(one) in (nn.Parameter, Tensor)}
+    has_values = is_source and not any(one.is_meta for one in plain.values())
+    if all(pipe.ranks.agree(note=int(has_values))):
+        found = (f"{name} begins with {one.detach().reshape(-1)[:4].tolist()}" for name, one in plain.items())
+        pipe.ranks.agree(lambda: [Field.of("values", [*found], SEED_REPAIR)], "the values of the model")
 
 
 def _require_free_names(example: Any) -> None:

@@ -152,8 +152,8 @@ def require_equal(got: Results, expected: Results, against: str, tolerance: floa
             what = f"closer than {tolerance} of the largest magnitude" if tolerance else "the same"
             raise MismatchError(
                 f"{name}: got different bits from {against}, expected {what}; the largest difference is {far:.3g}. "
-                "First make sure that both sides use the same number of intra-op threads (torch.get_num_threads()) and "
-                "deterministic kernels."
+                "First make sure that all ranks have the same model and batch (torch.manual_seed), and that both sides "
+                "use the same number of intra-op threads (torch.get_num_threads()) and deterministic kernels."
             )
         if name.startswith("gradient ") and _layout(mine) != _layout(theirs):
             raise MismatchError(

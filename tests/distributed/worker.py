@@ -71,6 +71,7 @@ def run(rank: int, size: int, report: str, chosen: Sequence[str] = ()) -> None:
     try:
         for name in chosen or names(size):
             start, busy, before = time.perf_counter(), time.process_time(), groups()
+            torch.manual_seed(0)
             CASES[name].run(rank, size)
             end(before)
             took, busy = time.perf_counter() - start, time.process_time() - busy

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import statistics
 import time
 from functools import partial
@@ -468,16 +469,23 @@ def a_drop_in_module_refused_on_one_rank(rank, size):
     model(x).backward()
 
 
-@case(sizes=[2])
-def a_script_with_another_seed_on_each_rank_is_refused(rank, size):
-    """Its stages would be of different models, and its data loader would shuffle inputs and targets differently."""
+@case(sizes=[4])
+def the_first_script_of_the_readme_verifies(rank, size):
+    """Processes that nobody has seeded are in other states."""
     torch.manual_seed(rank)
-    net, x, y = nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)]), torch.ones(4, 4), torch.ones(4, 4)
+    script = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[3] / "README.md").read_text(), re.DOTALL)[0]
+    exec(compile(script, "README", "exec"), {"__name__": "readme"})
+
+
+@case(sizes=[2])
+def models_of_other_values_are_refused(rank, size):
+    """Else the stages of a model without ties would be parts of several models."""
+    torch.manual_seed(rank)
+    net, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)]), torch.ones(4, 4)
     how = one_f_one_b(ranks=size, microbatches=2)
-    with raises(fpipe.TransportError, "torch.initial_seed(): got on rank 0: 0; on rank 1: 1", "torch.manual_seed"):
-        fpipe.Pipelined(net, loss=nn.functional.mse_loss, example=(x,), targets=y, schedule=how)
-    torch.manual_seed(0)
-    fpipe.Pipelined(net, loss=nn.functional.mse_loss, example=(x,), targets=y, schedule=how)
+    with raises(fpipe.TransportError, "values: got on rank 0: 0.weight begins with [-0.0037", "torch.manual_seed"):
+        fpipe.Pipelined(net, loss=torch.mean, example=(x,), schedule=how)
+    fpipe.Pipelined(net, loss=torch.mean, example=(x,), schedule=how, weights=net.state_dict())  # as they are
 
 
 @case(sizes=[2])
