@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -101,11 +101,15 @@ TYPES: Final[Mapping[str, ArgumentType]] = types.MappingProxyType(
         "Iterable": ArgumentType(
             "several values", "Pass a list.", lambda x: isinstance(x, Iterable) and not isinstance(x, str)
         ),
+        "Sequence": ArgumentType(
+            "several values", "Pass a list.", lambda x: isinstance(x, Sequence) and not isinstance(x, str)
+        ),
         "dict": ArgumentType("a dict", "Pass a dict.", lambda x: isinstance(x, Mapping)),
         "Mapping": ArgumentType("a dict", "Pass a dict."),
         "TextIO": ArgumentType(
             "an open text file", "Open the file first.", lambda x: hasattr(x, "read") or hasattr(x, "write")
         ),
+        "LoweredProgram": ArgumentType("a program", "Pass lower(schedule).", lambda x: hasattr(x, "schedule")),
         "Schedule": ArgumentType("a Schedule", "Call the factory first, as in one_f_one_b(ranks=4, microbatches=8)."),
         "Placer": ArgumentType("a placement", "Write @schedule() with parentheses, or placement=linear.", _is_placer),
     }

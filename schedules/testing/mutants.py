@@ -13,7 +13,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from schedules.arguments import require_types
 from schedules.checking.channels import LoweredProgram
+from schedules.errors import ArgumentError, quote
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
@@ -39,9 +41,16 @@ class EditedProgram:
         return iter(self.rows[rank])
 
 
+def mutants(plan: Schedule, edits: Sequence[str] = EDITS) -> st.SearchStrategy[Schedule]:
+    """Return a strategy for the schedule after one or two of these edits; it may still be correct."""
+    require_types(mutants, locals())
+    if not edits or not all(one in EDITS for one in edits):
+        raise ArgumentError(f"mutants: got edits={quote(edits)}, expected some of {EDITS}. Pass these names.")
+    return _mutants(plan, edits)
+
+
 @st.composite
-def mutants(draw: st.DrawFn, plan: Schedule, edits: Sequence[str] = EDITS) -> Schedule:
-    """Draw the schedule after one or two of these edits; it may still be correct."""
+def _mutants(draw: st.DrawFn, plan: Schedule, edits: Sequence[str]) -> Schedule:
     return edit(plan, draw(_edits(_list_actions(plan), plan, edits)))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hypothesis import reject
 from hypothesis import strategies as st
 
+from schedules.arguments import require_types
 from schedules.errors import ArgumentError, SizeError, quote
 from schedules.language.graph import Edge, Graph
 from schedules.language.schedule import SIZES, Schedule
@@ -49,12 +50,21 @@ def graphs(draw: st.DrawFn, stages: int) -> Graph:
     return Graph(stages, values, (values - dead) | extra, shared)
 
 
-@st.composite
-def schedules(draw: st.DrawFn, factories: Sequence[Callable[..., Schedule]]) -> Schedule:
-    """Draw a schedule from one of the factories, with `sizes()`, and 1 to 4 for every other `int` parameter.
+def schedules(factories: Sequence[Callable[..., Schedule]]) -> st.SearchStrategy[Schedule]:
+    """Return a strategy for schedules of the factories, with `sizes()`, and 1 to 4 for every other `int` parameter.
 
     Sizes for which the factory raises `SizeError` are skipped.
     """
+    require_types(schedules, locals())
+    if not factories or not all(map(callable, factories)):
+        raise ArgumentError(
+            f"schedules: got factories={quote(factories)}, expected functions. Pass [one_f_one_b], say."
+        )
+    return _schedules(factories)
+
+
+@st.composite
+def _schedules(draw: st.DrawFn, factories: Sequence[Callable[..., Schedule]]) -> Schedule:
     factory: Callable[..., Schedule] = draw(st.sampled_from(factories))
     ranks, microbatches = draw(sizes())
     others = {name: draw(st.integers(1, CHUNKS)) for name in _int_parameters(factory)}
@@ -73,7 +83,7 @@ def grid_of(factory: Callable[..., Schedule], given: Mapping[str, Sequence[int]]
     tried |= dict.fromkeys(_int_parameters(factory), range(1, CHUNKS + 1))
     known = [*inspect.signature(factory).parameters]
     for name, values in given.items():
-        if name not in known or not values:
+        if name not in known or not isinstance(values, Sequence) or not values:
             raise ArgumentError(
                 f"conformance: got sizes={{{name!r}: {quote(values)}}}, expected values for parameters of "
                 f"{factory!r}: {', '.join(known)}. Correct the name, or list at least one value."

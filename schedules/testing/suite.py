@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import schedules as package
 from schedules.analysis.simulation import simulate
+from schedules.arguments import require_types
 from schedules.checking.channels import LoweredProgram
 from schedules.checking.rules import check
 from schedules.drawing import text
@@ -81,6 +82,7 @@ def conformance(
     >>> test_split = conformance(lambda ranks, microbatches: split_backward(one_f_one_b(ranks, microbatches)))
     >>> test_large = conformance(kfkb, sizes={"ranks": [16], "microbatches": range(1, 40), "k": [3]})
     """
+    require_types(conformance, locals())
     grid = grid_of(factory, sizes)
 
     def conforms(case: tuple[Schedule, Graph, Costs]) -> None:
@@ -147,6 +149,7 @@ def _set_database_key(test: Callable[..., None], key: str) -> None:
 
 def require_round_trip(schedule: Schedule) -> None:
     """Assert that the schedule equals its evaluated `repr`, and its pickled copy if its factories can be imported."""
+    require_types(require_round_trip, locals())
     again = eval(repr(schedule), {**vars(package), "table": table, **_factories(schedule)})
     assert again == schedule, f"repr gives {again!r}, expected {schedule!r}. Give the arguments a repr that evaluates."
     if all(_is_importable(factory) for factory in _factories(schedule).values()):
@@ -167,6 +170,7 @@ def _is_importable(factory: Factory[...]) -> bool:
 
 def require_matching_ends(program: LoweredProgram) -> None:
     """Assert that on each channel, the receives posted at one end are the sends posted at the other, in order."""
+    require_types(require_matching_ends, locals())
     placement = program.schedule.placement
     sends: dict[Edge, list[Action]] = defaultdict(list)
     receives: dict[Edge, list[Action]] = defaultdict(list)
@@ -183,6 +187,7 @@ def require_matching_ends(program: LoweredProgram) -> None:
 
 def require_bounds(schedule: Schedule, graph: Graph, times: Costs) -> None:
     """Assert that the makespan is at least the work of any rank, and the latency of one microbatch."""
+    require_types(require_bounds, locals())
     makespan = simulate(schedule, times, graph).makespan
     work = [
         sum(

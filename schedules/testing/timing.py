@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from schedules.analysis.simulation import spans
+from schedules.arguments import require_types
 from schedules.checking.channels import LoweredProgram
 from schedules.language.actions import BESIDE, KINDS, Action, message_of
 from schedules.language.graph import Graph
@@ -39,6 +40,7 @@ def time_program(program: LoweredProgram, costs: Costs) -> list[Span]:
     >>> [f"{span.action} {span.start}" for span in time_program(lower(gpipe(ranks=2, microbatches=1)), Costs(comm=2))]
     ['0F0 0.0', '0B0 8.0', '1F0 3.0', '1B0 4.0']
     """
+    require_types(time_program, locals())
     arrived = dict[Parcel, float]()
     clocks = [_Clock(program, rank, costs, arrived) for rank in range(program.schedule.ranks)]
     running = {clock.rank: clock.run() for clock in clocks}
@@ -51,6 +53,7 @@ def time_program(program: LoweredProgram, costs: Costs) -> list[Span]:
 
 def require_same_times(schedule: Schedule, graph: Graph, costs: Costs) -> None:
     """Assert that the simulation runs every action at the same time as the lowered program."""
+    require_types(require_same_times, locals())
     kept = edit(schedule, map(schedule.actions, range(schedule.ranks)))
     got = {span.action: span for span in spans(kept, costs, graph)}
     for want in time_program(lower(kept, graph), costs):

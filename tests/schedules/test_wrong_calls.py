@@ -21,10 +21,12 @@ from schedules import (
     drawing,
     families,
     files,
+    gpipe,
     linear,
     lower,
     one_f_one_b,
     spans,
+    testing,
 )
 from schedules.playing.rows import edit
 from tests.common.wrong_calls import Known, complain, find_problem
@@ -136,11 +138,21 @@ CALLS = {
     "write_csv": Known(files.write_csv, {"plan": S, "file": io.StringIO()}),
     "Schedule.actions": Known(S.actions, {"rank": 0}, {"rank": (-1, 2)}),
 } | {one.function.__name__: one for one in FACTORIES}
+SUITES = {
+    "conformance": Known(testing.conformance, {"factory": gpipe}, {"sizes": ({"ranks": 3}, {"rank": [1]})}),
+    "mutants": Known(testing.mutants, {"plan": S}),
+    "require_bounds": Known(testing.require_bounds, {"schedule": S, "graph": chain(2), "times": Costs()}),
+    "require_matching_ends": Known(testing.require_matching_ends, {"program": lower(S)}),
+    "require_round_trip": Known(testing.require_round_trip, {"schedule": S}),
+    "require_same_times": Known(testing.require_same_times, {"schedule": S, "graph": chain(2), "costs": Costs()}),
+    "schedules": Known(testing.schedules, {"factories": [gpipe]}, {"factories": ([], [3], [S])}),
+    "time_program": Known(testing.time_program, {"program": lower(S), "costs": Costs()}),
+}
 
 
-@pytest.mark.parametrize("name", sorted(CALLS))
+@pytest.mark.parametrize("name", sorted(CALLS | SUITES))
 def test_wrong_arguments_are_refused(name):
-    assert not complain(CALLS[name])
+    assert not complain((CALLS | SUITES)[name])
 
 
 @pytest.mark.parametrize("thing", [None, "0F0", ("F", 0, 0), Action("Q", 0, 0), F("0", 0), F(9, 0), B(1, 0)])
