@@ -28,7 +28,7 @@ from schedules.language.graph import Graph
 from schedules.language.membership import explain_misfits, require_compute_only, require_placed
 from schedules.language.schedule import Actions, Schedule, graph_of
 from schedules.lowering.program import lower
-from schedules.lowering.turns import Place, place_at
+from schedules.lowering.turns import TickPlace, place_at
 from schedules.own_kinds import OwnKind
 from schedules.playing.costs import NO_COSTS, ROUNDING, UNITS
 from schedules.playing.dependencies import wires
@@ -189,7 +189,7 @@ def require_ascending_ticks(progress: Progress, actions: Actions) -> Actions:
     assert schedule.ticks is not None, "the rule is for a schedule with ticks"
     ticks, home, slices = cache(schedule.ticks), schedule.placement.home, schedule.slices
     repair = "Correct the function ticks of the schedule, or leave it out."
-    latest: Place | None = None
+    latest: TickPlace | None = None
     for position, action in enumerate(actions):
         kind, s, i, _, part = action
         if crosses := KINDS[kind].crosses:

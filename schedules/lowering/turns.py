@@ -87,11 +87,11 @@ class Turns:
         yield Turn(position + 1, (), [*self.gradients.left_to_receive()], nothing)
 
 
-Place: TypeAlias = tuple[int, bool, int]
+TickPlace: TypeAlias = tuple[int, bool, int]
 """The place of a pass in the order of ticks: in each, forwards go down the ranks, then backwards go up."""
 
 
-def place_of(action: Action, schedule: Schedule, ticks: TickRule | None, rank: int) -> Place | None:
+def place_of(action: Action, schedule: Schedule, ticks: TickRule | None, rank: int) -> TickPlace | None:
     """Return the place of an action of a rank in the order of ticks, if it is a pass of a schedule that has them."""
     kind, s, i, _, part = action
     crosses = KINDS[kind].crosses
@@ -100,7 +100,7 @@ def place_of(action: Action, schedule: Schedule, ticks: TickRule | None, rank: i
     return place_at(ticks, s, i * schedule.slices + (part or 0), crosses == "B", rank)
 
 
-def place_at(ticks: TickRule, stage: int, unit: int, is_back: bool, rank: int) -> Place:
+def place_at(ticks: TickRule, stage: int, unit: int, is_back: bool, rank: int) -> TickPlace:
     """Return the place of the forward or backward of a stage for a unit, on a rank."""
     return ticks(stage)[is_back][unit], is_back, -rank if is_back else rank
 
