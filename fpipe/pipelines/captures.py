@@ -2,7 +2,7 @@
 """The captures of a model, in train and eval mode, for the shapes of every kind of microbatch.
 
 A capture is specialized to the shapes of one microbatch. So the model is captured once for each kind of microbatch: the
-example's, of which there are two if they differ in size, those of later batches. All captures are cut at the same
+example's, two if its microbatches differ in size, and those of later batches. All captures are cut at the same
 modules, so that each rank always holds the same parameters.
 
 Runs when a plan is made: once per kind of batch.

@@ -105,7 +105,7 @@ def _begin(stage: ModelStage, earlier: EarlierSums) -> Grads:
 def find_optional(plan: StepPlan, begun: bool) -> frozenset[str]:
     """Return the parameters whose sum may be the -0 it began with; none unless sums have `begun` with something.
 
-    A gradient may itself be -0 everywhere, so nobody looks where every sum began with the first gradient.
+    A gradient may itself be -0 everywhere, so sums that began with the first gradient are not examined.
     """
     return plan.optional if begun else frozenset()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memo of a pipeline: the kinds of batches that it has seen, and their plans.
 
-Problem. Whoever trains on sequences of all lengths has a new kind of batch in nearly every step. Each has its plan,
+Problem. Training on sequences of all lengths brings a new kind of batch in nearly every step. Each has its plan,
 stages, captures and agreement, some megabytes together, which can't all be kept.
 
 Idea. Two tables. One has the plans, by kind of batch, and the ranks' agreement on each; its order is that of their last

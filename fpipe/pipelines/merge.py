@@ -121,7 +121,7 @@ class Aux(NamedTuple):
         return cls(stack if asked is True else asked or None, is_sent)
 
     def finish(self, parts: Sequence[Any] | None) -> Any:
-        """Return the merged trees; `None` if there are none here, or nobody asks."""
+        """Return the merged trees; `None` if there are none here, or none are requested."""
         return None if parts is None or self.merge is None else self.merge(parts)
 
 

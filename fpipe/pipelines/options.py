@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of `fpipe.pipeline` that belong together, as frozen values; `Place` is with the meshes.
 
-Functions check the fields, so that all ranks hear what is wrong on one. Until the next version, they take the fields
-as keywords of their own, too.
+The functions that take them check the fields, so that an error on one rank reaches all. Until the next version, they
+take the fields as keywords of their own, too.
 
 Runs when a pipeline is built.
 """

@@ -6,10 +6,10 @@ it can see (`fpipe.record.reads`), but no comparison sees everything: a counter 
 attribute found by a computed name, the elements of an array.
 
 Idea. Whatever changed matters only if the model records otherwise. So record it again, and compare call by call. A
-change that slipped through is an error some steps later, and never silent for ever.
+change that slipped through is an error some steps later, rather than silent forever.
 
-Invariants. Recording again takes at most `SHARE` of the time of steps. It communicates with nobody, and changes
-nothing; on a rank that finds a difference, the step fails as it does for bad arguments, on all ranks.
+Invariants. Recording again takes at most `SHARE` of the time of steps. It neither communicates nor changes
+anything; on a rank that finds a difference, the step fails as it does for bad arguments, on all ranks.
 
 Runs now and then in a step, before a save, when a pipeline is closed, and on request.
 """

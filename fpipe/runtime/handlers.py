@@ -65,7 +65,7 @@ def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload
 
 
 def _skip(run: Execution, action: Action, stage: StageLike) -> Payload:
-    """Free what the forward kept, and return cotangents that nobody will use."""
+    """Free what the forward kept, and return cotangents that will not be used."""
     run.residuals.pop(run.unit, None)
     return stage.zero_cotangents()
 
@@ -113,7 +113,7 @@ def _add_replicas(run: Execution, action: Action, stage: StageLike, arrived: Pay
 
 
 def _update(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """Keep the new version of the weights; the gradients, complete by now, stay for whoever has to undo it."""
+    """Keep the new version of the weights; the gradients, complete by now, stay, in case it has to be undone."""
     _, s, i, _, _ = action
     run.updates[s] = run.inputs.update(s, i, run.grads, run.shared)
     return ()

@@ -122,7 +122,7 @@ def drive_stepwise(executions: Sequence[Execution]) -> Generator[None, None, lis
                 ready.append(k)
                 yield
                 continue
-            # The execution yields only handles that are not done, so whoever finishes this one calls `wake`.
+            # The execution yields only handles that are not done, so finishing this one calls `wake`.
             handle.wake, waiting[k] = partial(ready.append, k), handle
     if waiting:
         raise DeadlockError(_report(executions, waiting))

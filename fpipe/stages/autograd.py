@@ -174,7 +174,10 @@ class Autograd:
         if residuals is None:
             return (), []
         residuals, cotangents = self._enter(residuals, cotangents)
-        split, found = len(self.wiring.cotangents), self._grad(residuals, residuals.leaves, cotangents)
+        leaves, split = residuals.leaves, len(self.wiring.cotangents)
+        found: tuple[Tensor | None, ...] = (None,) * len(leaves)
+        if leaves and residuals.roots:
+            found = self._walk(residuals, leaves, cotangents, into_leaves=False)
         return self._lay_out(found[:split]), [*found[split:]]
 
     def _has_layouts(self, leaves: Tensors) -> bool:
@@ -215,22 +218,8 @@ class Autograd:
         """Return the cotangents in the layouts in which they are sent; autograd has checked shapes and dtypes."""
         return tuple([_with_layout(spec, one) for spec, one in zip(self.wiring.cotangents, found, strict=True)])
 
-    def _grad(
-        self, residuals: Residuals, leaves: tuple[Tensor | GradientEdge, ...], cotangents: Grads
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients at `leaves`, all `None` if no cotangent enters; free the graph."""
-        if not leaves or not residuals.roots:
-            return (None,) * len(leaves)
-        return self._walk(residuals, leaves, cotangents, into_leaves=False)
-
-    def _walk(
-        self,
-        residuals: Residuals,
-        ends: tuple[Tensor | GradientEdge, ...],
-        cotangents: Grads,
-        into_leaves: bool,
-    ) -> tuple[Any, ...]:
-        """Call autograd's engine as `grad` or, with `into_leaves`, `backward` does, but without their costly checks."""
+    def _walk(self, residuals: Residuals, ends: Tensors, cotangents: Grads, into_leaves: bool) -> tuple[Any, ...]:
+        """Call autograd's engine as `grad` or, with `into_leaves`, `backward` does, without their costly checks."""
         roots: tuple[Any, ...] = residuals.roots
         with self._backward_scope(residuals.arguments):
             return run_backward(roots, cotangents, False, False, ends, True, accumulate_grad=into_leaves)

@@ -6,8 +6,8 @@ cotangent comes back for it, and with which strides. So the stages' own function
 leaves as in a step, and then their backwards in reverse order.
 
 Most stages of a deep model are alike. A stage for which the record has the same torch calls as for an earlier one, of
-tensors with the same metadata, takes that one's forward as its own; so does its backward, if the same cotangents enter
-it. The record decides, and no name of a class: calls with other arguments or modes, of code that is not torch's, that
+tensors with the same metadata, reuses that stage's forward, and its backward, if the same cotangents enter it. Only
+the record matters, not the names of classes: calls with other arguments or modes, of code that is not torch's, that
 draw, communicate, or were answered, make stages differ.
 
 Invariant: what is found for a stage is what its own run would have shown.

@@ -3,12 +3,12 @@
 
 Problem. A tensor that is kept may be a view, and a backward may depend on its strides. Two of them may share memory.
 
-Idea. Memory is moved, not tensors: each storage once, as bytes. A tensor that was moved is noted by its place in its
-storage, and is made again in memory with the same bytes. On an accelerator the bytes go to pinned memory of the host,
+Idea. Memory is moved, not tensors: each storage once, as bytes. A moved tensor is described by its place in its
+storage, and made again in memory with the same bytes. On an accelerator the bytes go to pinned memory of the host,
 on a stream for each direction; on a CPU, to other memory.
 
 What is not the microbatch's stays: parameters, buffers, constants and the batch. So does what autograd keeps, which is
-in its graph. While a dispatch mode follows tensors, as in a proof, nothing moves: it would lose sight of them.
+in its graph. While a dispatch mode tracks tensors, as in a proof, nothing moves, since it could not track the copies.
 
 Invariant: what comes back has the bytes, the sizes and the strides of what went.
 
@@ -106,7 +106,7 @@ class Mover:
         with torch.cuda.stream(stream):
             held = torch.empty(memory.numel(), dtype=torch.uint8, pin_memory=True)
             held.copy_(memory, non_blocking=True)
-        memory.record_stream(stream)  # nobody gets the memory before it is copied
+        memory.record_stream(stream)  # or the memory could be reused before it is copied
         return StoredBytes(held, memory.device, stream.record_event())
 
     def _load(self, place: StoredBytes) -> tuple[Tensor, Any]:

@@ -80,11 +80,8 @@ def skip_absent(stage: Recorded, wiring: Wiring) -> Recorded:
     def backward(residuals: Any, cotangents: Grads, onto: Grads = ()) -> tuple[Grads, Grads]:
         if cotangents[0] is None:
             return outgoing, onto or grads
-        if _is_sum(onto):
-            found: tuple[Grads, Grads] = stage.backward(residuals, cotangents, onto)
-            return found
-        first: tuple[Grads, Grads] = stage.backward(residuals, cotangents)
-        return first
+        made: tuple[Grads, Grads] = stage.backward(residuals, cotangents, *_sums(onto))
+        return made
 
     def backward_input(residuals: Any, cotangents: Grads) -> tuple[Grads, Any]:
         if cotangents[0] is None:
@@ -95,21 +92,17 @@ def skip_absent(stage: Recorded, wiring: Wiring) -> Recorded:
     def backward_weight(deferred: Any, onto: Grads = ()) -> Grads:
         if deferred is None:
             return onto or grads
-        if _is_sum(onto):
-            totals: Grads = stage.backward_weight(*deferred, onto)
-            return totals
-        first: Grads = stage.backward_weight(*deferred)
-        return first
+        totals: Grads = stage.backward_weight(*deferred, *_sums(onto))
+        return totals
 
-    makers = dict(stage.makers)
-    makers |= {
+    own: dict[str, Callable[[], PhaseFunction]] = {
         "backward": lambda: backward,
         "backward_input": lambda: backward_input,
         "backward_weight": lambda: backward_weight,
     }
-    return replace(stage, makers=makers)
+    return replace(stage, makers={**stage.makers, **own})
 
 
-def _is_sum(onto: Grads) -> bool:
-    """Return whether `onto` holds sums; a stage has gradients for all of its parameters or for none."""
-    return bool(onto) and onto[0] is not None
+def _sums(onto: Grads) -> tuple[Grads, ...]:
+    """Return `onto`, if it holds sums; a stage has gradients for all of its parameters or for none."""
+    return (onto,) if onto and onto[0] is not None else ()

@@ -103,8 +103,8 @@ def _additions(phase: Phase, sums: tuple[str, ...]) -> dict[Node | None, list[tu
     writes = any(node.writes for node in phase.nodes)
     found: dict[Node | None, list[tuple[str, Node]]] = {}
     for total, grad in zip(sums, phase.gives[-1] or (), strict=False):
-        behind = phase.nodes[-1] if writes else grad if grad in phase.nodes else None
-        found.setdefault(behind, []).append((total, grad))
+        maker = phase.nodes[-1] if writes else grad if grad in phase.nodes else None
+        found.setdefault(maker, []).append((total, grad))
     return found
 
 

@@ -2,11 +2,11 @@
 """The form of a joint graph: everything that the functions made of it depend on.
 
 Problem. A model has many blocks of one kind, and so stages that compute the same with other parameters. Each would be
-simplified, cut into phases, and compiled for itself.
+simplified, cut into phases, and compiled separately.
 
-Idea. Number a graph's nodes in their order: two graphs are of one form if the same operators read nodes of the same
-numbers, whose tensors have the same metadata and lie in the same memories of each graph. What is recorded decides, and
-no name of a class or module. Seeds of random numbers are arguments of nodes, and constants are compared by identity:
+Idea. Number a graph's nodes in their order: two graphs have the same form if the same operators read nodes of the same
+numbers, whose tensors have the same metadata and share memory in the same way. Only what is recorded matters, not the
+names of classes or modules. Seeds of random numbers are arguments of nodes, and constants are compared by identity:
 stages that draw differ, and so do those that hold other constants.
 
 Invariant: functions made of one graph compute, bit for bit, what those made of another of its form do.

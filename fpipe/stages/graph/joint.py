@@ -60,7 +60,7 @@ FIRST_INTEGER, FIRST_FLOAT = 1_357_024_681, 0.7390851332151607
 ARGUMENT, CONSTANT = "argument", "constant"
 """The targets of nodes that call nothing."""
 ACTING = frozenset({random.reseed, random.restore, check_all})
-"""Functions of Python that are called for what they do: nobody reads what they return."""
+"""Python functions that are called for their effects; their results are not used."""
 
 
 class Node:
@@ -110,7 +110,7 @@ class Node:
 
     @property
     def has_effects(self) -> bool:
-        """True if the node must run though nobody reads its value: it writes, draws, seeds or checks."""
+        """True if the node must run even if its value is not used: it writes, draws, seeds or checks."""
         if not isinstance(self.target, OpOverload):
             return self.target in ACTING or (isinstance(self.target, RecurrentForward) and bool(self.target.draws))
         if is_random(self.target) or not self.target._schema.returns:

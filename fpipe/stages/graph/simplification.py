@@ -154,7 +154,7 @@ def _compute(node: Node) -> Tensor:
 
 
 def _remove_unused(joint: Joint) -> Joint:
-    """Return the graph without calls whose results nobody reads."""
+    """Return the graph without calls whose results are not used."""
     wanted, kept = set(joint.returned), list[Node]()
     for node in reversed(joint.nodes):
         if node in wanted or not node.is_call or node.has_effects:
