@@ -15,7 +15,8 @@ Runs in the place of the model, in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import reduce, wraps
 from operator import add
 from types import MethodType
@@ -32,7 +33,7 @@ from fpipe.drop_in.norms import watch_norms
 from fpipe.drop_in.settings import Pipelines
 from fpipe.drop_in.updates import watch_optimizers
 from fpipe.errors import InputError
-from fpipe.network.agreement import Field
+from fpipe.network.fingerprint import digest
 from fpipe.network.job import join_launched
 from fpipe.pipelines.argument_checks import require_steps
 from fpipe.pipelines.inputs import State
@@ -54,9 +55,6 @@ ADDS: Final = 2
 USED: Final = 4
 DELIVERED: Final = 8
 """What ranks tell each other before a forward, as bits of one number."""
-SEED_REPAIR: Final = (
-    "Call torch.manual_seed with the same number on every rank before the model is made, or load the same checkpoint."
-)
 OWN_KEYWORDS = ("targets", "steps", "total", "scale", "seed")
 
 
@@ -136,7 +134,9 @@ class Pipelined(nn.Module):
             _require_parameters_everywhere(pipe)
             _require_free_names(example)
             root = pipe.module(*pipe.init(model if weights is None else weights))
-            _require_same_values(pipe, model, weights is None)
+            starts = pipe.ranks.agree(note=_digest_start(model) if weights is None else 0)
+        if len(starts) == len(pipe.ranks.processes):  # on a mesh, processes may hold other parts of a layer
+            _warn_of_other_models({*starts} - {0})
         self.training = root.training
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[table] = vars(root)[table]  # not by `register_parameter`: a model may have a parameter `scale`
@@ -373,17 +373,25 @@ def _require_parameters_everywhere(pipe: Pipeline) -> None:
             )
 
 
-def _require_same_values(pipe: Pipeline, model: nn.Module, is_source: bool) -> None:
-    """Raise `TransportError`, on every rank, if the values of the model begin differently on some.
+def _digest_start(model: nn.Module) -> int:
+    """Return a digest of the first values of each parameter and buffer; 0 if some have none."""
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    plain = {name: one.detach() for name, one in tensors.items() if type(one) in (nn.Parameter, Tensor)}
+    if any(one.is_meta for one in plain.values()):
+        return 0
+    dense = {name: one for name, one in plain.items() if one.layout is torch.strided}
+    return digest(f"{name}: {one.reshape(-1)[:4].tolist()}" for name, one in dense.items())
 
-    If it has no values somewhere, or is not where they come from (`is_source`), nothing is compared.
-    """
-    tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    plain = {name: one for name, one in tensors.items() if type(one) in (nn.Parameter, Tensor)}
-    has_values = is_source and not any(one.is_meta for one in plain.values())
-    if all(pipe.ranks.agree(note=int(has_values))):
-        found = (f"{name} begins with {one.detach().reshape(-1)[:4].tolist()}" for name, one in plain.items())
-        pipe.ranks.agree(lambda: [Field.of("values", [*found], SEED_REPAIR)], "the values of the model")
+
+def _warn_of_other_models(starts: Collection[int]) -> None:
+    if len(starts) > 1:
+        warnings.warn(
+            "fpipe.Pipelined: got models with different values on the ranks, expected the same on all: each rank "
+            "trains its own part of its own model. Call torch.manual_seed with the same number on every rank before "
+            "the model and its batches are made, unless you load a checkpoint next.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _require_free_names(example: Any) -> None:
