@@ -183,8 +183,8 @@ class Frame:
     - `checkpoint`: True for a checkpointed function; `how` are the settings of its checkpoint,
       `checkpointed` the function and the variables that it closed over when it was called. `reentrant`: True if
       torch would differentiate it by a backward inside the backward.
-    - `branching`: True if it branches on data. `settings`: torch's settings when it began;
-      `depth`: the number of dispatch modes then.
+    - `branching`: True if it branches on data; `shapes` are then those of the values made in it.
+    - `settings`: torch's settings when it began; `depth`: the number of dispatch modes then.
     - `stream`: the labels shared by all draws in it, if data decides what is drawn; set on the outermost such call.
     """
 
@@ -207,6 +207,7 @@ class Frame:
     depth: int = field(default_factory=count_dispatch_modes)
     returned: Mapping[int, Value] = field(default_factory=dict)
     constants: Mapping[int, Any] = field(default_factory=dict)
+    shapes: Mapping[Value, torch.Size] = field(default_factory=dict)
     assigned: list[Attribute] = field(default_factory=list)
     touched: list[tuple[nn.Module, str]] = field(default_factory=list)
     inner: list[Frame] = field(default_factory=list)

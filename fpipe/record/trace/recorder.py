@@ -445,6 +445,8 @@ class Recorder(TorchFunctionMode):
         frame.constants = constants_at(out)
         known = self.values.known
         frame.returned = {k: known[id(tensor)] for k, tensor in tensors_at(out).items() if id(tensor) in known}
+        if frame.branching:
+            frame.shapes = {one: self.values.tensors[one].shape for one in self.record.made_since(frame.start)}
 
     def call_in_frame(self, frame: Frame, run: Callable[[], Any]) -> Any:
         """Run `run` as the call of a frame, and return its result."""

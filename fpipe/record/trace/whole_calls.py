@@ -188,9 +188,11 @@ def _zeros_like(fake: Tensor) -> Tensor:
 def attach_outputs(frame: Frame, operation: Operation, parameters: Sequence[Seat]) -> Operation:
     """Return the operation of a call that branches on data, its outputs attached to all that they may depend on.
 
-    It raises `InputError` in a step whose branch assigns a buffer that the branch at capture did not.
+    It raises `InputError` in a step whose branch assigns a buffer that the branch at capture did not, or makes a tensor
+    of another shape: what follows was recorded for that of the capture.
     """
-    module = frame.invocation.function  # a module, or the loss
+    module, where = frame.invocation.function, f"module {frame.path or '(root)'}"  # a module, or the loss
+    shapes = [frame.shapes[value] for value in operation.makes]
     expected = {(id(one.module._buffers), one.name) for one in frame.assigned}
 
     def run(key: int, *tensors: Tensor) -> Tensors:
@@ -199,9 +201,15 @@ def attach_outputs(frame: Frame, operation: Operation, parameters: Sequence[Seat
         for table, name, tensor in before:
             if table.get(name) is not tensor and (id(table), name) not in expected:
                 raise InputError(
-                    f"module {frame.path or '(root)'}: got an assignment to the buffer {name!r}, expected none, "
+                    f"{where}: got an assignment to the buffer {name!r}, expected none, "
                     "because the branch taken at capture assigned none. The new value would be lost. Write copy_() "
                     "instead."
+                )
+        for one, shape in zip(made, shapes, strict=True):
+            if one.shape != shape:
+                raise InputError(
+                    f"{where}: got a tensor of shape {[*one.shape]}, expected {[*shape]} as at capture: what follows "
+                    "was recorded for that. Keep all that works with a shape that depends on data in the same module."
                 )
         return attach(made, (*tensors, *[table[name] for table, name in parameters]))
 

@@ -102,6 +102,28 @@ def test_a_stage_that_picks_by_value_is_not_recorded():
     ]
 
 
+class Positive(nn.Module):
+    """Returns as many elements as are positive."""
+
+    def forward(self, x):
+        return x[x > 0]
+
+
+def mean_of_rest(rest):
+    """A mean, whose divisor is recorded."""
+    return rest.sum() / len(rest)
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_a_shape_that_depends_on_data_is_refused_outside_of_the_module_that_reads_values(backward):
+    model, x = nn.Sequential(nn.Linear(4, 4), Positive()), torch.randn(12, 4)
+    pipe = staged(model, (x,), loss=mean_of_rest, unsplittable=["1"], backward=backward)
+    with pytest.raises(
+        fpipe.InputError, match=r"module 1: got a tensor of shape \[\d+\], expected \[0\] as at capture"
+    ):
+        fpipe.value_and_grad(pipe)(*pipe.init(model), (x,))
+
+
 class Clamping(nn.Module):
     """Turns images into rows of channels, and asks about them."""
 
