@@ -100,7 +100,7 @@ class ModuleGraph(nn.Module):
     {'score': (2,), 'features': (2, 4)}
     """
 
-    def __init__(self, parts: Mapping[str, Part], *, inputs: Sequence[str], outputs: Any) -> None:
+    def __init__(self, parts: Mapping[str, Part], *, inputs: str | Sequence[str], outputs: Any) -> None:
         super().__init__()
         require_arguments(ModuleGraph.__init__, locals())
         inputs = (inputs,) if isinstance(inputs, str) else tuple(inputs)
