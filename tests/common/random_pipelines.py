@@ -35,6 +35,7 @@ REFUSALS = {  # what the message says, and of which models it may say so
     "without a gradient for any parameter": lambda model: model.has("no_grad"),
     "a checkpointed function that reads a buffer": lambda model: model.has("checkpoint") and model.has("average"),
     "gets an object in which tensors may hide": lambda model: model.has("checkpoint") and model.has("object"),
+    "a call inside it cannot run without it": lambda model: model.repeats and model.has("object"),
 }
 
 

@@ -343,6 +343,9 @@ def be_rank(drill: Drill, rank: int, folder: Path) -> None:
         world_size=drill.ranks,
         timeout=timedelta(seconds=TIMEOUT),
     )
+    (folder / f"joined-{rank}").touch()
+    while len([*folder.glob("joined-*")]) < drill.ranks:  # none may fail while others still connect
+        time.sleep(0.001)
     try:
         take_part(drill, rank)
     except BaseException as error:
