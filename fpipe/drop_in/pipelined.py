@@ -33,7 +33,7 @@ from fpipe.drop_in.norms import watch_norms
 from fpipe.drop_in.settings import Pipelines
 from fpipe.drop_in.updates import watch_optimizers
 from fpipe.errors import InputError
-from fpipe.network.fingerprint import digest
+from fpipe.network.fingerprint import digest, digest_tensor
 from fpipe.network.job import join_launched
 from fpipe.pipelines.argument_checks import require_steps
 from fpipe.pipelines.inputs import State
@@ -380,7 +380,7 @@ def _digest_start(model: nn.Module) -> int:
     if any(one.is_meta for one in plain.values()):
         return 0
     dense = {name: one for name, one in plain.items() if one.layout is torch.strided}
-    return digest(f"{name}: {one.reshape(-1)[:4].tolist()}" for name, one in dense.items())
+    return digest(f"{name}: {digest_tensor(one.reshape(-1)[:4])}" for name, one in dense.items())
 
 
 def _warn_of_other_models(starts: Collection[int]) -> None:
